@@ -1,0 +1,253 @@
+from google.protobuf import any_pb2 as _any_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class OutputKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTPUT_KIND_UNSPECIFIED: _ClassVar[OutputKind]
+    OUTPUT_KIND_TOKENS: _ClassVar[OutputKind]
+    OUTPUT_KIND_MEAN: _ClassVar[OutputKind]
+    OUTPUT_KIND_CLS: _ClassVar[OutputKind]
+    OUTPUT_KIND_MAX: _ClassVar[OutputKind]
+    OUTPUT_KIND_MODEL_POOLING: _ClassVar[OutputKind]
+
+class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
+    DATA_TYPE_FLOAT32: _ClassVar[DataType]
+    DATA_TYPE_FLOAT16: _ClassVar[DataType]
+
+class Truncation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TRUNCATION_UNSPECIFIED: _ClassVar[Truncation]
+    TRUNCATION_REFUSE: _ClassVar[Truncation]
+    TRUNCATION_END: _ClassVar[Truncation]
+OUTPUT_KIND_UNSPECIFIED: OutputKind
+OUTPUT_KIND_TOKENS: OutputKind
+OUTPUT_KIND_MEAN: OutputKind
+OUTPUT_KIND_CLS: OutputKind
+OUTPUT_KIND_MAX: OutputKind
+OUTPUT_KIND_MODEL_POOLING: OutputKind
+DATA_TYPE_UNSPECIFIED: DataType
+DATA_TYPE_FLOAT32: DataType
+DATA_TYPE_FLOAT16: DataType
+TRUNCATION_UNSPECIFIED: Truncation
+TRUNCATION_REFUSE: Truncation
+TRUNCATION_END: Truncation
+
+class TokenIds(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Input(_message.Message):
+    __slots__ = ("token_ids", "text")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    token_ids: TokenIds
+    text: str
+    def __init__(self, token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., text: _Optional[str] = ...) -> None: ...
+
+class OutputSpec(_message.Message):
+    __slots__ = ("kind", "l2_normalize")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    L2_NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    kind: OutputKind
+    l2_normalize: bool
+    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ...) -> None: ...
+
+class EncodeOptions(_message.Message):
+    __slots__ = ("outputs", "data_type", "truncation", "exclude_special_tokens", "include_token_strings")
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_FIELD_NUMBER: _ClassVar[int]
+    EXCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_TOKEN_STRINGS_FIELD_NUMBER: _ClassVar[int]
+    outputs: _containers.RepeatedCompositeFieldContainer[OutputSpec]
+    data_type: DataType
+    truncation: Truncation
+    exclude_special_tokens: bool
+    include_token_strings: bool
+    def __init__(self, outputs: _Optional[_Iterable[_Union[OutputSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., exclude_special_tokens: bool = ..., include_token_strings: bool = ...) -> None: ...
+
+class EncodeRequest(_message.Message):
+    __slots__ = ("model", "model_version", "inputs", "options")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_version: str
+    inputs: _containers.RepeatedCompositeFieldContainer[Input]
+    options: EncodeOptions
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., options: _Optional[_Union[EncodeOptions, _Mapping]] = ...) -> None: ...
+
+class RaggedTensor(_message.Message):
+    __slots__ = ("kind", "l2_normalized", "data_type", "width", "lengths", "data")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    L2_NORMALIZED_FIELD_NUMBER: _ClassVar[int]
+    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    kind: OutputKind
+    l2_normalized: bool
+    data_type: DataType
+    width: int
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    data: bytes
+    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., l2_normalized: bool = ..., data_type: _Optional[_Union[DataType, str]] = ..., width: _Optional[int] = ..., lengths: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class SequenceInfo(_message.Message):
+    __slots__ = ("token_count", "original_token_count", "truncated", "token_ids", "char_starts", "char_ends", "special", "tokens")
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    ORIGINAL_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CHAR_STARTS_FIELD_NUMBER: _ClassVar[int]
+    CHAR_ENDS_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    token_count: int
+    original_token_count: int
+    truncated: bool
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    char_starts: _containers.RepeatedScalarFieldContainer[int]
+    char_ends: _containers.RepeatedScalarFieldContainer[int]
+    special: _containers.RepeatedScalarFieldContainer[bool]
+    tokens: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, token_count: _Optional[int] = ..., original_token_count: _Optional[int] = ..., truncated: bool = ..., token_ids: _Optional[_Iterable[int]] = ..., char_starts: _Optional[_Iterable[int]] = ..., char_ends: _Optional[_Iterable[int]] = ..., special: _Optional[_Iterable[bool]] = ..., tokens: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Timings(_message.Message):
+    __slots__ = ("tokenize_seconds", "queue_seconds", "compute_seconds")
+    TOKENIZE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    tokenize_seconds: float
+    queue_seconds: float
+    compute_seconds: float
+    def __init__(self, tokenize_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
+
+class EncodeResponse(_message.Message):
+    __slots__ = ("model", "model_version", "fingerprint", "outputs", "sequences", "timings")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_version: str
+    fingerprint: str
+    outputs: _containers.RepeatedCompositeFieldContainer[RaggedTensor]
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceInfo]
+    timings: Timings
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[RaggedTensor, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+
+class EncodeStreamRequest(_message.Message):
+    __slots__ = ("request_id", "request")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    request: EncodeRequest
+    def __init__(self, request_id: _Optional[str] = ..., request: _Optional[_Union[EncodeRequest, _Mapping]] = ...) -> None: ...
+
+class EncodeStreamResponse(_message.Message):
+    __slots__ = ("request_id", "response", "error")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    RESPONSE_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    response: EncodeResponse
+    error: StreamError
+    def __init__(self, request_id: _Optional[str] = ..., response: _Optional[_Union[EncodeResponse, _Mapping]] = ..., error: _Optional[_Union[StreamError, _Mapping]] = ...) -> None: ...
+
+class StreamError(_message.Message):
+    __slots__ = ("code", "message", "reason", "retry_delay_seconds", "details")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    RETRY_DELAY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    message: str
+    reason: str
+    retry_delay_seconds: float
+    details: _containers.RepeatedCompositeFieldContainer[_any_pb2.Any]
+    def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., reason: _Optional[str] = ..., retry_delay_seconds: _Optional[float] = ..., details: _Optional[_Iterable[_Union[_any_pb2.Any, _Mapping]]] = ...) -> None: ...
+
+class ListModelsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListModelsResponse(_message.Message):
+    __slots__ = ("models",)
+    MODELS_FIELD_NUMBER: _ClassVar[int]
+    models: _containers.RepeatedCompositeFieldContainer[ModelInfo]
+    def __init__(self, models: _Optional[_Iterable[_Union[ModelInfo, _Mapping]]] = ...) -> None: ...
+
+class GetModelRequest(_message.Message):
+    __slots__ = ("model", "model_version")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_version: str
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ...) -> None: ...
+
+class GetModelResponse(_message.Message):
+    __slots__ = ("model",)
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    model: ModelInfo
+    def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
+
+class ModelInfo(_message.Message):
+    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_message_bytes", "ready", "not_ready_reason", "max_request_tokens")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    IS_DEFAULT_FIELD_NUMBER: _ClassVar[int]
+    D_MODEL_FIELD_NUMBER: _ClassVar[int]
+    N_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    N_HEADS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    HAS_TOKENIZER_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    L2_NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    PROVIDER_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    version: str
+    fingerprint: str
+    is_default: bool
+    d_model: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    max_sequence_tokens: int
+    has_tokenizer: bool
+    special_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    pooling: OutputKind
+    l2_normalize: bool
+    provider: str
+    precision: str
+    max_request_sequences: int
+    max_text_bytes: int
+    max_message_bytes: int
+    ready: bool
+    not_ready_reason: str
+    max_request_tokens: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,153 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    POOLING_UNSPECIFIED: _ClassVar[Pooling]
+    POOLING_MEAN: _ClassVar[Pooling]
+    POOLING_CLS: _ClassVar[Pooling]
+    POOLING_MAX: _ClassVar[Pooling]
+POOLING_UNSPECIFIED: Pooling
+POOLING_MEAN: Pooling
+POOLING_CLS: Pooling
+POOLING_MAX: Pooling
+
+class Manifest(_message.Message):
+    __slots__ = ("format_version", "name", "version", "fingerprint", "encoder", "text", "pooling", "l2_normalize", "graph", "source", "files", "parameters", "parity")
+    FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    ENCODER_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    L2_NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    GRAPH_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    PARITY_FIELD_NUMBER: _ClassVar[int]
+    format_version: int
+    name: str
+    version: str
+    fingerprint: str
+    encoder: EncoderShape
+    text: TextInput
+    pooling: Pooling
+    l2_normalize: bool
+    graph: Graph
+    source: Source
+    files: _containers.RepeatedCompositeFieldContainer[BundleFile]
+    parameters: _containers.RepeatedCompositeFieldContainer[ParameterCount]
+    parity: Parity
+    def __init__(self, format_version: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., encoder: _Optional[_Union[EncoderShape, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., l2_normalize: bool = ..., graph: _Optional[_Union[Graph, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., files: _Optional[_Iterable[_Union[BundleFile, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterCount, _Mapping]]] = ..., parity: _Optional[_Union[Parity, _Mapping]] = ...) -> None: ...
+
+class EncoderShape(_message.Message):
+    __slots__ = ("d_model", "n_heads", "d_ff", "n_layers", "vocab_size", "max_sequence_tokens", "pad_token_id", "activation", "norm", "position")
+    D_MODEL_FIELD_NUMBER: _ClassVar[int]
+    N_HEADS_FIELD_NUMBER: _ClassVar[int]
+    D_FF_FIELD_NUMBER: _ClassVar[int]
+    N_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PAD_TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    ACTIVATION_FIELD_NUMBER: _ClassVar[int]
+    NORM_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    d_model: int
+    n_heads: int
+    d_ff: int
+    n_layers: int
+    vocab_size: int
+    max_sequence_tokens: int
+    pad_token_id: int
+    activation: str
+    norm: str
+    position: str
+    def __init__(self, d_model: _Optional[int] = ..., n_heads: _Optional[int] = ..., d_ff: _Optional[int] = ..., n_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., pad_token_id: _Optional[int] = ..., activation: _Optional[str] = ..., norm: _Optional[str] = ..., position: _Optional[str] = ...) -> None: ...
+
+class TextInput(_message.Message):
+    __slots__ = ("tokenizer_file", "special_token_ids")
+    TOKENIZER_FILE_FIELD_NUMBER: _ClassVar[int]
+    SPECIAL_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    tokenizer_file: str
+    special_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, tokenizer_file: _Optional[str] = ..., special_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Graph(_message.Message):
+    __slots__ = ("file", "opset", "input_ids_name", "attention_mask_name", "output_name", "precision")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    OPSET_FIELD_NUMBER: _ClassVar[int]
+    INPUT_IDS_NAME_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_MASK_NAME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_NAME_FIELD_NUMBER: _ClassVar[int]
+    PRECISION_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    opset: int
+    input_ids_name: str
+    attention_mask_name: str
+    output_name: str
+    precision: str
+    def __init__(self, file: _Optional[str] = ..., opset: _Optional[int] = ..., input_ids_name: _Optional[str] = ..., attention_mask_name: _Optional[str] = ..., output_name: _Optional[str] = ..., precision: _Optional[str] = ...) -> None: ...
+
+class Source(_message.Message):
+    __slots__ = ("kind", "description", "weights_sha256", "versions")
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    kind: str
+    description: str
+    weights_sha256: str
+    versions: _containers.ScalarMap[str, str]
+    def __init__(self, kind: _Optional[str] = ..., description: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class BundleFile(_message.Message):
+    __slots__ = ("path", "size_bytes", "sha256")
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    SIZE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    SHA256_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    size_bytes: int
+    sha256: str
+    def __init__(self, path: _Optional[str] = ..., size_bytes: _Optional[int] = ..., sha256: _Optional[str] = ...) -> None: ...
+
+class ParameterCount(_message.Message):
+    __slots__ = ("part", "count")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    count: int
+    def __init__(self, part: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class Parity(_message.Message):
+    __slots__ = ("tolerance", "max_relative_error", "max_padding_error", "cases")
+    TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    MAX_RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    MAX_PADDING_ERROR_FIELD_NUMBER: _ClassVar[int]
+    CASES_FIELD_NUMBER: _ClassVar[int]
+    tolerance: float
+    max_relative_error: float
+    max_padding_error: float
+    cases: _containers.RepeatedCompositeFieldContainer[ParityCase]
+    def __init__(self, tolerance: _Optional[float] = ..., max_relative_error: _Optional[float] = ..., max_padding_error: _Optional[float] = ..., cases: _Optional[_Iterable[_Union[ParityCase, _Mapping]]] = ...) -> None: ...
+
+class ParityCase(_message.Message):
+    __slots__ = ("lengths", "max_relative_error")
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
+    MAX_RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
+    max_relative_error: float
+    def __init__(self, lengths: _Optional[_Iterable[int]] = ..., max_relative_error: _Optional[float] = ...) -> None: ...
