@@ -1,0 +1,71 @@
+"""`encserve-server`: flags and environment → Settings → serve."""
+
+import asyncio
+import dataclasses
+import logging
+import os
+import sys
+import typing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from encserve_server import __version__, logs
+from encserve_server.app import serve
+from encserve_server.errors import StartupError
+from encserve_server.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+
+def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
+    """The flag of one setting."""
+    flag = f"--{field.name.replace('_', '-')}"
+    common: dict[str, Any] = {"help": field.metadata["help"], "show_envvar": True, "show_default": True}
+    if field.default is dataclasses.MISSING:
+        common |= {"required": True}
+    else:
+        common |= {"default": field.default}
+    if hint is bool:
+        return click.option(f"{flag}/--no-{field.name.replace('_', '-')}", **common)
+    if typing.get_origin(hint) is typing.Literal:
+        return click.option(flag, type=click.Choice(typing.get_args(hint)), **common)
+    if typing.get_origin(hint) is tuple:
+        return click.option(flag, multiple=True, **common)
+    if hint is Path:
+        return click.option(flag, type=click.Path(path_type=Path), **common)
+    return click.option(flag, type=hint, **common)
+
+
+def _settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds a flag for every setting, in their order."""
+    hints = typing.get_type_hints(Settings)
+    for field in reversed(dataclasses.fields(Settings)):
+        command = _option(field, hints[field.name])(command)
+    return command
+
+
+@click.command(context_settings={"auto_envvar_prefix": "ENCSERVE", "max_content_width": 110})
+@click.version_option(__version__, prog_name="encserve-server")
+@_settings_options
+def main(**values: Any) -> None:
+    """Serves encoder models over gRPC, with Prometheus metrics beside it."""
+    try:
+        settings = Settings(**values)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    logs.configure(settings.log_level, settings.log_format)
+    try:
+        clean = asyncio.run(serve(settings))
+    except StartupError as error:
+        logger.error("cannot start: %s", error)
+        sys.exit(1)
+    if not clean:
+        # A stuck engine's thread cannot be joined; without this the process would never end.
+        os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

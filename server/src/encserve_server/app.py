@@ -1,0 +1,220 @@
+"""The composition root: what is built, and in which order it starts, drains and stops.
+
+Start: metrics, health (NOT_SERVING), gRPC; then each model is verified, loaded and warmed up in a thread; only then
+health says SERVING. Stop: health says NOT_SERVING, new calls are refused, what is in flight is answered; then
+schedulers and engines are closed.
+
+    EncoderService ──▶ Catalog ──▶ ServedModel ──▶ TextTokenizer (threads)
+                                        └────────▶ Scheduler ──▶ Engine (one thread each)
+"""
+
+import asyncio
+import logging
+import signal
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from wsgiref.simple_server import WSGIServer
+
+import grpc
+from grpc_health.v1 import health, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
+
+from encserve_server.batching import BatchPolicy
+from encserve_server.bundle import find_bundles
+from encserve_server.clock import MonotonicClock
+from encserve_server.errors import StartupError
+from encserve_server.health import Health
+from encserve_server.loading import LoadedModel, load_model
+from encserve_server.metrics import Metrics
+from encserve_server.models import Catalog, RequestLimits, ServedModel
+from encserve_server.scheduler import Scheduler, SchedulerLimits
+from encserve_server.service import METHODS, SERVICE_NAME, EncoderService
+from encserve_server.settings import Settings
+from encserve_server.status import StatusInterceptor
+
+logger = logging.getLogger(__name__)
+
+# Room for what surrounds the rows in a message that is just within the limit.
+_MESSAGE_HEADROOM_BYTES = 64 * 1024
+_ENCODE_THREADS = 2
+# How long a model may take to close after the grace period; a stuck engine never does.
+_CLOSE_SECONDS = 5.0
+
+
+class App:
+    """A whole server, to be started and stopped once, on one event loop."""
+
+    def __init__(self, settings: Settings) -> None:
+        """Builds what needs no model."""
+        self.settings = settings
+        self.grpc_port = 0  # the real ports, once started
+        self.metrics_port = 0
+        self.registry = CollectorRegistry()
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=self.registry)
+        self.metrics = Metrics(self.registry)
+        self.catalog = Catalog()
+        self._clock = MonotonicClock()
+        self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
+        self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
+        self._health = Health(SERVICE_NAME)
+        self._service = EncoderService(
+            self.catalog,
+            self.metrics,
+            clock=self._clock,
+            encode_pool=self._encode_pool,
+            max_stream_in_flight=settings.max_stream_in_flight,
+        )
+        self._server: grpc.aio.Server | None = None
+        self._metrics_server: tuple[WSGIServer, threading.Thread] | None = None
+
+    async def start(self) -> None:
+        """Returns when every model answers.
+
+        Raises:
+            StartupError: A port is taken, or a bundle or the device is not usable.
+        """
+        directories = find_bundles(self.settings.model_repository, self.settings.model)
+        self._start_metrics()
+        await self._start_grpc()
+        models = []
+        for directory in directories:
+            loaded = await asyncio.to_thread(load_model, directory, self.settings, self._tokenize_pool)
+            models.append(self._serve_model(loaded))
+        self.catalog.publish(models)
+        self._health.watch(models)
+        logger.info(
+            "serving",
+            extra={
+                "grpc_port": self.grpc_port,
+                "metrics_port": self.metrics_port,
+                "models": [f"{model.bundle.name}@{model.bundle.version}" for model in models],
+            },
+        )
+
+    async def stop(self) -> bool:
+        """Drains and stops. Returns whether everything ended; an engine that is stuck does not."""
+        await self._health.shut_down()
+        await asyncio.sleep(self.settings.drain_delay_seconds)
+        self._service.drain()
+        if self._server is not None:
+            await self._server.stop(self.settings.grace_seconds)
+        clean = True
+        for model in self.catalog.all():
+            try:
+                await asyncio.wait_for(model.scheduler.close(), _CLOSE_SECONDS)
+            except TimeoutError:
+                logger.error("an engine is stuck", extra={"model": model.bundle.name})
+                clean = False
+        self._tokenize_pool.shutdown(wait=False, cancel_futures=True)
+        self._encode_pool.shutdown(wait=False, cancel_futures=True)
+        if self._metrics_server is not None:
+            server, thread = self._metrics_server
+            server.shutdown()
+            server.server_close()
+            thread.join()
+        logger.info("stopped", extra={"clean": clean})
+        return clean
+
+    def _start_metrics(self) -> None:
+        settings = self.settings
+        try:
+            server, thread = start_http_server(settings.metrics_port, settings.host, self.registry)
+        except OSError as error:
+            raise StartupError(
+                f"--metrics-port {settings.metrics_port} on {settings.host}: {error.strerror}"
+            ) from error
+        self._metrics_server = (server, thread)
+        self.metrics_port = server.server_port
+
+    async def _start_grpc(self) -> None:
+        settings = self.settings
+        message_bytes = settings.max_message_bytes + _MESSAGE_HEADROOM_BYTES
+        server = grpc.aio.server(
+            interceptors=[StatusInterceptor(self.metrics, SERVICE_NAME, METHODS)],
+            options=[
+                # On by default: a second server on a taken port would start in silence and take half the calls.
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", message_bytes),
+                ("grpc.max_send_message_length", message_bytes),
+                # Clients may ping an idle connection this often; the default of 5 minutes ends their connection.
+                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+                ("grpc.keepalive_permit_without_calls", 1),
+            ],
+        )
+        server.add_generic_rpc_handlers((self._service.handler(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+        if settings.reflection:
+            names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            reflection.enable_server_reflection(names, server)
+        address = f"{settings.host}:{settings.grpc_port}"
+        try:
+            self.grpc_port = server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise StartupError(
+                f"--grpc-port {settings.grpc_port} on {settings.host}: cannot be bound: {error}"
+            ) from error
+        await self._health.start()
+        await server.start()
+        self._server = server
+
+    def _serve_model(self, loaded: LoadedModel) -> ServedModel:
+        """Puts a loaded model behind a scheduler of its own."""
+        settings, bundle, device = self.settings, loaded.bundle, loaded.engine.info.device
+        metrics = self.metrics.for_model(bundle.name, bundle.version)
+        metrics.load_seconds.set(loaded.load_seconds)
+        metrics.warmup_seconds.set(loaded.warmup_seconds)
+        metrics.queue_limit_tokens.set(settings.max_queue_tokens)
+        info = loaded.engine.info
+        self.metrics.model_info.labels(
+            bundle.name, bundle.version, bundle.fingerprint, info.precision, info.provider, info.device, settings.device
+        ).set(1)
+        scheduler = Scheduler(
+            loaded.engine,
+            BatchPolicy(
+                max_batch_tokens=settings.batch_tokens_for(device),
+                max_batch_sequences=settings.max_batch_sequences,
+                max_padding_fraction=settings.padding_fraction_for(device),
+            ),
+            SchedulerLimits(max_queue_tokens=settings.max_queue_tokens, stall_seconds=settings.stall_seconds),
+            clock=self._clock,
+            observer=metrics,
+            on_health_change=self._health.changed,
+        )
+        scheduler.start()
+        limits = RequestLimits(
+            max_sequences=settings.max_request_sequences,
+            max_text_bytes=settings.max_text_bytes,
+            max_message_bytes=settings.max_message_bytes,
+            max_tokens=settings.max_queue_tokens,
+        )
+        return ServedModel(
+            bundle, loaded.tokenizer, scheduler, loaded.engine.info, limits, clock=self._clock, metrics=metrics
+        )
+
+
+async def serve(settings: Settings) -> bool:
+    """Serves until SIGTERM or SIGINT. Returns whether everything ended cleanly.
+
+    Raises:
+        StartupError: The server cannot start.
+    """
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for signal_number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signal_number, stop.set)
+    app = App(settings)
+    starting = loop.create_task(app.start())
+    stopping = loop.create_task(stop.wait())
+    try:
+        # A signal while a model loads must not wait for the load.
+        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await stopping
+        logger.info("stopping", extra={"grace_seconds": settings.grace_seconds})
+    finally:
+        starting.cancel()
+        clean = await app.stop()
+    return clean

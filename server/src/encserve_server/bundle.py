@@ -1,0 +1,204 @@
+"""Reads a model bundle and verifies it: nothing of it is used before its checksum matched."""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from google.protobuf import json_format
+
+from encserve_proto.v1 import manifest_pb2
+from encserve_server.errors import BundleError
+from encserve_server.types import Graph, Output, OutputKind
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+_VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_POOLING = {
+    manifest_pb2.POOLING_MEAN: OutputKind.MEAN,
+    manifest_pb2.POOLING_CLS: OutputKind.CLS,
+    manifest_pb2.POOLING_MAX: OutputKind.MAX,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle whose files all have the size and SHA-256 that its manifest names.
+
+    Attributes:
+        name: The model's name.
+        version: The model's version.
+        fingerprint: Identifies the vector space.
+        d_model: The width of a row.
+        n_layers: The encoder's blocks.
+        n_heads: The heads of a block.
+        vocab_size: One more than the largest id.
+        max_sequence_tokens: The longest sequence.
+        pad_token_id: What fills a short sequence of a batch.
+        special_token_ids: Ids that the tokenizer puts around a text, and the padding id.
+        pooling: How the model was trained to pool, or None where the manifest does not say.
+        tokenizer_file: The tokenizer, or None where the model takes ids only.
+        graph: The ONNX file and its interface.
+    """
+
+    name: str
+    version: str
+    fingerprint: str
+    d_model: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    max_sequence_tokens: int
+    pad_token_id: int
+    special_token_ids: tuple[int, ...]
+    pooling: Output | None
+    tokenizer_file: Path | None
+    graph: Graph
+
+
+def find_bundles(repository: Path, wanted: tuple[str, ...]) -> list[Path]:
+    """The directories of the bundles to serve.
+
+    Args:
+        repository: The directory that holds `<name>/<version>/`.
+        wanted: Models as NAME (its newest version) or NAME@VERSION; empty for the newest version of every model.
+
+    Raises:
+        BundleError: The repository or something wanted is not there.
+    """
+    if not repository.is_dir():
+        raise BundleError(f"--model-repository {repository}: no such directory")
+    if wanted:
+        return [_find_one(repository, *_split_wanted(text)) for text in wanted]
+    found = [_find_one(repository, model.name, "") for model in sorted(repository.iterdir()) if _versions(model)]
+    if not found:
+        raise BundleError(
+            f"--model-repository {repository}: no bundle in it; expected <name>/<version>/{MANIFEST_NAME} "
+            "(encserve-export writes them)"
+        )
+    return found
+
+
+def read_bundle(directory: Path) -> Bundle:
+    """Reads and verifies the bundle in MODELS/<name>/<version>/.
+
+    Raises:
+        BundleError: A file is missing, altered, unreadable or contradicts itself; the text says which and how.
+    """
+    manifest = _read_manifest(directory / MANIFEST_NAME)
+    if (manifest.name, manifest.version) != (directory.parent.name, directory.name):
+        raise BundleError(
+            f"{directory / MANIFEST_NAME}: it is of {manifest.name}/{manifest.version} but lies in "
+            f"{directory.parent.name}/{directory.name}"
+        )
+    verified = {file.path: _verify_file(directory, file) for file in manifest.files}
+
+    def verified_path(field: str, path: str) -> Path:
+        if path not in verified:
+            raise BundleError(f"{directory / MANIFEST_NAME}: {field} names {path!r}, which `files` does not list")
+        return verified[path]
+
+    shape, graph = manifest.encoder, manifest.graph
+    for field in ("d_model", "vocab_size", "max_sequence_tokens"):
+        if getattr(shape, field) < 1:
+            raise BundleError(f"{directory / MANIFEST_NAME}: encoder.{field} must be >= 1; was {getattr(shape, field)}")
+    pooling = _POOLING.get(manifest.pooling)
+    return Bundle(
+        name=manifest.name,
+        version=manifest.version,
+        fingerprint=manifest.fingerprint,
+        d_model=shape.d_model,
+        n_layers=shape.n_layers,
+        n_heads=shape.n_heads,
+        vocab_size=shape.vocab_size,
+        max_sequence_tokens=shape.max_sequence_tokens,
+        pad_token_id=shape.pad_token_id,
+        special_token_ids=tuple(manifest.text.special_token_ids),
+        pooling=None if pooling is None else Output(pooling, manifest.l2_normalize),
+        tokenizer_file=(
+            verified_path("text.tokenizer_file", manifest.text.tokenizer_file) if manifest.HasField("text") else None
+        ),
+        graph=Graph(
+            path=verified_path("graph.file", graph.file),
+            input_ids_name=graph.input_ids_name,
+            attention_mask_name=graph.attention_mask_name,
+            output_name=graph.output_name,
+            pad_token_id=shape.pad_token_id,
+            d_model=shape.d_model,
+            precision=graph.precision,
+        ),
+    )
+
+
+def _split_wanted(text: str) -> tuple[str, str]:
+    """NAME or NAME@VERSION as (name, version), the version empty for the newest."""
+    name, at, version = text.partition("@")
+    for part in (name, *([version] if at else [])):
+        if not _VALID_NAME.fullmatch(part):
+            raise BundleError(f"--model {text}: expected NAME or NAME@VERSION of letters, digits, '.', '_' and '-'")
+    return name, version
+
+
+def _find_one(repository: Path, name: str, version: str) -> Path:
+    """The directory of one model's version, the newest if none is named."""
+    versions = _versions(repository / name)
+    if not versions:
+        raise BundleError(f"{repository / name}: no bundle in it; expected <version>/{MANIFEST_NAME}")
+    if version and version not in versions:
+        raise BundleError(f"{repository / name}: no version {version}; there are {', '.join(versions)}")
+    return repository / name / (version or versions[-1])
+
+
+def _versions(model: Path) -> list[str]:
+    """A model's versions, oldest first: numbers in them compare as numbers, so 10 comes after 9."""
+    if not model.is_dir() or not _VALID_NAME.fullmatch(model.name):
+        return []
+    versions = [
+        entry.name
+        for entry in model.iterdir()
+        if _VALID_NAME.fullmatch(entry.name) and (entry / MANIFEST_NAME).is_file()
+    ]
+    return sorted(versions, key=version_key)
+
+
+def version_key(version: str) -> list[tuple[int, int, str]]:
+    """A sort key for which 1.9 < 1.10."""
+    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", version)]
+
+
+def _read_manifest(path: Path) -> manifest_pb2.Manifest:
+    """Parses a manifest and checks that this server knows its format."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"{path}: cannot be read: {error}") from error
+    try:
+        # The version is looked at first: a later format may have fields that this parser does not know.
+        version = json.loads(text).get("format_version")
+        if version != FORMAT_VERSION:
+            raise BundleError(f"{path}: format_version must be {FORMAT_VERSION} for this server; was {version}")
+        return json_format.Parse(text, manifest_pb2.Manifest())
+    except (ValueError, AttributeError, json_format.ParseError) as error:
+        raise BundleError(f"{path}: not a manifest: {error}") from error
+
+
+def _verify_file(directory: Path, file: manifest_pb2.BundleFile) -> Path:
+    """The path of a listed file, once it is there, inside the bundle, and unaltered."""
+    relative = PurePosixPath(file.path)
+    if not file.path or relative.is_absolute() or ".." in relative.parts:
+        raise BundleError(f"{directory / MANIFEST_NAME}: files lists {file.path!r}, which is outside the bundle")
+    path = directory / relative
+    try:
+        if not path.resolve().is_relative_to(directory.resolve()):
+            raise BundleError(f"{path}: it leads outside the bundle")
+        size_bytes = path.stat().st_size
+        if size_bytes != file.size_bytes:
+            raise BundleError(f"{path}: {size_bytes} bytes; its manifest says {file.size_bytes}")
+        with path.open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if sha256 != file.sha256:
+        raise BundleError(f"{path}: its sha256 is {sha256}; its manifest says {file.sha256}")
+    return path

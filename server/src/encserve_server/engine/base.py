@@ -1,0 +1,59 @@
+"""The interface between the scheduler and whatever runs the model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from encserve_server.types import Rows, TokenIds
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What a batch gave.
+
+    Attributes:
+        rows: For each sequence, in order, its (seq, d_model) float32 rows without padding. They may be views of one
+            array, and nobody writes to them.
+        padded_tokens: The tokens that were computed, padding included.
+        compute_seconds: How long the model ran, without laying out the batch or cutting the result.
+    """
+
+    rows: list[Rows]
+    padded_tokens: int
+    compute_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the model really runs on.
+
+    Attributes:
+        provider: The execution provider in use, e.g. "CUDAExecutionProvider".
+        device: "cpu" or "cuda".
+        precision: The type it computes in, e.g. "float32".
+    """
+
+    provider: str
+    device: str
+    precision: str
+
+
+class Engine(Protocol):
+    """Runs one model. Used from one thread at a time."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the model really runs on."""
+
+    def run(self, sequences: Sequence[TokenIds]) -> BatchResult:
+        """Runs one batch; blocks until it is done.
+
+        Args:
+            sequences: One or more (seq,) int64 arrays, each checked against the model's vocabulary and length.
+
+        Raises:
+            Exception: Whatever the runtime raises; the scheduler then tries smaller batches.
+        """
+
+    def close(self) -> None:
+        """Frees what the engine holds; `run` is never called again."""

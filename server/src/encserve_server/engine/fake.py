@@ -1,0 +1,75 @@
+"""An engine for tests: its rows are a formula of the ids, it fails when told to, and it waits when told to."""
+
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+
+from encserve_server.engine.base import BatchResult, EngineInfo
+from encserve_server.types import Rows, TokenIds
+
+
+def fake_rows(ids: TokenIds, d_model: int) -> Rows:
+    """The rows that `FakeEngine` gives for (seq,) ids: (seq, d_model), each row telling its id, place and length."""
+    place = np.arange(len(ids))
+    rows = np.empty((len(ids), d_model), np.float32)
+    rows[:] = np.asarray(ids)[:, None] * 1000.0 + place[:, None] + len(ids) / 1000.0
+    return rows
+
+
+class FakeEngine:
+    """Answers at once unless `hold` was called.
+
+    Attributes:
+        batches: The lengths of every batch that was run or tried, in order.
+        poison: An id that makes any batch holding it fail.
+        nan_id: An id whose sequence comes out as NaN.
+        broken: Makes every batch fail while set.
+        vector_of: Rows for a sequence; replace it to give others.
+    """
+
+    def __init__(self, d_model: int = 4, *, poison: int | None = None, nan_id: int | None = None) -> None:
+        """Takes the width of its rows and the ids that misbehave."""
+        self.d_model = d_model
+        self.poison = poison
+        self.nan_id = nan_id
+        self.broken = False
+        self.closed = False
+        self.batches: list[list[int]] = []
+        self.started = threading.Semaphore(0)  # released once for every batch that begins
+        self._may_run = threading.Event()
+        self._may_run.set()
+
+    @property
+    def info(self) -> EngineInfo:
+        """A provider that no real engine has."""
+        return EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32")
+
+    def hold(self) -> None:
+        """Lets no batch finish until `let_go`."""
+        self._may_run.clear()
+
+    def let_go(self) -> None:
+        """Lets held and later batches finish."""
+        self._may_run.set()
+
+    def run(self, sequences: Sequence[TokenIds]) -> BatchResult:
+        """Runs one batch by formula."""
+        self.batches.append([len(ids) for ids in sequences])
+        self.started.release()
+        if not self._may_run.wait(timeout=60):
+            raise TimeoutError("the test never let the engine go")
+        if self.broken:
+            raise RuntimeError("the device is lost")
+        if self.poison is not None and any(self.poison in ids for ids in sequences):
+            raise RuntimeError(f"cannot compute id {self.poison}")
+        rows = [fake_rows(ids, self.d_model) for ids in sequences]
+        for ids, its_rows in zip(sequences, rows, strict=True):
+            if self.nan_id is not None and self.nan_id in ids:
+                its_rows[0, 0] = np.nan
+        padded = max(len(ids) for ids in sequences) * len(sequences)
+        return BatchResult(rows=rows, padded_tokens=padded, compute_seconds=0.001)
+
+    def close(self) -> None:
+        """Remembers that it was closed."""
+        self.closed = True

@@ -1,0 +1,125 @@
+"""The engine on ONNX Runtime: one session, padded batches."""
+
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from encserve_server.engine.base import BatchResult, EngineInfo
+from encserve_server.errors import BundleError, DeviceError
+from encserve_server.types import Graph, TokenIds
+
+CPU_PROVIDER = "CPUExecutionProvider"
+CUDA_PROVIDER = "CUDAExecutionProvider"
+
+logger = logging.getLogger(__name__)
+
+
+class OnnxEngine:
+    """Runs one model in one ONNX Runtime session."""
+
+    def __init__(self, graph: Graph, *, device: str, intra_op_threads: int) -> None:
+        """Loads the model.
+
+        Args:
+            graph: The ONNX file and its interface.
+            device: "cpu", "cuda", or "auto": CUDA where it really loads, the CPU otherwise, with a warning if CUDA was
+                there but would not load.
+            intra_op_threads: The threads that share one batch on the CPU.
+
+        Raises:
+            DeviceError: CUDA was asked for and does not load; ONNX Runtime alone would fall back in silence.
+            BundleError: The file is no model that this ONNX Runtime can run, or its inputs and outputs are others.
+        """
+        self._graph = graph
+        self._session = _open_session(graph.path, device, intra_op_threads)
+        provider = self._session.get_providers()[0]
+        self.info = EngineInfo(
+            provider=provider, device="cuda" if provider == CUDA_PROVIDER else "cpu", precision=graph.precision
+        )
+        self._check_interface()
+
+    def run(self, sequences: Sequence[TokenIds]) -> BatchResult:
+        """Pads the sequences to the longest, runs them, and cuts the padding off again."""
+        lengths = np.array([len(ids) for ids in sequences])  # (batch,)
+        longest = int(lengths.max())
+        mask = np.arange(longest) < lengths[:, None]  # (batch, seq)
+        ids = np.full(mask.shape, self._graph.pad_token_id, np.int64)  # (batch, seq)
+        ids[mask] = np.concatenate(sequences)
+        feeds = {self._graph.input_ids_name: ids, self._graph.attention_mask_name: mask.astype(np.int64)}
+        began = time.perf_counter()
+        (output,) = self._session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
+        compute_seconds = time.perf_counter() - began
+        expected = (*mask.shape, self._graph.d_model)
+        if output.shape != expected:
+            raise RuntimeError(f"the model gave an output of shape {output.shape} where {expected} was due")
+        rows = [output[i, :length] for i, length in enumerate(lengths)]
+        return BatchResult(rows=rows, padded_tokens=mask.size, compute_seconds=compute_seconds)
+
+    def close(self) -> None:
+        """Frees the session and its memory."""
+        del self._session
+
+    def _check_interface(self) -> None:
+        """Compares the graph's inputs and outputs with what the manifest says."""
+        inputs = {node.name: node.type for node in self._session.get_inputs()}
+        wanted = {self._graph.input_ids_name: "tensor(int64)", self._graph.attention_mask_name: "tensor(int64)"}
+        if inputs != wanted:
+            raise BundleError(f"{self._graph.path}: the graph's inputs are {inputs}; the manifest names {wanted}")
+        outputs = {node.name: node.type for node in self._session.get_outputs()}
+        if outputs.get(self._graph.output_name) != "tensor(float)":
+            raise BundleError(
+                f"{self._graph.path}: the graph's outputs are {outputs}; the manifest names "
+                f"{self._graph.output_name} of tensor(float)"
+            )
+
+
+def _open_session(path: Path, device: str, intra_op_threads: int) -> ort.InferenceSession:
+    """Opens a session on the device asked for, and makes sure that it is the one in use."""
+    if device in ("auto", "cuda"):
+        session, problem = _try_cuda(path)
+        if session is not None:
+            return session
+        if device == "cuda":
+            raise DeviceError(f"--device cuda: {problem}. Nothing runs on the CPU unless asked: --device cpu or auto.")
+        # Only worth a warning where somebody meant to have CUDA: with the GPU build of ONNX Runtime.
+        level = logging.WARNING if CUDA_PROVIDER in ort.get_available_providers() else logging.INFO
+        logger.log(level, "running on the CPU", extra={"requested_device": device, "reason": problem})
+    options = _session_options()
+    options.intra_op_num_threads = intra_op_threads
+    try:
+        return ort.InferenceSession(path, options, providers=[CPU_PROVIDER])
+    except Exception as error:  # ONNX Runtime's exceptions share no public base class
+        raise BundleError(f"{path}: ONNX Runtime cannot load it: {error}") from error
+
+
+def _try_cuda(path: Path) -> tuple[ort.InferenceSession | None, str]:
+    """A session that really runs on CUDA, or None and why not."""
+    if CUDA_PROVIDER not in ort.get_available_providers():
+        return None, f"this ONNX Runtime ({ort.__version__}) has no CUDA provider; install encserve-server[gpu]"
+    # The CUDA libraries come as wheels, which the dynamic loader does not search.
+    ort.preload_dlls()
+    try:
+        session = ort.InferenceSession(path, _session_options(), providers=[CUDA_PROVIDER, CPU_PROVIDER])
+    except Exception as error:  # as above
+        return None, f"the CUDA provider does not start: {error}"
+    active = session.get_providers()
+    if active[0] != CUDA_PROVIDER:
+        # get_providers() tells what was really loaded; asking for CUDA and getting the CPU raises nothing.
+        return (
+            None,
+            f"the CUDA provider did not load (active: {', '.join(active)}); check the driver and CUDA libraries",
+        )
+    return session, ""
+
+
+def _session_options() -> ort.SessionOptions:
+    """What every session has in common."""
+    options = ort.SessionOptions()
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors; a failed CUDA load is reported by us, once and in plain words
+    return options

@@ -1,0 +1,122 @@
+"""What can go wrong with a request or at start-up, one class per cause.
+
+    EncserveError
+    ├── RequestError              the request can never succeed as it is
+    │   ├── InvalidField          one field is wrong: an empty sequence, an id outside the vocabulary, …
+    │   ├── MalformedRequest      the bytes are not the message that the method takes
+    │   ├── TooManyInputs         more sequences than one request may hold
+    │   ├── SequenceTooLong       longer than the model's longest sequence
+    │   ├── RequestTooLarge       more tokens than the whole queue may hold
+    │   ├── ResponseTooLarge      the reply would be over the message limit
+    │   └── ModelNotFound         no such model or version
+    ├── QueueFull                 refused at the door; trying again later helps
+    ├── DeadlineExpired           the caller's deadline passed before its batch started
+    ├── InferenceFailed           the model cannot compute this sequence
+    ├── EngineUnhealthy           the engine fails again and again; another replica may do better
+    ├── NotReady                  the server is still loading its models
+    ├── Draining                  the server is stopping
+    └── StartupError              the server cannot start
+        ├── BundleError           a bundle is missing, altered or unreadable
+        └── DeviceError           the device asked for cannot be used
+
+The text of every class but StartupError's reaches the caller: it names fields and numbers, never paths.
+"""
+
+
+class EncserveError(Exception):
+    """Base of all errors of this server."""
+
+    @property
+    def message(self) -> str:
+        """The text for people."""
+        return str(self)
+
+
+class RequestError(EncserveError):
+    """The request can never succeed as it is.
+
+    Attributes:
+        field: The path of the wrong field, as in `inputs[3].token_ids.ids[17]`; empty if it is the whole request.
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        """Takes the field's path and what is wrong with it, with the offending numbers."""
+        self.field = field
+        self.problem = problem
+        super().__init__(f"{field}: {problem}" if field else problem)
+
+
+class InvalidField(RequestError):
+    """One field has a value that it must not have."""
+
+
+class MalformedRequest(RequestError):
+    """The bytes are not the protobuf message that the method takes."""
+
+
+class TooManyInputs(RequestError):
+    """The request holds more sequences than one request may."""
+
+
+class SequenceTooLong(RequestError):
+    """A sequence is longer than the model's longest."""
+
+
+class RequestTooLarge(RequestError):
+    """The request holds more tokens than the whole queue may, so it could never be admitted."""
+
+
+class ResponseTooLarge(RequestError):
+    """The reply would be over the message limit; refused before any compute."""
+
+
+class ModelNotFound(RequestError):
+    """There is no such model or version."""
+
+
+class QueueFull(EncserveError):
+    """The queue has no room for the request's tokens now.
+
+    Attributes:
+        retry_delay_s: After how many seconds trying again makes sense.
+    """
+
+    def __init__(self, tokens: int, queued_tokens: int, max_queue_tokens: int, retry_delay_s: float) -> None:
+        """Takes the tokens asked for, those queued, the bound, and when to try again."""
+        self.retry_delay_s = retry_delay_s
+        super().__init__(
+            f"the queue is full: it holds {queued_tokens} of at most {max_queue_tokens} tokens and this request has "
+            f"{tokens}; try again in {retry_delay_s:.2f} s"
+        )
+
+
+class DeadlineExpired(EncserveError):
+    """The caller's deadline passed while the request was queued; it was not computed."""
+
+
+class InferenceFailed(EncserveError):
+    """The model could not compute a sequence, even alone."""
+
+
+class EngineUnhealthy(EncserveError):
+    """The engine fails for every input; it is probed and comes back by itself when it can."""
+
+
+class NotReady(EncserveError):
+    """The server is still loading its models."""
+
+
+class Draining(EncserveError):
+    """The server is stopping and takes nothing new."""
+
+
+class StartupError(EncserveError):
+    """The server cannot start."""
+
+
+class BundleError(StartupError):
+    """A bundle is missing, altered or unreadable; the text names the file."""
+
+
+class DeviceError(StartupError):
+    """The device asked for cannot be used."""

@@ -1,0 +1,89 @@
+"""Bundle to served model: verify, load, warm up. Blocking; runs in a thread."""
+
+import logging
+import time
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from encserve_server.bundle import Bundle, read_bundle
+from encserve_server.cpus import usable_cpus
+from encserve_server.engine.base import Engine
+from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.errors import BundleError
+from encserve_server.settings import Settings
+from encserve_server.tokenizing import TextTokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that has been verified, loaded and warmed up.
+
+    Attributes:
+        bundle: What it is.
+        tokenizer: Its tokenizer, or None where it takes ids only.
+        engine: What runs it.
+        load_seconds: The time to verify and load it.
+        warmup_seconds: The time to warm it up.
+    """
+
+    bundle: Bundle
+    tokenizer: TextTokenizer | None
+    engine: Engine
+    load_seconds: float
+    warmup_seconds: float
+
+
+def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+    """Loads the bundle in a directory.
+
+    Raises:
+        BundleError: The bundle is missing, altered or unreadable, or its model cannot compute.
+        DeviceError: The device asked for cannot be used.
+    """
+    began = time.perf_counter()
+    bundle = read_bundle(directory)
+    tokenizer = TextTokenizer(bundle.tokenizer_file, tokenize_pool) if bundle.tokenizer_file else None
+    threads = settings.intra_op_threads or usable_cpus()
+    engine = OnnxEngine(bundle.graph, device=settings.device, intra_op_threads=threads)
+    loaded = time.perf_counter()
+    warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
+    warm = time.perf_counter()
+    logger.info(
+        "model loaded",
+        extra={
+            "model": bundle.name,
+            "version": bundle.version,
+            "fingerprint": bundle.fingerprint,
+            "provider": engine.info.provider,
+            "requested_device": settings.device,
+            "intra_op_threads": threads,
+            "load_seconds": round(loaded - began, 3),
+            "warmup_seconds": round(warm - loaded, 3),
+        },
+    )
+    return LoadedModel(bundle, tokenizer, engine, loaded - began, warm - loaded)
+
+
+def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
+    """Runs the shapes that traffic will bring, so that the first caller does not pay for kernels and memory.
+
+    Raises:
+        BundleError: The model cannot compute, or gives numbers that are not finite.
+    """
+    longest = bundle.max_sequence_tokens
+    typical = max(1, min(32, longest))
+    batches = [[1], [typical] * max(1, batch_tokens // typical), [longest], [1, typical, longest]]
+    for lengths in batches:
+        try:
+            result = engine.run([np.zeros(length, np.int64) for length in lengths])
+        except Exception as error:  # whatever the runtime raises
+            raise BundleError(
+                f"{bundle.graph.path}: the model fails for sequences of {lengths} tokens: {error}"
+            ) from error
+        if not all(np.isfinite(rows).all() for rows in result.rows):
+            raise BundleError(f"{bundle.graph.path}: the model gives numbers that are not finite for {lengths} tokens")

@@ -1,0 +1,30 @@
+"""Structured logs on standard error: one JSON object a line, or text for people."""
+
+import logging
+import sys
+
+from pythonjsonlogger.json import JsonFormatter
+
+_FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class _TextFormatter(logging.Formatter):
+    """`time level message key=value …`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        extras = " ".join(f"{key}={value}" for key, value in vars(record).items() if key not in _STANDARD)
+        return f"{line}  {extras}" if extras else line
+
+
+def configure(level: str, log_format: str) -> None:
+    """Sends every logger's lines of at least `level` to standard error, as "json" or "text"."""
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(
+            JsonFormatter(_FIELDS, rename_fields={"asctime": "time", "levelname": "level", "name": "logger"})
+        )
+    else:
+        handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)-7s %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,0 +1,175 @@
+"""The RPCs: decode → submit → encode. Messages come and go as bytes, so that parsing them is ours to guard."""
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import Executor
+from typing import Any
+
+import grpc
+
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server import codec
+from encserve_server.clock import Clock
+from encserve_server.errors import Draining, InvalidField
+from encserve_server.metrics import Metrics
+from encserve_server.models import Catalog, EncodeCall, EncodeReply, ServedModel
+from encserve_server.status import to_failure
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
+# Each method with its type, as grpc_server_* metrics name it.
+METHODS = {"Encode": "unary", "EncodeStream": "bidi_stream", "ListModels": "unary", "GetModel": "unary"}
+# A reply larger than this is built in a thread: on the event loop it would hold up everybody else.
+_INLINE_REPLY_BYTES = 256 * 1024
+_MAX_REQUEST_ID_BYTES = 128
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EncoderService:
+    """The handlers of encserve.v1.EncoderService."""
+
+    def __init__(
+        self, catalog: Catalog, metrics: Metrics, *, clock: Clock, encode_pool: Executor, max_stream_in_flight: int
+    ) -> None:
+        """Takes the models, and the threads in which large replies are built."""
+        self._catalog = catalog
+        self._metrics = metrics
+        self._clock = clock
+        self._encode_pool = encode_pool
+        self._max_stream_in_flight = max_stream_in_flight
+        self._draining = asyncio.Event()
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What to add to a server. No (de)serialisers: handlers take and give bytes."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE_NAME,
+            {
+                "Encode": grpc.unary_unary_rpc_method_handler(self.encode),
+                "EncodeStream": grpc.stream_stream_rpc_method_handler(self.encode_stream),
+                "ListModels": grpc.unary_unary_rpc_method_handler(self.list_models),
+                "GetModel": grpc.unary_unary_rpc_method_handler(self.get_model),
+            },
+        )
+
+    def drain(self) -> None:
+        """Ends streams once what they have read is answered; unary calls are ended by the server's own stop."""
+        self._draining.set()
+
+    async def encode(self, data: bytes, context: Context) -> bytes:
+        """One request, one response."""
+        request = codec.parse(pb.EncodeRequest, data)
+        model, call, reply = await self._encode(request, self._deadline(context))
+        return await self._build(model, reply, lambda: codec.encode_reply(model, call, reply))
+
+    async def encode_stream(self, requests: AsyncIterator[bytes], context: Context) -> None:
+        """Many requests, each answered as soon as it is ready; at most `max_stream_in_flight` at a time.
+
+        A place is given back only when an answer has been written, so a caller that does not read stops being read.
+        """
+        places = asyncio.Semaphore(self._max_stream_in_flight)
+        writing = asyncio.Lock()
+        deadline = self._deadline(context)
+        draining = asyncio.ensure_future(self._draining.wait())
+
+        async def answer(data: bytes) -> None:
+            try:
+                response = await self._answer(data, deadline)
+                async with writing:
+                    await context.write(response)
+            finally:
+                places.release()
+
+        try:
+            async with asyncio.TaskGroup() as answers:
+                while True:
+                    await places.acquire()
+                    data = await _next(requests, draining)
+                    if data is None:
+                        break
+                    answers.create_task(answer(data))
+        except ExceptionGroup as group:  # one cause is enough, and the status table knows single errors only
+            raise _first(group) from None
+        finally:
+            draining.cancel()
+        if self._draining.is_set():
+            raise Draining("the server is stopping; requests that were not answered can be sent to another")
+
+    async def list_models(self, data: bytes, context: Context) -> bytes:
+        """Every model that is loaded."""
+        del context
+        codec.parse(pb.ListModelsRequest, data)
+        models = [self._info(model) for model in self._catalog.all()]
+        return pb.ListModelsResponse(models=models).SerializeToString()
+
+    async def get_model(self, data: bytes, context: Context) -> bytes:
+        """One model."""
+        del context
+        request = codec.parse(pb.GetModelRequest, data)
+        model = self._catalog.resolve(request.model, request.model_version)
+        return pb.GetModelResponse(model=self._info(model)).SerializeToString()
+
+    def _info(self, model: ServedModel) -> pb.ModelInfo:
+        return codec.encode_model_info(model, is_default=self._catalog.is_default(model))
+
+    def _deadline(self, context: Context) -> float:
+        """The caller's deadline on our clock; infinity where there is none."""
+        remaining_s = context.time_remaining()
+        return math.inf if remaining_s is None else self._clock.now() + remaining_s
+
+    async def _encode(self, request: pb.EncodeRequest, deadline: float) -> tuple[ServedModel, EncodeCall, EncodeReply]:
+        model = self._catalog.resolve(request.model, request.model_version)
+        call = codec.decode_call(request, model.bundle)
+        return model, call, await model.encode(call, deadline)
+
+    async def _build(self, model: ServedModel, reply: EncodeReply, build: Any) -> bytes:
+        """Serialises a response, in a thread if it is large."""
+
+        def timed() -> bytes:
+            began = time.perf_counter()
+            data: bytes = build().SerializeToString()
+            model.metrics.encode_seconds.observe(time.perf_counter() - began)
+            return data
+
+        if reply.estimated_bytes <= _INLINE_REPLY_BYTES:
+            return timed()
+        return await asyncio.get_running_loop().run_in_executor(self._encode_pool, timed)
+
+    async def _answer(self, data: bytes, deadline: float) -> bytes:
+        """One stream request's answer, an error included."""
+        request = codec.parse(pb.EncodeStreamRequest, data)
+        request_id = request.request_id
+        try:
+            size = len(request_id.encode())
+            if not 1 <= size <= _MAX_REQUEST_ID_BYTES:
+                request_id = request_id[:_MAX_REQUEST_ID_BYTES]
+                raise InvalidField("request_id", f"must be 1 to {_MAX_REQUEST_ID_BYTES} bytes; was {size}")
+            model, call, reply = await self._encode(request.request, deadline)
+        except Exception as error:  # one request's error is its own answer
+            failure = to_failure(error)
+            self._metrics.refused.labels(failure.reason).inc()
+            return codec.encode_stream_error(request_id, failure).SerializeToString()
+        return await self._build(
+            model,
+            reply,
+            lambda: pb.EncodeStreamResponse(request_id=request_id, response=codec.encode_reply(model, call, reply)),
+        )
+
+
+async def _next(requests: AsyncIterator[bytes], draining: "asyncio.Future[Any]") -> bytes | None:
+    """The stream's next request, or None at its end or when the server drains."""
+    reading = asyncio.ensure_future(anext(requests, None))
+    try:
+        await asyncio.wait((reading, draining), return_when=asyncio.FIRST_COMPLETED)
+        return reading.result() if reading.done() else None
+    finally:
+        reading.cancel()
+
+
+def _first(group: ExceptionGroup[Exception]) -> Exception:
+    """The first single error of a group of groups."""
+    error: Exception = group
+    while isinstance(error, ExceptionGroup):
+        error = error.exceptions[0]
+    return error

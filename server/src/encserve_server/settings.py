@@ -1,0 +1,121 @@
+"""Every setting of the server: one frozen dataclass, validated when it is built.
+
+Flag > environment variable > default. A bad value stops the start-up. `__main__` makes the flags from these fields, so
+that a setting is declared once: the flag of `max_batch_tokens` is `--max-batch-tokens`, its environment variable
+`ENCSERVE_MAX_BATCH_TOKENS`, its help the text here.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+MIB = 1024 * 1024
+
+
+def _setting(default: Any, text: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
+    """A field with its help text and bounds."""
+    return dataclasses.field(default=default, metadata={"help": text, "minimum": minimum, "maximum": maximum})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """The server's settings; see each one's text for what it trades off."""
+
+    model_repository: Path = dataclasses.field(
+        metadata={"help": "Directory of model bundles, <name>/<version>/, as encserve-export writes them."}
+    )
+    model: tuple[str, ...] = _setting(
+        (),
+        "Model to serve, NAME for its newest version or NAME@VERSION; may be given several times, the first is the "
+        "default one. Without it the newest version of every model in the repository is served.",
+    )
+    device: Literal["auto", "cpu", "cuda"] = _setting(
+        "auto",
+        "Where models run. cuda fails at start if CUDA does not really load; auto takes the CPU then and says so in "
+        "the log and in encserve_model_info.",
+    )
+    host: str = _setting(
+        "127.0.0.1",
+        "Address for gRPC and metrics. Loopback by default, because neither is authenticated; 0.0.0.0 in a container.",
+    )
+    grpc_port: int = _setting(50051, "Port for gRPC; 0 takes a free one.", minimum=0, maximum=65535)
+    metrics_port: int = _setting(9464, "Port for /metrics over HTTP; 0 takes a free one.", minimum=0, maximum=65535)
+    max_batch_tokens: int = _setting(
+        0,
+        "Most padded tokens (longest x count) in a batch. More fills the device better until activations leave its "
+        "cache, and lengthens the wait of whoever comes next. 0: 512 on the CPU, 16384 on CUDA.",
+        minimum=0,
+    )
+    max_batch_sequences: int = _setting(256, "Most sequences in a batch, whatever their length.", minimum=1)
+    max_padding_fraction: float = _setting(
+        -1.0,
+        "Greatest share of padding in a batch. Low saves compute, high saves runs. -1: 0.1 on the CPU, 0.5 on CUDA.",
+        minimum=-1,
+        maximum=1,
+    )
+    max_queue_tokens: int = _setting(
+        65536,
+        "Most tokens waiting, per model; more are refused with RESOURCE_EXHAUSTED. It bounds memory and the wait; too "
+        "low refuses bursts that could have been served.",
+        minimum=1,
+    )
+    max_request_sequences: int = _setting(256, "Most inputs of one request.", minimum=1)
+    max_text_bytes: int = _setting(256 * 1024, "Longest text, in bytes of UTF-8; it bounds tokenizing.", minimum=1)
+    max_message_mib: int = _setting(
+        64,
+        "Largest request and largest reply, in MiB. A reply that would be larger is refused before any compute. "
+        "Callers need the same receive limit; the Python client has it.",
+        minimum=1,
+        maximum=1024,
+    )
+    max_stream_in_flight: int = _setting(
+        64, "Requests of one stream that are read ahead and worked on at a time.", minimum=1
+    )
+    intra_op_threads: int = _setting(
+        0, "Threads that share one batch on the CPU. 0: the CPUs this process may use.", minimum=0
+    )
+    tokenizer_threads: int = _setting(1, "Threads that tokenize; each call uses one.", minimum=1)
+    grace_seconds: float = _setting(
+        25.0,
+        "After SIGTERM, how long requests in flight may take to finish. Keep it under the orchestrator's kill timeout.",
+        minimum=0,
+    )
+    drain_delay_seconds: float = _setting(
+        0.0,
+        "After SIGTERM, how long to go on accepting while health already says NOT_SERVING, so that load balancers "
+        "notice first. It is not part of grace_seconds.",
+        minimum=0,
+    )
+    stall_seconds: float = _setting(60.0, "How long one batch may run before health says NOT_SERVING.", minimum=0.1)
+    log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least severe log lines to write.")
+    log_format: Literal["json", "text"] = _setting("json", "One JSON object a line, or text for people.")
+    reflection: bool = _setting(True, "Whether to serve gRPC reflection, so that grpcurl and its kind need no .proto.")
+
+    def __post_init__(self) -> None:
+        """Raises ValueError with the setting, its bounds and the value."""
+        for field in dataclasses.fields(self):
+            value, minimum, maximum = (
+                getattr(self, field.name),
+                field.metadata.get("minimum"),
+                field.metadata.get("maximum"),
+            )
+            if minimum is not None and value < minimum:
+                raise ValueError(f"{field.name} must be >= {minimum:g}; was {value}")
+            if maximum is not None and value > maximum:
+                raise ValueError(f"{field.name} must be <= {maximum:g}; was {value}")
+        if self.grpc_port and self.grpc_port == self.metrics_port:
+            raise ValueError(f"grpc_port and metrics_port must differ; both were {self.grpc_port}")
+
+    @property
+    def max_message_bytes(self) -> int:
+        """The largest message, in bytes."""
+        return self.max_message_mib * MIB
+
+    def batch_tokens_for(self, device: str) -> int:
+        """The budget of padded tokens on "cpu" or "cuda"."""
+        return self.max_batch_tokens or {"cpu": 512, "cuda": 16384}[device]
+
+    def padding_fraction_for(self, device: str) -> float:
+        """The greatest share of padding on "cpu" or "cuda"."""
+        return self.max_padding_fraction if self.max_padding_fraction >= 0 else {"cpu": 0.1, "cuda": 0.5}[device]

@@ -1,0 +1,180 @@
+"""Error to gRPC status: one table, and the interceptor that applies it and counts every RPC."""
+
+import asyncio
+import functools
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+
+from encserve_server import errors
+from encserve_server.errors import EncserveError, QueueFull, RequestError
+from encserve_server.metrics import Metrics
+
+logger = logging.getLogger(__name__)
+
+ERROR_DOMAIN = "encserve"
+REASON_TRAILER = "encserve-error-reason"
+# The trailer that gRPC's own retry policy obeys; RetryInfo alone is for people and libraries.
+PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
+DETAILS_TRAILER = "grpc-status-details-bin"
+# Trailers share one 8 KiB limit, and the text is in them twice.
+_MAX_TEXT_CHARS = 1000
+_UNAVAILABLE_RETRY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Mapping:
+    """What a caller sees of an error class: the status code, the machine-readable reason, and when to try again."""
+
+    code: grpc.StatusCode
+    reason: str
+    retry_delay_s: float | None = None
+
+
+ERROR_TABLE: dict[type[EncserveError], Mapping] = {
+    errors.InvalidField: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+    errors.MalformedRequest: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST"),
+    errors.TooManyInputs: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "TOO_MANY_INPUTS"),
+    errors.SequenceTooLong: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "SEQUENCE_TOO_LONG"),
+    errors.RequestTooLarge: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_TOO_LARGE"),
+    errors.ResponseTooLarge: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "RESPONSE_TOO_LARGE"),
+    errors.ModelNotFound: Mapping(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"),
+    errors.QueueFull: Mapping(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    errors.DeadlineExpired: Mapping(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED"),
+    errors.InferenceFailed: Mapping(grpc.StatusCode.INTERNAL, "INFERENCE_FAILED"),
+    errors.EngineUnhealthy: Mapping(grpc.StatusCode.UNAVAILABLE, "ENGINE_UNHEALTHY", _UNAVAILABLE_RETRY_S),
+    errors.NotReady: Mapping(grpc.StatusCode.UNAVAILABLE, "NOT_READY", _UNAVAILABLE_RETRY_S),
+    errors.Draining: Mapping(grpc.StatusCode.UNAVAILABLE, "DRAINING", _UNAVAILABLE_RETRY_S),
+}
+_UNKNOWN = Mapping(grpc.StatusCode.INTERNAL, "INTERNAL")
+REASONS = [*(mapping.reason for mapping in ERROR_TABLE.values()), _UNKNOWN.reason]
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as a caller sees it."""
+
+    code: grpc.StatusCode
+    reason: str
+    text: str
+    retry_delay_s: float | None
+    details: list[any_pb2.Any]
+
+    @property
+    def trailers(self) -> tuple[tuple[str, str | bytes], ...]:
+        """The trailing metadata that goes with the status."""
+        status = status_pb2.Status(code=self.code.value[0], message=self.text, details=self.details)
+        trailers: list[tuple[str, str | bytes]] = [
+            (REASON_TRAILER, self.reason),
+            (DETAILS_TRAILER, status.SerializeToString()),
+        ]
+        if self.retry_delay_s is not None:
+            trailers.append((PUSHBACK_TRAILER, str(round(self.retry_delay_s * 1000))))
+        return tuple(trailers)
+
+
+def to_failure(error: Exception) -> Failure:
+    """What the caller sees of an error. Anything but our own errors becomes a fixed text and an id that is logged."""
+    if not isinstance(error, EncserveError):
+        error_id = secrets.token_hex(8)
+        logger.error("unexpected error", exc_info=error, extra={"error_id": error_id})
+        return _failure(_UNKNOWN, f"internal error; the server's log has it under the id {error_id}", None, [])
+    mapping = ERROR_TABLE[type(error)]
+    text = error.message if len(error.message) <= _MAX_TEXT_CHARS else error.message[:_MAX_TEXT_CHARS] + "…"
+    more: list[Any] = []
+    if isinstance(error, RequestError):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=error.problem[:_MAX_TEXT_CHARS]
+        )
+        more.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    retry_delay_s = error.retry_delay_s if isinstance(error, QueueFull) else mapping.retry_delay_s
+    return _failure(mapping, text, retry_delay_s, more)
+
+
+def _failure(mapping: Mapping, text: str, retry_delay_s: float | None, more: list[Any]) -> Failure:
+    messages = [error_details_pb2.ErrorInfo(reason=mapping.reason, domain=ERROR_DOMAIN), *more]
+    if retry_delay_s is not None:
+        delay = duration_pb2.Duration()
+        delay.FromNanoseconds(round(retry_delay_s * 1e9))
+        messages.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    details = []
+    for message in messages:
+        packed = any_pb2.Any()
+        packed.Pack(message)
+        details.append(packed)
+    return Failure(mapping.code, mapping.reason, text, retry_delay_s, details)
+
+
+def code_label(code: grpc.StatusCode) -> str:
+    """A status code as Go writes it, which is what dashboards expect: "OK", "InvalidArgument", "Canceled"."""
+    if code is grpc.StatusCode.OK:
+        return "OK"
+    if code is grpc.StatusCode.CANCELLED:
+        return "Canceled"
+    return "".join(word.capitalize() for word in code.name.split("_"))
+
+
+Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
+
+
+class StatusInterceptor(grpc.aio.ServerInterceptor):
+    """Turns errors into statuses and counts RPCs, for the methods of one service; others pass untouched.
+
+    Health checks are not counted: they would drown the traffic that dashboards are about.
+    """
+
+    def __init__(self, metrics: Metrics, service: str, methods: dict[str, str]) -> None:
+        """Takes the service's full name, and its methods with their types ("unary", "bidi_stream")."""
+        self._metrics = metrics
+        self._methods = {f"/{service}/{name}": (kind, service, name) for name, kind in methods.items()}
+        metrics.zero(self._methods.values(), map(code_label, grpc.StatusCode), REASONS)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """Wraps the handler of one of our methods."""
+        handler = await continuation(handler_call_details)
+        labels = self._methods.get(handler_call_details.method)
+        if handler is None or labels is None:
+            return handler
+        if handler.stream_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(self._wrap(handler.stream_stream, labels))
+        return grpc.unary_unary_rpc_method_handler(self._wrap(handler.unary_unary, labels))
+
+    def _wrap(self, inner: Handler, labels: tuple[str, str, str]) -> Any:
+        metrics = self._metrics
+        started = metrics.started.labels(*labels)
+        handling_seconds = metrics.handling_seconds.labels(*labels)
+
+        @functools.wraps(inner)
+        async def wrapped(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
+            began = time.perf_counter()
+            started.inc()
+            code = grpc.StatusCode.OK
+            try:
+                with metrics.in_flight.track_inprogress():
+                    return await inner(request, context)
+            except asyncio.CancelledError:
+                remaining_s = context.time_remaining()
+                expired = remaining_s is not None and remaining_s <= 0
+                code = grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
+                raise
+            except Exception as error:  # everything must become a status; gRPC would send the exception's text
+                failure = to_failure(error)
+                code = failure.code
+                metrics.refused.labels(failure.reason).inc()
+                await context.abort(code, failure.text, failure.trailers)
+            finally:
+                metrics.handled.labels(*labels, code_label(code)).inc()
+                handling_seconds.observe(time.perf_counter() - began)
+
+        return wrapped

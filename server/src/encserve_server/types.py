@@ -1,0 +1,129 @@
+"""The data that flows through the server: shapes and dtypes stated, and names that say what has been checked."""
+
+from dataclasses import dataclass
+from enum import Enum, StrEnum
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+TokenIds = npt.NDArray[np.int64]  # (seq,)
+Rows = npt.NDArray[np.float32]  # (seq, d_model)
+Mask = npt.NDArray[np.bool_]  # (seq,)
+
+
+class OutputKind(Enum):
+    """What one output holds; the values are those of the protobuf enum of the same name."""
+
+    TOKENS = 1
+    MEAN = 2
+    CLS = 3
+    MAX = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One thing to return for every sequence, with every default filled in."""
+
+    kind: OutputKind
+    l2_normalize: bool
+
+
+class DataType(Enum):
+    """The type of the numbers returned; the values are those of the protobuf enum of the same name."""
+
+    FLOAT32 = 1
+    FLOAT16 = 2
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes a number."""
+        return 4 if self is DataType.FLOAT32 else 2
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizedText:
+    """A text as the model sees it.
+
+    Attributes:
+        ids: (seq,) int64, special tokens included.
+        char_starts: (seq,) where each token begins in the text, in code points; 0 for special tokens.
+        char_ends: (seq,) where it ends, exclusive.
+        special: (seq,) whether the tokenizer added the token around the text.
+        original_token_count: The tokens before truncation.
+    """
+
+    ids: TokenIds
+    char_starts: list[int]
+    char_ends: list[int]
+    special: Mask
+    original_token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedSequence:
+    """A sequence that passed every check of its model: not empty, not too long, every id in the vocabulary.
+
+    Attributes:
+        ids: (seq,) int64.
+        original_token_count: The tokens before truncation.
+        special: (seq,) which tokens are special, or None where nobody asked.
+        text: How the text was tokenized, or None if the caller sent ids.
+    """
+
+    ids: TokenIds
+    original_token_count: int
+    special: Mask | None = None
+    text: TokenizedText | None = None
+
+    @property
+    def truncated(self) -> bool:
+        """Whether anything was cut off."""
+        return self.original_token_count > len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSequence:
+    """What the engine made of one sequence.
+
+    Attributes:
+        rows: (seq, d_model) float32, without padding; a view of the batch's result.
+        queue_seconds: How long it waited for its batch to start.
+        compute_seconds: How long the model ran on its batch.
+    """
+
+    rows: Rows
+    queue_seconds: float
+    compute_seconds: float
+
+
+class ClosedBy(StrEnum):
+    """Why a batch took no more sequences."""
+
+    DRAINED = "drained"  # nothing else was pending
+    TOKENS = "tokens"  # one more would exceed max_batch_tokens
+    SEQUENCES = "sequences"  # max_batch_sequences reached
+    PADDING = "padding"  # one more would exceed max_padding_fraction
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """A bundle's ONNX file and its interface.
+
+    Attributes:
+        path: The ONNX file.
+        input_ids_name: Its input of ids, int64 (batch, seq).
+        attention_mask_name: Its input of 1 for a token and 0 for padding, int64 (batch, seq).
+        output_name: Its output of rows, float32 (batch, seq, d_model).
+        pad_token_id: What fills a short sequence; the mask hides it.
+        d_model: The width of a row.
+        precision: The type it computes in.
+    """
+
+    path: Path
+    input_ids_name: str
+    attention_mask_name: str
+    output_name: str
+    pad_token_id: int
+    d_model: int
+    precision: str

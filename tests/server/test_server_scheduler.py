@@ -1,0 +1,340 @@
+"""The scheduler with a fake engine and a fake clock: admission, delivery, cancellation, deadlines, failures, health."""
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+
+import numpy as np
+import pytest
+from encserve_server.batching import BatchPolicy
+from encserve_server.clock import FakeClock
+from encserve_server.engine.fake import FakeEngine, fake_rows
+from encserve_server.errors import (
+    DeadlineExpired,
+    EngineUnhealthy,
+    InferenceFailed,
+    QueueFull,
+    RequestTooLarge,
+)
+from encserve_server.scheduler import Scheduler, SchedulerLimits
+from encserve_server.types import ClosedBy, EncodedSequence, TokenIds
+
+POISON, NAN = 666, 777
+
+
+class Recorder:
+    """An observer that remembers."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.queue = (0, 0)
+
+    def queue_changed(self, sequences: int, tokens: int) -> None:
+        self.queue = (sequences, tokens)
+
+    def batch_ran(
+        self, *, sequences: int, tokens: int, padded_tokens: int, compute_seconds: float, closed_by: ClosedBy
+    ) -> None:
+        self.counts.update({"batches": 1, "sequences": sequences, "tokens": tokens, "padded": padded_tokens})
+
+    def batch_failed(self) -> None:
+        self.counts["failed"] += 1
+
+    def waited(self, queue_seconds: float) -> None:
+        self.counts["waited"] += 1
+
+    def expired(self) -> None:
+        self.counts["expired"] += 1
+
+    def cancelled(self, stage: str) -> None:
+        self.counts[f"cancelled {stage}"] += 1
+
+
+class Bench:
+    """A scheduler and everything around it."""
+
+    def __init__(self, policy: BatchPolicy, limits: SchedulerLimits) -> None:
+        self.engine = FakeEngine(poison=POISON, nan_id=NAN)
+        self.clock = FakeClock()
+        self.seen = Recorder()
+        self.health_changes = 0
+        self.scheduler = Scheduler(
+            self.engine, policy, limits, clock=self.clock, observer=self.seen, on_health_change=self._changed
+        )
+
+    def _changed(self) -> None:
+        self.health_changes += 1
+
+    async def busy(self) -> asyncio.Task[list[EncodedSequence]]:
+        """Holds the engine with a first call, so that everything after it queues."""
+        self.engine.hold()
+        call = asyncio.create_task(self.scheduler.encode([ids(1)]))
+        await self.engine_started()
+        return call
+
+    async def engine_started(self) -> None:
+        assert await asyncio.to_thread(self.engine.started.acquire, timeout=10)
+
+
+def ids(*values: int) -> TokenIds:
+    return np.array(values, np.int64)
+
+
+def right(sequences: Sequence[TokenIds], results: Sequence[EncodedSequence]) -> bool:
+    return len(sequences) == len(results) and all(
+        np.array_equal(result.rows, fake_rows(its, 4)) for its, result in zip(sequences, results, strict=True)
+    )
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Yields to the loop until a condition holds; the test's own timeout bounds it."""
+    while not condition():
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+async def bench() -> AsyncIterator[Bench]:
+    bench = Bench(BatchPolicy(64, 16, 1.0), SchedulerLimits(max_queue_tokens=100))
+    bench.scheduler.start()
+    yield bench
+    bench.engine.let_go()
+    await bench.scheduler.close()
+
+
+async def test_rows_come_back_to_whom_they_belong(bench: Bench) -> None:
+    """Fifty calls of one to three sequences at once."""
+    first = await bench.busy()
+    calls = [[ids(*range(i + 1, i + 2 + j)) for j in range(1 + i % 3)] for i in range(12)]
+    running = [asyncio.create_task(bench.scheduler.encode(call)) for call in calls]
+    await until(lambda: bench.seen.queue[0] == sum(map(len, calls)))
+    bench.engine.let_go()
+    for call, task in zip(calls, running, strict=True):
+        assert right(call, await task)
+    assert right([ids(1)], await first)
+    assert bench.seen.queue == (0, 0)
+    assert bench.seen.counts["batches"] < sum(map(len, calls)), "nothing was batched"
+
+
+async def test_an_idle_engine_starts_at_once(bench: Bench) -> None:
+    """The fake clock never moves, so any timer would hang here."""
+    assert right([ids(5)], await bench.scheduler.encode([ids(5)]))
+
+
+async def test_a_full_queue_refuses_at_once_and_all_of_a_call(bench: Bench) -> None:
+    first = await bench.busy()
+    waiting = asyncio.create_task(bench.scheduler.encode([ids(*range(1, 91))]))
+    await until(lambda: bench.seen.queue == (1, 90))
+    with pytest.raises(QueueFull, match=r"holds 90 of at most 100 tokens and this request has 11") as caught:
+        await bench.scheduler.encode([ids(1), ids(*range(1, 11))])
+    assert caught.value.retry_delay_s > 0
+    assert bench.seen.queue == (1, 90), "part of the refused call was queued"
+    bench.engine.let_go()
+    await asyncio.gather(first, waiting)
+
+
+async def test_more_than_the_whole_queue_is_the_callers_mistake(bench: Bench) -> None:
+    with pytest.raises(RequestTooLarge, match="at most 100 tokens in all .*; was 101"):
+        await bench.scheduler.encode([np.ones(101, np.int64)])
+
+
+async def test_cancelling_in_mid_batch_touches_nobody_else(bench: Bench) -> None:
+    """The neighbours of a caller that goes away while its batch runs are answered, and so is who comes after."""
+    first = await bench.busy()
+    calls = [asyncio.create_task(bench.scheduler.encode([ids(i, i)])) for i in range(1, 9)]
+    await until(lambda: bench.seen.queue[0] == 8)
+    bench.engine.let_go()
+    await first
+    bench.engine.hold()
+    await bench.engine_started()
+    calls[3].cancel()
+    await until(calls[3].done)
+    assert bench.seen.counts["cancelled running"] == 1
+    bench.engine.let_go()
+    for i, call in enumerate(calls, start=1):
+        if i != 4:
+            assert right([ids(i, i)], await call)
+    assert right([ids(9)], await bench.scheduler.encode([ids(9)]))
+
+
+async def test_who_goes_while_queued_is_never_run_and_frees_its_room_at_once(bench: Bench) -> None:
+    first = await bench.busy()
+    going = asyncio.create_task(bench.scheduler.encode([np.ones(60, np.int64)]))
+    await until(lambda: bench.seen.queue == (1, 60))
+    going.cancel()
+    await until(going.done)
+    assert bench.seen.queue == (0, 0)
+    assert bench.seen.counts["cancelled queued"] == 1
+    staying = asyncio.create_task(bench.scheduler.encode([np.ones(100, np.int64)]))
+    bench.engine.let_go()
+    await asyncio.gather(first, staying)
+    assert [60] not in bench.engine.batches
+
+
+async def test_an_expired_entry_is_never_run(bench: Bench) -> None:
+    first = await bench.busy()
+    hasty = asyncio.create_task(bench.scheduler.encode([ids(2)], deadline=5.0))
+    patient = asyncio.create_task(bench.scheduler.encode([ids(3)], deadline=50.0))
+    await until(lambda: bench.seen.queue[0] == 2)
+    bench.clock.advance(10)
+    bench.engine.let_go()
+    with pytest.raises(DeadlineExpired):
+        await hasty
+    assert right([ids(3)], await patient)
+    await first
+    assert (bench.engine.batches, bench.seen.counts["expired"]) == ([[1], [1]], 1)
+
+
+async def test_a_deadline_already_past_is_not_queued(bench: Bench) -> None:
+    bench.clock.advance(10)
+    with pytest.raises(DeadlineExpired):
+        await bench.scheduler.encode([ids(2)], deadline=10.0)
+    assert bench.engine.batches == []
+
+
+async def test_a_call_cancelled_after_its_deadline_counts_as_expired(bench: Bench) -> None:
+    """gRPC cancels the handler of a call whose deadline passes."""
+    first = await bench.busy()
+    call = asyncio.create_task(bench.scheduler.encode([ids(2)], deadline=5.0))
+    await until(lambda: bench.seen.queue[0] == 1)
+    bench.clock.advance(6)
+    call.cancel()
+    await until(call.done)
+    assert (bench.seen.counts["expired"], bench.seen.counts["cancelled queued"]) == (1, 0)
+    bench.engine.let_go()
+    await first
+
+
+@pytest.mark.parametrize("place", range(8))
+async def test_a_poisonous_sequence_takes_down_nobody_but_itself(bench: Bench, place: int) -> None:
+    first = await bench.busy()
+    calls = [
+        asyncio.create_task(bench.scheduler.encode([ids(POISON if i == place else i + 1)])) for i in range(8)
+    ]
+    await until(lambda: bench.seen.queue[0] == 8)
+    bench.engine.let_go()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    await first
+    assert [isinstance(result, InferenceFailed) for result in results] == [i == place for i in range(8)]
+    assert bench.scheduler.not_ready_reason() == ""
+
+
+async def test_poison_alone_again_and_again_does_not_make_the_engine_unhealthy(bench: Bench) -> None:
+    """After several failures a probe finds the engine well, so that no caller can switch a server off."""
+    for _ in range(10):
+        with pytest.raises(InferenceFailed):
+            await bench.scheduler.encode([ids(POISON)])
+    assert bench.health_changes == 0
+    assert right([ids(1)], await bench.scheduler.encode([ids(1)]))
+
+
+async def test_numbers_that_are_not_finite_fail_only_their_own_call(bench: Bench) -> None:
+    first = await bench.busy()
+    bad = asyncio.create_task(bench.scheduler.encode([ids(NAN)]))
+    good = asyncio.create_task(bench.scheduler.encode([ids(2)]))
+    await until(lambda: bench.seen.queue[0] == 2)
+    bench.engine.let_go()
+    with pytest.raises(InferenceFailed, match="not finite"):
+        await bad
+    assert right([ids(2)], await good)
+    await first
+
+
+async def test_a_broken_engine_is_unhealthy_and_comes_back_by_itself(bench: Bench) -> None:
+    bench.engine.broken = True
+    with pytest.raises(InferenceFailed):
+        await bench.scheduler.encode([ids(1)])
+    with pytest.raises(InferenceFailed):
+        await bench.scheduler.encode([ids(1)])
+    with pytest.raises((InferenceFailed, EngineUnhealthy)):
+        await bench.scheduler.encode([ids(1)])
+    await until(lambda: bench.scheduler.not_ready_reason() != "")
+    assert "the device is lost" in bench.scheduler.not_ready_reason()
+    with pytest.raises(EngineUnhealthy, match="the device is lost"):
+        await bench.scheduler.encode([ids(1)])
+    await bench.scheduler.drain()  # nothing hangs on a broken engine
+    bench.engine.broken = False
+    await until(lambda: bool(bench.clock._sleepers))
+    bench.clock.advance(1.0)
+    await until(lambda: bench.scheduler.not_ready_reason() == "")
+    assert right([ids(1)], await bench.scheduler.encode([ids(1)]))
+    assert bench.health_changes == 2
+
+
+async def test_a_broken_engine_fails_everything_pending_at_once(bench: Bench) -> None:
+    """Whoever waits can go to another replica; nobody waits for 2n failing runs."""
+    first = await bench.busy()
+    calls = [asyncio.create_task(bench.scheduler.encode([ids(i)])) for i in range(1, 41)]
+    await until(lambda: bench.seen.queue[0] == 40)
+    bench.engine.broken = True
+    bench.engine.let_go()
+    results = await asyncio.gather(first, *calls, return_exceptions=True)
+    assert all(isinstance(result, EngineUnhealthy | InferenceFailed) for result in results)
+    assert sum(isinstance(result, EngineUnhealthy) for result in results) >= 38
+    assert len(bench.engine.batches) <= 6
+    assert bench.seen.queue == (0, 0)
+
+
+async def test_a_batch_that_runs_too_long_is_reported(bench: Bench) -> None:
+    first = await bench.busy()
+    bench.clock.advance(59)
+    assert bench.scheduler.not_ready_reason() == ""
+    bench.clock.advance(2)
+    assert bench.scheduler.not_ready_reason() == "a batch has been running for 61 s"
+    bench.engine.let_go()
+    await first
+    assert bench.scheduler.not_ready_reason() == ""
+
+
+async def test_drain_waits_for_what_is_pending(bench: Bench) -> None:
+    first = await bench.busy()
+    second = asyncio.create_task(bench.scheduler.encode([ids(2)]))
+    await until(lambda: bench.seen.queue[0] == 1)
+    draining = asyncio.create_task(bench.scheduler.drain())
+    await asyncio.sleep(0)
+    assert not draining.done()
+    bench.engine.let_go()
+    await draining
+    assert first.done()
+    assert second.done()
+
+
+async def test_close_tells_whoever_still_waits(bench: Bench) -> None:
+    first = await bench.busy()
+    waiting = asyncio.create_task(bench.scheduler.encode([ids(2)]))
+    await until(lambda: bench.seen.queue[0] == 1)
+    closing = asyncio.create_task(bench.scheduler.close())
+    with pytest.raises(EngineUnhealthy):
+        await waiting
+    bench.engine.let_go()
+    await closing
+    assert bench.engine.closed
+    with pytest.raises(EngineUnhealthy):
+        await first
+
+
+async def test_the_queue_never_exceeds_its_bound_under_any_interleaving(bench: Bench) -> None:
+    """A storm of calls, a third cancelled: every one ends, the bound holds, and nothing stays counted."""
+    rng = np.random.default_rng(0)
+    most = 0
+
+    def note(sequences: int, tokens: int) -> None:
+        nonlocal most
+        most = max(most, tokens)
+        bench.seen.queue = (sequences, tokens)
+
+    bench.seen.queue_changed = note  # type: ignore[method-assign]
+    tasks = []
+    for i in range(400):
+        length = int(rng.integers(1, 30))
+        tasks.append(asyncio.create_task(bench.scheduler.encode([np.full(length, 1 + i % 50, np.int64)])))
+        if rng.random() < 0.33:
+            tasks[int(rng.integers(len(tasks)))].cancel()
+        if rng.random() < 0.3:
+            await asyncio.sleep(0)
+    results = await asyncio.gather(*tasks, return_exceptions=True)
+    allowed = (list, QueueFull, asyncio.CancelledError)
+    assert all(isinstance(result, allowed) for result in results), Counter(map(type, results))
+    await bench.scheduler.drain()
+    assert most <= 100
+    assert bench.seen.queue == (0, 0)
+    assert right([ids(1)], await bench.scheduler.encode([ids(1)]))
