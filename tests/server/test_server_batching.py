@@ -5,10 +5,11 @@ from dataclasses import dataclass
 from random import Random
 
 import pytest
-from encserve_server.batching import BatchPolicy, Taken, take_batch
-from encserve_server.types import ClosedBy
 from hypothesis import given
 from hypothesis import strategies as st
+
+from encserve_server.batching import BatchPolicy, Taken, take_batch
+from encserve_server.types import ClosedBy
 
 
 @dataclass(eq=False)

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 import numpy as np
 import pytest
+
 from encserve_server.batching import BatchPolicy
 from encserve_server.clock import FakeClock
 from encserve_server.engine.fake import FakeEngine, fake_rows
@@ -207,9 +208,7 @@ async def test_a_call_cancelled_after_its_deadline_counts_as_expired(bench: Benc
 @pytest.mark.parametrize("place", range(8))
 async def test_a_poisonous_sequence_takes_down_nobody_but_itself(bench: Bench, place: int) -> None:
     first = await bench.busy()
-    calls = [
-        asyncio.create_task(bench.scheduler.encode([ids(POISON if i == place else i + 1)])) for i in range(8)
-    ]
+    calls = [asyncio.create_task(bench.scheduler.encode([ids(POISON if i == place else i + 1)])) for i in range(8)]
     await until(lambda: bench.seen.queue[0] == 8)
     bench.engine.let_go()
     results = await asyncio.gather(*calls, return_exceptions=True)

@@ -12,7 +12,9 @@ import asyncio
 import logging
 import signal
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
 from wsgiref.simple_server import WSGIServer
 
 import grpc
@@ -41,13 +43,16 @@ _ENCODE_THREADS = 2
 # How long a model may take to close after the grace period; a stuck engine never does.
 _CLOSE_SECONDS = 5.0
 
+Loader = Callable[[Path, Settings, Executor], LoadedModel]
+
 
 class App:
     """A whole server, to be started and stopped once, on one event loop."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Builds what needs no model."""
+    def __init__(self, settings: Settings, load: Loader = load_model) -> None:
+        """Builds what needs no model; `load` turns a bundle's directory into a model, in a thread."""
         self.settings = settings
+        self._load = load
         self.grpc_port = 0  # the real ports, once started
         self.metrics_port = 0
         self.registry = CollectorRegistry()
@@ -80,7 +85,7 @@ class App:
         await self._start_grpc()
         models = []
         for directory in directories:
-            loaded = await asyncio.to_thread(load_model, directory, self.settings, self._tokenize_pool)
+            loaded = await asyncio.to_thread(self._load, directory, self.settings, self._tokenize_pool)
             models.append(self._serve_model(loaded))
         self.catalog.publish(models)
         self._health.watch(models)

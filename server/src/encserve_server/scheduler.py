@@ -205,7 +205,7 @@ class Scheduler:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Stops the loop and the engine's thread; calls that are not done get EngineUnhealthy. Waits for a running batch."""
+        """Stops the loop and the engine; calls that are not done get EngineUnhealthy. Waits for a running batch."""
         if self._task is not None:
             self._task.cancel()
             with contextlib.suppress(asyncio.CancelledError):

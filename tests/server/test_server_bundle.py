@@ -1,0 +1,144 @@
+"""Bundles: found, verified, and refused with the file and the reason."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_bundle import D_MODEL, write_bundle
+
+from encserve_server.bundle import find_bundles, read_bundle
+from encserve_server.errors import BundleError
+from encserve_server.types import Output, OutputKind
+
+
+def edit(directory: Path, **fields: Any) -> None:
+    """Sets top-level fields of a manifest."""
+    path = directory / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def test_a_good_bundle_is_read(tmp_path: Path) -> None:
+    directory = write_bundle(tmp_path)
+    bundle = read_bundle(directory)
+    assert (bundle.name, bundle.version, bundle.d_model) == ("tiny", "1", D_MODEL)
+    assert bundle.graph.path == directory / "model.onnx"
+    assert bundle.tokenizer_file is None
+    assert bundle.pooling == Output(OutputKind.CLS, l2_normalize=False)
+
+
+def test_an_altered_file_is_refused(tmp_path: Path) -> None:
+    """One bit is enough."""
+    directory = write_bundle(tmp_path)
+    data = bytearray((directory / "model.onnx").read_bytes())
+    data[100] ^= 1
+    (directory / "model.onnx").write_bytes(data)
+    with pytest.raises(BundleError, match=r"model.onnx: its sha256 is [0-9a-f]{64}; its manifest says [0-9a-f]{64}"):
+        read_bundle(directory)
+
+
+def test_a_cut_file_is_refused_by_its_size(tmp_path: Path) -> None:
+    directory = write_bundle(tmp_path)
+    data = (directory / "model.onnx").read_bytes()
+    (directory / "model.onnx").write_bytes(data[:-1])
+    with pytest.raises(BundleError, match=rf"model.onnx: {len(data) - 1} bytes; its manifest says {len(data)}"):
+        read_bundle(directory)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    directory = write_bundle(tmp_path)
+    (directory / "model.onnx").unlink()
+    with pytest.raises(BundleError, match="model.onnx: cannot be read: No such file"):
+        read_bundle(directory)
+
+
+@pytest.mark.parametrize("path", ["../../../etc/passwd", "/etc/passwd", "a/../../b", ""])
+def test_a_path_out_of_the_bundle_is_refused(tmp_path: Path, path: str) -> None:
+    directory = write_bundle(tmp_path)
+    edit(directory, files=[{"path": path, "size_bytes": 1, "sha256": "0"}])
+    with pytest.raises(BundleError, match=f"files lists {re.escape(repr(path))}, which is outside the bundle"):
+        read_bundle(directory)
+
+
+def test_a_link_out_of_the_bundle_is_refused(tmp_path: Path) -> None:
+    directory = write_bundle(tmp_path)
+    (directory / "model.onnx").rename(tmp_path / "elsewhere.onnx")
+    (directory / "model.onnx").symlink_to(tmp_path / "elsewhere.onnx")
+    with pytest.raises(BundleError, match="it leads outside the bundle"):
+        read_bundle(directory)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("", "not a manifest"),
+        ("[]", "not a manifest"),
+        ("{", "not a manifest"),
+        ('{"format_version": 2}', "format_version must be 1 for this server; was 2"),
+        ("{}", "format_version must be 1 for this server; was None"),
+        ('{"format_version": 1, "surprise": 3}', 'no field named "surprise"'),
+        ('{"format_version": 1, "encoder": {"d_model": "wide"}}', "not a manifest"),
+    ],
+)
+def test_a_manifest_that_is_none(tmp_path: Path, content: str, problem: str) -> None:
+    directory = write_bundle(tmp_path)
+    (directory / "manifest.json").write_text(content)
+    with pytest.raises(BundleError, match=problem):
+        read_bundle(directory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"name": "other"}, "it is of other/1 but lies in tiny/1"),
+        ({"encoder": {}}, "encoder.d_model must be >= 1; was 0"),
+        ({"files": []}, "graph.file names 'model.onnx', which `files` does not list"),
+        ({"text": {"tokenizer_file": "t.json"}}, "text.tokenizer_file names 't.json', which `files` does not list"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself(tmp_path: Path, fields: dict[str, Any], problem: str) -> None:
+    directory = write_bundle(tmp_path)
+    edit(directory, **fields)
+    with pytest.raises(BundleError, match=problem):
+        read_bundle(directory)
+
+
+def test_the_newest_version_counts_numbers_as_numbers(tmp_path: Path) -> None:
+    for version in ("2", "10", "9"):
+        write_bundle(tmp_path, version=version)
+    assert find_bundles(tmp_path, ()) == [tmp_path / "tiny" / "10"]
+    assert find_bundles(tmp_path, ("tiny", "tiny@2")) == [tmp_path / "tiny" / "10", tmp_path / "tiny" / "2"]
+
+
+def test_only_bundles_are_found(tmp_path: Path) -> None:
+    """Half-written directories begin with a dot, and stray files are nobody's model."""
+    write_bundle(tmp_path, "b")
+    write_bundle(tmp_path, "a")
+    (tmp_path / "a" / ".2.partial").mkdir()
+    (tmp_path / "a" / "3").mkdir()
+    (tmp_path / "README").touch()
+    assert find_bundles(tmp_path, ()) == [tmp_path / "a" / "1", tmp_path / "b" / "1"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "problem"),
+    [
+        ("nobody", "nobody: no bundle in it"),
+        ("tiny@7", "tiny: no version 7; there are 1"),
+        ("../tiny", "expected NAME or NAME@VERSION"),
+        ("tiny@", "expected NAME or NAME@VERSION"),
+        ("tiny@../1", "expected NAME or NAME@VERSION"),
+    ],
+)
+def test_a_wanted_model_that_is_not_there(tmp_path: Path, wanted: str, problem: str) -> None:
+    write_bundle(tmp_path)
+    with pytest.raises(BundleError, match=problem):
+        find_bundles(tmp_path, (wanted,))
+
+
+def test_an_empty_or_missing_repository(tmp_path: Path) -> None:
+    with pytest.raises(BundleError, match="no bundle in it; expected <name>/<version>/manifest.json"):
+        find_bundles(tmp_path, ())
+    with pytest.raises(BundleError, match="nowhere: no such directory"):
+        find_bundles(tmp_path / "nowhere", ())

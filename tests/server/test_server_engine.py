@@ -1,0 +1,97 @@
+"""The ONNX Runtime engine on a real, tiny graph."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_bundle import VOCAB_SIZE, expected_rows, write_bundle
+
+from encserve_server.bundle import Bundle, read_bundle
+from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.errors import BundleError, DeviceError
+from encserve_server.loading import warm_up
+
+sequences = st.lists(
+    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40).map(lambda ids: np.array(ids, np.int64)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return read_bundle(write_bundle(tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Bundle) -> OnnxEngine:
+    return OnnxEngine(bundle.graph, device="cpu", intra_op_threads=1)
+
+
+@given(batch=sequences)
+def test_each_sequence_gets_its_own_rows_without_padding(engine: OnnxEngine, batch: list[np.ndarray]) -> None:
+    result = engine.run(batch)
+    assert result.padded_tokens == max(map(len, batch)) * len(batch)
+    assert result.compute_seconds > 0
+    for ids, rows in zip(batch, result.rows, strict=True):
+        np.testing.assert_allclose(rows, expected_rows(ids), rtol=1e-5, atol=1e-6)
+
+
+def test_what_it_runs_on_is_what_it_says(engine: OnnxEngine) -> None:
+    assert (engine.info.provider, engine.info.device) == ("CPUExecutionProvider", "cpu")
+
+
+def test_cuda_that_is_not_there_stops_the_start(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    with pytest.raises(DeviceError, match=r"--device cuda: .* has no CUDA provider; install encserve-server\[gpu\]"):
+        OnnxEngine(bundle.graph, device="cuda", intra_op_threads=1)
+
+
+@pytest.mark.parametrize("device", ["cuda", "auto"])
+def test_cuda_that_falls_back_in_silence_is_noticed(
+    bundle: Bundle, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """ONNX Runtime lists the provider, is asked for it, cannot load it, and opens a CPU session without an error."""
+    real = ort.InferenceSession
+    monkeypatch.setattr(ort, "get_available_providers", lambda: ["CUDAExecutionProvider", "CPUExecutionProvider"])
+    monkeypatch.setattr(ort, "preload_dlls", lambda: None)
+    monkeypatch.setattr(
+        ort, "InferenceSession", lambda path, options, providers: real(path, options, ["CPUExecutionProvider"])
+    )
+    if device == "cuda":
+        with pytest.raises(DeviceError, match=r"the CUDA provider did not load \(active: CPUExecutionProvider\)"):
+            OnnxEngine(bundle.graph, device=device, intra_op_threads=1)
+        return
+    assert OnnxEngine(bundle.graph, device=device, intra_op_threads=1).info.provider == "CPUExecutionProvider"
+    (record,) = [record for record in caplog.records if record.message == "running on the CPU"]
+    assert record.levelname == "WARNING"
+    assert "did not load" in getattr(record, "reason", "")
+
+
+def test_a_file_that_is_no_model(bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"not a model")
+    with pytest.raises(BundleError, match=r"model.onnx: ONNX Runtime cannot load it"):
+        OnnxEngine(replace(bundle.graph, path=tmp_path / "model.onnx"), device="cpu", intra_op_threads=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"attention_mask_name": "absent"}, "the graph's inputs are .*; the manifest names"),
+        ({"output_name": "absent"}, "the graph's outputs are .*; the manifest names absent"),
+    ],
+)
+def test_an_interface_that_is_not_the_manifests(bundle: Bundle, change: dict[str, str], problem: str) -> None:
+    with pytest.raises(BundleError, match=problem):
+        OnnxEngine(replace(bundle.graph, **change), device="cpu", intra_op_threads=1)  # type: ignore[arg-type]
+
+
+def test_a_width_that_is_not_the_manifests_fails_in_warm_up(bundle: Bundle) -> None:
+    wrong = replace(bundle, graph=replace(bundle.graph, d_model=9))
+    engine = OnnxEngine(wrong.graph, device="cpu", intra_op_threads=1)
+    with pytest.raises(BundleError, match=r"the model fails for sequences of \[1\] tokens: .*shape \(1, 1, 8\)"):
+        warm_up(engine, wrong, 512)

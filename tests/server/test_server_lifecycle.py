@@ -1,0 +1,205 @@
+"""Health, readiness, draining and metrics of a whole server with a fake engine."""
+
+import asyncio
+import urllib.request
+from typing import Any
+
+import grpc
+import pytest
+from fake_server import SERVICE, Failed, FakeServer, StartServer
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
+
+from encserve_server.app import App
+from encserve_server.errors import BundleError, StartupError
+from encserve_server.settings import Settings
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health(server: FakeServer, service: str = "") -> int:
+    stub: Any = health_pb2_grpc.HealthStub(server.channel)
+    response = await stub.Check(health_pb2.HealthCheckRequest(service=service))
+    return int(response.status)
+
+
+async def becomes(server: FakeServer, wanted: int, service: str = "") -> None:
+    while await health(server, service) != wanted:
+        await asyncio.sleep(0.02)
+
+
+async def test_health_by_service(server: FakeServer) -> None:
+    for service in ("", SERVICE, f"{SERVICE}/tiny"):
+        await becomes(server, SERVING, service)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health(server, "nobody")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+
+
+async def test_health_follows_the_engine(server: FakeServer) -> None:
+    """Broken: NOT_SERVING, UNAVAILABLE at once, and the reason in GetModel. Mended: SERVING by itself."""
+    await becomes(server, SERVING)
+    server.engine.broken = True
+    for _ in range(3):
+        with pytest.raises(Failed):
+            await server.encode([1])
+    await becomes(server, NOT_SERVING)
+    with pytest.raises(Failed, match="the device is lost") as caught:
+        await server.encode([1])
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "ENGINE_UNHEALTHY")
+    assert caught.value.pushback_ms is not None
+    assert server.sample("encserve_ready", model="tiny", version="2") == 0
+    server.engine.broken = False
+    await becomes(server, SERVING)
+    await server.encode([1])
+    assert server.sample("encserve_ready", model="tiny", version="2") == 1
+
+
+async def test_a_stuck_batch_turns_health(start_server: StartServer) -> None:
+    server = await start_server(stall_seconds=0.1)
+    await becomes(server, SERVING)
+    server.engine.hold()
+    call = asyncio.create_task(server.encode([1]))
+    await becomes(server, NOT_SERVING)
+    server.engine.let_go()
+    await call
+    await becomes(server, SERVING)
+
+
+async def test_a_watcher_sees_the_drain_before_calls_are_refused(start_server: StartServer) -> None:
+    server = await start_server(drain_delay_seconds=0.5)
+    await becomes(server, SERVING)
+    stopping = asyncio.create_task(server.app.stop())
+    await becomes(server, NOT_SERVING)
+    await server.encode([1])  # balancers have not noticed yet: calls still succeed
+    assert await stopping
+
+
+async def test_what_is_in_flight_is_finished(server: FakeServer) -> None:
+    server.engine.hold()
+    calls = [asyncio.create_task(server.encode([i + 1])) for i in range(20)]
+    while server.sample("encserve_in_flight_requests") < 20:
+        await asyncio.sleep(0.01)
+    stopping = asyncio.create_task(server.app.stop())
+    await asyncio.sleep(0.2)
+    with pytest.raises(Failed) as caught:
+        await server.encode([99])
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    server.engine.let_go()
+    assert len(await asyncio.gather(*calls)) == 20
+    assert await stopping
+
+
+async def test_the_grace_period_ends(start_server: StartServer) -> None:
+    """An engine that is stuck keeps neither callers nor the process waiting for ever."""
+    server = await start_server(grace_seconds=0.2)
+    server.engine.hold()
+    call = asyncio.create_task(server.encode([1]))
+    await asyncio.to_thread(server.engine.started.acquire)
+    stopping = asyncio.create_task(server.app.stop())
+    with pytest.raises(Failed):
+        await call
+    server.engine.let_go()
+    await stopping
+
+
+async def test_a_taken_port_is_said(start_server: StartServer) -> None:
+    """By default gRPC would share the port in silence."""
+    server = await start_server()
+    repository = server.app.settings.model_repository
+    for ports, text in (
+        ((server.app.grpc_port, 0), "--grpc-port .* cannot be bound"),
+        ((0, server.app.metrics_port), "--metrics-port .*: Address already in use"),
+    ):
+        second = App(Settings(model_repository=repository, grpc_port=ports[0], metrics_port=ports[1]))
+        with pytest.raises(StartupError, match=text):
+            await second.start()
+        await second.stop()
+
+
+async def test_a_model_that_does_not_load_stops_the_start(start_server: StartServer) -> None:
+    server = await start_server()
+    repository = server.app.settings.model_repository
+    app = App(Settings(model_repository=repository, grpc_port=0, metrics_port=0))  # the real loader, empty manifests
+    with pytest.raises(BundleError, match=r"tiny/2/manifest.json: not a manifest"):
+        await app.start()
+    await app.stop()
+
+
+async def test_reflection_names_the_services(server: FakeServer) -> None:
+    channel: Any = server.channel
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call: Any = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    (answer,) = [response async for response in call]
+    names = {service.name for service in answer.list_services_response.service}
+    assert {SERVICE, "grpc.health.v1.Health"} <= names
+
+
+async def test_reflection_can_be_turned_off(start_server: StartServer) -> None:
+    server = await start_server(reflection=False)
+    channel: Any = server.channel
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    call: Any = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_metrics_tell_what_happened(server: FakeServer) -> None:
+    await asyncio.gather(*(server.encode([1] * (i + 1)) for i in range(10)), server.encode("hello world"))
+    with pytest.raises(Failed):
+        await server.encode([-1])
+    model = {"model": "tiny", "version": "2"}
+    method = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
+    assert server.sample("grpc_server_started_total", **method) == 12
+    assert server.sample("grpc_server_handled_total", **method, grpc_code="OK") == 11
+    assert server.sample("grpc_server_handled_total", **method, grpc_code="InvalidArgument") == 1
+    assert server.sample("grpc_server_handling_seconds_count", **method) == 12
+    assert server.sample("encserve_tokens_total", **model) == 55 + 4
+    computed = sum(max(batch) * len(batch) for batch in server.engine.batches)
+    assert server.sample("encserve_padding_tokens_total", **model) == computed - 59
+    assert server.sample("encserve_batch_sequences_sum", **model) == 11
+    assert server.sample("encserve_stage_seconds_count", **model, stage="queue") == 11
+    assert server.sample("encserve_stage_seconds_count", **model, stage="compute") == len(server.engine.batches)
+    assert server.sample("encserve_stage_seconds_count", **model, stage="tokenize") == 1
+    assert server.sample("encserve_stage_seconds_count", **model, stage="encode") == 11
+    assert server.sample("encserve_refused_total", reason="INVALID_FIELD") == 1
+    assert server.sample("encserve_in_flight_requests") == 0
+    assert server.sample("encserve_queue_limit_tokens", **model) == 65536
+    info = {"fingerprint": "f" * 32, "precision": "float32", "device": "cpu", "requested_device": "auto"}
+    assert server.sample("encserve_model_info", **model, **info, provider="FakeExecutionProvider") == 1
+
+
+async def test_the_metrics_page_is_whole_before_the_first_request(server: FakeServer) -> None:
+    """Every label set is there at zero, so that a rate over the first error is not missed."""
+    url = f"http://127.0.0.1:{server.app.metrics_port}/metrics"
+    page = (await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=10).read())).decode()
+    families = {family.name: family for family in text_string_to_metric_families(page)}
+    codes = {
+        sample.labels["grpc_code"]
+        for sample in families["grpc_server_handled"].samples
+        if sample.labels["grpc_method"] == "Encode"
+    }
+    assert {"OK", "InvalidArgument", "ResourceExhausted", "DeadlineExceeded", "Canceled", "Unavailable"} <= codes
+    assert {sample.labels["closed_by"] for sample in families["encserve_batches"].samples} >= {"drained", "tokens"}
+    assert "_created" not in page
+    assert "process_resident_memory_bytes" in page
+
+
+async def test_a_flood_ends_in_answers_or_refusals(start_server: StartServer) -> None:
+    """Ten times the queue's limit at once; afterwards the server serves as before."""
+    server = await start_server(max_queue_tokens=100)
+    server.engine.hold()
+    calls = [asyncio.create_task(server.encode([1] * 10)) for _ in range(100)]
+    while sum(call.done() for call in calls) < 80:
+        await asyncio.sleep(0.01)
+    assert server.sample("encserve_queue_tokens", model="tiny", version="2") <= 100
+    server.engine.let_go()
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    refused = [result for result in results if isinstance(result, Failed)]
+    assert {result.code for result in refused} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert 10 <= len(results) - len(refused) <= 20
+    assert server.sample("encserve_queue_tokens", model="tiny", version="2") == 0
+    await server.encode([1] * 10)

@@ -1,0 +1,195 @@
+"""The small parts: settings, flags, tokenizing, outputs, the status table, logs, CPUs."""
+
+import asyncio
+import json
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from fake_server import write_tokenizer
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encserve_server import cpus, errors, logs, status
+from encserve_server.__main__ import main
+from encserve_server.errors import BundleError, EncserveError, InvalidField, QueueFull
+from encserve_server.outputs import build_output
+from encserve_server.settings import Settings
+from encserve_server.tokenizing import TextTokenizer
+from encserve_server.types import DataType, Output, OutputKind
+
+
+def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
+    return {base, *(found for sub in base.__subclasses__() for found in subclasses(sub))}
+
+
+def test_every_error_that_a_caller_can_get_is_in_the_table() -> None:
+    """A new class must be given a status code."""
+    never_raised_to_callers = {EncserveError, errors.RequestError, *subclasses(errors.StartupError)}
+    assert set(status.ERROR_TABLE) == subclasses(EncserveError) - never_raised_to_callers
+
+
+def test_reasons_are_unique() -> None:
+    assert len(set(status.REASONS)) == len(status.REASONS)
+
+
+def test_codes_are_written_as_dashboards_expect() -> None:
+    labels = {status.code_label(code) for code in grpc.StatusCode}
+    assert {"OK", "Canceled", "InvalidArgument", "ResourceExhausted", "DeadlineExceeded"} <= labels
+
+
+def test_what_a_caller_sees_fits_into_trailers() -> None:
+    failure = status.to_failure(InvalidField("inputs", "x" * 100_000))
+    assert sum(len(key) + len(value) for key, value in failure.trailers) + len(failure.text) < 8192
+
+
+def test_only_a_refusal_that_may_pass_says_when_to_try_again() -> None:
+    assert status.to_failure(InvalidField("a", "b")).retry_delay_s is None
+    assert status.to_failure(QueueFull(1, 2, 3, 0.25)).trailers[-1] == ("grpc-retry-pushback-ms", "250")
+
+
+@pytest.mark.parametrize(
+    ("value", "problem"),
+    [
+        ({"grpc_port": 70000}, "grpc_port must be <= 65535; was 70000"),
+        ({"max_queue_tokens": 0}, "max_queue_tokens must be >= 1; was 0"),
+        ({"max_padding_fraction": 2.0}, "max_padding_fraction must be <= 1; was 2.0"),
+        ({"grpc_port": 9464}, "grpc_port and metrics_port must differ; both were 9464"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_bounds(value: dict[str, int], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        Settings(model_repository=Path(), **value)  # type: ignore[arg-type]
+
+
+def test_defaults_by_device() -> None:
+    settings = Settings(model_repository=Path())
+    assert (settings.batch_tokens_for("cpu"), settings.batch_tokens_for("cuda")) == (512, 16384)
+    assert settings.padding_fraction_for("cpu") < settings.padding_fraction_for("cuda")
+    assert Settings(model_repository=Path(), max_batch_tokens=7).batch_tokens_for("cuda") == 7
+    assert Settings(model_repository=Path(), max_padding_fraction=0).padding_fraction_for("cuda") == 0
+
+
+def test_flag_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Settings] = []
+
+    async def serve(settings: Settings) -> bool:
+        seen.append(settings)
+        return True
+
+    monkeypatch.setattr("encserve_server.__main__.serve", serve)
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
+    environment = {
+        "ENCSERVE_MODEL_REPOSITORY": str(tmp_path),
+        "ENCSERVE_GRPC_PORT": "1234",
+        "ENCSERVE_METRICS_PORT": "4321",
+        "ENCSERVE_MODEL": "a b@2",
+        "ENCSERVE_REFLECTION": "false",
+    }
+    result = CliRunner().invoke(main, ["--grpc-port", "999"], env=environment, catch_exceptions=False)
+    assert result.exit_code == 0
+    (settings,) = seen
+    assert (settings.grpc_port, settings.metrics_port, settings.max_request_sequences) == (999, 4321, 256)
+    assert (settings.model, settings.model_repository, settings.reflection) == (("a", "b@2"), tmp_path, False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        ([], "Missing option '--model-repository'"),
+        (["--model-repository", "m", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
+        (["--model-repository", "m", "--max-queue-tokens", "0"], "max_queue_tokens must be >= 1; was 0"),
+        (["--model-repository", "m", "--max-queue-tokens", "many"], "'many' is not a valid integer"),
+    ],
+)
+def test_a_bad_flag_stops_the_start(arguments: list[str], problem: str) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    assert problem in result.output
+
+
+def test_a_start_that_fails_says_why_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
+    monkeypatch.setattr("encserve_server.__main__.logger.error", lambda text, *args: said.append(text % args))
+    result = CliRunner().invoke(main, ["--model-repository", str(tmp_path / "nowhere")])
+    assert result.exit_code == 1
+    assert said == [f"cannot start: --model-repository {tmp_path}/nowhere: no such directory"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    path = write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+    return TextTokenizer(path, ThreadPoolExecutor(1))
+
+
+@given(st.lists(st.text(max_size=60), min_size=1, max_size=4), st.integers(2, 12))
+def test_a_cut_text_fits_and_keeps_its_special_tokens(
+    tokenizer: TextTokenizer, texts: list[str], max_tokens: int
+) -> None:
+    cut = asyncio.run(tokenizer.tokenize(texts, max_tokens))
+    whole = asyncio.run(tokenizer.tokenize(texts, 10_000))
+    for short, full in zip(cut, whole, strict=True):
+        assert len(short.ids) == min(max_tokens, len(full.ids))
+        assert short.original_token_count == full.original_token_count == len(full.ids)
+        assert (short.ids[0], short.ids[-1]) == (1, 2)
+        assert short.ids[:-1].tolist() == full.ids[: len(short.ids) - 1].tolist()
+        assert len(short.char_starts) == len(short.char_ends) == len(short.special) == len(short.ids)
+
+
+def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"tokenizer.json: not a tokenizer"):
+        TextTokenizer(tmp_path / "tokenizer.json", ThreadPoolExecutor(1))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from(OutputKind), st.booleans())
+def test_an_output_is_its_sequences_back_to_back(lengths: list[int], kind: OutputKind, l2_normalize: bool) -> None:
+    rng = np.random.default_rng(0)
+    rows = [rng.standard_normal((length, 3)).astype(np.float32) for length in lengths]
+    output = Output(kind, l2_normalize)
+    together = build_output(rows, [None] * len(rows), output, DataType.FLOAT32)
+    alone = [build_output([its], [None], output, DataType.FLOAT32) for its in rows]
+    assert together.data == b"".join(one.data for one in alone)
+    assert together.lengths == [one.lengths[0] for one in alone]
+    if l2_normalize:
+        norms = np.linalg.norm(np.frombuffer(together.data, "<f4").reshape(-1, 3), axis=1)
+        np.testing.assert_allclose(norms, 1, rtol=1e-5)
+
+
+def test_a_row_of_zeros_stays_when_normalised() -> None:
+    ragged = build_output([np.zeros((2, 3), np.float32)], [None], Output(OutputKind.TOKENS, True), DataType.FLOAT32)
+    assert np.frombuffer(ragged.data, "<f4").tolist() == [0.0] * 6
+
+
+@pytest.mark.parametrize(("quota", "wanted"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("", 64)])
+def test_a_containers_quota_bounds_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quota: str, wanted: int
+) -> None:
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(cpus, "_CGROUP_MAX", tmp_path / "cpu.max")
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
+    assert cpus.usable_cpus() == wanted
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+def test_log_lines_carry_their_fields(log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    try:
+        logs.configure("info", log_format)
+        logging.getLogger("encserve_server.test").info("served", extra={"model": "tiny"})
+        logging.getLogger("encserve_server.test").debug("too fine")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    (line,) = capsys.readouterr().err.splitlines()
+    if log_format == "json":
+        fields = json.loads(line)
+        assert (fields["level"], fields["message"], fields["model"]) == ("INFO", "served", "tiny")
+    else:
+        assert line.endswith("served  model=tiny")

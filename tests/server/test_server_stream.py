@@ -1,0 +1,135 @@
+"""EncodeStream: many requests over one stream, each answered as soon as it is ready."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
+
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.engine.fake import FakeEngine, fake_rows
+
+
+class Stream:
+    """One open stream."""
+
+    def __init__(self, server: FakeServer) -> None:
+        rpc: Any = server.channel.stream_stream(f"/{SERVICE}/EncodeStream")
+        self.call = rpc()
+
+    async def send(self, request_id: str, *ids: int) -> None:
+        request = pb.EncodeRequest(inputs=[make_input(list(ids))])
+        await self.call.write(pb.EncodeStreamRequest(request_id=request_id, request=request).SerializeToString())
+
+    async def receive(self) -> pb.EncodeStreamResponse:
+        data = await self.call.read()
+        assert data is not grpc.aio.EOF
+        return pb.EncodeStreamResponse.FromString(data)
+
+    async def everything(self) -> AsyncIterator[pb.EncodeStreamResponse]:
+        await self.call.done_writing()
+        while (data := await self.call.read()) is not grpc.aio.EOF:
+            yield pb.EncodeStreamResponse.FromString(data)
+
+
+def right(response: pb.EncodeStreamResponse, *ids: int) -> bool:
+    return response.response.outputs[0].data == fake_rows(np.array(ids), D_MODEL).tobytes()
+
+
+async def test_answers_are_matched_by_the_callers_id(server: FakeServer) -> None:
+    stream = Stream(server)
+    for i in range(200):
+        await stream.send(f"r{i}", i, i + 1)
+    answers = {answer.request_id: answer async for answer in stream.everything()}
+    assert len(answers) == 200
+    assert all(right(answers[f"r{i}"], i, i + 1) for i in range(200))
+
+
+async def test_a_slow_request_does_not_hold_up_a_quick_one(server: FakeServer) -> None:
+    """The answer of a request that needs no engine overtakes that of one that waits for it."""
+    server.engine.hold()
+    stream = Stream(server)
+    await stream.send("slow", 1)
+    await stream.send("bad", -1)
+    assert (await stream.receive()).request_id == "bad"
+    server.engine.let_go()
+    assert (await stream.receive()).request_id == "slow"
+
+
+async def test_one_requests_error_is_its_own_answer(start_server: StartServer) -> None:
+    server = await start_server(FakeEngine(D_MODEL, poison=666))
+    stream = Stream(server)
+    await stream.send("good", 1)
+    await stream.send("bad", 1, 1000)
+    await stream.send("poison", 666)
+    await stream.send("", 1)
+    await stream.send("good too", 2)
+    answers = {answer.request_id: answer async for answer in stream.everything()}
+    assert right(answers["good"], 1)
+    assert right(answers["good too"], 2)
+    bad = answers["bad"].error
+    assert (bad.code, bad.reason) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "INVALID_FIELD")
+    assert bad.message.startswith("inputs[0].token_ids.ids[1]: must be from 0 to 999")
+    assert len(bad.details) == 2
+    assert answers["poison"].error.reason == "INFERENCE_FAILED"
+    assert "request_id: must be 1 to 128 bytes; was 0" in answers[""].error.message
+    assert server.sample("encserve_refused_total", reason="INVALID_FIELD") == 2
+
+
+async def test_bytes_that_are_no_message_end_the_stream(server: FakeServer) -> None:
+    stream = Stream(server)
+    await stream.call.write(b"\xff\xff")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.call.read()
+    failed = Failed(caught.value)
+    assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
+
+
+async def test_only_so_many_are_read_ahead(start_server: StartServer) -> None:
+    server = await start_server(max_stream_in_flight=4)
+    server.engine.hold()
+    stream = Stream(server)
+    for i in range(50):
+        await stream.send(str(i), 1)
+    await asyncio.to_thread(server.engine.started.acquire)
+    for _ in range(20):
+        await asyncio.sleep(0.01)
+        queued = server.sample("encserve_queue_sequences", model="tiny", version="2")
+        assert queued <= 4
+    server.engine.let_go()
+    assert len([answer async for answer in stream.everything()]) == 50
+
+
+async def test_a_caller_that_goes_away_leaves_nothing_behind(server: FakeServer) -> None:
+    server.engine.hold()
+    stream = Stream(server)
+    for i in range(10):
+        await stream.send(str(i), 1)
+    await asyncio.to_thread(server.engine.started.acquire)
+    while server.sample("encserve_queue_sequences", model="tiny", version="2") < 9:
+        await asyncio.sleep(0.01)
+    stream.call.cancel()
+    while server.sample("encserve_in_flight_requests") > 0:
+        await asyncio.sleep(0.01)
+    assert server.sample("encserve_queue_sequences", model="tiny", version="2") == 0
+    server.engine.let_go()
+    await server.encode([1])
+
+
+async def test_draining_answers_what_was_read_and_then_ends_the_stream(server: FakeServer) -> None:
+    server.engine.hold()
+    stream = Stream(server)
+    await stream.send("read", 1)
+    await asyncio.to_thread(server.engine.started.acquire)
+    stopping = asyncio.create_task(server.app.stop())
+    await asyncio.sleep(0.1)
+    server.engine.let_go()
+    assert right(await stream.receive(), 1)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream.call.read()
+    failed = Failed(caught.value)
+    assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    assert await stopping

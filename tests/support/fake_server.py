@@ -1,0 +1,132 @@
+"""A whole server on a free loopback port with a fake engine: everything else is real."""
+
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.app import App
+from encserve_server.bundle import Bundle
+from encserve_server.engine.fake import FakeEngine
+from encserve_server.loading import LoadedModel
+from encserve_server.settings import Settings
+from encserve_server.tokenizing import TextTokenizer
+from encserve_server.types import Graph, Output, OutputKind
+
+D_MODEL, VOCAB_SIZE, LONGEST = 4, 1000, 32
+WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "hello", "brave", "new", "world"]
+SERVICE = "encserve.v1.EncoderService"
+
+
+def write_tokenizer(path: Path) -> Path:
+    """A tokenizer of eight words, with truncation and padding baked in as real files have them."""
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=5)
+    tokenizer.save(str(path))
+    return path
+
+
+class Failed(Exception):
+    """A call that ended with a status: its code, text, reason, and google.rpc details by message name."""
+
+    def __init__(self, error: grpc.aio.AioRpcError) -> None:
+        self.code = error.code()
+        self.text = error.details() or ""
+        trailers = dict(error.trailing_metadata() or ())
+        self.reason = trailers.get("encserve-error-reason", "")
+        self.pushback_ms = trailers.get("grpc-retry-pushback-ms")
+        self.details: dict[str, Any] = {}
+        packed = trailers.get("grpc-status-details-bin")
+        if packed is not None:
+            status = status_pb2.Status.FromString(packed)
+            for detail in status.details:
+                message = getattr(error_details_pb2, detail.TypeName().rpartition(".")[2])()
+                detail.Unpack(message)
+                self.details[detail.TypeName()] = message
+        super().__init__(f"{self.code}: {self.text}")
+
+
+class FakeServer:
+    """A running server and a channel to it."""
+
+    def __init__(self, app: App, engine: FakeEngine, channel: grpc.aio.Channel) -> None:
+        self.app = app
+        self.engine = engine
+        self.channel = channel
+
+    async def call(self, method: str, request: Any, **options: Any) -> bytes:
+        """Sends a message, or raw bytes, to a method of the service; gives the reply's bytes, raises Failed."""
+        data = request if isinstance(request, bytes) else request.SerializeToString()
+        rpc: Any = self.channel.unary_unary(f"/{SERVICE}/{method}")
+        try:
+            reply = await rpc(data, **options)
+        except grpc.aio.AioRpcError as error:
+            raise Failed(error) from error
+        assert isinstance(reply, bytes)
+        return reply
+
+    async def encode(self, *inputs: str | list[int], options: pb.EncodeOptions | None = None, **call: Any) -> Any:
+        """Encodes texts and lists of ids."""
+        request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options)
+        return pb.EncodeResponse.FromString(await self.call("Encode", request, **call))
+
+    def sample(self, name: str, **labels: str) -> float:
+        """A metric's value."""
+        value = self.app.registry.get_sample_value(name, labels)
+        assert value is not None, f"no sample {name}{labels}"
+        return value
+
+
+def make_input(it: str | list[int]) -> pb.Input:
+    """A text or ids as an input."""
+    return pb.Input(text=it) if isinstance(it, str) else pb.Input(token_ids=pb.TokenIds(ids=it))
+
+
+StartServer = Callable[..., Awaitable[FakeServer]]
+
+
+async def start_fake_server(
+    directory: Path, engine: FakeEngine | None = None, *, with_tokenizer: bool = True, **settings: Any
+) -> FakeServer:
+    """Starts a server that serves tiny@2 (the default) and tiny@1; keyword arguments are settings."""
+    engine = engine or FakeEngine(D_MODEL)
+    tokenizer_file = write_tokenizer(directory / "tokenizer.json")
+
+    def load(bundle_directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+        bundle = Bundle(
+            name=bundle_directory.parent.name,
+            version=bundle_directory.name,
+            fingerprint="f" * 32,
+            d_model=D_MODEL,
+            n_layers=1,
+            n_heads=1,
+            vocab_size=VOCAB_SIZE,
+            max_sequence_tokens=LONGEST,
+            pad_token_id=0,
+            special_token_ids=(0, 1, 2) if with_tokenizer else (),
+            pooling=Output(OutputKind.MEAN, l2_normalize=True) if with_tokenizer else None,
+            tokenizer_file=tokenizer_file if with_tokenizer else None,
+            graph=Graph(bundle_directory / "model.onnx", "ids", "mask", "rows", 0, D_MODEL, "float32"),
+        )
+        tokenizer = TextTokenizer(tokenizer_file, tokenize_pool) if with_tokenizer else None
+        return LoadedModel(bundle, tokenizer, engine, 0.1, 0.1)
+
+    repository = directory / "models"
+    for version in ("1", "2"):
+        (repository / "tiny" / version).mkdir(parents=True, exist_ok=True)
+        (repository / "tiny" / version / "manifest.json").touch()
+    chosen = {"model": ("tiny@2", "tiny@1"), "grpc_port": 0, "metrics_port": 0, **settings}
+    app = App(Settings(model_repository=repository, **chosen), load)
+    await app.start()
+    channel = grpc.aio.insecure_channel(f"127.0.0.1:{app.grpc_port}", options=[("grpc.max_receive_message_length", -1)])
+    return FakeServer(app, engine, channel)

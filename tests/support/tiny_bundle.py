@@ -1,0 +1,86 @@
+"""A bundle with a graph of a few nodes, made without PyTorch: a row is its token's vector plus the sequence's mean."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+from google.protobuf import json_format
+from onnx import TensorProto, helper, numpy_helper
+
+from encserve_proto.v1 import manifest_pb2
+
+D_MODEL, VOCAB_SIZE, LONGEST = 8, 50, 64
+
+
+def table() -> Any:
+    """The vectors of the tokens: (vocab, d_model) float32."""
+    return np.random.default_rng(0).standard_normal((VOCAB_SIZE, D_MODEL)).astype(np.float32)
+
+
+def expected_rows(ids: Any) -> Any:
+    """What the graph gives for (seq,) ids."""
+    vectors = table()[ids]
+    return vectors + vectors.mean(axis=0, keepdims=True)
+
+
+def write_graph(path: Path) -> None:
+    """Writes the graph: ids (batch, seq), mask (batch, seq) → rows (batch, seq, d_model)."""
+    inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "seq"]) for name in ("ids", "mask")]
+    output = helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["batch", "seq", D_MODEL])
+    nodes = [
+        helper.make_node("Gather", ["table", "ids"], ["vectors"]),
+        helper.make_node("Cast", ["mask"], ["real"], to=TensorProto.FLOAT),
+        helper.make_node("Unsqueeze", ["real", "last"], ["column"]),
+        helper.make_node("Mul", ["vectors", "column"], ["kept"]),
+        helper.make_node("ReduceSum", ["kept", "seq_axis"], ["total"], keepdims=1),
+        helper.make_node("ReduceSum", ["column", "seq_axis"], ["count"], keepdims=1),
+        helper.make_node("Div", ["total", "count"], ["mean"]),
+        helper.make_node("Add", ["vectors", "mean"], ["rows"]),
+    ]
+    constants = [
+        numpy_helper.from_array(table(), "table"),
+        numpy_helper.from_array(np.array([2]), "last"),
+        numpy_helper.from_array(np.array([1]), "seq_axis"),
+    ]
+    graph = helper.make_graph(nodes, "tiny", inputs, [output], constants)
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
+
+
+def write_bundle(repository: Path, name: str = "tiny", version: str = "1", **changes: Any) -> Path:
+    """Writes REPOSITORY/<name>/<version>/ and returns it; `changes` are fields of the manifest to set instead."""
+    directory = repository / name / version
+    directory.mkdir(parents=True)
+    write_graph(directory / "model.onnx")
+    data = (directory / "model.onnx").read_bytes()
+    manifest = manifest_pb2.Manifest(
+        format_version=1,
+        name=name,
+        version=version,
+        fingerprint="0" * 32,
+        encoder=manifest_pb2.EncoderShape(
+            d_model=D_MODEL, n_heads=1, n_layers=1, vocab_size=VOCAB_SIZE, max_sequence_tokens=LONGEST
+        ),
+        pooling=manifest_pb2.POOLING_CLS,
+        graph=manifest_pb2.Graph(
+            file="model.onnx",
+            opset=17,
+            input_ids_name="ids",
+            attention_mask_name="mask",
+            output_name="rows",
+            precision="float32",
+        ),
+        files=[
+            manifest_pb2.BundleFile(path="model.onnx", size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+        ],
+    )
+    for field, value in changes.items():
+        part: Any = manifest
+        *parents, last = field.split("__")
+        for parent in parents:
+            part = getattr(part, parent)
+        setattr(part, last, value)
+    text = json_format.MessageToJson(manifest, preserving_proto_field_name=True)
+    (directory / "manifest.json").write_text(text)
+    return directory
