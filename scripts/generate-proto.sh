@@ -6,7 +6,7 @@ cd "$(dirname "$0")/.."
 out=${1:-proto/src}
 venv=${PROTO_VENV:-.venv-proto}
 if [ ! -x "$venv/bin/python" ]; then
-    python3 -m venv "$venv"
+    "${PYTHON:-python3}" -m venv "$venv"
     # grpcio-tools 1.63.2 imports pkg_resources, which setuptools 82 removed.
     "$venv/bin/pip" install --quiet --disable-pip-version-check 'setuptools<82' 'grpcio-tools==1.63.2' 'protobuf<6'
 fi

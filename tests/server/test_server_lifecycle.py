@@ -130,7 +130,7 @@ async def test_a_model_that_does_not_load_stops_the_start(start_server: StartSer
 
 async def test_reflection_names_the_services(server: FakeServer) -> None:
     channel: Any = server.channel
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     call: Any = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
     (answer,) = [response async for response in call]
     names = {service.name for service in answer.list_services_response.service}
@@ -140,7 +140,7 @@ async def test_reflection_names_the_services(server: FakeServer) -> None:
 async def test_reflection_can_be_turned_off(start_server: StartServer) -> None:
     server = await start_server(reflection=False)
     channel: Any = server.channel
-    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
     call: Any = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call.read()

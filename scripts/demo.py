@@ -1,0 +1,107 @@
+"""Serves the demo's model, encodes a sentence, compares a few, shows the server's own latency figures, and stops.
+
+Everything is the real thing: the server is a process of its own, the calls go over gRPC, the figures come from its
+metrics page.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
+from rich.table import Table
+
+BIN = Path(sys.executable).parent
+SENTENCE = "I understand this"
+RELATED = [
+    "The cat sleeps on the warm windowsill.",
+    "A kitten is napping by the sunny window.",
+    "Stock markets fell sharply on Monday.",
+    "Shares dropped at the start of the week.",
+]
+STAGES = ["tokenize", "queue", "compute", "encode"]
+console = Console()
+
+
+@contextmanager
+def server(model_repository: Path) -> Iterator[tuple[int, int]]:
+    """Runs a server; gives its gRPC and metrics ports once it serves, and stops it at the end."""
+    command = [BIN / "encserve-server", "--model-repository", model_repository, "--grpc-port", "0", "--metrics-port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None  # noqa: S101 - it is a pipe
+        try:
+            lines = (json.loads(line) for line in process.stderr)
+            serving = next((line for line in lines if line["message"] == "serving"), None)
+            if serving is None:
+                raise click.ClickException(f"the server did not start (exit status {process.wait()})")
+            yield serving["grpc_port"], serving["metrics_port"]
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.stderr.read()  # so that its last lines do not fill the pipe
+            status = process.wait(timeout=60)
+    console.print(f"The server was told to stop (SIGTERM), finished its work and left with exit status {status}.")
+    if status:
+        raise click.ClickException("the server did not stop cleanly")
+
+
+def client(port: int, *arguments: str) -> None:
+    """Runs the client's command as a user would."""
+    console.print(f"\n[bold]$ encserve {' '.join(repr(it) if ' ' in it else it for it in arguments)}[/]")
+    sys.stdout.flush()
+    subprocess.run([BIN / "encserve", "--target", f"127.0.0.1:{port}", *arguments], check=True)
+
+
+def quantile_ms(buckets: list[tuple[float, float]], q: float) -> float:
+    """A quantile in milliseconds from cumulative histogram buckets (upper bound in seconds, count), interpolated.
+
+    It is what Prometheus' histogram_quantile gives.
+    """
+    rank, low, below = q * buckets[-1][1], 0.0, 0.0
+    for high, count in buckets:
+        if count >= rank:
+            if high == float("inf"):
+                return low * 1000
+            return (low + (high - low) * (rank - below) / (count - below)) * 1000
+        low, below = high, count
+    return low * 1000
+
+
+def latency_table(port: int) -> Table:
+    """The server's own latency figures by stage, from its metrics page."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:  # noqa: S310 - our own server
+        families = text_string_to_metric_families(page.read().decode())
+    samples = next(family for family in families if family.name == "encserve_stage_seconds").samples
+    table = Table(title="Where the time went, from the server's metrics (milliseconds)")
+    for heading in ("stage", "count", "mean", "p50", "p99"):
+        table.add_column(heading, justify="left" if heading == "stage" else "right")
+    for stage in STAGES:
+        mine = [sample for sample in samples if sample.labels["stage"] == stage]
+        value = {sample.name.rpartition("_")[2]: sample.value for sample in mine}
+        buckets = [(float(s.labels["le"]), s.value) for s in mine if s.name.endswith("_bucket")]
+        quantiles = [f"{quantile_ms(buckets, q):.2f}" for q in (0.5, 0.99)] if value["count"] else ["-", "-"]
+        mean = f"{value['sum'] / value['count'] * 1000:.2f}" if value["count"] else "-"
+        table.add_row(stage, f"{value['count']:.0f}", mean, *quantiles)
+    return table
+
+
+@click.command()
+@click.option("--model-repository", type=click.Path(path_type=Path, exists=True), required=True)
+def main(model_repository: Path) -> None:
+    """Shows encserve at work."""
+    with server(model_repository) as (grpc_port, metrics_port):
+        client(grpc_port, "models")
+        client(grpc_port, "encode", SENTENCE)
+        client(grpc_port, "similarity", *RELATED)
+        console.print()
+        console.print(latency_table(metrics_port))
+
+
+if __name__ == "__main__":
+    main()
