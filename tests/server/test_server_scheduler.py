@@ -3,12 +3,14 @@
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from encserve_server.batching import BatchPolicy
 from encserve_server.clock import FakeClock
+from encserve_server.engine.base import BatchResult
 from encserve_server.engine.fake import FakeEngine, fake_rows
 from encserve_server.errors import (
     DeadlineExpired,
@@ -247,10 +249,9 @@ async def test_a_broken_engine_is_unhealthy_and_comes_back_by_itself(bench: Benc
     with pytest.raises((InferenceFailed, EngineUnhealthy)):
         await bench.scheduler.encode([ids(1)])
     await until(lambda: bench.scheduler.not_ready_reason() != "")
-    assert "the device is lost" in bench.scheduler.not_ready_reason()
-    with pytest.raises(EngineUnhealthy, match="the device is lost"):
+    with pytest.raises(EngineUnhealthy, match="the engine failed 3 times in a row") as caught:
         await bench.scheduler.encode([ids(1)])
-    await bench.scheduler.drain()  # nothing hangs on a broken engine
+    assert "the device is lost" not in caught.value.message, "the engine's own text reached the caller"
     bench.engine.broken = False
     await until(lambda: bool(bench.clock._sleepers))
     bench.clock.advance(1.0)
@@ -282,19 +283,6 @@ async def test_a_batch_that_runs_too_long_is_reported(bench: Bench) -> None:
     bench.engine.let_go()
     await first
     assert bench.scheduler.not_ready_reason() == ""
-
-
-async def test_drain_waits_for_what_is_pending(bench: Bench) -> None:
-    first = await bench.busy()
-    second = asyncio.create_task(bench.scheduler.encode([ids(2)]))
-    await until(lambda: bench.seen.queue[0] == 1)
-    draining = asyncio.create_task(bench.scheduler.drain())
-    await asyncio.sleep(0)
-    assert not draining.done()
-    bench.engine.let_go()
-    await draining
-    assert first.done()
-    assert second.done()
 
 
 async def test_close_tells_whoever_still_waits(bench: Bench) -> None:
@@ -333,7 +321,35 @@ async def test_the_queue_never_exceeds_its_bound_under_any_interleaving(bench: B
     results = await asyncio.gather(*tasks, return_exceptions=True)
     allowed = (list, QueueFull, asyncio.CancelledError)
     assert all(isinstance(result, allowed) for result in results), Counter(map(type, results))
-    await bench.scheduler.drain()
+    await until(lambda: bench.seen.queue == (0, 0))
     assert most <= 100
     assert bench.seen.queue == (0, 0)
     assert right([ids(1)], await bench.scheduler.encode([ids(1)]))
+
+
+async def test_an_engine_that_gives_wrong_rows_has_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of the wrong count or length are never handed to anybody."""
+    real = bench.engine.run
+
+    def short(sequences: Sequence[TokenIds]) -> BatchResult:
+        result = real(sequences)
+        return replace(result, rows=[rows[:-1] for rows in result.rows])
+
+    monkeypatch.setattr(bench.engine, "run", short)
+    with pytest.raises(InferenceFailed, match=r"inputs\[1\]|inputs\[0\]"):
+        await bench.scheduler.encode([ids(1, 2), ids(3)])
+
+
+async def test_a_loop_that_dies_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bug in the scheduler may leave a server that hangs and looks healthy."""
+    first = await bench.busy()
+    monkeypatch.setattr("encserve_server.pending.take_batch", lambda *_: 1 / 0)
+    waiting = asyncio.create_task(bench.scheduler.encode([ids(2)]))
+    await until(lambda: bench.seen.queue[0] == 1)
+    bench.engine.let_go()
+    with pytest.raises(EngineUnhealthy, match="the scheduler has stopped"):
+        await waiting
+    await first
+    assert bench.scheduler.not_ready_reason()
+    with pytest.raises(EngineUnhealthy):
+        await bench.scheduler.encode([ids(3)])

@@ -1,27 +1,26 @@
-"""Admission, the pending queue, the loop that runs batches, and delivery."""
+"""Admission, the loop that runs batches, and delivery."""
 
 import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
-from encserve_server.batching import BatchPolicy, take_batch
+from encserve_server.batching import BatchPolicy
 from encserve_server.clock import Clock
 from encserve_server.engine.base import BatchResult, Engine
 from encserve_server.errors import (
     DeadlineExpired,
-    EncserveError,
     EngineUnhealthy,
     InferenceFailed,
     QueueFull,
     RequestTooLarge,
 )
+from encserve_server.pending import Entry, PendingQueue, QueueObserver, Ticket
 from encserve_server.types import ClosedBy, EncodedSequence, TokenIds
 
 logger = logging.getLogger(__name__)
@@ -30,11 +29,8 @@ logger = logging.getLogger(__name__)
 _PROBE = [np.zeros(1, np.int64)]
 
 
-class SchedulerObserver(Protocol):
+class SchedulerObserver(QueueObserver, Protocol):
     """Who is told what the scheduler does; called on the event loop."""
-
-    def queue_changed(self, sequences: int, tokens: int) -> None:
-        """So much is pending now."""
 
     def batch_ran(
         self, *, sequences: int, tokens: int, padded_tokens: int, compute_seconds: float, closed_by: ClosedBy
@@ -46,12 +42,6 @@ class SchedulerObserver(Protocol):
 
     def waited(self, queue_seconds: float) -> None:
         """A sequence left the queue to run."""
-
-    def expired(self) -> None:
-        """A sequence's deadline passed in the queue."""
-
-    def cancelled(self, stage: str) -> None:
-        """A sequence's caller went away while it was "queued" or "running"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,50 +60,6 @@ class SchedulerLimits:
     failures_before_probe: int = 3
     probe_seconds: float = 1.0
     stall_seconds: float = 60.0
-
-
-@dataclass(slots=True, eq=False)
-class _Ticket:
-    """One call of `encode`: its entries fill `results`; `done` fires when all have, or with the first error."""
-
-    done: asyncio.Future[None]
-    results: list[EncodedSequence | None]
-    missing: int
-
-    def fail(self, error: EncserveError) -> None:
-        """Ends the call with an error, unless it has ended."""
-        if not self.done.done():
-            self.done.set_exception(error)
-
-
-@dataclass(slots=True, eq=False)
-class _Entry:
-    """One pending sequence."""
-
-    ids: TokenIds  # (seq,)
-    index: int  # its place in the ticket
-    ticket: _Ticket
-    enqueued_at: float
-    deadline: float
-    queued: bool = True
-    started_at: float = math.nan
-
-    @property
-    def length(self) -> int:
-        return len(self.ids)
-
-    @property
-    def gone(self) -> bool:
-        return self.ticket.done.done()
-
-    def deliver(self, result: EncodedSequence) -> None:
-        ticket = self.ticket
-        if ticket.done.done():  # the caller has gone, or a sibling failed: that touches nobody else
-            return
-        ticket.results[self.index] = result
-        ticket.missing -= 1
-        if ticket.missing == 0:
-            ticket.done.set_result(None)
 
 
 @dataclass(slots=True)
@@ -175,13 +121,10 @@ class Scheduler:
         self._observer = observer
         self._on_health_change = on_health_change
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encserve-engine")
-        self._pending: list[_Entry] = []  # in order of arrival; entries that are gone stay until the next batch
-        self._queued_sequences = 0  # of the entries that are `queued`
-        self._queued_tokens = 0
+        self._pending = PendingQueue(observer)
         self._work = asyncio.Event()  # set while there may be something to run
-        self._idle = asyncio.Event()  # set while nothing is pending or running
-        self._idle.set()
-        self._run_started_at: float | None = None
+        self._running: Future[_Checked] | None = None  # the last run, done or not
+        self._run_started_at: float | None = None  # None while nothing runs
         self._failures = 0  # runs that failed since the last success
         self._unhealthy_reason = ""
         self._throughput = _Throughput()
@@ -189,29 +132,22 @@ class Scheduler:
 
     def __repr__(self) -> str:
         state = self._unhealthy_reason or ("running" if self._run_started_at is not None else "free")
-        return f"<Scheduler [{self._queued_sequences} queued, {self._queued_tokens} tokens | engine {state}]>"
-
-    @property
-    def queued_tokens(self) -> int:
-        """The pending tokens."""
-        return self._queued_tokens
+        return f"<Scheduler [{self._pending.sequences} queued, {self._pending.tokens} tokens | engine {state}]>"
 
     def start(self) -> None:
         """Starts the loop; call once, on the event loop."""
         self._task = asyncio.get_running_loop().create_task(self._serve(), name="encserve-scheduler")
-
-    async def drain(self) -> None:
-        """Returns when nothing is pending or running."""
-        await self._idle.wait()
+        self._task.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """Stops the loop and the engine; calls that are not done get EngineUnhealthy. Waits for a running batch."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-        self._fail_pending(EngineUnhealthy("the model is being unloaded"))
-        await asyncio.to_thread(self._engine_thread.shutdown)
+            await asyncio.wait([self._task])
+        self._pending.fail_all(EngineUnhealthy("the model is being unloaded"))
+        if self._running is not None:
+            await asyncio.wait([asyncio.wrap_future(self._running)])
+        self._engine_thread.shutdown(wait=False)
         self._engine.close()
 
     def not_ready_reason(self) -> str:
@@ -242,66 +178,30 @@ class Scheduler:
         try:
             await ticket.done
         except asyncio.CancelledError:
-            self._count_cancelled(ticket)
+            self._pending.tell_cancelled(ticket, self._clock.now())
             raise
         finally:
-            self._withdraw(ticket)
+            if ticket.missing:
+                self._pending.withdraw(ticket)
         return [result for result in ticket.results if result is not None]
 
-    # Admission
-
-    def _admit(self, sequences: Sequence[TokenIds], deadline: float) -> _Ticket:
+    def _admit(self, sequences: Sequence[TokenIds], deadline: float) -> Ticket:
         """Queues all sequences of a call, or refuses it."""
         if self._unhealthy_reason:
             raise EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}")
-        tokens = sum(len(ids) for ids in sequences)
-        limit = self._limits.max_queue_tokens
+        tokens, queued, limit = sum(map(len, sequences)), self._pending.tokens, self._limits.max_queue_tokens
         if tokens > limit:
             raise RequestTooLarge("inputs", f"must be at most {limit} tokens in all (max_queue_tokens); was {tokens}")
-        if self._queued_tokens + tokens > limit:
-            excess = self._queued_tokens + tokens - limit
-            raise QueueFull(tokens, self._queued_tokens, limit, self._throughput.seconds_for(excess))
+        if queued + tokens > limit:
+            raise QueueFull(tokens, queued, limit, self._throughput.seconds_for(queued + tokens - limit))
         now = self._clock.now()
         if deadline <= now:
             self._observer.expired()
             raise DeadlineExpired("the deadline had passed before the request was queued")
-        ticket = _Ticket(asyncio.get_running_loop().create_future(), [None] * len(sequences), len(sequences))
-        self._pending += [_Entry(ids, i, ticket, now, deadline) for i, ids in enumerate(sequences)]
-        self._count_queued(len(sequences), tokens)
-        self._idle.clear()
+        ticket = Ticket.of(len(sequences))
+        self._pending.add(sequences, ticket, now, deadline)
         self._work.set()
         return ticket
-
-    def _withdraw(self, ticket: _Ticket) -> None:
-        """Frees at once the room of a call that has ended; its entries are forgotten at the next batch."""
-        if ticket.missing == 0:
-            return
-        for entry in self._pending:
-            if entry.ticket is ticket:
-                self._leave_queue(entry)
-
-    def _leave_queue(self, entry: _Entry) -> None:
-        if entry.queued:
-            entry.queued = False
-            self._count_queued(-1, -entry.length)
-
-    def _count_queued(self, sequences: int, tokens: int) -> None:
-        self._queued_sequences += sequences
-        self._queued_tokens += tokens
-        self._observer.queue_changed(self._queued_sequences, self._queued_tokens)
-
-    def _count_cancelled(self, ticket: _Ticket) -> None:
-        """Tells the observer of every sequence whose caller went away before it was delivered."""
-        queued = [entry for entry in self._pending if entry.ticket is ticket]
-        now = self._clock.now()
-        for entry in queued:
-            # gRPC cancels a call whose deadline has passed: that is no caller changing its mind.
-            if entry.deadline <= now:
-                self._observer.expired()
-            else:
-                self._observer.cancelled("queued")
-        for _ in range(ticket.missing - len(queued)):
-            self._observer.cancelled("running")
 
     # The loop
 
@@ -310,27 +210,21 @@ class Scheduler:
         while True:
             await self._work.wait()
             if self._unhealthy_reason:
-                self._idle.set()  # every call has been told; there is nothing to wait for
                 await self._recover()
-            taken = take_batch(self._pending, self._policy, self._clock.now())
-            self._pending = taken.left
-            for entry in (*taken.gone, *taken.expired, *taken.batch):
-                self._leave_queue(entry)
+            taken = self._pending.take(self._policy, self._clock.now())
             for entry in taken.expired:
-                self._observer.expired()
                 entry.ticket.fail(DeadlineExpired("the deadline passed while the request was queued"))
             if taken.batch:
                 try:
                     await self._run(taken.batch, taken.closed_by)
-                except asyncio.CancelledError:  # `close`: the run goes on in its thread, but nobody will deliver it
+                except BaseException:  # `close`, or a bug: the run may go on in its thread, but nobody will deliver it
                     for entry in taken.batch:
                         entry.ticket.fail(EngineUnhealthy("the model is being unloaded"))
                     raise
             elif not self._unhealthy_reason:
                 self._work.clear()
-                self._idle.set()
 
-    async def _run(self, batch: list[_Entry], closed_by: ClosedBy) -> None:
+    async def _run(self, batch: list[Entry], closed_by: ClosedBy) -> None:
         """Runs a batch and delivers it; if it fails, runs its halves, and theirs."""
         started_at = self._clock.now()
         for entry in batch:
@@ -342,7 +236,7 @@ class Scheduler:
             if not part:
                 continue
             try:
-                result = await self._run_in_engine_thread([entry.ids for entry in part])
+                checked = await self._run_in_engine_thread([entry.ids for entry in part])
             except Exception as error:  # whatever the runtime raises
                 self._observer.batch_failed()
                 logger.warning("a batch failed", extra={"sequences": len(part), "error": repr(error)})
@@ -350,31 +244,32 @@ class Scheduler:
                     half = len(part) // 2
                     parts += [part[half:], part[:half]]
                 else:
-                    part[0].ticket.fail(InferenceFailed("the model could not compute this sequence"))
+                    part[0].ticket.fail(InferenceFailed(f"inputs[{part[0].index}]: the model could not compute it"))
                 if not await self._still_healthy(error):
                     unavailable = EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}")
                     for entry in batch:
                         entry.ticket.fail(unavailable)
-                    self._fail_pending(unavailable)
+                    self._pending.fail_all(unavailable)
             else:
                 self._failures = 0
-                self._deliver(part, result, closed_by)
+                self._deliver(part, checked, closed_by)
 
-    async def _run_in_engine_thread(self, sequences: Sequence[TokenIds]) -> BatchResult:
+    async def _run_in_engine_thread(self, sequences: Sequence[TokenIds]) -> "_Checked":
         self._run_started_at = self._clock.now()
+        self._running = self._engine_thread.submit(_run_checked, self._engine, sequences)
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._engine_thread, self._engine.run, sequences)
+            return await asyncio.wrap_future(self._running)
         finally:
             self._run_started_at = None
 
-    def _deliver(self, part: list[_Entry], result: BatchResult, closed_by: ClosedBy) -> None:
+    def _deliver(self, part: list[Entry], checked: "_Checked", closed_by: ClosedBy) -> None:
         """Gives every entry its own rows."""
-        for entry, rows in zip(part, result.rows, strict=True):
-            if np.isfinite(rows).all():
+        result = checked.result
+        for entry, rows, finite in zip(part, result.rows, checked.finite, strict=True):
+            if finite:
                 entry.deliver(EncodedSequence(rows, entry.started_at - entry.enqueued_at, result.compute_seconds))
             else:
-                entry.ticket.fail(InferenceFailed("the model gave numbers that are not finite for this sequence"))
+                entry.ticket.fail(InferenceFailed(f"inputs[{entry.index}]: the model's numbers for it are not finite"))
         tokens = sum(entry.length for entry in part)
         self._throughput.add(tokens, result.compute_seconds)
         self._observer.batch_ran(
@@ -395,16 +290,19 @@ class Scheduler:
         self._failures = 0
         if await self._probe():
             return True
-        self._set_unhealthy(f"the engine failed {self._limits.failures_before_probe} times and then a probe: {error!r}")
+        self._set_unhealthy(
+            f"the engine failed {self._limits.failures_before_probe} times in a row, and then with a known good input",
+            error,
+        )
         return False
 
     async def _probe(self) -> bool:
         try:
-            result = await self._run_in_engine_thread(_PROBE)
+            checked = await self._run_in_engine_thread(_PROBE)
         except Exception as error:  # whatever the runtime raises
             logger.warning("the engine failed a probe", extra={"error": repr(error)})
             return False
-        return bool(np.isfinite(result.rows[0]).all())
+        return all(checked.finite)
 
     async def _recover(self) -> None:
         """Probes until the engine works again; meanwhile `encode` refuses."""
@@ -414,14 +312,31 @@ class Scheduler:
                 logger.warning("the engine works again")
                 self._set_unhealthy("")
 
-    def _set_unhealthy(self, reason: str) -> None:
+    def _set_unhealthy(self, reason: str, error: BaseException | None = None) -> None:
+        """Sets or clears the reason, which callers see; the error itself is for the log."""
         if reason:
-            logger.error("the engine is unhealthy", extra={"reason": reason})
+            logger.error("the engine is unhealthy", extra={"reason": reason, "error": repr(error)})
         self._unhealthy_reason = reason
         self._on_health_change()
 
-    def _fail_pending(self, error: EncserveError) -> None:
-        for entry in self._pending:
-            self._leave_queue(entry)
-            entry.ticket.fail(error)
-        self._pending = []
+    def _ended(self, task: "asyncio.Task[None]") -> None:
+        """The loop ends only when it is cancelled. If it fails, that is said: a dead loop must not look healthy."""
+        if not task.cancelled():
+            self._set_unhealthy("the scheduler has stopped after an internal error", task.exception())
+            self._pending.fail_all(EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}"))
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A batch's result, and for each sequence whether all of its numbers are finite."""
+
+    result: BatchResult
+    finite: list[bool]
+
+
+def _run_checked(engine: Engine, sequences: Sequence[TokenIds]) -> _Checked:
+    """Runs a batch and looks at every number of it; in the engine's thread, because both take time."""
+    result = engine.run(sequences)
+    if [len(rows) for rows in result.rows] != [len(ids) for ids in sequences]:
+        raise RuntimeError("the engine gave rows that are not those of the sequences")
+    return _Checked(result, [bool(np.isfinite(rows).all()) for rows in result.rows])

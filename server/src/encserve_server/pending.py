@@ -1,0 +1,157 @@
+"""The pending queue: sequences that wait for a batch, counted against its bound the moment they come and go."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from encserve_server.batching import BatchPolicy, Taken, take_batch
+from encserve_server.errors import EncserveError
+from encserve_server.types import EncodedSequence, TokenIds
+
+
+class QueueObserver(Protocol):
+    """Who is told what becomes of the queue."""
+
+    def queue_changed(self, sequences: int, tokens: int) -> None:
+        """So much is pending now."""
+
+    def expired(self) -> None:
+        """A sequence's deadline passed in the queue."""
+
+    def cancelled(self, stage: str) -> None:
+        """A sequence's caller went away while it was "queued" or "running"."""
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One call: its entries fill `results`; `done` fires when all have, or with the first error.
+
+    Attributes:
+        done: What the caller awaits; once it is done, however, nobody waits for the entries any more.
+        results: What the engine made of each sequence, None where it is missing.
+        missing: How many are.
+    """
+
+    done: "asyncio.Future[None]"
+    results: list[EncodedSequence | None]
+    missing: int
+
+    @classmethod
+    def of(cls, count: int) -> "Ticket":
+        """A ticket for so many sequences, on the running event loop."""
+        return cls(asyncio.get_running_loop().create_future(), [None] * count, count)
+
+    def fail(self, error: EncserveError) -> None:
+        """Ends the call with an error, unless it has ended."""
+        if not self.done.done():
+            self.done.set_exception(error)
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One sequence of a call.
+
+    Attributes:
+        ids: (seq,) int64.
+        index: Its place in the call.
+        ticket: The call.
+        enqueued_at: When it came, in the clock's seconds.
+        deadline: When its caller stops waiting; infinity for never.
+        started_at: When its batch started; NaN before.
+        queued: Whether it counts against the queue's bound.
+    """
+
+    ids: TokenIds
+    index: int
+    ticket: Ticket
+    enqueued_at: float
+    deadline: float
+    started_at: float = math.nan
+    queued: bool = True
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        return len(self.ids)
+
+    @property
+    def gone(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.ticket.done.done()
+
+    def deliver(self, result: EncodedSequence) -> None:
+        """Gives the caller its rows, unless it has gone or another of its sequences failed."""
+        ticket = self.ticket
+        if ticket.done.done():
+            return
+        ticket.results[self.index] = result
+        ticket.missing -= 1
+        if ticket.missing == 0:
+            ticket.done.set_result(None)
+
+
+class PendingQueue:
+    """Entries in order of arrival. It belongs to the event loop; nothing here blocks or waits.
+
+    An entry that is withdrawn stops counting at once, but stays in the list, as `gone`, until the next `take`: so a
+    storm of cancellations costs no more than one pass.
+    """
+
+    def __init__(self, observer: QueueObserver) -> None:
+        """Starts empty."""
+        self._observer = observer
+        self._entries: list[Entry] = []
+        self.sequences = 0  # of the entries that are `queued`
+        self.tokens = 0
+
+    def add(self, sequences: Sequence[TokenIds], ticket: Ticket, now: float, deadline: float) -> None:
+        """Appends all sequences of a call."""
+        self._entries += [Entry(ids, i, ticket, now, deadline) for i, ids in enumerate(sequences)]
+        self._count(len(sequences), sum(map(len, sequences)))
+
+    def withdraw(self, ticket: Ticket) -> None:
+        """Frees at once the room of a call that has ended."""
+        for entry in self._entries:
+            if entry.ticket is ticket:
+                self._leave(entry)
+
+    def tell_cancelled(self, ticket: Ticket, now: float) -> None:
+        """Tells the observer of every sequence whose caller went away before it was delivered."""
+        queued = [entry for entry in self._entries if entry.ticket is ticket]
+        for entry in queued:
+            # gRPC cancels a call whose deadline has passed: that is no caller changing its mind.
+            if entry.deadline <= now:
+                self._observer.expired()
+            else:
+                self._observer.cancelled("queued")
+        for _ in range(ticket.missing - len(queued)):
+            self._observer.cancelled("running")
+
+    def take(self, policy: BatchPolicy, now: float) -> Taken[Entry]:
+        """Takes the next batch out, and with it whoever has gone or expired; see `batching`."""
+        taken = take_batch(self._entries, policy, now)
+        self._entries = taken.left
+        for entry in (*taken.gone, *taken.expired, *taken.batch):
+            self._leave(entry)
+        for _ in taken.expired:
+            self._observer.expired()
+        return taken
+
+    def fail_all(self, error: EncserveError) -> None:
+        """Ends every call that waits with an error."""
+        for entry in self._entries:
+            self._leave(entry)
+            entry.ticket.fail(error)
+        self._entries = []
+
+    def _leave(self, entry: Entry) -> None:
+        if entry.queued:
+            entry.queued = False
+            self._count(-1, -entry.length)
+
+    def _count(self, sequences: int, tokens: int) -> None:
+        self.sequences += sequences
+        self.tokens += tokens
+        self._observer.queue_changed(self.sequences, self.tokens)

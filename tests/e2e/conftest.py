@@ -1,0 +1,59 @@
+"""From checkpoint to client: real weights are exported, a real server process serves them, real clients ask."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from checkpoints import DATA, GOLDENS, MODEL, minilm_directory
+from real_server import RealServer, real_server
+from tokenizers import Tokenizer
+
+from encserve_client import EncoderClient
+from encserve_export import Encoder, Target, export_hf
+from encserve_export.layouts import hf_bert
+from encserve_export.weights import read_json, read_weights
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of four exported models."""
+    repository = tmp_path_factory.mktemp("models")
+    export_hf(minilm_directory(), Target(models=repository, name=MODEL))
+    for name in GOLDENS:
+        export_hf(DATA / name, Target(models=repository, name=name))
+    return repository
+
+
+@pytest.fixture(scope="session")
+def server(models: Path) -> Iterator[RealServer]:
+    """One server of all four models, for the tests that leave it as it was."""
+    flags = [flag for name in (MODEL, *GOLDENS) for flag in ("--model", name)]
+    with real_server(models, *flags) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(server: RealServer) -> Iterator[EncoderClient]:
+    with EncoderClient(server.target) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def torch_encoder() -> Encoder:
+    """all-MiniLM-L6-v2 in PyTorch."""
+    directory = minilm_directory()
+    torch.set_num_threads(2)
+    layout = hf_bert.read_layout(read_json(directory / "config.json"))
+    return layout.load(hf_bert.plain_names(read_weights(directory).tensors)).eval()
+
+
+@pytest.fixture(scope="session")
+def real_ids() -> list[int]:
+    """The token ids of a real text of thousands of tokens: the project's licence, special tokens left out."""
+    tokenizer = Tokenizer.from_file(str(minilm_directory() / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    ids = tokenizer.encode((DATA.parent.parent / "LICENSE").read_text(), add_special_tokens=False).ids
+    assert len(ids) > 1600
+    return list(ids)

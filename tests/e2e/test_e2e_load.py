@@ -1,0 +1,120 @@
+"""A real server under real load: callers that vanish, floods, and a SIGTERM in the middle."""
+
+import asyncio
+import random
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+from agreement import worst_relative_error
+from checkpoints import MODEL
+from real_server import RealServer, real_server
+
+from encserve_client import EncoderClient
+from encserve_proto.v1 import encoder_pb2 as pb
+
+METHOD = "/encserve.v1.EncoderService/Encode"
+
+
+def request(ids: list[int]) -> bytes:
+    return pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=ids))]).SerializeToString()
+
+
+def rows_of(reply: bytes) -> Any:
+    tensor = pb.EncodeResponse.FromString(reply).outputs[0]
+    return np.frombuffer(tensor.data, "<f4").reshape(-1, tensor.width)
+
+
+def sequences(real_ids: list[int], count: int) -> list[list[int]]:
+    """Real text in pieces of 5 to 200 tokens, each from another place."""
+    rng = random.Random(0)
+    return [real_ids[start : start + rng.randint(5, 200)] for start in rng.sample(range(len(real_ids) - 200), count)]
+
+
+async def test_of_64_callers_one_cancels_and_one_is_in_a_hurry(
+    server: RealServer, client: EncoderClient, real_ids: list[int]
+) -> None:
+    """The other 62 all get right answers, and so does whoever comes next."""
+    callers = sequences(real_ids, 64)
+    want = [client.encode([ids])[0] for ids in callers]
+    async with grpc.aio.insecure_channel(server.target) as channel:
+        rpc: Any = channel.unary_unary(METHOD)
+        for round_number in range(3):
+            begun = server.metric("encserve_batch_sequences_sum", model=MODEL)
+            calls = [rpc(request(ids), timeout=0.001 if i == 20 else 60) for i, ids in enumerate(callers)]
+            # In mid-batch: some of this round's sequences have been run, most have not.
+            while server.metric("encserve_batch_sequences_sum", model=MODEL) <= begun:
+                await asyncio.sleep(0.005)
+            going = max(i for i, call in enumerate(calls) if not call.done() and i != 20)
+            calls[going].cancel()
+            results = await asyncio.gather(*calls, return_exceptions=True)
+            assert isinstance(results[going], asyncio.CancelledError)
+            hurried = results[20]
+            assert isinstance(hurried, grpc.aio.AioRpcError)
+            assert hurried.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            for i, result in enumerate(results):
+                if i not in (20, going):
+                    assert isinstance(result, bytes), f"round {round_number}, caller {i}: {result!r}"
+                    assert worst_relative_error(rows_of(result), want[i]) <= 1e-5
+        assert rows_of(await rpc(request(callers[0]))).shape == want[0].shape
+
+
+async def test_a_flood_of_ten_times_the_queue(models: Path, real_ids: list[int]) -> None:
+    """Every call ends as OK or RESOURCE_EXHAUSTED, memory stays bounded, and the server then serves as before."""
+    limit_tokens = 4096
+    with real_server(models, "--model", MODEL, "--max-queue-tokens", str(limit_tokens)) as server:
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            rpc: Any = channel.unary_unary(METHOD)
+            before = rows_of(await rpc(request(real_ids[:50])))
+            flood = sequences(real_ids, 400)
+            assert sum(map(len, flood)) >= 9.5 * limit_tokens
+
+            async def one(ids: list[int]) -> str:
+                try:
+                    reply = await rpc(request(ids))
+                except grpc.aio.AioRpcError as error:
+                    return str(error.code().name)
+                return "OK" if len(rows_of(reply)) == len(ids) else "WRONG"
+
+            codes: Counter[str] = Counter()
+            resident = []
+            for _ in range(3):
+                codes.update(await asyncio.gather(*map(one, flood)))
+                resident.append(server.resident_bytes())
+            assert set(codes) == {"OK", "RESOURCE_EXHAUSTED"}, codes
+            assert codes["RESOURCE_EXHAUSTED"] > codes["OK"] > 0
+            assert resident[-1] <= resident[0] + 64 * 2**20, f"memory grew: {resident}"
+            assert server.metric("encserve_queue_tokens") == 0
+            assert server.metric("encserve_in_flight_requests") == 0
+            np.testing.assert_array_equal(rows_of(await rpc(request(real_ids[:50]))), before)
+
+
+async def test_sigterm_under_load(models: Path, real_ids: list[int]) -> None:
+    """Whatever was admitted before it is answered OK; whatever comes later is answered or refused; the exit is 0."""
+    with real_server(models, "--model", MODEL) as server:
+        async with grpc.aio.insecure_channel(server.target) as channel:
+            rpc: Any = channel.unary_unary(METHOD)
+            admitted = [asyncio.ensure_future(rpc(request(ids))) for ids in sequences(real_ids, 64)]
+            while server.metric("grpc_server_started_total", grpc_method="Encode") < len(admitted):
+                await asyncio.sleep(0.01)
+            unfinished = sum(not call.done() for call in admitted)
+            server.terminate()
+            late = [asyncio.ensure_future(rpc(request(real_ids[:20]))) for _ in range(16)]
+            replies = await asyncio.gather(*admitted)
+            assert all(len(rows_of(reply)) > 0 for reply in replies)
+            assert unfinished > 0, "everything had been answered before the signal, so nothing was tested"
+            for result in await asyncio.gather(*late, return_exceptions=True):
+                if isinstance(result, grpc.aio.AioRpcError):
+                    assert result.code() is grpc.StatusCode.UNAVAILABLE
+                else:
+                    assert isinstance(result, bytes)
+        assert server.wait() == 0
+        assert [line["message"] for line in server.log][-2:] == ["stopping", "stopped"]
+
+
+def test_a_server_without_load_stops_at_once(models: Path) -> None:
+    with real_server(models, "--model", "hf-bert") as server:
+        server.terminate()
+        assert server.wait() == 0

@@ -1,0 +1,54 @@
+"""The README's tables say what the code has, no more and no less."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry
+
+from encserve_server.metrics import Metrics
+from encserve_server.settings import Settings
+
+ROOT = Path(__file__).parent.parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def table_under(heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading, cells stripped."""
+    section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
+
+
+def test_the_settings_table() -> None:
+    rows = {row[0].strip("`"): row[1] for row in table_under("Settings")}
+    fields = {f"--{field.name.replace('_', '-')}": field for field in dataclasses.fields(Settings)}
+    assert set(rows) == set(fields)
+    for flag, field in fields.items():
+        if field.default is not dataclasses.MISSING and field.default != ():
+            assert rows[flag].strip("`") == str(field.default).lower(), flag
+
+
+def test_the_metrics_table() -> None:
+    registry = CollectorRegistry()
+    Metrics(registry)
+    exported = {
+        f"{family.name}_total" if family.type == "counter" else family.name: family for family in registry.collect()
+    }
+    rows = {row[0].strip("`"): row[1] for row in table_under("Metrics")}
+    assert set(rows) == set(exported)
+    for name, family in exported.items():
+        assert rows[name] == family.type, name
+
+
+def test_every_local_link_leads_somewhere() -> None:
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name} links to {link}"
+
+
+def test_every_make_target_in_the_docs_exists() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        for target in re.findall(r"`make ([a-z-]+)", page.read_text()):
+            assert target in targets, f"{page.name} names `make {target}`"

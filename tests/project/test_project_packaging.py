@@ -1,0 +1,125 @@
+"""The built wheels, installed into empty environments: each part has what it needs and nothing that it must not have."""
+
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+from real_server import RealServer
+from tiny_bundle import write_bundle
+
+ROOT = Path(__file__).parent.parent.parent
+PARTS = {
+    "proto": "encserve_proto",
+    "export": "encserve_export",
+    "server": "encserve_server",
+    "clients/python": "encserve_client",
+}
+
+pytestmark = [pytest.mark.packaging, pytest.mark.timeout(300)]
+
+
+def run(*command: str | Path) -> str:
+    """A command's output; its error output is in the failure."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the four wheels."""
+    folder = tmp_path_factory.mktemp("dist")
+    for part in PARTS:
+        run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, ROOT / part)
+    return folder
+
+
+def environment(folder: Path, wheels: Path, requirement: str) -> Path:
+    """An environment with one requirement from the wheels, and what that brings; gives its bin folder."""
+    venv.create(folder, with_pip=True)
+    pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
+    run(*pip, "install", "--quiet", "--find-links", wheels, "-c", ROOT / "constraints.txt", requirement)
+    run(*pip, "check")
+    return folder / "bin"
+
+
+def installed(bin_folder: Path) -> set[str]:
+    lines = run(bin_folder / "python", "-m", "pip", "list", "--format=freeze").splitlines()
+    return {re.split("[=@ ]", line)[0].lower().replace("_", "-") for line in lines}
+
+
+@pytest.fixture(scope="session")
+def server_bin(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment(tmp_path_factory.mktemp("server"), wheels, "encserve-server[cpu]")
+
+
+@pytest.fixture(scope="session")
+def client_bin(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return environment(tmp_path_factory.mktemp("client"), wheels, "encserve-client")
+
+
+def test_the_server_has_no_torch(server_bin: Path) -> None:
+    packages = installed(server_bin)
+    assert {"onnxruntime", "encserve-server"} <= packages
+    assert not packages & {"torch", "transformers", "onnx", "encserve-export", "encserve-client"}
+
+
+def test_the_client_has_grpc_protobuf_numpy_and_nothing_else(client_bin: Path) -> None:
+    packages = installed(client_bin) - {"pip", "setuptools", "wheel"}
+    assert packages == {"encserve-client", "encserve-proto", "grpcio", "numpy", "protobuf", "typing-extensions"}
+
+
+def test_the_two_talk_to_each_other(server_bin: Path, client_bin: Path, tmp_path: Path) -> None:
+    """The server's wheel serves, the client's wheel asks, neither from this checkout."""
+    write_bundle(tmp_path)
+    command = [
+        server_bin / "encserve-server",
+        "--model-repository",
+        tmp_path,
+        "--grpc-port",
+        "0",
+        "--metrics-port",
+        "0",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            target = RealServer(process).target
+            code = "import sys, encserve_client as e; print(e.EncoderClient(sys.argv[1]).encode([[1, 2, 3]])[0].shape)"
+            assert run(client_bin / "python", "-c", code, target).strip() == "(3, 8)"
+        finally:
+            process.terminate()
+        assert process.wait(timeout=30) == 0
+
+
+def test_the_command_without_its_extra_says_what_to_install(client_bin: Path) -> None:
+    done = subprocess.run([client_bin / "encserve", "models"], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.strip().count("\n") == 0
+    assert "pip install 'encserve-client[cli]'" in done.stderr
+
+
+@pytest.mark.parametrize("part", PARTS.values())
+def test_a_wheel_holds_one_package_its_types_and_nothing_else(wheels: Path, part: str) -> None:
+    (wheel,) = wheels.glob(f"{part}-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+    tops = {name.partition("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {part}
+    assert f"{part}/py.typed" in names
+
+
+def test_all_parts_have_one_version_and_need_it_of_the_contracts(wheels: Path) -> None:
+    versions = set()
+    for wheel in wheels.glob("*.whl"):
+        with zipfile.ZipFile(wheel) as archive:
+            (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+            metadata = Parser().parsestr(archive.read(name).decode())
+        versions.add(metadata["Version"])
+        contracts = [it for it in metadata.get_all("Requires-Dist", []) if it.startswith("encserve-proto")]
+        assert contracts == ([] if "proto" in wheel.name else [f"encserve-proto=={metadata['Version']}"])
+    assert len(versions) == 1

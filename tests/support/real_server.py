@@ -1,0 +1,91 @@
+"""A real `encserve-server` process on free loopback ports."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from prometheus_client.parser import text_string_to_metric_families
+
+COMMAND = Path(sys.executable).parent / "encserve-server"
+
+
+class RealServer:
+    """A running server process.
+
+    Attributes:
+        target: Its gRPC address.
+        log: Its log lines so far, parsed.
+    """
+
+    def __init__(self, process: "subprocess.Popen[str]") -> None:
+        """Waits until it serves."""
+        self.process = process
+        self.log: list[dict[str, Any]] = []
+        self._serving = threading.Event()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+        self._serving.wait(timeout=60)
+        serving = [line for line in self.log if line["message"] == "serving"]
+        assert serving, f"the server did not start: {self.log}"
+        self.grpc_port: int = serving[0]["grpc_port"]
+        self.metrics_port: int = serving[0]["metrics_port"]
+        self.target = f"127.0.0.1:{self.grpc_port}"
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        for line in self.process.stderr:
+            self.log.append(json.loads(line))
+            if self.log[-1]["message"] == "serving":
+                self._serving.set()
+        self._serving.set()
+
+    def terminate(self) -> None:
+        """Sends SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+
+    def wait(self) -> int:
+        """The exit status, once it has ended."""
+        status = self.process.wait(timeout=60)
+        self._reader.join(timeout=10)
+        return status
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as page:
+            families = list(text_string_to_metric_families(page.read().decode()))
+        return sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == name and labels.items() <= sample.labels.items()
+        )
+
+    def resident_bytes(self) -> int:
+        """The memory it holds."""
+        return int(psutil.Process(self.process.pid).memory_info().rss)
+
+
+@contextlib.contextmanager
+def real_server(model_repository: Path, *flags: str) -> Iterator[RealServer]:
+    """Runs a server and ends it, if the test has not."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_")}
+    command = [COMMAND, "--model-repository", model_repository, "--grpc-port", "0", "--metrics-port", "0", *flags]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        try:
+            yield RealServer(process)
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                try:
+                    process.wait(timeout=60)
+                except subprocess.TimeoutExpired:
+                    process.kill()
