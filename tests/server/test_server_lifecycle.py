@@ -84,9 +84,9 @@ async def test_what_is_in_flight_is_finished(server: FakeServer) -> None:
         await asyncio.sleep(0.01)
     stopping = asyncio.create_task(server.app.stop())
     await asyncio.sleep(0.2)
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(Failed, match="the server is stopping") as caught:
         await server.encode([99])
-    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     server.engine.let_go()
     assert len(await asyncio.gather(*calls)) == 20
     assert await stopping

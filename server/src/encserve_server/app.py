@@ -9,6 +9,7 @@ schedulers and engines are closed.
 """
 
 import asyncio
+import contextlib
 import logging
 import signal
 import threading
@@ -60,6 +61,7 @@ class App:
             collector(registry=self.registry)
         self.metrics = Metrics(self.registry)
         self.catalog = Catalog()
+        self._interceptor = StatusInterceptor(self.metrics, SERVICE_NAME, METHODS)
         self._clock = MonotonicClock()
         self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
@@ -102,9 +104,14 @@ class App:
         """Drains and stops. Returns whether everything ended; an engine that is stuck does not."""
         await self._health.shut_down()
         await asyncio.sleep(self.settings.drain_delay_seconds)
-        self._service.drain()
         if self._server is not None:
-            await self._server.stop(self.settings.grace_seconds)
+            # gRPC's own stop answers calls that it has read but not begun with CANCELLED, which nobody retries. So new
+            # calls are refused by us first, with UNAVAILABLE, and gRPC stops once there is nothing in flight.
+            self._service.drain()
+            grace_ends = self._clock.now() + self.settings.grace_seconds
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._interceptor.idle.wait(), self.settings.grace_seconds)
+            await self._server.stop(max(grace_ends - self._clock.now(), 0))
         clean = True
         for model in self.catalog.all():
             try:
@@ -137,7 +144,7 @@ class App:
         settings = self.settings
         message_bytes = settings.max_message_bytes + _MESSAGE_HEADROOM_BYTES
         server = grpc.aio.server(
-            interceptors=[StatusInterceptor(self.metrics, SERVICE_NAME, METHODS)],
+            interceptors=[self._interceptor],
             options=[
                 # On by default: a second server on a taken port would start in silence and take half the calls.
                 ("grpc.so_reuseport", 0),

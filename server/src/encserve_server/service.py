@@ -54,11 +54,13 @@ class EncoderService:
         )
 
     def drain(self) -> None:
-        """Ends streams once what they have read is answered; unary calls are ended by the server's own stop."""
+        """From now on new requests get Draining, and streams end once what they have read is answered."""
         self._draining.set()
 
     async def encode(self, data: bytes, context: Context) -> bytes:
         """One request, one response."""
+        if self._draining.is_set():
+            raise Draining("the server is stopping; send the request to another")
         request = codec.parse(pb.EncodeRequest, data)
         model, call, reply = await self._encode(request, self._deadline(context))
         return await self._build(model, reply, lambda: codec.encode_reply(model, call, reply))

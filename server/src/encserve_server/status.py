@@ -51,7 +51,7 @@ ERROR_TABLE: dict[type[EncserveError], Mapping] = {
     errors.InferenceFailed: Mapping(grpc.StatusCode.INTERNAL, "INFERENCE_FAILED"),
     errors.EngineUnhealthy: Mapping(grpc.StatusCode.UNAVAILABLE, "ENGINE_UNHEALTHY", _UNAVAILABLE_RETRY_S),
     errors.NotReady: Mapping(grpc.StatusCode.UNAVAILABLE, "NOT_READY", _UNAVAILABLE_RETRY_S),
-    errors.Draining: Mapping(grpc.StatusCode.UNAVAILABLE, "DRAINING", _UNAVAILABLE_RETRY_S),
+    errors.Draining: Mapping(grpc.StatusCode.UNAVAILABLE, "DRAINING"),
 }
 _UNKNOWN = Mapping(grpc.StatusCode.INTERNAL, "INTERNAL")
 REASONS = [*(mapping.reason for mapping in ERROR_TABLE.values()), _UNKNOWN.reason]
@@ -128,11 +128,17 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Turns errors into statuses and counts RPCs, for the methods of one service; others pass untouched.
 
     Health checks are not counted: they would drown the traffic that dashboards are about.
+
+    Attributes:
+        idle: Set while no RPC is being worked on.
     """
 
     def __init__(self, metrics: Metrics, service: str, methods: dict[str, str]) -> None:
         """Takes the service's full name, and its methods with their types ("unary", "bidi_stream")."""
         self._metrics = metrics
+        self._active = 0
+        self.idle = asyncio.Event()
+        self.idle.set()
         self._methods = {f"/{service}/{name}": (kind, service, name) for name, kind in methods.items()}
         metrics.zero(self._methods.values(), map(code_label, grpc.StatusCode), REASONS)
 
@@ -160,9 +166,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             began = time.perf_counter()
             started.inc()
             code = grpc.StatusCode.OK
+            self._count_active(1)
             try:
-                with metrics.in_flight.track_inprogress():
-                    return await inner(request, context)
+                return await inner(request, context)
             except asyncio.CancelledError:
                 remaining_s = context.time_remaining()
                 expired = remaining_s is not None and remaining_s <= 0
@@ -174,7 +180,16 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 metrics.refused.labels(failure.reason).inc()
                 await context.abort(code, failure.text, failure.trailers)
             finally:
+                self._count_active(-1)
                 metrics.handled.labels(*labels, code_label(code)).inc()
                 handling_seconds.observe(time.perf_counter() - began)
 
         return wrapped
+
+    def _count_active(self, change: int) -> None:
+        self._active += change
+        self._metrics.in_flight.set(self._active)
+        if self._active:
+            self.idle.clear()
+        else:
+            self.idle.set()
