@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from encserve_server.metrics import Metrics
 from encserve_server.settings import Settings
+from encserve_server.status import ERROR_TABLE
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -21,12 +22,13 @@ def table_under(heading: str) -> list[list[str]]:
 
 
 def test_the_settings_table() -> None:
-    rows = {row[0].strip("`"): row[1] for row in table_under("Settings")}
+    rows = {row[0].strip("`"): row for row in table_under("Settings")}
     fields = {f"--{field.name.replace('_', '-')}": field for field in dataclasses.fields(Settings)}
     assert set(rows) == set(fields)
     for flag, field in fields.items():
-        if field.default is not dataclasses.MISSING and field.default != ():
-            assert rows[flag].strip("`") == str(field.default).lower(), flag
+        assert rows[flag][2] == field.metadata["help"], flag
+        if field.default not in (dataclasses.MISSING, (), None):
+            assert rows[flag][1].strip("`") == str(field.default).lower(), flag
 
 
 def test_the_metrics_table() -> None:
@@ -35,10 +37,10 @@ def test_the_metrics_table() -> None:
     exported = {
         f"{family.name}_total" if family.type == "counter" else family.name: family for family in registry.collect()
     }
-    rows = {row[0].strip("`"): row[1] for row in table_under("Metrics")}
+    rows = {row[0].strip("`"): row for row in table_under("Metrics")}
     assert set(rows) == set(exported)
     for name, family in exported.items():
-        assert rows[name] == family.type, name
+        assert (rows[name][1], rows[name][3]) == (family.type, family.documentation), name
 
 
 def test_every_local_link_leads_somewhere() -> None:
@@ -52,3 +54,11 @@ def test_every_make_target_in_the_docs_exists() -> None:
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
         for target in re.findall(r"`make ([a-z-]+)", page.read_text()):
             assert target in targets, f"{page.name} names `make {target}`"
+
+
+def test_the_errors_table() -> None:
+    """docs/errors.md has every reason with its status code."""
+    lines = [line for line in (ROOT / "docs/errors.md").read_text().splitlines() if line.startswith("| `")]
+    documented = {cells[1].strip(" `"): cells[2].strip() for cells in (line.split("|") for line in lines)}
+    raised = {mapping.reason: mapping.code.name for mapping in ERROR_TABLE.values()} | {"INTERNAL": "INTERNAL"}
+    assert documented == raised

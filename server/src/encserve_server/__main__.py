@@ -5,6 +5,7 @@ import dataclasses
 import logging
 import os
 import sys
+import types
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -28,6 +29,8 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
         common |= {"required": True}
     else:
         common |= {"default": field.default}
+    if isinstance(hint, types.UnionType):  # a type or None, where None means a default that depends on the machine
+        hint = typing.get_args(hint)[0]
     if hint is bool:
         return click.option(f"{flag}/--no-{field.name.replace('_', '-')}", **common)
     if typing.get_origin(hint) is typing.Literal:

@@ -23,7 +23,7 @@ class Settings:
     """The server's settings; see each one's text for what it trades off."""
 
     model_repository: Path = dataclasses.field(
-        metadata={"help": "Directory of model bundles, <name>/<version>/, as encserve-export writes them."}
+        metadata={"help": "Directory of model bundles, NAME/VERSION/ in it, as encserve-export writes them."}
     )
     model: tuple[str, ...] = _setting(
         (),
@@ -41,17 +41,18 @@ class Settings:
     )
     grpc_port: int = _setting(50051, "Port for gRPC; 0 takes a free one.", minimum=0, maximum=65535)
     metrics_port: int = _setting(9464, "Port for /metrics over HTTP; 0 takes a free one.", minimum=0, maximum=65535)
-    max_batch_tokens: int = _setting(
-        0,
+    max_batch_tokens: int | None = _setting(
+        None,
         "Most padded tokens (longest x count) in a batch. More fills the device better until activations leave its "
-        "cache, and lengthens the wait of whoever comes next. 0: 512 on the CPU, 16384 on CUDA.",
-        minimum=0,
+        "cache, and lengthens the wait of whoever comes next. Default: 512 on the CPU, 16384 on CUDA.",
+        minimum=1,
     )
     max_batch_sequences: int = _setting(256, "Most sequences in a batch, whatever their length.", minimum=1)
-    max_padding_fraction: float = _setting(
-        -1.0,
-        "Greatest share of padding in a batch. Low saves compute, high saves runs. -1: 0.1 on the CPU, 0.5 on CUDA.",
-        minimum=-1,
+    max_padding_fraction: float | None = _setting(
+        None,
+        "Greatest share of padding in a batch. Low saves compute, high saves runs. Default: 0.1 on the CPU, 0.5 "
+        "on CUDA.",
+        minimum=0,
         maximum=1,
     )
     max_queue_tokens: int = _setting(
@@ -72,8 +73,8 @@ class Settings:
     max_stream_in_flight: int = _setting(
         64, "Requests of one stream that are read ahead and worked on at a time.", minimum=1
     )
-    intra_op_threads: int = _setting(
-        0, "Threads that share one batch on the CPU. 0: the CPUs this process may use.", minimum=0
+    intra_op_threads: int | None = _setting(
+        None, "Threads that share one batch on the CPU. Default: the CPUs this process may use.", minimum=1
     )
     tokenizer_threads: int = _setting(1, "Threads that tokenize; each call uses one.", minimum=1)
     grace_seconds: float = _setting(
@@ -100,6 +101,8 @@ class Settings:
                 field.metadata.get("minimum"),
                 field.metadata.get("maximum"),
             )
+            if value is None:
+                continue
             if minimum is not None and value < minimum:
                 raise ValueError(f"{field.name} must be >= {minimum:g}; was {value}")
             if maximum is not None and value > maximum:
@@ -118,4 +121,5 @@ class Settings:
 
     def padding_fraction_for(self, device: str) -> float:
         """The greatest share of padding on "cpu" or "cuda"."""
-        return self.max_padding_fraction if self.max_padding_fraction >= 0 else {"cpu": 0.1, "cuda": 0.5}[device]
+        default = {"cpu": 0.1, "cuda": 0.5}[device]
+        return default if self.max_padding_fraction is None else self.max_padding_fraction

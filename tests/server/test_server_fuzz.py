@@ -1,0 +1,95 @@
+"""Whatever bytes arrive, the answer is a reply or a status of ours, and the server serves on."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import grpc
+import pytest
+from fake_server import Failed, FakeServer, make_input
+
+from encserve_proto.v1 import encoder_pb2 as pb
+
+EXPECTED = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND}
+
+
+def wild_request(rng: random.Random) -> Any:
+    """A request whose every field may be anything that protobuf allows."""
+
+    def number() -> int:
+        wild = [1000, -1, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63)]
+        return rng.choice(wild) if rng.random() < 0.03 else rng.randrange(1000)
+
+    def text() -> str:
+        alphabet = "hello world \x00\n\t\U0001f30d\u202e\ufeff[SEP]#%{}\\"
+        return "".join(rng.choice(alphabet) for _ in range(rng.choice([0, 1, 8, 200])))
+
+    def enum() -> Any:
+        return rng.choice([6, -1, 2**31 - 1]) if rng.random() < 0.05 else rng.randrange(3)
+
+    def sequence() -> pb.Input:
+        ids = [number() for _ in range(rng.choice([0, 1, 3, 40]))]
+        return rng.choice([pb.Input(), make_input(text()), make_input([number()]), make_input(ids)])
+
+    inputs = [sequence() for _ in range(rng.choice([0, 1, 1, 2]))]
+    options = pb.EncodeOptions(
+        outputs=[pb.OutputSpec(kind=enum(), l2_normalize=rng.random() < 0.5) for _ in range(rng.choice([0, 0, 1, 3]))],
+        data_type=enum(),
+        truncation=enum(),
+        exclude_special_tokens=rng.random() < 0.3,
+        include_token_strings=rng.random() < 0.3,
+    )
+    model, version = rng.choice([("", ""), ("tiny", "1"), ("", "2"), ("tiny", ""), (text(), text())])
+    return pb.EncodeRequest(model=model, model_version=version, inputs=inputs, options=options)
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """The bytes with some flipped, cut off or added."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        match rng.randrange(3):
+            case 0 if changed:
+                changed[rng.randrange(len(changed))] = rng.randrange(256)
+            case 1:
+                del changed[rng.randrange(len(changed) + 1) :]
+            case _:
+                changed += rng.randbytes(rng.randint(1, 8))
+    return bytes(changed)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_any_message_gets_a_reply_or_a_status_of_ours(server: FakeServer, seed: int) -> None:
+    rng = random.Random(seed)
+    seen: Counter[str] = Counter()
+    unexpected: list[Failed] = []
+    for _ in range(250):
+        data = wild_request(rng).SerializeToString()
+        if rng.random() < 0.3:
+            data = damaged(data, rng)
+        try:
+            reply = pb.EncodeResponse.FromString(await server.call("Encode", data))
+        except Failed as failed:
+            seen[failed.reason] += 1
+            unexpected += [failed] if failed.code not in EXPECTED or not failed.reason else []
+        else:
+            seen["OK"] += 1
+            for tensor in reply.outputs:
+                assert len(tensor.data) == sum(tensor.lengths) * tensor.width * (4 if tensor.data_type == 1 else 2)
+    assert not unexpected
+    assert seen["OK"] > 5, f"the fuzzer sent too little that is right: {seen}"
+    assert len(seen) >= 4, f"the fuzzer reached too little: {seen}"
+    assert server.sample("encserve_queue_tokens", model="tiny", version="2") == 0
+    assert len((await server.encode([1, 2])).sequences) == 1
+
+
+@pytest.mark.parametrize("method", ["GetModel", "ListModels"])
+async def test_other_methods_refuse_bytes_that_are_no_message(server: FakeServer, method: str) -> None:
+    with pytest.raises(Failed) as caught:
+        await server.call(method, b"\x0a\xff")
+    assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_an_unknown_method(server: FakeServer) -> None:
+    with pytest.raises(Failed) as caught:
+        await server.call("Explode", b"")
+    assert caught.value.code is grpc.StatusCode.UNIMPLEMENTED
