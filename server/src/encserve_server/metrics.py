@@ -52,9 +52,9 @@ class Metrics:
             "encserve_batch_tokens", "Tokens of a batch, padding excluded.", _MODEL, buckets=TOKENS_BUCKETS,
             registry=registry,
         )  # fmt: skip
-        self.tokens = Counter("encserve_tokens", "Tokens computed, padding excluded.", _MODEL, registry=registry)
+        self.tokens = Counter("encserve_tokens", "Tokens run, padding excluded.", _MODEL, registry=registry)
         self.padding_tokens = Counter(
-            "encserve_padding_tokens", "Padding computed, in tokens: what batching wasted.", _MODEL, registry=registry
+            "encserve_padding_tokens", "Padding laid out in batches, in tokens.", _MODEL, registry=registry
         )
         self.batches = Counter(
             "encserve_batches", "Batches run, by why they took no more.", (*_MODEL, "closed_by"), registry=registry

@@ -14,7 +14,7 @@ class BatchResult:
     Attributes:
         rows: For each sequence, in order, its (seq, d_model) float32 rows without padding. They may be views of one
             array, and nobody writes to them.
-        padded_tokens: The tokens that were computed, padding included.
+        padded_tokens: The tokens that were laid out, padding included.
         compute_seconds: How long the model ran, without laying out the batch or cutting the result.
     """
 

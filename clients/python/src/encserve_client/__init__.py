@@ -1,0 +1,72 @@
+"""Vectors from an encserve server, as NumPy arrays.
+
+    from encserve_client import EncoderClient
+
+    with EncoderClient("localhost:50051") as client:
+        rows = client.encode(["a text", "another"])     # a (seq_len, d_model) array for each
+        vectors = client.embed(["a text", "another"])   # (2, d_model)
+
+`AsyncEncoderClient` is the same for asyncio.
+"""
+
+from encserve_client._async_client import AsyncEncoderClient
+from encserve_client._channel import Tls
+from encserve_client._client import EncoderClient
+from encserve_client._exceptions import (
+    AccessDeniedError,
+    CallCancelledError,
+    ClientClosedError,
+    DeadlineError,
+    EncserveError,
+    FingerprintError,
+    InferenceError,
+    InvalidInputError,
+    InvalidRequestError,
+    MessageTooLargeError,
+    ModelNotFoundError,
+    OverloadedError,
+    ProtocolError,
+    ServerError,
+    ServerUnavailableError,
+)
+from encserve_client._inputs import Input, TokenIds
+from encserve_client._options import Array, DType, Output, OutputKind, Pooling
+from encserve_client._results import Block, EncodedOutput, EncodeResult, ModelInfo, SequenceInfo, Timings
+from encserve_client._retry import RetryPolicy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AccessDeniedError",
+    "Array",
+    "AsyncEncoderClient",
+    "Block",
+    "CallCancelledError",
+    "ClientClosedError",
+    "DType",
+    "DeadlineError",
+    "EncodeResult",
+    "EncodedOutput",
+    "EncoderClient",
+    "EncserveError",
+    "FingerprintError",
+    "InferenceError",
+    "Input",
+    "InvalidInputError",
+    "InvalidRequestError",
+    "MessageTooLargeError",
+    "ModelInfo",
+    "ModelNotFoundError",
+    "Output",
+    "OutputKind",
+    "OverloadedError",
+    "Pooling",
+    "ProtocolError",
+    "RetryPolicy",
+    "SequenceInfo",
+    "ServerError",
+    "ServerUnavailableError",
+    "Timings",
+    "Tls",
+    "TokenIds",
+]

@@ -1,0 +1,277 @@
+"""The client for asyncio. The same methods as `EncoderClient`, which has the full descriptions."""
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
+
+import grpc
+import grpc.aio
+
+from encserve_client._base import (
+    DEFAULT_MAX_CONCURRENT_MESSAGES,
+    DEFAULT_MAX_IN_FLIGHT,
+    DEFAULT_MAX_MESSAGE_BYTES,
+    DEFAULT_TIMEOUT_SECONDS,
+    BaseClient,
+    Metadata,
+    StreamOptions,
+    model_key,
+    shown,
+    stream_plan,
+)
+from encserve_client._channel import Tls
+from encserve_client._core import Settings
+from encserve_client._exceptions import CallCancelledError, ClientClosedError, EncserveError
+from encserve_client._inputs import Input, check_inputs
+from encserve_client._options import Array, DType, Options, Output, OutputKind, Pooling, as_outputs, pooled_output
+from encserve_client._results import EncodeResult, ModelInfo
+from encserve_client._retry import RetryPolicy
+from encserve_client._stream_run import StreamRun
+from encserve_client._wire_async import AsyncWire
+from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
+
+T = TypeVar("T")
+
+
+class AsyncEncoderClient(BaseClient):
+    """Asks an encserve server for vectors, from asyncio.
+
+    One client holds one channel, which belongs to the event loop in which it is first used. Any number of tasks may
+    use it at a time. Cancelling a task cancels its call on the server.
+
+        async with AsyncEncoderClient("localhost:50051") as client:
+            rows = await client.encode(["a text", [101, 2023, 102]])  # a (seq, d_model) array for each
+
+    Arguments, results and errors are those of `EncoderClient`.
+    """
+
+    def __init__(
+        self,
+        target: str = "localhost:50051",
+        *,
+        tls: Tls | bool = False,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        metadata: Metadata | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        max_concurrent_messages: int = DEFAULT_MAX_CONCURRENT_MESSAGES,
+        retry: RetryPolicy | None = None,
+        channel_arguments: Mapping[str, str | int] | None = None,
+    ) -> None:
+        super().__init__(
+            target,
+            tls,
+            credentials,
+            token,
+            metadata,
+            Settings(timeout_seconds, max_message_bytes, max_concurrent_messages, retry or RetryPolicy()),
+            channel_arguments,
+        )
+        self._channel: grpc.aio.Channel | None = None  # made when first used, because it belongs to a loop
+        self._stub: Any = None
+
+    async def __aenter__(self) -> Self:
+        self._check_open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the channel. Calls that other tasks are still in raise `ClientClosedError`. May be called again."""
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def encode(
+        self,
+        inputs: Iterable[Input],
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        exclude_special_tokens: bool = False,
+        l2_normalize: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> list[Array]:
+        """One row per token for every input: a (seq_len, d_model) array each. See `EncoderClient.encode`."""
+        items = check_inputs(inputs)
+        options = Options((Output("tokens", l2_normalize),), dtype, truncate, exclude_special_tokens)
+        if not items:
+            return []
+        return (await self._encode(items, model, version, options, timeout_seconds)).outputs[0].arrays()
+
+    async def embed(
+        self,
+        inputs: Iterable[Input],
+        *,
+        pooling: Pooling = "model",
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        l2_normalize: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> Array:
+        """One row per input: (inputs, d_model). See `EncoderClient.embed`."""
+        options = Options((pooled_output(pooling, l2_normalize),), dtype, truncate)
+        return (await self._encode(check_inputs(inputs), model, version, options, timeout_seconds)).outputs[0].matrix()
+
+    async def run(
+        self,
+        inputs: Iterable[Input],
+        *,
+        outputs: Sequence[Output | OutputKind] = ("tokens",),
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        exclude_special_tokens: bool = False,
+        include_token_strings: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> EncodeResult:
+        """Everything about the inputs at once. See `EncoderClient.run`."""
+        options = Options(as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings)
+        return await self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
+
+    @overload
+    def encode_stream(
+        self,
+        inputs: Iterable[Input] | AsyncIterable[Input],
+        *,
+        ordered: Literal[True] = ...,
+        return_exceptions: Literal[False] = ...,
+        **options: Unpack[StreamOptions],
+    ) -> AsyncGenerator[Array, None]: ...
+
+    @overload
+    def encode_stream(
+        self,
+        inputs: Iterable[Input] | AsyncIterable[Input],
+        *,
+        ordered: Literal[False],
+        return_exceptions: Literal[False] = ...,
+        **options: Unpack[StreamOptions],
+    ) -> AsyncGenerator[tuple[int, Array], None]: ...
+
+    @overload
+    def encode_stream(
+        self,
+        inputs: Iterable[Input] | AsyncIterable[Input],
+        *,
+        ordered: Literal[True] = ...,
+        return_exceptions: Literal[True],
+        **options: Unpack[StreamOptions],
+    ) -> AsyncGenerator[Array | EncserveError, None]: ...
+
+    @overload
+    def encode_stream(
+        self,
+        inputs: Iterable[Input] | AsyncIterable[Input],
+        *,
+        ordered: Literal[False],
+        return_exceptions: Literal[True],
+        **options: Unpack[StreamOptions],
+    ) -> AsyncGenerator[tuple[int, Array | EncserveError], None]: ...
+
+    def encode_stream(
+        self,
+        inputs: Iterable[Input] | AsyncIterable[Input],
+        *,
+        ordered: bool = True,
+        return_exceptions: bool = False,
+        pooling: Pooling | None = None,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        exclude_special_tokens: bool = False,
+        l2_normalize: bool = False,
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        timeout_seconds: float | None = None,
+    ) -> AsyncGenerator[Any, None]:
+        """Encodes as many inputs as there are, however many, in bounded memory. See `EncoderClient.encode_stream`.
+
+        Inputs may come from an async iterable, which is read while answers come in. Leaving an `async for` early does
+        not close its generator at once; `contextlib.aclosing` does:
+
+            async with aclosing(client.encode_stream(texts(), pooling="model")) as vectors:
+                async for vector in vectors:  # (d_model,)
+                    ...
+        """
+        plan = stream_plan(
+            inputs,
+            pooling=pooling,
+            dtype=dtype,
+            truncate=truncate,
+            exclude_special_tokens=exclude_special_tokens,
+            l2_normalize=l2_normalize,
+            max_in_flight=max_in_flight,
+            timeout_seconds=timeout_seconds,
+        )
+        run = self._stream_run(self._wire(inputs), ordered, model_key(model, version), plan)
+        return self._results(run, ordered, return_exceptions)
+
+    async def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
+        """Every model and version that the server has loaded, the default first."""
+        return await self._drive(self._core.list_models(self._wire(), timeout_seconds))
+
+    async def model(
+        self, name: str | None = None, version: str | None = None, *, timeout_seconds: float | None = None
+    ) -> ModelInfo:
+        """One model; without a name the server's default one."""
+        return await self._drive(self._core.get_model(self._wire(), model_key(name, version), timeout_seconds))
+
+    async def _encode(
+        self,
+        items: list[Input],
+        model: str | None,
+        version: str | None,
+        options: Options,
+        timeout_seconds: float | None,
+        describe: bool = False,
+    ) -> EncodeResult:
+        call = self._core.encode(
+            self._wire(), items, model_key(model, version), options, timeout_seconds, describe=describe
+        )
+        return await self._drive(call)
+
+    def _wire(self, inputs: Iterable[Input] | AsyncIterable[Input] = ()) -> AsyncWire:
+        self._check_open()
+        if self._channel is None:
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(self._target, self._channel_options)
+            else:
+                self._channel = grpc.aio.secure_channel(self._target, self._credentials, self._channel_options)
+            self._stub = EncoderServiceStub(self._channel)
+        return AsyncWire(self._stub, self._metadata, time.monotonic, _iterate(inputs))
+
+    async def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await coroutine
+        except CallCancelledError as error:  # gRPC cancels what is going on when the channel is closed
+            if self._closed:
+                raise ClientClosedError("the client was closed during the call") from error
+            raise
+
+    async def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> AsyncGenerator[Any, None]:
+        try:
+            while (result := await self._drive(run.next())) is not None:
+                yield shown(*result, ordered, return_exceptions)
+        finally:
+            await run.aclose()
+
+
+async def _iterate(inputs: Iterable[Input] | AsyncIterable[Input]) -> AsyncIterator[Input]:
+    """Makes any iterable an async one."""
+    if isinstance(inputs, AsyncIterable):
+        async for item in inputs:
+            yield item
+    else:
+        for item in inputs:
+            yield item

@@ -1,0 +1,121 @@
+"""What both clients have in common apart from I/O: settings, credentials, and arguments made into options."""
+
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import grpc
+
+from encserve_client._channel import Tls, call_metadata, channel_credentials, channel_options
+from encserve_client._core import Core, ModelKey, Settings
+from encserve_client._exceptions import ClientClosedError, EncserveError, InvalidInputError
+from encserve_client._options import Array, DType, Options, Output, Pooling, pooled_output
+from encserve_client._stream import StreamBooks
+from encserve_client._stream_run import Result, StreamRun
+from encserve_client._wire import Wire
+from encserve_proto.v1 import encoder_pb2 as pb
+
+MIB = 1024 * 1024
+DEFAULT_TIMEOUT_SECONDS = 30.0
+DEFAULT_MAX_MESSAGE_BYTES = 64 * MIB
+DEFAULT_MAX_CONCURRENT_MESSAGES = 4
+DEFAULT_MAX_IN_FLIGHT = 64
+Metadata = Mapping[str, str] | Sequence[tuple[str, str]]
+
+
+class StreamOptions(TypedDict, total=False):
+    """The arguments of `encode_stream` that do not change the type of what it yields."""
+
+    pooling: Pooling | None
+    model: str | None
+    version: str | None
+    dtype: DType
+    truncate: bool
+    exclude_special_tokens: bool
+    l2_normalize: bool
+    max_in_flight: int
+    timeout_seconds: float | None
+
+
+class BaseClient:
+    """Holds what does not depend on threads or asyncio; see `EncoderClient` for the arguments."""
+
+    def __init__(
+        self,
+        target: str,
+        tls: Tls | bool,
+        credentials: grpc.ChannelCredentials | None,
+        token: str | None,
+        metadata: Metadata | None,
+        settings: Settings,
+        channel_arguments: Mapping[str, str | int] | None,
+    ) -> None:
+        self._target = target
+        self._core = Core(settings)
+        checked_tls, self._credentials = channel_credentials(tls, credentials)
+        self._channel_options = channel_options(settings.max_message_bytes, checked_tls, channel_arguments)
+        self._metadata = call_metadata(token, metadata)
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open"
+        return f"<{type(self).__name__} {self._target} [{state}]>"
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClientClosedError
+
+    def _stream_run(self, wire: Wire, ordered: bool, key: ModelKey, plan: "StreamPlan") -> StreamRun:
+        settings = self._core.settings
+        timeout = settings.timeout_seconds if plan.timeout_seconds is None else plan.timeout_seconds
+        books: StreamBooks[Array] = StreamBooks(settings.retry, plan.max_in_flight, timeout, ordered, settings.random)
+        template = pb.EncodeRequest(model=key[0], model_version=key[1], options=plan.options.to_proto())
+        return StreamRun(wire, books, template, plan.options)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamPlan:
+    """The checked arguments of one encode_stream call."""
+
+    options: Options
+    max_in_flight: int
+    timeout_seconds: float | None
+
+
+def stream_plan(
+    inputs: Iterable[Any] | AsyncIterable[Any],
+    *,
+    pooling: Pooling | None,
+    dtype: DType,
+    truncate: bool,
+    exclude_special_tokens: bool,
+    l2_normalize: bool,
+    max_in_flight: int,
+    timeout_seconds: float | None,
+) -> StreamPlan:
+    """Checks the arguments of encode_stream, before anything is read.
+
+    Raises:
+        InvalidInputError: `inputs` is a text, or an option does not exist.
+        ValueError: A number is out of bounds.
+    """
+    if isinstance(inputs, str):
+        raise InvalidInputError("inputs must be an iterable of inputs; for one text pass [text]")
+    if max_in_flight < 1:
+        raise ValueError(f"max_in_flight must be >= 1; was {max_in_flight}")
+    if timeout_seconds is not None and not timeout_seconds > 0:
+        raise ValueError(f"timeout_seconds must be > 0; was {timeout_seconds}")
+    output = Output("tokens", l2_normalize) if pooling is None else pooled_output(pooling, l2_normalize)
+    return StreamPlan(Options((output,), dtype, truncate, exclude_special_tokens), max_in_flight, timeout_seconds)
+
+
+def model_key(model: str | None, version: str | None) -> ModelKey:
+    """A model's name and version as the contract writes them: empty for the default."""
+    return model or "", version or ""
+
+
+def shown(index: int, result: Result, ordered: bool, return_exceptions: bool) -> Result | tuple[int, Result]:
+    """What encode_stream yields for one result. Raises it if it is an error and errors are to be raised."""
+    if isinstance(result, EncserveError) and not return_exceptions:
+        raise result
+    return result if ordered else (index, result)

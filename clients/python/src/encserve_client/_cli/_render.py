@@ -1,0 +1,154 @@
+"""What `encserve` prints for people, with rich. Made to be read at 80 columns, and without colour when piped."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from encserve_client._options import Array
+from encserve_client._results import EncodeResult, ModelInfo, SequenceInfo
+
+_GAP = 2  # between two columns of a `_table`
+_NUMBER_WIDTH = 7  # "-12.345"
+_ID_WIDTH = 6
+_TOKEN_WIDTH = 14
+_COSINE_WIDTH = 6  # "-0.123"
+_TEXT_WIDTH = 20  # the least that a text gets beside its cosines
+# Least cosine, and the style of a cell from there on. Colour only repeats what the number says.
+_STYLES = ((0.999, "dim"), (0.7, "bold green"), (0.4, "green"), (0.2, "yellow"), (-1.0, "red"))
+
+
+def shown_tokens(info: SequenceInfo, n_rows: int) -> list[tuple[str, int]]:
+    """Token and id of each row of a text; special tokens are left out where their rows are."""
+    ids = info.token_ids if info.token_ids is not None else np.full(info.token_count, -1)
+    tokens = info.tokens or ("",) * info.token_count
+    keep = np.ones(len(ids), np.bool_)
+    if n_rows != info.token_count and info.special is not None:
+        keep = ~info.special
+    return [(token, int(token_id)) for token, token_id, kept in zip(tokens, ids, keep, strict=True) if kept]
+
+
+def print_encoded(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
+    """A table of tokens × dimensions for each text."""
+    console = Console(highlight=False)
+    for text, rows, info in zip(texts, result.outputs[0].arrays(), result.sequences, strict=True):
+        table = _rows_table(rows, shown_tokens(info, len(rows)), max_rows, console.width)
+        console.print(_clip(text, console.width, "bold"))
+        n_hidden = max(len(rows) - max_rows, 0)
+        notes = [f"shape ({rows.shape[0]}, {rows.shape[1]})"]
+        notes += [f"{n_hidden} more rows not shown"] if n_hidden else []
+        notes += [f"cut off after {info.token_count} of {info.original_token_count} tokens"] if info.truncated else []
+        console.print(table)
+        console.print(Text(", ".join(notes) + "\n"))
+    _print_footer(console, result)
+
+
+def print_saved(path: Path, result: EncodeResult) -> None:
+    """What was written to a file."""
+    console = Console(highlight=False)
+    rows, width = result.outputs[0].matrix().shape
+    console.print(Text(f"wrote {path}: {len(result.sequences)} texts, {rows} rows of {width}"))
+    _print_footer(console, result)
+
+
+def print_similarity(texts: Sequence[str], cosines: npt.NDArray[np.float64], result: EncodeResult) -> None:
+    """The matrix, with the texts at its left; in several tables where it is too wide for one."""
+    console = Console(highlight=False)
+    fixed = 2 + len(str(len(texts))) + _GAP + _GAP  # the edges, the column of numbers, the gap after the text
+    per_table = max((console.width - fixed - _TEXT_WIDTH) // (_COSINE_WIDTH + _GAP), 1)
+    for first in range(0, len(texts), per_table):
+        block = cosines[:, first : first + per_table]
+        text_width = console.width - fixed - block.shape[1] * (_COSINE_WIDTH + _GAP)
+        table = _table()
+        table.add_column("", justify="right")
+        table.add_column("cosine similarity", no_wrap=True)
+        for number in range(first, first + block.shape[1]):
+            table.add_column(str(number + 1), justify="right", min_width=_COSINE_WIDTH, no_wrap=True)
+        for number, (text, row) in enumerate(zip(texts, block, strict=True), start=1):
+            cells = [Text(f"{value:.3f}", style=_style(value)) for value in row.tolist()]
+            table.add_row(str(number), _clip(text, text_width), *cells)
+        console.print(table)
+    console.print(Text(f"pooling {result.outputs[0].kind}"))
+    _print_footer(console, result)
+
+
+def print_models(models: Sequence[ModelInfo]) -> None:
+    """One line for each model."""
+    console = Console(highlight=False)
+    table = _table()
+    for name in ("model", "version"):
+        table.add_column(name, overflow="fold")
+    for name in ("d_model", "layers", "tokens"):
+        table.add_column(name, justify="right")
+    for name in ("pooling", "runs on", "ready"):
+        table.add_column(name, overflow="fold")
+    for it in models:
+        ready = Text("yes", "green") if it.ready else Text(f"no: {it.not_ready_reason}", "red")
+        table.add_row(
+            Text(f"{it.name} *" if it.is_default else it.name),
+            Text(it.version),
+            str(it.d_model),
+            str(it.n_layers),
+            str(it.max_sequence_tokens),
+            f"{it.pooling or '-'}{', norm 1' if it.l2_normalize else ''}",
+            Text(f"{it.provider.removesuffix('ExecutionProvider')} {it.precision}"),
+            ready,
+        )
+    console.print(table)
+    if any(it.is_default for it in models):
+        console.print("* answers calls that name no model", style="dim")
+
+
+def _rows_table(rows: Array, tokens: Sequence[tuple[str, int]], max_rows: int, width: int) -> Table:
+    """As many of the first dimensions as there is room for, the last, and each row's norm."""
+    d_model = rows.shape[1]
+    # The edges; token, id and the ellipsis; the last dimension and the norm.
+    fixed = 2 + (_TOKEN_WIDTH + _GAP) + (_ID_WIDTH + _GAP) + (1 + _GAP) + 2 * (_NUMBER_WIDTH + _GAP)
+    n_first = min(max((width - fixed) // (_NUMBER_WIDTH + _GAP), 1), d_model - 1)
+    table = _table()
+    table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=_TOKEN_WIDTH)
+    table.add_column("id", justify="right")
+    for dimension in range(n_first):
+        table.add_column(str(dimension), justify="right", no_wrap=True)
+    if d_model - 1 > n_first:
+        table.add_column("…")
+    table.add_column(str(d_model - 1), justify="right", no_wrap=True)
+    table.add_column("norm", justify="right", no_wrap=True)
+    norms = np.linalg.norm(rows.astype(np.float64), axis=1)
+    for (token, token_id), row, norm in zip(tokens[:max_rows], rows, norms, strict=False):
+        first = [f"{value:.3f}" for value in row[:n_first].tolist()]
+        gap = ["…"] if d_model - 1 > n_first else []
+        table.add_row(Text(token), str(token_id), *first, *gap, f"{row[-1]:.3f}", f"{norm:.3f}")
+    return table
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+
+
+def _print_footer(console: Console, result: EncodeResult) -> None:
+    timings = result.timings
+    parts = {
+        "tokenize": timings.tokenize_seconds,
+        "queue": timings.queue_seconds,
+        "compute": timings.compute_seconds,
+        "total": timings.total_seconds,
+    }
+    console.print(Text(f"model {result.model}, version {result.version}, fingerprint {result.fingerprint}", "dim"))
+    console.print(Text(", ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts.items()), "dim"))
+
+
+def _style(value: float) -> str:
+    return next((style for least, style in _STYLES if value >= least), "red")
+
+
+def _clip(text: str, width: int, style: str = "") -> Text:
+    """A text on one line of so many columns; wide characters take two."""
+    line = Text(" ".join(text.split()), style)
+    line.truncate(width, overflow="ellipsis")
+    return line

@@ -1,0 +1,385 @@
+"""The client for threads."""
+
+import time
+from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
+
+import grpc
+
+from encserve_client._base import (
+    DEFAULT_MAX_CONCURRENT_MESSAGES,
+    DEFAULT_MAX_IN_FLIGHT,
+    DEFAULT_MAX_MESSAGE_BYTES,
+    DEFAULT_TIMEOUT_SECONDS,
+    BaseClient,
+    Metadata,
+    StreamOptions,
+    model_key,
+    shown,
+    stream_plan,
+)
+from encserve_client._channel import Tls
+from encserve_client._core import Settings
+from encserve_client._exceptions import CallCancelledError, ClientClosedError, EncserveError
+from encserve_client._inputs import Input, check_inputs
+from encserve_client._options import Array, DType, Options, Output, OutputKind, Pooling, as_outputs, pooled_output
+from encserve_client._results import EncodeResult, ModelInfo
+from encserve_client._retry import RetryPolicy
+from encserve_client._stream_run import StreamRun
+from encserve_client._wire import run_without_loop
+from encserve_client._wire_sync import SyncWire
+from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
+
+T = TypeVar("T")
+
+
+class EncoderClient(BaseClient):
+    """Asks an encserve server for vectors.
+
+    One client holds one channel, connects when it is first used, connects again by itself, and may be used by many
+    threads at a time. Close it, or use it in a `with` statement.
+
+        with EncoderClient("localhost:50051") as client:
+            rows = client.encode(["a text", [101, 2023, 102]])  # a (seq, d_model) array for each
+            vectors = client.embed(["a text", "another"])       # (2, d_model)
+
+    Every method raises an `EncserveError`, whose subclasses say what happened, and nothing of gRPC's. Calls that are
+    too large for one message are cut up and sent in several; see `RetryPolicy` for what is sent again.
+
+    Args:
+        target: The server, as host:port, or any name that gRPC resolves: "dns:///encoder:50051", "unix:///run/e.sock".
+        tls: True to encrypt and check the server's certificate, or a `Tls` with files. Default: plaintext.
+        credentials: gRPC channel credentials, for what `tls` cannot say. Not both.
+        token: Sent with every call as "authorization: Bearer …". Readable by anyone on the way unless `tls` is used.
+        metadata: More to send with every call; keys in lower case.
+        timeout_seconds: How long a call may take in all, attempts and the waits between them included; of
+            `encode_stream`, how long one input may. Default: 30. `math.inf` for no limit.
+        max_message_bytes: The largest message to send or take, in bytes. Default: 64 MiB, as the server's.
+        max_concurrent_messages: How many messages of one call are out at a time. Default: 4.
+        retry: When a failed message is sent again. Default: up to 5 attempts; see `RetryPolicy`.
+        channel_arguments: gRPC channel arguments by name; they go before the library's own.
+
+    Raises:
+        ValueError: A setting is out of bounds.
+        OSError: A file of `tls` cannot be read.
+    """
+
+    def __init__(
+        self,
+        target: str = "localhost:50051",
+        *,
+        tls: Tls | bool = False,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        metadata: Metadata | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        max_concurrent_messages: int = DEFAULT_MAX_CONCURRENT_MESSAGES,
+        retry: RetryPolicy | None = None,
+        channel_arguments: Mapping[str, str | int] | None = None,
+    ) -> None:
+        super().__init__(
+            target,
+            tls,
+            credentials,
+            token,
+            metadata,
+            Settings(timeout_seconds, max_message_bytes, max_concurrent_messages, retry or RetryPolicy()),
+            channel_arguments,
+        )
+        # A channel connects when it is first used.
+        if self._credentials is None:
+            self._channel = grpc.insecure_channel(target, self._channel_options)
+        else:
+            self._channel = grpc.secure_channel(target, self._credentials, self._channel_options)
+        self._stub = EncoderServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the channel. Calls that other threads are still in raise `ClientClosedError`. May be called again."""
+        self._closed = True
+        self._channel.close()
+
+    def encode(
+        self,
+        inputs: Iterable[Input],
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        exclude_special_tokens: bool = False,
+        l2_normalize: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> list[Array]:
+        """One row per token for every input.
+
+        Args:
+            inputs: Texts, and sequences of token ids (lists, tuples, or (seq,) integer arrays), freely mixed.
+            model: The model's name. Default: the server's default model.
+            version: Its version. Default: the model's default version.
+            dtype: The type of the numbers returned.
+            truncate: Whether to cut off the end of an input that is too long for the model. Default: such an input is
+                an error.
+            exclude_special_tokens: Whether to leave out the rows of special tokens.
+            l2_normalize: Whether to scale every row to Euclidean length 1.
+            timeout_seconds: How long the call may take in all. Default: the client's.
+
+        Returns:
+            A (seq_len, d_model) array of `dtype` for each input, in order. They are read-only views on the bytes
+            received: nothing is copied, and `array.copy()` gives one to write to. One array keeps the memory of its
+            whole message alive. Without inputs the list is empty and nothing is sent.
+
+        Raises:
+            InvalidInputError: An input or option is of the wrong kind; nothing was sent.
+            InvalidRequestError: The server refused an input; the text names it and the numbers.
+            ModelNotFoundError: There is no such model or version.
+            OverloadedError, ServerUnavailableError: Still so after all retries.
+            DeadlineError: The time is up.
+            EncserveError: Anything else; see its subclasses.
+        """
+        items = check_inputs(inputs)
+        options = Options((Output("tokens", l2_normalize),), dtype, truncate, exclude_special_tokens)
+        if not items:
+            return []
+        return self._encode(items, model, version, options, timeout_seconds).outputs[0].arrays()
+
+    def embed(
+        self,
+        inputs: Iterable[Input],
+        *,
+        pooling: Pooling = "model",
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        l2_normalize: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> Array:
+        """One row per input.
+
+        Args:
+            inputs: As for `encode`.
+            pooling: How the rows of an input's tokens become one: "mean", "cls" (the first token's) or "max", each
+                over all of its tokens, special ones included; "model" for what the model was trained for, normalised
+                if it was trained so.
+            model: As for `encode`.
+            version: As for `encode`.
+            dtype: As for `encode`.
+            truncate: As for `encode`.
+            l2_normalize: Whether to scale every row to Euclidean length 1.
+            timeout_seconds: As for `encode`.
+
+        Returns:
+            (inputs, d_model) of `dtype`: a read-only view on the bytes received if the call fitted into one message,
+            otherwise a copy. Without inputs (0, d_model).
+
+        Raises:
+            EncserveError: As for `encode`. InvalidRequestError also where pooling is "model" and the model does not
+                say what it was trained for.
+        """
+        options = Options((pooled_output(pooling, l2_normalize),), dtype, truncate)
+        return self._encode(check_inputs(inputs), model, version, options, timeout_seconds).outputs[0].matrix()
+
+    def run(
+        self,
+        inputs: Iterable[Input],
+        *,
+        outputs: Sequence[Output | OutputKind] = ("tokens",),
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        exclude_special_tokens: bool = False,
+        include_token_strings: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> EncodeResult:
+        """Everything about the inputs at once: several outputs, what the model saw of each input, and the timings.
+
+            result = client.run(texts, outputs=["tokens", Output("mean", l2_normalize=True)])
+            rows = result.outputs[0].arrays()     # a (seq_len, d_model) array for each
+            vectors = result.outputs[1].matrix()  # (inputs, d_model)
+
+        Args:
+            inputs: As for `encode`.
+            outputs: What to return, each at most once: an `Output`, or its kind for one that is not normalised.
+            model: As for `encode`.
+            version: As for `encode`.
+            dtype: As for `encode`.
+            truncate: As for `encode`.
+            exclude_special_tokens: Whether to leave the rows of special tokens out of "tokens".
+            include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
+            timeout_seconds: As for `encode`.
+
+        Returns:
+            The result, with the arrays as `encode` and `embed` return them.
+
+        Raises:
+            EncserveError: As for `encode`.
+        """
+        options = Options(as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings)
+        return self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
+
+    @overload
+    def encode_stream(
+        self,
+        inputs: Iterable[Input],
+        *,
+        ordered: Literal[True] = ...,
+        return_exceptions: Literal[False] = ...,
+        **options: Unpack[StreamOptions],
+    ) -> Generator[Array, None, None]: ...
+
+    @overload
+    def encode_stream(
+        self,
+        inputs: Iterable[Input],
+        *,
+        ordered: Literal[False],
+        return_exceptions: Literal[False] = ...,
+        **options: Unpack[StreamOptions],
+    ) -> Generator[tuple[int, Array], None, None]: ...
+
+    @overload
+    def encode_stream(
+        self,
+        inputs: Iterable[Input],
+        *,
+        ordered: Literal[True] = ...,
+        return_exceptions: Literal[True],
+        **options: Unpack[StreamOptions],
+    ) -> Generator[Array | EncserveError, None, None]: ...
+
+    @overload
+    def encode_stream(
+        self,
+        inputs: Iterable[Input],
+        *,
+        ordered: Literal[False],
+        return_exceptions: Literal[True],
+        **options: Unpack[StreamOptions],
+    ) -> Generator[tuple[int, Array | EncserveError], None, None]: ...
+
+    def encode_stream(
+        self,
+        inputs: Iterable[Input],
+        *,
+        ordered: bool = True,
+        return_exceptions: bool = False,
+        pooling: Pooling | None = None,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        exclude_special_tokens: bool = False,
+        l2_normalize: bool = False,
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        timeout_seconds: float | None = None,
+    ) -> Generator[Any, None, None]:
+        """Encodes as many inputs as there are, however many, in bounded memory.
+
+            for vector in client.encode_stream(read_texts(), pooling="model"):  # (d_model,)
+                ...
+
+        Inputs are read in the caller's thread, when the next result is asked for, and never more than `max_in_flight`
+        ahead of the results taken. A stream that breaks is opened again, and only what was not answered is sent
+        again. Leaving the loop, or closing the generator, cancels what is still going on.
+
+        Args:
+            inputs: As for `encode`; may be endless.
+            ordered: Whether results come in the order of the inputs. If not, each comes as soon as it is ready, as
+                (index, result).
+            return_exceptions: Whether an input that fails yields its `EncserveError` in place of an array. If not, it
+                is raised and ends the call. A stream that breaks for good is raised in any case.
+            pooling: None for one row per token; otherwise as for `embed`.
+            model: As for `encode`.
+            version: As for `encode`.
+            dtype: As for `encode`.
+            truncate: As for `encode`.
+            exclude_special_tokens: As for `encode`.
+            l2_normalize: As for `encode`.
+            max_in_flight: How many inputs may be read and not yet yielded.
+            timeout_seconds: How long one input may take from when it is read until it is answered, retries included,
+                not counting the time that the caller is busy with results. The stream as a whole has no limit.
+                Default: the client's.
+
+        Yields:
+            A read-only array per input: (seq_len, d_model), or (d_model,) if pooled.
+
+        Raises:
+            EncserveError: As for `encode`.
+            FingerprintError: The model was replaced while the stream ran.
+        """
+        plan = stream_plan(
+            inputs,
+            pooling=pooling,
+            dtype=dtype,
+            truncate=truncate,
+            exclude_special_tokens=exclude_special_tokens,
+            l2_normalize=l2_normalize,
+            max_in_flight=max_in_flight,
+            timeout_seconds=timeout_seconds,
+        )
+        run = self._stream_run(self._wire(inputs), ordered, model_key(model, version), plan)
+        return self._results(run, ordered, return_exceptions)
+
+    def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
+        """Every model and version that the server has loaded, the default first.
+
+        Raises:
+            EncserveError: As for `encode`.
+        """
+        return self._drive(self._core.list_models(self._wire(), timeout_seconds))
+
+    def model(
+        self, name: str | None = None, version: str | None = None, *, timeout_seconds: float | None = None
+    ) -> ModelInfo:
+        """One model: its sizes, its limits, and what it runs on; without a name the server's default one.
+
+        Raises:
+            ModelNotFoundError: There is no such model or version.
+            EncserveError: As for `encode`.
+        """
+        return self._drive(self._core.get_model(self._wire(), model_key(name, version), timeout_seconds))
+
+    def _encode(
+        self,
+        items: list[Input],
+        model: str | None,
+        version: str | None,
+        options: Options,
+        timeout_seconds: float | None,
+        describe: bool = False,
+    ) -> EncodeResult:
+        call = self._core.encode(
+            self._wire(), items, model_key(model, version), options, timeout_seconds, describe=describe
+        )
+        return self._drive(call)
+
+    def _wire(self, inputs: Iterable[Input] = ()) -> SyncWire:
+        self._check_open()
+        return SyncWire(self._stub, self._metadata, time.monotonic, iter(inputs))
+
+    def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            return run_without_loop(coroutine)
+        except CallCancelledError as error:  # gRPC cancels what is going on when the channel is closed
+            if self._closed:
+                raise ClientClosedError("the client was closed during the call") from error
+            raise
+
+    def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> Generator[Any, None, None]:
+        try:
+            while (result := self._drive(run.next())) is not None:
+                yield shown(*result, ordered, return_exceptions)
+        finally:
+            run_without_loop(run.aclose())

@@ -1,0 +1,155 @@
+"""Everything that a client does, written once for both: over a `Wire`, with no I/O of its own."""
+
+import random as random_module
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from encserve_client._decode import Part, decode_response, model_info
+from encserve_client._dispatch import Dispatch
+from encserve_client._exceptions import ProtocolError
+from encserve_client._inputs import Input
+from encserve_client._merge import empty_result, merge_parts
+from encserve_client._message import Message
+from encserve_client._options import Options
+from encserve_client._plan import Limits, plan_messages
+from encserve_client._results import EncodeResult, ModelInfo
+from encserve_client._retry import RetryPolicy
+from encserve_client._wire import Answered, Failed, Rpc, Wire
+from encserve_proto.v1 import encoder_pb2 as pb
+
+R = TypeVar("R")
+ModelKey = tuple[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """A client's settings; see `EncoderClient`."""
+
+    timeout_seconds: float
+    max_message_bytes: int
+    max_concurrent_messages: int
+    retry: RetryPolicy
+    random: Callable[[], float] = random_module.random
+
+    def __post_init__(self) -> None:
+        """Raises ValueError with the setting, its bound and the value."""
+        if not self.timeout_seconds > 0:
+            raise ValueError(f"timeout_seconds must be > 0; was {self.timeout_seconds}")
+        if self.max_message_bytes < 1:
+            raise ValueError(f"max_message_bytes must be >= 1; was {self.max_message_bytes}")
+        if self.max_concurrent_messages < 1:
+            raise ValueError(f"max_concurrent_messages must be >= 1; was {self.max_concurrent_messages}")
+
+
+class Core:
+    """The logic of a client. One per client, shared by its threads or tasks.
+
+    `_models` is the only thing that changes: entries are set and dropped whole, which a dict does atomically.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._models: dict[ModelKey, ModelInfo] = {}
+
+    async def encode(
+        self,
+        wire: Wire,
+        inputs: Sequence[Input],
+        key: ModelKey,
+        options: Options,
+        timeout_seconds: float | None,
+        *,
+        describe: bool = False,
+    ) -> EncodeResult:
+        """Cuts checked inputs into messages, has them answered, and puts the answers together.
+
+        `describe`: whether the result says what the model saw of each input.
+        """
+        deadline = self.deadline(timeout_seconds, wire.now())
+        try:
+            return await self._encode(wire, inputs, key, options, deadline, describe)
+        finally:
+            await wire.aclose()
+
+    async def list_models(self, wire: Wire, timeout_seconds: float | None) -> list[ModelInfo]:
+        """Asks for every model."""
+        deadline = self.deadline(timeout_seconds, wire.now())
+        try:
+            response = await self._ask(wire, "ListModels", pb.ListModelsRequest(), deadline)
+        finally:
+            await wire.aclose()
+        return [model_info(model) for model in response.models]
+
+    async def get_model(self, wire: Wire, key: ModelKey, timeout_seconds: float | None) -> ModelInfo:
+        """Asks for one model, and remembers it."""
+        deadline = self.deadline(timeout_seconds, wire.now())
+        try:
+            return await self._fetch_model(wire, key, deadline)
+        finally:
+            await wire.aclose()
+
+    def deadline(self, timeout_seconds: float | None, now: float) -> float:
+        """When a call that begins now must be over; None stands for the client's own timeout."""
+        timeout = self.settings.timeout_seconds if timeout_seconds is None else timeout_seconds
+        if not timeout > 0:
+            raise ValueError(f"timeout_seconds must be > 0; was {timeout}")
+        return now + timeout
+
+    async def _encode(
+        self, wire: Wire, inputs: Sequence[Input], key: ModelKey, options: Options, deadline: float, describe: bool
+    ) -> EncodeResult:
+        started = wire.now()
+        info = self._models.get(key) or await self._fetch_model(wire, key, deadline)
+        if not inputs:
+            return empty_result(info, options, wire.now() - started)
+        limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
+        template = pb.EncodeRequest(model=key[0], model_version=key[1], options=options.to_proto())
+        messages = plan_messages(inputs, template, options, limits)
+        dispatch: Dispatch[Part] = self._dispatch(messages, deadline)
+        try:
+            await exchange(
+                wire,
+                "Encode",
+                dispatch,
+                lambda message, response: decode_response(response, options, message.n_inputs, describe=describe),
+            )
+        finally:
+            if dispatch.saw_too_large:  # the limits that the plan was made for may be out of date
+                self._models.pop(key, None)
+        parts = [part for _, part in sorted(dispatch.answers, key=lambda answer: answer[0])]
+        return merge_parts(parts, wire.now() - started, dispatch.attempts)
+
+    async def _fetch_model(self, wire: Wire, key: ModelKey, deadline: float) -> ModelInfo:
+        request = pb.GetModelRequest(model=key[0], model_version=key[1])
+        response = await self._ask(wire, "GetModel", request, deadline)
+        if not response.HasField("model") or response.model.d_model < 1:
+            raise ProtocolError("the answer to GetModel must describe a model with d_model >= 1")
+        self._models[key] = info = model_info(response.model)
+        return info
+
+    async def _ask(
+        self, wire: Wire, rpc: Rpc, request: pb.GetModelRequest | pb.ListModelsRequest, deadline: float
+    ) -> Any:
+        dispatch: Dispatch[Any] = self._dispatch([Message(request)], deadline)
+        await exchange(wire, rpc, dispatch, lambda _, response: response)
+        return dispatch.answers[0][1]
+
+    def _dispatch(self, messages: Iterable[Message], deadline: float) -> Dispatch[Any]:
+        settings = self.settings
+        return Dispatch(messages, settings.retry, deadline, settings.max_concurrent_messages, settings.random)
+
+
+async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable[[Message, Any], R]) -> None:
+    """Sends a call's messages until all are answered or one fails for good; the wire's owner cleans up."""
+    while True:
+        taken = dispatch.take(wire.now())
+        for message in taken:
+            wire.start(rpc, message, dispatch.seconds_left(wire.now()), alone=dispatch.is_alone)
+        if dispatch.done:
+            return
+        event = await wire.wait(dispatch.seconds_to_wait(wire.now()))
+        if isinstance(event, Answered):
+            dispatch.answered(event.message, decode(event.message, event.response))
+        elif isinstance(event, Failed):
+            dispatch.failed(event.message, event.failure, wire.now())

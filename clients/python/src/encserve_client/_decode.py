@@ -1,0 +1,165 @@
+"""Answers to NumPy. Every number that the contract ties to another is checked before it is used."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from encserve_client._exceptions import ProtocolError
+from encserve_client._options import Array, Options, Output, OutputKind, kind_name
+from encserve_client._results import Block, ModelInfo, SequenceInfo
+from encserve_proto.v1 import encoder_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One message's answer.
+
+    Attributes:
+        model: The name of the model that ran.
+        version: Its version.
+        fingerprint: Its vector space.
+        kinds: For each output what its rows are and whether they are normalised.
+        blocks: For each output its rows.
+        sequences: For each input what the model saw; empty where that was not asked for.
+        timings: The server's seconds for tokenizing, in the queue, and computing.
+    """
+
+    model: str
+    version: str
+    fingerprint: str
+    kinds: list[tuple[OutputKind, bool]]
+    blocks: list[Block]
+    sequences: tuple[SequenceInfo, ...]
+    timings: tuple[float, float, float]
+
+
+def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int, *, describe: bool) -> Part:
+    """Reads the answer to a request of n_inputs inputs with these options, without keeping the message alive.
+
+    `describe`: whether to read what the model saw of each input.
+
+    Raises:
+        ProtocolError: It is not what the contract promises; the text has the numbers.
+    """
+    _want("outputs", len(response.outputs), len(options.outputs))
+    _want("sequences", len(response.sequences), n_inputs)
+    kinds, blocks = [], []
+    for index, (tensor, output) in enumerate(zip(response.outputs, options.outputs, strict=True)):
+        name = f"outputs[{index}]"
+        kinds.append((_kind(tensor, output, name), tensor.l2_normalized))
+        blocks.append(_block(tensor, options, n_inputs, name))
+        _check_lengths(blocks[-1], response.sequences, output, options, name)
+    return Part(
+        response.model,
+        response.model_version,
+        response.fingerprint,
+        kinds,
+        blocks,
+        tuple(map(sequence_info, response.sequences)) if describe else (),
+        (response.timings.tokenize_seconds, response.timings.queue_seconds, response.timings.compute_seconds),
+    )
+
+
+def sequence_info(message: pb.SequenceInfo) -> SequenceInfo:
+    """Reads what the model saw of one input.
+
+    Raises:
+        ProtocolError: A list has another length than there are tokens.
+    """
+    count = message.token_count
+    fields = ("token_ids", "char_starts", "char_ends", "special", "tokens")
+    for name in fields:
+        if length := len(getattr(message, name)):
+            _want(f"{name} of a sequence", length, count)
+    offsets = None
+    if message.char_starts or message.char_ends:
+        _want("char_ends of a sequence", len(message.char_ends), len(message.char_starts))
+        offsets = np.array([message.char_starts, message.char_ends], dtype=np.int64).T  # (token_count, 2)
+    return SequenceInfo(
+        token_count=count,
+        original_token_count=message.original_token_count,
+        truncated=message.truncated,
+        token_ids=np.array(message.token_ids, dtype=np.int64) if message.token_ids else None,
+        offsets=offsets,
+        special=np.array(message.special, dtype=np.bool_) if message.special else None,
+        tokens=tuple(message.tokens) if message.tokens else None,
+    )
+
+
+def model_info(message: pb.ModelInfo) -> ModelInfo:
+    """Reads the description of a model."""
+    pooling = kind_name(message.pooling)
+    return ModelInfo(
+        name=message.name,
+        version=message.version,
+        fingerprint=message.fingerprint,
+        is_default=message.is_default,
+        d_model=message.d_model,
+        n_layers=message.n_layers,
+        n_heads=message.n_heads,
+        vocab_size=message.vocab_size,
+        max_sequence_tokens=message.max_sequence_tokens,
+        has_tokenizer=message.has_tokenizer,
+        special_token_ids=tuple(message.special_token_ids),
+        pooling=None if pooling == "tokens" else pooling,
+        l2_normalize=message.l2_normalize,
+        provider=message.provider,
+        precision=message.precision,
+        max_request_sequences=message.max_request_sequences,
+        max_request_tokens=message.max_request_tokens,
+        max_text_bytes=message.max_text_bytes,
+        max_message_bytes=message.max_message_bytes,
+        ready=message.ready,
+        not_ready_reason=message.not_ready_reason,
+    )
+
+
+def _kind(tensor: pb.RaggedTensor, output: Output, name: str) -> OutputKind:
+    """The kind of the rows. For "model" the server may name the pooling that it stands for."""
+    kind = kind_name(tensor.kind)
+    if kind is None or (kind != output.kind and (output.kind != "model" or kind == "tokens")):
+        raise ProtocolError(f"{name}.kind must be that of {output.kind!r}; was {tensor.kind}")
+    if output.l2_normalize and not tensor.l2_normalized:
+        raise ProtocolError(f"{name}.l2_normalized must be true; was false")
+    return kind
+
+
+def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) -> Block:
+    """The rows of a tensor as a view on its bytes."""
+    if tensor.data_type != options.data_type:
+        raise ProtocolError(f"{name}.data_type must be {options.data_type}; was {tensor.data_type}")
+    if tensor.width < 1:
+        raise ProtocolError(f"{name}.width must be >= 1; was {tensor.width}")
+    _want(f"{name}.lengths", len(tensor.lengths), n_inputs)
+    lengths = np.array(tensor.lengths, dtype=np.int64)
+    rows = int(lengths.sum())
+    data = tensor.data  # protobuf makes one `bytes` of it here; everything after is a view on that
+    n_bytes = rows * tensor.width * options.numpy_dtype.itemsize
+    if len(data) != n_bytes:
+        raise ProtocolError(
+            f"{name}.data must have {n_bytes} bytes: {rows} rows of {tensor.width} {options.dtype}; was {len(data)}"
+        )
+    matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, tensor.width)
+    return Block(matrix, lengths)
+
+
+def _check_lengths(
+    block: Block, sequences: Sequence[pb.SequenceInfo], output: Output, options: Options, name: str
+) -> None:
+    """Compares the rows of each sequence with its tokens."""
+    if output.is_pooled:
+        expected = np.ones_like(block.lengths)
+    else:
+        expected = np.array([sequence.token_count for sequence in sequences], dtype=np.int64)
+        if options.exclude_special_tokens:
+            expected = np.minimum(expected, block.lengths)
+    wrong = np.flatnonzero(block.lengths != expected)
+    if wrong.size:
+        index = int(wrong[0])
+        raise ProtocolError(f"{name}.lengths[{index}] must be {expected[index]}; was {block.lengths[index]}")
+
+
+def _want(what: str, got: int, want: int) -> None:
+    if got != want:
+        raise ProtocolError(f"the answer must have {want} {what}; had {got}")

@@ -1,0 +1,122 @@
+"""One call's messages: which to send now, and what an answer or a failure means for the rest. Pure.
+
+The driver (`_core.exchange`) asks `take` what to send, does the I/O, and reports each end to `answered` or `failed`;
+time comes in as an argument. Nothing here blocks, and only the driver of the call touches it.
+"""
+
+import math
+import random as random_module
+from collections.abc import Callable, Iterable, Iterator
+from typing import Generic, TypeVar
+
+import grpc
+
+from encserve_client._exceptions import DeadlineError
+from encserve_client._failure import Failure
+from encserve_client._message import Message
+from encserve_client._outbox import Outbox
+from encserve_client._retry import RetryPolicy, seconds_until_retry
+
+R = TypeVar("R")
+
+
+class Dispatch(Generic[R]):
+    """The messages of one call.
+
+    At most `max_concurrent` are out at a time, and messages are drawn from their iterator only when there is room. A
+    message that failed for a while is sent again within the policy and the deadline; one that is too large is replaced
+    by its halves; any other failure ends the call.
+
+    Attributes:
+        answers: What `answered` was given, each after its message's first_index; in no order.
+        attempts: How many messages were sent, those sent again included.
+        saw_too_large: Whether a message was refused for its size, so that known limits may be out of date.
+    """
+
+    def __init__(
+        self,
+        messages: Iterable[Message],
+        policy: RetryPolicy,
+        deadline: float,
+        max_concurrent: int,
+        random: Callable[[], float] = random_module.random,
+    ) -> None:
+        self.answers: list[tuple[int, R]] = []
+        self.attempts = 0
+        self.saw_too_large = False
+        self._messages: Iterator[Message] | None = iter(messages)
+        self._outbox: Outbox[Message] = Outbox()
+        self._policy = policy
+        self._deadline = deadline
+        self._max_concurrent = max_concurrent
+        self._random = random
+        self._out = 0
+
+    @property
+    def done(self) -> bool:
+        """Whether every message was answered. True only after a `take` that found nothing more."""
+        return self._messages is None and not self._out and not self._outbox
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the one message that is out is all there is to do until it ends."""
+        return self._out == 1 and (self._max_concurrent == 1 or (self._messages is None and not self._outbox))
+
+    def take(self, now: float) -> list[Message]:
+        """The messages to send now; they count as out until they are reported back.
+
+        Raises:
+            DeadlineError: The deadline has passed and there is something to send.
+        """
+        taken: list[Message] = []
+        while self._out < self._max_concurrent and (message := self._next(now)) is not None:
+            if now >= self._deadline:
+                raise DeadlineError(
+                    "the call's deadline passed before everything was sent",
+                    code=grpc.StatusCode.DEADLINE_EXCEEDED,
+                    attempts=message.attempts,
+                )
+            message.attempts += 1
+            self.attempts += 1
+            self._out += 1
+            taken.append(message)
+        return taken
+
+    def seconds_to_wait(self, now: float) -> float | None:
+        """How long until `take` may have something without an answer coming in; None for never."""
+        due = self._outbox.next_due()
+        return None if due is None or self._out >= self._max_concurrent else max(due - now, 0.0)
+
+    def seconds_left(self, now: float) -> float | None:
+        """The time left until the deadline, for one attempt; None without a deadline."""
+        return None if math.isinf(self._deadline) else max(self._deadline - now, 0.001)
+
+    def answered(self, message: Message, answer: R) -> None:
+        """Books an answer."""
+        self._out -= 1
+        self.answers.append((message.first_index, answer))
+
+    def failed(self, message: Message, failure: Failure, now: float) -> None:
+        """Books a failure.
+
+        Raises:
+            EncserveError: The failure ends the call.
+        """
+        self._out -= 1
+        if failure.too_large:
+            self.saw_too_large = True
+            if halves := message.halves():
+                self._outbox.push_first(halves)
+                return
+        wait = seconds_until_retry(self._policy, failure, message.attempts, self._deadline - now, self._random)
+        if wait is None:
+            raise failure.to_exception(message.attempts, message.first_index)
+        self._outbox.push_later(now + wait, message)
+
+    def _next(self, now: float) -> Message | None:
+        message = self._outbox.pop(now)
+        if message is None and self._messages is not None:
+            message = next(self._messages, None)
+            if message is None:
+                self._messages = None
+        return message

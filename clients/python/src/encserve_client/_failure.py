@@ -1,0 +1,124 @@
+"""Why one message failed, in one form for both kinds of RPC, and the one table from that to exceptions."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc
+
+from encserve_client import _exceptions as errors
+from encserve_proto.v1 import encoder_pb2 as pb
+
+REASON_TRAILER = "encserve-error-reason"
+PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
+
+# What the server calls a message that may pass in smaller pieces.
+_TOO_LARGE_REASONS = frozenset({"RESPONSE_TOO_LARGE", "REQUEST_TOO_LARGE", "TOO_MANY_INPUTS"})
+# gRPC itself refuses an oversize message, on either side, with this text and no reason of ours.
+_TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
+
+_BY_CODE: dict[grpc.StatusCode, type[errors.EncserveError]] = {
+    grpc.StatusCode.CANCELLED: errors.CallCancelledError,
+    grpc.StatusCode.UNKNOWN: errors.ServerError,
+    grpc.StatusCode.INVALID_ARGUMENT: errors.InvalidRequestError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
+    grpc.StatusCode.NOT_FOUND: errors.ModelNotFoundError,
+    grpc.StatusCode.ALREADY_EXISTS: errors.ServerError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.AccessDeniedError,
+    grpc.StatusCode.UNAUTHENTICATED: errors.AccessDeniedError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: errors.OverloadedError,
+    grpc.StatusCode.FAILED_PRECONDITION: errors.InvalidRequestError,
+    grpc.StatusCode.ABORTED: errors.ServerError,
+    grpc.StatusCode.OUT_OF_RANGE: errors.InvalidRequestError,
+    grpc.StatusCode.UNIMPLEMENTED: errors.ProtocolError,
+    grpc.StatusCode.INTERNAL: errors.ServerError,
+    grpc.StatusCode.UNAVAILABLE: errors.ServerUnavailableError,
+    grpc.StatusCode.DATA_LOSS: errors.ServerError,
+}
+_BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why one message failed.
+
+    Attributes:
+        code: The gRPC status, never OK.
+        message: The text for people.
+        reason: The server's machine-readable reason; empty where it gave none.
+        retry_delay_seconds: When trying again may help, by the server's word; None where it said nothing.
+        retry_forbidden: Whether the server said that trying again does not help.
+    """
+
+    code: grpc.StatusCode
+    message: str
+    reason: str = ""
+    retry_delay_seconds: float | None = None
+    retry_forbidden: bool = False
+
+    @property
+    def too_large(self) -> bool:
+        """Whether the message is over a limit, so that its halves may pass."""
+        if self.reason:
+            return self.reason in _TOO_LARGE_REASONS
+        return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and bool(_TOO_LARGE_TEXT.search(self.message))
+
+    def to_exception(self, attempts: int, first_index: int = 0) -> errors.EncserveError:
+        """The exception for the caller.
+
+        Args:
+            attempts: How often the message was sent.
+            first_index: The index, among the caller's inputs, of the message's first. The server counts from the
+                message's own first input; the text is put right.
+        """
+        if self.too_large:
+            kind: type[errors.EncserveError] = errors.MessageTooLargeError
+        elif self.reason == "INFERENCE_FAILED":
+            kind = errors.InferenceError
+        else:
+            kind = _BY_CODE.get(self.code, errors.ServerError)
+        error = kind.__new__(kind)
+        errors.EncserveError.__init__(
+            error, self._text(attempts, first_index), code=self.code, reason=self.reason, attempts=attempts
+        )
+        if isinstance(error, errors.OverloadedError):
+            error.retry_delay_seconds = self.retry_delay_seconds
+        return error
+
+    def _text(self, attempts: int, first_index: int) -> str:
+        text = self.message or self.code.name
+        if first_index:
+            text = re.sub(r"\binputs\[(\d+)\]", lambda match: f"inputs[{int(match[1]) + first_index}]", text)
+        return f"{text} (sent {attempts} times)" if attempts > 1 else text
+
+
+def failure_of_status(
+    code: grpc.StatusCode, message: str | None, trailers: Iterable[tuple[str, str | bytes]] | None
+) -> Failure:
+    """Reads the status and the trailers of an RPC that failed."""
+    texts = {key: value for key, value in trailers or () if isinstance(value, str)}
+    pushback = texts.get(PUSHBACK_TRAILER)
+    delay = _pushback_seconds(pushback)
+    # A pushback that is negative or no number means "do not retry" (gRFC A6).
+    forbidden = pushback is not None and delay is None
+    return Failure(code, message or "", texts.get(REASON_TRAILER, ""), delay, forbidden)
+
+
+def failure_of_crash(error: Exception) -> Failure:
+    """An error that gRPC should not raise, as a failure: the driver waits for one, and must not wait for ever."""
+    return Failure(grpc.StatusCode.UNKNOWN, f"gRPC could not make the call: {error!r}")
+
+
+def failure_of_stream_error(error: pb.StreamError) -> Failure:
+    """Reads the error of one request of a stream; its retry_delay_seconds is 0 where trying again does not help."""
+    code = _BY_NUMBER.get(error.code, grpc.StatusCode.UNKNOWN)
+    if code is grpc.StatusCode.OK:
+        code = grpc.StatusCode.UNKNOWN
+    delay = error.retry_delay_seconds if error.retry_delay_seconds > 0 else None
+    return Failure(code, error.message, error.reason, delay)
+
+
+def _pushback_seconds(text: str | None) -> float | None:
+    if text is None or not text.isascii() or not text.isdigit():
+        return None
+    return int(text) / 1000

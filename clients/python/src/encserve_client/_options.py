@@ -1,0 +1,114 @@
+"""What to return, in the caller's words and in the contract's."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from encserve_client._exceptions import InvalidInputError
+from encserve_proto.v1 import encoder_pb2 as pb
+
+DType = Literal["float32", "float16"]
+Pooling = Literal["model", "mean", "cls", "max"]
+OutputKind = Literal["tokens", "model", "mean", "cls", "max"]
+Array = npt.NDArray[np.floating[Any]]
+
+_KINDS: dict[OutputKind, pb.OutputKind] = {
+    "tokens": pb.OUTPUT_KIND_TOKENS,
+    "model": pb.OUTPUT_KIND_MODEL_POOLING,
+    "mean": pb.OUTPUT_KIND_MEAN,
+    "cls": pb.OUTPUT_KIND_CLS,
+    "max": pb.OUTPUT_KIND_MAX,
+}
+_KIND_NAMES: dict[int, OutputKind] = {number: name for name, number in _KINDS.items()}
+_DATA_TYPES: dict[DType, pb.DataType] = {"float32": pb.DATA_TYPE_FLOAT32, "float16": pb.DATA_TYPE_FLOAT16}
+# The bytes are little-endian whatever this machine is.
+_DTYPES: dict[DType, np.dtype[np.floating[Any]]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+
+
+def _check(name: str, value: object, choices: object) -> None:
+    allowed = get_args(choices)
+    if value not in allowed:
+        raise InvalidInputError(f"{name} must be one of {', '.join(map(repr, allowed))}; was {value!r}")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One thing to return for every input.
+
+    Attributes:
+        kind: "tokens" for one row per token; "mean", "cls" or "max" for one row per input, pooled over all of its
+            tokens; "model" for one row per input, pooled and normalised the way the model was trained for.
+        l2_normalize: Whether to scale every row to Euclidean length 1.
+    """
+
+    kind: OutputKind = "tokens"
+    l2_normalize: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for a kind that does not exist."""
+        _check("kind", self.kind, OutputKind)
+
+    @property
+    def is_pooled(self) -> bool:
+        """Whether it is one row per input."""
+        return self.kind != "tokens"
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a call's inputs are treated and what comes back; see `EncoderClient.run`."""
+
+    outputs: tuple[Output, ...] = (Output(),)
+    dtype: DType = "float32"
+    truncate: bool = False
+    exclude_special_tokens: bool = False
+    include_token_strings: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for options that no server accepts."""
+        _check("dtype", self.dtype, DType)
+        if not self.outputs:
+            raise InvalidInputError("outputs must name at least one output; was empty")
+        if len(set(self.outputs)) != len(self.outputs):
+            raise InvalidInputError(f"outputs must differ from each other; was {list(self.outputs)}")
+
+    @property
+    def numpy_dtype(self) -> np.dtype[np.floating[Any]]:
+        """The type of the numbers on the wire."""
+        return _DTYPES[self.dtype]
+
+    @property
+    def data_type(self) -> pb.DataType:
+        """The same in the contract's words."""
+        return _DATA_TYPES[self.dtype]
+
+    def to_proto(self) -> pb.EncodeOptions:
+        """The same as a message."""
+        return pb.EncodeOptions(
+            outputs=[pb.OutputSpec(kind=_KINDS[it.kind], l2_normalize=it.l2_normalize) for it in self.outputs],
+            data_type=self.data_type,
+            truncation=pb.TRUNCATION_END if self.truncate else pb.TRUNCATION_REFUSE,
+            exclude_special_tokens=self.exclude_special_tokens,
+            include_token_strings=self.include_token_strings,
+        )
+
+
+def as_outputs(outputs: Sequence[Output | OutputKind]) -> tuple[Output, ...]:
+    """Takes names for outputs that are not normalised."""
+    if isinstance(outputs, str):
+        raise InvalidInputError(f"outputs must be a list; for one output pass [{outputs!r}]")
+    return tuple(it if isinstance(it, Output) else Output(it) for it in outputs)
+
+
+def pooled_output(pooling: Pooling, l2_normalize: bool) -> Output:
+    """The output for a pooling. Raises InvalidInputError for one that does not exist."""
+    _check("pooling", pooling, Pooling)
+    return Output(pooling, l2_normalize)
+
+
+def kind_name(kind: int) -> OutputKind | None:
+    """The name of an OutputKind; None for OUTPUT_KIND_UNSPECIFIED and for one this library does not know."""
+    return _KIND_NAMES.get(kind)

@@ -1,0 +1,139 @@
+"""Cutting a call into messages that a server accepts. Pure.
+
+Token ids are counted exactly. A text's tokens are not known here: they are estimated as what texts typically have, so
+that messages do not become tiny for fear of a worst case that rarely comes. Where the estimate was too low the server
+refuses the message before computing anything, and the caller of this module sends its halves.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from encserve_client._inputs import Input, pack_input
+from encserve_client._message import Message, request_like
+from encserve_client._options import Options
+from encserve_client._results import ModelInfo
+from encserve_proto.v1 import encoder_pb2 as pb
+
+# Room for what a message holds beside its inputs or rows: names, options, timings, framing.
+_MESSAGE_OVERHEAD_BYTES = 4096
+_INPUT_OVERHEAD_BYTES = 8
+_SEQUENCE_INFO_BYTES = 32
+# A text's id, start and end as varints and its special flag; then a vocabulary string.
+_TEXT_TOKEN_INFO_BYTES = 12
+_TOKEN_STRING_BYTES = 16
+# English has about 4.5 bytes a token, Chinese about 3, code in between.
+_TEXT_BYTES_PER_TOKEN = 3
+_TEXT_SPECIAL_TOKENS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one message may hold.
+
+    Attributes:
+        max_sequences: Inputs.
+        max_tokens: Tokens, special tokens included.
+        max_request_bytes: Bytes of the request.
+        max_response_bytes: Bytes of the answer.
+        max_sequence_tokens: Tokens of one sequence.
+        d_model: Numbers in a row of the answer.
+    """
+
+    max_sequences: int
+    max_tokens: int
+    max_request_bytes: int
+    max_response_bytes: int
+    max_sequence_tokens: int
+    d_model: int
+
+    @classmethod
+    def of(cls, info: ModelInfo, max_message_bytes: int, max_concurrent_messages: int) -> "Limits":
+        """The limits for one of so many concurrent messages.
+
+        A message may have as many tokens as the server's whole queue. Each gets its share of that, so that a call does
+        not fill the queue against itself.
+        """
+        message_bytes = min(max_message_bytes, info.max_message_bytes or max_message_bytes)
+        sequence_tokens = info.max_sequence_tokens or 2**31
+        return cls(
+            max_sequences=info.max_request_sequences or 2**31,
+            max_tokens=max((info.max_request_tokens or 2**63) // max_concurrent_messages, 1),
+            max_request_bytes=max(message_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
+            max_response_bytes=max(message_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
+            max_sequence_tokens=sequence_tokens,
+            d_model=info.d_model,
+        )
+
+
+@dataclass(slots=True)
+class Cost:
+    """What inputs take of a message's limits."""
+
+    sequences: int = 0
+    tokens: int = 0
+    request_bytes: int = 0
+    response_bytes: int = 0
+
+    def plus(self, other: "Cost") -> "Cost":
+        """Both together."""
+        return Cost(
+            self.sequences + other.sequences,
+            self.tokens + other.tokens,
+            self.request_bytes + other.request_bytes,
+            self.response_bytes + other.response_bytes,
+        )
+
+    def fits(self, limits: Limits) -> bool:
+        """Whether one message may hold it."""
+        return (
+            self.sequences <= limits.max_sequences
+            and self.tokens <= limits.max_tokens
+            and self.request_bytes <= limits.max_request_bytes
+            and self.response_bytes <= limits.max_response_bytes
+        )
+
+
+def plan_messages(
+    inputs: Sequence[Input], template: pb.EncodeRequest, options: Options, limits: Limits
+) -> Iterator[Message]:
+    """Cuts inputs into messages: each input once, in order, each message within the limits, none needlessly small.
+
+    An input that is over the limits alone gets a message of its own, for the server to judge. Messages are made as
+    they are asked for.
+
+    Args:
+        inputs: Inputs that passed `check_inputs`.
+        template: A request with everything but the inputs.
+        options: The same options as in the template.
+        limits: What one message may hold.
+
+    Raises:
+        InvalidInputError: An input cannot be packed.
+    """
+    packed: list[pb.Input] = []
+    first_index, total = 0, Cost()
+    for index, item in enumerate(inputs):
+        message = pack_input(item, index)
+        cost = cost_of(message, options, limits)
+        if packed and not total.plus(cost).fits(limits):
+            yield Message(request_like(template, packed), first_index)
+            packed, first_index, total = [], index, Cost()
+        packed.append(message)
+        total = total.plus(cost)
+    if packed:
+        yield Message(request_like(template, packed), first_index)
+
+
+def cost_of(message: pb.Input, options: Options, limits: Limits) -> Cost:
+    """What one input takes: exact for token ids, an estimate for text."""
+    request_bytes = message.ByteSize() + _INPUT_OVERHEAD_BYTES
+    is_text = message.HasField("text")
+    tokens = request_bytes // _TEXT_BYTES_PER_TOKEN + _TEXT_SPECIAL_TOKENS if is_text else len(message.token_ids.ids)
+    tokens = min(tokens, limits.max_sequence_tokens)
+    row_bytes = limits.d_model * options.numpy_dtype.itemsize
+    rows = sum(1 if output.is_pooled else tokens for output in options.outputs)
+    info_bytes = _SEQUENCE_INFO_BYTES + tokens * (
+        (_TEXT_TOKEN_INFO_BYTES if is_text else int(options.exclude_special_tokens))
+        + (_TOKEN_STRING_BYTES if options.include_token_strings else 0)
+    )
+    return Cost(1, tokens, request_bytes, rows * row_bytes + info_bytes)

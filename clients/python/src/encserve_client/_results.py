@@ -1,0 +1,176 @@
+"""What a call returns: frozen dataclasses around NumPy arrays."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from encserve_client._options import Array, OutputKind, Pooling
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """The rows of one message's sequences: a part of an `EncodedOutput`.
+
+    Attributes:
+        rows: (sum(lengths), d_model), a read-only view on the bytes received.
+        lengths: (sequences,) int64, the rows of each.
+    """
+
+    rows: Array
+    lengths: npt.NDArray[np.int64]
+
+    def split(self) -> list[Array]:
+        """One view per sequence, (rows, d_model) each."""
+        ends = np.cumsum(self.lengths).tolist()
+        return [self.rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedOutput:
+    """One output of all inputs.
+
+    Attributes:
+        kind: What the rows are.
+        l2_normalized: Whether they have been scaled to Euclidean length 1.
+        blocks: The rows, in as many parts as there were messages.
+    """
+
+    kind: OutputKind
+    l2_normalized: bool
+    blocks: tuple[Block, ...] = field(repr=False)
+
+    def arrays(self) -> list[Array]:
+        """One (rows, d_model) array per input, in order: a row per token, or a single row if pooled.
+
+        They are read-only views on the bytes received; nothing is copied.
+        """
+        return [array for block in self.blocks for array in block.split()]
+
+    def matrix(self) -> Array:
+        """All rows one under another: (inputs, d_model) if pooled, (sum of rows, d_model) for tokens.
+
+        A read-only view where the call was one message, otherwise a copy.
+        """
+        if len(self.blocks) == 1:
+            return self.blocks[0].rows
+        return np.concatenate([block.rows for block in self.blocks])
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SequenceInfo:
+    """One input as the model saw it. Arrays are (token_count,) unless they say otherwise.
+
+    Attributes:
+        token_count: The tokens that the model saw, special tokens included.
+        original_token_count: The tokens before truncation.
+        truncated: Whether anything was cut off.
+        token_ids: int64 ids, special tokens included. For text; None for token ids, which the caller has.
+        offsets: (token_count, 2) int64: where each token begins and ends (exclusive) in the text, in code points;
+            (0, 0) for special tokens. For text; otherwise None.
+        special: bool, which tokens are special. For text, and for token ids with `exclude_special_tokens`; otherwise
+            None.
+        tokens: The vocabulary's strings, where they were asked for; otherwise None.
+    """
+
+    token_count: int
+    original_token_count: int
+    truncated: bool
+    token_ids: npt.NDArray[np.int64] | None
+    offsets: npt.NDArray[np.int64] | None
+    special: npt.NDArray[np.bool_] | None
+    tokens: tuple[str, ...] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Where a call's time went, in seconds. The server's parts are the longest among the call's messages.
+
+    Attributes:
+        tokenize_seconds: From a message's arrival until its texts were tokenized.
+        queue_seconds: The longest wait of a sequence for its batch to start.
+        compute_seconds: The longest model run.
+        total_seconds: The whole call as its caller saw it, retries and their waits included.
+        messages: How many messages the call was cut into.
+        attempts: How many messages were sent, those sent again included.
+    """
+
+    tokenize_seconds: float
+    queue_seconds: float
+    compute_seconds: float
+    total_seconds: float
+    messages: int
+    attempts: int
+
+
+@dataclass(frozen=True, eq=False)
+class EncodeResult:
+    """Everything about one call.
+
+    Attributes:
+        model: The name of the model that ran.
+        version: Its version.
+        fingerprint: Identifies the vector space; never mix vectors of different fingerprints in one index.
+        outputs: One for each output asked for, in that order.
+        sequences: One for each input, in order.
+        timings: Where the time went.
+    """
+
+    model: str
+    version: str
+    fingerprint: str
+    outputs: tuple[EncodedOutput, ...]
+    sequences: Sequence[SequenceInfo]
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """A loaded model and the limits on what may be sent to it.
+
+    Attributes:
+        name: The model's name.
+        version: Its version.
+        fingerprint: Identifies the vector space.
+        is_default: Whether calls that name no model get this one.
+        d_model: The numbers in a row.
+        n_layers: The encoder's blocks.
+        n_heads: The attention heads of a block.
+        vocab_size: One more than the largest token id.
+        max_sequence_tokens: The longest sequence in tokens, special tokens included.
+        has_tokenizer: Whether text is accepted.
+        special_token_ids: The ids that the tokenizer puts around a text, and the padding id.
+        pooling: The pooling that the model was trained for; None where it is not known.
+        l2_normalize: Whether it was trained with pooled vectors of length 1.
+        provider: The ONNX Runtime execution provider that it really runs on.
+        precision: The type that it computes in.
+        max_request_sequences: The most inputs of one message. The client cuts larger calls up.
+        max_request_tokens: The most tokens of one message. The client cuts larger calls up.
+        max_text_bytes: The longest text, in bytes of UTF-8.
+        max_message_bytes: The largest message either way, in bytes. The client cuts larger calls up.
+        ready: Whether the model answers now.
+        not_ready_reason: Why not; empty where ready.
+    """
+
+    name: str
+    version: str
+    fingerprint: str
+    is_default: bool
+    d_model: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    max_sequence_tokens: int
+    has_tokenizer: bool
+    special_token_ids: tuple[int, ...]
+    pooling: Pooling | None
+    l2_normalize: bool
+    provider: str
+    precision: str
+    max_request_sequences: int
+    max_request_tokens: int
+    max_text_bytes: int
+    max_message_bytes: int
+    ready: bool
+    not_ready_reason: str

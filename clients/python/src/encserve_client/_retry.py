@@ -1,0 +1,82 @@
+"""When a failed message is sent again: a value and a pure function."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+
+from encserve_client._failure import Failure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryPolicy:
+    """How often and after which waits a message is sent again.
+
+    Sent again are messages that failed with UNAVAILABLE, with RESOURCE_EXHAUSTED where the server said that its queue
+    is full, and those that the other side cancelled. Nothing else is: the answer would be the same. Encoding has no side effects, so sending twice is
+    always safe. The wait before attempt n + 1 is drawn evenly from 0 to
+    min(initial_backoff_seconds · backoff_multiplier^(n - 1), max_backoff_seconds), after the delay that the server
+    asked for. A wait that would end after the caller's deadline is not begun: the error is raised at once.
+
+    RetryPolicy(max_attempts=1)  # never try again
+
+    Attributes:
+        max_attempts: How often a message is sent at most, the first time included.
+        initial_backoff_seconds: The longest wait before the second attempt.
+        backoff_multiplier: How much longer the longest wait gets with every attempt.
+        max_backoff_seconds: What it never gets longer than.
+    """
+
+    max_attempts: int = 5
+    initial_backoff_seconds: float = 0.1
+    backoff_multiplier: float = 2.0
+    max_backoff_seconds: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Raises ValueError with the setting, its bound and the value."""
+        if self.max_attempts < 1:
+            raise ValueError(f"max_attempts must be >= 1; was {self.max_attempts}")
+        if self.initial_backoff_seconds < 0:
+            raise ValueError(f"initial_backoff_seconds must be >= 0; was {self.initial_backoff_seconds}")
+        if self.backoff_multiplier < 1:
+            raise ValueError(f"backoff_multiplier must be >= 1; was {self.backoff_multiplier}")
+        if self.max_backoff_seconds < self.initial_backoff_seconds:
+            raise ValueError(
+                "max_backoff_seconds must be >= initial_backoff_seconds; "
+                f"was {self.max_backoff_seconds} < {self.initial_backoff_seconds}"
+            )
+
+
+def is_retryable(failure: Failure) -> bool:
+    """Whether sending the same message again may help."""
+    if failure.retry_forbidden:
+        return False
+    # A gRPC server that stops answers what it has read but not begun with CANCELLED. What the caller cancels never
+    # comes here.
+    if failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return True
+    # gRPC itself answers RESOURCE_EXHAUSTED to oversize messages, and a proxy to whatever it likes: only our server's
+    # own word that it is a matter of time counts.
+    return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and (
+        failure.reason == "QUEUE_FULL" or failure.retry_delay_seconds is not None
+    )
+
+
+def seconds_until_retry(
+    policy: RetryPolicy, failure: Failure, attempts: int, remaining_seconds: float, random: Callable[[], float]
+) -> float | None:
+    """How long to wait before sending a message again; None for never.
+
+    Args:
+        policy: The policy.
+        failure: How the last attempt ended.
+        attempts: How often the message has been sent, 1 or more.
+        remaining_seconds: The time left until the caller's deadline.
+        random: Draws evenly from [0, 1).
+    """
+    if attempts >= policy.max_attempts or not is_retryable(failure):
+        return None
+    # The exponent is capped so that many attempts cannot overflow a float.
+    longest = policy.initial_backoff_seconds * policy.backoff_multiplier ** min(attempts - 1, 64)
+    wait = (failure.retry_delay_seconds or 0.0) + random() * min(longest, policy.max_backoff_seconds)
+    return wait if wait < remaining_seconds else None

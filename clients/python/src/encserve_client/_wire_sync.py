@@ -1,0 +1,162 @@
+"""The wire for threads: gRPC's blocking API and its futures. Never suspends."""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from encserve_client._exceptions import ClientClosedError
+from encserve_client._failure import Failure, failure_of_crash, failure_of_status
+from encserve_client._message import Message
+from encserve_client._wire import (
+    Answered,
+    Event,
+    Failed,
+    InputRead,
+    InputsEnded,
+    Rpc,
+    StreamAnswered,
+    StreamEnded,
+)
+from encserve_proto.v1 import encoder_pb2 as pb
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+class SyncWire:
+    """One call's I/O on the caller's thread.
+
+    Only the caller's thread touches anything here but `_events` and `_Stream.requests`, which are queues. Unary calls
+    use no thread of ours; each stream uses one, which reads its answers and ends with it.
+    """
+
+    def __init__(self, stub: Any, metadata: Metadata, clock: Callable[[], float], inputs: Iterator[object]) -> None:
+        self._stub = stub
+        self._metadata = metadata
+        self._clock = clock
+        self._inputs = inputs
+        self._events: queue.SimpleQueue[Event | _Done] = queue.SimpleQueue()
+        self._calls: set[Any] = set()  # those that are out
+        self._streams: dict[int, _Stream] = {}
+
+    def now(self) -> float:
+        """See `Wire`."""
+        return self._clock()
+
+    def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
+        """See `Wire`. A call that is alone blocks, which saves gRPC's own polling thread."""
+        method = getattr(self._stub, rpc)
+        try:
+            if alone:
+                response = method(message.request, timeout=timeout_seconds, metadata=self._metadata)
+                self._events.put(Answered(message, response))
+                return
+            call = method.future(message.request, timeout=timeout_seconds, metadata=self._metadata)
+        except grpc.RpcError as error:
+            self._events.put(Failed(message, failure_of(error)))
+            return
+        except ValueError as error:
+            raise _closed_or(error) from None
+        self._calls.add(call)
+        call.add_done_callback(lambda done: self._events.put(_Done(done, message)))
+
+    def open_stream(self) -> int:
+        """See `Wire`."""
+        number = len(self._streams) + 1
+        try:
+            self._streams[number] = _Stream(number, self._stub, self._metadata, self._events)
+        except ValueError as error:
+            raise _closed_or(error) from None
+        return number
+
+    def send(self, stream: int, request: pb.EncodeStreamRequest) -> None:
+        """See `Wire`."""
+        self._streams[stream].requests.put(request)
+
+    def finish(self, stream: int) -> None:
+        """See `Wire`."""
+        self._streams[stream].requests.put(None)
+
+    def read_input(self) -> None:
+        """See `Wire`. Reads here and now, in the caller's thread; what the caller's iterable raises comes out."""
+        try:
+            self._events.put(InputRead(next(self._inputs)))
+        except StopIteration:
+            self._events.put(InputsEnded())
+
+    async def wait(self, seconds: float | None) -> Event | None:
+        """See `Wire`."""
+        try:
+            event = self._events.get(timeout=seconds) if seconds != 0 else self._events.get_nowait()
+        except queue.Empty:
+            return None
+        if isinstance(event, _Done):
+            self._calls.discard(event.call)  # it holds the response
+            return _end_of(event)
+        return event
+
+    async def aclose(self) -> None:
+        """See `Wire`."""
+        for call in self._calls:
+            call.cancel()
+        for stream in self._streams.values():
+            stream.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """A call that is over, on its way from gRPC's thread to the caller's."""
+
+    call: Any
+    message: Message
+
+
+class _Stream:
+    """One EncodeStream: a queue that gRPC's thread sends from, and a thread that reads the answers."""
+
+    def __init__(self, number: int, stub: Any, metadata: Metadata, events: "queue.SimpleQueue[Event | _Done]") -> None:
+        self.requests: queue.SimpleQueue[pb.EncodeStreamRequest | None] = queue.SimpleQueue()
+        self._number = number
+        self._events = events
+        self._call = stub.EncodeStream(iter(self.requests.get, None), metadata=metadata)
+        self._reader = threading.Thread(target=self._read, name="encserve-stream-reader", daemon=True)
+        self._reader.start()
+
+    def close(self) -> None:
+        """Cancels the stream and waits for its thread. A stream that is over is left as it is."""
+        self._call.cancel()
+        self.requests.put(None)  # or gRPC's sending thread would wait for ever
+        self._reader.join()
+
+    def _read(self) -> None:
+        failure: Failure | None = None
+        try:
+            for response in self._call:
+                self._events.put(StreamAnswered(self._number, response))
+        except grpc.RpcError as error:
+            failure = failure_of(error)
+        except Exception as error:
+            failure = failure_of_crash(error)
+        self.requests.put(None)
+        self._events.put(StreamEnded(self._number, failure))
+
+
+def _closed_or(error: ValueError) -> Exception:
+    """A closed channel is a ValueError to gRPC, known only by its text."""
+    return ClientClosedError() if "closed" in str(error) else error
+
+
+def failure_of(error: Any) -> Failure:
+    """Reads the status of a failed call."""
+    return failure_of_status(error.code() or grpc.StatusCode.UNKNOWN, error.details(), error.trailing_metadata())
+
+
+def _end_of(done: _Done) -> Event:
+    """What became of a call that is over."""
+    call, code = done.call, done.call.code()
+    if code is grpc.StatusCode.OK:
+        return Answered(done.message, call.result())
+    return Failed(done.message, failure_of_status(code, call.details(), call.trailing_metadata()))

@@ -1,0 +1,357 @@
+"""Both clients against a real server: what comes back, what was sent, what fails how."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+
+from encserve_client import (
+    ClientClosedError,
+    DeadlineError,
+    EncserveError,
+    InferenceError,
+    InvalidInputError,
+    InvalidRequestError,
+    MessageTooLargeError,
+    ModelNotFoundError,
+    Output,
+    OverloadedError,
+    RetryPolicy,
+    ServerError,
+    ServerUnavailableError,
+)
+from encserve_proto.v1 import encoder_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.client.conftest import Caller, FakeEncoder
+
+Code = grpc.StatusCode
+TEXTS = ["one", "two words", "and three words"]
+
+
+async def test_every_input_gets_its_rows(caller: Caller, rows: Any) -> None:
+    """Texts, lists, tuples and arrays may be mixed; each gets a (seq, d_model) array, in order."""
+    inputs = ["two words", [5, 6, 7], (8,), np.array([9, 10], np.uint16), np.array([11], np.int64)]
+    arrays = await caller(caller.connect().encode, inputs)
+    for array, ids in zip(arrays, [[1, 3, 5, 2], [5, 6, 7], [8], [9, 10], [11]], strict=True):
+        np.testing.assert_array_equal(array, rows(ids))
+        assert array.dtype == np.float32
+        assert not array.flags.writeable
+        assert not array.flags.owndata
+
+
+async def test_options_reach_the_server(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+    client = caller.connect()
+    [array] = await caller(
+        client.encode,
+        ["two words"],
+        model="tiny",
+        version="1",
+        dtype="float16",
+        truncate=True,
+        exclude_special_tokens=True,
+        l2_normalize=True,
+    )
+    assert array.dtype == np.float16
+    assert array.shape == (2, 8)
+    np.testing.assert_allclose(np.linalg.norm(array.astype(float), axis=1), 1, atol=1e-3)
+    [request] = service.requests
+    assert (request.model, request.model_version) == ("tiny", "1")
+    assert request.options.truncation == pb.TRUNCATION_END
+
+
+async def test_no_rows_at_all(caller: Caller) -> None:
+    """A sequence of special tokens only, without them."""
+    [array] = await caller(caller.connect().encode, [""], exclude_special_tokens=True)
+    assert array.shape == (0, 8)
+
+
+async def test_embeddings_are_one_matrix(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+    service.max_request_sequences = 2
+    client = caller.connect()
+    vectors = await caller(client.embed, TEXTS, pooling="mean")
+    expected = [rows(ids).mean(axis=0) for ids in ([1, 3, 2], [1, 3, 5, 2], [1, 3, 5, 5, 2])]
+    np.testing.assert_allclose(vectors, expected)
+    assert (await caller(client.embed, TEXTS, l2_normalize=True)).shape == (3, 8)
+    assert service.requests[-1].options.outputs[0].kind == pb.OUTPUT_KIND_MODEL_POOLING
+
+
+async def test_run_tells_everything(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+    """Several outputs, cut into several messages, put together again."""
+    service.max_request_sequences = 2
+    client = caller.connect()
+    result = await caller(client.run, TEXTS, outputs=["tokens", Output("cls", True)], include_token_strings=True)
+    assert (result.model, result.version, result.fingerprint) == ("tiny", "1", "f" * 16)
+    np.testing.assert_array_equal(result.outputs[0].arrays()[2], rows([1, 3, 5, 5, 2]))
+    assert result.outputs[1].matrix().shape == (3, 8)
+    assert (result.outputs[1].kind, result.outputs[1].l2_normalized) == ("cls", True)
+    info = result.sequences[2]
+    assert info.tokens == ("[FIRST]", "and", "three", "words", "[LAST]")
+    assert [TEXTS[2][start:end] for start, end in info.offsets] == ["", "and", "three", "words", ""]
+    assert info.special.tolist() == [True, False, False, False, True]
+    assert (result.timings.messages, result.timings.attempts) == (2, 2)
+    assert result.timings.compute_seconds == 0.003
+    assert result.timings.total_seconds > 0
+
+
+async def test_no_inputs(caller: Caller, service: FakeEncoder) -> None:
+    """No request is made for nothing; arrays have the model's width all the same."""
+    client = caller.connect()
+    assert await caller(client.encode, []) == []
+    assert service.n_get_model == 0
+    assert (await caller(client.embed, iter([]))).shape == (0, 8)
+    result = await caller(client.run, [], outputs=["tokens", "mean"])
+    assert [output.matrix().shape for output in result.outputs] == [(0, 8)] * 2
+    assert result.fingerprint == "f" * 16
+    assert service.requests == []
+
+
+async def test_models(caller: Caller) -> None:
+    client = caller.connect()
+    [model] = await caller(client.models)
+    assert model == await caller(client.model) == await caller(client.model, "tiny", "1")
+    assert (model.d_model, model.pooling, model.special_token_ids, model.ready) == (8, "mean", (1, 2), True)
+
+
+async def test_order_is_kept_whichever_answer_comes_first(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+    service.max_request_sequences = 1
+    service.before = lambda _: asyncio.sleep(random.uniform(0, 0.02))
+    inputs = [[i, i] for i in range(1, 40)]
+    arrays = await caller(caller.connect().encode, inputs)
+    for array, ids in zip(arrays, inputs, strict=True):
+        np.testing.assert_array_equal(array, rows(ids))
+    assert len(service.requests) == 39
+
+
+async def test_texts_with_more_tokens_than_estimated_are_split(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+    """Texts of one-letter words have far more tokens than typical: the server refuses, the halves pass."""
+    service.max_request_tokens = 200
+    texts = ["a b c d e f g h i j k l m n o p q r s t u v w x y z"] * 10
+    arrays = await caller(caller.connect(max_concurrent_messages=1).encode, texts)
+    assert [array.shape for array in arrays] == [(28, 8)] * 10
+    assert len(service.requests) > 2
+
+
+async def test_oversize_replies_are_split(caller: Caller, service: FakeEncoder) -> None:
+    """A client that takes less than the server sends: gRPC's own limit, without a reason of the server's."""
+    client = caller.connect(max_message_bytes=6000, max_concurrent_messages=1)
+    service.before = _padded(service, 1000)
+    arrays = await caller(client.encode, [[5]] * 20)
+    assert len(arrays) == 20
+    assert len(service.requests[0].inputs) == 20
+    service.before = _padded(service, 9000)
+    with pytest.raises(MessageTooLargeError, match="larger than max") as caught:
+        await caller(client.encode, [[5]])
+    assert caught.value.attempts == 1
+
+
+def _padded(service: FakeEncoder, n_bytes: int) -> Any:
+    """Answers with a name that many bytes long for each input."""
+
+    async def before(request: pb.EncodeRequest) -> pb.EncodeResponse:
+        response = service.answer(request)
+        response.model = "x" * n_bytes * len(request.inputs)
+        return response
+
+    return before
+
+
+async def test_a_full_queue_is_tried_again_after_its_delay(
+    caller: Caller, service: FakeEncoder, refused: Any, rows: Any
+) -> None:
+    times: list[float] = []
+
+    async def full_twice(_: pb.EncodeRequest) -> None:
+        times.append(time.monotonic())
+        if len(times) <= 2:
+            raise refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "80")
+
+    service.before = full_twice
+    arrays = await caller(caller.connect().encode, [[5]])
+    np.testing.assert_array_equal(arrays[0], rows([5]))
+    assert all(gap >= 0.08 for gap in np.diff(times))
+
+
+async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEncoder) -> None:
+    """The same channel connects again, within the call's own retries."""
+    client = caller.connect(retry=RetryPolicy(max_attempts=50, max_backoff_seconds=0.2))
+    await caller(client.encode, [[5]])
+    port = int(service.target.rpartition(":")[2])
+    await service.server.stop(None)
+    call = asyncio.create_task(caller(client.encode, [[6]]))
+    await asyncio.sleep(0.3)
+    assert not call.done()
+    await service.start(port)
+    assert len(await call) == 1
+
+
+async def test_the_deadline_is_over_all_attempts(caller: Caller, service: FakeEncoder, refused: Any) -> None:
+    async def never(_: pb.EncodeRequest) -> None:
+        raise refused(Code.UNAVAILABLE, "later", "DRAINING", "50")
+
+    service.before = never
+    client = caller.connect(retry=RetryPolicy(max_attempts=1000, initial_backoff_seconds=0, max_backoff_seconds=0))
+    started = time.monotonic()
+    # Which of the two it is depends on whether the deadline falls into an attempt or a wait.
+    with pytest.raises((ServerUnavailableError, DeadlineError)) as caught:
+        await caller(client.encode, [[5]], timeout_seconds=0.4)
+    assert time.monotonic() - started < 1.0
+    assert 2 <= caught.value.attempts <= 8
+
+
+async def test_a_slow_server_meets_the_deadline(caller: Caller, service: FakeEncoder) -> None:
+    service.before = lambda _: asyncio.sleep(30)
+    client = caller.connect(timeout_seconds=0.2)
+    await caller(client.model)
+    with pytest.raises(DeadlineError) as caught:
+        await caller(client.encode, [[5]])
+    assert (caught.value.code, caught.value.attempts) == (Code.DEADLINE_EXCEEDED, 1)
+    await _until(lambda: service.n_cancelled == 1)
+
+
+async def test_the_first_failure_cancels_the_other_messages(caller: Caller, service: FakeEncoder, refused: Any) -> None:
+    service.max_request_sequences = 1
+
+    async def third_fails(request: pb.EncodeRequest) -> None:
+        if request.inputs[0].token_ids.ids[0] == 3:
+            await _until(lambda: len(service.requests) == 4)
+            raise refused(Code.INTERNAL, "inputs[0]: not finite", "INFERENCE_FAILED")
+        await asyncio.sleep(30)
+
+    service.before = third_fails
+    with pytest.raises(InferenceError, match=r"inputs\[2\]: not finite"):
+        await caller(caller.connect().encode, [[i] for i in range(1, 20)])
+    await _until(lambda: service.n_cancelled == 3)
+    assert len(service.requests) == 4
+
+
+@pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
+async def test_grpcs_own_exceptions_never_get_out(
+    caller: Caller, service: FakeEncoder, refused: Any, code: Code
+) -> None:
+    """Every status, from the unary call and from the stream."""
+
+    async def fail(*_: object) -> None:
+        raise refused(code, "because")
+
+    service.before, service.before_stream = fail, fail
+    client = caller.connect(retry=RetryPolicy(max_attempts=1))
+    with pytest.raises(EncserveError, match="because") as caught:
+        await caller(client.encode, [[5]])
+    assert grpc.RpcError not in type(caught.value).__mro__
+    assert caught.value.code is code
+    with pytest.raises(type(caught.value), match="because"):
+        await caller.all_of(client, [[5]])
+
+
+async def test_refusals_name_the_callers_input(caller: Caller, service: FakeEncoder) -> None:
+    service.max_request_sequences = 2
+    with pytest.raises(InvalidRequestError, match=r"^inputs\[3\]: has 65 tokens; the model takes at most 64") as caught:
+        await caller(caller.connect(max_concurrent_messages=1).encode, [[1], [2], [3], [4] * 65])
+    assert caught.value.reason == "SEQUENCE_TOO_LONG"
+
+
+async def test_an_unknown_model(caller: Caller) -> None:
+    with pytest.raises(ModelNotFoundError, match="'nope' is not loaded") as caught:
+        await caller(caller.connect().encode, [[1]], model="nope")
+    assert caught.value.reason == "UNKNOWN_MODEL"
+
+
+async def test_nothing_is_sent_for_a_wrong_argument(caller: Caller, service: FakeEncoder) -> None:
+    client = caller.connect()
+    wrong_inputs: list[Any] = ["text", [b"bytes"], [[]]]
+    for wrong in wrong_inputs:
+        with pytest.raises(InvalidInputError):
+            await caller(client.encode, wrong)
+    with pytest.raises(InvalidInputError, match="pooling must be one of"):
+        await caller(client.embed, ["a"], pooling="sum")
+    with pytest.raises(ValueError, match="timeout_seconds must be > 0; was 0"):
+        await caller(client.encode, ["a"], timeout_seconds=0)
+    assert service.n_get_model == 0
+
+
+async def test_no_server(caller: Caller) -> None:
+    client = caller.connect(target="127.0.0.1:1")
+    with pytest.raises(ServerUnavailableError, match=r"Failed to connect.*\(sent 5 times\)"):
+        await caller(client.models)
+
+
+async def test_names_are_resolved(caller: Caller, service: FakeEncoder) -> None:
+    port = service.target.rpartition(":")[2]
+    assert len(await caller(caller.connect(target=f"dns:///localhost:{port}").models)) == 1
+
+
+async def test_metadata_and_token_are_sent(caller: Caller, service: FakeEncoder) -> None:
+    client = caller.connect(token="secret", metadata={"x-tenant": "a"})
+    await caller(client.encode, [[1]])
+    sent = service.metadata[0]
+    assert (sent["authorization"], sent["x-tenant"]) == ("Bearer secret", "a")
+    assert "encserve-client" in sent["user-agent"]
+
+
+async def test_a_closed_client_says_so(caller: Caller) -> None:
+    client = caller.connect()
+    await caller(client.models)
+    assert "[open]" in repr(client)
+    for _ in range(2):
+        await caller.close(client)
+    assert "[closed]" in repr(client)
+    for call in (client.models, lambda: client.encode_stream(["a"])):
+        with pytest.raises(ClientClosedError, match="the client is closed"):
+            await caller(call)
+
+
+async def test_closing_ends_calls_that_are_going_on(caller: Caller, service: FakeEncoder) -> None:
+    """One message, several messages, and a stream."""
+    service.before = lambda _: asyncio.sleep(30)
+    service.before_stream = lambda *_: asyncio.sleep(30)
+    service.max_request_sequences = 2
+    client = caller.connect()
+    await caller(client.model)
+    calls = [
+        asyncio.create_task(caller(client.encode, [[1]])),
+        asyncio.create_task(caller(client.encode, [[1]] * 5)),
+        asyncio.create_task(caller.all_of(client, [[1]] * 5)),
+    ]
+    await _until(lambda: len(service.requests) == 4 and len(service.stream_requests) == 5)
+    await caller.close(client)
+    for call in calls:
+        with pytest.raises(ClientClosedError):
+            await call
+
+
+async def test_a_bug_below_does_not_hang_the_call(caller: Caller, service: FakeEncoder) -> None:
+    """Whatever gRPC raises besides its statuses: here for metadata that it cannot take."""
+    client = caller.connect()
+    client._metadata = (("Bad Key", "x"),)
+    for call in (client.models, client.encode):
+        with pytest.raises(ServerError):
+            await caller(call, *([[[1]]] if call == client.encode else []))
+    with pytest.raises(ServerError):
+        await caller.all_of(client, [[1]])
+
+
+async def test_overload_says_when_to_come_back(caller: Caller, service: FakeEncoder, refused: Any) -> None:
+    async def full(_: pb.EncodeRequest) -> None:
+        raise refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "60000")
+
+    service.before = full
+    with pytest.raises(OverloadedError) as caught:
+        await caller(caller.connect().encode, [[1]])
+    assert caught.value.retry_delay_seconds == 60.0
+    assert caught.value.attempts == 1
+
+
+async def _until(condition: Any) -> None:
+    """Waits for something that is about to happen."""
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("did not happen within 5 s")

@@ -1,0 +1,130 @@
+"""The command `encserve` against a real server: what people and pipes get to read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+from encserve_client._cli._commands import cli
+
+if TYPE_CHECKING:
+    from tests.client.conftest import FakeEncoder
+
+LONG = "a rather long text " * 15
+
+
+async def encserve(service: FakeEncoder, *arguments: str, **env: str) -> Result:
+    """Runs the command against the service; 80 columns, as if piped."""
+    call = ["--target", service.target, *arguments]
+    result = await asyncio.to_thread(CliRunner().invoke, cli, call, env={"COLUMNS": "80", **env})
+    assert max(map(len, result.output.splitlines())) <= 80 or "--json" in arguments or result.exit_code
+    return result
+
+
+async def test_encode(service: FakeEncoder) -> None:
+    """A table for each text, its shape, the model and the times."""
+    result = await encserve(service, "encode", "two words", "[red]no markup[/red]")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert lines[0] == "two words"
+    assert "[red]no markup[/red]" in lines
+    [line] = [line.split() for line in lines if line.split()[:1] == ["two"] and "words" not in line]
+    assert line == ["two", "3", "3.250", "3.266", "3.281", "…", "3.359", "9.348"]
+    assert "shape (4, 8)" in lines
+    assert f"model tiny, version 1, fingerprint {'f' * 16}" in lines
+    assert "tokenize 1.0 ms, queue 2.0 ms, compute 3.0 ms, total " in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+async def test_encode_says_what_it_leaves_out(service: FakeEncoder) -> None:
+    result = await encserve(service, "encode", LONG[:100], "--max-rows", "3", "--exclude-special")
+    assert "more rows not shown" in result.stdout
+    assert "[FIRST]" not in result.stdout
+
+
+async def test_encode_json(service: FakeEncoder) -> None:
+    result = await encserve(service, "encode", "two words", "--json", "--model", "tiny", "--model-version", "1")
+    answer = json.loads(result.stdout)
+    assert (answer["model"], answer["version"]) == ("tiny", "1")
+    [sequence] = answer["sequences"]
+    assert sequence["tokens"] == ["[FIRST]", "two", "words", "[LAST]"]
+    assert sequence["token_ids"] == [1, 3, 5, 2]
+    assert np.array(sequence["rows"]).shape == tuple(sequence["shape"]) == (4, 8)
+
+
+async def test_encode_to_a_file(service: FakeEncoder, tmp_path: Path) -> None:
+    """The file has exactly the name that was asked for, and needs no pickle."""
+    path = tmp_path / "vectors.out"
+    result = await encserve(service, "encode", "two words", "one", "--output", str(path))
+    assert "2 texts, 7 rows of 8" in " ".join(result.stdout.split())
+    with np.load(path, allow_pickle=False) as file:
+        assert file["rows"].shape == (7, 8)
+        assert file["lengths"].tolist() == [4, 3]
+        assert file["token_ids"].tolist() == [1, 3, 5, 2, 1, 3, 2]
+        assert str(file["fingerprint"]) == "f" * 16
+    assert [it.name for it in tmp_path.iterdir()] == ["vectors.out"]  # noqa: ASYNC240 - a test's own folder
+
+
+async def test_similarity(service: FakeEncoder) -> None:
+    """The numbers say it all, without colour; wide matrices go over several tables."""
+    result = await encserve(service, "similarity", "one", "one", LONG)
+    rows = [line.split() for line in result.stdout.splitlines() if line.lstrip()[:1] in {"1", "2", "3"}]
+    assert [row[-3:-1] for row in rows if row[0] == "1"] == [["1.000", "1.000"]]
+    assert "…" in result.stdout
+    assert "pooling model" in result.stdout
+    wide = await encserve(service, "similarity", *(f"text {i}" for i in range(20)))
+    assert wide.stdout.count("cosine similarity") > 1
+
+
+async def test_similarity_json(service: FakeEncoder) -> None:
+    result = await encserve(service, "similarity", "one", "two words", "--json", "--pooling", "cls")
+    answer = json.loads(result.stdout)
+    cosine = np.array(answer["cosine"])
+    assert cosine.shape == (2, 2)
+    np.testing.assert_allclose(np.diag(cosine), 1)
+    assert (answer["pooling"], answer["texts"]) == ("cls", ["one", "two words"])
+
+
+async def test_models(service: FakeEncoder) -> None:
+    result = await encserve(service, "models")
+    [line] = [line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["tiny"]]
+    assert line == ["tiny", "*", "1", "8", "2", "64", "mean", "CPU", "float32", "yes"]
+    [model] = json.loads((await encserve(service, "models", "--json")).stdout)
+    assert model["max_request_tokens"] == 65536
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["encode", "a", "--model", "nope"], "Error: model: 'nope' is not loaded; tiny is\n"),
+        (["similarity", "a"], "Error: similarity needs at least 2 texts; was 1\n"),
+        (["--timeout", "0", "models"], "Error: timeout_seconds must be > 0; was 0.0\n"),
+        (["--ca", "/nowhere/ca.pem", "models"], "Error: [Errno 2] No such file or directory: '/nowhere/ca.pem'\n"),
+        (["--target", "127.0.0.1:1", "models"], None),
+    ],
+)
+async def test_errors_are_one_line(service: FakeEncoder, arguments: list[str], text: str | None) -> None:
+    result = await encserve(service, *arguments)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("Error: ")
+    assert result.stderr.count("\n") == 1
+    if text is not None:
+        assert result.stderr == text
+
+
+async def test_the_target_may_come_from_the_environment(service: FakeEncoder) -> None:
+    result = await asyncio.to_thread(CliRunner().invoke, cli, ["models"], env={"ENCSERVE_TARGET": service.target})
+    assert result.exit_code == 0
+
+
+@pytest.mark.parametrize("command", [[], ["encode"], ["similarity"], ["models"]])
+def test_help(command: list[str]) -> None:
+    result = CliRunner().invoke(cli, [*command, "--help"])
+    assert result.exit_code == 0
+    assert "Usage: " in result.stdout

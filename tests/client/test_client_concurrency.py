@@ -1,0 +1,97 @@
+"""Many callers of one client, and callers that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+from encserve_client import AsyncEncoderClient, EncoderClient
+
+if TYPE_CHECKING:
+    from tests.client.conftest import FakeEncoder
+
+
+async def until(condition: Any) -> None:
+    """Waits for something that is about to happen."""
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("did not happen within 5 s")
+
+
+async def test_threads_share_a_client(service: FakeEncoder, rows: Any) -> None:
+    """Calls of one message, of several, and streams, from 16 threads at once: each gets its own rows."""
+    service.max_request_sequences = 3
+
+    def work(client: EncoderClient, thread: int) -> int:
+        for call in range(5):
+            inputs = [[thread + 1] * (1 + (call + i) % 4) for i in range(1 + call * 2)]
+            streamed = list(client.encode_stream(inputs))
+            for arrays in (client.encode(inputs), streamed):
+                for array, ids in zip(arrays, inputs, strict=True):
+                    np.testing.assert_array_equal(array, rows(ids))
+        return thread
+
+    def everyone() -> list[int]:
+        with EncoderClient(service.target) as client, ThreadPoolExecutor(16) as pool:
+            return list(pool.map(lambda thread: work(client, thread), range(16)))
+
+    threads = set(threading.enumerate())
+    assert await asyncio.to_thread(everyone) == list(range(16))
+    assert service.n_get_model <= 16
+    await until(lambda: not [it for it in set(threading.enumerate()) - threads if "asyncio" not in it.name])
+
+
+async def test_tasks_share_a_client(service: FakeEncoder, rows: Any) -> None:
+    service.max_request_sequences = 3
+    async with AsyncEncoderClient(service.target) as client:
+
+        async def work(task: int) -> None:
+            inputs = [[task + 1] * length for length in (1, 2, 3, 4, 5)]
+            streamed = [array async for array in client.encode_stream(inputs)]
+            for arrays in (await client.encode(inputs), streamed):
+                for array, ids in zip(arrays, inputs, strict=True):
+                    np.testing.assert_array_equal(array, rows(ids))
+
+        await asyncio.gather(*(work(task) for task in range(50)))
+
+
+@pytest.mark.parametrize("n_messages", [1, 6])
+async def test_cancelling_a_task_cancels_its_call(service: FakeEncoder, n_messages: int) -> None:
+    """The caller sees asyncio's own error, the server that its callers are gone, and no task is left."""
+    service.max_request_sequences = 1
+    service.before = lambda _: asyncio.sleep(30)
+    async with AsyncEncoderClient(service.target) as client:
+        await client.model()
+        call = asyncio.create_task(client.encode([[1]] * n_messages))
+        n_out = min(n_messages, 4)
+        await until(lambda: len(service.requests) == n_out)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await until(lambda: service.n_cancelled == n_out)
+        assert not [task for task in asyncio.all_tasks() if "encserve_client" in repr(task)]
+        service.before = None
+        assert len(await client.encode([[1]])) == 1  # the client is as good as before
+
+
+async def test_a_timeout_of_the_callers_own(service: FakeEncoder) -> None:
+    """asyncio.timeout works on calls as on anything else."""
+    service.before = lambda _: asyncio.sleep(30)
+    async with AsyncEncoderClient(service.target) as client:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await client.encode([[1]])
+
+
+async def test_the_async_client_can_be_made_outside_a_loop(service: FakeEncoder) -> None:
+    """Its channel is made in the loop in which it is first used; here in a thread without any."""
+    client = await asyncio.to_thread(AsyncEncoderClient, service.target)
+    async with client:
+        assert len(await client.models()) == 1

@@ -1,0 +1,232 @@
+"""The logic of a call in virtual time: retries, deadlines, splitting, concurrency. No network, no waiting."""
+
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from encserve_client import (
+    DeadlineError,
+    EncodeResult,
+    InvalidRequestError,
+    MessageTooLargeError,
+    OverloadedError,
+    ProtocolError,
+    RetryPolicy,
+    ServerUnavailableError,
+)
+from encserve_client._core import Core, Settings
+from encserve_client._failure import Failure
+from encserve_client._inputs import Input
+from encserve_client._options import Options
+from encserve_client._wire import Rpc, run_without_loop
+from encserve_client._wire_fake import FakeWire, Outcome
+from encserve_proto.v1 import encoder_pb2 as pb
+
+Code = grpc.StatusCode
+Encode = Callable[[pb.EncodeRequest], Outcome]
+DOWN = Failure(Code.UNAVAILABLE, "down")
+FULL = Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 2.0)
+POLICY = RetryPolicy(max_attempts=3, initial_backoff_seconds=1.0, backoff_multiplier=2.0)
+
+
+def echo(request: pb.EncodeRequest) -> pb.EncodeResponse:
+    """Rows of one number: the token ids."""
+    ids = [list(item.token_ids.ids) for item in request.inputs]
+    tensor = pb.RaggedTensor(
+        kind=pb.OUTPUT_KIND_TOKENS,
+        data_type=pb.DATA_TYPE_FLOAT32,
+        width=1,
+        lengths=map(len, ids),
+        data=np.array([token for its in ids for token in its], "<f4").tobytes(),
+    )
+    sequences = [pb.SequenceInfo(token_count=len(its), original_token_count=len(its)) for its in ids]
+    return pb.EncodeResponse(outputs=[tensor], sequences=sequences, fingerprint="f")
+
+
+class Server:
+    """Scripts a `FakeWire`: what GetModel says, and what a function says of each Encode."""
+
+    def __init__(self, encode: Encode, **limits: Any) -> None:
+        self.encode = encode
+        self.info = pb.ModelInfo(name="m", d_model=1, max_sequence_tokens=512, **limits)
+        self.sizes: list[int] = []
+        self.n_get_model = 0
+        self.wire = FakeWire(self._answer)
+
+    def _answer(self, rpc: Rpc, request: Any) -> Outcome:
+        if rpc == "GetModel":
+            self.n_get_model += 1
+            return 0.0, pb.GetModelResponse(model=self.info)
+        self.sizes.append(len(request.inputs))
+        return self.encode(request)
+
+
+def core_of(timeout_seconds: float = 100.0, max_concurrent: int = 4, retry: RetryPolicy = POLICY) -> Core:
+    """With the largest jitter."""
+    return Core(Settings(timeout_seconds, 64 << 20, max_concurrent, retry, random=lambda: 1.0))
+
+
+def encode(core: Core, server: Server, inputs: list[Input], timeout_seconds: float | None = None) -> EncodeResult:
+    call = core.encode(server.wire, inputs, ("", ""), Options(), timeout_seconds)
+    try:
+        return run_without_loop(call)
+    finally:
+        assert server.wire.is_closed
+
+
+def ids_in(result: EncodeResult) -> list[list[int]]:
+    return [array[:, 0].astype(int).tolist() for array in result.outputs[0].arrays()]
+
+
+def failing(failures: list[Failure]) -> Encode:
+    """Fails so many times, then answers."""
+    left = list(failures)
+    return lambda request: (0.0, left.pop(0)) if left else (0.0, echo(request))
+
+
+def test_backoff_then_success() -> None:
+    """Waits of 1 s, then 2 s; the result says how often it was sent."""
+    server = Server(failing([DOWN, DOWN]))
+    result = encode(core_of(), server, [[5, 6]])
+    assert server.wire.sent == [0.0, 0.0, 1.0, 3.0]  # GetModel, then three attempts
+    assert ids_in(result) == [[5, 6]]
+    assert (result.timings.messages, result.timings.attempts, result.timings.total_seconds) == (1, 3, 3.0)
+
+
+def test_the_servers_delay_is_kept() -> None:
+    server = Server(failing([FULL]))
+    encode(core_of(), server, [[5]])
+    assert server.wire.sent[1:] == [0.0, 3.0]  # 2 s as asked, and 1 s of jitter
+
+
+def test_attempts_run_out() -> None:
+    with pytest.raises(ServerUnavailableError, match=r"down \(sent 3 times\)") as caught:
+        encode(core_of(), Server(failing([DOWN] * 9)), [[5]])
+    assert caught.value.attempts == 3
+
+
+def test_the_deadline_is_over_all_attempts() -> None:
+    """An attempt gets what is left of the call's time, not the whole of it again."""
+    answers = iter([(4.0, DOWN), (99.0, None)])
+    server = Server(lambda _: next(answers))
+    with pytest.raises(DeadlineError) as caught:
+        encode(core_of(timeout_seconds=6.0), server, [[5]])
+    assert server.wire.time == 6.0
+    assert caught.value.attempts == 2
+
+
+def test_a_wait_past_the_deadline_is_not_begun() -> None:
+    """The caller learns at once what is wrong, with the delay to wait himself."""
+    server = Server(failing([FULL]))
+    with pytest.raises(OverloadedError) as caught:
+        encode(core_of(timeout_seconds=2.5), server, [[5]])
+    assert server.wire.time == 0.0
+    assert caught.value.retry_delay_seconds == 2.0
+
+
+def test_one_calls_timeout_goes_before_the_clients() -> None:
+    with pytest.raises(DeadlineError):
+        encode(core_of(timeout_seconds=100.0), server := Server(lambda _: (50.0, DOWN)), [[5]], timeout_seconds=7.0)
+    assert server.wire.time == 7.0
+
+
+def test_order_is_kept_whichever_answer_comes_first() -> None:
+    """Later messages are answered earlier; never more than four are out."""
+    server = Server(
+        lambda request: (100.0 - request.inputs[0].token_ids.ids[0], echo(request)), max_request_sequences=2
+    )
+    inputs: list[Input] = [[i] for i in range(1, 20)]
+    result = encode(core_of(timeout_seconds=1000.0), server, inputs)
+    assert ids_in(result) == inputs
+    assert server.sizes == [2] * 9 + [1]
+    assert server.wire.most_out == 4
+
+
+def test_messages_too_large_are_halved_until_they_pass() -> None:
+    """The server takes at most 3 sequences, though its limits said otherwise; the limits are asked for again."""
+
+    def at_most_3(request: pb.EncodeRequest) -> Outcome:
+        if len(request.inputs) > 3:
+            return 0.0, Failure(Code.INVALID_ARGUMENT, "too large", "RESPONSE_TOO_LARGE")
+        return 0.0, echo(request)
+
+    core, server = core_of(), Server(at_most_3)
+    inputs: list[Input] = [[i, i] for i in range(1, 12)]
+    assert ids_in(encode(core, server, inputs)) == inputs
+    assert server.sizes[0] == 11
+    assert max(server.sizes[3:]) <= 5
+    server.info.max_request_sequences = 3
+    encode(core, server, inputs)
+    assert server.n_get_model == 2
+    assert server.sizes[-4:] == [3, 3, 3, 2]
+
+
+def test_grpcs_own_size_limit_halves_but_never_repeats() -> None:
+    """RESOURCE_EXHAUSTED without our reason: the same message is never sent twice."""
+    refusal = Failure(Code.RESOURCE_EXHAUSTED, "CLIENT: Received message larger than max (9 vs. 4)")
+    server = Server(lambda _: (0.0, refusal))
+    with pytest.raises(MessageTooLargeError):
+        encode(core_of(), server, [[i] for i in range(1, 5)])
+    assert server.sizes[0] == 4
+    assert server.sizes.count(4) == 1
+    alone = Server(lambda _: (0.0, refusal))
+    with pytest.raises(MessageTooLargeError) as caught:
+        encode(core_of(), alone, [[1]])
+    assert alone.sizes == [1]
+    assert caught.value.attempts == 1
+
+
+def test_the_first_failure_ends_the_call() -> None:
+    """Nothing more is sent, and the index in the text is the caller's."""
+
+    def second_fails(request: pb.EncodeRequest) -> Outcome:
+        if request.inputs[0].token_ids.ids[0] == 3:
+            return 1.0, Failure(Code.INVALID_ARGUMENT, "inputs[1]: is bad", "SEQUENCE_TOO_LONG")
+        return 5.0, echo(request)
+
+    server = Server(second_fails, max_request_sequences=2)
+    with pytest.raises(InvalidRequestError, match=r"inputs\[3\]: is bad") as caught:
+        encode(core_of(), server, [[i] for i in range(1, 50)])
+    assert caught.value.reason == "SEQUENCE_TOO_LONG"
+    assert server.wire.time == 1.0
+    assert len(server.sizes) == 4
+
+
+def test_a_model_is_asked_for_once() -> None:
+    core, server = core_of(), Server(failing([]))
+    for _ in range(3):
+        encode(core, server, [[1]])
+    assert server.n_get_model == 1
+
+
+def test_asking_for_the_model_is_retried_too() -> None:
+    """With the same deadline as the call's."""
+    answers: list[Outcome] = [(0.0, DOWN), (0.0, pb.GetModelResponse(model=pb.ModelInfo(name="m", d_model=1)))]
+    wire = FakeWire(lambda rpc, request: answers.pop(0) if rpc == "GetModel" else (0.0, echo(request)))
+    result = run_without_loop(core_of().encode(wire, [[1]], ("", ""), Options(), None))
+    assert ids_in(result) == [[1]]
+    assert wire.sent == [0.0, 1.0, 1.0]
+
+
+def test_a_model_without_a_width_is_refused() -> None:
+    wire = FakeWire(lambda rpc, request: (0.0, pb.GetModelResponse()))
+    with pytest.raises(ProtocolError, match="d_model >= 1"):
+        run_without_loop(core_of().get_model(wire, ("", ""), None))
+
+
+@pytest.mark.parametrize("timeout", [0, -1, float("nan")])
+def test_a_timeout_must_be_positive(timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout_seconds must be > 0; was"):
+        core_of().deadline(timeout, 0.0)
+    with pytest.raises(ValueError, match="timeout_seconds must be > 0; was"):
+        core_of(timeout_seconds=timeout)
+
+
+def test_settings_are_checked() -> None:
+    with pytest.raises(ValueError, match="max_concurrent_messages must be >= 1; was 0"):
+        Settings(1.0, 1, 0, POLICY)
+    with pytest.raises(ValueError, match="max_message_bytes must be >= 1; was 0"):
+        Settings(1.0, 0, 1, POLICY)

@@ -1,0 +1,148 @@
+"""What the package is: its public names, what it imports, its settings, encryption."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+
+import encserve_client
+from encserve_client import AsyncEncoderClient, EncoderClient, ServerUnavailableError, Tls
+from encserve_client._channel import channel_options
+from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
+
+if TYPE_CHECKING:
+    from tests.client.conftest import FakeEncoder
+
+
+def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_importing_needs_only_what_is_declared() -> None:
+    """Neither click nor rich, nor anything of the server's; not even where they are installed."""
+    unwanted = "{'click', 'rich', 'google.rpc', 'grpc_status', 'onnxruntime', 'torch', 'tokenizers'}"
+    done = in_a_new_process(f"import sys, encserve_client; print(sorted({unwanted} & set(sys.modules)))")
+    assert (done.stdout.strip(), done.stderr) == ("[]", "")
+
+
+@pytest.mark.parametrize("missing", ["click", "rich"])
+def test_the_command_without_its_extra_says_what_to_install(missing: str) -> None:
+    done = in_a_new_process(
+        f"import sys; sys.modules[{missing!r}] = None; from encserve_client._cli import main; main()"
+    )
+    assert done.returncode == 1
+    assert done.stderr == f"encserve needs {missing}: pip install 'encserve-client[cli]'\n"
+
+
+def test_public_names_are_all_there() -> None:
+    assert encserve_client.__all__ == sorted(encserve_client.__all__)
+    assert all(hasattr(encserve_client, name) for name in encserve_client.__all__)
+    folder = Path(encserve_client.__file__).parent
+    assert (folder / "py.typed").exists()
+    assert [it.name for it in folder.glob("*.py") if not it.name.startswith("_")] == []
+
+
+def test_every_exception_is_in_the_tree() -> None:
+    """The tree in the docstring, the module and the public names have the same classes."""
+    from encserve_client import _exceptions
+
+    classes = {
+        name
+        for name, it in vars(_exceptions).items()
+        if isinstance(it, type) and issubclass(it, encserve_client.EncserveError)
+    }
+    tree = (_exceptions.__doc__ or "").split("`grpc.RpcError`")[0]
+    assert classes == {word for word in tree.replace("(", " ").split() if word.endswith("Error")} - {
+        "ValueError)",
+        "TypeError)",
+    }
+    assert classes <= set(encserve_client.__all__)
+
+
+def test_both_clients_have_the_same_methods() -> None:
+    def public(kind: type) -> set[str]:
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    assert public(EncoderClient) == public(AsyncEncoderClient)
+
+
+def test_channel_options() -> None:
+    """Ours switch gRPC's retries off and raise its limits; the caller's go before them."""
+    options = dict(channel_options(5, Tls(server_name="encoder"), {"grpc.max_send_message_length": 7, "x": "y"}))
+    assert options["grpc.enable_retries"] == 0
+    assert options["grpc.max_receive_message_length"] == 5
+    assert options["grpc.max_send_message_length"] == 7
+    assert (options["grpc.ssl_target_name_override"], options["x"]) == ("encoder", "y")
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"metadata": {"Upper": "x"}}, "a metadata key must be .* was 'Upper'"),
+        ({"metadata": [("x", "ü")]}, "the metadata value of 'x' must be a str of printable ASCII"),
+        ({"metadata": {"x": 5}}, "the metadata value of 'x' must be"),
+        ({"token": "a\nb"}, "the metadata value of 'authorization' must be a str of printable ASCII$"),
+    ],
+)
+@pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
+def test_metadata_that_cannot_be_sent_is_refused(client: Any, settings: dict[str, Any], text: str) -> None:
+    """By gRPC only when a call is made, and then with no word on why."""
+    with pytest.raises(ValueError, match=text):
+        client(**settings)
+
+
+def test_contradictions_are_refused() -> None:
+    with pytest.raises(ValueError, match="cert and key go together"):
+        Tls(cert="client.pem")
+    with pytest.raises(ValueError, match="tls or credentials, not both"):
+        EncoderClient(tls=True, credentials=grpc.ssl_channel_credentials())
+    with pytest.raises(FileNotFoundError):
+        EncoderClient(tls=Tls(ca="/nowhere/ca.pem"))
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A certificate for the name "encoder", and its key."""
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("needs the command openssl")
+    folder = tmp_path_factory.mktemp("tls")
+    cert, key = folder / "cert.pem", folder / "key.pem"
+    subprocess.run(
+        f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=encoder -addext subjectAltName=DNS:encoder "
+        f"-keyout {key} -out {cert}".split(),
+        check=True,
+        capture_output=True,
+    )
+    return cert, key
+
+
+async def test_encryption(service: FakeEncoder, certificate: tuple[Path, Path]) -> None:
+    """Mutual TLS with both clients; plaintext and a missing client certificate are turned away."""
+    cert, key = certificate
+    pem = cert.read_bytes()
+    server = grpc.aio.server()
+    add_EncoderServiceServicer_to_server(service, server)
+    credentials = grpc.ssl_server_credentials([(key.read_bytes(), pem)], pem, require_client_auth=True)
+    target = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
+    await server.start()
+    mutual = Tls(ca=cert, cert=cert, key=key, server_name="encoder")
+    async with AsyncEncoderClient(target, tls=mutual) as client:
+        assert len(await client.models()) == 1
+
+    def ask(**settings: Any) -> int:
+        with EncoderClient(target, **settings) as client:
+            return len(client.models())
+
+    assert await asyncio.to_thread(ask, tls=mutual) == 1
+    for wrong in (Tls(ca=cert, server_name="encoder"), Tls(ca=cert, cert=cert, key=key, server_name="other"), False):
+        with pytest.raises(ServerUnavailableError):
+            await asyncio.to_thread(ask, tls=wrong)
+    await server.stop(None)

@@ -1,0 +1,158 @@
+"""Calls cut into messages: every input once, in order, each message within the limits."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encserve_client import InvalidInputError, Output, OutputKind
+from encserve_client._decode import model_info
+from encserve_client._inputs import Input, check_inputs, pack_input
+from encserve_client._message import Message
+from encserve_client._options import Options
+from encserve_client._plan import Cost, Limits, cost_of, plan_messages
+from encserve_proto.v1 import encoder_pb2 as pb
+
+KINDS: list[OutputKind] = ["tokens", "mean", "cls"]
+NO_LIMITS = Limits(2**31, 2**31, 2**31, 2**31, 512, 8)
+TEMPLATE = pb.EncodeRequest(model="m", model_version="2", options=Options().to_proto())
+
+texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=40)
+id_lists = st.lists(st.integers(0, 2**40), min_size=1, max_size=60)
+some_inputs = st.lists(texts | id_lists | id_lists.map(np.array) | id_lists.map(tuple), max_size=60)
+limits = st.builds(
+    Limits,
+    max_sequences=st.integers(1, 20),
+    max_tokens=st.integers(1, 200),
+    max_request_bytes=st.integers(1, 2000),
+    max_response_bytes=st.integers(1, 20_000),
+    max_sequence_tokens=st.integers(1, 100),
+    d_model=st.integers(1, 16),
+)
+options = st.builds(
+    Options,
+    outputs=st.lists(st.sampled_from(KINDS), min_size=1, max_size=3, unique=True).map(
+        lambda kinds: tuple(Output(kind) for kind in kinds)
+    ),
+    dtype=st.sampled_from(["float32", "float16"]),
+    exclude_special_tokens=st.booleans(),
+    include_token_strings=st.booleans(),
+)
+
+
+def packed(inputs: list[Input]) -> list[pb.Input]:
+    return [pack_input(item, index) for index, item in enumerate(inputs)]
+
+
+def requests_of(messages: list[Message]) -> list[pb.EncodeRequest]:
+    return [message.request for message in messages if isinstance(message.request, pb.EncodeRequest)]
+
+
+def total(inputs: list[pb.Input], options: Options, limits: Limits) -> Cost:
+    cost = Cost()
+    for item in inputs:
+        cost = cost.plus(cost_of(item, options, limits))
+    return cost
+
+
+@given(some_inputs, options, limits)
+def test_every_input_once_in_order_within_limits(inputs: list[Input], options: Options, limits: Limits) -> None:
+    """Only an input that is too much alone may break a limit. No two neighbouring messages would have fitted in one."""
+    messages = list(plan_messages(check_inputs(inputs), TEMPLATE, options, limits))
+    requests = requests_of(messages)
+    assert [item for request in requests for item in request.inputs] == packed(inputs)
+    starts = np.cumsum([0, *(len(request.inputs) for request in requests)]).tolist()
+    assert [message.first_index for message in messages] == starts[:-1]
+    for request in requests:
+        assert len(request.inputs) == 1 or total(list(request.inputs), options, limits).fits(limits)
+        assert (request.model, request.model_version) == ("m", "2")
+    for one, other in itertools.pairwise(requests):
+        assert not total([*one.inputs, other.inputs[0]], options, limits).fits(limits)
+
+
+@given(st.lists(id_lists, min_size=1, max_size=30), st.integers(1, 400))
+def test_a_request_is_no_larger_than_planned(inputs: list[Input], max_request_bytes: int) -> None:
+    """The planned bytes are an upper bound of the real ones, names and options aside."""
+    limits = Limits(2**31, 2**31, max_request_bytes, 2**31, 2**31, 8)
+    for request in requests_of(list(plan_messages(inputs, pb.EncodeRequest(), Options(), limits))):
+        assert request.ByteSize() <= max_request_bytes or len(request.inputs) == 1
+
+
+@given(some_inputs.filter(bool))
+def test_halves_are_the_whole(inputs: list[Input]) -> None:
+    """Cutting until nothing can be cut any more gives single inputs, in order, with their indices."""
+    [message] = plan_messages(inputs, TEMPLATE, Options(), NO_LIMITS)
+
+    def leaves(it: Message) -> list[Message]:
+        return [leaf for half in it.halves() for leaf in leaves(half)] or [it]
+
+    found = leaves(message)
+    assert [list(request.inputs) for request in requests_of(found)] == [[item] for item in packed(inputs)]
+    assert [leaf.first_index for leaf in found] == list(range(len(inputs)))
+
+
+def test_messages_are_made_when_they_are_asked_for() -> None:
+    """A bad id late in the list does not stop what comes before; it is found when its turn comes."""
+    limits = Limits(1, 2**31, 2**31, 2**31, 512, 8)
+    messages = plan_messages([[1], [2], [2**63]], TEMPLATE, Options(), limits)
+    assert next(messages).first_index == 0
+    with pytest.raises(InvalidInputError, match=r"inputs\[2\] cannot be sent"):
+        list(messages)
+
+
+def test_texts_are_not_planned_for_the_worst_case() -> None:
+    """256 ordinary sentences of 100 bytes go into one message, though in theory each could have 102 tokens."""
+    limits = Limits(256, 65536 // 4, 64 << 20, 64 << 20, 512, 768)
+    assert len(list(plan_messages(["x" * 100] * 256, TEMPLATE, Options(), limits))) == 1
+
+
+def test_a_message_gets_its_share_of_the_servers_queue() -> None:
+    """Four messages at a time together are no more than the queue holds. What a server does not say is no limit."""
+    info = model_info(pb.ModelInfo(d_model=8, max_request_tokens=1000, max_message_bytes=10**6))
+    limits = Limits.of(info, max_message_bytes=10**9, max_concurrent_messages=4)
+    assert (limits.max_tokens, limits.max_sequences) == (250, 2**31)
+    assert 10**6 - 10**4 < limits.max_response_bytes < 10**6
+    assert Limits.of(info, max_message_bytes=10**5, max_concurrent_messages=4).max_request_bytes < 10**5
+
+
+@pytest.mark.parametrize(
+    ("inputs", "text"),
+    [
+        ("a text", r"inputs must be a list of inputs; for one text pass \[text\]"),
+        (7, "inputs must be a list of inputs; was int"),
+        ([1, 2, 3], r"inputs\[0\] is a single id; for one sequence of ids pass \[ids\]"),
+        (np.array([1, 2]), r"inputs\[0\] is a single id"),
+        (["a", None], r"inputs\[1\] must be a text or a list, tuple or array of token ids; was NoneType"),
+        (["a", b"b"], r"inputs\[1\] must be .* was bytes"),
+        ([[1], []], r"inputs\[1\] must have at least one token id; was empty"),
+        ([np.zeros((2, 2), int)], r"inputs\[0\] must be a \(seq,\) array of integers; was \(2, 2\) of int64"),
+        ([np.zeros(2)], r"inputs\[0\] must be a \(seq,\) array of integers; was \(2,\) of float64"),
+    ],
+)
+def test_wrong_inputs_are_named(inputs: object, text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text) as caught:
+        check_inputs(inputs)  # type: ignore[arg-type]
+    assert isinstance(caught.value, TypeError)
+    assert caught.value.attempts == 0
+
+
+@pytest.mark.parametrize("item", [[1, "2"], [1.5], [2**63], "\ud800", [None]])
+def test_what_protobuf_cannot_hold_is_named(item: Input) -> None:
+    with pytest.raises(InvalidInputError, match=r"inputs\[4\] cannot be sent"):
+        pack_input(item, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Options(outputs=()), "outputs must name at least one output"),
+        (lambda: Options(outputs=(Output(), Output())), "outputs must differ"),
+        (lambda: Options(dtype="float64"), "dtype must be one of 'float32', 'float16'; was 'float64'"),  # type: ignore[arg-type]
+        (lambda: Output("sum"), "kind must be one of .* was 'sum'"),  # type: ignore[arg-type]
+    ],
+)
+def test_options_that_do_not_exist_are_refused(make: object, text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        make()  # type: ignore[operator]

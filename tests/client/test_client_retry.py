@@ -1,0 +1,189 @@
+"""Which failures are tried again, and when. No clock, no network."""
+
+import grpc
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encserve_client import (
+    AccessDeniedError,
+    CallCancelledError,
+    DeadlineError,
+    EncserveError,
+    InferenceError,
+    InvalidRequestError,
+    MessageTooLargeError,
+    ModelNotFoundError,
+    OverloadedError,
+    ProtocolError,
+    RetryPolicy,
+    ServerError,
+    ServerUnavailableError,
+)
+from encserve_client._failure import Failure, failure_of_status, failure_of_stream_error
+from encserve_client._retry import is_retryable, seconds_until_retry
+from encserve_proto.v1 import encoder_pb2 as pb
+
+Code = grpc.StatusCode
+POLICY = RetryPolicy(max_attempts=4, initial_backoff_seconds=0.1, backoff_multiplier=2, max_backoff_seconds=0.3)
+FULL = Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 1.5)
+DOWN = Failure(Code.UNAVAILABLE, "down")
+
+
+def always(value: float):  # type: ignore[no-untyped-def]
+    return lambda: value
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (DOWN, True),
+        (Failure(Code.UNAVAILABLE, "", "DRAINING"), True),
+        (Failure(Code.CANCELLED, "CANCELLED"), True),
+        (Failure(Code.UNAVAILABLE, "", "DRAINING", retry_forbidden=True), False),
+        (FULL, True),
+        (Failure(Code.RESOURCE_EXHAUSTED, "", "QUEUE_FULL"), True),
+        (Failure(Code.RESOURCE_EXHAUSTED, "", "", 0.1), True),
+        (Failure(Code.RESOURCE_EXHAUSTED, "Received message larger than max (5 vs. 4)"), False),
+        (Failure(Code.RESOURCE_EXHAUSTED, "quota of some proxy"), False),
+        (Failure(Code.DEADLINE_EXCEEDED, ""), False),
+        (Failure(Code.INTERNAL, "", "INFERENCE_FAILED"), False),
+        (Failure(Code.ABORTED, ""), False),
+    ],
+)
+def test_only_what_time_may_mend_is_retried(failure: Failure, expected: bool) -> None:
+    assert is_retryable(failure) is expected
+    wait = seconds_until_retry(POLICY, failure, 1, 100.0, always(0.5))
+    assert (wait is not None) is expected
+
+
+def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
+    """With the largest draw the waits are the bounds themselves."""
+    waits = [seconds_until_retry(POLICY, DOWN, attempts, 100.0, always(1.0)) for attempts in (1, 2, 3, 4)]
+    assert waits == [pytest.approx(0.1), pytest.approx(0.2), pytest.approx(0.3), None]
+
+
+def test_the_servers_delay_is_the_least() -> None:
+    """Jitter only adds to what the server asked for."""
+    assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(0.0)) == 1.5
+    assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(1.0)) == pytest.approx(1.6)
+
+
+def test_no_wait_is_begun_that_ends_after_the_deadline() -> None:
+    assert seconds_until_retry(POLICY, FULL, 1, 1.4, always(0.0)) is None
+    assert seconds_until_retry(POLICY, FULL, 1, 1.6, always(0.0)) == 1.5
+
+
+@given(
+    attempts=st.integers(1, 10_000),
+    draw=st.floats(0, 1, exclude_max=True),
+    remaining=st.floats(0, 1e6),
+    asked=st.none() | st.floats(0, 1e6),
+)
+def test_a_wait_is_within_its_bounds(attempts: int, draw: float, remaining: float, asked: float | None) -> None:
+    """Never before the server's delay, never more than one backoff after it, never past the deadline."""
+    policy = RetryPolicy(max_attempts=20_000)
+    failure = Failure(Code.UNAVAILABLE, "", retry_delay_seconds=asked)
+    wait = seconds_until_retry(policy, failure, attempts, remaining, lambda: draw)
+    if wait is not None:
+        assert (asked or 0.0) <= wait <= (asked or 0.0) + policy.max_backoff_seconds
+        assert wait < remaining
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"max_attempts": 0}, "max_attempts must be >= 1; was 0"),
+        ({"initial_backoff_seconds": -1}, "was -1"),
+        ({"backoff_multiplier": 0.5}, "backoff_multiplier must be >= 1; was 0.5"),
+        ({"initial_backoff_seconds": 9}, "was 5.0 < 9"),
+    ],
+)
+def test_a_policy_is_checked_when_it_is_made(settings: dict[str, float], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        RetryPolicy(**settings)  # type: ignore[arg-type]
+
+
+EXPECTED: dict[Code, type[EncserveError]] = {
+    Code.CANCELLED: CallCancelledError,
+    Code.UNKNOWN: ServerError,
+    Code.INVALID_ARGUMENT: InvalidRequestError,
+    Code.DEADLINE_EXCEEDED: DeadlineError,
+    Code.NOT_FOUND: ModelNotFoundError,
+    Code.ALREADY_EXISTS: ServerError,
+    Code.PERMISSION_DENIED: AccessDeniedError,
+    Code.UNAUTHENTICATED: AccessDeniedError,
+    Code.RESOURCE_EXHAUSTED: OverloadedError,
+    Code.FAILED_PRECONDITION: InvalidRequestError,
+    Code.ABORTED: ServerError,
+    Code.OUT_OF_RANGE: InvalidRequestError,
+    Code.UNIMPLEMENTED: ProtocolError,
+    Code.INTERNAL: ServerError,
+    Code.UNAVAILABLE: ServerUnavailableError,
+    Code.DATA_LOSS: ServerError,
+}
+
+
+@pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
+def test_every_status_has_its_exception(code: Code) -> None:
+    """A status that gRPC adds fails here until it has one."""
+    error = failure_of_status(code, "text", None).to_exception(attempts=1)
+    assert type(error) is EXPECTED[code]
+    assert (error.code, str(error), error.reason, error.attempts) == (code, "text", "", 1)
+
+
+@pytest.mark.parametrize(
+    ("failure", "expected"),
+    [
+        (Failure(Code.INTERNAL, "", "INFERENCE_FAILED"), InferenceError),
+        (Failure(Code.INVALID_ARGUMENT, "", "RESPONSE_TOO_LARGE"), MessageTooLargeError),
+        (Failure(Code.INVALID_ARGUMENT, "", "REQUEST_TOO_LARGE"), MessageTooLargeError),
+        (Failure(Code.INVALID_ARGUMENT, "", "TOO_MANY_INPUTS"), MessageTooLargeError),
+        (Failure(Code.RESOURCE_EXHAUSTED, "CLIENT: Sent message larger than max (9 vs. 4)"), MessageTooLargeError),
+        (Failure(Code.INVALID_ARGUMENT, "", "SEQUENCE_TOO_LONG"), InvalidRequestError),
+    ],
+)
+def test_a_reason_says_more_than_a_code(failure: Failure, expected: type[EncserveError]) -> None:
+    assert type(failure.to_exception(attempts=1)) is expected
+
+
+def test_exceptions_are_also_what_python_calls_them() -> None:
+    """Callers may catch the built-in kinds."""
+    assert issubclass(DeadlineError, TimeoutError)
+    assert issubclass(InvalidRequestError, ValueError)
+    assert issubclass(ModelNotFoundError, LookupError)
+
+
+def test_trailers_are_read() -> None:
+    trailers: list[tuple[str, str | bytes]] = [
+        ("encserve-error-reason", "QUEUE_FULL"),
+        ("grpc-retry-pushback-ms", "250"),
+        ("x-bin", b"\0"),
+    ]
+    failure = failure_of_status(Code.RESOURCE_EXHAUSTED, "full", trailers)
+    assert failure == Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 0.25)
+    error = failure.to_exception(attempts=3)
+    assert isinstance(error, OverloadedError)
+    assert (error.retry_delay_seconds, error.attempts, str(error)) == (0.25, 3, "full (sent 3 times)")
+
+
+@pytest.mark.parametrize("pushback", ["-1", "soon", "", "1.5", "٣"])
+def test_a_pushback_that_is_no_delay_forbids_retries(pushback: str) -> None:
+    failure = failure_of_status(Code.UNAVAILABLE, "", [("grpc-retry-pushback-ms", pushback)])
+    assert failure.retry_forbidden
+    assert not is_retryable(failure)
+
+
+def test_an_index_is_the_callers() -> None:
+    """The server counts from the message's first input; the caller from the first of the call."""
+    failure = Failure(Code.INVALID_ARGUMENT, "inputs[3].token_ids.ids[17]: must be < 100; was 200")
+    assert str(failure.to_exception(1, first_index=256)).startswith("inputs[259].token_ids.ids[17]: must")
+    assert str(failure.to_exception(1)).startswith("inputs[3].token_ids")
+
+
+def test_stream_errors_are_read() -> None:
+    """0 seconds stand for no delay; a code that no one knows, or OK, for UNKNOWN."""
+    error = pb.StreamError(code=8, message="full", reason="QUEUE_FULL", retry_delay_seconds=0.5)
+    assert failure_of_stream_error(error) == Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 0.5)
+    for code in (0, 99, -1):
+        assert failure_of_stream_error(pb.StreamError(code=code)) == Failure(Code.UNKNOWN, "")

@@ -1,0 +1,278 @@
+"""The logic of encode_stream in virtual time: order, bounds, retries, broken streams. No network, no waiting."""
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encserve_client import (
+    DeadlineError,
+    EncserveError,
+    FingerprintError,
+    InvalidInputError,
+    InvalidRequestError,
+    ProtocolError,
+    RetryPolicy,
+    ServerUnavailableError,
+)
+from encserve_client._failure import Failure
+from encserve_client._options import Options
+from encserve_client._stream import StreamBooks
+from encserve_client._stream_run import StreamRun
+from encserve_client._wire import run_without_loop
+from encserve_client._wire_fake import FakeWire, Outcome
+from encserve_proto.v1 import encoder_pb2 as pb
+
+Code = grpc.StatusCode
+Answer = Callable[[int, pb.EncodeStreamRequest], Outcome | None]
+POLICY = RetryPolicy(max_attempts=3, initial_backoff_seconds=1.0, backoff_multiplier=2.0)
+BROKEN = Failure(Code.UNAVAILABLE, "connection reset")
+
+
+def echo(request: pb.EncodeStreamRequest, fingerprint: str = "f") -> pb.EncodeStreamResponse:
+    """One row of one number: the token id."""
+    [item] = request.request.inputs
+    ids = list(item.token_ids.ids)
+    tensor = pb.RaggedTensor(
+        kind=pb.OUTPUT_KIND_TOKENS,
+        data_type=pb.DATA_TYPE_FLOAT32,
+        width=1,
+        lengths=[len(ids)],
+        data=np.array(ids, "<f4").tobytes(),
+    )
+    response = pb.EncodeResponse(
+        outputs=[tensor], sequences=[pb.SequenceInfo(token_count=len(ids))], fingerprint=fingerprint
+    )
+    return pb.EncodeStreamResponse(request_id=request.request_id, response=response)
+
+
+def refusal(request: pb.EncodeStreamRequest, code: Code, delay: float = 0.0, text: str = "no") -> Any:
+    error = pb.StreamError(code=code.value[0], message=text, retry_delay_seconds=delay)
+    return pb.EncodeStreamResponse(request_id=request.request_id, error=error)
+
+
+def run_of(
+    wire: FakeWire,
+    *,
+    ordered: bool = True,
+    max_in_flight: int = 4,
+    timeout: float = 100.0,
+    policy: RetryPolicy = POLICY,
+) -> StreamRun:
+    """With the largest jitter."""
+    books: StreamBooks[Any] = StreamBooks(policy, max_in_flight, timeout, ordered, random=lambda: 1.0)
+    return StreamRun(wire, books, pb.EncodeRequest(), Options())
+
+
+def results(run: StreamRun) -> Iterator[tuple[int, Any]]:
+    """Index, and the token id or the error."""
+    while (item := run_without_loop(run.next())) is not None:
+        index, result = item
+        yield index, result if isinstance(result, EncserveError) else int(result[0, 0])
+
+
+def counting(n: int, read: list[int]) -> Iterator[list[int]]:
+    """The inputs [1], [2], …; notes what was read."""
+    for i in range(1, n + 1):
+        read.append(i)
+        yield [i]
+
+
+@given(
+    delays=st.lists(st.floats(0, 10), min_size=1, max_size=30),
+    breaks=st.sets(st.integers(1, 5), max_size=2),
+    refused=st.sets(st.integers(1, 30)),
+    max_in_flight=st.integers(1, 8),
+    ordered=st.booleans(),
+)
+def test_every_input_is_answered_once(
+    delays: list[float], breaks: set[int], refused: set[int], max_in_flight: int, ordered: bool
+) -> None:
+    """Late answers, refusals for a while, streams that break: no loss, no duplicate; order and bound are kept."""
+    read: list[int] = []
+    break_once, refuse_once = set(breaks), set(refused)
+
+    def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
+        token = request.request.inputs[0].token_ids.ids[0]
+        if stream in break_once:
+            break_once.discard(stream)
+            return 0.5, BROKEN
+        if token in refuse_once:
+            refuse_once.discard(token)
+            return 0.1, refusal(request, Code.RESOURCE_EXHAUSTED, delay=1.0)
+        return delays[token - 1], echo(request)
+
+    wire = FakeWire(answer_stream=answer, inputs=counting(len(delays), read))
+    found = []
+    policy = RetryPolicy(max_attempts=10)
+    run = run_of(wire, ordered=ordered, max_in_flight=max_in_flight, timeout=1000.0, policy=policy)
+    for index, token in results(run):
+        found.append((index, token))
+        assert len(read) - (len(found) - 1) <= max_in_flight
+    everything = [(i, i + 1) for i in range(len(delays))]
+    assert (found if ordered else sorted(found)) == everything
+
+
+def test_results_come_as_they_are_ready_if_asked() -> None:
+    wire = FakeWire(
+        answer_stream=lambda _, request: (10.0 - request.request.inputs[0].token_ids.ids[0], echo(request)),
+        inputs=[[1], [2], [3]],
+    )
+    assert list(results(run_of(wire, ordered=False))) == [(2, 3), (1, 2), (0, 1)]
+
+
+def test_reading_stops_at_the_bound_behind_a_slow_first_answer() -> None:
+    """All others are ready, but nothing may be handed over: nothing more is read."""
+    read: list[int] = []
+    wire = FakeWire(
+        answer_stream=lambda _, request: (90.0 if request.request_id == "0" else 0.0, echo(request)),
+        inputs=counting(1000, read),
+    )
+    assert next(results(run_of(wire, max_in_flight=5))) == (0, 1)
+    assert len(read) == 5
+
+
+def test_a_ready_result_waits_for_one_read_at_most() -> None:
+    read: list[int] = []
+    wire = FakeWire(answer_stream=lambda _, request: (0.0, echo(request)), inputs=counting(1000, read))
+    run = results(run_of(wire, max_in_flight=64))
+    next(run)
+    before = len(read)
+    next(run)
+    assert len(read) - before <= 1
+
+
+def test_a_broken_stream_is_opened_again_for_what_was_not_answered() -> None:
+    sent: list[tuple[int, str]] = []
+
+    def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
+        sent.append((stream, request.request_id))
+        if stream == 1 and request.request_id == "2":
+            return 1.0, BROKEN
+        return 2.0 * (request.request_id == "1"), echo(request)  # 1 is still out when the stream breaks
+
+    wire = FakeWire(answer_stream=answer, inputs=[[1], [2], [3]])
+    assert list(results(run_of(wire))) == [(0, 1), (1, 2), (2, 3)]
+    assert sent == [(1, "0"), (1, "1"), (1, "2"), (2, "1"), (2, "2")]
+    assert wire.sent[3:] == [2.0, 2.0]  # broken after 1 s, then a wait of 1 s
+
+
+def test_a_stream_that_always_breaks_ends_the_call() -> None:
+    """After max_attempts in a row, whether or not errors are to be yielded."""
+    wire = FakeWire(answer_stream=lambda *_: (0.0, BROKEN), inputs=[[1], [2]])
+    with pytest.raises(ServerUnavailableError, match=r"connection reset \(sent 3 times\)"):
+        list(results(run_of(wire)))
+    assert wire.n_streams == 3
+
+
+def test_a_stream_that_breaks_in_other_ways_is_not_opened_again() -> None:
+    wire = FakeWire(answer_stream=lambda *_: (0.0, Failure(Code.UNAUTHENTICATED, "who?")), inputs=[[1]])
+    with pytest.raises(EncserveError, match="who"):
+        list(results(run_of(wire)))
+    assert wire.n_streams == 1
+
+
+def test_an_input_that_brings_down_every_stream_is_given_up() -> None:
+    """The others, which are answered in between, do not keep it alive for ever."""
+
+    def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
+        return (0.5, BROKEN) if request.request_id == "0" else (0.1, echo(request))
+
+    wire = FakeWire(answer_stream=answer, inputs=[[i] for i in range(1, 100)])
+    found = dict(results(run_of(wire, ordered=False, max_in_flight=3)))
+    assert isinstance(found.pop(0), ServerUnavailableError)
+    assert found == {i: i + 1 for i in range(1, 99)}
+    assert wire.n_streams <= 4
+
+
+def test_an_error_is_the_inputs_own() -> None:
+    """It does not end the stream, and its text has the caller's index."""
+
+    def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
+        if request.request_id == "1":
+            return 0.0, refusal(request, Code.INVALID_ARGUMENT, text="inputs[0]: is bad")
+        return 0.0, echo(request)
+
+    wire = FakeWire(answer_stream=answer, inputs=[[1], [2], [3]])
+    (_, first), (_, error), (_, last) = results(run_of(wire))
+    assert (first, last) == (1, 3)
+    assert isinstance(error, InvalidRequestError)
+    assert str(error) == "inputs[1]: is bad"
+    assert wire.n_streams == 1
+
+
+def test_a_server_that_is_stopping_gets_nothing_more() -> None:
+    """An input refused with UNAVAILABLE goes to a new stream; the old one still brings its answers."""
+    sent: list[tuple[int, str]] = []
+
+    def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
+        sent.append((stream, request.request_id))
+        if stream == 1 and request.request_id == "1":
+            return 0.0, refusal(request, Code.UNAVAILABLE)
+        return 0.5, echo(request)
+
+    wire = FakeWire(answer_stream=answer, inputs=[[1], [2]])
+    assert list(results(run_of(wire))) == [(0, 1), (1, 2)]
+    assert sent == [(1, "0"), (1, "1"), (2, "1")]
+
+
+def test_an_input_that_is_never_answered_is_given_up() -> None:
+    """Its own time is up; the others go on. A late answer is dropped."""
+
+    def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome | None:
+        if request.request_id == "0":
+            return None
+        return 12.0 if request.request_id == "1" else 1.0, echo(request)
+
+    wire = FakeWire(answer_stream=answer, inputs=[[1], [2], [3]])
+    found = dict(results(run_of(wire, timeout=10.0)))
+    assert isinstance(found[0], DeadlineError)
+    assert isinstance(found[1], DeadlineError)
+    assert str(found[0]) == "inputs[0] was not answered within 10 s"
+    assert found[2] == 3
+    assert wire.time == 10.0
+
+
+def test_a_slow_caller_costs_no_input_its_time() -> None:
+    wire = FakeWire(answer_stream=lambda _, request: (3.0, echo(request)), inputs=[[i] for i in range(1, 20)])
+    found = []
+    for index, token in results(run_of(wire, timeout=5.0, max_in_flight=2)):
+        found.append((index, token))
+        wire.time += 60.0
+    assert found == [(i, i + 1) for i in range(19)]
+
+
+@pytest.mark.parametrize("request_id", ["7", "x", "", "-1", "9" * 100, "٣"])
+def test_an_answer_to_nothing_is_refused(request_id: str) -> None:
+    wire = FakeWire(answer_stream=lambda *_: (0.0, pb.EncodeStreamResponse(request_id=request_id)), inputs=[[1]])
+    with pytest.raises(ProtocolError, match="which was never sent"):
+        list(results(run_of(wire)))
+
+
+def test_an_answer_without_a_result_is_refused() -> None:
+    wire = FakeWire(answer_stream=lambda *_: (0.0, pb.EncodeStreamResponse(request_id="0")), inputs=[[1]])
+    with pytest.raises(ProtocolError, match="neither a response nor an error"):
+        list(results(run_of(wire)))
+
+
+def test_a_stream_does_not_mix_vector_spaces() -> None:
+    wire = FakeWire(answer_stream=lambda _, request: (0.0, echo(request, request.request_id)), inputs=[[1], [2]])
+    with pytest.raises(FingerprintError):
+        list(results(run_of(wire)))
+
+
+@pytest.mark.parametrize("inputs", [["a", 5], [[1], []], [[1], [1.5]]])
+def test_a_wrong_input_is_named(inputs: Iterable[object]) -> None:
+    wire = FakeWire(answer_stream=lambda *_: None, inputs=inputs)
+    with pytest.raises(InvalidInputError, match=r"inputs\[1\]"):
+        list(results(run_of(wire)))
+
+
+def test_no_inputs_open_no_stream() -> None:
+    wire = FakeWire(inputs=[])
+    assert list(results(run_of(wire))) == []
+    assert wire.n_streams == 0

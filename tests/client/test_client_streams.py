@@ -1,0 +1,263 @@
+"""encode_stream of both clients against a real server: bounds, broken connections, leaving early, no leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import random
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+
+from encserve_client import EncserveError, InvalidInputError, InvalidRequestError, RetryPolicy, ServerUnavailableError
+from encserve_client._wire_async import failure_of_stream
+
+if TYPE_CHECKING:
+    from tests.client.conftest import Caller, FakeEncoder
+
+Code = grpc.StatusCode
+
+
+def counting(n: int, read: list[int]) -> Iterator[list[int]]:
+    """The inputs [1], [2], …; notes what was read."""
+    for i in range(1, n + 1):
+        read.append(i)
+        yield [i]
+
+
+async def jitter(*_: object) -> None:
+    await asyncio.sleep(random.uniform(0, 0.005))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that is about to happen."""
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("did not happen within 5 s")
+
+
+async def test_results_come_in_the_order_of_the_inputs(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+    """However they come in; only as many as allowed are under way."""
+    service.before_stream = jitter
+    inputs = [[i, i + 1] for i in range(1, 300)]
+    arrays = await caller.all_of(caller.connect(), inputs)
+    for array, ids in zip(arrays, inputs, strict=True):
+        np.testing.assert_array_equal(array, rows(ids))
+        assert not array.flags.writeable
+    assert service.n_streams == 1
+
+
+async def test_results_come_as_they_are_ready_if_asked(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+    async def first_is_slow(request: Any, _: object) -> None:
+        await asyncio.sleep(0.2 if request.request_id == "0" else 0)
+
+    service.before_stream = first_is_slow
+    found = await caller.all_of(caller.connect(), [[i] for i in range(1, 20)], ordered=False)
+    assert sorted(index for index, _ in found) == list(range(19))
+    assert found[-1][0] == 0
+    for index, array in found:
+        np.testing.assert_array_equal(array, rows([index + 1]))
+
+
+async def test_pooled_results_are_vectors(caller: Caller, rows: Any) -> None:
+    vectors = await caller.all_of(caller.connect(), ["two words"], pooling="model", dtype="float16")
+    assert [vector.shape for vector in vectors] == [(8,)]
+    np.testing.assert_allclose(vectors[0], rows([1, 3, 5, 2]).mean(axis=0), rtol=1e-3)
+
+
+async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+    """The server is killed in the middle and comes back on the same port."""
+    service.before_stream = jitter
+    port = int(service.target.rpartition(":")[2])
+    client = caller.connect(retry=RetryPolicy(max_attempts=50, max_backoff_seconds=0.2))
+    inputs = [[i] for i in range(1, 400)]
+    call = asyncio.create_task(caller.all_of(client, inputs))
+    await until(lambda: len(service.stream_requests) > 100)
+    await service.server.stop(None)
+    await service.start(port)
+    arrays = await call
+    for array, ids in zip(arrays, inputs, strict=True):
+        np.testing.assert_array_equal(array, rows(ids))
+    assert service.n_streams >= 2
+    assert len(service.stream_requests) <= len(inputs) + 2 * 64
+
+
+async def test_a_server_that_is_gone_ends_the_call(caller: Caller, service: FakeEncoder) -> None:
+    client = caller.connect(target="127.0.0.1:1")
+    with pytest.raises(ServerUnavailableError):
+        await caller.all_of(client, [[1]] * 10, return_exceptions=True)
+
+
+async def test_a_full_queue_delays_only_its_inputs(caller: Caller, service: FakeEncoder, refused: Any) -> None:
+    turned_away = set[str]()
+
+    async def full_once(request: Any, _: object) -> None:
+        if request.request_id not in turned_away:
+            turned_away.add(request.request_id)
+            raise refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "20")
+
+    service.before_stream = full_once
+    assert len(await caller.all_of(caller.connect(), [[i] for i in range(1, 50)])) == 49
+    assert len(service.stream_requests) == 98
+    assert service.n_streams == 1
+
+
+async def test_errors_are_raised_or_yielded(caller: Caller, service: FakeEncoder) -> None:
+    inputs = [[1], [4] * 65, [3]]
+    client = caller.connect()
+    first, error, last = await caller.all_of(client, inputs, return_exceptions=True)
+    assert first.shape == last.shape == (1, 8)
+    assert isinstance(error, InvalidRequestError)
+    assert "inputs[1]: has 65 tokens" in str(error)
+    assert error.reason == "SEQUENCE_TOO_LONG"
+    with pytest.raises(InvalidRequestError):
+        await caller.all_of(client, inputs)
+
+
+async def test_a_slow_caller_bounds_what_is_read(caller: Caller, service: FakeEncoder) -> None:
+    """Neither the iterable nor the server is run ahead of by more than the bound."""
+    read: list[int] = []
+    stream = caller.connect().encode_stream(counting(10_000, read), max_in_flight=5)
+    for taken in range(1, 20):
+        await caller.first_of(stream)
+        await asyncio.sleep(0.005)
+        assert len(read) <= taken + 5
+        assert len(service.stream_requests) <= taken + 5
+    await caller.close(stream)
+
+
+async def test_a_slow_first_answer_bounds_what_is_read(caller: Caller, service: FakeEncoder) -> None:
+    read: list[int] = []
+    go_on = asyncio.Event()
+
+    async def first_waits(request: Any, _: object) -> None:
+        if request.request_id == "0":
+            await go_on.wait()
+
+    service.before_stream = first_waits
+    stream = caller.connect().encode_stream(counting(10_000, read), max_in_flight=7)
+    first = asyncio.create_task(caller.first_of(stream))
+    await until(lambda: len(service.stream_requests) == 7)
+    await asyncio.sleep(0.05)
+    assert len(read) == 7
+    go_on.set()
+    assert (await first).shape == (1, 8)
+    await caller.close(stream)
+
+
+@pytest.mark.parametrize("leave", ["close", "forget", "error"])
+async def test_leaving_early_leaks_nothing(caller: Caller, service: FakeEncoder, leave: str) -> None:
+    """The server sees the stream end; no thread and no task is left, however the loop is left."""
+    service.before_stream = jitter
+    client = caller.connect()
+    threads, tasks = set(threading.enumerate()), asyncio.all_tasks()
+    stream = client.encode_stream(counting(10_000, []))
+    for _ in range(3):
+        await caller.first_of(stream)
+    if leave == "close":
+        await caller.close(stream)
+    elif leave == "error":
+        error = KeyError("the caller's own")
+        with pytest.raises(KeyError):
+            await (stream.athrow(error) if caller.kind == "async" else caller(stream.throw, error))
+    del stream
+    gc.collect()
+    await until(lambda: service.n_open_streams == 0)
+    # The worker threads of `asyncio.to_thread` are this test's; gRPC's own end when their channel has nothing to do.
+    await until(lambda: not [it for it in set(threading.enumerate()) - threads if "asyncio" not in it.name])
+    await until(lambda: not [it for it in asyncio.all_tasks() - tasks if "first_of" in repr(it) or "_wire" in repr(it)])
+
+
+async def test_a_stream_that_was_never_begun_needs_no_closing(caller: Caller, service: FakeEncoder) -> None:
+    threads = set(threading.enumerate())
+    stream = caller.connect().encode_stream([[1]])
+    assert set(threading.enumerate()) == threads
+    del stream
+    assert service.n_streams == 0
+
+
+async def test_the_callers_own_error_comes_through(caller: Caller, service: FakeEncoder) -> None:
+    def broken() -> Iterator[list[int]]:
+        yield [1]
+        raise KeyError("the caller's own")
+
+    service.before_stream = lambda *_: asyncio.sleep(30)
+    with pytest.raises(KeyError, match="the caller's own"):
+        await caller.all_of(caller.connect(), broken())
+    await until(lambda: service.n_open_streams == 0)
+
+
+async def test_arguments_are_checked_before_anything_is_read(caller: Caller) -> None:
+    client = caller.connect()
+    with pytest.raises(InvalidInputError, match="for one text pass"):
+        client.encode_stream("text")
+    with pytest.raises(InvalidInputError, match="pooling must be one of"):
+        client.encode_stream(["a"], pooling="sum")
+    with pytest.raises(ValueError, match="max_in_flight must be >= 1; was 0"):
+        client.encode_stream(["a"], max_in_flight=0)
+    with pytest.raises(ValueError, match="timeout_seconds must be > 0; was -1"):
+        client.encode_stream(["a"], timeout_seconds=-1)
+
+
+async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, service: FakeEncoder) -> None:
+    async def first_never(request: Any, _: object) -> None:
+        await asyncio.sleep(30 if request.request_id == "0" else 0)
+
+    service.before_stream = first_never
+    found = await caller.all_of(caller.connect(), [[1], [2]], timeout_seconds=0.2, return_exceptions=True)
+    assert [isinstance(it, EncserveError) for it in found] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("Internal error from Core", Code.UNAVAILABLE), ("not finite", Code.INTERNAL)]
+)
+def test_the_status_that_grpc_makes_up_is_no_reason_to_give_up(text: str, expected: Code) -> None:
+    """grpc.aio says so when a write meets a stream that has just ended, whatever the server said."""
+    error = grpc.aio.AioRpcError(Code.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), text)
+    assert failure_of_stream(error).code is expected
+
+
+@pytest.mark.parametrize("caller", ["async"], indirect=True)
+async def test_answers_come_while_an_async_iterable_waits(caller: Caller) -> None:
+    """The second input is made from the first one's answer."""
+    answered = asyncio.Event()
+
+    async def inputs() -> AsyncIterator[list[int]]:
+        yield [1]
+        await answered.wait()
+        yield [2]
+
+    found = 0
+    async with aclosing(caller.connect().encode_stream(inputs())) as stream:
+        async for _ in stream:
+            found += 1
+            answered.set()
+    assert found == 2
+
+
+@pytest.mark.parametrize("caller", ["async"], indirect=True)
+async def test_leaving_while_an_async_iterable_waits(caller: Caller, service: FakeEncoder) -> None:
+    """The iterable that is being waited for is cancelled too."""
+    ended: list[str] = []
+
+    async def inputs() -> AsyncIterator[list[int]]:
+        try:
+            yield [1]
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    tasks = asyncio.all_tasks()
+    async with aclosing(caller.connect().encode_stream(inputs(), max_in_flight=2)) as stream:
+        assert (await anext(stream)).shape == (1, 8)
+    assert ended == ["cancelled"]
+    await until(lambda: service.n_open_streams == 0)
+    await until(lambda: not [it for it in asyncio.all_tasks() - tasks if "encserve_client" in repr(it)])

@@ -1,0 +1,76 @@
+"""Checked by mypy, never run: what a caller's type checker sees."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from typing import Any, assert_type
+
+import numpy as np
+import numpy.typing as npt
+
+from encserve_client import (
+    Array,
+    AsyncEncoderClient,
+    EncoderClient,
+    EncodeResult,
+    EncserveError,
+    ModelInfo,
+    Output,
+    OverloadedError,
+    RetryPolicy,
+    Tls,
+)
+
+ids: npt.NDArray[np.uint16] = np.array([1, 2], np.uint16)
+
+
+def with_threads() -> None:
+    """The sync client."""
+    tls = Tls(ca="ca.pem")
+    with EncoderClient("host:1", tls=tls, retry=RetryPolicy(max_attempts=2), channel_arguments={"a": 1}) as client:
+        assert_type(client, EncoderClient)
+        assert_type(client.encode(["a", [1, 2], (3,), ids]), list[Array])
+        assert_type(client.encode(text for text in "abc"), list[Array])
+        assert_type(client.embed(["a"], pooling="mean", dtype="float16"), Array)
+        result = client.run(["a"], outputs=["tokens", Output("cls", l2_normalize=True)])
+        assert_type(result, EncodeResult)
+        assert_type(result.outputs[0].arrays(), list[Array])
+        assert_type(result.sequences[0].offsets, npt.NDArray[np.int64] | None)
+        assert_type(client.models(), list[ModelInfo])
+        assert_type(client.model("m"), ModelInfo)
+        assert_type(client.encode_stream(["a"]), Generator[Array, None, None])
+        assert_type(client.encode_stream(["a"], ordered=False), Generator[tuple[int, Array], None, None])
+        assert_type(
+            client.encode_stream(["a"], return_exceptions=True, pooling="model"),
+            Generator[Array | EncserveError, None, None],
+        )
+        assert_type(
+            client.encode_stream(["a"], ordered=False, return_exceptions=True, max_in_flight=3),
+            Generator[tuple[int, Array | EncserveError], None, None],
+        )
+        client.embed(["a"], pooling="sum")  # type: ignore[arg-type]
+        client.encode([1.5])  # type: ignore[list-item]
+        client.encode_stream(["a"], max_in_fligth=3)  # type: ignore[call-overload]
+
+
+async def with_asyncio() -> None:
+    """The async client."""
+
+    async def texts() -> AsyncIterator[str]:
+        yield "a"
+
+    async with AsyncEncoderClient() as client:
+        assert_type(await client.encode(["a"]), list[Array])
+        assert_type(await client.embed(["a"]), Array)
+        assert_type(await client.run(["a"]), EncodeResult)
+        assert_type(client.encode_stream(texts()), AsyncGenerator[Array, None])
+        async for index, rows in client.encode_stream(texts(), ordered=False):
+            assert_type(index, int)
+            assert_type(rows, Array)
+
+
+def handle(error: Exception) -> Any:
+    """Errors."""
+    if isinstance(error, OverloadedError):
+        assert_type(error.retry_delay_seconds, float | None)
+        assert_type(error.attempts, int)
+    return asyncio.run(with_asyncio())
