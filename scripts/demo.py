@@ -33,7 +33,15 @@ console = Console()
 @contextmanager
 def server(model_repository: Path) -> Iterator[tuple[int, int]]:
     """Runs a server; gives its gRPC and metrics ports once it serves, and stops it at the end."""
-    command = [BIN / "encserve-server", "--model-repository", model_repository, "--grpc-port", "0", "--metrics-port", "0"]
+    command: list[str | Path] = [
+        BIN / "encserve-server",
+        "--model-repository",
+        model_repository,
+        "--grpc-port",
+        "0",
+        "--metrics-port",
+        "0",
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None  # noqa: S101 - it is a pipe
         try:
@@ -75,7 +83,7 @@ def quantile_ms(buckets: list[tuple[float, float]], q: float) -> float:
 
 def latency_table(port: int) -> Table:
     """The server's own latency figures by stage, from its metrics page."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:  # noqa: S310 - our own server
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         families = text_string_to_metric_families(page.read().decode())
     samples = next(family for family in families if family.name == "encserve_stage_seconds").samples
     table = Table(title="Where the time went, from the server's metrics (milliseconds)")

@@ -1,4 +1,4 @@
-"""The built wheels, installed into empty environments: each part has what it needs and nothing that it must not have."""
+"""The built wheels, installed into empty environments: each part has what it needs, and nothing it must not have."""
 
 import re
 import subprocess
@@ -42,7 +42,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def environment(folder: Path, wheels: Path, requirement: str) -> Path:
     """An environment with one requirement from the wheels, and what that brings; gives its bin folder."""
     venv.create(folder, with_pip=True)
-    pip = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
+    pip: list[str | Path] = [folder / "bin" / "python", "-m", "pip", "--disable-pip-version-check"]
     run(*pip, "install", "--quiet", "--find-links", wheels, "-c", ROOT / "constraints.txt", requirement)
     run(*pip, "check")
     return folder / "bin"
@@ -77,7 +77,7 @@ def test_the_client_has_grpc_protobuf_numpy_and_nothing_else(client_bin: Path) -
 def test_the_two_talk_to_each_other(server_bin: Path, client_bin: Path, tmp_path: Path) -> None:
     """The server's wheel serves, the client's wheel asks, neither from this checkout."""
     write_bundle(tmp_path)
-    command = [
+    command: list[str | Path] = [
         server_bin / "encserve-server",
         "--model-repository",
         tmp_path,

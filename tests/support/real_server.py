@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 COMMAND = Path(sys.executable).parent / "encserve-server"
@@ -71,14 +70,23 @@ class RealServer:
 
     def resident_bytes(self) -> int:
         """The memory it holds."""
-        return int(psutil.Process(self.process.pid).memory_info().rss)
+        return int(self.metric("process_resident_memory_bytes"))
 
 
 @contextlib.contextmanager
 def real_server(model_repository: Path, *flags: str) -> Iterator[RealServer]:
     """Runs a server and ends it, if the test has not."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_")}
-    command = [COMMAND, "--model-repository", model_repository, "--grpc-port", "0", "--metrics-port", "0", *flags]
+    command: list[str | Path] = [
+        COMMAND,
+        "--model-repository",
+        model_repository,
+        "--grpc-port",
+        "0",
+        "--metrics-port",
+        "0",
+        *flags,
+    ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             yield RealServer(process)

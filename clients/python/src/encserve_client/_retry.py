@@ -13,8 +13,8 @@ class RetryPolicy:
     """How often and after which waits a message is sent again.
 
     Sent again are messages that failed with UNAVAILABLE, with RESOURCE_EXHAUSTED where the server said that its queue
-    is full, and those that the other side cancelled. Nothing else is: the answer would be the same. Encoding has no side effects, so sending twice is
-    always safe. The wait before attempt n + 1 is drawn evenly from 0 to
+    is full, and those that the other side cancelled. Nothing else is: the answer would be the same. Encoding has no
+    side effects, so sending twice is always safe. The wait before attempt n + 1 is drawn evenly from 0 to
     min(initial_backoff_seconds · backoff_multiplier^(n - 1), max_backoff_seconds), after the delay that the server
     asked for. A wait that would end after the caller's deadline is not begun: the error is raised at once.
 
