@@ -1,0 +1,125 @@
+"""The command line: `encserve-export hf` and `encserve-export init`."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+from rich.console import Console
+
+from encserve_export import report
+from encserve_export.bundle import name_from
+from encserve_export.config import EncoderConfig
+from encserve_export.errors import ConfigError, ExportError
+from encserve_export.export import Exported, Progress, Target, export_hf, export_init
+from encserve_export.text import TokenizerFile, read_tokenizer
+
+_DEFAULT_VOCAB_SIZE = 32000
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.group()
+@click.version_option(package_name="encserve-export")
+def main() -> None:
+    """Turns a PyTorch encoder into a verified model bundle: MODELS/<name>/<version>/."""
+
+
+def _target_options(command: _Command) -> _Command:
+    """The options that say where the bundle goes, but for --name, whose default differs."""
+    for option in (
+        click.option("--overwrite", is_flag=True, help="Replace this version if it is there."),
+        click.option("--version", default="1", show_default=True, help="The model's version."),
+        click.option(
+            "--output",
+            "models",
+            metavar="MODELS",
+            required=True,
+            type=click.Path(file_okay=False, path_type=Path),
+            help="The folder of all models.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+@main.command()
+@click.argument("directory", type=_DIRECTORY)
+@_target_options
+@click.option("--name", help="The model's name; by default the directory's own.")
+@click.option(
+    "--max-sequence-tokens", type=int, help="The longest sequence to serve; by default the longest the model allows."
+)
+def hf(
+    directory: Path, models: Path, name: str | None, version: str, max_sequence_tokens: int | None, overwrite: bool
+) -> None:
+    """Exports the Hugging Face checkpoint in DIRECTORY: BERT, RoBERTa, XLM-RoBERTa or DistilBERT."""
+
+    def export(progress: Progress) -> Exported:
+        chosen = name_from(directory) if name is None else name
+        target = Target(models=models, name=chosen, version=version, overwrite=overwrite)
+        return export_hf(directory, target, max_sequence_tokens=max_sequence_tokens, progress=progress)
+
+    _run(export)
+
+
+@main.command()
+@_target_options
+@click.option("--name", required=True, help="The model's name.")
+@click.option("--config", "config_path", type=_FILE, help="JSON of the encoder's sizes and choices.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Fixes the weights.")
+@click.option("--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json; without one, token ids only.")
+def init(
+    models: Path,
+    name: str,
+    version: str,
+    config_path: Path | None,
+    seed: int,
+    tokenizer_path: Path | None,
+    overwrite: bool,
+) -> None:
+    """Exports an encoder with random weights, to try sizes: 8 layers of d_model 512 by default.
+
+    The vocabulary is the tokenizer's, or 32000 token ids, unless the configuration gives a vocab_size.
+    """
+
+    def export(progress: Progress) -> Exported:
+        target = Target(models=models, name=name, version=version, overwrite=overwrite)
+        tokenizer = None if tokenizer_path is None else read_tokenizer(tokenizer_path)
+        config = _read_config(config_path, tokenizer)
+        return export_init(config, seed, target, tokenizer=tokenizer, progress=progress)
+
+    _run(export)
+
+
+def _read_config(path: Path | None, tokenizer: TokenizerFile | None) -> EncoderConfig:
+    vocab_size = _DEFAULT_VOCAB_SIZE if tokenizer is None else tokenizer.largest_id + 1
+    fields: dict[str, Any] = {"vocab_size": vocab_size}
+    if path is not None:
+        try:
+            given = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ConfigError(f"{path} is not JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise ConfigError(f"{path} must hold an object of configuration fields")
+        fields |= given
+    return EncoderConfig.from_mapping(fields)
+
+
+def _run(export: Callable[[Progress], Exported]) -> None:
+    """Shows what goes on to people on stderr, and the result on stdout."""
+    console = Console(stderr=True)
+    try:
+        with console.status("starting") as status:
+
+            def progress(step: str) -> None:
+                console.print(f"{step} …", highlight=False)
+                status.update(step)
+
+            exported = export(progress)
+    except ExportError as error:
+        raise click.ClickException(str(error)) from error
+    report.show(exported, Console())

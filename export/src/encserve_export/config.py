@@ -1,0 +1,131 @@
+"""The sizes of an encoder and the choices in its formula."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self, get_args
+
+from encserve_export.errors import ConfigError
+
+Activation = Literal["relu", "gelu", "gelu_tanh"]
+Norm = Literal["post", "pre"]
+Position = Literal["sinusoidal", "learned", "none"]
+
+_POSITIVE = ("vocab_size", "d_model", "n_heads", "d_ff", "n_layers", "max_sequence_tokens")
+_NON_NEGATIVE = ("n_token_types", "pad_token_id", "position_offset")
+_FLAGS = ("final_norm", "scale_embedding", "embedding_norm", "pad_takes_no_position")
+_CHOICES = {"activation": get_args(Activation), "norm": get_args(Norm), "position": get_args(Position)}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Everything that fixes the shapes and the formula of an `Encoder`; validated when built.
+
+    A choice that a later checkpoint layout needs becomes a field here whose default is what the encoder did before.
+
+    Attributes:
+        vocab_size: Rows of the token embedding.
+        d_model: Width of a token's representation.
+        n_heads: Attention heads per block; divides `d_model`.
+        d_ff: Inner width of the feed-forward part.
+        n_layers: Blocks.
+        max_sequence_tokens: The longest sequence, in tokens.
+        activation: Between the two feed-forward layers. "gelu" is the exact x·Φ(x), "gelu_tanh" its tanh approximation.
+        norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)).
+        final_norm: One more LayerNorm after the last block; usual with "pre".
+        position: Where a token's place in the sequence comes from: fixed sinusoids, a learned table, or nowhere.
+        scale_embedding: Whether token embeddings are multiplied by √d_model, as in Vaswani et al. 2017.
+        embedding_norm: Whether a LayerNorm follows the sum of embeddings, as in BERT.
+        n_token_types: Rows of the token type (segment) embedding, of which row 0 is added to every token; 0 for none.
+        layer_norm_eps: Added to the variance in every LayerNorm.
+        pad_token_id: The id that fills a padded batch. The attention mask hides it, so it changes no other row.
+        position_offset: The row of the position table that the first token takes. RoBERTa: `pad_token_id + 1`.
+        pad_takes_no_position: RoBERTa's rule for a token whose id is `pad_token_id` inside a sequence: it takes row
+            `position_offset - 1`, and the tokens after it count on as if it were not there.
+    """
+
+    vocab_size: int
+    d_model: int = 512
+    n_heads: int = 8
+    d_ff: int = 2048
+    n_layers: int = 8
+    max_sequence_tokens: int = 512
+    activation: Activation = "relu"
+    norm: Norm = "post"
+    final_norm: bool = False
+    position: Position = "sinusoidal"
+    scale_embedding: bool = False
+    embedding_norm: bool = False
+    n_token_types: int = 0
+    layer_norm_eps: float = 1e-5
+    pad_token_id: int = 0
+    position_offset: int = 0
+    pad_takes_no_position: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks each field, then the fields against each other."""
+        self._check_types()
+        self._check_ranges()
+        self._check_together()
+
+    @property
+    def d_k(self) -> int:
+        """The width of one attention head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def n_positions(self) -> int:
+        """The rows of the position table."""
+        return self.max_sequence_tokens + self.position_offset
+
+    @classmethod
+    def from_mapping(cls, fields: Mapping[str, Any]) -> Self:
+        """Builds a configuration from JSON-like data.
+
+        Args:
+            fields: Values by field name; a field left out takes its default.
+
+        Raises:
+            ConfigError: A name is unknown, `vocab_size` is missing, or a value is out of range.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(fields) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown configuration fields: {', '.join(unknown)}; known are {', '.join(known)}")
+        if "vocab_size" not in fields:
+            raise ConfigError("vocab_size is missing from the configuration")
+        return cls(**fields)
+
+    def _check_types(self) -> None:
+        for name in (*_POSITIVE, *_NON_NEGATIVE):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"{name} must be an integer; was {value!r}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false; was {getattr(self, name)!r}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}; was {getattr(self, name)!r}")
+
+    def _check_ranges(self) -> None:
+        for name, least in (*((name, 1) for name in _POSITIVE), *((name, 0) for name in _NON_NEGATIVE)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}; was {getattr(self, name)}")
+        eps: object = self.layer_norm_eps
+        if not isinstance(eps, int | float) or isinstance(eps, bool) or not 0 < eps < math.inf:
+            raise ConfigError(f"layer_norm_eps must be a positive number; was {eps!r}")
+
+    def _check_together(self) -> None:
+        if self.d_model % self.n_heads:
+            raise ConfigError(f"n_heads must divide d_model; was {self.n_heads} for {self.d_model}")
+        if self.pad_token_id >= self.vocab_size:
+            raise ConfigError(f"pad_token_id must be < vocab_size; was {self.pad_token_id} >= {self.vocab_size}")
+        if self.position == "sinusoidal" and self.d_model % 2:
+            raise ConfigError(f"d_model must be even for sinusoidal positions; was {self.d_model}")
+        if self.position == "none" and self.position_offset:
+            raise ConfigError(f"position_offset must be 0 without positions; was {self.position_offset}")
+        if self.pad_takes_no_position and self.position_offset < 1:
+            raise ConfigError(
+                f"position_offset must be at least 1 with pad_takes_no_position; was {self.position_offset}"
+            )

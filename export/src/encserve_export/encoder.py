@@ -1,0 +1,242 @@
+"""The transformer encoder of Vaswani et al. 2017, "Attention Is All You Need", and its later variants, in PyTorch.
+
+Token ids go in, one row of `d_model` numbers per token comes out. The module is written for inference: it has no
+dropout. All arithmetic is in the type of the weights, float32 in a bundle.
+
+Sequences of different lengths come as one batch, padded on the right. Attention alone looks beyond a token, so all else
+runs on the real tokens only, as rows of one matrix, and padding costs nothing there (as in ModernBERT, Warner et al.
+2024). In attention a mask keeps padding out of every real token's result.
+
+In the shapes, `batch` is sequences, `seq` the tokens of the longest one, `tokens` the real tokens of all of them,
+`heads` is `n_heads`, and `d_k` is `d_model / n_heads`.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from encserve_export.config import EncoderConfig
+from encserve_export.errors import ConfigError
+
+
+def sinusoids(n_positions: int, d_model: int) -> Tensor:
+    """The fixed position table of Vaswani et al. 2017, section 3.5.
+
+    PE(pos, 2i) = sin(pos / 10000^(2i/d_model)) and PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model)).
+
+    Args:
+        n_positions: Rows of the table.
+        d_model: Its columns, an even number.
+
+    Returns:
+        float32 (n_positions, d_model), computed in float64: in float32 the angle of a late position is off by 1e-5.
+    """
+    position = torch.arange(n_positions, dtype=torch.float64).unsqueeze(1)  # (n_positions, 1)
+    exponent = torch.arange(0, d_model, 2, dtype=torch.float64) / d_model  # (d_model / 2)
+    angle = position / torch.pow(10000.0, exponent)  # (n_positions, d_model / 2)
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()  # (n_positions, d_model)
+
+
+class Padding:
+    """Where the real tokens of a batch are; made once per batch and shared by all blocks.
+
+    Attributes:
+        bias: (batch, 1, 1, seq), what is added to attention scores so that no token attends to padding: 0 for a token,
+            for padding the lowest finite number. After softmax that gives exactly 0, as -∞ would, but where a sequence
+            is all padding it does not turn into NaN.
+    """
+
+    def __init__(self, attention_mask: Tensor, dtype: torch.dtype) -> None:
+        is_token = attention_mask != 0  # (batch, seq)
+        lowest = torch.finfo(dtype).min
+        self.bias = torch.zeros((), dtype=dtype).masked_fill(~is_token[:, None, None, :], lowest)  # (batch, 1, 1, seq)
+        # Which positions are tokens, and which token stands at each position. Padding is given the token before it.
+        flat = is_token.reshape(-1).long()  # (batch·seq)
+        self._tokens = flat.nonzero().squeeze(1)  # (tokens)
+        self._at = (flat.cumsum(0) - 1).clamp(min=0)  # (batch·seq)
+
+    def remove(self, x: Tensor) -> Tensor:
+        """Takes the rows of real tokens: (batch·seq, n) -> (tokens, n)."""
+        return x.index_select(0, self._tokens)  # (tokens, n)
+
+    def restore(self, rows: Tensor) -> Tensor:
+        """Puts each token back at its position: (tokens, n) -> (batch·seq, n); padding repeats the token before it."""
+        return rows.index_select(0, self._at)  # (batch·seq, n)
+
+
+class Embeddings(nn.Module):
+    """Tokens, positions and token types, summed: x = E[id]·(√d_model) + P[position] (+ T[0]).
+
+    A LayerNorm follows if the configuration asks for one.
+    """
+
+    positions: Tensor
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+        if config.position == "learned":
+            self.positions = nn.Parameter(torch.empty(config.n_positions, config.d_model))
+        elif config.position == "sinusoidal":
+            self.register_buffer("positions", sinusoids(config.n_positions, config.d_model), persistent=False)
+        self.types = nn.Parameter(torch.empty(config.n_token_types, config.d_model)) if config.n_token_types else None
+        self.norm = nn.LayerNorm(config.d_model, config.layer_norm_eps) if config.embedding_norm else nn.Identity()
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Embeds tokens.
+
+        Args:
+            input_ids: int64 (batch, seq).
+
+        Returns:
+            (batch, seq, d_model).
+        """
+        x: Tensor = self.tokens(input_ids)  # (batch, seq, d_model)
+        if self.config.scale_embedding:
+            x = x * math.sqrt(self.config.d_model)  # (batch, seq, d_model)
+        if self.config.position != "none":
+            x = x + self._positions(input_ids)  # (batch, seq, d_model)
+        if self.types is not None:
+            x = x + self.types[0]  # (batch, seq, d_model)
+        y: Tensor = self.norm(x)  # (batch, seq, d_model)
+        return y
+
+    def _positions(self, input_ids: Tensor) -> Tensor:
+        """The rows of the position table: (seq, d_model), or (batch, seq, d_model) where they depend on the ids."""
+        first = self.config.position_offset
+        if not self.config.pad_takes_no_position:
+            return self.positions[first : first + input_ids.shape[1]]  # (seq, d_model)
+        # Hugging Face, create_position_ids_from_input_ids: a pad id takes the row before the first and is not counted.
+        counted = (input_ids != self.config.pad_token_id).long()  # (batch, seq)
+        index = counted.cumsum(dim=1) * counted + (first - 1)  # (batch, seq)
+        return functional.embedding(index, self.positions)  # (batch, seq, d_model)
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention, Vaswani et al. 2017, section 3.2.
+
+    head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h, and the heads, side by side, go through one linear layer. The projections to
+    Q, K and V are one layer whose output holds the three after one another.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.d_k = config.d_k
+        self.d_model = config.d_model
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model)
+        self.output = nn.Linear(config.d_model, config.d_model)
+
+    def forward(self, x: Tensor, padding: Padding) -> Tensor:
+        """Lets every token look at every other of its sequence: (tokens, d_model) -> (tokens, d_model)."""
+        bias = padding.bias  # (batch, 1, 1, seq)
+        by_head = (bias.shape[0], bias.shape[3], self.n_heads, self.d_k)
+        q, k, v = torch.split(padding.restore(self.qkv(x)), self.d_model, dim=-1)  # (batch·seq, d_model) each
+        q, k, v = (part.reshape(by_head).transpose(1, 2) for part in (q, k, v))  # (batch, heads, seq, d_k) each
+        scores = q @ k.transpose(2, 3) / math.sqrt(self.d_k)  # (batch, heads, seq, seq)
+        weights = torch.softmax(scores + bias, dim=-1)  # (batch, heads, seq, seq)
+        heads = (weights @ v).transpose(1, 2)  # (batch, seq, heads, d_k)
+        y: Tensor = self.output(padding.remove(heads.reshape(-1, self.d_model)))  # (tokens, d_model)
+        return y
+
+
+class FeedForward(nn.Module):
+    """The position-wise network, Vaswani et al. 2017, section 3.3: W₂·f(W₁·x + b₁) + b₂, for every token alone.
+
+    f is max(0, x), or the GELU of Hendrycks & Gimpel 2016: x·Φ(x), or x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³))).
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.inner = nn.Linear(config.d_model, config.d_ff)
+        self.activation = _activation(config)
+        self.outer = nn.Linear(config.d_ff, config.d_model)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transforms each row: (tokens, d_model) -> (tokens, d_model)."""
+        hidden = self.activation(self.inner(x))  # (tokens, d_ff)
+        y: Tensor = self.outer(hidden)  # (tokens, d_model)
+        return y
+
+
+def _activation(config: EncoderConfig) -> nn.Module:
+    if config.activation == "relu":
+        return nn.ReLU()
+    return nn.GELU(approximate="tanh" if config.activation == "gelu_tanh" else "none")
+
+
+class EncoderBlock(nn.Module):
+    """One layer: attention, then feed-forward, each with a residual connection and a LayerNorm.
+
+    Post-norm (Vaswani et al. 2017): x ← LayerNorm(x + f(x)). Pre-norm (Xiong et al. 2020): x ← x + f(LayerNorm(x)).
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.pre_norm = config.norm == "pre"
+        self.attention = SelfAttention(config)
+        self.attention_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
+        self.feed_forward = FeedForward(config)
+        self.feed_forward_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
+
+    def forward(self, x: Tensor, padding: Padding) -> Tensor:
+        """Runs one layer: (tokens, d_model) -> (tokens, d_model)."""
+        if self.pre_norm:
+            x = x + self.attention(self.attention_norm(x), padding)  # (tokens, d_model)
+            x = x + self.feed_forward(self.feed_forward_norm(x))  # (tokens, d_model)
+        else:
+            x = self.attention_norm(x + self.attention(x, padding))  # (tokens, d_model)
+            x = self.feed_forward_norm(x + self.feed_forward(x))  # (tokens, d_model)
+        return x
+
+
+class Encoder(nn.Module):
+    """Embeddings, `n_layers` blocks, and a last LayerNorm if the configuration asks for one."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = Embeddings(config)
+        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_layers))
+        self.final_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps) if config.final_norm else nn.Identity()
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Encodes a batch.
+
+        Args:
+            input_ids: int64 (batch, seq), padded on the right with any valid id.
+            attention_mask: int64 (batch, seq), 1 for a token and 0 for padding; at least one token.
+
+        Returns:
+            last_hidden_state: (batch, seq, d_model). A token's row depends on its own sequence alone. The rows at
+            padded positions are finite and mean nothing.
+        """
+        x: Tensor = self.embeddings(input_ids)  # (batch, seq, d_model)
+        padding = Padding(attention_mask, x.dtype)
+        rows = padding.remove(x.reshape(-1, self.config.d_model))  # (tokens, d_model)
+        for block in self.blocks:
+            rows = block(rows, padding)  # (tokens, d_model)
+        rows = self.final_norm(rows)  # (tokens, d_model)
+        return padding.restore(rows).reshape(x.shape)  # (batch, seq, d_model)
+
+
+def shortened(encoder: Encoder, max_sequence_tokens: int) -> Encoder:
+    """The same encoder for shorter sequences; a learned position table loses the rows that nothing can reach.
+
+    Raises:
+        ConfigError: The encoder does not reach `max_sequence_tokens`.
+    """
+    allowed = encoder.config.max_sequence_tokens
+    if max_sequence_tokens > allowed:
+        raise ConfigError(f"max_sequence_tokens must be at most {allowed} for this model; was {max_sequence_tokens}")
+    config = dataclasses.replace(encoder.config, max_sequence_tokens=max_sequence_tokens)
+    state = encoder.state_dict()
+    if config.position == "learned":
+        state["embeddings.positions"] = state["embeddings.positions"][: config.n_positions]
+    shorter = Encoder(config)
+    shorter.load_state_dict(state)
+    return shorter.eval().requires_grad_(False)

@@ -1,0 +1,75 @@
+"""What can go wrong in an export, one class per cause.
+
+ExportError
+├── ConfigError                 a field of EncoderConfig is out of range or unknown
+├── CheckpointError             the checkpoint directory cannot be used
+│   ├── CheckpointFileError     a file is missing or unreadable
+│   ├── UnsafeWeightsError      the weights file holds more than tensors
+│   ├── UnsupportedModelError   the model computes something the Encoder does not
+│   ├── WeightNamesError        weights are missing, or there are some nobody asked for
+│   ├── WeightShapeError        a weight has another shape than the configuration says
+│   └── WeightValueError        a weight holds NaN, infinity, or no floating-point numbers
+├── TokenizerError              tokenizer.json is unreadable or does not fit the model
+├── ParityError                 ONNX Runtime computes something else than PyTorch
+└── BundleError                 the bundle cannot be written
+    ├── BundleNameError         the model's name or version is not a plain name
+    └── BundleExistsError       this version is already there
+
+The command line shows any of them as `Error: …` and exits with 1. Any other exception is a bug and keeps its traceback.
+"""
+
+
+class ExportError(Exception):
+    """The root of all errors here; its text is meant for the person who ran the export."""
+
+
+class ConfigError(ExportError):
+    """A field of EncoderConfig is out of range or unknown; the text names it and the numbers."""
+
+
+class CheckpointError(ExportError):
+    """The checkpoint directory cannot be used."""
+
+
+class CheckpointFileError(CheckpointError):
+    """A file of the checkpoint is missing or unreadable."""
+
+
+class UnsafeWeightsError(CheckpointError):
+    """The weights file holds more than tensors: loading it would execute code from it."""
+
+
+class UnsupportedModelError(CheckpointError):
+    """The model computes something the Encoder does not."""
+
+
+class WeightNamesError(CheckpointError):
+    """Weights are missing, or there are some that nobody asked for."""
+
+
+class WeightShapeError(CheckpointError):
+    """A weight has another shape than the configuration says."""
+
+
+class WeightValueError(CheckpointError):
+    """A weight holds NaN or infinity, or is not of floating-point numbers."""
+
+
+class TokenizerError(ExportError):
+    """tokenizer.json is unreadable, or gives ids that the model does not have."""
+
+
+class ParityError(ExportError):
+    """ONNX Runtime does not reproduce PyTorch, or padding changes a result."""
+
+
+class BundleError(ExportError):
+    """The bundle cannot be written."""
+
+
+class BundleNameError(BundleError):
+    """The model's name or version is not a plain name."""
+
+
+class BundleExistsError(BundleError):
+    """This version of the model is already there."""

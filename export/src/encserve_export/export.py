@@ -1,0 +1,133 @@
+"""The exports: checkpoint, or random weights -> verified bundle."""
+
+import dataclasses
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from encserve_export import bundle, graph, manifest, verify
+from encserve_export.config import EncoderConfig
+from encserve_export.encoder import Encoder, shortened
+from encserve_export.errors import CheckpointFileError
+from encserve_export.init import random_encoder
+from encserve_export.layouts import hf_bert
+from encserve_export.manifest import Source
+from encserve_export.sentence_transformers import read_sentence_vector
+from encserve_export.text import TokenizerFile, read_tokenizer
+from encserve_export.weights import read_json, read_weights
+from encserve_proto.v1 import manifest_pb2
+
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where a bundle goes.
+
+    Attributes:
+        models: The folder of all models.
+        name: The model's name.
+        version: The model's version.
+        overwrite: Whether a version that is there is replaced.
+    """
+
+    models: Path
+    name: str
+    version: str = "1"
+    overwrite: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """A bundle that was written.
+
+    Attributes:
+        path: Its folder.
+        manifest: What its manifest.json says.
+    """
+
+    path: Path
+    manifest: manifest_pb2.Manifest
+
+
+def export_hf(
+    directory: Path, target: Target, *, max_sequence_tokens: int | None = None, progress: Progress = lambda _: None
+) -> Exported:
+    """Exports a checkpoint in the layout of Hugging Face.
+
+    Args:
+        directory: config.json and the weights; tokenizer.json and the files of sentence-transformers where there are.
+        target: Where the bundle goes.
+        max_sequence_tokens: The longest sequence to serve, in tokens, at most what the model allows; the default.
+        progress: Called with what is being done.
+
+    Raises:
+        ExportError: One of its kinds, by cause. Nothing is left on the disk.
+    """
+    progress("reading the checkpoint")
+    settings = read_json(directory / "config.json")
+    if not isinstance(settings, dict):
+        raise CheckpointFileError(f"{directory / 'config.json'} must hold an object")
+    layout = hf_bert.read_layout(settings)
+    vector = read_sentence_vector(directory)
+    tokenizer_path = directory / manifest.TOKENIZER_FILE
+    tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path.is_file() else None
+    if tokenizer is None:
+        progress(f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only")
+    progress("reading the weights")
+    weights = read_weights(directory)
+    encoder = layout.load(hf_bert.plain_names(weights.tensors))
+    if max_sequence_tokens is not None:
+        encoder = shortened(encoder, max_sequence_tokens)
+    source = Source("hf", layout.description, weights.sha256, vector, tokenizer)
+    return export_encoder(encoder, source, target, progress=progress)
+
+
+def export_init(
+    config: EncoderConfig,
+    seed: int,
+    target: Target,
+    *,
+    tokenizer: TokenizerFile | None = None,
+    progress: Progress = lambda _: None,
+) -> Exported:
+    """Exports an encoder with random weights.
+
+    Args:
+        config: The encoder's sizes and choices.
+        seed: Fixes the weights.
+        target: Where the bundle goes.
+        tokenizer: What turns text into ids; without one the model takes token ids only.
+        progress: Called with what is being done.
+
+    Raises:
+        ExportError: One of its kinds, by cause. Nothing is left on the disk.
+    """
+    progress("making the weights")
+    source = Source("init", f"random weights, seed {seed}", tokenizer=tokenizer)
+    return export_encoder(random_encoder(config, seed), source, target, progress=progress)
+
+
+def export_encoder(
+    encoder: Encoder, source: Source, target: Target, *, progress: Progress = lambda _: None
+) -> Exported:
+    """Traces an encoder, compares the graph with it, and writes the bundle.
+
+    Raises:
+        TokenizerError: The tokenizer gives ids that the encoder does not have.
+        ParityError: ONNX Runtime does not reproduce the encoder.
+        BundleError: One of its kinds: the bundle cannot be written.
+    """
+    if source.tokenizer is not None:
+        source.tokenizer.check_fits(encoder.config.vocab_size)
+    with bundle.draft(target.models, target.name, target.version, overwrite=target.overwrite) as folder:
+        progress("tracing the graph")
+        files = graph.write_graph(encoder, folder)
+        progress("comparing ONNX Runtime with PyTorch")
+        parity = verify.check_parity(encoder, files[0])
+        progress("writing the bundle")
+        if source.tokenizer is not None:
+            files.append(Path(shutil.copyfile(source.tokenizer.path, folder / manifest.TOKENIZER_FILE)))
+        described = manifest.build_manifest(target.name, target.version, encoder, source, parity, files)
+        (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
+    return Exported(target.models / target.name / target.version, described)

@@ -1,0 +1,183 @@
+"""The layout that Hugging Face uses for BERT, RoBERTa, XLM-RoBERTa and DistilBERT.
+
+Read from config.json and the names in the weights file; nothing of the `transformers` package is imported.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from encserve_export.config import Activation, EncoderConfig
+from encserve_export.errors import CheckpointFileError, UnsupportedModelError
+from encserve_export.layouts.base import Layout
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_BERT = ("bert",)
+_ROBERTA = ("roberta", "xlm-roberta", "camembert")
+_DISTILBERT = ("distilbert",)
+MODEL_TYPES = (*_BERT, *_ROBERTA, *_DISTILBERT)
+
+# The names of one block, Encoder's on the left. Weight and bias both.
+_BERT_BLOCK = {
+    "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "attention.output": ("attention.output.dense",),
+    "attention_norm": ("attention.output.LayerNorm",),
+    "feed_forward.inner": ("intermediate.dense",),
+    "feed_forward.outer": ("output.dense",),
+    "feed_forward_norm": ("output.LayerNorm",),
+}
+_DISTILBERT_BLOCK = {
+    "attention.qkv": ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+    "attention.output": ("attention.out_lin",),
+    "attention_norm": ("sa_layer_norm",),
+    "feed_forward.inner": ("ffn.lin1",),
+    "feed_forward.outer": ("ffn.lin2",),
+    "feed_forward_norm": ("output_layer_norm",),
+}
+# The pooler and the heads of the tasks, and index buffers that older versions saved.
+_IGNORED = (
+    "pooler.",
+    "cls.",
+    "lm_head.",
+    "classifier.",
+    "pre_classifier.",
+    "qa_outputs.",
+    "vocab_transform.",
+    "vocab_layer_norm.",
+    "vocab_projector.",
+    "embeddings.position_ids",
+    "embeddings.token_type_ids",
+)
+
+
+def read_layout(settings: Mapping[str, Any]) -> Layout:
+    """Reads config.json.
+
+    Args:
+        settings: config.json, parsed.
+
+    Raises:
+        UnsupportedModelError: The model computes something the Encoder does not.
+        CheckpointFileError: A setting is missing.
+        ConfigError: A size is out of range.
+    """
+    model_type = settings.get("model_type")
+    if model_type not in MODEL_TYPES:
+        raise UnsupportedModelError(f"model_type must be one of {', '.join(MODEL_TYPES)}; was {model_type!r}")
+    _refuse_variants(settings)
+    is_distilbert = model_type in _DISTILBERT
+    config = _distilbert_config(settings) if is_distilbert else _bert_config(settings)
+    return Layout(
+        config=config,
+        description=str((settings.get("architectures") or [model_type])[0]),
+        names=_names(config, "transformer" if is_distilbert else "encoder", is_distilbert),
+        ignored=_IGNORED,
+    )
+
+
+def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Renames tensors to what the bare model calls them.
+
+    A model saved with a task's head has its own name before every weight ("bert.embeddings…"), and weights converted
+    from TensorFlow call LayerNorm's weight and bias "gamma" and "beta".
+    """
+    return {_plain_name(name): tensor for name, tensor in tensors.items()}
+
+
+def _plain_name(name: str) -> str:
+    name = re.sub(r"^(bert|roberta|distilbert)\.", "", name)
+    return re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
+
+
+def _refuse_variants(settings: Mapping[str, Any]) -> None:
+    position_type = settings.get("position_embedding_type", "absolute")
+    if position_type != "absolute":
+        raise UnsupportedModelError(f'position_embedding_type must be "absolute"; was {position_type!r}')
+    for name in ("is_decoder", "add_cross_attention"):
+        if settings.get(name, False):
+            raise UnsupportedModelError(f"{name} must be false, this exports encoders; was {settings[name]!r}")
+
+
+def _bert_config(settings: Mapping[str, Any]) -> EncoderConfig:
+    is_roberta = settings["model_type"] in _ROBERTA
+    pad_token_id = _pad_token_id(settings, 1 if is_roberta else 0)
+    position_offset = pad_token_id + 1 if is_roberta else 0
+    return EncoderConfig(
+        vocab_size=_setting(settings, "vocab_size"),
+        d_model=_setting(settings, "hidden_size"),
+        n_heads=_setting(settings, "num_attention_heads"),
+        d_ff=_setting(settings, "intermediate_size"),
+        n_layers=_setting(settings, "num_hidden_layers"),
+        max_sequence_tokens=_setting(settings, "max_position_embeddings") - position_offset,
+        activation=_activation(settings, "hidden_act"),
+        position="learned",
+        embedding_norm=True,
+        n_token_types=settings.get("type_vocab_size", 2),
+        layer_norm_eps=settings.get("layer_norm_eps", 1e-12),
+        pad_token_id=pad_token_id,
+        position_offset=position_offset,
+        pad_takes_no_position=is_roberta,
+    )
+
+
+def _distilbert_config(settings: Mapping[str, Any]) -> EncoderConfig:
+    return EncoderConfig(
+        vocab_size=_setting(settings, "vocab_size"),
+        d_model=_setting(settings, "dim"),
+        n_heads=_setting(settings, "n_heads"),
+        d_ff=_setting(settings, "hidden_dim"),
+        n_layers=_setting(settings, "n_layers"),
+        max_sequence_tokens=_setting(settings, "max_position_embeddings"),
+        activation=_activation(settings, "activation"),
+        # Sinusoidal DistilBERTs save their table like a learned one.
+        position="learned",
+        embedding_norm=True,
+        # The value is fixed in the reference code.
+        layer_norm_eps=1e-12,
+        pad_token_id=_pad_token_id(settings, 0),
+    )
+
+
+def _setting(settings: Mapping[str, Any], name: str) -> Any:
+    if name not in settings:
+        raise CheckpointFileError(f"config.json lacks {name}")
+    return settings[name]
+
+
+def _pad_token_id(settings: Mapping[str, Any], default: int) -> int:
+    value = settings.get("pad_token_id")
+    return default if value is None else int(value)
+
+
+def _activation(settings: Mapping[str, Any], name: str) -> Activation:
+    value = _setting(settings, name)
+    if value not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"{name} must be one of {', '.join(_ACTIVATIONS)}; was {value!r}")
+    return _ACTIVATIONS[value]
+
+
+def _names(config: EncoderConfig, stack: str, is_distilbert: bool) -> dict[str, tuple[str, ...]]:
+    """The checkpoint's names for every weight of the Encoder."""
+    names: dict[str, tuple[str, ...]] = {
+        "embeddings.tokens.weight": ("embeddings.word_embeddings.weight",),
+        "embeddings.positions": ("embeddings.position_embeddings.weight",),
+    }
+    if config.n_token_types:
+        names["embeddings.types"] = ("embeddings.token_type_embeddings.weight",)
+    layers: dict[str, tuple[str, ...]] = {"embeddings.norm": ("embeddings.LayerNorm",)}
+    for index in range(config.n_layers):
+        for target, sources in (_DISTILBERT_BLOCK if is_distilbert else _BERT_BLOCK).items():
+            layers[f"blocks.{index}.{target}"] = tuple(f"{stack}.layer.{index}.{source}" for source in sources)
+    for target, sources in layers.items():
+        for kind in ("weight", "bias"):
+            names[f"{target}.{kind}"] = tuple(f"{source}.{kind}" for source in sources)
+    return names

@@ -1,0 +1,166 @@
+"""Fills the manifest of a bundle. The contract is `proto/encserve/v1/manifest.proto`."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+
+from encserve_export import graph, verify
+from encserve_export.config import EncoderConfig
+from encserve_export.encoder import Encoder
+from encserve_export.sentence_transformers import SentenceVector
+from encserve_export.text import TokenizerFile
+from encserve_proto.v1 import manifest_pb2
+
+FILE = "manifest.json"
+TOKENIZER_FILE = "tokenizer.json"
+FORMAT_VERSION = 1
+_TOOLS = ("encserve-export", "onnx", "onnxruntime", "tokenizers", "torch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where an encoder comes from, and all that a bundle holds besides its weights.
+
+    Attributes:
+        kind: The export command, "hf" or "init".
+        description: For people, e.g. "BertModel".
+        weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
+        vector: How the model was trained to make one vector of a sequence.
+        tokenizer: The tokenizer, or None where the model takes token ids only.
+    """
+
+    kind: str
+    description: str
+    weights_sha256: str = ""
+    vector: SentenceVector = dataclasses.field(default_factory=SentenceVector)
+    tokenizer: TokenizerFile | None = None
+
+
+def build_manifest(
+    name: str, version: str, encoder: Encoder, source: Source, parity: verify.Parity, files: Iterable[Path]
+) -> manifest_pb2.Manifest:
+    """Describes a bundle.
+
+    Args:
+        name: The model's name.
+        version: The model's version.
+        encoder: The encoder that the graph was traced from.
+        source: Where it comes from.
+        parity: How closely ONNX Runtime reproduced it.
+        files: All files of the bundle, which must lie directly in its folder.
+    """
+    manifest = manifest_pb2.Manifest(
+        format_version=FORMAT_VERSION,
+        name=name,
+        version=version,
+        encoder=_shape(encoder.config),
+        text=_text(encoder.config, source.tokenizer),
+        pooling=source.vector.pooling,
+        l2_normalize=source.vector.l2_normalize,
+        graph=manifest_pb2.Graph(
+            file=graph.FILE,
+            opset=graph.OPSET,
+            input_ids_name=graph.INPUT_IDS,
+            attention_mask_name=graph.ATTENTION_MASK,
+            output_name=graph.OUTPUT,
+            precision="float32",
+        ),
+        source=manifest_pb2.Source(
+            kind=source.kind,
+            description=source.description,
+            weights_sha256=source.weights_sha256,
+            versions={tool: metadata.version(tool) for tool in _TOOLS},
+        ),
+        files=[_bundle_file(path) for path in sorted(files)],
+        parameters=[
+            manifest_pb2.ParameterCount(part=part, count=count) for part, count in count_parameters(encoder).items()
+        ],
+        parity=_parity(parity),
+    )
+    manifest.fingerprint = fingerprint(manifest)
+    return manifest
+
+
+def to_json(manifest: manifest_pb2.Manifest) -> str:
+    """The manifest in protobuf's JSON form, every field written out, always in the same order."""
+    fields = _fields(manifest)
+    fields["source"]["versions"] = dict(sorted(fields["source"]["versions"].items()))
+    return json.dumps(fields, indent=2) + "\n"
+
+
+def fingerprint(manifest: manifest_pb2.Manifest) -> str:
+    """Identifies the vector space: 32 hex digits.
+
+    The beginning of the SHA-256 over the compact JSON, keys sorted, of each file's path and SHA-256 and the manifest's
+    encoder, text, pooling, l2_normalize and graph.
+    """
+    fields = _fields(manifest)
+    facts = {name: fields.get(name) for name in ("encoder", "text", "pooling", "l2_normalize", "graph")}
+    facts["files"] = {file.path: file.sha256 for file in manifest.files}
+    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
+
+
+def count_parameters(encoder: Encoder) -> dict[str, int]:
+    """How many numbers the embedding, attention, feed_forward and norm parts have."""
+    counts = dict.fromkeys(("embedding", "attention", "feed_forward", "norm"), 0)
+    for name, parameter in encoder.named_parameters():
+        counts[_part(name)] += parameter.numel()
+    return counts
+
+
+def _part(name: str) -> str:
+    """The part of a parameter, e.g. "blocks.0.attention_norm.weight" -> "norm"."""
+    modules = name.split(".")
+    if any(module.endswith("norm") for module in modules):
+        return "norm"
+    return "embedding" if modules[0] == "embeddings" else modules[2]
+
+
+def _fields(manifest: manifest_pb2.Manifest) -> dict[str, Any]:
+    fields: dict[str, Any] = json_format.MessageToDict(
+        manifest, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+    )
+    return fields
+
+
+def _shape(config: EncoderConfig) -> manifest_pb2.EncoderShape:
+    names = [field.name for field in manifest_pb2.EncoderShape.DESCRIPTOR.fields]
+    values: Mapping[str, Any] = dataclasses.asdict(config)
+    return manifest_pb2.EncoderShape(**{name: values[name] for name in names})
+
+
+def _text(config: EncoderConfig, tokenizer: TokenizerFile | None) -> manifest_pb2.TextInput | None:
+    if tokenizer is None:
+        return None
+    special = sorted({*tokenizer.around_text, config.pad_token_id})
+    return manifest_pb2.TextInput(tokenizer_file=TOKENIZER_FILE, special_token_ids=special)
+
+
+def _bundle_file(path: Path) -> manifest_pb2.BundleFile:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return manifest_pb2.BundleFile(path=path.name, size_bytes=path.stat().st_size, sha256=digest)
+
+
+def _parity(parity: verify.Parity) -> manifest_pb2.Parity:
+    return manifest_pb2.Parity(
+        tolerance=verify.TOLERANCE,
+        max_relative_error=_rounded(parity.max_relative_error),
+        max_padding_error=_rounded(parity.max_padding_error),
+        cases=[
+            manifest_pb2.ParityCase(lengths=case.lengths, max_relative_error=_rounded(case.max_relative_error))
+            for case in parity.cases
+        ],
+    )
+
+
+def _rounded(error: float) -> float:
+    """Two digits: more would only say which thread added what first."""
+    return float(f"{error:.1e}")

@@ -1,0 +1,53 @@
+"""Checks a tokenizer.json against the model it is to feed."""
+
+import dataclasses
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from encserve_export.errors import TokenizerError
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenizerFile:
+    """A tokenizer.json that loads.
+
+    Attributes:
+        path: The file.
+        largest_id: The largest token id that it can give.
+        around_text: The ids that it puts around a text.
+    """
+
+    path: Path
+    largest_id: int
+    around_text: tuple[int, ...]
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Refuses a tokenizer that gives ids the model has no embedding for.
+
+        Raises:
+            TokenizerError: The largest id is not below `vocab_size`.
+        """
+        if self.largest_id >= vocab_size:
+            raise TokenizerError(
+                f"{self.path} gives token ids up to {self.largest_id}; the model's vocab_size is {vocab_size}"
+            )
+
+
+def read_tokenizer(path: Path) -> TokenizerFile:
+    """Loads a tokenizer.json.
+
+    Raises:
+        TokenizerError: It is unreadable or empty.
+    """
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises the bare class
+        raise TokenizerError(f"{path} is no readable tokenizer: {error}") from error
+    # The file may ask for a fixed length; what stands around a text is asked without that.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    ids = tokenizer.get_vocab(with_added_tokens=True).values()
+    if not ids:
+        raise TokenizerError(f"{path} has an empty vocabulary")
+    return TokenizerFile(path, max(ids), tuple(tokenizer.encode("").ids))

@@ -1,0 +1,136 @@
+"""Compares ONNX Runtime with PyTorch, row by row, and padded batches with single sequences."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import onnxruntime
+import torch
+
+from encserve_export import graph
+from encserve_export.encoder import Encoder
+from encserve_export.errors import ParityError
+
+TOLERANCE = 5e-5
+PADDING_TOLERANCE = 1e-5
+
+Ids = npt.NDArray[np.int64]
+Rows = npt.NDArray[np.float32]
+Run = Callable[[Ids, Ids], Rows]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One batch that was compared.
+
+    Attributes:
+        lengths: The lengths of its sequences, in tokens.
+        max_relative_error: The largest ‖got - want‖/‖want‖ over its rows, ONNX Runtime against PyTorch.
+        max_padding_error: The same, each sequence in this batch against the sequence alone, both in ONNX Runtime.
+    """
+
+    lengths: tuple[int, ...]
+    max_relative_error: float
+    max_padding_error: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Parity:
+    """All batches that were compared; every error is within its tolerance."""
+
+    cases: tuple[Case, ...]
+
+    @property
+    def max_relative_error(self) -> float:
+        """The largest error against PyTorch."""
+        return max(case.max_relative_error for case in self.cases)
+
+    @property
+    def max_padding_error(self) -> float:
+        """The largest error between a sequence padded in a batch and the same sequence alone."""
+        return max(case.max_padding_error for case in self.cases)
+
+
+def case_lengths(longest: int) -> list[tuple[int, ...]]:
+    """Batches to compare: one token, the longest sequence, and mixtures with much and little padding."""
+    half, quarter = max(1, longest // 2), max(1, longest // 4)
+    cases = [(1,), (2,), (7,), (half,), (longest,), (1, 1, 1), (3, 9, 5, 8), (16, 16, 16, 16)]
+    cases += [(1, quarter, half), (longest, 1), (longest, longest - 1, half)]
+    fitting = [tuple(min(max(length, 1), longest) for length in lengths) for lengths in cases]
+    return list(dict.fromkeys(fitting))
+
+
+def check_parity(encoder: Encoder, path: Path) -> Parity:
+    """Runs the ONNX file and the encoder on the same batches.
+
+    Args:
+        encoder: What the file was traced from.
+        path: The ONNX file.
+
+    Raises:
+        ParityError: An error is above its tolerance, or a result is not finite.
+    """
+    run = _onnx_run(path)
+    random = np.random.default_rng(0)
+    cases = []
+    for lengths in case_lengths(encoder.config.max_sequence_tokens):
+        sequences = [random.integers(0, encoder.config.vocab_size, length) for length in lengths]
+        case = _compare(encoder, run, sequences)
+        _refuse_above(case.max_relative_error, TOLERANCE, case, "differs from PyTorch")
+        _refuse_above(case.max_padding_error, PADDING_TOLERANCE, case, "changes when padded")
+        cases.append(case)
+    return Parity(tuple(cases))
+
+
+def relative_error(got: Rows, want: Rows) -> float:
+    """The largest ‖got - want‖/‖want‖ over rows of the same shape (…, d_model); infinite where got is not finite."""
+    difference = np.linalg.norm(got.astype(np.float64) - want, axis=-1)  # (…)
+    norm = np.linalg.norm(want.astype(np.float64), axis=-1)  # (…)
+    # A row of zeros has no relative error: any difference from it is refused, none is not.
+    error = np.divide(difference, norm, out=np.where(difference == 0, 0.0, np.inf), where=norm > 0)  # (…)
+    return float(np.where(np.isnan(error), np.inf, error).max())
+
+
+def _onnx_run(path: Path) -> Run:
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+
+    def run(ids: Ids, mask: Ids) -> Rows:
+        rows: Rows = session.run([graph.OUTPUT], {graph.INPUT_IDS: ids, graph.ATTENTION_MASK: mask})[0]
+        return rows
+
+    return run
+
+
+def _compare(encoder: Encoder, run: Run, sequences: Sequence[Ids]) -> Case:
+    ids, mask = _pad(sequences, encoder.config.pad_token_id)
+    got = run(ids, mask)  # (batch, seq, d_model)
+    with torch.inference_mode():
+        want = encoder(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()  # (batch, seq, d_model)
+    errors, padding_errors = [], []
+    for row, sequence in enumerate(sequences):
+        n = len(sequence)
+        errors.append(relative_error(got[row, :n], want[row, :n]))
+        alone = run(sequence[None], np.ones((1, n), np.int64))  # (1, n, d_model)
+        padding_errors.append(relative_error(got[row, :n], alone[0]))
+    return Case(tuple(len(sequence) for sequence in sequences), max(errors), max(padding_errors))
+
+
+def _pad(sequences: Sequence[Ids], pad_token_id: int) -> tuple[Ids, Ids]:
+    """Ids and mask, int64 (batch, seq) both, padded on the right."""
+    shape = (len(sequences), max(len(sequence) for sequence in sequences))
+    ids, mask = np.full(shape, pad_token_id, np.int64), np.zeros(shape, np.int64)  # (batch, seq)
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = sequence
+        mask[row, : len(sequence)] = 1
+    return ids, mask
+
+
+def _refuse_above(error: float, tolerance: float, case: Case, what: str) -> None:
+    if not error <= tolerance:
+        lengths = ", ".join(map(str, case.lengths))
+        raise ParityError(
+            f"the ONNX model {what}: relative error {error:.1e} of a row, tolerance {tolerance:.1e}, "
+            f"in a batch of lengths {lengths}"
+        )

@@ -1,0 +1,110 @@
+"""Checkpoints and bundles that the tests of the exporter share."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+from torch import Tensor
+
+from encserve_export import EncoderConfig, Exported, Target, export_hf
+
+DATA = Path(__file__).parents[1] / "data"
+GOLDENS = ("hf-bert", "hf-roberta", "hf-distilbert")
+
+
+class Checkpoint:
+    """A copy of a golden checkpoint that a test may change."""
+
+    def __init__(self, golden: str, path: Path) -> None:
+        self.path = path
+        shutil.copytree(DATA / golden, path)
+
+    def set(self, **settings: Any) -> None:
+        """Changes fields of config.json; None removes one."""
+        file = self.path / "config.json"
+        changed = json.loads(file.read_text()) | settings
+        file.write_text(json.dumps({name: value for name, value in changed.items() if value is not None}))
+
+    def tensors(self) -> dict[str, Tensor]:
+        return load_file(self.path / "model.safetensors")
+
+    def save(self, tensors: dict[str, Tensor]) -> None:
+        save_file(tensors, self.path / "model.safetensors")
+
+    def rename(self, change: Callable[[str], str]) -> None:
+        self.save({change(name): tensor for name, tensor in self.tensors().items()})
+
+
+@pytest.fixture
+def data() -> Path:
+    """The folder of the golden checkpoints."""
+    return DATA
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Checkpoint:
+    return Checkpoint("hf-bert", tmp_path / "bert")
+
+
+@pytest.fixture
+def roberta(tmp_path: Path) -> Checkpoint:
+    return Checkpoint("hf-roberta", tmp_path / "roberta")
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    """The folder of all models, which does not exist yet."""
+    return tmp_path / "models"
+
+
+@pytest.fixture(scope="session")
+def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
+    """The golden checkpoints, exported once."""
+    folder = tmp_path_factory.mktemp("bundles")
+    return {name: export_hf(DATA / name, Target(models=folder, name=name)) for name in GOLDENS}
+
+
+@pytest.fixture(params=GOLDENS)
+def golden(request: pytest.FixtureRequest) -> str:
+    """The name of each golden checkpoint in turn."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def tiny() -> EncoderConfig:
+    return EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=24)
+
+
+@pytest.fixture
+def write_tokenizer() -> Callable[..., Path]:
+    """Writes a tokenizer.json of n words, with what one wants baked into it."""
+
+    def write(path: Path, n_words: int = 30, *, fixed_length: int | None = None) -> Path:
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"word{index}" for index in range(n_words - 4))]
+        tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = Whitespace()
+        tokenizer.post_processor = TemplateProcessing(
+            single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+        )
+        if fixed_length is not None:
+            tokenizer.enable_truncation(fixed_length)
+            tokenizer.enable_padding(length=fixed_length)
+        tokenizer.save(str(path))
+        return path
+
+    return write
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> None:
+    torch.set_num_threads(2)

@@ -1,0 +1,123 @@
+"""The command line: results on stdout, what goes on and what goes wrong on stderr, no traceback for a user's error."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+from google.protobuf import json_format
+
+from encserve_export.cli import main
+from encserve_proto.v1 import manifest_pb2
+
+TINY = {"vocab_size": 50, "d_model": 16, "n_heads": 2, "d_ff": 32, "n_layers": 1, "max_sequence_tokens": 20}
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+def read_manifest(bundle: Path) -> manifest_pb2.Manifest:
+    return json_format.Parse((bundle / "manifest.json").read_text(), manifest_pb2.Manifest())
+
+
+def test_hf(data: Path, models: Path) -> None:
+    result = run("hf", data / "hf-bert", "--output", models, "--max-sequence-tokens", 20)
+    assert result.exit_code == 0, result.output
+    manifest = read_manifest(models / "hf-bert" / "1")
+    assert manifest.encoder.max_sequence_tokens == 20
+    for shown in ("embedding", "feed_forward", "100.0 %", "tolerance 5.0e-05", manifest.fingerprint):
+        assert shown in result.stdout
+    assert f"bundle       {models / 'hf-bert' / '1'}\n" in result.stdout, "a path is never folded"
+    assert "comparing ONNX Runtime with PyTorch" in result.stderr
+    assert "comparing" not in result.stdout
+
+
+def test_name_version_and_overwrite(data: Path, models: Path) -> None:
+    arguments = ("hf", data / "hf-distilbert", "--output", models, "--name", "d", "--version", "2024.1")
+    assert run(*arguments).exit_code == 0
+    refused = run(*arguments)
+    assert refused.exit_code == 1
+    assert refused.stderr.splitlines()[-1].startswith("Error: ")
+    assert "--overwrite" in refused.stderr
+    assert run(*arguments, "--overwrite").exit_code == 0
+    assert [path.name for path in (models / "d").iterdir()] == ["2024.1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--name", "../x"), "name must be 1 to 64 letters"),
+        (("--version", ".5"), "version must be 1 to 64 letters"),
+        (("--max-sequence-tokens", 67), "max_sequence_tokens must be at most 66 for this model; was 67"),
+        (("--max-sequence-tokens", 0), "max_sequence_tokens must be at least 1; was 0"),
+    ],
+)
+def test_errors_of_hf(data: Path, models: Path, arguments: tuple[object, ...], message: str) -> None:
+    result = run("hf", data / "hf-bert", "--output", models, *arguments)
+    assert result.exit_code == 1
+    assert f"Error: {message}" in result.stderr
+    assert isinstance(result.exception, SystemExit), "no traceback"
+    assert not models.exists()
+
+
+def test_a_directory_without_a_checkpoint(tmp_path: Path, models: Path) -> None:
+    result = run("hf", tmp_path, "--output", models)
+    assert result.exit_code == 1
+    assert f"Error: {tmp_path / 'config.json'} is missing" in result.stderr
+
+
+def test_a_configuration_that_is_no_object(tmp_path: Path, models: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    assert "must hold an object" in run("hf", tmp_path, "--output", models).stderr
+
+
+def test_init(config: Path, models: Path, tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", 50)
+    result = run(
+        "init", "--config", config, "--seed", 7, "--output", models, "--name", "random", "--tokenizer", tokenizer
+    )
+    assert result.exit_code == 0, result.output
+    manifest = read_manifest(models / "random" / "1")
+    assert (manifest.source.kind, manifest.source.description) == ("init", "random weights, seed 7")
+    assert manifest.source.weights_sha256 == ""
+    assert (manifest.encoder.d_model, manifest.encoder.position) == (16, "sinusoidal")
+    assert list(manifest.text.special_token_ids) == [0, 2, 3]
+
+
+def test_the_vocabulary_of_init_is_the_tokenizers(
+    config: Path, models: Path, tmp_path: Path, write_tokenizer: Callable[..., Path]
+) -> None:
+    config.write_text(json.dumps({name: value for name, value in TINY.items() if name != "vocab_size"}))
+    tokenizer = write_tokenizer(tmp_path / "tokenizer.json", 33)
+    run("init", "--config", config, "--output", models, "--name", "random", "--tokenizer", tokenizer)
+    assert read_manifest(models / "random" / "1").encoder.vocab_size == 33
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"hidden_size": 3}', "unknown configuration fields: hidden_size; known are vocab_size"),
+        ('{"n_heads": 7}', "n_heads must divide d_model; was 7 for 512"),
+        ("[]", "must hold an object of configuration fields"),
+        ("{", "is not JSON"),
+    ],
+)
+def test_errors_of_init(config: Path, models: Path, content: str, message: str) -> None:
+    config.write_text(content)
+    result = run("init", "--config", config, "--output", models, "--name", "random")
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert not models.exists()
+
+
+def test_the_version_of_the_program() -> None:
+    assert "0.1.0" in run("--version").stdout

@@ -1,0 +1,59 @@
+"""Every field is checked when a configuration is built, and the error names it and the numbers."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from encserve_export import EncoderConfig, ExportError
+from encserve_export.errors import ConfigError
+
+
+def test_defaults_are_the_encoder_of_the_paper_with_eight_layers() -> None:
+    config = EncoderConfig(vocab_size=100)
+    assert (config.d_model, config.n_heads, config.d_k, config.d_ff, config.n_layers) == (512, 8, 64, 2048, 8)
+    assert (config.activation, config.norm, config.position) == ("relu", "post", "sinusoidal")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"n_heads": 7}, "n_heads must divide d_model; was 7 for 512"),
+        ({"vocab_size": 0}, "vocab_size must be at least 1; was 0"),
+        ({"d_ff": -4}, "d_ff must be at least 1; was -4"),
+        ({"n_layers": 2.0}, "n_layers must be an integer; was 2.0"),
+        ({"n_layers": True}, "n_layers must be an integer; was True"),
+        ({"n_token_types": -1}, "n_token_types must be at least 0; was -1"),
+        ({"pad_token_id": 100}, "pad_token_id must be < vocab_size; was 100 >= 100"),
+        ({"activation": "swish"}, "activation must be one of relu, gelu, gelu_tanh; was 'swish'"),
+        ({"norm": "sandwich"}, "norm must be one of post, pre; was 'sandwich'"),
+        ({"position": ["learned"]}, "position must be one of sinusoidal, learned, none; was ['learned']"),
+        ({"final_norm": 1}, "final_norm must be true or false; was 1"),
+        ({"layer_norm_eps": 0}, "layer_norm_eps must be a positive number; was 0"),
+        ({"layer_norm_eps": float("nan")}, "layer_norm_eps must be a positive number; was nan"),
+        ({"layer_norm_eps": "1e-5"}, "layer_norm_eps must be a positive number; was '1e-5'"),
+        ({"d_model": 9, "n_heads": 3}, "d_model must be even for sinusoidal positions; was 9"),
+        ({"position": "none", "position_offset": 2}, "position_offset must be 0 without positions; was 2"),
+        ({"pad_takes_no_position": True}, "position_offset must be at least 1 with pad_takes_no_position; was 0"),
+    ],
+)
+def test_a_field_out_of_range_is_named_with_its_numbers(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        EncoderConfig.from_mapping({"vocab_size": 100} | fields)
+    assert str(caught.value) == message
+    assert isinstance(caught.value, ExportError)
+
+
+def test_unknown_fields_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"unknown configuration fields: dropout, layers; known are vocab_size, "):
+        EncoderConfig.from_mapping({"vocab_size": 100, "layers": 2, "dropout": 0.1})
+
+
+def test_the_vocabulary_has_no_default() -> None:
+    with pytest.raises(ConfigError, match="vocab_size is missing"):
+        EncoderConfig.from_mapping({"d_model": 64})
+
+
+def test_a_configuration_survives_a_round_trip() -> None:
+    config = EncoderConfig(vocab_size=100, norm="pre", final_norm=True)
+    assert EncoderConfig.from_mapping(dataclasses.asdict(config)) == config

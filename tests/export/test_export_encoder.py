@@ -1,0 +1,166 @@
+"""The encoder computes what others compute: PyTorch's own encoder, and the formulas written out."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from encserve_export import Encoder, EncoderConfig
+from encserve_export.encoder import FeedForward, shortened, sinusoids
+from encserve_export.errors import ConfigError
+from encserve_export.init import random_encoder
+
+
+def pytorch_encoder(encoder: Encoder) -> nn.TransformerEncoder:
+    """PyTorch's own encoder with the same weights."""
+    config = encoder.config
+    layer = nn.TransformerEncoderLayer(
+        config.d_model,
+        config.n_heads,
+        config.d_ff,
+        dropout=0.0,
+        activation="relu" if config.activation == "relu" else "gelu",
+        layer_norm_eps=config.layer_norm_eps,
+        batch_first=True,
+        norm_first=config.norm == "pre",
+    )
+    final = nn.LayerNorm(config.d_model, config.layer_norm_eps) if config.final_norm else None
+    theirs = nn.TransformerEncoder(layer, config.n_layers, final, enable_nested_tensor=False)
+    names = {
+        "attention.qkv.weight": "self_attn.in_proj_weight",
+        "attention.qkv.bias": "self_attn.in_proj_bias",
+        "attention.output": "self_attn.out_proj",
+        "attention_norm": "norm1",
+        "feed_forward_norm": "norm2",
+        "feed_forward.inner": "linear1",
+        "feed_forward.outer": "linear2",
+    }
+    state = {}
+    for name, tensor in encoder.state_dict().items():
+        if name.startswith("embeddings"):
+            continue
+        for ours, other in names.items():
+            name = name.replace(ours, other)
+        state[name.replace("blocks", "layers").replace("final_norm", "norm")] = tensor
+    theirs.load_state_dict(state)
+    return theirs.eval().requires_grad_(False)
+
+
+def randomize_norms(encoder: Encoder) -> Encoder:
+    """Gives LayerNorms and biases values that show when one is left out."""
+    random = torch.Generator().manual_seed(1)
+    for name, parameter in encoder.named_parameters():
+        if "norm" in name or name.endswith("bias"):
+            parameter.copy_(1 + 0.3 * torch.randn(parameter.shape, generator=random))
+    return encoder
+
+
+def pad(sequences: list[Tensor], filler: int) -> tuple[Tensor, Tensor]:
+    """Ids and mask, int64 (batch, seq)."""
+    ids = nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=filler)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(sequence) for sequence in sequences], batch_first=True)
+    return ids, mask
+
+
+@pytest.mark.parametrize("norm", ["post", "pre"])
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("final_norm", [False, True])
+def test_agrees_with_pytorchs_own_encoder(tiny: EncoderConfig, norm: str, activation: str, final_norm: bool) -> None:
+    config = EncoderConfig.from_mapping(
+        dataclasses.asdict(tiny) | {"norm": norm, "activation": activation, "final_norm": final_norm}
+    )
+    encoder = randomize_norms(random_encoder(config, 0))
+    ids, mask = pad([torch.arange(9), torch.arange(20, 24), torch.tensor([7])], filler=0)
+    want = pytorch_encoder(encoder)(encoder.embeddings(ids), src_key_padding_mask=mask == 0)
+    torch.testing.assert_close(encoder(ids, mask)[mask == 1], want[mask == 1])
+
+
+def test_gelu_tanh_is_the_approximation(tiny: EncoderConfig) -> None:
+    exact, approximate = (
+        FeedForward(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | {"activation": activation})).activation
+        for activation in ("gelu", "gelu_tanh")
+    )
+    x = torch.linspace(-4, 4, 101)
+    torch.testing.assert_close(exact(x), x * 0.5 * (1 + torch.erf(x / math.sqrt(2))))
+    torch.testing.assert_close(
+        approximate(x), x * 0.5 * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    )
+
+
+def test_sinusoids_are_the_formula() -> None:
+    table = sinusoids(50, 8)
+    for position in (0, 1, 17, 49):
+        for column in range(8):
+            angle = position / 10000 ** (2 * (column // 2) / 8)
+            want = math.sin(angle) if column % 2 == 0 else math.cos(angle)
+            assert table[position, column].item() == pytest.approx(want, abs=1e-7)
+
+
+def test_embeddings_are_summed_as_configured(tiny: EncoderConfig) -> None:
+    config = dataclasses.replace(
+        tiny, position="learned", position_offset=3, n_token_types=2, scale_embedding=True, embedding_norm=True
+    )
+    embeddings = random_encoder(config, 0).embeddings
+    assert isinstance(embeddings.types, Tensor)
+    ids = torch.tensor([[5, 9]])
+    x = embeddings.tokens.weight[ids[0]] * 4 + embeddings.positions[3:5] + embeddings.types[0]
+    want = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + config.layer_norm_eps).sqrt()
+    torch.testing.assert_close(embeddings(ids)[0], want)
+
+
+def test_without_positions_order_does_not_matter(tiny: EncoderConfig) -> None:
+    encoder = random_encoder(dataclasses.replace(tiny, position="none"), 0)
+    ids = torch.tensor([[5, 9, 2]])
+    mask = torch.ones_like(ids)
+    torch.testing.assert_close(encoder(ids, mask)[:, [2, 0, 1]], encoder(ids[:, [2, 0, 1]], mask))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 24), min_size=1, max_size=5),
+    filler=st.integers(0, 49),
+    norm=st.sampled_from(["post", "pre"]),
+    seed=st.integers(0, 3),
+)
+def test_padding_and_neighbours_change_nothing(lengths: list[int], filler: int, norm: str, seed: int) -> None:
+    fields = {"vocab_size": 50, "d_model": 16, "n_heads": 2, "d_ff": 32, "n_layers": 2, "max_sequence_tokens": 24}
+    encoder = random_encoder(EncoderConfig.from_mapping(fields | {"norm": norm}), seed)
+    random = torch.Generator().manual_seed(seed)
+    sequences = [torch.randint(0, 50, (length,), generator=random) for length in lengths]
+    batch = encoder(*pad(sequences, filler))
+    assert torch.isfinite(batch).all()
+    for row, sequence in zip(batch, sequences, strict=True):
+        alone = encoder(sequence[None], torch.ones_like(sequence)[None])[0]
+        error = (row[: len(sequence)] - alone).norm(dim=-1) / alone.norm(dim=-1)
+        assert error.max() <= 1e-5
+
+
+def test_a_sequence_of_padding_alone_stays_finite(tiny: EncoderConfig) -> None:
+    encoder = random_encoder(tiny, 0)
+    rows = encoder(torch.zeros(3, 4, dtype=torch.int64), torch.tensor([[0] * 4, [1] * 4, [0] * 4]))
+    assert torch.isfinite(rows).all()
+
+
+def test_shortened_computes_the_same_with_fewer_positions(tiny: EncoderConfig) -> None:
+    encoder = random_encoder(dataclasses.replace(tiny, position="learned", position_offset=2), 0)
+    shorter = shortened(encoder, 5)
+    assert shorter.config.max_sequence_tokens == 5
+    assert shorter.embeddings.positions.shape == (7, 16)
+    ids = torch.arange(5)[None]
+    torch.testing.assert_close(shorter(ids, torch.ones_like(ids)), encoder(ids, torch.ones_like(ids)))
+
+
+def test_shortened_cannot_lengthen(tiny: EncoderConfig) -> None:
+    with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 24 for this model; was 25"):
+        shortened(random_encoder(tiny, 0), 25)
+
+
+def test_random_weights_follow_the_seed(tiny: EncoderConfig) -> None:
+    first, again, other = (random_encoder(tiny, seed).state_dict() for seed in (3, 3, 4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not torch.equal(first["embeddings.tokens.weight"], other["embeddings.tokens.weight"])
+    assert not torch.equal(first["blocks.0.attention.qkv.weight"], other["blocks.0.attention.qkv.weight"])

@@ -1,0 +1,124 @@
+"""Tokenizers and the files of sentence-transformers, checked against the model."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from encserve_export import Target, export_hf
+from encserve_export.errors import CheckpointFileError, TokenizerError, UnsupportedModelError
+from encserve_export.sentence_transformers import SentenceVector, read_sentence_vector
+from encserve_export.text import read_tokenizer
+from encserve_proto.v1 import manifest_pb2
+
+if TYPE_CHECKING:
+    from tests.export.conftest import Checkpoint
+
+MODULES = [
+    {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+    {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
+]
+
+
+def write_modules(folder: Path, modules: object, **pooling: object) -> None:
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+@pytest.mark.parametrize("fixed_length", [None, 12])
+def test_special_tokens_are_found_whatever_length_is_baked_in(
+    tmp_path: Path, write_tokenizer: Callable[..., Path], fixed_length: int | None
+) -> None:
+    tokenizer = read_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", 30, fixed_length=fixed_length))
+    assert (tokenizer.largest_id, tokenizer.around_text) == (29, (2, 3))
+
+
+def test_a_tokenizer_is_copied_as_it_is(bert: "Checkpoint", models: Path, write_tokenizer: Callable[..., Path]) -> None:
+    path = write_tokenizer(bert.path / "tokenizer.json", 101, fixed_length=12)
+    bert.set(pad_token_id=5)
+    exported = export_hf(bert.path, Target(models=models, name="bert"))
+    assert (exported.path / "tokenizer.json").read_bytes() == path.read_bytes()
+    assert exported.manifest.text.tokenizer_file == "tokenizer.json"
+    assert list(exported.manifest.text.special_token_ids) == [2, 3, 5]
+    assert [file.path for file in exported.manifest.files] == ["model.onnx", "tokenizer.json"]
+
+
+def test_a_vocabulary_larger_than_the_model_is_refused(
+    bert: "Checkpoint", models: Path, write_tokenizer: Callable[..., Path]
+) -> None:
+    write_tokenizer(bert.path / "tokenizer.json", 102)
+    with pytest.raises(TokenizerError, match=r"gives token ids up to 101; the model's vocab_size is 101"):
+        export_hf(bert.path, Target(models=models, name="bert"))
+    assert not models.exists()
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0", "model": 5}'])
+def test_an_unreadable_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(content)
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is no readable tokenizer"):
+        read_tokenizer(path)
+
+
+def test_an_empty_tokenizer_is_refused(tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    content = json.loads(path.read_text())
+    content["model"]["vocab"], content["post_processor"] = {}, None
+    path.write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match="has an empty vocabulary"):
+        read_tokenizer(path)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, manifest_pb2.POOLING_MEAN),
+        ({"pooling_mode_cls_token": True}, manifest_pb2.POOLING_CLS),
+        ({"pooling_mode_max_tokens": True}, manifest_pb2.POOLING_MAX),
+        ({"pooling_mode": "cls", "include_prompt": True}, manifest_pb2.POOLING_CLS),
+    ],
+)
+def test_pooling_is_read(tmp_path: Path, pooling: dict[str, object], expected: manifest_pb2.Pooling) -> None:
+    write_modules(tmp_path, MODULES, **pooling)
+    assert read_sentence_vector(tmp_path) == SentenceVector(expected, l2_normalize=True)
+
+
+def test_pooling_without_normalising(bert: "Checkpoint", models: Path) -> None:
+    write_modules(bert.path, MODULES[:2], pooling_mode_mean_tokens=True)
+    manifest = export_hf(bert.path, Target(models=models, name="bert")).manifest
+    assert (manifest.pooling, manifest.l2_normalize) == (manifest_pb2.POOLING_MEAN, False)
+
+
+def test_without_modules_nothing_is_known(tmp_path: Path) -> None:
+    assert read_sentence_vector(tmp_path) == SentenceVector(manifest_pb2.POOLING_UNSPECIFIED, l2_normalize=False)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "was"),
+    [
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "mean and max"),
+        ({"pooling_mode_lasttoken": True}, "pooling_mode_lasttoken"),
+        ({}, "None"),
+    ],
+)
+def test_other_poolings_are_refused(tmp_path: Path, pooling: dict[str, object], was: str) -> None:
+    write_modules(tmp_path, MODULES, **pooling)
+    with pytest.raises(UnsupportedModelError, match=f"pooling must be one of mean, cls, max; was {was}$"):
+        read_sentence_vector(tmp_path)
+
+
+def test_a_module_that_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
+    dense = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"}
+    write_modules(tmp_path, [*MODULES, dense], pooling_mode_mean_tokens=True)
+    with pytest.raises(UnsupportedModelError, match="has a Dense module, which a bundle cannot express"):
+        read_sentence_vector(tmp_path)
+
+
+def test_a_broken_modules_file(tmp_path: Path) -> None:
+    write_modules(tmp_path, [{"idx": 0}])
+    with pytest.raises(CheckpointFileError, match="must be a list of modules"):
+        read_sentence_vector(tmp_path)
