@@ -1,7 +1,7 @@
 # One target per check; people, pre-commit and CI call the same ones.
 # `make demo` shows the whole thing, `make serve` leaves it running, `make test` runs every check.
 
-PYTHON ?= python3.11
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
 MODELS ?= models

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import click
 from prometheus_client.parser import text_string_to_metric_families
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
@@ -86,7 +87,7 @@ def latency_table(port: int) -> Table:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         families = text_string_to_metric_families(page.read().decode())
     samples = next(family for family in families if family.name == "encserve_stage_seconds").samples
-    table = Table(title="Where the time went, from the server's metrics (milliseconds)")
+    table = Table(title="Where the time went, from the server's metrics (ms)", box=box.SIMPLE, title_justify="left")
     for heading in ("stage", "count", "mean", "p50", "p99"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
     for stage in STAGES:
