@@ -54,7 +54,7 @@ proto: ## Regenerate the committed stubs from proto/encserve.
 
 check-proto:  ## Check that the committed stubs are those of proto/encserve.
 	rm -rf build/proto && PYTHON=$(PYTHON) scripts/generate-proto.sh build/proto
-	diff -ru --exclude=__init__.py --exclude=__pycache__ --exclude=py.typed build/proto proto/src
+	diff -ru --exclude=__init__.py --exclude=__pycache__ --exclude=py.typed --exclude=fingerprint.py build/proto proto/src
 
 unit: $(VENV)/.installed  ## Run the tests.
 	$(BIN)/python -m pytest

@@ -138,7 +138,8 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             max_request_sequences=self.max_request_sequences,
             max_request_tokens=self.max_request_tokens,
             max_text_bytes=1000,
-            max_message_bytes=self.max_message_bytes,
+            max_request_bytes=self.max_message_bytes,
+            max_response_bytes=self.max_message_bytes,
             ready=True,
         )
 

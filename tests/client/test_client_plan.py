@@ -110,10 +110,10 @@ def test_texts_are_not_planned_for_the_worst_case() -> None:
 
 def test_a_message_gets_its_share_of_the_servers_queue() -> None:
     """Four messages at a time together are no more than the queue holds. What a server does not say is no limit."""
-    info = model_info(pb.ModelInfo(d_model=8, max_request_tokens=1000, max_message_bytes=10**6))
+    info = model_info(pb.ModelInfo(d_model=8, max_request_tokens=1000, max_request_bytes=10**6))
     limits = Limits.of(info, max_message_bytes=10**9, max_concurrent_messages=4)
     assert (limits.max_tokens, limits.max_sequences) == (250, 2**31)
-    assert 10**6 - 10**4 < limits.max_response_bytes < 10**6
+    assert 10**6 - 10**4 < limits.max_request_bytes < 10**6 < limits.max_response_bytes
     assert Limits.of(info, max_message_bytes=10**5, max_concurrent_messages=4).max_request_bytes < 10**5
 
 

@@ -11,8 +11,9 @@ from google.protobuf import json_format
 
 from encserve_export import EncoderConfig, Exported, Target, export_hf, export_init
 from encserve_export.init import random_encoder
-from encserve_export.manifest import count_parameters, fingerprint
+from encserve_export.manifest import count_parameters
 from encserve_export.text import read_tokenizer
+from encserve_proto.fingerprint import fingerprint
 from encserve_proto.v1 import manifest_pb2
 
 

@@ -8,6 +8,12 @@ import pytest
 from fake_server import FakeServer, StartServer, start_fake_server
 
 
+@pytest.fixture(autouse=True)
+def _stop_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Servers refuse new calls for a moment before they stop; most tests have nobody to refuse."""
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
+
+
 @pytest.fixture
 async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
     """Starts servers; keyword arguments are settings. All are stopped at the end."""

@@ -6,17 +6,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from google.protobuf import json_format
 from tiny_bundle import D_MODEL, write_bundle
 
-from encserve_server.bundle import find_bundles, read_bundle
+from encserve_proto.fingerprint import fingerprint
+from encserve_proto.v1 import manifest_pb2
+from encserve_server.bundle import find_bundles, read_bundle, version_key
 from encserve_server.errors import BundleError
 from encserve_server.types import Output, OutputKind
 
 
 def edit(directory: Path, **fields: Any) -> None:
-    """Sets top-level fields of a manifest."""
+    """Sets top-level fields of a manifest; the fingerprint is made to fit unless it is one of them."""
     path = directory / "manifest.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+    changed = json.loads(path.read_text()) | fields
+    fitting = fingerprint(json_format.ParseDict(changed, manifest_pb2.Manifest()))
+    path.write_text(json.dumps({**changed, "fingerprint": fields.get("fingerprint", fitting)}))
 
 
 def test_a_good_bundle_is_read(tmp_path: Path) -> None:
@@ -93,7 +98,10 @@ def test_a_manifest_that_is_none(tmp_path: Path, content: str, problem: str) -> 
     [
         ({"name": "other"}, "it is of other/1 but lies in tiny/1"),
         ({"encoder": {}}, "encoder.d_model must be >= 1; was 0"),
-        ({"files": []}, "graph.file names 'model.onnx', which `files` does not list"),
+        ({"files": []}, "model.onnx: the manifest does not list it, so nothing vouches for it"),
+        ({"graph": {"file": "g.onnx"}}, "graph.file names 'g.onnx', which `files` does not list"),
+        ({"pooling": 77}, "pooling 77 is not known to this server"),
+        ({"fingerprint": ""}, "its fingerprint is ''; what it describes has '[0-9a-f]{32}'"),
         ({"text": {"tokenizer_file": "t.json"}}, "text.tokenizer_file names 't.json', which `files` does not list"),
     ],
 )
@@ -102,6 +110,30 @@ def test_a_manifest_that_contradicts_itself(tmp_path: Path, fields: dict[str, An
     edit(directory, **fields)
     with pytest.raises(BundleError, match=problem):
         read_bundle(directory)
+
+
+def test_a_file_that_no_checksum_covers_is_refused(tmp_path: Path) -> None:
+    """ONNX Runtime would read weights from it if the graph said so."""
+    directory = write_bundle(tmp_path)
+    (directory / "weights.bin").write_bytes(b"anything")
+    with pytest.raises(BundleError, match="weights.bin: the manifest does not list it"):
+        read_bundle(directory)
+
+
+def test_a_pooling_that_was_changed_changes_the_fingerprint(tmp_path: Path) -> None:
+    directory = write_bundle(tmp_path)
+    before = read_bundle(directory).fingerprint
+    edit(directory, pooling="POOLING_MAX")
+    assert read_bundle(directory).fingerprint != before
+    edit(directory, pooling="POOLING_MEAN", fingerprint=before)
+    with pytest.raises(BundleError, match="its fingerprint is"):
+        read_bundle(directory)
+
+
+def test_versions_are_ordered_as_people_expect() -> None:
+    versions = ["1.0-beta", "1.0-rc1", "1.0-rc2", "1.0", "1.0.1", "1.9", "1.10", "2", "10"]
+    shuffled = [*versions[4:], *versions[:4]]
+    assert sorted(shuffled, key=version_key) == versions
 
 
 def test_the_newest_version_counts_numbers_as_numbers(tmp_path: Path) -> None:
@@ -142,3 +174,10 @@ def test_an_empty_or_missing_repository(tmp_path: Path) -> None:
         find_bundles(tmp_path, ())
     with pytest.raises(BundleError, match="nowhere: no such directory"):
         find_bundles(tmp_path / "nowhere", ())
+
+
+def test_a_model_named_twice_is_refused(tmp_path: Path) -> None:
+    """It would be loaded twice, and one of the two never used."""
+    write_bundle(tmp_path)
+    with pytest.raises(BundleError, match="--model tiny@1: tiny@1 is named twice"):
+        find_bundles(tmp_path, ("tiny", "tiny@1"))

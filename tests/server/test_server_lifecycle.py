@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
+from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
 from encserve_server.errors import BundleError, StartupError
 from encserve_server.settings import Settings
@@ -203,3 +204,109 @@ async def test_a_flood_ends_in_answers_or_refusals(start_server: StartServer) ->
     assert 10 <= len(results) - len(refused) <= 20
     assert server.sample("encserve_queue_tokens", model="tiny", version="2") == 0
     await server.encode([1] * 10)
+
+
+async def test_a_stop_right_after_a_change_of_health_ends(start_server: StartServer) -> None:
+    """The follower of health is cancelled in the very moment in which it is woken."""
+    for _ in range(20):
+        server = await start_server()
+        server.app._health.changed()
+        async with asyncio.timeout(5):
+            assert await server.app.stop()
+
+
+async def test_one_huge_request_holds_nobody_up(start_server: StartServer) -> None:
+    """What can be refused by a count is refused before anything is copied."""
+    server = await start_server(max_request_mib=64)
+    for huge, reason in (
+        (pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[1] * 2_000_000))]), "SEQUENCE_TOO_LONG"),
+        (pb.EncodeRequest(inputs=[pb.Input(text="")] * 200_000), "TOO_MANY_INPUTS"),
+    ):
+        data = huge.SerializeToString()
+        call = asyncio.create_task(server.call("Encode", data))
+        with pytest.raises(Failed) as caught:
+            await call
+        assert caught.value.reason == reason
+
+
+async def test_a_request_over_the_limit_is_grpcs_to_refuse(server: FakeServer) -> None:
+    with pytest.raises(Failed, match="larger than max") as caught:
+        await server.call("Encode", b"x" * (4 * 2**20 + 1))
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "")
+
+
+async def test_text_that_waits_is_bounded(start_server: StartServer) -> None:
+    """A tokenizer that is busy refuses further text at once; token ids pass."""
+    server = await start_server(max_queue_text_mib=1)
+    texts = ["hello " * 40_000] * 4
+    cut = pb.EncodeOptions(truncation=pb.TRUNCATION_END)
+    results = await asyncio.gather(
+        *(server.encode(*texts, options=cut) for _ in range(6)), server.encode([1]), return_exceptions=True
+    )
+    refused = [result for result in results[:-1] if isinstance(result, Failed)]
+    assert refused
+    assert {(failed.code, failed.reason) for failed in refused} == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")}
+    assert "bytes of text" in refused[0].text
+    assert not isinstance(results[-1], BaseException)
+    await server.encode("hello")
+
+
+async def test_a_short_text_does_not_wait_for_a_long_request(server: FakeServer) -> None:
+    """Long requests take turns with others, and the first text that is too long ends them."""
+    long = ["hello " * 40_000] * 16
+    slow = asyncio.create_task(server.encode(*long, options=pb.EncodeOptions(truncation=pb.TRUNCATION_END)))
+    await asyncio.sleep(0.05)
+    await server.encode("hello world")
+    assert not slow.done(), "the long request was too short to tell"
+    slow.cancel()
+    with pytest.raises(Failed) as caught:
+        await server.encode(*long)
+    assert caught.value.text.startswith("inputs[0].text: must be at most 32 tokens")
+
+
+async def test_an_engine_that_gives_nan_for_everything_is_unhealthy(start_server: StartServer) -> None:
+    server = await start_server()
+    server.engine.nan_id = 0  # the probe's id too
+    for _ in range(3):
+        with pytest.raises(Failed):
+            await server.encode([0])
+    await becomes(server, NOT_SERVING)
+    assert server.sample("encserve_failed_batches_total", model="tiny", version="2") == 3
+
+
+async def test_a_stuck_engine_admits_nobody(start_server: StartServer) -> None:
+    server = await start_server(stall_seconds=0.1)
+    server.engine.hold()
+    stuck = asyncio.create_task(server.encode([1]))
+    await asyncio.to_thread(server.engine.started.acquire)
+    await asyncio.sleep(0.2)
+    with pytest.raises(Failed, match="a batch has been running for") as caught:
+        await server.encode([2])
+    assert caught.value.code is grpc.StatusCode.UNAVAILABLE
+    server.engine.let_go()
+    await stuck
+
+
+async def test_callers_that_keep_calling_are_never_cancelled_by_a_stop(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With nothing in flight at the signal, gRPC must not stop before callers have been told to go elsewhere."""
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.5)
+    server = await start_server()
+    stopping = asyncio.create_task(server.app.stop())
+    await asyncio.sleep(0.05)
+    for method, request in (("Encode", pb.EncodeRequest()), ("GetModel", pb.GetModelRequest())):
+        results = await asyncio.gather(*(server.call(method, request) for _ in range(20)), return_exceptions=True)
+        assert {(it.code, it.reason) for it in results if isinstance(it, Failed)} == {
+            (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        }
+    assert await stopping
+
+
+@pytest.mark.parametrize("host", ["::1", "localhost"])
+async def test_other_loopback_addresses(start_server: StartServer, host: str) -> None:
+    server = await start_server(host=host)
+    assert server.app.grpc_port > 0
+    async with grpc.aio.insecure_channel(f"{'[::1]' if ':' in host else host}:{server.app.grpc_port}") as channel:
+        rpc: Any = channel.unary_unary(f"/{SERVICE}/ListModels")
+        assert await rpc(b"")

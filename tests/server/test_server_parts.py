@@ -20,7 +20,7 @@ from encserve_server.errors import BundleError, EncserveError, InvalidField, Que
 from encserve_server.outputs import build_output
 from encserve_server.settings import Settings
 from encserve_server.tokenizing import TextTokenizer
-from encserve_server.types import DataType, Output, OutputKind
+from encserve_server.types import DataType, Output, OutputKind, TokenizedText
 
 
 def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
@@ -49,7 +49,7 @@ def test_what_a_caller_sees_fits_into_trailers() -> None:
 
 def test_only_a_refusal_that_may_pass_says_when_to_try_again() -> None:
     assert status.to_failure(InvalidField("a", "b")).retry_delay_s is None
-    assert status.to_failure(QueueFull(1, 2, 3, 0.25)).trailers[-1] == ("grpc-retry-pushback-ms", "250")
+    assert status.to_failure(QueueFull("tokens", 1, 2, 3, 0.25)).trailers[-1] == ("grpc-retry-pushback-ms", "250")
 
 
 @pytest.mark.parametrize(
@@ -58,10 +58,13 @@ def test_only_a_refusal_that_may_pass_says_when_to_try_again() -> None:
         ({"grpc_port": 70000}, "grpc_port must be <= 65535; was 70000"),
         ({"max_queue_tokens": 0}, "max_queue_tokens must be >= 1; was 0"),
         ({"max_padding_fraction": 2.0}, "max_padding_fraction must be <= 1; was 2.0"),
+        ({"stall_seconds": float("nan")}, "stall_seconds must be finite; was nan"),
+        ({"grace_seconds": float("inf")}, "grace_seconds must be finite; was inf"),
+        ({"host": ""}, "host must not be empty"),
         ({"grpc_port": 9464}, "grpc_port and metrics_port must differ; both were 9464"),
     ],
 )
-def test_a_bad_setting_is_named_with_its_bounds(value: dict[str, int], problem: str) -> None:
+def test_a_bad_setting_is_named_with_its_bounds(value: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         Settings(model_repository=Path(), **value)  # type: ignore[arg-type]
 
@@ -77,11 +80,12 @@ def test_defaults_by_device() -> None:
 def test_flag_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Settings] = []
 
-    async def serve(settings: Settings) -> bool:
+    async def serve(settings: Settings) -> int:
         seen.append(settings)
-        return True
+        return 0
 
     monkeypatch.setattr("encserve_server.__main__.serve", serve)
+    monkeypatch.setattr("encserve_server.__main__.leave", lambda status: None)
     monkeypatch.setattr(logs, "configure", lambda *_: None)
     environment = {
         "ENCSERVE_MODEL_REPOSITORY": str(tmp_path),
@@ -112,27 +116,33 @@ def test_a_bad_flag_stops_the_start(arguments: list[str], problem: str) -> None:
     assert problem in result.output
 
 
-def test_a_start_that_fails_says_why_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
+def test_a_start_that_fails_says_why_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    left: list[int] = []
     monkeypatch.setattr(logs, "configure", lambda *_: None)
-    monkeypatch.setattr("encserve_server.__main__.logger.error", lambda text, *args: said.append(text % args))
-    result = CliRunner().invoke(main, ["--model-repository", str(tmp_path / "nowhere")])
-    assert result.exit_code == 1
-    assert said == [f"cannot start: --model-repository {tmp_path}/nowhere: no such directory"]
+    monkeypatch.setattr("encserve_server.__main__.leave", left.append)
+    CliRunner().invoke(main, ["--model-repository", str(tmp_path / "nowhere")], catch_exceptions=False)
+    assert left == [1]
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert said == f"cannot start: --model-repository {tmp_path}/nowhere: no such directory"
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     path = write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
-    return TextTokenizer(path, ThreadPoolExecutor(1))
+    return TextTokenizer(path, ThreadPoolExecutor(1), 2**20)
+
+
+async def tokenize(tokenizer: TextTokenizer, texts: list[str], max_tokens: int) -> list[TokenizedText]:
+    return [text async for text in tokenizer.tokenize(texts, max_tokens)]
 
 
 @given(st.lists(st.text(max_size=60), min_size=1, max_size=4), st.integers(2, 12))
 def test_a_cut_text_fits_and_keeps_its_special_tokens(
     tokenizer: TextTokenizer, texts: list[str], max_tokens: int
 ) -> None:
-    cut = asyncio.run(tokenizer.tokenize(texts, max_tokens))
-    whole = asyncio.run(tokenizer.tokenize(texts, 10_000))
+    cut, whole = asyncio.run(tokenize(tokenizer, texts, max_tokens)), asyncio.run(tokenize(tokenizer, texts, 10_000))
     for short, full in zip(cut, whole, strict=True):
         assert len(short.ids) == min(max_tokens, len(full.ids))
         assert short.original_token_count == full.original_token_count == len(full.ids)
@@ -144,7 +154,7 @@ def test_a_cut_text_fits_and_keeps_its_special_tokens(
 def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BundleError, match=r"tokenizer.json: not a tokenizer"):
-        TextTokenizer(tmp_path / "tokenizer.json", ThreadPoolExecutor(1))
+        TextTokenizer(tmp_path / "tokenizer.json", ThreadPoolExecutor(1), 2**20)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from(OutputKind), st.booleans())

@@ -145,9 +145,8 @@ async def test_cancelling_in_mid_batch_touches_nobody_else(bench: Bench) -> None
     first = await bench.busy()
     calls = [asyncio.create_task(bench.scheduler.encode([ids(i, i)])) for i in range(1, 9)]
     await until(lambda: bench.seen.queue[0] == 8)
-    bench.engine.let_go()
+    bench.engine.let_one_go()
     await first
-    bench.engine.hold()
     await bench.engine_started()
     calls[3].cancel()
     await until(calls[3].done)
@@ -353,3 +352,19 @@ async def test_a_loop_that_dies_is_told(bench: Bench, monkeypatch: pytest.Monkey
     assert bench.scheduler.not_ready_reason()
     with pytest.raises(EngineUnhealthy):
         await bench.scheduler.encode([ids(3)])
+
+
+async def test_a_storm_of_cancellations_while_a_batch_runs_leaves_nothing_behind(bench: Bench) -> None:
+    """What is kept stays bounded, however often callers come and go while the engine hangs."""
+    first = await bench.busy()
+    for _ in range(50):
+        calls = [asyncio.create_task(bench.scheduler.encode([ids(1)])) for _ in range(90)]
+        await until(lambda: bench.seen.queue == (90, 90))
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert bench.seen.queue == (0, 0)
+        assert len(bench.scheduler._pending) <= 200
+    bench.engine.let_go()
+    await first
+    assert bench.seen.counts["cancelled queued"] == 50 * 90

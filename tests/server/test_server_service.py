@@ -1,6 +1,7 @@
 """A real gRPC server on loopback with a fake engine: what callers get, for good input and for bad."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -9,9 +10,11 @@ import pytest
 from fake_server import D_MODEL, LONGEST, VOCAB_SIZE, Failed, FakeServer, StartServer, make_input
 
 from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server import codec
 from encserve_server.engine.fake import FakeEngine, fake_rows
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
+KINDS = (pb.OUTPUT_KIND_TOKENS, pb.OUTPUT_KIND_MEAN, pb.OUTPUT_KIND_CLS, pb.OUTPUT_KIND_MAX)
 POOLED = pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING)
 
 
@@ -54,11 +57,10 @@ async def test_text_comes_back_with_what_the_model_saw(server: FakeServer) -> No
 
 
 async def test_several_outputs_at_once(server: FakeServer) -> None:
-    kinds = [pb.OUTPUT_KIND_TOKENS, pb.OUTPUT_KIND_MEAN, pb.OUTPUT_KIND_CLS, pb.OUTPUT_KIND_MAX]
-    specs = [pb.OutputSpec(kind=kind) for kind in kinds]
+    specs = [pb.OutputSpec(kind=kind) for kind in KINDS]
     specs += [pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN, l2_normalize=True), POOLED]
     response = await server.encode([5, 6], [7], options=pb.EncodeOptions(outputs=specs))
-    assert [tensor.kind for tensor in response.outputs] == [*kinds, pb.OUTPUT_KIND_MEAN, pb.OUTPUT_KIND_MEAN]
+    assert [tensor.kind for tensor in response.outputs] == [*KINDS, pb.OUTPUT_KIND_MEAN, pb.OUTPUT_KIND_MEAN]
     assert [tensor.l2_normalized for tensor in response.outputs] == [False] * 4 + [True] * 2
     rows = expected(5, 6)
     np.testing.assert_array_equal(rows_of(response, 0)[0], rows)
@@ -206,14 +208,14 @@ async def test_an_unknown_model(server: FakeServer, fields: dict[str, str], text
 
 async def test_a_model_without_a_tokenizer_takes_ids_only(start_server: StartServer) -> None:
     server = await start_server(with_tokenizer=False)
-    for options, field in (
-        (None, r"inputs\[0\].text"),
-        (pb.EncodeOptions(include_token_strings=True), "options.include_token_strings"),
-        (pb.EncodeOptions(exclude_special_tokens=True), "options.exclude_special_tokens"),
-        (pb.EncodeOptions(outputs=[POOLED]), r"options.outputs\[0\].kind"),
+    for sent, options, field in (
+        ("hello", None, r"inputs\[0\].text"),
+        ([1], pb.EncodeOptions(include_token_strings=True), "options.include_token_strings"),
+        ([1], pb.EncodeOptions(exclude_special_tokens=True), "options.exclude_special_tokens"),
+        ([1], pb.EncodeOptions(outputs=[POOLED]), r"options.outputs\[0\].kind"),
     ):
         with pytest.raises(Failed, match=field):
-            await server.encode("hello", options=options)
+            await server.encode(sent, options=options)
     assert len(rows_of(await server.encode([1, 2]))[0]) == 2
 
 
@@ -229,7 +231,7 @@ async def test_one_bad_request_disturbs_nobody(server: FakeServer) -> None:
 
 async def test_a_reply_over_the_limit_is_refused_before_any_compute(start_server: StartServer) -> None:
     server = await start_server(
-        FakeEngine(D_MODEL), max_message_mib=1, max_queue_tokens=10**6, max_request_sequences=2000
+        FakeEngine(D_MODEL), max_response_mib=1, max_queue_tokens=10**6, max_request_sequences=2000
     )
     many = [[1] * LONGEST] * 1999
     with pytest.raises(Failed, match=r"over the limit of 1048576 .*the first \d+ of 1999 inputs would fit") as caught:
@@ -315,3 +317,40 @@ async def test_large_replies_are_whole(start_server: StartServer) -> None:
     for reply in replies:
         for got, ids in zip(rows_of(reply), sequences, strict=True):
             np.testing.assert_array_equal(got, expected(*ids))
+
+
+@pytest.mark.parametrize("include_token_strings", [True, False])
+async def test_the_estimate_of_a_reply_is_never_too_low(server: FakeServer, include_token_strings: bool) -> None:
+    """For words as long as the longest of the vocabulary, and every output at once."""
+    specs = [pb.OutputSpec(kind=kind, l2_normalize=norm) for kind in KINDS for norm in (False, True)]
+    options = pb.EncodeOptions(outputs=specs, include_token_strings=include_token_strings, truncation=pb.TRUNCATION_END)
+    model = server.app.catalog.resolve("", "")
+    for inputs in (["[UNK]"] * 3, ["world hello " * 40, "🌍"], [[999] * 32, [1], [2, 1]]):
+        request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options)
+        reply = await model.encode(codec.decode_call(request, model))
+        data = await server.call("Encode", request)
+        assert len(data) <= reply.estimated_bytes
+
+
+async def test_a_reply_that_turns_out_too_large_is_ours_to_refuse(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Should the estimate ever be too low, gRPC must not be the one to find out."""
+    server = await start_server(
+        FakeEngine(D_MODEL), max_response_mib=1, max_request_sequences=4000, max_queue_tokens=10**6
+    )
+    monkeypatch.setattr("encserve_server.models.ServedModel._check_reply_size", lambda *_: 0)
+    with pytest.raises(Failed, match="the reply takes .* bytes, over the limit of 1048576") as caught:
+        await server.encode(*[[1] * LONGEST] * 4000)
+    assert caught.value.reason == "RESPONSE_TOO_LARGE"
+
+
+async def test_special_tokens_of_texts_are_known_without_the_manifest(start_server: StartServer) -> None:
+    """The tokenizer says which it added; only for token ids the manifest has to."""
+    server = await start_server()
+    model = server.app.catalog.resolve("", "")
+    model.bundle = replace(model.bundle, special_token_ids=())
+    options = pb.EncodeOptions(exclude_special_tokens=True)
+    assert list((await server.encode("hello world", options=options)).outputs[0].lengths) == [2]
+    with pytest.raises(Failed, match="does not say which tokens are special"):
+        await server.encode([1, 2], options=options)

@@ -10,6 +10,7 @@ import pytest
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
 
 from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server import codec
 from encserve_server.engine.fake import FakeEngine, fake_rows
 
 
@@ -133,3 +134,37 @@ async def test_draining_answers_what_was_read_and_then_ends_the_stream(server: F
     failed = Failed(caught.value)
     assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
     assert await stopping
+
+
+async def test_a_stream_that_was_wholly_answered_ends_well_in_a_drain(server: FakeServer) -> None:
+    server.engine.hold()
+    stream = Stream(server)
+    await stream.send("all", 1)
+    await stream.call.done_writing()
+    await asyncio.to_thread(server.engine.started.acquire)
+    stopping = asyncio.create_task(server.app.stop())
+    await asyncio.sleep(0.1)
+    server.engine.let_go()
+    assert right(await stream.receive(), 1)
+    assert await stream.call.read() is grpc.aio.EOF
+    assert await stream.call.code() is grpc.StatusCode.OK
+    await stopping
+
+
+async def test_an_answer_that_cannot_be_built_is_that_requests_error(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = codec.encode_reply
+
+    def build(model: Any, call: Any, reply: Any) -> pb.EncodeResponse:
+        if len(reply.sequences[0].ids) == 3:
+            raise MemoryError("no room")
+        return real(model, call, reply)
+
+    monkeypatch.setattr(codec, "encode_reply", build)
+    stream = Stream(server)
+    await stream.send("bad", 1, 2, 3)
+    await stream.send("good", 4)
+    answers = {answer.request_id: answer async for answer in stream.everything()}
+    assert answers["bad"].error.reason == "INTERNAL"
+    assert right(answers["good"], 4)

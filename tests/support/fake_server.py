@@ -118,7 +118,11 @@ async def start_fake_server(
             tokenizer_file=tokenizer_file if with_tokenizer else None,
             graph=Graph(bundle_directory / "model.onnx", "ids", "mask", "rows", 0, D_MODEL, "float32"),
         )
-        tokenizer = TextTokenizer(tokenizer_file, tokenize_pool) if with_tokenizer else None
+        tokenizer = (
+            TextTokenizer(tokenizer_file, tokenize_pool, settings.max_queue_text_mib * 2**20)
+            if with_tokenizer
+            else None
+        )
         return LoadedModel(bundle, tokenizer, engine, 0.1, 0.1)
 
     repository = directory / "models"

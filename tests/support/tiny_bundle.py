@@ -9,6 +9,7 @@ import onnx
 from google.protobuf import json_format
 from onnx import TensorProto, helper, numpy_helper
 
+from encserve_proto.fingerprint import fingerprint
 from encserve_proto.v1 import manifest_pb2
 
 D_MODEL, VOCAB_SIZE, LONGEST = 8, 50, 64
@@ -58,7 +59,6 @@ def write_bundle(repository: Path, name: str = "tiny", version: str = "1", **cha
         format_version=1,
         name=name,
         version=version,
-        fingerprint="0" * 32,
         encoder=manifest_pb2.EncoderShape(
             d_model=D_MODEL, n_heads=1, n_layers=1, vocab_size=VOCAB_SIZE, max_sequence_tokens=LONGEST
         ),
@@ -81,6 +81,7 @@ def write_bundle(repository: Path, name: str = "tiny", version: str = "1", **cha
         for parent in parents:
             part = getattr(part, parent)
         setattr(part, last, value)
+    manifest.fingerprint = fingerprint(manifest)
     text = json_format.MessageToJson(manifest, preserving_proto_field_name=True)
     (directory / "manifest.json").write_text(text)
     return directory

@@ -8,13 +8,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from google.protobuf import json_format
-
 from encserve_export import graph, verify
 from encserve_export.config import EncoderConfig
 from encserve_export.encoder import Encoder
 from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.text import TokenizerFile
+from encserve_proto.fingerprint import fingerprint, to_fields
 from encserve_proto.v1 import manifest_pb2
 
 FILE = "manifest.json"
@@ -89,22 +88,9 @@ def build_manifest(
 
 def to_json(manifest: manifest_pb2.Manifest) -> str:
     """The manifest in protobuf's JSON form, every field written out, always in the same order."""
-    fields = _fields(manifest)
+    fields = to_fields(manifest)
     fields["source"]["versions"] = dict(sorted(fields["source"]["versions"].items()))
     return json.dumps(fields, indent=2) + "\n"
-
-
-def fingerprint(manifest: manifest_pb2.Manifest) -> str:
-    """Identifies the vector space: 32 hex digits.
-
-    The beginning of the SHA-256 over the compact JSON, keys sorted, of each file's path and SHA-256 and the manifest's
-    encoder, text, pooling, l2_normalize and graph.
-    """
-    fields = _fields(manifest)
-    facts = {name: fields.get(name) for name in ("encoder", "text", "pooling", "l2_normalize", "graph")}
-    facts["files"] = {file.path: file.sha256 for file in manifest.files}
-    canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(canonical.encode()).hexdigest()[:32]
 
 
 def count_parameters(encoder: Encoder) -> dict[str, int]:
@@ -121,13 +107,6 @@ def _part(name: str) -> str:
     if any(module.endswith("norm") for module in modules):
         return "norm"
     return "embedding" if modules[0] == "embeddings" else modules[2]
-
-
-def _fields(manifest: manifest_pb2.Manifest) -> dict[str, Any]:
-    fields: dict[str, Any] = json_format.MessageToDict(
-        manifest, preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-    )
-    return fields
 
 
 def _shape(config: EncoderConfig) -> manifest_pb2.EncoderShape:

@@ -4,7 +4,6 @@ import asyncio
 import dataclasses
 import logging
 import os
-import sys
 import types
 import typing
 from collections.abc import Callable
@@ -15,10 +14,7 @@ import click
 
 from encserve_server import __version__, logs
 from encserve_server.app import serve
-from encserve_server.errors import StartupError
 from encserve_server.settings import Settings
-
-logger = logging.getLogger(__name__)
 
 
 def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
@@ -60,14 +56,13 @@ def main(**values: Any) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     logs.configure(settings.log_level, settings.log_format)
-    try:
-        clean = asyncio.run(serve(settings))
-    except StartupError as error:
-        logger.error("cannot start: %s", error)
-        sys.exit(1)
-    if not clean:
-        # A stuck engine's thread cannot be joined; without this the process would never end.
-        os._exit(1)
+    leave(asyncio.run(serve(settings)))
+
+
+def leave(status: int) -> None:
+    """Ends the process whatever its threads do: a stuck engine, or a long text, must not outlive the grace period."""
+    logging.shutdown()
+    os._exit(status)
 
 
 if __name__ == "__main__":

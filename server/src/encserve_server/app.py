@@ -33,16 +33,18 @@ from encserve_server.metrics import Metrics
 from encserve_server.models import Catalog, RequestLimits, ServedModel
 from encserve_server.scheduler import Scheduler, SchedulerLimits
 from encserve_server.service import METHODS, SERVICE_NAME, EncoderService
-from encserve_server.settings import Settings
+from encserve_server.settings import MIB, Settings
 from encserve_server.status import StatusInterceptor
 
 logger = logging.getLogger(__name__)
 
-# Room for what surrounds the rows in a message that is just within the limit.
+# Room for what a stream puts around a reply that is just within the limit.
 _MESSAGE_HEADROOM_BYTES = 64 * 1024
 _ENCODE_THREADS = 2
 # How long a model may take to close after the grace period; a stuck engine never does.
 _CLOSE_SECONDS = 5.0
+# How long new calls are refused before gRPC stops.
+_REFUSING_SECONDS = 0.5
 
 Loader = Callable[[Path, Settings, Executor], LoadedModel]
 
@@ -64,6 +66,7 @@ class App:
         self._interceptor = StatusInterceptor(self.metrics, SERVICE_NAME, METHODS)
         self._clock = MonotonicClock()
         self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
+        self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load")
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
         self._health = Health(SERVICE_NAME)
         self._service = EncoderService(
@@ -87,7 +90,10 @@ class App:
         await self._start_grpc()
         models = []
         for directory in directories:
-            loaded = await asyncio.to_thread(self._load, directory, self.settings, self._tokenize_pool)
+            # Not the event loop's own threads: those are waited for at the end, and a signal must not wait for a load.
+            loaded = await asyncio.get_running_loop().run_in_executor(
+                self._load_pool, self._load, directory, self.settings, self._tokenize_pool
+            )
             models.append(self._serve_model(loaded))
         self.catalog.publish(models)
         self._health.watch(models)
@@ -103,24 +109,20 @@ class App:
     async def stop(self) -> bool:
         """Drains and stops. Returns whether everything ended; an engine that is stuck does not."""
         await self._health.shut_down()
-        await asyncio.sleep(self.settings.drain_delay_seconds)
+        if self.catalog.all():  # a server that never served has nobody who must notice
+            await asyncio.sleep(self.settings.drain_delay_seconds)
         if self._server is not None:
-            # gRPC's own stop answers calls that it has read but not begun with CANCELLED, which nobody retries. So new
-            # calls are refused by us first, with UNAVAILABLE, and gRPC stops once there is nothing in flight.
-            self._service.drain()
-            grace_ends = self._clock.now() + self.settings.grace_seconds
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._interceptor.idle.wait(), self.settings.grace_seconds)
-            await self._server.stop(max(grace_ends - self._clock.now(), 0))
+            await self._drain(self._server)
         clean = True
         for model in self.catalog.all():
             try:
-                await asyncio.wait_for(model.scheduler.close(), _CLOSE_SECONDS)
+                async with asyncio.timeout(_CLOSE_SECONDS):
+                    await model.scheduler.close()
             except TimeoutError:
                 logger.error("an engine is stuck", extra={"model": model.bundle.name})
                 clean = False
-        self._tokenize_pool.shutdown(wait=False, cancel_futures=True)
-        self._encode_pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._load_pool, self._tokenize_pool, self._encode_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._metrics_server is not None:
             server, thread = self._metrics_server
             server.shutdown()
@@ -128,6 +130,21 @@ class App:
             thread.join()
         logger.info("stopped", extra={"clean": clean})
         return clean
+
+    async def _drain(self, server: grpc.aio.Server) -> None:
+        """Refuses new calls, lets those in flight finish, and stops gRPC.
+
+        gRPC's own stop answers calls that it has read but not begun with CANCELLED, which nobody retries. So new calls
+        are first refused by us, with UNAVAILABLE, for long enough that callers have gone elsewhere.
+        """
+        self._service.drain()
+        grace_ends = self._clock.now() + self.settings.grace_seconds
+        if self.catalog.all():
+            await asyncio.sleep(_REFUSING_SECONDS)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(grace_ends - self._clock.now(), 0)):
+                await self._interceptor.idle.wait()
+        await server.stop(max(grace_ends - self._clock.now(), 0))
 
     def _start_metrics(self) -> None:
         settings = self.settings
@@ -142,14 +159,13 @@ class App:
 
     async def _start_grpc(self) -> None:
         settings = self.settings
-        message_bytes = settings.max_message_bytes + _MESSAGE_HEADROOM_BYTES
         server = grpc.aio.server(
             interceptors=[self._interceptor],
             options=[
                 # On by default: a second server on a taken port would start in silence and take half the calls.
                 ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", message_bytes),
-                ("grpc.max_send_message_length", message_bytes),
+                ("grpc.max_receive_message_length", settings.max_request_mib * MIB),
+                ("grpc.max_send_message_length", settings.max_response_mib * MIB + _MESSAGE_HEADROOM_BYTES),
                 # Clients may ping an idle connection this often; the default of 5 minutes ends their connection.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
@@ -160,7 +176,8 @@ class App:
         if settings.reflection:
             names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, server)
-        address = f"{settings.host}:{settings.grpc_port}"
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host  # an IPv6 address
+        address = f"{host}:{settings.grpc_port}"
         try:
             self.grpc_port = server.add_insecure_port(address)
         except RuntimeError as error:
@@ -198,7 +215,8 @@ class App:
         limits = RequestLimits(
             max_sequences=settings.max_request_sequences,
             max_text_bytes=settings.max_text_bytes,
-            max_message_bytes=settings.max_message_bytes,
+            max_request_bytes=settings.max_request_mib * MIB,
+            max_response_bytes=settings.max_response_mib * MIB,
             max_tokens=settings.max_queue_tokens,
         )
         return ServedModel(
@@ -206,12 +224,8 @@ class App:
         )
 
 
-async def serve(settings: Settings) -> bool:
-    """Serves until SIGTERM or SIGINT. Returns whether everything ended cleanly.
-
-    Raises:
-        StartupError: The server cannot start.
-    """
+async def serve(settings: Settings) -> int:
+    """Serves until SIGTERM or SIGINT, and returns the exit status: 0 if it started and everything ended."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for signal_number in (signal.SIGTERM, signal.SIGINT):
@@ -219,14 +233,22 @@ async def serve(settings: Settings) -> bool:
     app = App(settings)
     starting = loop.create_task(app.start())
     stopping = loop.create_task(stop.wait())
-    try:
-        # A signal while a model loads must not wait for the load.
-        await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
-        if starting.done():
-            starting.result()
-            await stopping
+    # A signal while a model loads must not wait for the load.
+    await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
+    failed = _report_start(starting)
+    if not failed:
+        await stopping
         logger.info("stopping", extra={"grace_seconds": settings.grace_seconds})
-    finally:
-        starting.cancel()
-        clean = await app.stop()
-    return clean
+    starting.cancel()
+    stopping.cancel()
+    return 0 if await app.stop() and not failed else 1
+
+
+def _report_start(starting: "asyncio.Task[None]") -> bool:
+    """Says why the start failed, if it did."""
+    error = starting.exception() if starting.done() else None
+    if isinstance(error, StartupError):
+        logger.error("cannot start: %s", error)
+    elif error is not None:
+        logger.error("cannot start: unexpected error", exc_info=error)
+    return error is not None

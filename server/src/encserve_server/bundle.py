@@ -8,6 +8,7 @@ from pathlib import Path, PurePosixPath
 
 from google.protobuf import json_format
 
+from encserve_proto.fingerprint import fingerprint
 from encserve_proto.v1 import manifest_pb2
 from encserve_server.errors import BundleError
 from encserve_server.types import Graph, Output, OutputKind
@@ -70,7 +71,11 @@ def find_bundles(repository: Path, wanted: tuple[str, ...]) -> list[Path]:
     if not repository.is_dir():
         raise BundleError(f"--model-repository {repository}: no such directory")
     if wanted:
-        return [_find_one(repository, *_split_wanted(text)) for text in wanted]
+        directories = [_find_one(repository, *_split_wanted(text)) for text in wanted]
+        for i, directory in enumerate(directories):
+            if directory in directories[:i]:
+                raise BundleError(f"--model {wanted[i]}: {directory.parent.name}@{directory.name} is named twice")
+        return directories
     found = [_find_one(repository, model.name, "") for model in sorted(repository.iterdir()) if _versions(model)]
     if not found:
         raise BundleError(
@@ -93,6 +98,14 @@ def read_bundle(directory: Path) -> Bundle:
             f"{directory.parent.name}/{directory.name}"
         )
     verified = {file.path: _verify_file(directory, file) for file in manifest.files}
+    _refuse_unlisted(directory, set(verified.values()))
+    if manifest.fingerprint != fingerprint(manifest):
+        raise BundleError(
+            f"{directory / MANIFEST_NAME}: its fingerprint is {manifest.fingerprint!r}; what it describes has "
+            f"{fingerprint(manifest)!r}"
+        )
+    if manifest.pooling not in manifest_pb2.Pooling.values():
+        raise BundleError(f"{directory / MANIFEST_NAME}: pooling {manifest.pooling} is not known to this server")
 
     def verified_path(field: str, path: str) -> Path:
         if path not in verified:
@@ -163,8 +176,9 @@ def _versions(model: Path) -> list[str]:
 
 
 def version_key(version: str) -> list[tuple[int, int, str]]:
-    """A sort key for which 1.9 < 1.10."""
-    return [(1, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", version)]
+    """A sort key for which 1.9 < 1.10 and 1.0-rc1 < 1.0; the text itself settles what is left."""
+    parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", version)]
+    return [*parts, (1, 0, version)]
 
 
 def _read_manifest(path: Path) -> manifest_pb2.Manifest:
@@ -179,7 +193,7 @@ def _read_manifest(path: Path) -> manifest_pb2.Manifest:
         if version != FORMAT_VERSION:
             raise BundleError(f"{path}: format_version must be {FORMAT_VERSION} for this server; was {version}")
         return json_format.Parse(text, manifest_pb2.Manifest())
-    except (ValueError, AttributeError, json_format.ParseError) as error:
+    except (ValueError, AttributeError, RecursionError, json_format.ParseError) as error:
         raise BundleError(f"{path}: not a manifest: {error}") from error
 
 
@@ -202,3 +216,10 @@ def _verify_file(directory: Path, file: manifest_pb2.BundleFile) -> Path:
     if sha256 != file.sha256:
         raise BundleError(f"{path}: its sha256 is {sha256}; its manifest says {file.sha256}")
     return path
+
+
+def _refuse_unlisted(directory: Path, listed: set[Path]) -> None:
+    """Refuses files that no checksum covers: an ONNX file may read its weights from any file beside it."""
+    for path in sorted(directory.rglob("*")):
+        if not path.is_dir() and path not in listed and path != directory / MANIFEST_NAME:
+            raise BundleError(f"{path}: the manifest does not list it, so nothing vouches for it")

@@ -9,10 +9,10 @@ from google.protobuf.message import DecodeError, Message
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.bundle import Bundle
 from encserve_server.errors import InvalidField, MalformedRequest
-from encserve_server.models import EncodeCall, EncodeReply, ServedModel
+from encserve_server.models import EncodeCall, EncodeReply, SentIds, ServedModel
 from encserve_server.outputs import build_output
 from encserve_server.status import Failure
-from encserve_server.types import CheckedSequence, DataType, Output, OutputKind, TokenIds
+from encserve_server.types import CheckedSequence, DataType, Output, OutputKind
 
 M = TypeVar("M", bound=Message)
 
@@ -30,16 +30,21 @@ def parse(message_type: type[M], data: bytes) -> M:
         raise MalformedRequest("", f"{len(data)} bytes that are not a {name}: {error}") from error
 
 
-def decode_call(request: pb.EncodeRequest, bundle: Bundle) -> EncodeCall:
+def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
     """Decodes a request, filling in every default.
 
+    What can be refused by a count is refused before anything is copied: a request of a few MiB may hold a million
+    inputs or ids.
+
     Raises:
-        InvalidField: An enum has a value that this server does not know, an output is asked for twice, an input is
-            neither text nor ids, or the model's own pooling is wanted but not known.
+        TooManyInputs: More inputs than one request may hold.
+        InvalidField: There is no input, an enum has a value that this server does not know, an output is asked for
+            twice, an input is neither text nor ids, or the model's own pooling is wanted but not known.
     """
-    options = request.options
+    model.check_count(len(request.inputs))
+    options, bundle = request.options, model.bundle
     return EncodeCall(
-        inputs=[_decode_input(i, it) for i, it in enumerate(request.inputs)],
+        inputs=[_decode_input(i, it, bundle.max_sequence_tokens) for i, it in enumerate(request.inputs)],
         outputs=_decode_outputs(options.outputs, bundle),
         data_type=_decode_data_type(options.data_type),
         truncate=_decode_truncation(options.truncation),
@@ -110,19 +115,21 @@ def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
         precision=model.engine_info.precision,
         max_request_sequences=limits.max_sequences,
         max_text_bytes=limits.max_text_bytes,
-        max_message_bytes=limits.max_message_bytes,
+        max_request_bytes=limits.max_request_bytes,
+        max_response_bytes=limits.max_response_bytes,
         max_request_tokens=limits.max_tokens,
         ready=not reason,
         not_ready_reason=reason,
     )
 
 
-def _decode_input(i: int, it: pb.Input) -> str | TokenIds:
+def _decode_input(i: int, it: pb.Input, longest: int) -> str | SentIds:
     which = it.WhichOneof("input")
     if which == "text":
         return it.text
     if which == "token_ids":
-        return np.fromiter(it.token_ids.ids, np.int64, len(it.token_ids.ids))
+        ids = it.token_ids.ids
+        return SentIds(np.array(ids[:longest], np.int64), len(ids))
     raise InvalidField(f"inputs[{i}]", "must be token_ids or text; was neither")
 
 

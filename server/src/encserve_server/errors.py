@@ -75,18 +75,18 @@ class ModelNotFound(RequestError):
 
 
 class QueueFull(EncserveError):
-    """The queue has no room for the request's tokens now.
+    """A queue has no room for the request now.
 
     Attributes:
         retry_delay_s: After how many seconds trying again makes sense.
     """
 
-    def __init__(self, tokens: int, queued_tokens: int, max_queue_tokens: int, retry_delay_s: float) -> None:
-        """Takes the tokens asked for, those queued, the bound, and when to try again."""
+    def __init__(self, unit: str, asked: int, queued: int, limit: int, retry_delay_s: float) -> None:
+        """Takes what is counted, how much is asked for, queued and allowed, and when to try again."""
         self.retry_delay_s = retry_delay_s
         super().__init__(
-            f"the queue is full: it holds {queued_tokens} of at most {max_queue_tokens} tokens and this request has "
-            f"{tokens}; try again in {retry_delay_s:.2f} s"
+            f"the queue is full: it holds {queued} of at most {limit} {unit} and this request has {asked}; "
+            f"try again in {retry_delay_s:.2f} s"
         )
 
 

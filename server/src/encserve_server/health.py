@@ -59,8 +59,10 @@ class Health:
 
     async def _follow(self) -> None:
         while True:
+            # Not wait_for: on Python 3.11 it loses a cancellation that comes together with the event.
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), _POLL_SECONDS)
+                async with asyncio.timeout(_POLL_SECONDS):
+                    await self._changed.wait()
             self._changed.clear()
             await self._refresh()
 

@@ -13,7 +13,7 @@ from encserve_server.cpus import usable_cpus
 from encserve_server.engine.base import Engine
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.errors import BundleError
-from encserve_server.settings import Settings
+from encserve_server.settings import MIB, Settings
 from encserve_server.tokenizing import TextTokenizer
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     """
     began = time.perf_counter()
     bundle = read_bundle(directory)
-    tokenizer = TextTokenizer(bundle.tokenizer_file, tokenize_pool) if bundle.tokenizer_file else None
+    tokenizer = _load_tokenizer(bundle, settings, tokenize_pool) if bundle.tokenizer_file else None
     threads = settings.intra_op_threads or usable_cpus()
     engine = OnnxEngine(bundle.graph, device=settings.device, intra_op_threads=threads)
     loaded = time.perf_counter()
@@ -69,6 +69,18 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     return LoadedModel(bundle, tokenizer, engine, loaded - began, warm - loaded)
 
 
+def _load_tokenizer(bundle: Bundle, settings: Settings, tokenize_pool: Executor) -> TextTokenizer:
+    """Loads a bundle's tokenizer, and refuses one whose ids the model does not have."""
+    assert bundle.tokenizer_file is not None  # noqa: S101 - the caller looked
+    tokenizer = TextTokenizer(bundle.tokenizer_file, tokenize_pool, settings.max_queue_text_mib * MIB)
+    if tokenizer.largest_id >= bundle.vocab_size:
+        raise BundleError(
+            f"{bundle.tokenizer_file}: it may give id {tokenizer.largest_id}, but the model's vocabulary ends at "
+            f"{bundle.vocab_size - 1}"
+        )
+    return tokenizer
+
+
 def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
     """Runs the shapes that traffic will bring, so that the first caller does not pay for kernels and memory.
 
@@ -80,7 +92,9 @@ def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
     batches = [[1], [typical] * max(1, batch_tokens // typical), [longest], [1, typical, longest]]
     for lengths in batches:
         try:
-            result = engine.run([np.zeros(length, np.int64) for length in lengths])
+            # The first id and the last: a vocabulary larger than the model's table fails here, not for a caller.
+            ends = (bundle.vocab_size - 1, 0)
+            result = engine.run([np.full(length, ends[i % 2]) for i, length in enumerate(lengths)])
         except Exception as error:  # whatever the runtime raises
             raise BundleError(
                 f"{bundle.graph.path}: the model fails for sequences of {lengths} tokens: {error}"

@@ -1,4 +1,4 @@
-"""Every metric of the server, on a registry that is passed in. `docs/metrics.md` lists them.
+"""Every metric of the server, on a registry that is passed in.
 
 Labelled children are looked up once and kept: an observation then costs under a microsecond. The scheduler's are
 counted per batch or per sequence, never per token.
@@ -33,10 +33,10 @@ class Metrics:
             "grpc_server_handled", "RPCs ended, by status code.", (*_METHOD, "grpc_code"), registry=registry
         )
         self.handling_seconds = Histogram(
-            "grpc_server_handling_seconds", "From an RPC's first byte to its end.", _METHOD, buckets=SECONDS_BUCKETS,
-            registry=registry,
+            "grpc_server_handling_seconds", "From a request's arrival, whole, to its answer; of a stream, its life.",
+            _METHOD, buckets=SECONDS_BUCKETS, registry=registry,
         )  # fmt: skip
-        self.in_flight = Gauge("encserve_in_flight_requests", "Requests being worked on.", registry=registry)
+        self.in_flight = Gauge("encserve_in_flight_requests", "RPCs open, a stream counting as one.", registry=registry)
         self.refused = Counter(
             "encserve_refused", "Requests answered with an error of ours, by reason.", ("reason",), registry=registry
         )

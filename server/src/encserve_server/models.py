@@ -1,5 +1,6 @@
 """What is served: one model's way from checked call to rows, and the map of all models. Knows no gRPC."""
 
+import contextlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,10 +22,11 @@ from encserve_server.metrics import ModelMetrics
 from encserve_server.outputs import output_rows
 from encserve_server.scheduler import Scheduler
 from encserve_server.tokenizing import TextTokenizer
-from encserve_server.types import CheckedSequence, DataType, EncodedSequence, Output, TokenIds
+from encserve_server.types import CheckedSequence, DataType, EncodedSequence, Output, TokenIds, TokenizedText
 
 # What a reply holds besides its rows, at most: an id, two offsets and a flag for each token, and a little more.
-_INFO_BYTES_PER_TOKEN = 16
+_INFO_BYTES_PER_TOKEN = 24
+_STRING_OVERHEAD_BYTES = 6
 _INFO_BYTES_PER_SEQUENCE = 64
 _INFO_BYTES_PER_REPLY = 1024
 
@@ -36,14 +38,29 @@ class RequestLimits:
     Attributes:
         max_sequences: The most inputs.
         max_text_bytes: The longest text, in bytes of UTF-8.
-        max_message_bytes: The largest reply.
+        max_request_bytes: The largest request; gRPC holds it, and callers are told.
+        max_response_bytes: The largest reply.
         max_tokens: The most tokens: the bound of the queue.
     """
 
     max_sequences: int
     max_text_bytes: int
-    max_message_bytes: int
+    max_request_bytes: int
+    max_response_bytes: int
     max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class SentIds:
+    """Ids as the caller sent them.
+
+    Attributes:
+        ids: (seq,) int64, as many as the model can take.
+        count: How many there were.
+    """
+
+    ids: TokenIds
+    count: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +68,7 @@ class EncodeCall:
     """One request, decoded but not checked against its model.
 
     Attributes:
-        inputs: Texts, or (seq,) int64 ids.
+        inputs: Texts, or ids.
         outputs: What to return, every default filled in; never empty.
         data_type: The type of the numbers returned.
         truncate: Whether an over-long input is cut instead of refused.
@@ -59,7 +76,7 @@ class EncodeCall:
         include_token_strings: Whether the reply holds the vocabulary's strings.
     """
 
-    inputs: Sequence[str | TokenIds]
+    inputs: Sequence[str | SentIds]
     outputs: tuple[Output, ...]
     data_type: DataType
     truncate: bool
@@ -117,17 +134,23 @@ class ServedModel:
         """
         self._check_call(call)
         began = self._clock.now()
-        sequences = await self._checked_sequences(call)
-        tokenize_seconds = self._clock.now() - began
-        if self.tokenizer is not None and any(isinstance(it, str) for it in call.inputs):
-            self.metrics.tokenize_seconds.observe(tokenize_seconds)
+        try:
+            sequences = await self._checked_sequences(call)
+        finally:
+            tokenize_seconds = self._clock.now() - began
+            if any(isinstance(it, str) for it in call.inputs):
+                self.metrics.tokenize_seconds.observe(tokenize_seconds)
         estimated_bytes = self._check_reply_size(call, sequences)
         encoded = await self.scheduler.encode([sequence.ids for sequence in sequences], deadline)
         return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
 
-    def _check_call(self, call: EncodeCall) -> None:
-        """Refuses what can be refused without looking into the inputs."""
-        count = len(call.inputs)
+    def check_count(self, count: int) -> None:
+        """Refuses a number of inputs that no request may have.
+
+        Raises:
+            InvalidField: There are none.
+            TooManyInputs: There are too many.
+        """
         if count == 0:
             raise InvalidField("inputs", "must hold at least 1 sequence; was empty")
         if count > self.limits.max_sequences:
@@ -135,11 +158,15 @@ class ServedModel:
                 "inputs",
                 f"must hold at most {self.limits.max_sequences} sequences (max_request_sequences); was {count}",
             )
+
+    def _check_call(self, call: EncodeCall) -> None:
+        """Refuses what can be refused without looking into the inputs."""
         if call.include_token_strings and self.tokenizer is None:
             raise InvalidField(
                 "options.include_token_strings", f"model {self.bundle.name} has no tokenizer, so no strings for its ids"
             )
-        if call.exclude_special_tokens and not self.bundle.special_token_ids:
+        has_ids = any(isinstance(it, SentIds) for it in call.inputs)
+        if call.exclude_special_tokens and has_ids and not self.bundle.special_token_ids:
             raise InvalidField(
                 "options.exclude_special_tokens", f"model {self.bundle.name} does not say which tokens are special"
             )
@@ -154,48 +181,46 @@ class ServedModel:
                 texts.append((i, it))
             else:
                 checked[i] = self._check_ids(i, it, call)
-        if texts:
-            assert self.tokenizer is not None  # noqa: S101 - _check_text refused otherwise
-            longest = self.bundle.max_sequence_tokens
-            tokenized = await self.tokenizer.tokenize([text for _, text in texts], longest)
-            for (i, _), text in zip(texts, tokenized, strict=True):
-                if len(text.ids) == 0:
-                    raise InvalidField(f"inputs[{i}].text", "has no tokens")
-                if text.original_token_count > longest and not call.truncate:
-                    raise self._too_long(f"inputs[{i}].text", text.original_token_count)
-                checked[i] = CheckedSequence(text.ids, text.original_token_count, text.special, text)
+        if self.tokenizer is not None and texts:
+            places = iter(texts)
+            tokenized = self.tokenizer.tokenize([text for _, text in texts], self.bundle.max_sequence_tokens)
+            async with contextlib.aclosing(tokenized):
+                async for text in tokenized:
+                    i, _ = next(places)
+                    checked[i] = self._check_tokenized(i, text, call)
         return [checked[i] for i in range(len(call.inputs))]
 
     def _check_text(self, i: int, text: str) -> None:
         if self.tokenizer is None:
             raise InvalidField(f"inputs[{i}].text", f"model {self.bundle.name} has no tokenizer; send token_ids")
+        limit = self.limits.max_text_bytes
         # A code point has at most 4 bytes, so most texts need no encoding to be known short enough.
-        if len(text) * 4 > self.limits.max_text_bytes:
-            size = len(text.encode())
-            if size > self.limits.max_text_bytes:
-                raise InvalidField(
-                    f"inputs[{i}].text",
-                    f"must be at most {self.limits.max_text_bytes} bytes (max_text_bytes); was {size}",
-                )
+        if len(text) * 4 > limit and (size := len(text.encode())) > limit:
+            raise InvalidField(f"inputs[{i}].text", f"must be at most {limit} bytes (max_text_bytes); was {size}")
 
-    def _check_ids(self, i: int, ids: TokenIds, call: EncodeCall) -> CheckedSequence:
+    def _check_tokenized(self, i: int, text: TokenizedText, call: EncodeCall) -> CheckedSequence:
+        if len(text.ids) == 0:
+            raise InvalidField(f"inputs[{i}].text", "has no tokens")
+        if text.original_token_count > self.bundle.max_sequence_tokens and not call.truncate:
+            raise self._too_long(f"inputs[{i}].text", text.original_token_count)
+        return CheckedSequence(text.ids, text.original_token_count, text.special, text)
+
+    def _check_ids(self, i: int, sent: SentIds, call: EncodeCall) -> CheckedSequence:
         field = f"inputs[{i}].token_ids"
-        count = len(ids)
-        if count == 0:
+        if sent.count == 0:
             raise InvalidField(field, "must hold at least 1 id; was empty")
-        outside = (ids < 0) | (ids >= self.bundle.vocab_size)  # (seq,)
+        if sent.count > self.bundle.max_sequence_tokens and not call.truncate:
+            raise self._too_long(field, sent.count)
+        outside = (sent.ids < 0) | (sent.ids >= self.bundle.vocab_size)  # (seq,)
         if outside.any():
             at = int(np.argmax(outside))
             raise InvalidField(
                 f"{field}.ids[{at}]",
-                f"must be from 0 to {self.bundle.vocab_size - 1} (the vocabulary of {self.bundle.name}); was {ids[at]}",
+                f"must be from 0 to {self.bundle.vocab_size - 1} (the vocabulary of {self.bundle.name}); "
+                f"was {sent.ids[at]}",
             )
-        if count > self.bundle.max_sequence_tokens:
-            if not call.truncate:
-                raise self._too_long(field, count)
-            ids = ids[: self.bundle.max_sequence_tokens]
-        special = np.isin(ids, self._special_ids) if call.exclude_special_tokens else None
-        return CheckedSequence(ids, count, special)
+        special = np.isin(sent.ids, self._special_ids) if call.exclude_special_tokens else None
+        return CheckedSequence(sent.ids, sent.count, special)
 
     def _too_long(self, field: str, count: int) -> SequenceTooLong:
         longest = self.bundle.max_sequence_tokens
@@ -207,7 +232,7 @@ class ServedModel:
 
     def _check_reply_size(self, call: EncodeCall, sequences: Sequence[CheckedSequence]) -> int:
         """The reply's size in bytes, at most; refuses one that would not fit, before any compute."""
-        limit = self.limits.max_message_bytes
+        limit = self.limits.max_response_bytes
         total, fitting = _INFO_BYTES_PER_REPLY, 0
         for sequence in sequences:
             total += self._sequence_bytes(call, sequence)
@@ -216,7 +241,7 @@ class ServedModel:
         if total > limit:
             raise ResponseTooLarge(
                 "inputs",
-                f"the reply would take {total} bytes, over the limit of {limit} (max_message_bytes); the first "
+                f"the reply would take {total} bytes, over the limit of {limit} (max_response_bytes); the first "
                 f"{fitting} of {len(sequences)} inputs would fit, and float16 or pooled outputs take less",
             )
         return total
@@ -228,9 +253,8 @@ class ServedModel:
         token_rows = tokens - int(sequence.special.sum()) if shown and sequence.special is not None else tokens
         rows = sum(output_rows(output.kind, token_rows) for output in call.outputs)
         strings = 0
-        if call.include_token_strings:
-            # The strings cover the text; a byte-level vocabulary shows a byte as up to 2, and "[CLS]" and its kind add.
-            strings = tokens * 16 + (2 * sequence.text.char_ends[-1] * 4 if sequence.text and tokens else tokens * 64)
+        if call.include_token_strings and self.tokenizer is not None:
+            strings = tokens * (self.tokenizer.max_token_bytes + _STRING_OVERHEAD_BYTES)
         return (
             rows * self.bundle.d_model * call.data_type.itemsize
             + tokens * _INFO_BYTES_PER_TOKEN

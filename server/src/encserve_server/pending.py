@@ -10,6 +10,9 @@ from encserve_server.batching import BatchPolicy, Taken, take_batch
 from encserve_server.errors import EncserveError
 from encserve_server.types import EncodedSequence, TokenIds
 
+# So many entries that are gone are not worth a pass.
+_FEW = 64
+
 
 class QueueObserver(Protocol):
     """Who is told what becomes of the queue."""
@@ -32,16 +35,21 @@ class Ticket:
         done: What the caller awaits; once it is done, however, nobody waits for the entries any more.
         results: What the engine made of each sequence, None where it is missing.
         missing: How many are.
+        entries: The call's sequences.
     """
 
     done: "asyncio.Future[None]"
     results: list[EncodedSequence | None]
     missing: int
+    entries: "list[Entry]"
 
     @classmethod
-    def of(cls, count: int) -> "Ticket":
-        """A ticket for so many sequences, on the running event loop."""
-        return cls(asyncio.get_running_loop().create_future(), [None] * count, count)
+    def of(cls, sequences: Sequence[TokenIds], now: float, deadline: float) -> "Ticket":
+        """A ticket for a call that comes now, on the running event loop."""
+        count = len(sequences)
+        ticket = cls(asyncio.get_running_loop().create_future(), [None] * count, count, [])
+        ticket.entries = [Entry(ids, i, ticket, now, deadline) for i, ids in enumerate(sequences)]
+        return ticket
 
     def fail(self, error: EncserveError) -> None:
         """Ends the call with an error, unless it has ended."""
@@ -95,8 +103,9 @@ class Entry:
 class PendingQueue:
     """Entries in order of arrival. It belongs to the event loop; nothing here blocks or waits.
 
-    An entry that is withdrawn stops counting at once, but stays in the list, as `gone`, until the next `take`: so a
-    storm of cancellations costs no more than one pass.
+    An entry that is withdrawn stops counting at once, but stays in the list, as `gone`, until the next `take`, or until
+    such entries outnumber the others: so a storm of cancellations costs no more than a few passes in all, and what is
+    kept stays bounded while a batch runs.
     """
 
     def __init__(self, observer: QueueObserver) -> None:
@@ -106,20 +115,24 @@ class PendingQueue:
         self.sequences = 0  # of the entries that are `queued`
         self.tokens = 0
 
-    def add(self, sequences: Sequence[TokenIds], ticket: Ticket, now: float, deadline: float) -> None:
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, ticket: Ticket) -> None:
         """Appends all sequences of a call."""
-        self._entries += [Entry(ids, i, ticket, now, deadline) for i, ids in enumerate(sequences)]
-        self._count(len(sequences), sum(map(len, sequences)))
+        self._entries += ticket.entries
+        self._count(len(ticket.entries), sum(entry.length for entry in ticket.entries))
 
     def withdraw(self, ticket: Ticket) -> None:
         """Frees at once the room of a call that has ended."""
-        for entry in self._entries:
-            if entry.ticket is ticket:
-                self._leave(entry)
+        for entry in ticket.entries:
+            self._leave(entry)
+        if len(self._entries) > 2 * self.sequences + _FEW:
+            self._entries = [entry for entry in self._entries if entry.queued]
 
     def tell_cancelled(self, ticket: Ticket, now: float) -> None:
         """Tells the observer of every sequence whose caller went away before it was delivered."""
-        queued = [entry for entry in self._entries if entry.ticket is ticket]
+        queued = [entry for entry in ticket.entries if entry.queued]
         for entry in queued:
             # gRPC cancels a call whose deadline has passed: that is no caller changing its mind.
             if entry.deadline <= now:

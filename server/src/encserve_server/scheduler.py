@@ -183,23 +183,25 @@ class Scheduler:
         finally:
             if ticket.missing:
                 self._pending.withdraw(ticket)
+            ticket.entries.clear()  # they refer to the ticket: without this the rows would wait for the cycle collector
         return [result for result in ticket.results if result is not None]
 
     def _admit(self, sequences: Sequence[TokenIds], deadline: float) -> Ticket:
         """Queues all sequences of a call, or refuses it."""
-        if self._unhealthy_reason:
-            raise EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}")
+        if reason := self.not_ready_reason():
+            raise EngineUnhealthy(f"the model is not available: {reason}")
         tokens, queued, limit = sum(map(len, sequences)), self._pending.tokens, self._limits.max_queue_tokens
         if tokens > limit:
             raise RequestTooLarge("inputs", f"must be at most {limit} tokens in all (max_queue_tokens); was {tokens}")
         if queued + tokens > limit:
-            raise QueueFull(tokens, queued, limit, self._throughput.seconds_for(queued + tokens - limit))
+            raise QueueFull("tokens", tokens, queued, limit, self._throughput.seconds_for(queued + tokens - limit))
         now = self._clock.now()
         if deadline <= now:
-            self._observer.expired()
+            for _ in sequences:
+                self._observer.expired()
             raise DeadlineExpired("the deadline had passed before the request was queued")
-        ticket = Ticket.of(len(sequences))
-        self._pending.add(sequences, ticket, now, deadline)
+        ticket = Ticket.of(sequences, now, deadline)
+        self._pending.add(ticket)
         self._work.set()
         return ticket
 
@@ -238,21 +240,18 @@ class Scheduler:
             try:
                 checked = await self._run_in_engine_thread([entry.ids for entry in part])
             except Exception as error:  # whatever the runtime raises
-                self._observer.batch_failed()
-                logger.warning("a batch failed", extra={"sequences": len(part), "error": repr(error)})
                 if len(part) > 1:
                     half = len(part) // 2
                     parts += [part[half:], part[:half]]
                 else:
                     part[0].ticket.fail(InferenceFailed(f"inputs[{part[0].index}]: the model could not compute it"))
-                if not await self._still_healthy(error):
-                    unavailable = EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}")
-                    for entry in batch:
-                        entry.ticket.fail(unavailable)
-                    self._pending.fail_all(unavailable)
+                await self._failed(batch, error)
             else:
-                self._failures = 0
                 self._deliver(part, checked, closed_by)
+                if any(checked.finite):
+                    self._failures = 0
+                else:
+                    await self._failed(batch, ArithmeticError("no sequence had finite numbers"))
 
     async def _run_in_engine_thread(self, sequences: Sequence[TokenIds]) -> "_Checked":
         self._run_started_at = self._clock.now()
@@ -282,19 +281,24 @@ class Scheduler:
 
     # Health
 
-    async def _still_healthy(self, error: Exception) -> bool:
-        """Counts a failure and, after several, finds out whether the input or the engine is to blame."""
+    async def _failed(self, batch: list[Entry], error: Exception) -> None:
+        """Counts a failed run and, after several, finds out whether the input or the engine is to blame."""
+        self._observer.batch_failed()
+        logger.warning("a batch failed", extra={"error": repr(error)})
         self._failures += 1
         if self._failures < self._limits.failures_before_probe:
-            return True
+            return
         self._failures = 0
         if await self._probe():
-            return True
+            return
         self._set_unhealthy(
             f"the engine failed {self._limits.failures_before_probe} times in a row, and then with a known good input",
             error,
         )
-        return False
+        unavailable = EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}")
+        for entry in batch:
+            entry.ticket.fail(unavailable)
+        self._pending.fail_all(unavailable)
 
     async def _probe(self) -> bool:
         try:

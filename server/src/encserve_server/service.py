@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
+from enum import Enum
 from typing import Any
 
 import grpc
@@ -12,7 +13,7 @@ import grpc
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import codec
 from encserve_server.clock import Clock
-from encserve_server.errors import Draining, InvalidField
+from encserve_server.errors import Draining, InvalidField, ResponseTooLarge
 from encserve_server.metrics import Metrics
 from encserve_server.models import Catalog, EncodeCall, EncodeReply, ServedModel
 from encserve_server.status import to_failure
@@ -23,6 +24,13 @@ METHODS = {"Encode": "unary", "EncodeStream": "bidi_stream", "ListModels": "unar
 # A reply larger than this is built in a thread: on the event loop it would hold up everybody else.
 _INLINE_REPLY_BYTES = 256 * 1024
 _MAX_REQUEST_ID_BYTES = 128
+
+
+class _CutShort(Enum):
+    CUT_SHORT = "the server drains"
+
+
+CUT_SHORT = _CutShort.CUT_SHORT
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -59,8 +67,7 @@ class EncoderService:
 
     async def encode(self, data: bytes, context: Context) -> bytes:
         """One request, one response."""
-        if self._draining.is_set():
-            raise Draining("the server is stopping; send the request to another")
+        self._refuse_while_draining()
         request = codec.parse(pb.EncodeRequest, data)
         model, call, reply = await self._encode(request, self._deadline(context))
         return await self._build(model, reply, lambda: codec.encode_reply(model, call, reply))
@@ -88,19 +95,20 @@ class EncoderService:
                 while True:
                     await places.acquire()
                     data = await _next(requests, draining)
-                    if data is None:
+                    if data is None or data is CUT_SHORT:
                         break
                     answers.create_task(answer(data))
         except ExceptionGroup as group:  # one cause is enough, and the status table knows single errors only
             raise _first(group) from None
         finally:
             draining.cancel()
-        if self._draining.is_set():
+        if data is CUT_SHORT:
             raise Draining("the server is stopping; requests that were not answered can be sent to another")
 
     async def list_models(self, data: bytes, context: Context) -> bytes:
         """Every model that is loaded."""
         del context
+        self._refuse_while_draining()
         codec.parse(pb.ListModelsRequest, data)
         models = [self._info(model) for model in self._catalog.all()]
         return pb.ListModelsResponse(models=models).SerializeToString()
@@ -108,9 +116,14 @@ class EncoderService:
     async def get_model(self, data: bytes, context: Context) -> bytes:
         """One model."""
         del context
+        self._refuse_while_draining()
         request = codec.parse(pb.GetModelRequest, data)
         model = self._catalog.resolve(request.model, request.model_version)
         return pb.GetModelResponse(model=self._info(model)).SerializeToString()
+
+    def _refuse_while_draining(self) -> None:
+        if self._draining.is_set():
+            raise Draining("the server is stopping; send the request to another")
 
     def _info(self, model: ServedModel) -> pb.ModelInfo:
         return codec.encode_model_info(model, is_default=self._catalog.is_default(model))
@@ -122,7 +135,7 @@ class EncoderService:
 
     async def _encode(self, request: pb.EncodeRequest, deadline: float) -> tuple[ServedModel, EncodeCall, EncodeReply]:
         model = self._catalog.resolve(request.model, request.model_version)
-        call = codec.decode_call(request, model.bundle)
+        call = codec.decode_call(request, model)
         return model, call, await model.encode(call, deadline)
 
     async def _build(self, model: ServedModel, reply: EncodeReply, build: Any) -> bytes:
@@ -132,6 +145,9 @@ class EncoderService:
             began = time.perf_counter()
             data: bytes = build().SerializeToString()
             model.metrics.encode_seconds.observe(time.perf_counter() - began)
+            limit = model.limits.max_response_bytes
+            if len(data) > limit:  # the estimate was wrong; gRPC would answer with an error of its own
+                raise ResponseTooLarge("inputs", f"the reply takes {len(data)} bytes, over the limit of {limit}")
             return data
 
         if reply.estimated_bytes <= _INLINE_REPLY_BYTES:
@@ -145,26 +161,25 @@ class EncoderService:
         try:
             size = len(request_id.encode())
             if not 1 <= size <= _MAX_REQUEST_ID_BYTES:
-                request_id = request_id[:_MAX_REQUEST_ID_BYTES]
                 raise InvalidField("request_id", f"must be 1 to {_MAX_REQUEST_ID_BYTES} bytes; was {size}")
             model, call, reply = await self._encode(request.request, deadline)
+
+            def build() -> pb.EncodeStreamResponse:
+                return pb.EncodeStreamResponse(request_id=request_id, response=codec.encode_reply(model, call, reply))
+
+            return await self._build(model, reply, build)
         except Exception as error:  # one request's error is its own answer
             failure = to_failure(error)
             self._metrics.refused.labels(failure.reason).inc()
             return codec.encode_stream_error(request_id, failure).SerializeToString()
-        return await self._build(
-            model,
-            reply,
-            lambda: pb.EncodeStreamResponse(request_id=request_id, response=codec.encode_reply(model, call, reply)),
-        )
 
 
-async def _next(requests: AsyncIterator[bytes], draining: "asyncio.Future[Any]") -> bytes | None:
-    """The stream's next request, or None at its end or when the server drains."""
+async def _next(requests: AsyncIterator[bytes], draining: "asyncio.Future[Any]") -> bytes | _CutShort | None:
+    """The stream's next request, None at its end, or CUT_SHORT if the server drains first."""
     reading = asyncio.ensure_future(anext(requests, None))
     try:
         await asyncio.wait((reading, draining), return_when=asyncio.FIRST_COMPLETED)
-        return reading.result() if reading.done() else None
+        return reading.result() if reading.done() else CUT_SHORT
     finally:
         reading.cancel()
 

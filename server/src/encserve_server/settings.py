@@ -6,6 +6,7 @@ that a setting is declared once: the flag of `max_batch_tokens` is `--max-batch-
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -57,16 +58,27 @@ class Settings:
     )
     max_queue_tokens: int = _setting(
         65536,
-        "Most tokens waiting, per model; more are refused with RESOURCE_EXHAUSTED. It bounds memory and the wait; too "
-        "low refuses bursts that could have been served.",
+        "Most tokens waiting, per model; more are refused with RESOURCE_EXHAUSTED. It bounds the wait; too low refuses "
+        "bursts that could have been served.",
         minimum=1,
     )
     max_request_sequences: int = _setting(256, "Most inputs of one request.", minimum=1)
-    max_text_bytes: int = _setting(256 * 1024, "Longest text, in bytes of UTF-8; it bounds tokenizing.", minimum=1)
-    max_message_mib: int = _setting(
+    max_text_bytes: int = _setting(256 * 1024, "Longest text, in bytes of UTF-8.", minimum=1)
+    max_queue_text_mib: int = _setting(
+        16,
+        "Most text waiting to be tokenized, per model, in MiB; more is refused with RESOURCE_EXHAUSTED.",
+        minimum=1,
+    )
+    max_request_mib: int = _setting(
+        4,
+        "Largest request, in MiB. It bounds how long parsing one holds up the others.",
+        minimum=1,
+        maximum=1024,
+    )
+    max_response_mib: int = _setting(
         64,
-        "Largest request and largest reply, in MiB. A reply that would be larger is refused before any compute. "
-        "Callers need the same receive limit; the Python client has it.",
+        "Largest reply, in MiB. A larger one is refused before any compute. Callers need the same receive limit; the "
+        "Python client has it.",
         minimum=1,
         maximum=1024,
     )
@@ -76,7 +88,7 @@ class Settings:
     intra_op_threads: int | None = _setting(
         None, "Threads that share one batch on the CPU. Default: the CPUs this process may use.", minimum=1
     )
-    tokenizer_threads: int = _setting(1, "Threads that tokenize; each call uses one.", minimum=1)
+    tokenizer_threads: int = _setting(1, "Threads that tokenize; a text is tokenized by one.", minimum=1)
     grace_seconds: float = _setting(
         25.0,
         "After SIGTERM, how long requests in flight may take to finish. Keep it under the orchestrator's kill timeout.",
@@ -103,17 +115,16 @@ class Settings:
             )
             if value is None:
                 continue
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{field.name} must be finite; was {value}")
             if minimum is not None and value < minimum:
                 raise ValueError(f"{field.name} must be >= {minimum:g}; was {value}")
             if maximum is not None and value > maximum:
                 raise ValueError(f"{field.name} must be <= {maximum:g}; was {value}")
+        if not self.host:
+            raise ValueError("host must not be empty; 0.0.0.0 is every address")
         if self.grpc_port and self.grpc_port == self.metrics_port:
             raise ValueError(f"grpc_port and metrics_port must differ; both were {self.grpc_port}")
-
-    @property
-    def max_message_bytes(self) -> int:
-        """The largest message, in bytes."""
-        return self.max_message_mib * MIB
 
     def batch_tokens_for(self, device: str) -> int:
         """The budget of padded tokens on "cpu" or "cuda"."""

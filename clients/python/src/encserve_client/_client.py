@@ -55,7 +55,7 @@ class EncoderClient(BaseClient):
         metadata: More to send with every call; keys in lower case.
         timeout_seconds: How long a call may take in all, attempts and the waits between them included; of
             `encode_stream`, how long one input may. Default: 30. `math.inf` for no limit.
-        max_message_bytes: The largest message to send or take, in bytes. Default: 64 MiB, as the server's.
+        max_message_bytes: The largest message to send or take, in bytes. Default: 64 MiB, as the server's replies.
         max_concurrent_messages: How many messages of one call are out at a time. Default: 4.
         retry: When a failed message is sent again. Default: up to 5 attempts; see `RetryPolicy`.
         channel_arguments: gRPC channel arguments by name; they go before the library's own.

@@ -109,7 +109,8 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         max_request_sequences=message.max_request_sequences,
         max_request_tokens=message.max_request_tokens,
         max_text_bytes=message.max_text_bytes,
-        max_message_bytes=message.max_message_bytes,
+        max_request_bytes=message.max_request_bytes,
+        max_response_bytes=message.max_response_bytes,
         ready=message.ready,
         not_ready_reason=message.not_ready_reason,
     )

@@ -53,13 +53,14 @@ class Limits:
         A message may have as many tokens as the server's whole queue. Each gets its share of that, so that a call does
         not fill the queue against itself.
         """
-        message_bytes = min(max_message_bytes, info.max_message_bytes or max_message_bytes)
+        request_bytes = min(max_message_bytes, info.max_request_bytes or max_message_bytes)
+        response_bytes = min(max_message_bytes, info.max_response_bytes or max_message_bytes)
         sequence_tokens = info.max_sequence_tokens or 2**31
         return cls(
             max_sequences=info.max_request_sequences or 2**31,
             max_tokens=max((info.max_request_tokens or 2**63) // max_concurrent_messages, 1),
-            max_request_bytes=max(message_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
-            max_response_bytes=max(message_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
+            max_request_bytes=max(request_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
+            max_response_bytes=max(response_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
             max_sequence_tokens=sequence_tokens,
             d_model=info.d_model,
         )

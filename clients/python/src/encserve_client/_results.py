@@ -148,7 +148,8 @@ class ModelInfo:
         max_request_sequences: The most inputs of one message. The client cuts larger calls up.
         max_request_tokens: The most tokens of one message. The client cuts larger calls up.
         max_text_bytes: The longest text, in bytes of UTF-8.
-        max_message_bytes: The largest message either way, in bytes. The client cuts larger calls up.
+        max_request_bytes: The largest request, in bytes. The client cuts larger calls up.
+        max_response_bytes: The largest response, in bytes. As above.
         ready: Whether the model answers now.
         not_ready_reason: Why not; empty where ready.
     """
@@ -171,6 +172,7 @@ class ModelInfo:
     max_request_sequences: int
     max_request_tokens: int
     max_text_bytes: int
-    max_message_bytes: int
+    max_request_bytes: int
+    max_response_bytes: int
     ready: bool
     not_ready_reason: str

@@ -207,7 +207,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_message_bytes", "ready", "not_ready_reason", "max_request_tokens")
+    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -225,10 +225,11 @@ class ModelInfo(_message.Message):
     PRECISION_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     MAX_TEXT_BYTES_FIELD_NUMBER: _ClassVar[int]
-    MAX_MESSAGE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    MAX_RESPONSE_BYTES_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     fingerprint: str
@@ -246,8 +247,9 @@ class ModelInfo(_message.Message):
     precision: str
     max_request_sequences: int
     max_text_bytes: int
-    max_message_bytes: int
+    max_response_bytes: int
     ready: bool
     not_ready_reason: str
     max_request_tokens: int
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ...) -> None: ...
+    max_request_bytes: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ...) -> None: ...

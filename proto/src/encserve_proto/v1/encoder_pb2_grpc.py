@@ -91,9 +91,9 @@ class EncoderServiceServicer(object):
 
     def EncodeStream(self, request_iterator, context):
         """EncodeStream answers many requests over one stream, each as soon as it is ready and so in any order; the caller
-        matches answers to requests by `request_id`. One request's error is its own answer and does not end the stream.
-        The server reads ahead only a bounded number of requests (64 by default): a caller that reads slowly is slowed
-        down by flow control, not cut off.
+        matches answers to requests by `request_id`. One request's error is its own answer and does not end the stream;
+        only bytes that are no EncodeStreamRequest do, since nobody knows whose they are. The server reads ahead only a
+        bounded number of requests (64 by default): a caller that reads slowly is slowed down by flow control, not cut off.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

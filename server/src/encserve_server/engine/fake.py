@@ -25,7 +25,6 @@ class FakeEngine:
         poison: An id that makes any batch holding it fail.
         nan_id: An id whose sequence comes out as NaN.
         broken: Makes every batch fail while set.
-        vector_of: Rows for a sequence; replace it to give others.
     """
 
     def __init__(self, d_model: int = 4, *, poison: int | None = None, nan_id: int | None = None) -> None:
@@ -37,8 +36,9 @@ class FakeEngine:
         self.closed = False
         self.batches: list[list[int]] = []
         self.started = threading.Semaphore(0)  # released once for every batch that begins
-        self._may_run = threading.Event()
-        self._may_run.set()
+        self._gate = threading.Condition()
+        self._held = False
+        self._passes = 0  # held runs that may finish all the same
 
     @property
     def info(self) -> EngineInfo:
@@ -47,18 +47,29 @@ class FakeEngine:
 
     def hold(self) -> None:
         """Lets no batch finish until `let_go`."""
-        self._may_run.clear()
+        with self._gate:
+            self._held = True
 
     def let_go(self) -> None:
         """Lets held and later batches finish."""
-        self._may_run.set()
+        with self._gate:
+            self._held = False
+            self._gate.notify_all()
+
+    def let_one_go(self) -> None:
+        """Lets one held batch finish, and holds the next."""
+        with self._gate:
+            self._passes += 1
+            self._gate.notify_all()
 
     def run(self, sequences: Sequence[TokenIds]) -> BatchResult:
         """Runs one batch by formula."""
         self.batches.append([len(ids) for ids in sequences])
         self.started.release()
-        if not self._may_run.wait(timeout=60):
-            raise TimeoutError("the test never let the engine go")
+        with self._gate:
+            if not self._gate.wait_for(lambda: not self._held or self._passes, timeout=60):
+                raise TimeoutError("the test never let the engine go")
+            self._passes = max(self._passes - 1, 0)
         if self.broken:
             raise RuntimeError("the device is lost")
         if self.poison is not None and any(self.poison in ids for ids in sequences):
