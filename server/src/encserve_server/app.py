@@ -63,6 +63,7 @@ class App:
             collector(registry=self.registry)
         self.metrics = Metrics(self.registry)
         self.catalog = Catalog()
+        self._models: list[ServedModel] = []  # those loaded so far
         self._interceptor = StatusInterceptor(self.metrics, SERVICE_NAME, METHODS)
         self._clock = MonotonicClock()
         self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
@@ -88,21 +89,20 @@ class App:
         directories = find_bundles(self.settings.model_repository, self.settings.model)
         self._start_metrics()
         await self._start_grpc()
-        models = []
         for directory in directories:
             # Not the event loop's own threads: those are waited for at the end, and a signal must not wait for a load.
             loaded = await asyncio.get_running_loop().run_in_executor(
                 self._load_pool, self._load, directory, self.settings, self._tokenize_pool
             )
-            models.append(self._serve_model(loaded))
-        self.catalog.publish(models)
-        self._health.watch(models)
+            self._models.append(self._serve_model(loaded))
+        self.catalog.publish(self._models)
+        self._health.watch(self._models)
         logger.info(
             "serving",
             extra={
                 "grpc_port": self.grpc_port,
                 "metrics_port": self.metrics_port,
-                "models": [f"{model.bundle.name}@{model.bundle.version}" for model in models],
+                "models": [f"{model.bundle.name}@{model.bundle.version}" for model in self._models],
             },
         )
 
@@ -114,7 +114,7 @@ class App:
         if self._server is not None:
             await self._drain(self._server)
         clean = True
-        for model in self.catalog.all():
+        for model in self._models:
             try:
                 async with asyncio.timeout(_CLOSE_SECONDS):
                     await model.scheduler.close()
