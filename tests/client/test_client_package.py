@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import trustme
 
 import encserve_client
 from encserve_client import AsyncEncoderClient, EncoderClient, ServerUnavailableError, Tls
@@ -107,33 +108,36 @@ def test_contradictions_are_refused() -> None:
         EncoderClient(tls=Tls(ca="/nowhere/ca.pem"))
 
 
+@dataclass(frozen=True)
+class Certificates:
+    """PEM files: an authority, and a certificate for the name "encoder" with its key."""
+
+    authority: Path
+    cert: Path
+    key: Path
+
+
 @pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A certificate for the name "encoder", and its key."""
-    openssl = shutil.which("openssl")
-    if openssl is None:
-        pytest.skip("needs the command openssl")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     folder = tmp_path_factory.mktemp("tls")
-    cert, key = folder / "cert.pem", folder / "key.pem"
-    subprocess.run(
-        f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=encoder -addext subjectAltName=DNS:encoder "
-        f"-keyout {key} -out {cert}".split(),
-        check=True,
-        capture_output=True,
-    )
-    return cert, key
+    files = Certificates(folder / "ca.pem", folder / "cert.pem", folder / "key.pem")
+    authority = trustme.CA()
+    issued = authority.issue_cert("encoder")
+    authority.cert_pem.write_to_path(files.authority)
+    issued.cert_chain_pems[0].write_to_path(files.cert)
+    issued.private_key_pem.write_to_path(files.key)
+    return files
 
 
-async def test_encryption(service: FakeEncoder, certificate: tuple[Path, Path]) -> None:
+async def test_encryption(service: FakeEncoder, certificates: Certificates) -> None:
     """Mutual TLS with both clients; plaintext and a missing client certificate are turned away."""
-    cert, key = certificate
-    pem = cert.read_bytes()
+    ca, cert, key = certificates.authority, certificates.cert, certificates.key
     server = grpc.aio.server()
     add_EncoderServiceServicer_to_server(service, server)
-    credentials = grpc.ssl_server_credentials([(key.read_bytes(), pem)], pem, require_client_auth=True)
+    credentials = grpc.ssl_server_credentials([(key.read_bytes(), cert.read_bytes())], ca.read_bytes(), True)
     target = f"127.0.0.1:{server.add_secure_port('127.0.0.1:0', credentials)}"
     await server.start()
-    mutual = Tls(ca=cert, cert=cert, key=key, server_name="encoder")
+    mutual = Tls(ca=ca, cert=cert, key=key, server_name="encoder")
     async with AsyncEncoderClient(target, tls=mutual) as client:
         assert len(await client.models()) == 1
 
@@ -142,7 +146,7 @@ async def test_encryption(service: FakeEncoder, certificate: tuple[Path, Path]) 
             return len(client.models())
 
     assert await asyncio.to_thread(ask, tls=mutual) == 1
-    for wrong in (Tls(ca=cert, server_name="encoder"), Tls(ca=cert, cert=cert, key=key, server_name="other"), False):
+    for wrong in (Tls(ca=ca, server_name="encoder"), Tls(ca=ca, cert=cert, key=key, server_name="other"), False):
         with pytest.raises(ServerUnavailableError):
             await asyncio.to_thread(ask, tls=wrong)
     await server.stop(None)
