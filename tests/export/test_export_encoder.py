@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from encserve_export import Encoder, EncoderConfig
-from encserve_export.encoder import FeedForward, shortened, sinusoids
+from encserve_export.encoder import EncoderBlock, FeedForward, shortened, sinusoids
 from encserve_export.errors import ConfigError
 from encserve_export.init import random_encoder
 
@@ -110,6 +110,27 @@ def test_embeddings_are_summed_as_configured(tiny: EncoderConfig) -> None:
     x = embeddings.tokens.weight[ids[0]] * 4 + embeddings.positions[3:5] + embeddings.types[0]
     want = (x - x.mean(-1, keepdim=True)) / (x.var(-1, unbiased=False, keepdim=True) + config.layer_norm_eps).sqrt()
     torch.testing.assert_close(embeddings(ids)[0], want)
+
+
+@pytest.mark.parametrize("residual", [True, False])
+@pytest.mark.parametrize("norm", ["post", "pre", "none"])
+def test_parts_that_are_left_out(tiny: EncoderConfig, norm: str, residual: bool) -> None:
+    """One block of attention without biases, and what stands around it."""
+    fields = {"norm": norm, "residual": residual, "attention_bias": False, "d_ff": 0, "n_layers": 1}
+    encoder = randomize_norms(random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0))
+    assert not any("feed_forward" in name for name in encoder.state_dict())
+    assert not any("attention.qkv.bias" in name or "output.bias" in name for name in encoder.state_dict())
+    block = encoder.blocks[0]
+    assert isinstance(block, EncoderBlock)
+    ids = torch.tensor([[5, 9, 2]])
+    x = encoder.embeddings(ids)[0]
+    y = block.attention_norm(x) if norm == "pre" else x
+    q, k, v = (part.reshape(3, 2, 8).transpose(0, 1) for part in (y @ block.attention.qkv.weight.T).chunk(3, dim=-1))
+    heads = torch.softmax(q @ k.transpose(1, 2) / math.sqrt(8), dim=-1) @ v
+    y = heads.transpose(0, 1).reshape(3, 16) @ block.attention.output.weight.T
+    y = x + y if residual else y
+    want = block.attention_norm(y) if norm == "post" else y
+    torch.testing.assert_close(encoder(ids, torch.ones_like(ids))[0], want)
 
 
 def test_without_positions_order_does_not_matter(tiny: EncoderConfig) -> None:

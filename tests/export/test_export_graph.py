@@ -70,6 +70,10 @@ def test_the_interface(bundles: dict[str, Exported], golden: str) -> None:
         {"norm": "pre", "final_norm": True, "activation": "gelu_tanh"},
         {"position": "none", "scale_embedding": True, "n_layers": 1},
         {"position": "learned", "position_offset": 2, "pad_token_id": 1, "pad_takes_no_position": True},
+        {"norm": "none", "residual": False, "attention_bias": False, "d_ff": 0, "n_layers": 1},
+        {"norm": "none", "n_layers": 1},
+        {"residual": False, "attention_bias": False},
+        {"d_ff": 0, "norm": "pre"},
         {"max_sequence_tokens": 1, "n_heads": 1, "embedding_norm": True, "n_token_types": 3, "position": "learned"},
     ],
 )

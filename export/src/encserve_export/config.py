@@ -2,19 +2,23 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, get_args
 
 from encserve_export.errors import ConfigError
 
 Activation = Literal["relu", "gelu", "gelu_tanh"]
-Norm = Literal["post", "pre"]
+Norm = Literal["post", "pre", "none"]
 Position = Literal["sinusoidal", "learned", "none"]
 
-_POSITIVE = ("vocab_size", "d_model", "n_heads", "d_ff", "n_layers", "max_sequence_tokens")
-_NON_NEGATIVE = ("n_token_types", "pad_token_id", "position_offset")
-_FLAGS = ("final_norm", "scale_embedding", "embedding_norm", "pad_takes_no_position")
-_CHOICES = {"activation": get_args(Activation), "norm": get_args(Norm), "position": get_args(Position)}
+_POSITIVE = ("vocab_size", "d_model", "n_heads", "n_layers", "max_sequence_tokens")
+_NON_NEGATIVE = ("d_ff", "n_token_types", "pad_token_id", "position_offset")
+_FLAGS = ("attention_bias", "residual", "final_norm", "scale_embedding", "embedding_norm", "pad_takes_no_position")
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "activation": get_args(Activation),
+    "norm": get_args(Norm),
+    "position": get_args(Position),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,13 +31,16 @@ class EncoderConfig:
         vocab_size: Rows of the token embedding.
         d_model: Width of a token's representation.
         n_heads: Attention heads per block; divides `d_model`.
-        d_ff: Inner width of the feed-forward part.
+        d_ff: Inner width of the feed-forward part; 0 for blocks of attention alone.
         n_layers: Blocks.
         max_sequence_tokens: The longest sequence, in tokens.
         activation: Between the two feed-forward layers. "gelu" is the exact x·Φ(x), "gelu_tanh" its tanh approximation.
-        norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)).
+        attention_bias: Whether the four projections of attention add a bias.
+        residual: Whether x is added to f(x), around attention and around the feed-forward part.
+        norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)); "none" has none.
         final_norm: One more LayerNorm after the last block; usual with "pre".
-        position: Where a token's place in the sequence comes from: fixed sinusoids, a learned table, or nowhere.
+        position: Where a token's place in the sequence comes from: fixed sinusoids, a table among the
+            weights ("learned", whether or not anybody trained it), or nowhere.
         scale_embedding: Whether token embeddings are multiplied by √d_model, as in Vaswani et al. 2017.
         embedding_norm: Whether a LayerNorm follows the sum of embeddings, as in BERT.
         n_token_types: Rows of the token type (segment) embedding, of which row 0 is added to every token; 0 for none.
@@ -51,6 +58,8 @@ class EncoderConfig:
     n_layers: int = 8
     max_sequence_tokens: int = 512
     activation: Activation = "relu"
+    attention_bias: bool = True
+    residual: bool = True
     norm: Norm = "post"
     final_norm: bool = False
     position: Position = "sinusoidal"
@@ -88,13 +97,22 @@ class EncoderConfig:
         Raises:
             ConfigError: A name is unknown, `vocab_size` is missing, or a value is out of range.
         """
-        known = [field.name for field in dataclasses.fields(cls)]
-        unknown = sorted(set(fields) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown configuration fields: {', '.join(unknown)}; known are {', '.join(known)}")
+        cls.check_names(fields)
         if "vocab_size" not in fields:
             raise ConfigError("vocab_size is missing from the configuration")
         return cls(**fields)
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Refuses names that are no fields.
+
+        Raises:
+            ConfigError: One is unknown; the text lists all of them.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(names) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown configuration fields: {', '.join(unknown)}; known are {', '.join(known)}")
 
     def _check_types(self) -> None:
         for name in (*_POSITIVE, *_NON_NEGATIVE):
@@ -104,7 +122,7 @@ class EncoderConfig:
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(f"{name} must be true or false; was {getattr(self, name)!r}")
-        for name, choices in _CHOICES.items():
+        for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}; was {getattr(self, name)!r}")
 

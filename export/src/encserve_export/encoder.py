@@ -13,6 +13,7 @@ In the shapes, `batch` is sequences, `seq` the tokens of the longest one, `token
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -128,8 +129,8 @@ class SelfAttention(nn.Module):
         self.n_heads = config.n_heads
         self.d_k = config.d_k
         self.d_model = config.d_model
-        self.qkv = nn.Linear(config.d_model, 3 * config.d_model)
-        self.output = nn.Linear(config.d_model, config.d_model)
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.attention_bias)
+        self.output = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
 
     def forward(self, x: Tensor, padding: Padding) -> Tensor:
         """Lets every token look at every other of its sequence: (tokens, d_model) -> (tokens, d_model)."""
@@ -173,25 +174,35 @@ class EncoderBlock(nn.Module):
     """One layer: attention, then feed-forward, each with a residual connection and a LayerNorm.
 
     Post-norm (Vaswani et al. 2017): x ← LayerNorm(x + f(x)). Pre-norm (Xiong et al. 2020): x ← x + f(LayerNorm(x)).
+    The configuration may leave out the norms, the residual connections, and the feed-forward part.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.pre_norm = config.norm == "pre"
+        self.residual = config.residual
         self.attention = SelfAttention(config)
-        self.attention_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
-        self.feed_forward = FeedForward(config)
-        self.feed_forward_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps)
+        self.attention_norm = _block_norm(config)
+        self.feed_forward = FeedForward(config) if config.d_ff else None
+        self.feed_forward_norm = _block_norm(config) if config.d_ff else nn.Identity()
 
     def forward(self, x: Tensor, padding: Padding) -> Tensor:
         """Runs one layer: (tokens, d_model) -> (tokens, d_model)."""
-        if self.pre_norm:
-            x = x + self.attention(self.attention_norm(x), padding)  # (tokens, d_model)
-            x = x + self.feed_forward(self.feed_forward_norm(x))  # (tokens, d_model)
-        else:
-            x = self.attention_norm(x + self.attention(x, padding))  # (tokens, d_model)
-            x = self.feed_forward_norm(x + self.feed_forward(x))  # (tokens, d_model)
+        x = self._around(lambda rows: self.attention(rows, padding), self.attention_norm, x)  # (tokens, d_model)
+        if self.feed_forward is not None:
+            x = self._around(self.feed_forward, self.feed_forward_norm, x)  # (tokens, d_model)
         return x
+
+    def _around(self, f: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> Tensor:
+        """Puts the norm and the residual connection around f: (tokens, d_model) -> (tokens, d_model)."""
+        y = f(norm(x) if self.pre_norm else x)  # (tokens, d_model)
+        if self.residual:
+            y = x + y  # (tokens, d_model)
+        return y if self.pre_norm else norm(y)
+
+
+def _block_norm(config: EncoderConfig) -> nn.Module:
+    return nn.Identity() if config.norm == "none" else nn.LayerNorm(config.d_model, config.layer_norm_eps)
 
 
 class Encoder(nn.Module):

@@ -21,7 +21,8 @@ def random_encoder(config: EncoderConfig, seed: int) -> Encoder:
         for module in encoder.modules():
             if isinstance(module, nn.Linear):
                 _xavier(module.weight, config.d_model, random)
-                module.bias.zero_()
+                if module.bias is not None:
+                    module.bias.zero_()
         embeddings = encoder.embeddings
         embeddings.tokens.weight.normal_(
             std=1 / math.sqrt(config.d_model) if config.scale_embedding else 1, generator=random
