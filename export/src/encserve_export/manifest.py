@@ -27,7 +27,7 @@ class Source:
     """Where an encoder comes from, and all that a bundle holds besides its weights.
 
     Attributes:
-        kind: The export command, "hf" or "init".
+        kind: The export command, "hf", "checkpoint" or "init".
         description: For people, e.g. "BertModel".
         weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
         vector: How the model was trained to make one vector of a sequence.
