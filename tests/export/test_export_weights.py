@@ -4,13 +4,14 @@ import hashlib
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from encserve_export.errors import CheckpointFileError, UnsafeWeightsError
-from encserve_export.weights import read_json, read_weights
+from encserve_export.weights import read_checkpoint, read_json, read_table, read_weights
 
 
 def test_one_file_and_its_hash(tmp_path: Path) -> None:
@@ -97,3 +98,97 @@ def test_json_that_is_missing_or_broken(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(CheckpointFileError, match="cannot be read as JSON"):
         read_json(tmp_path / "config.json")
+
+
+@pytest.mark.parametrize("container", [(), ("state_dict",), ("model",), ("model_state_dict",), ("model", "state_dict")])
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module.module."])
+def test_a_checkpoint_of_a_training_script(tmp_path: Path, container: tuple[str, ...], prefix: str) -> None:
+    path = tmp_path / "last.pth"
+    content: dict[str, object] = {f"{prefix}layers.0.module.a": torch.ones(2), f"{prefix}b": torch.zeros(3)}
+    for key in reversed(container):
+        content = {key: content, "epoch": 3, "optimizer": {"state": {0: {"step": torch.ones(1)}}, "lr": 0.1}}
+    torch.save(content, path)
+    weights = read_checkpoint(path)
+    assert set(weights.tensors) == {"layers.0.module.a", "b"}
+    assert weights.sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def test_a_checkpoint_in_safetensors(tmp_path: Path) -> None:
+    path, table = tmp_path / "a.safetensors", tmp_path / "table.pt"
+    save_file({"module.a": torch.ones(2), "_orig_mod.module.b": torch.ones(1)}, path)
+    torch.save({"weight": torch.ones(3, 2)}, table)
+    weights = read_checkpoint(path, table)
+    assert set(weights.tensors) == {"a", "b"}
+    assert weights.sha256 == hashlib.sha256(path.read_bytes() + table.read_bytes()).hexdigest()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            {"model": {"a": torch.ones(1)}, "state_dict": {"a": torch.ones(1)}},
+            "several state dicts: state_dict, model;",
+        ),
+        (
+            {"weights": {"a": torch.ones(1)}, "epoch": 3},
+            "must hold tensors by name, bare or under .*; was epoch, weights",
+        ),
+        ({"model": "transformer", 3: torch.ones(1)}, "must hold tensors by name, .*; was 3, model"),
+        ([torch.ones(1)], "must hold tensors by name, .*; was list"),
+        ({}, "must hold tensors by name, .*; was empty"),
+        ({"module.a": torch.ones(1), "a": torch.ones(1)}, "holds a twice, once behind a wrapper's prefix"),
+    ],
+)
+def test_a_checkpoint_without_one_state_dict(tmp_path: Path, content: object, message: str) -> None:
+    path = tmp_path / "last.pt"
+    torch.save(content, path)
+    with pytest.raises(CheckpointFileError, match=message):
+        read_checkpoint(path)
+
+
+def test_a_checkpoint_that_contains_itself(tmp_path: Path) -> None:
+    content: dict[str, object] = {}
+    content["model"] = content
+    torch.save(content, tmp_path / "last.pt")
+    with pytest.raises(CheckpointFileError, match="was model"):
+        read_checkpoint(tmp_path / "last.pt")
+
+
+def test_checkpoints_that_need_code_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What to do instead is said, and how to switch the check off is not."""
+    monkeypatch.chdir(tmp_path)
+    torch.save({"model": {"a": torch.ones(1)}, "args": Dangerous()}, tmp_path / "args.pt")
+    torch.save(torch.nn.Linear(2, 2), tmp_path / "module.pt")
+    for name in ("args.pt", "module.pt"):
+        with pytest.raises(UnsafeWeightsError, match=r"could execute code .* Save the state dict alone: ") as caught:
+            read_checkpoint(tmp_path / name)
+        assert not any(word in str(caught.value) for word in ("weights_only", "safe_globals", "trust"))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_torchscript_archive_is_refused(tmp_path: Path) -> None:
+    trace: Any = torch.jit.trace
+    trace(torch.nn.Linear(2, 2), torch.ones(1, 2)).save(tmp_path / "traced.pt")
+    with pytest.raises(
+        UnsafeWeightsError, match=r"is a TorchScript archive, which holds code\. Save the state dict"
+    ) as it:
+        read_checkpoint(tmp_path / "traced.pt")
+    assert "weights_only" not in str(it.value)
+
+
+def test_a_table_of_its_own(tmp_path: Path) -> None:
+    table = torch.ones(3, 2)
+    save_file({"embedding.weight": table}, tmp_path / "a.safetensors")
+    torch.save({"state_dict": {"weight": table}}, tmp_path / "b.pt")
+    torch.save(table, tmp_path / "c.pt")
+    names = [read_table(tmp_path / name)[0] for name in ("a.safetensors", "b.pt", "c.pt")]
+    assert names == ["embedding.weight", "weight", "c"]
+    assert torch.equal(read_table(tmp_path / "c.pt")[1], table)
+
+
+@pytest.mark.parametrize("tensors", [{}, {"b": torch.ones(3, 2), "a": torch.ones(3, 2)}])
+def test_an_ambiguous_table(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    save_file(tensors, tmp_path / "a.safetensors")
+    with pytest.raises(CheckpointFileError, match="the embedding table and nothing else; was (a, b|empty)"):
+        read_table(tmp_path / "a.safetensors")

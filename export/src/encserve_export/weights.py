@@ -4,6 +4,8 @@ import dataclasses
 import hashlib
 import json
 import pickle
+import re
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,12 @@ from encserve_export.errors import CheckpointFileError, UnsafeWeightsError
 
 # In order of preference; each may also come as several files with an index.
 _FILES = ("model.safetensors", "pytorch_model.bin")
+# Where training scripts put the weights among other things, and how deep they nest that.
+_CONTAINERS = ("state_dict", "model", "model_state_dict")
+_MAX_NESTING = 3
+_SAVE_PLAINLY = "Save the state dict alone: torch.save(model.state_dict(), FILE)"
+# What torch's wrappers for several devices and for compiling put before every name, perhaps more than once.
+_WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +33,8 @@ class Weights:
 
     Attributes:
         tensors: All tensors, by the checkpoint's own names.
-        sha256: SHA-256 of the weights file, in hex; of several, over their bytes in the order of their names.
+        sha256: SHA-256 of the weights file, in hex; of several, over their bytes in the order of their names, and over
+            those of embeddings in a file of their own last.
     """
 
     tensors: Mapping[str, Tensor]
@@ -62,6 +71,55 @@ def read_weights(directory: Path) -> Weights:
     return Weights(tensors, _sha256(files))
 
 
+def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
+    """Reads a state dict from one file: bare, or among other things as training scripts save it.
+
+    The names are without what wrappers put before all of them ("module.", "_orig_mod.").
+
+    Args:
+        path: The file, safetensors or a pickle of tensors.
+        embeddings: A file whose bytes the hash is to cover too.
+
+    Raises:
+        CheckpointFileError: It is unreadable, or holds no state dict.
+        UnsafeWeightsError: It is a pickle that holds more than plain data.
+    """
+    if path.suffix == ".safetensors":
+        found: Mapping[Any, Tensor] = _load_safetensors(path)
+    else:
+        found = _state_dict(path, _unpickle(path))
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in found.items():
+        plain = _WRAPPERS.sub("", name)
+        if plain in tensors:
+            raise CheckpointFileError(f"{path} holds {plain} twice, once behind a wrapper's prefix; keep one of them")
+        tensors[plain] = tensor
+    return Weights(tensors, _sha256([path] if embeddings is None else [path, embeddings]))
+
+
+def read_table(path: Path) -> tuple[str, Tensor]:
+    """Reads a file that holds one tensor, bare or under a name.
+
+    Returns:
+        The tensor's name and the tensor.
+
+    Raises:
+        CheckpointFileError: It is unreadable, or holds none or several tensors.
+        UnsafeWeightsError: It is a pickle that holds more than plain data.
+    """
+    if path.suffix == ".safetensors":
+        content: Any = _load_safetensors(path)
+    else:
+        content = _unpickle(path)
+        content = {path.stem: content} if isinstance(content, Tensor) else _state_dict(path, content)
+    if len(content) != 1:
+        raise CheckpointFileError(
+            f"{path} must hold the embedding table and nothing else; was {', '.join(sorted(content)) or 'empty'}"
+        )
+    ((name, table),) = content.items()
+    return name, table
+
+
 def _weights_files(directory: Path) -> list[Path]:
     for name in _FILES:
         if (directory / name).is_file():
@@ -93,23 +151,63 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
-    try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        # torch wraps the cause in advice on how to switch the check off, which is the last thing to pass on.
-        raise UnsafeWeightsError(
-            f"{path} is no plain pickle of tensors, and anything else could execute code and is never loaded: "
-            f"{_first_line(error.__context__ or error)}"
-        ) from error
-    except (RuntimeError, EOFError, OSError) as error:
-        raise CheckpointFileError(f"{path} is unreadable: {_first_line(error)}") from error
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
+    content = _unpickle(path)
+    if not _is_state_dict(content):
         raise CheckpointFileError(f"{path} must hold tensors by name and nothing else")
     return {str(name): tensor for name, tensor in content.items()}
 
 
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+def _unpickle(path: Path) -> Any:
+    try:
+        with warnings.catch_warnings():
+            # torch announces a TorchScript archive, then refuses it.
+            warnings.filterwarnings("ignore", message=".*TorchScript archive", category=UserWarning)
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        # torch wraps the cause in advice on how to switch the check off, which is the last thing to pass on.
+        raise UnsafeWeightsError(
+            f"{path} is no plain pickle of tensors, and anything else could execute code and is never loaded: "
+            f"{_cause(error.__context__ or error)}. {_SAVE_PLAINLY}"
+        ) from error
+    except (RuntimeError, EOFError, OSError) as error:
+        if "TorchScript" in str(error):
+            raise UnsafeWeightsError(f"{path} is a TorchScript archive, which holds code. {_SAVE_PLAINLY}") from error
+        raise CheckpointFileError(f"{path} is unreadable: {_cause(error)}") from error
+
+
+def _is_state_dict(content: Any) -> bool:
+    return isinstance(content, dict) and all(isinstance(value, Tensor) for value in content.values())
+
+
+def _state_dict(path: Path, content: Any) -> dict[str, Tensor]:
+    """The state dict in what a pickle held."""
+    found = _find_state_dicts(content, "", _MAX_NESTING)
+    if len(found) == 1:
+        ((_, tensors),) = found.items()
+        return {str(name): tensor for name, tensor in tensors.items()}
+    if found:
+        raise CheckpointFileError(f"{path} holds several state dicts: {', '.join(found)}; save the encoder's alone")
+    held = ", ".join(sorted(map(str, content))) if isinstance(content, dict) else type(content).__name__
+    raise CheckpointFileError(
+        f"{path} must hold tensors by name, bare or under {', '.join(_CONTAINERS)}; was {held or 'empty'}"
+    )
+
+
+def _find_state_dicts(content: Any, where: str, depth: int) -> dict[str, dict[Any, Tensor]]:
+    """The state dicts under the usual keys, by their path; nesting is bounded, since a pickle may contain itself."""
+    if not isinstance(content, dict) or not content or depth < 0:
+        return {}
+    if _is_state_dict(content):
+        return {where: content}
+    found: dict[str, dict[Any, Tensor]] = {}
+    for key in _CONTAINERS:
+        found |= _find_state_dicts(content.get(key), f"{where}.{key}" if where else key, depth - 1)
+    return found
+
+
+def _cause(error: BaseException) -> str:
+    """The first sentence of an error; in torch's, advice follows."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0].rstrip(".")
 
 
 def _sha256(files: Iterable[Path]) -> str:
