@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import DATA, GOLDENS, MODEL, minilm_directory
+from checkpoints import DATA, GOLDENS, MODEL, export_golden, minilm_directory
 from real_server import RealServer, real_server
 from tokenizers import Tokenizer
 
@@ -17,17 +17,17 @@ from encserve_export.weights import read_json, read_weights
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of four exported models."""
+    """A repository of exported models: the real one, and a small one for each layout."""
     repository = tmp_path_factory.mktemp("models")
     export_hf(minilm_directory(), Target(models=repository, name=MODEL))
     for name in GOLDENS:
-        export_hf(DATA / name, Target(models=repository, name=name))
+        export_golden(name, repository)
     return repository
 
 
 @pytest.fixture(scope="session")
 def server(models: Path) -> Iterator[RealServer]:
-    """One server of all four models, for the tests that leave it as it was."""
+    """One server of all of them, for the tests that leave it as it was."""
     flags = [flag for name in (MODEL, *GOLDENS) for flag in ("--model", name)]
     with real_server(models, *flags) as server:
         yield server

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import DATA, GOLDENS, export_golden
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -15,10 +16,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
-from encserve_export import EncoderConfig, Exported, Target, export_hf
-
-DATA = Path(__file__).parents[1] / "data"
-GOLDENS = ("hf-bert", "hf-roberta", "hf-distilbert")
+from encserve_export import EncoderConfig, Exported
 
 
 class Checkpoint:
@@ -70,7 +68,7 @@ def models(tmp_path: Path) -> Path:
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Exported]:
     """The golden checkpoints, exported once."""
     folder = tmp_path_factory.mktemp("bundles")
-    return {name: export_hf(DATA / name, Target(models=folder, name=name)) for name in GOLDENS}
+    return {name: export_golden(name, folder) for name in GOLDENS}
 
 
 @pytest.fixture(params=GOLDENS)

@@ -1,12 +1,16 @@
 """The command line: results on stdout, what goes on and what goes wrong on stderr, no traceback for a user's error."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from checkpoints import golden_fields
 from click.testing import CliRunner, Result
 from google.protobuf import json_format
+from safetensors.torch import load_file
 
 from encserve_export.cli import main
 from encserve_proto.v1 import manifest_pb2
@@ -117,6 +121,74 @@ def test_errors_of_init(config: Path, models: Path, content: str, message: str) 
     assert result.exit_code == 1
     assert message in result.stderr
     assert not models.exists()
+
+
+@pytest.fixture
+def golden_config(tmp_path: Path) -> Path:
+    path = tmp_path / "golden.json"
+    path.write_text(json.dumps(golden_fields("fused-qkv")))
+    return path
+
+
+def test_checkpoint(
+    golden_config: Path, data: Path, models: Path, tmp_path: Path, write_tokenizer: Callable[..., Path]
+) -> None:
+    folder = data / "fused-qkv"
+    state = {f"module.{name}": tensor for name, tensor in load_file(folder / "checkpoint.safetensors").items()}
+    torch.save({"epoch": 7, "state_dict": state}, tmp_path / "last.pth")
+    arguments = ("checkpoint", tmp_path / "last.pth", "--output", models, "--name", "mine", "--version", "2")
+    table = ("--embeddings", folder / "embeddings.safetensors")
+    tokenizer = ("--tokenizer", write_tokenizer(tmp_path / "tokenizer.json", 50))
+    result = run(*arguments, "--config", golden_config, *table, *tokenizer, "--max-sequence-tokens", 40)
+    assert result.exit_code == 0, result.output
+    assert "the layout is fused-qkv" in result.stderr
+    manifest = read_manifest(models / "mine" / "2")
+    assert (manifest.source.kind, manifest.source.description) == ("checkpoint", "fused-qkv")
+    content = (tmp_path / "last.pth").read_bytes() + (folder / "embeddings.safetensors").read_bytes()
+    assert manifest.source.weights_sha256 == hashlib.sha256(content).hexdigest()
+    shape = manifest.encoder
+    assert (shape.d_model, shape.n_heads, shape.d_ff, shape.n_layers, shape.vocab_size) == (64, 4, 128, 2, 97)
+    assert (shape.activation, shape.norm, shape.position, shape.max_sequence_tokens) == (
+        "relu",
+        "post",
+        "sinusoidal",
+        40,
+    )
+    assert list(manifest.text.special_token_ids) == [0, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ((), "holds no embedding table; give the file that does with --embeddings"),
+        (("--embeddings", "cases.safetensors"), "must hold the embedding table and nothing else; was ids.0, "),
+        (("--embeddings", "embeddings.safetensors"), "do not tell scale_embedding (true, false); norm (post, pre); "),
+        (("--layout", "torch-native"), "no layout is recognised in these names: layers.N.attention.linear_layer.bias"),
+    ],
+)
+def test_errors_of_checkpoint(
+    data: Path, models: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
+) -> None:
+    monkeypatch.chdir(data / "fused-qkv")
+    result = run("checkpoint", "checkpoint.safetensors", "--output", models, "--name", "mine", *options)
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1].startswith("Error: ")
+    assert message in result.stderr
+    assert not models.exists()
+
+
+def test_a_layout_that_is_none(data: Path, models: Path) -> None:
+    result = run(
+        "checkpoint",
+        data / "fused-qkv" / "checkpoint.safetensors",
+        "--output",
+        models,
+        "--name",
+        "mine",
+        "--layout",
+        "bert",
+    )
+    assert result.exit_code == 2
 
 
 def test_the_version_of_the_program() -> None:

@@ -1,10 +1,24 @@
 """The checkpoints that tests export."""
 
 import importlib.util
+import json
 from pathlib import Path
+from typing import Any
+
+from encserve_export import Exported, Target, export_checkpoint, export_hf
 
 DATA = Path(__file__).parent.parent / "data"
-GOLDENS = ("hf-bert", "hf-roberta", "hf-distilbert")
+HF_GOLDENS = ("hf-bert", "hf-roberta", "hf-distilbert")
+BARE_GOLDENS = (
+    "per-head-linears",
+    "raw-matrices",
+    "fused-qkv",
+    "attention-only",
+    "split-qkv",
+    "torch-native-post",
+    "torch-native-pre",
+)
+GOLDENS = (*HF_GOLDENS, *BARE_GOLDENS)
 MODEL = "all-MiniLM-L6-v2"
 
 
@@ -14,3 +28,24 @@ def minilm_directory() -> Path:
     assert spec is not None, "run `make install`"
     assert spec.submodule_search_locations is not None
     return Path(spec.submodule_search_locations[0]) / "model"
+
+
+def golden_fields(name: str) -> dict[str, Any]:
+    """The configuration of a golden checkpoint that is no directory, by the names of EncoderConfig."""
+    fields: dict[str, Any] = json.loads((DATA / name / "golden.json").read_text())["config"]
+    return {"scale_embedding" if field == "embed_scale" else field: value for field, value in fields.items()}
+
+
+def golden_embeddings(name: str) -> Path | None:
+    """The file of its embedding table, where that is apart."""
+    path = DATA / name / "embeddings.safetensors"
+    return path if path.exists() else None
+
+
+def export_golden(name: str, models: Path) -> Exported:
+    """Exports a golden checkpoint under its own name."""
+    target = Target(models=models, name=name)
+    if name in HF_GOLDENS:
+        return export_hf(DATA / name, target)
+    path = DATA / name / "checkpoint.safetensors"
+    return export_checkpoint(path, target, fields=golden_fields(name), embeddings=golden_embeddings(name))

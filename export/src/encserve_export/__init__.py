@@ -1,12 +1,13 @@
 """Turns a PyTorch encoder checkpoint into a verified model bundle.
 
-The command line is `encserve-export`; from Python, `export_hf`, `export_init` and `export_encoder` do the same.
+The command line is `encserve-export`; from Python, `export_hf`, `export_checkpoint`, `export_init`
+and `export_encoder` do the same.
 """
 
 from encserve_export.config import EncoderConfig
 from encserve_export.encoder import Encoder
 from encserve_export.errors import ExportError
-from encserve_export.export import Exported, Target, export_encoder, export_hf, export_init
+from encserve_export.export import Exported, Target, export_checkpoint, export_encoder, export_hf, export_init
 from encserve_export.manifest import Source
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "Exported",
     "Source",
     "Target",
+    "export_checkpoint",
     "export_encoder",
     "export_hf",
     "export_init",

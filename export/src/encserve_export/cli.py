@@ -1,4 +1,4 @@
-"""The command line: `encserve-export hf` and `encserve-export init`."""
+"""The command line: `encserve-export hf`, `encserve-export checkpoint` and `encserve-export init`."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,8 @@ from encserve_export import report
 from encserve_export.bundle import name_from
 from encserve_export.config import EncoderConfig
 from encserve_export.errors import ConfigError, ExportError
-from encserve_export.export import Exported, Progress, Target, export_hf, export_init
+from encserve_export.export import Exported, Progress, Target, export_checkpoint, export_hf, export_init
+from encserve_export.layouts import known_layouts
 from encserve_export.text import TokenizerFile, read_tokenizer
 
 _DEFAULT_VOCAB_SIZE = 32000
@@ -67,6 +68,54 @@ def hf(
 
 
 @main.command()
+@click.argument("file", type=_FILE)
+@_target_options
+@click.option("--name", required=True, help="The model's name.")
+@click.option("--config", "config_path", type=_FILE, help="JSON of what the weights do not tell; an error lists it.")
+@click.option("--embeddings", "embeddings_path", type=_FILE, help="The embedding table, where FILE has none.")
+@click.option("--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json; without one, token ids only.")
+@click.option(
+    "--layout",
+    type=click.Choice(["auto", *known_layouts()]),
+    default="auto",
+    show_default=True,
+    help="How FILE names its weights; auto recognises it.",
+)
+@click.option(
+    "--max-sequence-tokens",
+    type=int,
+    help="The longest sequence to serve; by default 512, or as far as a position table reaches.",
+)
+def checkpoint(
+    file: Path,
+    models: Path,
+    name: str,
+    version: str,
+    config_path: Path | None,
+    embeddings_path: Path | None,
+    tokenizer_path: Path | None,
+    layout: str,
+    max_sequence_tokens: int | None,
+    overwrite: bool,
+) -> None:
+    """Exports the state dict in FILE, safetensors or a PyTorch file of tensors, in one of the layouts of --layout."""
+
+    def export(progress: Progress) -> Exported:
+        return export_checkpoint(
+            file,
+            Target(models=models, name=name, version=version, overwrite=overwrite),
+            fields={} if config_path is None else _read_fields(config_path),
+            embeddings=embeddings_path,
+            tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
+            layout=None if layout == "auto" else layout,
+            max_sequence_tokens=max_sequence_tokens,
+            progress=progress,
+        )
+
+    _run(export)
+
+
+@main.command()
 @_target_options
 @click.option("--name", required=True, help="The model's name.")
 @click.option("--config", "config_path", type=_FILE, help="JSON of the encoder's sizes and choices.")
@@ -99,14 +148,18 @@ def _read_config(path: Path | None, tokenizer: TokenizerFile | None) -> EncoderC
     vocab_size = _DEFAULT_VOCAB_SIZE if tokenizer is None else tokenizer.largest_id + 1
     fields: dict[str, Any] = {"vocab_size": vocab_size}
     if path is not None:
-        try:
-            given = json.loads(path.read_text(encoding="utf-8"))
-        except ValueError as error:
-            raise ConfigError(f"{path} is not JSON: {error}") from error
-        if not isinstance(given, dict):
-            raise ConfigError(f"{path} must hold an object of configuration fields")
-        fields |= given
+        fields |= _read_fields(path)
     return EncoderConfig.from_mapping(fields)
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise ConfigError(f"{path} must hold an object of configuration fields")
+    return given
 
 
 def _run(export: Callable[[Progress], Exported]) -> None:

@@ -2,10 +2,12 @@
 
 ExportError
 ├── ConfigError                 a field of EncoderConfig is out of range or unknown
-├── CheckpointError             the checkpoint directory cannot be used
+├── CheckpointError             the checkpoint cannot be used
 │   ├── CheckpointFileError     a file is missing or unreadable
 │   ├── UnsafeWeightsError      the weights file holds more than tensors
 │   ├── UnsupportedModelError   the model computes something the Encoder does not
+│   ├── UnknownLayoutError      no layout fits the names of the weights
+│   ├── EmbeddingTableError     there is no table of token embeddings, or more than one
 │   ├── WeightNamesError        weights are missing, or there are some nobody asked for
 │   ├── WeightShapeError        a weight has another shape than the configuration says
 │   └── WeightValueError        a weight holds NaN, infinity, or no floating-point numbers
@@ -28,7 +30,7 @@ class ConfigError(ExportError):
 
 
 class CheckpointError(ExportError):
-    """The checkpoint directory cannot be used."""
+    """The checkpoint cannot be used."""
 
 
 class CheckpointFileError(CheckpointError):
@@ -41,6 +43,14 @@ class UnsafeWeightsError(CheckpointError):
 
 class UnsupportedModelError(CheckpointError):
     """The model computes something the Encoder does not."""
+
+
+class UnknownLayoutError(CheckpointError):
+    """No layout fits the names of the weights; the text lists both."""
+
+
+class EmbeddingTableError(CheckpointError):
+    """There is no table of token embeddings, or more than one."""
 
 
 class WeightNamesError(CheckpointError):

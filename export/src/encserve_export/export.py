@@ -2,10 +2,12 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from encserve_export import bundle, graph, manifest, verify
+from encserve_export.checkpoint import Table, find_encoder
 from encserve_export.config import EncoderConfig
 from encserve_export.encoder import Encoder, shortened
 from encserve_export.errors import CheckpointFileError
@@ -14,7 +16,7 @@ from encserve_export.layouts import hf_bert
 from encserve_export.manifest import Source
 from encserve_export.sentence_transformers import read_sentence_vector
 from encserve_export.text import TokenizerFile, read_tokenizer
-from encserve_export.weights import read_json, read_weights
+from encserve_export.weights import read_checkpoint, read_json, read_table, read_weights
 from encserve_proto.v1 import manifest_pb2
 
 Progress = Callable[[str], None]
@@ -81,6 +83,44 @@ def export_hf(
         encoder = shortened(encoder, max_sequence_tokens)
     source = Source("hf", layout.description, weights.sha256, vector, tokenizer)
     return export_encoder(encoder, source, target, progress=progress)
+
+
+def export_checkpoint(
+    path: Path,
+    target: Target,
+    *,
+    fields: Mapping[str, Any] | None = None,
+    embeddings: Path | None = None,
+    tokenizer: TokenizerFile | None = None,
+    layout: str | None = None,
+    max_sequence_tokens: int | None = None,
+    progress: Progress = lambda _: None,
+) -> Exported:
+    """Exports a bare state dict in one of the layouts of `known_layouts`.
+
+    Args:
+        path: The file: safetensors, or a pickle of tensors, bare or under one of the usual keys.
+        target: Where the bundle goes.
+        fields: Fields of EncoderConfig; what the weights do not tell has to be among them.
+        embeddings: The file with the table of token embeddings, where `path` has none.
+        tokenizer: What turns text into ids; without one the model takes token ids only.
+        layout: The layout's name; without one it is recognised.
+        max_sequence_tokens: The longest sequence to serve, in tokens; by default 512, or as far as a table reaches.
+        progress: Called with what is being done.
+
+    Raises:
+        ExportError: One of its kinds, by cause. Nothing is left on the disk.
+    """
+    progress("reading the weights")
+    weights = read_checkpoint(path, embeddings)
+    table = None if embeddings is None else Table(*read_table(embeddings))
+    found = find_encoder(
+        weights.tensors, fields or {}, embeddings=table, layout=layout, max_sequence_tokens=max_sequence_tokens
+    )
+    for remark in (f"the layout is {found.layout}", *found.remarks):
+        progress(remark)
+    source = Source("checkpoint", found.layout, weights.sha256, tokenizer=tokenizer)
+    return export_encoder(found.encoder, source, target, progress=progress)
 
 
 def export_init(

@@ -20,12 +20,17 @@ class Layout:
         description: For people, e.g. "BertModel".
         names: For each weight of the Encoder, the checkpoint's names for it. Several are stacked along the first axis.
         ignored: Beginnings of names that belong to no encoder: poolers, heads of tasks, buffers.
+        transposed: Weights of the Encoder whose sources are stored (in, out), for x @ W.
+        interleaved: Weights of the Encoder, Q, K and V in one, whose rows run head by head: Q, K and V of the first
+            head, then of the second.
     """
 
     config: EncoderConfig
     description: str
     names: Mapping[str, tuple[str, ...]]
-    ignored: tuple[str, ...]
+    ignored: tuple[str, ...] = ()
+    transposed: frozenset[str] = frozenset()
+    interleaved: frozenset[str] = frozenset()
 
     def load(self, tensors: Mapping[str, Tensor]) -> Encoder:
         """Builds the encoder from the checkpoint's tensors.
@@ -39,27 +44,60 @@ class Layout:
             WeightShapeError: A tensor's shape does not fit the configuration.
         """
         used = [name for sources in self.names.values() for name in sources]
-        self._check_names(tensors, used)
+        check_names(self.description, tensors, used, self.ignored)
         for name in used:
-            _check_values(name, tensors[name])
+            check_values(name, tensors[name])
         encoder = Encoder(self.config)
         shapes = {name: tuple(weight.shape) for name, weight in encoder.state_dict().items()}
-        encoder.load_state_dict(
-            {target: _stack(tensors, sources, shapes[target]) for target, sources in self.names.items()}
-        )
+        encoder.load_state_dict({target: self._weight(tensors, target, shapes[target]) for target in self.names})
         return encoder.eval().requires_grad_(False)
 
-    def _check_names(self, tensors: Mapping[str, Tensor], used: Iterable[str]) -> None:
-        missing = sorted(set(used) - set(tensors))
-        surplus = sorted(name for name in set(tensors) - set(used) if not name.startswith(self.ignored))
-        problems = [
-            f"{kind}: {', '.join(names)}" for kind, names in (("missing", missing), ("surplus", surplus)) if names
-        ]
-        if problems:
-            raise WeightNamesError(f"the weights do not fit {self.description}; {'; '.join(problems)}")
+    def _weight(self, tensors: Mapping[str, Tensor], target: str, shape: tuple[int, ...]) -> Tensor:
+        """One weight of the Encoder."""
+        stacked = _stack(tensors, self.names[target], shape, transposed=target in self.transposed)
+        if target not in self.interleaved:
+            return stacked
+        by_head = stacked.reshape(self.config.n_heads, 3, self.config.d_k, -1)  # (heads, 3, d_k, …)
+        return by_head.transpose(0, 1).reshape(shape)  # (3·d_model, …)
 
 
-def _check_values(name: str, tensor: Tensor) -> None:
+def check_names(
+    description: str,
+    names: Iterable[str],
+    used: Iterable[str],
+    ignored: tuple[str, ...] = (),
+    *,
+    advice: str = "",
+) -> None:
+    """Refuses a checkpoint whose names are not those that are needed.
+
+    Args:
+        description: What they are needed for.
+        names: The checkpoint's names.
+        used: The names that are needed.
+        ignored: Beginnings of names that may be there.
+        advice: What to do about it.
+
+    Raises:
+        WeightNamesError: Names are missing or unknown; the text lists all of them.
+    """
+    missing = sorted(set(used) - set(names))
+    surplus = sorted(name for name in set(names) - set(used) if not name.startswith(ignored))
+    problems = [
+        f"{kind}: {', '.join(listed)}" for kind, listed in (("missing", missing), ("surplus", surplus)) if listed
+    ]
+    if problems:
+        raise WeightNamesError(f"the weights do not fit {description}; {'; '.join(problems)}{advice}")
+
+
+def check_values(name: str, tensor: Tensor) -> None:
+    """Refuses a tensor that holds anything but finite floating-point numbers.
+
+    Raises:
+        WeightValueError: It does; the text names it and how many.
+    """
+    if tensor.layout != torch.strided or tensor.is_meta:
+        raise WeightValueError(f"{name} must hold all of its numbers; was {tensor.device.type}, {tensor.layout}")
     if not tensor.is_floating_point():
         raise WeightValueError(
             f"{name} must hold floating-point numbers; was {str(tensor.dtype).removeprefix('torch.')}"
@@ -69,10 +107,14 @@ def _check_values(name: str, tensor: Tensor) -> None:
         raise WeightValueError(f"{name} must be finite; {bad} of its {tensor.numel()} numbers are NaN or infinite")
 
 
-def _stack(tensors: Mapping[str, Tensor], sources: tuple[str, ...], shape: tuple[int, ...]) -> Tensor:
+def _stack(
+    tensors: Mapping[str, Tensor], sources: tuple[str, ...], shape: tuple[int, ...], *, transposed: bool
+) -> Tensor:
     """The weight of one target in float32; each source is an equal share of its first axis."""
     share = (shape[0] // len(sources), *shape[1:])
+    if transposed:
+        share = share[::-1]
     for name in sources:
         if tuple(tensors[name].shape) != share:
             raise WeightShapeError(f"{name} must have the shape {share}; was {tuple(tensors[name].shape)}")
-    return torch.cat([tensors[name].float() for name in sources])
+    return torch.cat([tensors[name].float().T if transposed else tensors[name].float() for name in sources])
