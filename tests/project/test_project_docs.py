@@ -6,6 +6,7 @@ from pathlib import Path
 
 from prometheus_client import CollectorRegistry
 
+from encserve_export.layouts import known_layouts
 from encserve_server.metrics import Metrics
 from encserve_server.settings import Settings
 from encserve_server.status import ERROR_TABLE
@@ -41,6 +42,11 @@ def test_the_metrics_table() -> None:
     assert set(rows) == set(exported)
     for name, family in exported.items():
         assert (rows[name][1], rows[name][3]) == (family.type, family.documentation), name
+
+
+def test_the_layouts_table() -> None:
+    rows = {row[0].strip("`"): (row[1], row[2].strip("`")) for row in table_under("Bring your own model")}
+    assert rows == {name: (layout.summary, layout.marker) for name, layout in known_layouts().items()}
 
 
 def test_every_local_link_leads_somewhere() -> None:
