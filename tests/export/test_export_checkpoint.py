@@ -1,6 +1,9 @@
 """Bare checkpoints: each layout is recognised and loaded exactly; what the weights do not tell is asked for by name."""
 
+import contextlib
 import dataclasses
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +15,7 @@ from safetensors.torch import load_file
 from state_dicts import LAYOUTS, VARIANTS, state_dict
 from torch import Tensor, nn
 
-from encserve_export import Encoder, EncoderConfig
+from encserve_export import Encoder, EncoderConfig, ExportError, layouts
 from encserve_export.checkpoint import Found, Table, find_encoder
 from encserve_export.encoder import sinusoids
 from encserve_export.errors import (
@@ -98,6 +101,51 @@ def test_any_size_survives_the_way_through_a_layout(
 def test_every_layout_has_a_module_that_is_found() -> None:
     assert sorted(known_layouts()) == sorted(LAYOUTS)
     assert all(layout.summary for layout in known_layouts().values())
+
+
+NEW_LAYOUT = """
+from encserve_export.layouts.stack import OUTPUT, QKV, StackLayout, linear
+LAYOUT = StackLayout(
+    name="new", summary="", block="h.{layer}.", parts={QKV: linear("q", "k", "v"), OUTPUT: linear("o")}
+)
+"""
+
+
+def test_a_layout_is_added_by_adding_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "new_layout.py").write_text(NEW_LAYOUT)
+    monkeypatch.setattr(layouts, "__path__", [*layouts.__path__, str(tmp_path)])
+    known_layouts.cache_clear()
+    try:
+        state = {f"h.{layer}.{name}.weight": torch.randn(8, 8) for layer in (0, 1) for name in "qkvo"}
+        fields = {"n_heads": 2, "residual": True, "scale_embedding": False, "position": "none"}
+        found = find_encoder(state | {"W_embed": torch.randn(11, 8)}, fields)
+        assert (found.layout, found.encoder.config.n_layers) == ("new", 2)
+    finally:
+        sys.modules.pop(f"{layouts.__name__}.new_layout", None)
+        known_layouts.cache_clear()
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_whatever_is_wrong_with_a_checkpoint_is_an_error_of_ours(data: st.DataObject) -> None:
+    layout = data.draw(st.sampled_from(LAYOUTS))
+    state = saved(layout) | ({"pe": torch.zeros(30, 8)} if data.draw(st.booleans()) else {})
+    for name in data.draw(st.lists(st.sampled_from(sorted(state)), max_size=3, unique=True)):
+        shape = data.draw(st.lists(st.sampled_from([0, 1, 3, 4, 8, 12, 24]), max_size=3))
+        dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.complex64, torch.bool]))
+        other = data.draw(st.sampled_from([None, f"module.{name}", f"x{name}", "layers.99999999999.W_Q", name]))
+        del state[name]
+        if other is not None:
+            state[other] = torch.zeros(shape, dtype=dtype)
+    values: st.SearchStrategy[Any] = st.sampled_from(
+        [None, True, False, -1, 0, 1, 2, 3.5, "none", "learned", "post", "relu", [], {}]
+    )
+    names = st.sampled_from([field.name for field in dataclasses.fields(EncoderConfig)])
+    fields = ASKED | {"residual": False} | data.draw(st.dictionaries(names, values, max_size=2))
+    table = Table("weight", torch.zeros(11, 8)) if "embedding.weight" not in state else None
+    longest = data.draw(st.sampled_from([None, 0, -1, 40]))
+    with contextlib.suppress(ExportError):
+        find_encoder(state, fields, embeddings=table, max_sequence_tokens=longest)
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
@@ -304,7 +352,7 @@ def test_an_embedding_table_of_another_width(shape: tuple[int, ...]) -> None:
     )
 
 
-@pytest.mark.parametrize("name", ["W_embed", "embed.weight", "model.token_embedding.weight", "embeddings.weight"])
+@pytest.mark.parametrize("name", ["W_embed", "embed.weight", "model.token_embedding.weight", "src_emb.weight"])
 def test_embedding_tables_by_their_usual_names(name: str) -> None:
     state = saved()
     state[name] = state.pop("embedding.weight")
@@ -344,6 +392,14 @@ def test_a_buffer_of_something_else_is_used_as_it_is() -> None:
     assert any("pe is no sinusoid" in remark and "used as they are" in remark for remark in found.remarks)
     shorter = find_encoder(saved() | {"pe": halves}, without_position(), max_sequence_tokens=7).encoder
     assert torch.equal(shorter.embeddings.positions, halves[:7])
+
+
+@pytest.mark.parametrize("name", ["pos_embed", "model.position_embeddings.weight", "pos_emb.weight"])
+def test_a_learned_table_of_positions(name: str) -> None:
+    table = torch.randn(30, 8)
+    encoder = find_encoder(saved() | {name: table}, without_position()).encoder
+    assert encoder.config.position == "learned"
+    assert torch.equal(encoder.embeddings.positions, table)
 
 
 def test_a_buffer_of_sinusoids_may_be_kept() -> None:
@@ -386,6 +442,16 @@ def test_tensors_without_all_of_their_numbers() -> None:
     for tensor in (torch.ones(8, 8).to_sparse(), torch.ones(8, 8, device="meta")):
         with pytest.raises(WeightValueError, match=r"W_O\.weight must hold all of its numbers"):
             find_encoder(saved() | {name: tensor}, ASKED)
+
+
+def test_other_precisions_become_float32() -> None:
+    name = "layers.0.attention.W_O.weight"
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.float8_e4m3fn):
+        tensor = torch.eye(8).to(dtype)
+        output = find_encoder(saved() | {name: tensor}, ASKED).encoder.state_dict()["blocks.0.attention.output.weight"]
+        assert torch.equal(output, torch.eye(8))
+    with pytest.raises(WeightValueError, match="must be finite; 8 of its 64"):
+        find_encoder(saved() | {name: torch.eye(8, dtype=torch.float64) * 1e300}, ASKED)
 
 
 def test_choices_of_the_formula_reach_the_encoder() -> None:

@@ -22,9 +22,9 @@ from encserve_export.layouts import StackLayout, known_layouts
 from encserve_export.layouts.base import check_values
 from encserve_export.layouts.stack import ATTENTION_NORM, Stack
 
-# The last parts of the names under which the table of token embeddings and that of positions are found.
-_TABLES = r"(?:.+\.)?(?:W_embed|(?:embed|embedding|embeddings|token_embedding|token_embeddings)\.weight)"
-_POSITIONS = r"(?:.+\.)?(?:pe|PE)"
+# The names under which tables are found, wherever in a larger model: of token embeddings, and of positions.
+_TABLES = r"(?:.+\.)?(?:W_embed|(?:(?:tok|token|word|src|input)_)?(?:emb|embed|embedding|embeddings)\.weight)"
+_POSITIONS = r"(?:.+\.)?(?:pe|PE|(?:pos|position|positional)_(?:emb|embed|embedding|embeddings)(?:\.weight)?)"
 
 _FLAG = ("true", "false")
 
@@ -167,7 +167,7 @@ def _embedding_table(tensors: Mapping[str, Tensor], apart: Table | None) -> Tabl
 
 
 def _position_table(tensors: Mapping[str, Tensor]) -> Table | None:
-    """The buffer of positions without the axis of length 1 that stands for the batch."""
+    """The table of positions without the axis of length 1 that stands for the batch."""
     # A second one is surplus, and is reported as such.
     name = min((name for name in tensors if re.fullmatch(_POSITIONS, name)), default=None)
     if name is None:
@@ -192,9 +192,9 @@ def _check_width(table: Table, d_model: int) -> None:
 
 
 def _judge_positions(positions: Table, given: Mapping[str, Any]) -> tuple[Position, str]:
-    """Whether a buffer of positions is the sinusoid that it is taken for, and a remark on it.
+    """Whether a table of positions is the sinusoid, and a remark on it.
 
-    The sinusoid itself is computed anew, in float64 and for any length. A buffer that is something else is what the
+    The sinusoid itself is computed anew, in float64 and for any length. A table that is something else is what the
     model was trained with, so its rows are used as they are.
     """
     rows, d_model = positions.values.shape

@@ -102,7 +102,8 @@ def check_values(name: str, tensor: Tensor) -> None:
         raise WeightValueError(
             f"{name} must hold floating-point numbers; was {str(tensor.dtype).removeprefix('torch.')}"
         )
-    bad = int((~torch.isfinite(tensor)).sum())
+    # In float32, as it is used: a float64 may be too large for that.
+    bad = int((~torch.isfinite(tensor.float())).sum())
     if bad:
         raise WeightValueError(f"{name} must be finite; {bad} of its {tensor.numel()} numbers are NaN or infinite")
 
