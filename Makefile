@@ -30,10 +30,10 @@ $(BUNDLE): | $(VENV)/.installed
 	    --output $(MODELS) --name $(MODEL)
 
 demo: $(BUNDLE)  ## Export a real model, serve it, encode a sentence, compare a few, show the latency, stop.
-	$(BIN)/python scripts/demo.py --model-repository $(MODELS)
+	$(BIN)/python scripts/demo.py --model-repository $(MODELS) --model $(MODEL)
 
 serve: $(BUNDLE)  ## Serve the demo's model until Ctrl-C: gRPC on 50051, metrics on 9464.
-	$(BIN)/encserve-server --model-repository $(MODELS) --log-format text
+	$(BIN)/encserve-server --model-repository $(MODELS) --model $(MODEL) --log-format text
 
 test: lint types check-proto unit  ## Run every check and every test.
 
@@ -49,7 +49,7 @@ format: $(VENV)/.installed  ## Put everything into the project's style.
 types: $(VENV)/.installed  ## Check types.
 	$(BIN)/mypy $(CHECKED)
 
-proto: ## Regenerate the committed stubs from proto/encserve.
+proto:  ## Regenerate the committed stubs from proto/encserve.
 	PYTHON=$(PYTHON) scripts/generate-proto.sh
 
 check-proto:  ## Check that the committed stubs are those of proto/encserve.

@@ -32,12 +32,14 @@ console = Console()
 
 
 @contextmanager
-def server(model_repository: Path) -> Iterator[tuple[int, int]]:
+def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
     """Runs a server; gives its gRPC and metrics ports once it serves, and stops it at the end."""
     command: list[str | Path] = [
         BIN / "encserve-server",
         "--model-repository",
         model_repository,
+        "--model",
+        model,
         "--grpc-port",
         "0",
         "--metrics-port",
@@ -102,9 +104,10 @@ def latency_table(port: int) -> Table:
 
 @click.command()
 @click.option("--model-repository", type=click.Path(path_type=Path, exists=True), required=True)
-def main(model_repository: Path) -> None:
+@click.option("--model", required=True)
+def main(model_repository: Path, model: str) -> None:
     """Shows encserve at work."""
-    with server(model_repository) as (grpc_port, metrics_port):
+    with server(model_repository, model) as (grpc_port, metrics_port):
         client(grpc_port, "models")
         client(grpc_port, "encode", SENTENCE)
         client(grpc_port, "similarity", *RELATED)

@@ -122,6 +122,8 @@ def test_a_message_gets_its_share_of_the_servers_queue() -> None:
     [
         ("a text", r"inputs must be a list of inputs; for one text pass \[text\]"),
         (7, "inputs must be a list of inputs; was int"),
+        ({"input_ids": [1, 2]}, "inputs must be a list of inputs, in an order of its own; was dict"),
+        ({"b", "a"}, "inputs must be a list of inputs, in an order of its own; was set"),
         ([1, 2, 3], r"inputs\[0\] is a single id; for one sequence of ids pass \[ids\]"),
         (np.array([1, 2]), r"inputs\[0\] is a single id"),
         (["a", None], r"inputs\[1\] must be a text or a list, tuple or array of token ids; was NoneType"),

@@ -30,7 +30,7 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
     if hint is bool:
         return click.option(f"{flag}/--no-{field.name.replace('_', '-')}", **common)
     if typing.get_origin(hint) is typing.Literal:
-        return click.option(flag, type=click.Choice(typing.get_args(hint)), **common)
+        return click.option(flag, type=click.Choice(typing.get_args(hint), case_sensitive=False), **common)
     if typing.get_origin(hint) is tuple:
         return click.option(flag, multiple=True, **common)
     if hint is Path:

@@ -1,6 +1,6 @@
 """The caller's inputs, checked and made into protobuf messages."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,6 +24,9 @@ def check_inputs(inputs: Iterable[Input]) -> list[Input]:
     """
     if isinstance(inputs, str):
         raise InvalidInputError("inputs must be a list of inputs; for one text pass [text]")
+    if isinstance(inputs, Mapping | Set):  # a tokenizer's own result, say, would be encoded by its keys
+        kind = type(inputs).__name__
+        raise InvalidInputError(f"inputs must be a list of inputs, in an order of its own; was {kind}")
     if not isinstance(inputs, Iterable):
         raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}")
     return [check_input(item, index) for index, item in enumerate(inputs)]

@@ -68,7 +68,9 @@ def names_model(command: F) -> F:
 @click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the vectors to this .npz file.")
 @click.option("--truncate", is_flag=True, help="Cut off the end of texts that are too long.")
 @click.option("--exclude-special", is_flag=True, help="Leave out the rows of special tokens.")
-@click.option("--max-rows", default=32, show_default=True, help="Rows to print of each text.")
+@click.option(
+    "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Rows to print of each text."
+)
 @calls_server
 def encode(
     client: EncoderClient,
