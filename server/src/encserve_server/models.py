@@ -248,9 +248,9 @@ class ServedModel:
 
     def _sequence_bytes(self, call: EncodeCall, sequence: CheckedSequence) -> int:
         """What one sequence adds to a reply, in bytes, at most."""
-        tokens = len(sequence.ids)
-        shown = call.exclude_special_tokens and sequence.special is not None
-        token_rows = tokens - int(sequence.special.sum()) if shown and sequence.special is not None else tokens
+        tokens = token_rows = len(sequence.ids)
+        if call.exclude_special_tokens and sequence.special is not None:
+            token_rows -= int(sequence.special.sum())
         rows = sum(output_rows(output.kind, token_rows) for output in call.outputs)
         strings = 0
         if call.include_token_strings and self.tokenizer is not None:
