@@ -113,6 +113,11 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         max_response_bytes=message.max_response_bytes,
         ready=message.ready,
         not_ready_reason=message.not_ready_reason,
+        input_kind="embeddings" if message.input_kind == pb.INPUT_KIND_EMBEDDINGS else "token_ids",
+        can_inspect=message.can_inspect,
+        max_inspect_tokens=message.max_inspect_tokens,
+        position=message.position,
+        parameters={part.part: part.count for part in message.parameters},
     )
 
 

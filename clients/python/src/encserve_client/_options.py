@@ -12,6 +12,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 DType = Literal["float32", "float16"]
 Pooling = Literal["model", "mean", "cls", "max"]
+InputKind = Literal["token_ids", "embeddings"]
 OutputKind = Literal["tokens", "model", "mean", "cls", "max"]
 Array = npt.NDArray[np.floating[Any]]
 

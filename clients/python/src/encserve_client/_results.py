@@ -1,12 +1,12 @@
 """What a call returns: frozen dataclasses around NumPy arrays."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client._options import Array, OutputKind, Pooling
+from encserve_client._options import Array, InputKind, OutputKind, Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +152,11 @@ class ModelInfo:
         max_response_bytes: The largest response, in bytes. As above.
         ready: Whether the model answers now.
         not_ready_reason: Why not; empty where ready.
+        input_kind: What inputs are made of: token ids (and text), or one vector per token.
+        can_inspect: Whether `inspect` answers for it.
+        max_inspect_tokens: The longest sequence that `inspect` takes; 0 where it does not answer.
+        position: Where a token's place comes from: "sinusoidal", "learned" or "none"; empty where it is not known.
+        parameters: How many numbers it has, by part.
     """
 
     name: str
@@ -176,3 +181,8 @@ class ModelInfo:
     max_response_bytes: int
     ready: bool
     not_ready_reason: str
+    input_kind: InputKind = "token_ids"
+    can_inspect: bool = False
+    max_inspect_tokens: int = 0
+    position: str = ""
+    parameters: Mapping[str, int] = field(default_factory=dict, hash=False)

@@ -7,6 +7,12 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class InputKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    INPUT_KIND_UNSPECIFIED: _ClassVar[InputKind]
+    INPUT_KIND_TOKEN_IDS: _ClassVar[InputKind]
+    INPUT_KIND_EMBEDDINGS: _ClassVar[InputKind]
+
 class OutputKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     OUTPUT_KIND_UNSPECIFIED: _ClassVar[OutputKind]
@@ -27,6 +33,16 @@ class Truncation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TRUNCATION_UNSPECIFIED: _ClassVar[Truncation]
     TRUNCATION_REFUSE: _ClassVar[Truncation]
     TRUNCATION_END: _ClassVar[Truncation]
+
+class InspectKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    INSPECT_KIND_UNSPECIFIED: _ClassVar[InspectKind]
+    INSPECT_KIND_ATTENTION_WEIGHTS: _ClassVar[InspectKind]
+    INSPECT_KIND_HIDDEN_STATES: _ClassVar[InspectKind]
+    INSPECT_KIND_POSITIONS: _ClassVar[InspectKind]
+INPUT_KIND_UNSPECIFIED: InputKind
+INPUT_KIND_TOKEN_IDS: InputKind
+INPUT_KIND_EMBEDDINGS: InputKind
 OUTPUT_KIND_UNSPECIFIED: OutputKind
 OUTPUT_KIND_TOKENS: OutputKind
 OUTPUT_KIND_MEAN: OutputKind
@@ -39,6 +55,10 @@ DATA_TYPE_FLOAT16: DataType
 TRUNCATION_UNSPECIFIED: Truncation
 TRUNCATION_REFUSE: Truncation
 TRUNCATION_END: Truncation
+INSPECT_KIND_UNSPECIFIED: InspectKind
+INSPECT_KIND_ATTENTION_WEIGHTS: InspectKind
+INSPECT_KIND_HIDDEN_STATES: InspectKind
+INSPECT_KIND_POSITIONS: InspectKind
 
 class TokenIds(_message.Message):
     __slots__ = ("ids",)
@@ -46,13 +66,25 @@ class TokenIds(_message.Message):
     ids: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class TokenEmbeddings(_message.Message):
+    __slots__ = ("width", "data_type", "data")
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    width: int
+    data_type: DataType
+    data: bytes
+    def __init__(self, width: _Optional[int] = ..., data_type: _Optional[_Union[DataType, str]] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class Input(_message.Message):
-    __slots__ = ("token_ids", "text")
+    __slots__ = ("token_ids", "text", "embeddings")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
     token_ids: TokenIds
     text: str
-    def __init__(self, token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., text: _Optional[str] = ...) -> None: ...
+    embeddings: TokenEmbeddings
+    def __init__(self, token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., text: _Optional[str] = ..., embeddings: _Optional[_Union[TokenEmbeddings, _Mapping]] = ...) -> None: ...
 
 class OutputSpec(_message.Message):
     __slots__ = ("kind", "l2_normalize")
@@ -182,6 +214,74 @@ class StreamError(_message.Message):
     details: _containers.RepeatedCompositeFieldContainer[_any_pb2.Any]
     def __init__(self, code: _Optional[int] = ..., message: _Optional[str] = ..., reason: _Optional[str] = ..., retry_delay_seconds: _Optional[float] = ..., details: _Optional[_Iterable[_Union[_any_pb2.Any, _Mapping]]] = ...) -> None: ...
 
+class InspectSpec(_message.Message):
+    __slots__ = ("kind", "layers")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    kind: InspectKind
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, kind: _Optional[_Union[InspectKind, str]] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class InspectRequest(_message.Message):
+    __slots__ = ("model", "model_version", "input", "truncation", "tensors", "data_type")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    INPUT_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_version: str
+    input: Input
+    truncation: Truncation
+    tensors: _containers.RepeatedCompositeFieldContainer[InspectSpec]
+    data_type: DataType
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., input: _Optional[_Union[Input, _Mapping]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., tensors: _Optional[_Iterable[_Union[InspectSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ...) -> None: ...
+
+class InspectResponse(_message.Message):
+    __slots__ = ("header", "chunk")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    header: InspectHeader
+    chunk: TensorChunk
+    def __init__(self, header: _Optional[_Union[InspectHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ...) -> None: ...
+
+class InspectHeader(_message.Message):
+    __slots__ = ("model", "model_version", "fingerprint", "sequence", "tensors", "timings")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_version: str
+    fingerprint: str
+    sequence: SequenceInfo
+    tensors: _containers.RepeatedCompositeFieldContainer[InspectTensor]
+    timings: Timings
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., sequence: _Optional[_Union[SequenceInfo, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[InspectTensor, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+
+class InspectTensor(_message.Message):
+    __slots__ = ("kind", "layers", "shape", "data_type")
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    kind: InspectKind
+    layers: _containers.RepeatedScalarFieldContainer[int]
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    data_type: DataType
+    def __init__(self, kind: _Optional[_Union[InspectKind, str]] = ..., layers: _Optional[_Iterable[int]] = ..., shape: _Optional[_Iterable[int]] = ..., data_type: _Optional[_Union[DataType, str]] = ...) -> None: ...
+
+class TensorChunk(_message.Message):
+    __slots__ = ("tensor", "data")
+    TENSOR_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    tensor: int
+    data: bytes
+    def __init__(self, tensor: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
 class ListModelsRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
@@ -207,7 +307,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes")
+    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes", "input_kind", "can_inspect", "max_inspect_tokens", "position", "parameters")
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -230,6 +330,11 @@ class ModelInfo(_message.Message):
     NOT_READY_REASON_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MAX_REQUEST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    INPUT_KIND_FIELD_NUMBER: _ClassVar[int]
+    CAN_INSPECT_FIELD_NUMBER: _ClassVar[int]
+    MAX_INSPECT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    POSITION_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     fingerprint: str
@@ -252,4 +357,17 @@ class ModelInfo(_message.Message):
     not_ready_reason: str
     max_request_tokens: int
     max_request_bytes: int
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ...) -> None: ...
+    input_kind: InputKind
+    can_inspect: bool
+    max_inspect_tokens: int
+    position: str
+    parameters: _containers.RepeatedCompositeFieldContainer[PartParameters]
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., input_kind: _Optional[_Union[InputKind, str]] = ..., can_inspect: bool = ..., max_inspect_tokens: _Optional[int] = ..., position: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[PartParameters, _Mapping]]] = ...) -> None: ...
+
+class PartParameters(_message.Message):
+    __slots__ = ("part", "count")
+    PART_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    part: str
+    count: int
+    def __init__(self, part: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...

@@ -59,6 +59,11 @@ class EncoderServiceStub(object):
                 request_serializer=encserve__proto_dot_v1_dot_encoder__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Inspect = channel.unary_stream(
+                '/encserve.v1.EncoderService/Inspect',
+                request_serializer=encserve__proto_dot_v1_dot_encoder__pb2.InspectRequest.SerializeToString,
+                response_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.InspectResponse.FromString,
+                _registered_method=True)
         self.GetModel = channel.unary_unary(
                 '/encserve.v1.EncoderService/GetModel',
                 request_serializer=encserve__proto_dot_v1_dot_encoder__pb2.GetModelRequest.SerializeToString,
@@ -106,6 +111,19 @@ class EncoderServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inspect(self, request, context):
+        """Inspect runs the model over one sequence and answers with what happened inside: attention weights and hidden states
+        of every layer. It has a queue and an engine of its own, so that it never holds up Encode. The first message of the
+        answer is the header; after it come the numbers, in chunks.
+
+        Besides what Encode answers:
+        FAILED_PRECONDITION: the model's bundle has no graph for it, or this server has it turned off.
+        RESOURCE_EXHAUSTED: too many inspections are waiting.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetModel(self, request, context):
         """GetModel describes one model: its sizes, the limits on what may be sent, and what it really runs on.
         NOT_FOUND: no such model or version.
@@ -131,6 +149,11 @@ def add_EncoderServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.ListModelsRequest.FromString,
                     response_serializer=encserve__proto_dot_v1_dot_encoder__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Inspect': grpc.unary_stream_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.InspectRequest.FromString,
+                    response_serializer=encserve__proto_dot_v1_dot_encoder__pb2.InspectResponse.SerializeToString,
             ),
             'GetModel': grpc.unary_unary_rpc_method_handler(
                     servicer.GetModel,
@@ -223,6 +246,33 @@ class EncoderService(object):
             '/encserve.v1.EncoderService/ListModels',
             encserve__proto_dot_v1_dot_encoder__pb2.ListModelsRequest.SerializeToString,
             encserve__proto_dot_v1_dot_encoder__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/encserve.v1.EncoderService/Inspect',
+            encserve__proto_dot_v1_dot_encoder__pb2.InspectRequest.SerializeToString,
+            encserve__proto_dot_v1_dot_encoder__pb2.InspectResponse.FromString,
             options,
             channel_credentials,
             insecure,

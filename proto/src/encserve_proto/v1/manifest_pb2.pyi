@@ -18,7 +18,7 @@ POOLING_CLS: Pooling
 POOLING_MAX: Pooling
 
 class Manifest(_message.Message):
-    __slots__ = ("format_version", "name", "version", "fingerprint", "encoder", "text", "pooling", "l2_normalize", "graph", "source", "files", "parameters", "parity")
+    __slots__ = ("format_version", "name", "version", "fingerprint", "encoder", "text", "pooling", "l2_normalize", "graph", "source", "files", "parameters", "parity", "inspect_graph")
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class Manifest(_message.Message):
     FILES_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PARITY_FIELD_NUMBER: _ClassVar[int]
+    INSPECT_GRAPH_FIELD_NUMBER: _ClassVar[int]
     format_version: int
     name: str
     version: str
@@ -45,7 +46,8 @@ class Manifest(_message.Message):
     files: _containers.RepeatedCompositeFieldContainer[BundleFile]
     parameters: _containers.RepeatedCompositeFieldContainer[ParameterCount]
     parity: Parity
-    def __init__(self, format_version: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., encoder: _Optional[_Union[EncoderShape, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., l2_normalize: bool = ..., graph: _Optional[_Union[Graph, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., files: _Optional[_Iterable[_Union[BundleFile, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterCount, _Mapping]]] = ..., parity: _Optional[_Union[Parity, _Mapping]] = ...) -> None: ...
+    inspect_graph: InspectGraph
+    def __init__(self, format_version: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., encoder: _Optional[_Union[EncoderShape, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., l2_normalize: bool = ..., graph: _Optional[_Union[Graph, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., files: _Optional[_Iterable[_Union[BundleFile, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterCount, _Mapping]]] = ..., parity: _Optional[_Union[Parity, _Mapping]] = ..., inspect_graph: _Optional[_Union[InspectGraph, _Mapping]] = ...) -> None: ...
 
 class EncoderShape(_message.Message):
     __slots__ = ("d_model", "n_heads", "d_ff", "n_layers", "vocab_size", "max_sequence_tokens", "pad_token_id", "activation", "norm", "position")
@@ -80,20 +82,38 @@ class TextInput(_message.Message):
     def __init__(self, tokenizer_file: _Optional[str] = ..., special_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Graph(_message.Message):
-    __slots__ = ("file", "opset", "input_ids_name", "attention_mask_name", "output_name", "precision")
+    __slots__ = ("file", "opset", "input_ids_name", "attention_mask_name", "output_name", "precision", "token_type_ids_name", "embeddings_name")
     FILE_FIELD_NUMBER: _ClassVar[int]
     OPSET_FIELD_NUMBER: _ClassVar[int]
     INPUT_IDS_NAME_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_MASK_NAME_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_NAME_FIELD_NUMBER: _ClassVar[int]
     PRECISION_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_TYPE_IDS_NAME_FIELD_NUMBER: _ClassVar[int]
+    EMBEDDINGS_NAME_FIELD_NUMBER: _ClassVar[int]
     file: str
     opset: int
     input_ids_name: str
     attention_mask_name: str
     output_name: str
     precision: str
-    def __init__(self, file: _Optional[str] = ..., opset: _Optional[int] = ..., input_ids_name: _Optional[str] = ..., attention_mask_name: _Optional[str] = ..., output_name: _Optional[str] = ..., precision: _Optional[str] = ...) -> None: ...
+    token_type_ids_name: str
+    embeddings_name: str
+    def __init__(self, file: _Optional[str] = ..., opset: _Optional[int] = ..., input_ids_name: _Optional[str] = ..., attention_mask_name: _Optional[str] = ..., output_name: _Optional[str] = ..., precision: _Optional[str] = ..., token_type_ids_name: _Optional[str] = ..., embeddings_name: _Optional[str] = ...) -> None: ...
+
+class InspectGraph(_message.Message):
+    __slots__ = ("file", "attention_weights_names", "hidden_state_names", "positions_name", "residual_nodes")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_WEIGHTS_NAMES_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_STATE_NAMES_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_NAME_FIELD_NUMBER: _ClassVar[int]
+    RESIDUAL_NODES_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    attention_weights_names: _containers.RepeatedScalarFieldContainer[str]
+    hidden_state_names: _containers.RepeatedScalarFieldContainer[str]
+    positions_name: str
+    residual_nodes: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, file: _Optional[str] = ..., attention_weights_names: _Optional[_Iterable[str]] = ..., hidden_state_names: _Optional[_Iterable[str]] = ..., positions_name: _Optional[str] = ..., residual_nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Source(_message.Message):
     __slots__ = ("kind", "description", "weights_sha256", "versions")
