@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 
 from encserve_export import EncoderConfig, Exported, graph
 from encserve_export.init import random_encoder
-from encserve_export.verify import check_parity, relative_error
+from encserve_export.verify import check_inspection, check_parity, relative_error
 
 Run = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.float32]]
 
@@ -79,27 +79,74 @@ def test_the_interface(bundles: dict[str, Exported], golden: str) -> None:
 )
 def test_every_choice_in_the_formula_survives(tiny: EncoderConfig, tmp_path: Path, fields: dict[str, object]) -> None:
     encoder = random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0)
-    (path,) = graph.write_graph(encoder, tmp_path)
-    parity = check_parity(encoder, path)
+    graphs = graph.write_graphs(encoder, tmp_path)
+    parity = check_parity(encoder, graphs.files[0])
+    check_inspection(encoder, graphs)
     assert parity.max_relative_error <= 5e-6
 
 
-def test_large_weights_go_into_a_file_beside_the_graph(tiny: EncoderConfig, tmp_path: Path) -> None:
+def test_both_graphs_share_one_file_of_weights(tiny: EncoderConfig, tmp_path: Path) -> None:
     encoder = random_encoder(tiny, 0)
-    files = graph.write_graph(encoder, tmp_path, max_file_bytes=1000)
-    assert [path.name for path in files] == ["model.onnx", "model.onnx.data"]
-    assert sorted(tmp_path.iterdir()) == sorted(files)
-    # Matrices have left the graph; the small vectors stay.
-    assert files[1].stat().st_size > 2 * 4 * (4 * 16 * 16 + 2 * 16 * 32)
-    check_parity(encoder, files[0])
+    graphs = graph.write_graphs(encoder, tmp_path)
+    assert [path.name for path in graphs.files] == ["model.onnx", "inspect.onnx", "model.onnx.data"]
+    assert sorted(tmp_path.iterdir()) == sorted(graphs.files)
+    used = [_external(path) for path in graphs.files[:2]]
+    assert used[0] == used[1]
+    matrices = {name for name, weight in encoder.named_parameters() if weight.dim() == 2}
+    assert matrices <= used[0].keys()
+    # Every matrix once, and the sinusoids.
+    floats = sum(weight.numel() for weight in encoder.parameters() if weight.dim() == 2) + 24 * 16
+    assert 4 * floats <= graphs.files[2].stat().st_size <= 4 * floats + len(used[0]) * 4096
 
 
-def test_exactly_at_the_limit_one_file_is_enough(tiny: EncoderConfig, tmp_path: Path) -> None:
-    encoder = random_encoder(tiny, 0)
-    sinusoids = 24 * 16
-    size = 4 * (sinusoids + sum(parameter.numel() for parameter in encoder.parameters()))
-    assert len(graph.write_graph(encoder, tmp_path, max_file_bytes=size)) == 1
-    assert len(graph.write_graph(encoder, tmp_path, max_file_bytes=size - 1)) == 2
+def test_the_graph_does_nothing_that_only_an_inspection_needs(tiny: EncoderConfig, tmp_path: Path) -> None:
+    graphs = graph.write_graphs(random_encoder(tiny, 0), tmp_path)
+    model, inspected = (onnx.load(path) for path in graphs.files[:2])
+    assert [value.name for value in model.graph.output] == ["last_hidden_state"]
+    used = {name for node in model.graph.node for name in node.input} | {"last_hidden_state"}
+    assert all(used.intersection(node.output) for node in model.graph.node)
+    assert all(tensor.name in used for tensor in model.graph.initializer)
+    names = [value.name for value in inspected.graph.output]
+    assert names == [
+        "hidden_state.0", "hidden_state.1", "last_hidden_state", "attention_weights.0", "attention_weights.1",
+        "positions",
+    ]  # fmt: skip
+    assert names == [*graphs.hidden_state_names, *graphs.attention_weights_names, graphs.positions_name]
+
+
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [({}, 4), ({"norm": "pre"}, 4), ({"d_ff": 0}, 2), ({"residual": False}, 0), ({"norm": "none", "n_layers": 3}, 6)],
+)
+def test_residual_connections_are_named(
+    tiny: EncoderConfig, tmp_path: Path, fields: dict[str, object], count: int
+) -> None:
+    encoder = random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0)
+    graphs = graph.write_graphs(encoder, tmp_path)
+    assert len(graphs.residual_nodes) == count
+    nodes = {node.name: node for node in onnx.load(graphs.files[1]).graph.node}
+    assert all(nodes[name].op_type == "Add" for name in graphs.residual_nodes)
+
+
+def test_embeddings_can_be_the_input(tiny: EncoderConfig, tmp_path: Path) -> None:
+    fields = dataclasses.asdict(tiny) | {"input": "embeddings", "vocab_size": 0}
+    encoder = random_encoder(EncoderConfig.from_mapping(fields), 0)
+    graphs = graph.write_graphs(encoder, tmp_path)
+    assert graphs.input_name == "inputs_embeds"
+    assert check_parity(encoder, graphs.files[0]).max_relative_error <= 5e-6
+    check_inspection(encoder, graphs)
+
+
+def _external(path: Path) -> dict[str, tuple[str, str]]:
+    """Offset and length of each weight that lies outside the graph."""
+    model = onnx.load(path, load_external_data=False)
+    found = {}
+    for tensor in model.graph.initializer:
+        if tensor.data_location == onnx.TensorProto.EXTERNAL:
+            entries = {entry.key: entry.value for entry in tensor.external_data}
+            assert entries["location"] == "model.onnx.data"
+            found[tensor.name] = (entries["offset"], entries["length"])
+    return found
 
 
 def test_no_path_of_the_machine_is_in_the_file(bundles: dict[str, Exported], golden: str) -> None:

@@ -74,7 +74,7 @@ def test_the_same_input_gives_the_same_bytes(
     for folder in ("a", "b"):
         bundle = export_init(tiny, 5, Target(models=tmp_path / folder, name="random"), tokenizer=tokenizer).path
         contents.append({path.name: path.read_bytes() for path in bundle.iterdir()})
-    assert set(contents[0]) == {"manifest.json", "model.onnx", "tokenizer.json"}
+    assert set(contents[0]) == {"manifest.json", "model.onnx", "model.onnx.data", "inspect.onnx", "tokenizer.json"}
     assert contents[0] == contents[1]
 
 

@@ -44,7 +44,7 @@ def test_a_tokenizer_is_copied_as_it_is(bert: "Checkpoint", models: Path, write_
     assert (exported.path / "tokenizer.json").read_bytes() == path.read_bytes()
     assert exported.manifest.text.tokenizer_file == "tokenizer.json"
     assert list(exported.manifest.text.special_token_ids) == [2, 3, 5]
-    assert [file.path for file in exported.manifest.files] == ["model.onnx", "tokenizer.json"]
+    assert "tokenizer.json" in [file.path for file in exported.manifest.files]
 
 
 def test_a_vocabulary_larger_than_the_model_is_refused(

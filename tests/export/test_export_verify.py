@@ -1,5 +1,6 @@
 """The comparison sees what is wrong, and a refused export leaves nothing behind."""
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -9,9 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encserve_export import Encoder, EncoderConfig, Source, Target, export_encoder, graph
+from encserve_export.encoder import Inspection
 from encserve_export.errors import ParityError
 from encserve_export.init import random_encoder
-from encserve_export.verify import case_lengths, relative_error
+from encserve_export.verify import case_lengths, check_inspection, relative_error
 
 SOURCE = Source("init", "random weights, seed 0")
 
@@ -44,27 +46,47 @@ def test_nan_is_infinitely_wrong() -> None:
 def test_a_graph_of_other_weights_is_refused(
     tiny: EncoderConfig, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_graph = graph.write_graph
+    write_graphs = graph.write_graphs
 
-    def write_wrong_graph(encoder: Encoder, folder: Path) -> list[Path]:
-        state = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
-        state["blocks.1.feed_forward.outer.bias"][0] += 1e-3
-        wrong = Encoder(encoder.config)
-        wrong.load_state_dict(state)
-        return write_graph(wrong.eval(), folder)
+    def write_wrong_graph(encoder: Encoder, folder: Path) -> graph.Graphs:
+        return write_graphs(changed(encoder), folder)
 
     encoder = random_encoder(tiny, 0)
-    monkeypatch.setattr(graph, "write_graph", write_wrong_graph)
+    monkeypatch.setattr(graph, "write_graphs", write_wrong_graph)
     with pytest.raises(ParityError, match=r"differs from PyTorch: relative error \S+ of a row, tolerance 5\.0e-05"):
         export_encoder(encoder, SOURCE, Target(models=models, name="wrong"))
     assert not models.exists()
 
 
+def test_inspections_of_other_weights_are_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
+    encoder = random_encoder(tiny, 0)
+    graphs = graph.write_graphs(changed(encoder), tmp_path)
+    with pytest.raises(ParityError, match=r"for inspections differs from PyTorch in last_hidden_state: error \S+, tol"):
+        check_inspection(encoder, graphs)
+
+
+def test_attention_that_is_another_is_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
+    encoder = random_encoder(tiny, 0)
+    graphs = graph.write_graphs(encoder, tmp_path)
+    exchanged = dataclasses.replace(graphs, attention_weights_names=graphs.attention_weights_names[::-1])
+    with pytest.raises(ParityError, match=r"in attention_weights.1: error \S+, tolerance 1.0e-05, for 7 tokens"):
+        check_inspection(encoder, exchanged)
+
+
+def changed(encoder: Encoder) -> Encoder:
+    """The encoder with one number of the last block changed."""
+    state = {name: tensor.clone() for name, tensor in encoder.state_dict().items()}
+    state["blocks.1.feed_forward.outer.bias"][0] += 1e-3
+    wrong = Encoder(encoder.config)
+    wrong.load_state_dict(state)
+    return wrong.eval().requires_grad_(False)
+
+
 class Maskless(Encoder):
     """Attends to padding too."""
 
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
-        return super().forward(input_ids, torch.ones_like(attention_mask))
+    def inspect(self, inputs: torch.Tensor, attention_mask: torch.Tensor) -> Inspection:
+        return super().inspect(inputs, torch.ones_like(attention_mask))
 
 
 def test_a_model_that_sees_its_padding_is_refused(tiny: EncoderConfig, models: Path) -> None:

@@ -2,8 +2,13 @@
 
 import importlib.util
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load_file
 
 from encserve_export import Exported, Target, export_checkpoint, export_hf
 
@@ -42,6 +47,17 @@ def golden_embeddings(name: str) -> Path | None:
     return path if path.exists() else None
 
 
+def export_golden_for_embeddings(name: str, models: Path) -> Exported:
+    """Exports a bare golden checkpoint so that it takes vectors."""
+    fields = {
+        key: value
+        for key, value in golden_fields(name).items()
+        if key not in {"vocab_size", "scale_embedding", "pad_token_id"}
+    }
+    target = Target(models=models, name=f"{name}-vectors")
+    return export_checkpoint(DATA / name / "checkpoint.safetensors", target, fields=fields, model_input="embeddings")
+
+
 def export_golden(name: str, models: Path) -> Exported:
     """Exports a golden checkpoint under its own name."""
     target = Target(models=models, name=name)
@@ -49,3 +65,11 @@ def export_golden(name: str, models: Path) -> Exported:
         return export_hf(DATA / name, target)
     path = DATA / name / "checkpoint.safetensors"
     return export_checkpoint(path, target, fields=golden_fields(name), embeddings=golden_embeddings(name))
+
+
+def golden_vectors(name: str) -> npt.NDArray[np.float32]:
+    """A bare golden checkpoint's vectors for its tokens, scaled as its configuration says: (vocab, d_model)."""
+    path = golden_embeddings(name) or DATA / name / "checkpoint.safetensors"
+    (table,) = (tensor for key, tensor in load_file(path).items() if key in {"W_embed", "embedding.weight"})
+    scale = math.sqrt(table.shape[1]) if golden_fields(name)["scale_embedding"] else 1
+    return (table * scale).astype(np.float32)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from encserve_export.config import CHOICES, EncoderConfig, Position
+from encserve_export.config import CHOICES, EncoderConfig, Input, Position
 from encserve_export.encoder import Encoder, sinusoids
 from encserve_export.errors import (
     ConfigError,
@@ -69,6 +69,7 @@ def find_encoder(
     *,
     embeddings: Table | None = None,
     layout: str | None = None,
+    model_input: Input = "token_ids",
     max_sequence_tokens: int | None = None,
 ) -> Found:
     """Recognises the layout of a state dict and builds the encoder.
@@ -78,6 +79,8 @@ def find_encoder(
         given: Fields of EncoderConfig. Those that the weights tell may be left out and must not contradict them.
         embeddings: The embedding table, where it is apart from the state dict.
         layout: The layout's name; without one it is recognised.
+        model_input: What the encoder is to take. For "embeddings" no table of them is needed; one that is there is left
+            out.
         max_sequence_tokens: The longest sequence, instead of `given`'s; by default 512, or as far as a table reaches.
 
     Raises:
@@ -88,32 +91,41 @@ def find_encoder(
     positions = _position_table(tensors)
     table = _embedding_table(tensors, embeddings)
     stack.check_names(tensors, [found.name for found in (positions, table) if found and found.name in tensors])
-    if table is None:
-        raise EmbeddingTableError(
-            "the checkpoint holds no embedding table; give the file that does with --embeddings: "
-            "one matrix of (vocab_size, d_model)"
-        )
     sizes = stack.sizes(tensors)
-    _check_width(table, sizes["d_model"])
-    told: dict[str, Any] = {**sizes, "vocab_size": len(table.values), "attention_bias": stack.attention_bias}
+    told: dict[str, Any] = {**sizes, "input": model_input, "attention_bias": stack.attention_bias}
     told |= {"final_norm": stack.final_norm, "embedding_norm": False, "n_token_types": 0}
-    remarks: tuple[str, ...] = ()
+    remarks: list[str] = []
+    if model_input == "embeddings":
+        if embeddings is not None:
+            raise EmbeddingTableError(
+                f"the input is embeddings, so {embeddings.name} would never be used; leave out --embeddings"
+            )
+        told |= {"vocab_size": 0, "pad_token_id": 0, "scale_embedding": False}
+        if table is not None:
+            remarks.append(f"{table.name} is left out: the input is embeddings")
+    else:
+        told["vocab_size"] = _vocab_size(table, sizes["d_model"])
     if positions is not None:
         _check_width(positions, sizes["d_model"])
         told["position"], remark = _judge_positions(positions, given)
-        remarks = (remark,)
+        remarks.append(remark)
     fields = _settle(stack.layout, told, given)
     longest = fields.get("max_sequence_tokens") if max_sequence_tokens is None else max_sequence_tokens
     fields["max_sequence_tokens"] = _longest(longest, positions, fields)
     config = EncoderConfig.from_mapping(fields)
-    return Found(_build(tensors, stack, config, table, positions), stack.layout.name, remarks)
+    return Found(_build(tensors, stack, config, table, positions), stack.layout.name, tuple(remarks))
 
 
 def _build(
-    tensors: Mapping[str, Tensor], stack: Stack, config: EncoderConfig, table: Table, positions: Table | None
+    tensors: Mapping[str, Tensor], stack: Stack, config: EncoderConfig, table: Table | None, positions: Table | None
 ) -> Encoder:
-    names = {"embeddings.tokens.weight": (table.name,)}
-    used = {**tensors, table.name: table.values}
+    names: dict[str, tuple[str, ...]] = {}
+    used = dict(tensors)
+    if table is not None and config.input == "embeddings":
+        del used[table.name]
+    elif table is not None:
+        names["embeddings.tokens.weight"] = (table.name,)
+        used[table.name] = table.values
     if positions is not None:
         # A sinusoid has no weights in the Encoder.
         del used[positions.name]
@@ -164,6 +176,16 @@ def _embedding_table(tensors: Mapping[str, Tensor], apart: Table | None) -> Tabl
         # Named for its file, so that it has no other weight's name.
         return Table(f"--embeddings {apart.name}", apart.values)
     return Table(tables[0], tensors[tables[0]]) if tables else None
+
+
+def _vocab_size(table: Table | None, d_model: int) -> int:
+    if table is None:
+        raise EmbeddingTableError(
+            "the checkpoint holds no embedding table; give the file that does with --embeddings: one matrix of "
+            "(vocab_size, d_model). Or give --input embeddings, and callers send vectors instead of token ids"
+        )
+    _check_width(table, d_model)
+    return len(table.values)
 
 
 def _position_table(tensors: Mapping[str, Tensor]) -> Table | None:
@@ -221,7 +243,7 @@ def _settle(layout: StackLayout, told: Mapping[str, Any], given: Mapping[str, An
         ConfigError: The two contradict each other, or something is told by neither; the text lists every such field.
     """
     own = dict(told)
-    asked: dict[str, tuple[str, ...]] = {"scale_embedding": _FLAG}
+    asked: dict[str, tuple[str, ...]] = {} if "scale_embedding" in told else {"scale_embedding": _FLAG}
     if ATTENTION_NORM in layout.parts:
         asked["norm"] = ("post", "pre")
     else:

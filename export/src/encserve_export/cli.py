@@ -3,14 +3,14 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import click
 from rich.console import Console
 
 from encserve_export import report
 from encserve_export.bundle import name_from
-from encserve_export.config import EncoderConfig
+from encserve_export.config import EncoderConfig, Input
 from encserve_export.errors import ConfigError, ExportError
 from encserve_export.export import Exported, Progress, Target, export_checkpoint, export_hf, export_init
 from encserve_export.layouts import known_layouts
@@ -82,6 +82,14 @@ def hf(
     help="How FILE names its weights; auto recognises it.",
 )
 @click.option(
+    "--input",
+    "model_input",
+    type=click.Choice(get_args(Input)),
+    default="token_ids",
+    show_default=True,
+    help="What callers send: token ids (and text), or embeddings, one vector per token, which need no table.",
+)
+@click.option(
     "--max-sequence-tokens",
     type=int,
     help="The longest sequence to serve; by default 512, or as far as a position table reaches.",
@@ -95,6 +103,7 @@ def checkpoint(
     embeddings_path: Path | None,
     tokenizer_path: Path | None,
     layout: str,
+    model_input: Input,
     max_sequence_tokens: int | None,
     overwrite: bool,
 ) -> None:
@@ -108,6 +117,7 @@ def checkpoint(
             embeddings=embeddings_path,
             tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
             layout=None if layout == "auto" else layout,
+            model_input=model_input,
             max_sequence_tokens=max_sequence_tokens,
             progress=progress,
         )
@@ -146,9 +156,9 @@ def init(
 
 def _read_config(path: Path | None, tokenizer: TokenizerFile | None) -> EncoderConfig:
     vocab_size = _DEFAULT_VOCAB_SIZE if tokenizer is None else tokenizer.largest_id + 1
-    fields: dict[str, Any] = {"vocab_size": vocab_size}
-    if path is not None:
-        fields |= _read_fields(path)
+    fields = {} if path is None else _read_fields(path)
+    if fields.get("input") != "embeddings":
+        fields = {"vocab_size": vocab_size, **fields}
     return EncoderConfig.from_mapping(fields)
 
 

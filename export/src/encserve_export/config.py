@@ -7,14 +7,16 @@ from typing import Any, Literal, Self, get_args
 
 from encserve_export.errors import ConfigError
 
+Input = Literal["token_ids", "embeddings"]
 Activation = Literal["relu", "gelu", "gelu_tanh"]
 Norm = Literal["post", "pre", "none"]
 Position = Literal["sinusoidal", "learned", "none"]
 
-_POSITIVE = ("vocab_size", "d_model", "n_heads", "n_layers", "max_sequence_tokens")
-_NON_NEGATIVE = ("d_ff", "n_token_types", "pad_token_id", "position_offset")
+_POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens")
+_NON_NEGATIVE = ("vocab_size", "d_ff", "n_token_types", "pad_token_id", "position_offset")
 _FLAGS = ("attention_bias", "residual", "final_norm", "scale_embedding", "embedding_norm", "pad_takes_no_position")
 CHOICES: Mapping[str, tuple[str, ...]] = {
+    "input": get_args(Input),
     "activation": get_args(Activation),
     "norm": get_args(Norm),
     "position": get_args(Position),
@@ -28,12 +30,14 @@ class EncoderConfig:
     A choice that a later checkpoint layout needs becomes a field here whose default is what the encoder did before.
 
     Attributes:
-        vocab_size: Rows of the token embedding.
+        vocab_size: Rows of the token embedding; 0 where the input is embeddings.
         d_model: Width of a token's representation.
         n_heads: Attention heads per block; divides `d_model`.
         d_ff: Inner width of the feed-forward part; 0 for blocks of attention alone.
         n_layers: Blocks.
         max_sequence_tokens: The longest sequence, in tokens.
+        input: What a sequence is made of: token ids, or "embeddings", one vector per token that takes the place of the
+            token embedding and enters as it is.
         activation: Between the two feed-forward layers. "gelu" is the exact x·Φ(x), "gelu_tanh" its tanh approximation.
         attention_bias: Whether the four projections of attention add a bias.
         residual: Whether x is added to f(x), around attention and around the feed-forward part.
@@ -57,6 +61,7 @@ class EncoderConfig:
     d_ff: int = 2048
     n_layers: int = 8
     max_sequence_tokens: int = 512
+    input: Input = "token_ids"
     activation: Activation = "relu"
     attention_bias: bool = True
     residual: bool = True
@@ -98,9 +103,9 @@ class EncoderConfig:
             ConfigError: A name is unknown, `vocab_size` is missing, or a value is out of range.
         """
         cls.check_names(fields)
-        if "vocab_size" not in fields:
+        if "vocab_size" not in fields and fields.get("input") != "embeddings":
             raise ConfigError("vocab_size is missing from the configuration")
-        return cls(**fields)
+        return cls(**{"vocab_size": 0, **fields})
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
@@ -137,7 +142,11 @@ class EncoderConfig:
     def _check_together(self) -> None:
         if self.d_model % self.n_heads:
             raise ConfigError(f"n_heads must divide d_model; was {self.n_heads} for {self.d_model}")
-        if self.pad_token_id >= self.vocab_size:
+        if self.input == "embeddings":
+            self._check_embeddings()
+        elif self.vocab_size < 1:
+            raise ConfigError(f"vocab_size must be at least 1; was {self.vocab_size}")
+        elif self.pad_token_id >= self.vocab_size:
             raise ConfigError(f"pad_token_id must be < vocab_size; was {self.pad_token_id} >= {self.vocab_size}")
         if self.position == "sinusoidal" and self.d_model % 2:
             raise ConfigError(f"d_model must be even for sinusoidal positions; was {self.d_model}")
@@ -147,3 +156,12 @@ class EncoderConfig:
             raise ConfigError(
                 f"position_offset must be at least 1 with pad_takes_no_position; was {self.position_offset}"
             )
+
+    def _check_embeddings(self) -> None:
+        """Refuses what only token ids have."""
+        for name in ("vocab_size", "pad_token_id"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} must be 0 where the input is embeddings; was {getattr(self, name)}")
+        for name in ("scale_embedding", "pad_takes_no_position"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} must be false where the input is embeddings: they enter as they are")

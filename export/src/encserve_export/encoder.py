@@ -1,7 +1,7 @@
 """The transformer encoder of Vaswani et al. 2017, "Attention Is All You Need", and its later variants, in PyTorch.
 
-Token ids go in, one row of `d_model` numbers per token comes out. The module is written for inference: it has no
-dropout. All arithmetic is in the type of the weights, float32 in a bundle.
+Token ids go in, or one vector per token; one row of `d_model` numbers per token comes out. The module is written for
+inference: it has no dropout. All arithmetic is in the type of the weights, float32 in a bundle.
 
 Sequences of different lengths come as one batch, padded on the right. Attention alone looks beyond a token, so all else
 runs on the real tokens only, as rows of one matrix, and padding costs nothing there (as in ModernBERT, Warner et al.
@@ -13,7 +13,6 @@ In the shapes, `batch` is sequences, `seq` the tokens of the longest one, `token
 
 import dataclasses
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -71,7 +70,7 @@ class Padding:
 class Embeddings(nn.Module):
     """Tokens, positions and token types, summed: x = E[id]·(√d_model) + P[position] (+ T[0]).
 
-    A LayerNorm follows if the configuration asks for one.
+    Where the input is embeddings they stand for E[id]. A LayerNorm follows if the configuration asks for one.
     """
 
     positions: Tensor
@@ -79,7 +78,8 @@ class Embeddings(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+        if config.input == "token_ids":
+            self.tokens = nn.Embedding(config.vocab_size, config.d_model)
         if config.position == "learned":
             self.positions = nn.Parameter(torch.empty(config.n_positions, config.d_model))
         elif config.position == "sinusoidal":
@@ -87,32 +87,32 @@ class Embeddings(nn.Module):
         self.types = nn.Parameter(torch.empty(config.n_token_types, config.d_model)) if config.n_token_types else None
         self.norm = nn.LayerNorm(config.d_model, config.layer_norm_eps) if config.embedding_norm else nn.Identity()
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor) -> Tensor:
         """Embeds tokens.
 
         Args:
-            input_ids: int64 (batch, seq).
+            inputs: Token ids, int64 (batch, seq), or embeddings, (batch, seq, d_model).
 
         Returns:
             (batch, seq, d_model).
         """
-        x: Tensor = self.tokens(input_ids)  # (batch, seq, d_model)
+        x: Tensor = self.tokens(inputs) if self.config.input == "token_ids" else inputs  # (batch, seq, d_model)
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.d_model)  # (batch, seq, d_model)
         if self.config.position != "none":
-            x = x + self._positions(input_ids)  # (batch, seq, d_model)
+            x = x + self._positions(inputs)  # (batch, seq, d_model)
         if self.types is not None:
             x = x + self.types[0]  # (batch, seq, d_model)
         y: Tensor = self.norm(x)  # (batch, seq, d_model)
         return y
 
-    def _positions(self, input_ids: Tensor) -> Tensor:
+    def _positions(self, inputs: Tensor) -> Tensor:
         """The rows of the position table: (seq, d_model), or (batch, seq, d_model) where they depend on the ids."""
         first = self.config.position_offset
         if not self.config.pad_takes_no_position:
-            return self.positions[first : first + input_ids.shape[1]]  # (seq, d_model)
+            return self.positions[first : first + inputs.shape[1]]  # (seq, d_model)
         # Hugging Face, create_position_ids_from_input_ids: a pad id takes the row before the first and is not counted.
-        counted = (input_ids != self.config.pad_token_id).long()  # (batch, seq)
+        counted = (inputs != self.config.pad_token_id).long()  # (batch, seq)
         index = counted.cumsum(dim=1) * counted + (first - 1)  # (batch, seq)
         return functional.embedding(index, self.positions)  # (batch, seq, d_model)
 
@@ -132,8 +132,16 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.attention_bias)
         self.output = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
 
-    def forward(self, x: Tensor, padding: Padding) -> Tensor:
-        """Lets every token look at every other of its sequence: (tokens, d_model) -> (tokens, d_model)."""
+    def forward(self, x: Tensor, padding: Padding) -> tuple[Tensor, Tensor]:
+        """Lets every token look at every other of its sequence.
+
+        Args:
+            x: (tokens, d_model).
+            padding: Where the tokens are.
+
+        Returns:
+            (tokens, d_model), and the attention weights: (batch, heads, seq, seq), of which each row sums to 1.
+        """
         bias = padding.bias  # (batch, 1, 1, seq)
         by_head = (bias.shape[0], bias.shape[3], self.n_heads, self.d_k)
         q, k, v = torch.split(padding.restore(self.qkv(x)), self.d_model, dim=-1)  # (batch·seq, d_model) each
@@ -142,7 +150,7 @@ class SelfAttention(nn.Module):
         weights = torch.softmax(scores + bias, dim=-1)  # (batch, heads, seq, seq)
         heads = (weights @ v).transpose(1, 2)  # (batch, seq, heads, d_k)
         y: Tensor = self.output(padding.remove(heads.reshape(-1, self.d_model)))  # (tokens, d_model)
-        return y
+        return y, weights
 
 
 class FeedForward(nn.Module):
@@ -186,23 +194,44 @@ class EncoderBlock(nn.Module):
         self.feed_forward = FeedForward(config) if config.d_ff else None
         self.feed_forward_norm = _block_norm(config) if config.d_ff else nn.Identity()
 
-    def forward(self, x: Tensor, padding: Padding) -> Tensor:
-        """Runs one layer: (tokens, d_model) -> (tokens, d_model)."""
-        x = self._around(lambda rows: self.attention(rows, padding), self.attention_norm, x)  # (tokens, d_model)
+    def forward(self, x: Tensor, padding: Padding) -> tuple[Tensor, Tensor]:
+        """Runs one layer: (tokens, d_model) -> (tokens, d_model), and attention weights (batch, heads, seq, seq)."""
+        y, weights = self.attention(self._before(self.attention_norm, x), padding)  # (tokens, d_model)
+        x = self._after(self.attention_norm, x, y)  # (tokens, d_model)
         if self.feed_forward is not None:
-            x = self._around(self.feed_forward, self.feed_forward_norm, x)  # (tokens, d_model)
-        return x
+            y = self.feed_forward(self._before(self.feed_forward_norm, x))  # (tokens, d_model)
+            x = self._after(self.feed_forward_norm, x, y)  # (tokens, d_model)
+        return x, weights
 
-    def _around(self, f: Callable[[Tensor], Tensor], norm: nn.Module, x: Tensor) -> Tensor:
-        """Puts the norm and the residual connection around f: (tokens, d_model) -> (tokens, d_model)."""
-        y = f(norm(x) if self.pre_norm else x)  # (tokens, d_model)
+    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """What f is given of x: (tokens, d_model) both."""
+        y: Tensor = norm(x) if self.pre_norm else x  # (tokens, d_model)
+        return y
+
+    def _after(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """What becomes of x and y, which is what f gave: (tokens, d_model) all."""
         if self.residual:
             y = x + y  # (tokens, d_model)
-        return y if self.pre_norm else norm(y)
+        z: Tensor = y if self.pre_norm else norm(y)  # (tokens, d_model)
+        return z
 
 
 def _block_norm(config: EncoderConfig) -> nn.Module:
     return nn.Identity() if config.norm == "none" else nn.LayerNorm(config.d_model, config.layer_norm_eps)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What happens inside an encoder.
+
+    Attributes:
+        hidden_states: (batch, seq, d_model) each: what enters the first block, then what leaves each block; after the
+            last one the norm that follows it has been applied, so that it is the encoder's own result.
+        attention_weights: (batch, heads, seq, seq) for each block.
+    """
+
+    hidden_states: list[Tensor]
+    attention_weights: list[Tensor]
 
 
 class Encoder(nn.Module):
@@ -215,24 +244,32 @@ class Encoder(nn.Module):
         self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_layers))
         self.final_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps) if config.final_norm else nn.Identity()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    def forward(self, inputs: Tensor, attention_mask: Tensor) -> Tensor:
         """Encodes a batch.
 
         Args:
-            input_ids: int64 (batch, seq), padded on the right with any valid id.
+            inputs: Token ids, int64 (batch, seq), padded on the right with any valid id; or, where the configuration
+                says so, embeddings, (batch, seq, d_model), padded with anything finite.
             attention_mask: int64 (batch, seq), 1 for a token and 0 for padding; at least one token.
 
         Returns:
             last_hidden_state: (batch, seq, d_model). A token's row depends on its own sequence alone. The rows at
             padded positions are finite and mean nothing.
         """
-        x: Tensor = self.embeddings(input_ids)  # (batch, seq, d_model)
+        return self.inspect(inputs, attention_mask).hidden_states[-1]
+
+    def inspect(self, inputs: Tensor, attention_mask: Tensor) -> Inspection:
+        """Encodes a batch and keeps what happens on the way; takes what `forward` does."""
+        x: Tensor = self.embeddings(inputs)  # (batch, seq, d_model)
         padding = Padding(attention_mask, x.dtype)
         rows = padding.remove(x.reshape(-1, self.config.d_model))  # (tokens, d_model)
+        states, attention_weights = [rows], []
         for block in self.blocks:
-            rows = block(rows, padding)  # (tokens, d_model)
-        rows = self.final_norm(rows)  # (tokens, d_model)
-        return padding.restore(rows).reshape(x.shape)  # (batch, seq, d_model)
+            rows, weights = block(rows, padding)  # (tokens, d_model), (batch, heads, seq, seq)
+            states.append(rows)
+            attention_weights.append(weights)
+        states[-1] = self.final_norm(rows)  # (tokens, d_model)
+        return Inspection([padding.restore(rows).reshape(x.shape) for rows in states], attention_weights)
 
 
 def shortened(encoder: Encoder, max_sequence_tokens: int) -> Encoder:

@@ -8,9 +8,9 @@ from typing import Any
 
 from encserve_export import bundle, graph, manifest, verify
 from encserve_export.checkpoint import Table, find_encoder
-from encserve_export.config import EncoderConfig
+from encserve_export.config import EncoderConfig, Input
 from encserve_export.encoder import Encoder, shortened
-from encserve_export.errors import CheckpointFileError
+from encserve_export.errors import CheckpointFileError, TokenizerError
 from encserve_export.init import random_encoder
 from encserve_export.layouts import hf_bert
 from encserve_export.manifest import Source
@@ -93,6 +93,7 @@ def export_checkpoint(
     embeddings: Path | None = None,
     tokenizer: TokenizerFile | None = None,
     layout: str | None = None,
+    model_input: Input = "token_ids",
     max_sequence_tokens: int | None = None,
     progress: Progress = lambda _: None,
 ) -> Exported:
@@ -105,6 +106,7 @@ def export_checkpoint(
         embeddings: The file with the table of token embeddings, where `path` has none.
         tokenizer: What turns text into ids; without one the model takes token ids only.
         layout: The layout's name; without one it is recognised.
+        model_input: What the model is to take; for "embeddings" no table of them is needed.
         max_sequence_tokens: The longest sequence to serve, in tokens; by default 512, or as far as a table reaches.
         progress: Called with what is being done.
 
@@ -115,7 +117,12 @@ def export_checkpoint(
     weights = read_checkpoint(path, embeddings)
     table = None if embeddings is None else Table(*read_table(embeddings))
     found = find_encoder(
-        weights.tensors, fields or {}, embeddings=table, layout=layout, max_sequence_tokens=max_sequence_tokens
+        weights.tensors,
+        fields or {},
+        embeddings=table,
+        layout=layout,
+        model_input=model_input,
+        max_sequence_tokens=max_sequence_tokens,
     )
     for remark in (f"the layout is {found.layout}", *found.remarks):
         progress(remark)
@@ -154,20 +161,24 @@ def export_encoder(
     """Traces an encoder, compares the graph with it, and writes the bundle.
 
     Raises:
-        TokenizerError: The tokenizer gives ids that the encoder does not have.
+        TokenizerError: The tokenizer gives ids that the encoder does not have, or the encoder takes embeddings.
         ParityError: ONNX Runtime does not reproduce the encoder.
         BundleError: One of its kinds: the bundle cannot be written.
     """
     if source.tokenizer is not None:
+        if encoder.config.input == "embeddings":
+            raise TokenizerError("a tokenizer gives token ids, but this model's input is embeddings; leave it out")
         source.tokenizer.check_fits(encoder.config.vocab_size)
     with bundle.draft(target.models, target.name, target.version, overwrite=target.overwrite) as folder:
         progress("tracing the graph")
-        files = graph.write_graph(encoder, folder)
+        graphs = graph.write_graphs(encoder, folder)
         progress("comparing ONNX Runtime with PyTorch")
-        parity = verify.check_parity(encoder, files[0])
+        parity = verify.check_parity(encoder, graphs.files[0])
+        verify.check_inspection(encoder, graphs)
         progress("writing the bundle")
+        files = list(graphs.files)
         if source.tokenizer is not None:
             files.append(Path(shutil.copyfile(source.tokenizer.path, folder / manifest.TOKENIZER_FILE)))
-        described = manifest.build_manifest(target.name, target.version, encoder, source, parity, files)
+        described = manifest.build_manifest(target.name, target.version, encoder, source, parity, graphs, files)
         (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
     return Exported(target.models / target.name / target.version, described)

@@ -24,9 +24,10 @@ def random_encoder(config: EncoderConfig, seed: int) -> Encoder:
                 if module.bias is not None:
                     module.bias.zero_()
         embeddings = encoder.embeddings
-        embeddings.tokens.weight.normal_(
-            std=1 / math.sqrt(config.d_model) if config.scale_embedding else 1, generator=random
-        )
+        if config.input == "token_ids":
+            embeddings.tokens.weight.normal_(
+                std=1 / math.sqrt(config.d_model) if config.scale_embedding else 1, generator=random
+            )
         if config.position == "learned":
             embeddings.positions.normal_(generator=random)
         if embeddings.types is not None:

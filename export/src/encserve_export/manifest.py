@@ -42,7 +42,13 @@ class Source:
 
 
 def build_manifest(
-    name: str, version: str, encoder: Encoder, source: Source, parity: verify.Parity, files: Iterable[Path]
+    name: str,
+    version: str,
+    encoder: Encoder,
+    source: Source,
+    parity: verify.Parity,
+    graphs: graph.Graphs,
+    files: Iterable[Path],
 ) -> manifest_pb2.Manifest:
     """Describes a bundle.
 
@@ -52,6 +58,7 @@ def build_manifest(
         encoder: The encoder that the graph was traced from.
         source: Where it comes from.
         parity: How closely ONNX Runtime reproduced it.
+        graphs: The ONNX files.
         files: All files of the bundle, which must lie directly in its folder.
     """
     manifest = manifest_pb2.Manifest(
@@ -65,7 +72,8 @@ def build_manifest(
         graph=manifest_pb2.Graph(
             file=graph.FILE,
             opset=graph.OPSET,
-            input_ids_name=graph.INPUT_IDS,
+            input_ids_name=graphs.input_name if encoder.config.input == "token_ids" else "",
+            embeddings_name=graphs.input_name if encoder.config.input == "embeddings" else "",
             attention_mask_name=graph.ATTENTION_MASK,
             output_name=graph.OUTPUT,
             precision="float32",
@@ -81,6 +89,13 @@ def build_manifest(
             manifest_pb2.ParameterCount(part=part, count=count) for part, count in count_parameters(encoder).items()
         ],
         parity=_parity(parity),
+        inspect_graph=manifest_pb2.InspectGraph(
+            file=graph.INSPECT_FILE,
+            attention_weights_names=graphs.attention_weights_names,
+            hidden_state_names=graphs.hidden_state_names,
+            positions_name=graphs.positions_name,
+            residual_nodes=graphs.residual_nodes,
+        ),
     )
     manifest.fingerprint = fingerprint(manifest)
     return manifest

@@ -1,4 +1,7 @@
-"""Compares ONNX Runtime with PyTorch, row by row, and padded batches with single sequences."""
+"""Compares ONNX Runtime with PyTorch, row by row, and padded batches with single sequences.
+
+A sequence is token ids, int64 (seq,), or embeddings, float32 (seq, d_model); `input` stands for either.
+"""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -15,10 +18,15 @@ from encserve_export.errors import ParityError
 
 TOLERANCE = 5e-5
 PADDING_TOLERANCE = 1e-5
+ATTENTION_TOLERANCE = 1e-5
 
-Ids = npt.NDArray[np.int64]
+# The longest sequence that is inspected: attention weights grow with its square.
+_LONGEST_INSPECTED = 64
+
+Mask = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
-Run = Callable[[Ids, Ids], Rows]
+Input = npt.NDArray[np.int64] | Rows
+Run = Callable[[Input, Mask], Rows]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,16 +80,48 @@ def check_parity(encoder: Encoder, path: Path) -> Parity:
     Raises:
         ParityError: An error is above its tolerance, or a result is not finite.
     """
-    run = _onnx_run(path)
+    run = _onnx_run(path, graph.input_name(encoder))
     random = np.random.default_rng(0)
     cases = []
     for lengths in case_lengths(encoder.config.max_sequence_tokens):
-        sequences = [random.integers(0, encoder.config.vocab_size, length) for length in lengths]
+        sequences = [_random_sequence(encoder, length, random) for length in lengths]
         case = _compare(encoder, run, sequences)
         _refuse_above(case.max_relative_error, TOLERANCE, case, "differs from PyTorch")
         _refuse_above(case.max_padding_error, PADDING_TOLERANCE, case, "changes when padded")
         cases.append(case)
     return Parity(tuple(cases))
+
+
+def check_inspection(encoder: Encoder, graphs: graph.Graphs) -> None:
+    """Runs the graph for inspections and the encoder on the same sequences.
+
+    Raises:
+        ParityError: Attention weights, hidden states or positions are not the encoder's, or not finite.
+    """
+    path = graphs.files[1]
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    names = [*graphs.hidden_state_names, *graphs.attention_weights_names]
+    longest = encoder.config.max_sequence_tokens
+    random = np.random.default_rng(0)
+    for length in sorted({1, min(7, longest), min(_LONGEST_INSPECTED, longest)}):
+        inputs = _random_sequence(encoder, length, random)[None]  # (1, seq) or (1, seq, d_model)
+        mask = np.ones((1, length), np.int64)  # (1, seq)
+        got = session.run(names, {graphs.input_name: inputs, graph.ATTENTION_MASK: mask})
+        with torch.inference_mode():
+            want = encoder.inspect(torch.from_numpy(inputs), torch.from_numpy(mask))
+        for name, state, expected in zip(names, got, want.hidden_states, strict=False):
+            error = relative_error(state, expected.numpy())
+            _refuse_inspection(error, TOLERANCE, name, length)
+        weights = zip(graphs.attention_weights_names, got[len(graphs.hidden_state_names) :], strict=True)
+        for (name, weight), expected in zip(weights, want.attention_weights, strict=True):
+            difference = float(np.abs(weight - expected.numpy()).max())  # (1, heads, seq, seq)
+            _refuse_inspection(difference, ATTENTION_TOLERANCE, name, length)
+    if graphs.positions_name:
+        feeds = {graphs.input_name: inputs, graph.ATTENTION_MASK: mask}
+        (positions,) = session.run([graphs.positions_name], feeds)  # (max_sequence_tokens, d_model)
+        table = encoder.embeddings.positions.numpy()[encoder.config.position_offset :]
+        if not np.array_equal(positions, table):
+            raise ParityError("the ONNX model gives other positions than PyTorch has")
 
 
 def relative_error(got: Rows, want: Rows) -> float:
@@ -93,21 +133,27 @@ def relative_error(got: Rows, want: Rows) -> float:
     return float(np.where(np.isnan(error), np.inf, error).max())
 
 
-def _onnx_run(path: Path) -> Run:
+def _random_sequence(encoder: Encoder, length: int, random: np.random.Generator) -> Input:
+    if encoder.config.input == "embeddings":
+        return random.standard_normal((length, encoder.config.d_model), np.float32)  # (seq, d_model)
+    return random.integers(0, encoder.config.vocab_size, length)  # (seq)
+
+
+def _onnx_run(path: Path, input_name: str) -> Run:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
-    def run(ids: Ids, mask: Ids) -> Rows:
-        rows: Rows = session.run([graph.OUTPUT], {graph.INPUT_IDS: ids, graph.ATTENTION_MASK: mask})[0]
+    def run(inputs: Input, mask: Mask) -> Rows:
+        rows: Rows = session.run([graph.OUTPUT], {input_name: inputs, graph.ATTENTION_MASK: mask})[0]
         return rows
 
     return run
 
 
-def _compare(encoder: Encoder, run: Run, sequences: Sequence[Ids]) -> Case:
-    ids, mask = _pad(sequences, encoder.config.pad_token_id)
-    got = run(ids, mask)  # (batch, seq, d_model)
+def _compare(encoder: Encoder, run: Run, sequences: Sequence[Input]) -> Case:
+    inputs, mask = _pad(sequences, encoder.config.pad_token_id)
+    got = run(inputs, mask)  # (batch, seq, d_model)
     with torch.inference_mode():
-        want = encoder(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()  # (batch, seq, d_model)
+        want = encoder(torch.from_numpy(inputs), torch.from_numpy(mask)).numpy()  # (batch, seq, d_model)
     errors, padding_errors = [], []
     for row, sequence in enumerate(sequences):
         n = len(sequence)
@@ -117,14 +163,23 @@ def _compare(encoder: Encoder, run: Run, sequences: Sequence[Ids]) -> Case:
     return Case(tuple(len(sequence) for sequence in sequences), max(errors), max(padding_errors))
 
 
-def _pad(sequences: Sequence[Ids], pad_token_id: int) -> tuple[Ids, Ids]:
-    """Ids and mask, int64 (batch, seq) both, padded on the right."""
+def _pad(sequences: Sequence[Input], pad: int) -> tuple[Input, Mask]:
+    """Sequences one under another, (batch, seq) or (batch, seq, d_model), padded on the right, and their mask."""
     shape = (len(sequences), max(len(sequence) for sequence in sequences))
-    ids, mask = np.full(shape, pad_token_id, np.int64), np.zeros(shape, np.int64)  # (batch, seq)
+    first = sequences[0]
+    inputs, mask = np.full(shape + first.shape[1:], pad, first.dtype), np.zeros(shape, np.int64)
     for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = sequence
+        inputs[row, : len(sequence)] = sequence
         mask[row, : len(sequence)] = 1
-    return ids, mask
+    return inputs, mask
+
+
+def _refuse_inspection(error: float, tolerance: float, name: str, length: int) -> None:
+    if not error <= tolerance:
+        raise ParityError(
+            f"the ONNX model for inspections differs from PyTorch in {name}: error {error:.1e}, tolerance "
+            f"{tolerance:.1e}, for {length} tokens"
+        )
 
 
 def _refuse_above(error: float, tolerance: float, case: Case, what: str) -> None:
