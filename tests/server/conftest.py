@@ -26,6 +26,7 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
     yield start
     for server in servers:
         server.engine.let_go()
+        server.inspector.let_go()
         await server.channel.close()
         await server.app.stop()
 

@@ -131,7 +131,7 @@ def one(options: pb.EncodeOptions) -> pb.EncodeRequest:
     return pb.EncodeRequest(inputs=[make_input([1])], options=options)
 
 
-def request(*inputs: str | list[int], **fields: Any) -> pb.EncodeRequest:
+def request(*inputs: Any, **fields: Any) -> pb.EncodeRequest:
     return pb.EncodeRequest(inputs=map(make_input, inputs), **fields)
 
 
@@ -142,7 +142,11 @@ def unknown(value: int) -> Any:
 
 BAD_REQUESTS = {
     "no inputs": (request(), "inputs", "must hold at least 1 sequence; was empty"),
-    "input unset": (pb.EncodeRequest(inputs=[pb.Input()]), "inputs[0]", "must be token_ids or text; was neither"),
+    "input unset": (
+        pb.EncodeRequest(inputs=[pb.Input()]),
+        "inputs[0]",
+        "must be token_ids, text or embeddings; was none of them",
+    ),
     "empty sequence": (request([1], []), "inputs[1].token_ids", "must hold at least 1 id; was empty"),
     "id outside": (request([1], [2, 3, 1000]), "inputs[1].token_ids.ids[2]", "must be from 0 to 999 .*; was 1000"),
     "negative id": (request([-1]), "inputs[0].token_ids.ids[0]", "must be from 0 to 999 .*; was -1"),

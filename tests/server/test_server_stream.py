@@ -157,7 +157,7 @@ async def test_an_answer_that_cannot_be_built_is_that_requests_error(
     real = codec.encode_reply
 
     def build(model: Any, call: Any, reply: Any) -> pb.EncodeResponse:
-        if len(reply.sequences[0].ids) == 3:
+        if len(reply.sequences[0].input) == 3:
             raise MemoryError("no room")
         return real(model, call, reply)
 

@@ -6,19 +6,21 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import numpy as np
 from google.rpc import error_details_pb2, status_pb2
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
 from encserve_server.bundle import Bundle
-from encserve_server.engine.fake import FakeEngine
+from encserve_server.engine.fake import FakeEngine, FakeInspector
 from encserve_server.loading import LoadedModel
 from encserve_server.settings import Settings
 from encserve_server.tokenizing import TextTokenizer
-from encserve_server.types import Graph, Output, OutputKind
+from encserve_server.types import Graph, InspectGraph, InspectKind, Output, OutputKind
 
 D_MODEL, VOCAB_SIZE, LONGEST = 4, 1000, 32
+N_LAYERS, N_HEADS = 3, 2
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "hello", "brave", "new", "world"]
 SERVICE = "encserve.v1.EncoderService"
 
@@ -59,9 +61,10 @@ class Failed(Exception):
 class FakeServer:
     """A running server and a channel to it."""
 
-    def __init__(self, app: App, engine: FakeEngine, channel: grpc.aio.Channel) -> None:
+    def __init__(self, app: App, engine: FakeEngine, inspector: FakeInspector, channel: grpc.aio.Channel) -> None:
         self.app = app
         self.engine = engine
+        self.inspector = inspector
         self.channel = channel
 
     async def call(self, method: str, request: Any, **options: Any) -> bytes:
@@ -80,6 +83,15 @@ class FakeServer:
         request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options)
         return pb.EncodeResponse.FromString(await self.call("Encode", request, **call))
 
+    async def inspect(self, request: Any, **options: Any) -> list[pb.InspectResponse]:
+        """Sends an inspection, a message or raw bytes; gives all messages of its answer, raises Failed."""
+        data = request if isinstance(request, bytes) else request.SerializeToString()
+        rpc: Any = self.channel.unary_stream(f"/{SERVICE}/Inspect")
+        try:
+            return [pb.InspectResponse.FromString(part) async for part in rpc(data, **options)]
+        except grpc.aio.AioRpcError as error:
+            raise Failed(error) from error
+
     def sample(self, name: str, **labels: str) -> float:
         """A metric's value."""
         value = self.app.registry.get_sample_value(name, labels)
@@ -87,8 +99,11 @@ class FakeServer:
         return value
 
 
-def make_input(it: str | list[int]) -> pb.Input:
-    """A text or ids as an input."""
+def make_input(it: Any) -> pb.Input:
+    """A text, a list of ids, or an array of vectors as an input."""
+    if isinstance(it, np.ndarray):
+        data_type = pb.DATA_TYPE_FLOAT16 if it.dtype == np.float16 else pb.DATA_TYPE_FLOAT32
+        return pb.Input(embeddings=pb.TokenEmbeddings(width=it.shape[1], data_type=data_type, data=it.tobytes()))
     return pb.Input(text=it) if isinstance(it, str) else pb.Input(token_ids=pb.TokenIds(ids=it))
 
 
@@ -96,34 +111,57 @@ StartServer = Callable[..., Awaitable[FakeServer]]
 
 
 async def start_fake_server(
-    directory: Path, engine: FakeEngine | None = None, *, with_tokenizer: bool = True, **settings: Any
+    directory: Path,
+    engine: FakeEngine | None = None,
+    *,
+    with_tokenizer: bool = True,
+    takes_vectors: bool = False,
+    can_inspect: bool = True,
+    position: str = "sinusoidal",
+    **settings: Any,
 ) -> FakeServer:
-    """Starts a server that serves tiny@2 (the default) and tiny@1; keyword arguments are settings."""
+    """Starts a server that serves tiny@2 (the default) and tiny@1; other keyword arguments are settings."""
     engine = engine or FakeEngine(D_MODEL)
+    inspector = FakeInspector(D_MODEL, N_HEADS, LONGEST)
+    with_tokenizer = with_tokenizer and not takes_vectors
     tokenizer_file = write_tokenizer(directory / "tokenizer.json")
 
     def load(bundle_directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+        graph = Graph(
+            path=bundle_directory / "model.onnx",
+            input_name="inputs",
+            takes_vectors=takes_vectors,
+            attention_mask_name="mask",
+            output_name="rows",
+            pad_token_id=0,
+            d_model=D_MODEL,
+            precision="float32",
+        )
+        names: dict[InspectKind, tuple[str, ...]] = dict.fromkeys(InspectKind, ())
         bundle = Bundle(
             name=bundle_directory.parent.name,
             version=bundle_directory.name,
             fingerprint="f" * 32,
             d_model=D_MODEL,
-            n_layers=1,
-            n_heads=1,
-            vocab_size=VOCAB_SIZE,
+            n_layers=N_LAYERS,
+            n_heads=N_HEADS,
+            vocab_size=0 if takes_vectors else VOCAB_SIZE,
             max_sequence_tokens=LONGEST,
             pad_token_id=0,
             special_token_ids=(0, 1, 2) if with_tokenizer else (),
             pooling=Output(OutputKind.MEAN, l2_normalize=True) if with_tokenizer else None,
             tokenizer_file=tokenizer_file if with_tokenizer else None,
-            graph=Graph(bundle_directory / "model.onnx", "ids", "mask", "rows", 0, D_MODEL, "float32"),
+            graph=graph,
+            inspect_graph=InspectGraph(graph, names, {}) if can_inspect else None,
+            position=position,
+            parameters={"attention": 12, "norm": 3},
         )
         tokenizer = (
             TextTokenizer(tokenizer_file, tokenize_pool, settings.max_queue_text_mib * 2**20)
             if with_tokenizer
             else None
         )
-        return LoadedModel(bundle, tokenizer, engine, 0.1, 0.1)
+        return LoadedModel(bundle, tokenizer, engine, 0.1, 0.1, (lambda: inspector) if can_inspect else None)
 
     repository = directory / "models"
     for version in ("1", "2"):
@@ -133,4 +171,4 @@ async def start_fake_server(
     app = App(Settings(model_repository=repository, **chosen), load)
     await app.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{app.grpc_port}", options=[("grpc.max_receive_message_length", -1)])
-    return FakeServer(app, engine, channel)
+    return FakeServer(app, engine, inspector, channel)

@@ -28,6 +28,7 @@ from encserve_server.bundle import find_bundles
 from encserve_server.clock import MonotonicClock
 from encserve_server.errors import StartupError
 from encserve_server.health import Health
+from encserve_server.inspecting import InspectLane
 from encserve_server.loading import LoadedModel, load_model
 from encserve_server.metrics import Metrics
 from encserve_server.models import Catalog, RequestLimits, ServedModel
@@ -117,7 +118,7 @@ class App:
         for model in self._models:
             try:
                 async with asyncio.timeout(_CLOSE_SECONDS):
-                    await model.scheduler.close()
+                    await model.close()
             except TimeoutError:
                 logger.error("an engine is stuck", extra={"model": model.bundle.name})
                 clean = False
@@ -210,6 +211,7 @@ class App:
             clock=self._clock,
             observer=metrics,
             on_health_change=self._health.changed,
+            probe=bundle.sample(1),
         )
         scheduler.start()
         limits = RequestLimits(
@@ -218,9 +220,20 @@ class App:
             max_request_bytes=settings.max_request_mib * MIB,
             max_response_bytes=settings.max_response_mib * MIB,
             max_tokens=settings.max_queue_tokens,
+            max_inspect_tokens=settings.max_inspect_tokens,
         )
+        lane = None
+        if settings.inspect and loaded.load_inspector is not None:
+            lane = InspectLane(loaded.load_inspector, settings.max_inspections, metrics)
         return ServedModel(
-            bundle, loaded.tokenizer, scheduler, loaded.engine.info, limits, clock=self._clock, metrics=metrics
+            bundle,
+            loaded.tokenizer,
+            scheduler,
+            loaded.engine.info,
+            limits,
+            clock=self._clock,
+            metrics=metrics,
+            inspect_lane=lane,
         )
 
 

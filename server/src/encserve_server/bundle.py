@@ -1,17 +1,20 @@
 """Reads a model bundle and verifies it: nothing of it is used before its checksum matched."""
 
+import dataclasses
 import hashlib
 import json
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+import numpy as np
 from google.protobuf import json_format
 
 from encserve_proto.fingerprint import fingerprint
 from encserve_proto.v1 import manifest_pb2
 from encserve_server.errors import BundleError
-from encserve_server.types import Graph, Output, OutputKind
+from encserve_server.types import Graph, InspectGraph, InspectKind, ModelInput, Output, OutputKind
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -34,13 +37,16 @@ class Bundle:
         d_model: The width of a row.
         n_layers: The encoder's blocks.
         n_heads: The heads of a block.
-        vocab_size: One more than the largest id.
+        vocab_size: One more than the largest id; 0 where the model takes vectors.
         max_sequence_tokens: The longest sequence.
         pad_token_id: What fills a short sequence of a batch.
         special_token_ids: Ids that the tokenizer puts around a text, and the padding id.
         pooling: How the model was trained to pool, or None where the manifest does not say.
         tokenizer_file: The tokenizer, or None where the model takes ids only.
         graph: The ONNX file and its interface.
+        inspect_graph: The ONNX file that gives what happens inside, or None where there is none.
+        position: Where a token's place comes from; empty where the manifest does not say.
+        parameters: How many numbers the model has, by part.
     """
 
     name: str
@@ -56,6 +62,15 @@ class Bundle:
     pooling: Output | None
     tokenizer_file: Path | None
     graph: Graph
+    inspect_graph: InspectGraph | None
+    position: str
+    parameters: Mapping[str, int]
+
+    def sample(self, length: int, *, last: bool = False) -> ModelInput:
+        """A sequence that the model can compute: of its first id or its last, or of vectors of 0 or 1."""
+        if self.graph.takes_vectors:
+            return np.full((length, self.d_model), float(last), np.float32)
+        return np.full(length, self.vocab_size - 1 if last else 0, np.int64)
 
 
 def find_bundles(repository: Path, wanted: tuple[str, ...]) -> list[Path]:
@@ -97,7 +112,7 @@ def read_bundle(directory: Path) -> Bundle:
             f"{directory / MANIFEST_NAME}: it is of {manifest.name}/{manifest.version} but lies in "
             f"{directory.parent.name}/{directory.name}"
         )
-    verified = {file.path: _verify_file(directory, file) for file in manifest.files}
+    verified = {file.path: _verify_listed(directory, file) for file in manifest.files}
     _refuse_unlisted(directory, set(verified.values()))
     if manifest.fingerprint != fingerprint(manifest):
         raise BundleError(
@@ -112,8 +127,8 @@ def read_bundle(directory: Path) -> Bundle:
             raise BundleError(f"{directory / MANIFEST_NAME}: {field} names {path!r}, which `files` does not list")
         return verified[path]
 
-    shape, graph = manifest.encoder, manifest.graph
-    for field in ("d_model", "vocab_size", "max_sequence_tokens"):
+    shape, graph = manifest.encoder, _graph(directory, manifest, verified_path("graph.file", manifest.graph.file))
+    for field in ("d_model", "max_sequence_tokens", *(() if graph.takes_vectors else ("vocab_size",))):
         if getattr(shape, field) < 1:
             raise BundleError(f"{directory / MANIFEST_NAME}: encoder.{field} must be >= 1; was {getattr(shape, field)}")
     pooling = _POOLING.get(manifest.pooling)
@@ -132,16 +147,68 @@ def read_bundle(directory: Path) -> Bundle:
         tokenizer_file=(
             verified_path("text.tokenizer_file", manifest.text.tokenizer_file) if manifest.HasField("text") else None
         ),
-        graph=Graph(
-            path=verified_path("graph.file", graph.file),
-            input_ids_name=graph.input_ids_name,
-            attention_mask_name=graph.attention_mask_name,
-            output_name=graph.output_name,
-            pad_token_id=shape.pad_token_id,
-            d_model=shape.d_model,
-            precision=graph.precision,
+        graph=graph,
+        inspect_graph=(
+            _inspect_graph(directory, manifest, graph, verified_path) if manifest.HasField("inspect_graph") else None
         ),
+        position=shape.position,
+        parameters={part.part: part.count for part in manifest.parameters},
     )
+
+
+def _graph(directory: Path, manifest: manifest_pb2.Manifest, path: Path) -> Graph:
+    """The interface of the ONNX file."""
+    graph, shape = manifest.graph, manifest.encoder
+    if bool(graph.input_ids_name) == bool(graph.embeddings_name):
+        raise BundleError(
+            f"{directory / MANIFEST_NAME}: graph must name input_ids_name or embeddings_name; it names "
+            f"{graph.input_ids_name!r} and {graph.embeddings_name!r}"
+        )
+    return Graph(
+        path=path,
+        input_name=graph.embeddings_name or graph.input_ids_name,
+        takes_vectors=bool(graph.embeddings_name),
+        attention_mask_name=graph.attention_mask_name,
+        output_name=graph.output_name,
+        pad_token_id=shape.pad_token_id,
+        d_model=shape.d_model,
+        precision=graph.precision,
+    )
+
+
+def _inspect_graph(
+    directory: Path, manifest: manifest_pb2.Manifest, graph: Graph, verified_path: Callable[[str, str], Path]
+) -> InspectGraph:
+    """The interface of the ONNX file for inspections."""
+    inspect, n_layers = manifest.inspect_graph, manifest.encoder.n_layers
+    wanted = {"attention_weights_names": n_layers, "hidden_state_names": n_layers + 1}
+    for field, count in wanted.items():
+        if len(getattr(inspect, field)) != count:
+            raise BundleError(
+                f"{directory / MANIFEST_NAME}: inspect_graph.{field} must hold {count} names for n_layers {n_layers}; "
+                f"was {len(getattr(inspect, field))}"
+            )
+    names = {
+        InspectKind.ATTENTION_WEIGHTS: tuple(inspect.attention_weights_names),
+        InspectKind.HIDDEN_STATES: tuple(inspect.hidden_state_names),
+    }
+    if inspect.positions_name:
+        names[InspectKind.POSITIONS] = (inspect.positions_name,)
+    # Which of the other files hold its weights only ONNX Runtime knows; all are checked again before it is loaded.
+    files = {directory / file.path: file.sha256 for file in manifest.files}
+    path = verified_path("inspect_graph.file", inspect.file)
+    own = dataclasses.replace(graph, path=path, output_name=inspect.hidden_state_names[-1])
+    return InspectGraph(own, names, files)
+
+
+def verify_unchanged(files: Mapping[Path, str]) -> None:
+    """Checks files against their SHA-256 once more: a bundle may have been replaced since it was read.
+
+    Raises:
+        BundleError: One is gone or altered.
+    """
+    for path, sha256 in files.items():
+        _verify_sha256(path, sha256)
 
 
 def _split_wanted(text: str) -> tuple[str, str]:
@@ -197,7 +264,7 @@ def _read_manifest(path: Path) -> manifest_pb2.Manifest:
         raise BundleError(f"{path}: not a manifest: {error}") from error
 
 
-def _verify_file(directory: Path, file: manifest_pb2.BundleFile) -> Path:
+def _verify_listed(directory: Path, file: manifest_pb2.BundleFile) -> Path:
     """The path of a listed file, once it is there, inside the bundle, and unaltered."""
     relative = PurePosixPath(file.path)
     if not file.path or relative.is_absolute() or ".." in relative.parts:
@@ -209,13 +276,20 @@ def _verify_file(directory: Path, file: manifest_pb2.BundleFile) -> Path:
         size_bytes = path.stat().st_size
         if size_bytes != file.size_bytes:
             raise BundleError(f"{path}: {size_bytes} bytes; its manifest says {file.size_bytes}")
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror or error}") from error
+    _verify_sha256(path, file.sha256)
+    return path
+
+
+def _verify_sha256(path: Path, wanted: str) -> None:
+    try:
         with path.open("rb") as stream:
             sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
         raise BundleError(f"{path}: cannot be read: {error.strerror or error}") from error
-    if sha256 != file.sha256:
-        raise BundleError(f"{path}: its sha256 is {sha256}; its manifest says {file.sha256}")
-    return path
+    if sha256 != wanted:
+        raise BundleError(f"{path}: its sha256 is {sha256}; its manifest says {wanted}")
 
 
 def _refuse_unlisted(directory: Path, listed: set[Path]) -> None:

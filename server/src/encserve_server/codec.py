@@ -1,6 +1,6 @@
 """Protobuf to what the server works with, and back."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -9,12 +9,16 @@ from google.protobuf.message import DecodeError, Message
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.bundle import Bundle
 from encserve_server.errors import InvalidField, MalformedRequest
-from encserve_server.models import EncodeCall, EncodeReply, SentIds, ServedModel
+from encserve_server.inputs import SentIds, SentInput, SentVectors
+from encserve_server.models import EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
 from encserve_server.outputs import build_output
 from encserve_server.status import Failure
-from encserve_server.types import CheckedSequence, DataType, Output, OutputKind
+from encserve_server.types import CheckedSequence, DataType, InspectKind, InspectTensor, Output, OutputKind
 
 M = TypeVar("M", bound=Message)
+
+# Small enough that sending one holds nobody up, large enough that there are few.
+_CHUNK_BYTES = 256 * 1024
 
 
 def parse(message_type: type[M], data: bytes) -> M:
@@ -39,15 +43,15 @@ def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
     Raises:
         TooManyInputs: More inputs than one request may hold.
         InvalidField: There is no input, an enum has a value that this server does not know, an output is asked for
-            twice, an input is neither text nor ids, or the model's own pooling is wanted but not known.
+            twice, an input is empty or malformed, or the model's own pooling is wanted but not known.
     """
     model.check_count(len(request.inputs))
     options, bundle = request.options, model.bundle
     return EncodeCall(
-        inputs=[_decode_input(i, it, bundle.max_sequence_tokens) for i, it in enumerate(request.inputs)],
+        inputs=[_decode_input(f"inputs[{i}]", it, bundle.max_sequence_tokens) for i, it in enumerate(request.inputs)],
         outputs=_decode_outputs(options.outputs, bundle),
-        data_type=_decode_data_type(options.data_type),
-        truncate=_decode_truncation(options.truncation),
+        data_type=_decode_data_type("options.data_type", options.data_type),
+        truncate=_decode_truncation("options.truncation", options.truncation),
         exclude_special_tokens=options.exclude_special_tokens,
         include_token_strings=options.include_token_strings,
     )
@@ -120,17 +124,40 @@ def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
         max_request_tokens=limits.max_tokens,
         ready=not reason,
         not_ready_reason=reason,
+        input_kind=pb.INPUT_KIND_EMBEDDINGS if bundle.graph.takes_vectors else pb.INPUT_KIND_TOKEN_IDS,
+        can_inspect=model.inspect_lane is not None,
+        max_inspect_tokens=model.max_inspect_tokens,
+        position=bundle.position,
+        parameters=[pb.PartParameters(part=part, count=count) for part, count in bundle.parameters.items()],
     )
 
 
-def _decode_input(i: int, it: pb.Input, longest: int) -> str | SentIds:
+def _decode_input(field: str, it: pb.Input, longest: int) -> SentInput:
     which = it.WhichOneof("input")
     if which == "text":
         return it.text
     if which == "token_ids":
         ids = it.token_ids.ids
         return SentIds(np.array(ids[:longest], np.int64), len(ids))
-    raise InvalidField(f"inputs[{i}]", "must be token_ids or text; was neither")
+    if which == "embeddings":
+        return _decode_vectors(f"{field}.embeddings", it.embeddings, longest)
+    raise InvalidField(field, "must be token_ids, text or embeddings; was none of them")
+
+
+def _decode_vectors(field: str, it: pb.TokenEmbeddings, longest: int) -> SentVectors:
+    dtype = _decode_data_type(f"{field}.data_type", it.data_type).dtype
+    data, width = it.data, it.width
+    if width < 1:
+        raise InvalidField(f"{field}.width", f"must be at least 1; was {width}")
+    row_bytes = width * dtype.itemsize
+    if len(data) % row_bytes:
+        raise InvalidField(
+            f"{field}.data",
+            f"must be whole vectors of {width} x {dtype.itemsize} bytes; was {len(data)} bytes",
+        )
+    count = len(data) // row_bytes
+    numbers = np.frombuffer(data, dtype, min(count, longest) * width)
+    return SentVectors(numbers.astype(np.float32).reshape(-1, width), count)
 
 
 def _decode_outputs(specs: Sequence[pb.OutputSpec], bundle: Bundle) -> tuple[Output, ...]:
@@ -156,15 +183,15 @@ def _decode_outputs(specs: Sequence[pb.OutputSpec], bundle: Bundle) -> tuple[Out
     return tuple(outputs)
 
 
-def _decode_data_type(value: int) -> DataType:
+def _decode_data_type(field: str, value: int) -> DataType:
     if value not in pb.DataType.values():
-        raise _unknown_value("options.data_type", value, "DataType", len(pb.DataType.values()))
+        raise _unknown_value(field, value, "DataType", len(pb.DataType.values()))
     return DataType(value or pb.DATA_TYPE_FLOAT32)
 
 
-def _decode_truncation(value: int) -> bool:
+def _decode_truncation(field: str, value: int) -> bool:
     if value not in pb.Truncation.values():
-        raise _unknown_value("options.truncation", value, "Truncation", len(pb.Truncation.values()))
+        raise _unknown_value(field, value, "Truncation", len(pb.Truncation.values()))
     return value == pb.TRUNCATION_END
 
 
@@ -172,19 +199,113 @@ def _unknown_value(field: str, value: int, enum: str, count: int) -> InvalidFiel
     return InvalidField(field, f"must be a value of {enum}, 0 to {count - 1}; was {value}")
 
 
+def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> InspectCall:
+    """Decodes an inspection, filling in every default.
+
+    Raises:
+        InvalidField: There is no input, an enum has a value that this server does not know, or a kind or layer is asked
+            for twice or is not in the model.
+    """
+    return InspectCall(
+        input=_decode_input("input", request.input, model.bundle.max_sequence_tokens),
+        wanted=_decode_specs(request.tensors, model.bundle),
+        data_type=_decode_data_type("data_type", request.data_type),
+        truncate=_decode_truncation("truncation", request.truncation),
+    )
+
+
+def encode_inspect_header(model: ServedModel, call: InspectCall, reply: InspectReply) -> pb.InspectResponse:
+    """Builds the first message of an inspection's answer."""
+    bundle, inspection = model.bundle, reply.inspection
+    header = pb.InspectHeader(
+        model=bundle.name,
+        model_version=bundle.version,
+        fingerprint=bundle.fingerprint,
+        sequence=_sequence_info(reply.sequence, model, with_ids=True, with_strings=model.tokenizer is not None),
+        timings=pb.Timings(
+            tokenize_seconds=reply.tokenize_seconds,
+            queue_seconds=inspection.queue_seconds,
+            compute_seconds=inspection.compute_seconds,
+        ),
+    )
+    for tensor in inspection.tensors:
+        header.tensors.add(
+            kind=pb.InspectKind.Name(tensor.kind.value),
+            layers=tensor.layers,
+            shape=tensor.shape,
+            data_type=pb.DataType.Name(call.data_type.value),
+        )
+    return pb.InspectResponse(header=header)
+
+
+def encode_chunks(tensors: Sequence[InspectTensor], data_type: DataType) -> Iterator[pb.InspectResponse]:
+    """Builds the other messages, each when it is asked for: the tensors' bytes, one after another."""
+    for i, tensor in enumerate(tensors):
+        for part in tensor.parts:
+            with np.errstate(over="ignore"):
+                numbers = np.ascontiguousarray(part.astype(data_type.dtype, copy=False))
+            data = numbers.data.cast("B")
+            for start in range(0, len(data), _CHUNK_BYTES):
+                chunk = pb.TensorChunk(tensor=i, data=bytes(data[start : start + _CHUNK_BYTES]))
+                yield pb.InspectResponse(chunk=chunk)
+
+
+def _decode_specs(specs: Sequence[pb.InspectSpec], bundle: Bundle) -> list[tuple[InspectKind, tuple[int, ...]]]:
+    if not specs:
+        default = (pb.INSPECT_KIND_ATTENTION_WEIGHTS, pb.INSPECT_KIND_HIDDEN_STATES)
+        specs = [pb.InspectSpec(kind=kind) for kind in default]
+    wanted: dict[InspectKind, tuple[int, ...]] = {}
+    for i, spec in enumerate(specs):
+        field = f"tensors[{i}]"
+        if spec.kind not in pb.InspectKind.values() or not spec.kind:
+            last = len(pb.InspectKind.values()) - 1
+            raise InvalidField(f"{field}.kind", f"must be a value of InspectKind, 1 to {last}; was {spec.kind}")
+        kind = InspectKind(spec.kind)
+        if kind in wanted:
+            raise InvalidField(field, f"asks for the same kind as tensors[{list(wanted).index(kind)}]")
+        wanted[kind] = _decode_layers(field, kind, spec.layers, bundle)
+    return list(wanted.items())
+
+
+def _decode_layers(field: str, kind: InspectKind, layers: Sequence[int], bundle: Bundle) -> tuple[int, ...]:
+    if kind is InspectKind.POSITIONS:
+        if bundle.position == "none":
+            raise InvalidField(f"{field}.kind", f"model {bundle.name} adds nothing for a token's place")
+        if layers:
+            raise InvalidField(f"{field}.layers", f"must be empty for positions; was {list(layers[:8])}")
+        return ()
+    count = bundle.n_layers + (kind is InspectKind.HIDDEN_STATES)
+    for i, layer in enumerate(layers):
+        if layer >= count:
+            raise InvalidField(f"{field}.layers[{i}]", f"must be from 0 to {count - 1}; was {layer}")
+        if i and layer <= layers[i - 1]:
+            raise InvalidField(
+                f"{field}.layers[{i}]", f"must be more than the one before, {layers[i - 1]}; was {layer}"
+            )
+    return tuple(layers) or tuple(range(count))
+
+
 def _encode_sequence(sequence: CheckedSequence, call: EncodeCall, model: ServedModel) -> pb.SequenceInfo:
+    with_strings = call.include_token_strings and model.tokenizer is not None
+    return _sequence_info(sequence, model, with_ids=sequence.text is not None, with_strings=with_strings)
+
+
+def _sequence_info(
+    sequence: CheckedSequence, model: ServedModel, *, with_ids: bool, with_strings: bool
+) -> pb.SequenceInfo:
     info = pb.SequenceInfo(
-        token_count=len(sequence.ids),
+        token_count=len(sequence.input),
         original_token_count=sequence.original_token_count,
         truncated=sequence.truncated,
     )
-    ids = sequence.ids.tolist()
+    ids = sequence.token_ids if with_ids or with_strings else None
     if sequence.special is not None:
         info.special.extend(sequence.special.tolist())
-    if sequence.text is not None:
+    if ids is not None and with_ids:
         info.token_ids.extend(ids)
+    if sequence.text is not None:
         info.char_starts.extend(sequence.text.char_starts)
         info.char_ends.extend(sequence.text.char_ends)
-    if call.include_token_strings and model.tokenizer is not None:
+    if ids is not None and with_strings and model.tokenizer is not None:
         info.tokens.extend(map(model.tokenizer.token_string, ids))
     return info

@@ -11,6 +11,7 @@
     │   └── ModelNotFound         no such model or version
     ├── QueueFull                 refused at the door; trying again later helps
     ├── DeadlineExpired           the caller's deadline passed before its batch started
+    ├── InspectUnavailable        this model cannot be looked into on this server
     ├── InferenceFailed           the model cannot compute this sequence
     ├── EngineUnhealthy           the engine fails again and again; another replica may do better
     ├── NotReady                  the server is still loading its models
@@ -92,6 +93,10 @@ class QueueFull(EncserveError):
 
 class DeadlineExpired(EncserveError):
     """The caller's deadline passed while the request was queued; it was not computed."""
+
+
+class InspectUnavailable(EncserveError):
+    """The model's bundle has no graph for inspections, or the server has them turned off."""
 
 
 class InferenceFailed(EncserveError):

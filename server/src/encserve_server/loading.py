@@ -1,20 +1,23 @@
 """Bundle to served model: verify, load, warm up. Blocking; runs in a thread."""
 
+import functools
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from encserve_server.bundle import Bundle, read_bundle
+from encserve_server.bundle import Bundle, read_bundle, verify_unchanged
 from encserve_server.cpus import usable_cpus
-from encserve_server.engine.base import Engine
-from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.engine.base import Engine, Inspector
+from encserve_server.engine.onnx import OnnxEngine, OnnxInspector
 from encserve_server.errors import BundleError
 from encserve_server.settings import MIB, Settings
 from encserve_server.tokenizing import TextTokenizer
+from encserve_server.types import InspectGraph
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +32,7 @@ class LoadedModel:
         engine: What runs it.
         load_seconds: The time to verify and load it.
         warmup_seconds: The time to warm it up.
+        load_inspector: Loads what looks into it; None where its bundle has no graph for that.
     """
 
     bundle: Bundle
@@ -36,6 +40,7 @@ class LoadedModel:
     engine: Engine
     load_seconds: float
     warmup_seconds: float
+    load_inspector: Callable[[], Inspector] | None = None
 
 
 def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
@@ -66,7 +71,19 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
             "warmup_seconds": round(warm - loaded, 3),
         },
     )
-    return LoadedModel(bundle, tokenizer, engine, loaded - began, warm - loaded)
+    inspect = bundle.inspect_graph
+    load = None if inspect is None else functools.partial(load_inspector, inspect, engine.info.device)
+    return LoadedModel(bundle, tokenizer, engine, loaded - began, warm - loaded, load)
+
+
+def load_inspector(inspect: InspectGraph, device: str) -> Inspector:
+    """Loads what looks into a model, on the device that the model runs on.
+
+    Raises:
+        BundleError: A file of the bundle has changed since the model was loaded, or is not usable.
+    """
+    verify_unchanged(inspect.files)
+    return OnnxInspector(inspect, device=device)
 
 
 def _load_tokenizer(bundle: Bundle, settings: Settings, tokenize_pool: Executor) -> TextTokenizer:
@@ -93,8 +110,7 @@ def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
     for lengths in batches:
         try:
             # The first id and the last: a vocabulary larger than the model's table fails here, not for a caller.
-            ends = (bundle.vocab_size - 1, 0)
-            result = engine.run([np.full(length, ends[i % 2]) for i, length in enumerate(lengths)])
+            result = engine.run([bundle.sample(length, last=i % 2 == 0) for i, length in enumerate(lengths)])
         except Exception as error:  # whatever the runtime raises
             raise BundleError(
                 f"{bundle.graph.path}: the model fails for sequences of {lengths} tokens: {error}"

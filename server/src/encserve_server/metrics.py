@@ -42,7 +42,8 @@ class Metrics:
         )
         self.stage_seconds = Histogram(
             "encserve_stage_seconds",
-            "Time by stage: tokenize (a request), queue (a sequence), compute (a batch), encode (a reply).",
+            "Time by stage: tokenize (a request), queue (a sequence), compute (a batch), encode (a reply), inspect (an "
+            "inspection's run).",
             (*_MODEL, "stage"), buckets=SECONDS_BUCKETS, registry=registry,
         )  # fmt: skip
         self.batch_sequences = Histogram(
@@ -76,6 +77,9 @@ class Metrics:
             "Sequences whose deadline passed in the queue; never computed.",
             _MODEL,
             registry=registry,
+        )
+        self.inspections = Gauge(
+            "encserve_inspections", "Inspections waiting, running, or being sent.", _MODEL, registry=registry
         )
         self.ready = Gauge("encserve_ready", "1 while the model answers requests, else 0.", _MODEL, registry=registry)
         self.load_seconds = Gauge(
@@ -114,6 +118,8 @@ class ModelMetrics:
         self._queue_seconds = metrics.stage_seconds.labels(*labels, "queue")
         self._compute_seconds = metrics.stage_seconds.labels(*labels, "compute")
         self.encode_seconds = metrics.stage_seconds.labels(*labels, "encode")
+        self.inspect_seconds = metrics.stage_seconds.labels(*labels, "inspect")
+        self.inspections = metrics.inspections.labels(*labels)
         self._batch_sequences = metrics.batch_sequences.labels(*labels)
         self._batch_tokens = metrics.batch_tokens.labels(*labels)
         self._tokens = metrics.tokens.labels(*labels)

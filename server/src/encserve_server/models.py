@@ -2,27 +2,27 @@
 
 import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from encserve_server.bundle import Bundle
 from encserve_server.clock import Clock
 from encserve_server.engine.base import EngineInfo
 from encserve_server.errors import (
+    InspectUnavailable,
     InvalidField,
     ModelNotFound,
     NotReady,
     ResponseTooLarge,
-    SequenceTooLong,
     TooManyInputs,
 )
+from encserve_server.inputs import InputChecker, Longest, SentInput
+from encserve_server.inspecting import Inspection, InspectLane, Wanted
 from encserve_server.metrics import ModelMetrics
 from encserve_server.outputs import output_rows
 from encserve_server.scheduler import Scheduler
 from encserve_server.tokenizing import TextTokenizer
-from encserve_server.types import CheckedSequence, DataType, EncodedSequence, Output, TokenIds, TokenizedText
+from encserve_server.types import CheckedSequence, DataType, EncodedSequence, Output
 
 # What a reply holds besides its rows, at most: an id, two offsets and a flag for each token, and a little more.
 _INFO_BYTES_PER_TOKEN = 24
@@ -41,6 +41,7 @@ class RequestLimits:
         max_request_bytes: The largest request; gRPC holds it, and callers are told.
         max_response_bytes: The largest reply.
         max_tokens: The most tokens: the bound of the queue.
+        max_inspect_tokens: The longest sequence that is looked into.
     """
 
     max_sequences: int
@@ -48,19 +49,7 @@ class RequestLimits:
     max_request_bytes: int
     max_response_bytes: int
     max_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class SentIds:
-    """Ids as the caller sent them.
-
-    Attributes:
-        ids: (seq,) int64, as many as the model can take.
-        count: How many there were.
-    """
-
-    ids: TokenIds
-    count: int
+    max_inspect_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +57,7 @@ class EncodeCall:
     """One request, decoded but not checked against its model.
 
     Attributes:
-        inputs: Texts, or ids.
+        inputs: Texts, ids, or vectors.
         outputs: What to return, every default filled in; never empty.
         data_type: The type of the numbers returned.
         truncate: Whether an over-long input is cut instead of refused.
@@ -76,7 +65,7 @@ class EncodeCall:
         include_token_strings: Whether the reply holds the vocabulary's strings.
     """
 
-    inputs: Sequence[str | SentIds]
+    inputs: Sequence[SentInput]
     outputs: tuple[Output, ...]
     data_type: DataType
     truncate: bool
@@ -101,6 +90,38 @@ class EncodeReply:
     estimated_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class InspectCall:
+    """One inspection, decoded but its input not yet checked.
+
+    Attributes:
+        input: A text, ids, or vectors.
+        wanted: Kinds that the model has, each with its layers.
+        data_type: The type of the numbers returned.
+        truncate: Whether an over-long input is cut instead of refused.
+    """
+
+    input: SentInput
+    wanted: Wanted
+    data_type: DataType
+    truncate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InspectReply:
+    """What a model did with one input.
+
+    Attributes:
+        sequence: The sequence as the model saw it.
+        inspection: What happened inside.
+        tokenize_seconds: How long tokenizing took, waiting for its thread included.
+    """
+
+    sequence: CheckedSequence
+    inspection: Inspection
+    tokenize_seconds: float
+
+
 class ServedModel:
     """One loaded model: checks a call, tokenizes it, and has it scheduled."""
 
@@ -114,8 +135,9 @@ class ServedModel:
         *,
         clock: Clock,
         metrics: ModelMetrics,
+        inspect_lane: InspectLane | None = None,
     ) -> None:
-        """Takes the parts, all of the same bundle."""
+        """Takes the parts, all of the same bundle; without a lane nobody looks into the model."""
         self.bundle = bundle
         self.tokenizer = tokenizer
         self.scheduler = scheduler
@@ -123,7 +145,8 @@ class ServedModel:
         self.limits = limits
         self._clock = clock
         self.metrics = metrics
-        self._special_ids = np.array(bundle.special_token_ids, np.int64)
+        self.inspect_lane = inspect_lane
+        self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes)
 
     async def encode(self, call: EncodeCall, deadline: float = math.inf) -> EncodeReply:
         """Checks every input, and only then runs them.
@@ -135,14 +158,49 @@ class ServedModel:
         self._check_call(call)
         began = self._clock.now()
         try:
-            sequences = await self._checked_sequences(call)
+            sequences = await self._checker.check(
+                call.inputs,
+                [f"inputs[{i}]" for i in range(len(call.inputs))],
+                self._longest(truncate=call.truncate),
+                mark_special=call.exclude_special_tokens,
+            )
         finally:
             tokenize_seconds = self._clock.now() - began
             if any(isinstance(it, str) for it in call.inputs):
                 self.metrics.tokenize_seconds.observe(tokenize_seconds)
         estimated_bytes = self._check_reply_size(call, sequences)
-        encoded = await self.scheduler.encode([sequence.ids for sequence in sequences], deadline)
+        encoded = await self.scheduler.encode([sequence.input for sequence in sequences], deadline)
         return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
+
+    @property
+    def max_inspect_tokens(self) -> int:
+        """The longest sequence that can be looked into; 0 where none can."""
+        return 0 if self.inspect_lane is None else min(self.limits.max_inspect_tokens, self.bundle.max_sequence_tokens)
+
+    @contextlib.asynccontextmanager
+    async def inspect(self, call: InspectCall) -> AsyncGenerator[InspectReply]:
+        """Looks into what the model does with one input; the reply's memory is given back when the block ends.
+
+        Raises:
+            InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
+            RequestError: The call cannot succeed; the text names the field and the numbers.
+            QueueFull: Too many inspections are pending.
+        """
+        if self.inspect_lane is None:
+            why = "its bundle holds no graph for it" if self.bundle.inspect_graph is None else "this server has it off"
+            raise InspectUnavailable(f"model {self.bundle.name} cannot be inspected: {why}")
+        longest = Longest(self.max_inspect_tokens, f"max_inspect_tokens of {self.bundle.name}", call.truncate)
+        began = self._clock.now()
+        (sequence,) = await self._checker.check([call.input], ["input"], longest)
+        tokenize_seconds = self._clock.now() - began
+        async with self.inspect_lane.inspect(sequence.input, call.wanted) as inspection:
+            yield InspectReply(sequence, inspection, tokenize_seconds)
+
+    async def close(self) -> None:
+        """Stops the engines; waits for what runs in them."""
+        await self.scheduler.close()
+        if self.inspect_lane is not None:
+            await self.inspect_lane.close()
 
     def check_count(self, count: int) -> None:
         """Refuses a number of inputs that no request may have.
@@ -165,70 +223,14 @@ class ServedModel:
             raise InvalidField(
                 "options.include_token_strings", f"model {self.bundle.name} has no tokenizer, so no strings for its ids"
             )
-        has_ids = any(isinstance(it, SentIds) for it in call.inputs)
-        if call.exclude_special_tokens and has_ids and not self.bundle.special_token_ids:
+        has_texts_only = all(isinstance(it, str) for it in call.inputs)
+        if call.exclude_special_tokens and not has_texts_only and not self.bundle.special_token_ids:
             raise InvalidField(
                 "options.exclude_special_tokens", f"model {self.bundle.name} does not say which tokens are special"
             )
 
-    async def _checked_sequences(self, call: EncodeCall) -> list[CheckedSequence]:
-        """Every input as a sequence that the model can take, or the first problem."""
-        texts: list[tuple[int, str]] = []
-        checked: dict[int, CheckedSequence] = {}
-        for i, it in enumerate(call.inputs):
-            if isinstance(it, str):
-                self._check_text(i, it)
-                texts.append((i, it))
-            else:
-                checked[i] = self._check_ids(i, it, call)
-        if self.tokenizer is not None and texts:
-            places = iter(texts)
-            tokenized = self.tokenizer.tokenize([text for _, text in texts], self.bundle.max_sequence_tokens)
-            async with contextlib.aclosing(tokenized):
-                async for text in tokenized:
-                    i, _ = next(places)
-                    checked[i] = self._check_tokenized(i, text, call)
-        return [checked[i] for i in range(len(call.inputs))]
-
-    def _check_text(self, i: int, text: str) -> None:
-        if self.tokenizer is None:
-            raise InvalidField(f"inputs[{i}].text", f"model {self.bundle.name} has no tokenizer; send token_ids")
-        limit = self.limits.max_text_bytes
-        # A code point has at most 4 bytes, so most texts need no encoding to be known short enough.
-        if len(text) * 4 > limit and (size := len(text.encode())) > limit:
-            raise InvalidField(f"inputs[{i}].text", f"must be at most {limit} bytes (max_text_bytes); was {size}")
-
-    def _check_tokenized(self, i: int, text: TokenizedText, call: EncodeCall) -> CheckedSequence:
-        if len(text.ids) == 0:
-            raise InvalidField(f"inputs[{i}].text", "has no tokens")
-        if text.original_token_count > self.bundle.max_sequence_tokens and not call.truncate:
-            raise self._too_long(f"inputs[{i}].text", text.original_token_count)
-        return CheckedSequence(text.ids, text.original_token_count, text.special, text)
-
-    def _check_ids(self, i: int, sent: SentIds, call: EncodeCall) -> CheckedSequence:
-        field = f"inputs[{i}].token_ids"
-        if sent.count == 0:
-            raise InvalidField(field, "must hold at least 1 id; was empty")
-        if sent.count > self.bundle.max_sequence_tokens and not call.truncate:
-            raise self._too_long(field, sent.count)
-        outside = (sent.ids < 0) | (sent.ids >= self.bundle.vocab_size)  # (seq,)
-        if outside.any():
-            at = int(np.argmax(outside))
-            raise InvalidField(
-                f"{field}.ids[{at}]",
-                f"must be from 0 to {self.bundle.vocab_size - 1} (the vocabulary of {self.bundle.name}); "
-                f"was {sent.ids[at]}",
-            )
-        special = np.isin(sent.ids, self._special_ids) if call.exclude_special_tokens else None
-        return CheckedSequence(sent.ids, sent.count, special)
-
-    def _too_long(self, field: str, count: int) -> SequenceTooLong:
-        longest = self.bundle.max_sequence_tokens
-        return SequenceTooLong(
-            field,
-            f"must be at most {longest} tokens (max_sequence_tokens of {self.bundle.name}); was {count}. "
-            "Ask for truncation, or cut it up",
-        )
+    def _longest(self, *, truncate: bool) -> Longest:
+        return Longest(self.bundle.max_sequence_tokens, f"max_sequence_tokens of {self.bundle.name}", truncate)
 
     def _check_reply_size(self, call: EncodeCall, sequences: Sequence[CheckedSequence]) -> int:
         """The reply's size in bytes, at most; refuses one that would not fit, before any compute."""
@@ -248,7 +250,7 @@ class ServedModel:
 
     def _sequence_bytes(self, call: EncodeCall, sequence: CheckedSequence) -> int:
         """What one sequence adds to a reply, in bytes, at most."""
-        tokens = token_rows = len(sequence.ids)
+        tokens = token_rows = len(sequence.input)
         if call.exclude_special_tokens and sequence.special is not None:
             token_rows -= int(sequence.special.sum())
         rows = sum(output_rows(output.kind, token_rows) for output in call.outputs)

@@ -37,10 +37,9 @@ def build_output(rows: Sequence[Rows], special: Sequence[Mask | None], output: O
         parts = [_pool(its, output.kind) for its in rows]
     if output.l2_normalize:
         parts = [_normalize(part) for part in parts]
-    dtype = np.dtype("<f4") if data_type is DataType.FLOAT32 else np.dtype("<f2")
     with np.errstate(over="ignore"):
         # `astype` copies nothing where the type is right already, and the join is the only copy of the rows.
-        data = b"".join([np.ascontiguousarray(part.astype(dtype, copy=False)).data for part in parts])
+        data = b"".join([np.ascontiguousarray(part.astype(data_type.dtype, copy=False)).data for part in parts])
     return Ragged([len(part) for part in parts], data)
 
 

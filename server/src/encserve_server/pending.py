@@ -8,7 +8,7 @@ from typing import Protocol
 
 from encserve_server.batching import BatchPolicy, Taken, take_batch
 from encserve_server.errors import EncserveError
-from encserve_server.types import EncodedSequence, TokenIds
+from encserve_server.types import EncodedSequence, ModelInput
 
 # So many entries that are gone are not worth a pass.
 _FEW = 64
@@ -44,11 +44,11 @@ class Ticket:
     entries: "list[Entry]"
 
     @classmethod
-    def of(cls, sequences: Sequence[TokenIds], now: float, deadline: float) -> "Ticket":
+    def of(cls, sequences: Sequence[ModelInput], now: float, deadline: float) -> "Ticket":
         """A ticket for a call that comes now, on the running event loop."""
         count = len(sequences)
         ticket = cls(asyncio.get_running_loop().create_future(), [None] * count, count, [])
-        ticket.entries = [Entry(ids, i, ticket, now, deadline) for i, ids in enumerate(sequences)]
+        ticket.entries = [Entry(it, i, ticket, now, deadline) for i, it in enumerate(sequences)]
         return ticket
 
     def fail(self, error: EncserveError) -> None:
@@ -62,7 +62,7 @@ class Entry:
     """One sequence of a call.
 
     Attributes:
-        ids: (seq,) int64.
+        input: (seq,) int64 ids, or (seq, d_model) float32 vectors.
         index: Its place in the call.
         ticket: The call.
         enqueued_at: When it came, in the clock's seconds.
@@ -71,7 +71,7 @@ class Entry:
         queued: Whether it counts against the queue's bound.
     """
 
-    ids: TokenIds
+    input: ModelInput
     index: int
     ticket: Ticket
     enqueued_at: float
@@ -82,7 +82,7 @@ class Entry:
     @property
     def length(self) -> int:
         """Its tokens."""
-        return len(self.ids)
+        return len(self.input)
 
     @property
     def gone(self) -> bool:

@@ -21,12 +21,12 @@ from encserve_server.errors import (
     RequestTooLarge,
 )
 from encserve_server.pending import Entry, PendingQueue, QueueObserver, Ticket
-from encserve_server.types import ClosedBy, EncodedSequence, TokenIds
+from encserve_server.types import ClosedBy, EncodedSequence, ModelInput
 
 logger = logging.getLogger(__name__)
 
-# A probe is a sequence that any model can compute; so its failure is the engine's fault.
-_PROBE = [np.zeros(1, np.int64)]
+# What a model that takes ids is probed with.
+_FIRST_ID = np.zeros(1, np.int64)
 
 
 class SchedulerObserver(QueueObserver, Protocol):
@@ -112,14 +112,19 @@ class Scheduler:
         clock: Clock,
         observer: SchedulerObserver,
         on_health_change: Callable[[], None] = lambda: None,
+        probe: ModelInput = _FIRST_ID,
     ) -> None:
-        """Takes what it works with; `start` sets it going."""
+        """Takes what it works with; `start` sets it going.
+
+        `probe` is a sequence that the model can compute, so that its failure is the engine's fault.
+        """
         self._engine = engine
         self._policy = policy
         self._limits = limits
         self._clock = clock
         self._observer = observer
         self._on_health_change = on_health_change
+        self._probe_input = probe
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encserve-engine")
         self._pending = PendingQueue(observer)
         self._work = asyncio.Event()  # set while there may be something to run
@@ -160,11 +165,12 @@ class Scheduler:
                 return f"a batch has been running for {running_s:.0f} s"
         return ""
 
-    async def encode(self, sequences: Sequence[TokenIds], deadline: float = math.inf) -> list[EncodedSequence]:
+    async def encode(self, sequences: Sequence[ModelInput], deadline: float = math.inf) -> list[EncodedSequence]:
         """Runs sequences and returns what the engine made of each, in order.
 
         Args:
-            sequences: One or more (seq,) int64 arrays, each checked by the caller.
+            sequences: One or more (seq,) int64 arrays of ids, or (seq, d_model) float32 arrays of vectors, whichever
+                the model takes; each checked by the caller.
             deadline: The clock's seconds after which nobody waits any more.
 
         Raises:
@@ -186,7 +192,7 @@ class Scheduler:
             ticket.entries.clear()  # they refer to the ticket: without this the rows would wait for the cycle collector
         return [result for result in ticket.results if result is not None]
 
-    def _admit(self, sequences: Sequence[TokenIds], deadline: float) -> Ticket:
+    def _admit(self, sequences: Sequence[ModelInput], deadline: float) -> Ticket:
         """Queues all sequences of a call, or refuses it."""
         if reason := self.not_ready_reason():
             raise EngineUnhealthy(f"the model is not available: {reason}")
@@ -238,7 +244,7 @@ class Scheduler:
             if not part:
                 continue
             try:
-                checked = await self._run_in_engine_thread([entry.ids for entry in part])
+                checked = await self._run_in_engine_thread([entry.input for entry in part])
             except Exception as error:  # whatever the runtime raises
                 if len(part) > 1:
                     half = len(part) // 2
@@ -253,7 +259,7 @@ class Scheduler:
                 else:
                     await self._failed(batch, ArithmeticError("no sequence had finite numbers"))
 
-    async def _run_in_engine_thread(self, sequences: Sequence[TokenIds]) -> "_Checked":
+    async def _run_in_engine_thread(self, sequences: Sequence[ModelInput]) -> "_Checked":
         self._run_started_at = self._clock.now()
         self._running = self._engine_thread.submit(_run_checked, self._engine, sequences)
         try:
@@ -302,7 +308,7 @@ class Scheduler:
 
     async def _probe(self) -> bool:
         try:
-            checked = await self._run_in_engine_thread(_PROBE)
+            checked = await self._run_in_engine_thread([self._probe_input])
         except Exception as error:  # whatever the runtime raises
             logger.warning("the engine failed a probe", extra={"error": repr(error)})
             return False
@@ -338,9 +344,9 @@ class _Checked:
     finite: list[bool]
 
 
-def _run_checked(engine: Engine, sequences: Sequence[TokenIds]) -> _Checked:
+def _run_checked(engine: Engine, sequences: Sequence[ModelInput]) -> _Checked:
     """Runs a batch and looks at every number of it; in the engine's thread, because both take time."""
     result = engine.run(sequences)
-    if [len(rows) for rows in result.rows] != [len(ids) for ids in sequences]:
+    if [len(rows) for rows in result.rows] != [len(it) for it in sequences]:
         raise RuntimeError("the engine gave rows that are not those of the sequences")
     return _Checked(result, [bool(np.isfinite(rows).all()) for rows in result.rows])

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor
 from enum import Enum
 from typing import Any
@@ -13,17 +13,25 @@ import grpc
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import codec
 from encserve_server.clock import Clock
-from encserve_server.errors import Draining, InvalidField, ResponseTooLarge
+from encserve_server.errors import DeadlineExpired, Draining, InvalidField, ResponseTooLarge
 from encserve_server.metrics import Metrics
 from encserve_server.models import Catalog, EncodeCall, EncodeReply, ServedModel
 from encserve_server.status import to_failure
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 # Each method with its type, as grpc_server_* metrics name it.
-METHODS = {"Encode": "unary", "EncodeStream": "bidi_stream", "ListModels": "unary", "GetModel": "unary"}
+METHODS = {
+    "Encode": "unary",
+    "EncodeStream": "bidi_stream",
+    "Inspect": "server_stream",
+    "ListModels": "unary",
+    "GetModel": "unary",
+}
 # A reply larger than this is built in a thread: on the event loop it would hold up everybody else.
 _INLINE_REPLY_BYTES = 256 * 1024
 _MAX_REQUEST_ID_BYTES = 128
+# How long a caller of Inspect may read nothing.
+_UNREAD_SECONDS = 30.0
 
 
 class _CutShort(Enum):
@@ -56,6 +64,7 @@ class EncoderService:
             {
                 "Encode": grpc.unary_unary_rpc_method_handler(self.encode),
                 "EncodeStream": grpc.stream_stream_rpc_method_handler(self.encode_stream),
+                "Inspect": grpc.unary_stream_rpc_method_handler(self.inspect),
                 "ListModels": grpc.unary_unary_rpc_method_handler(self.list_models),
                 "GetModel": grpc.unary_unary_rpc_method_handler(self.get_model),
             },
@@ -104,6 +113,19 @@ class EncoderService:
             draining.cancel()
         if data is CUT_SHORT:
             raise Draining("the server is stopping; requests that were not answered can be sent to another")
+
+    async def inspect(self, data: bytes, context: Context) -> None:
+        """What happens inside a model: the header, then the numbers in chunks."""
+        self._refuse_while_draining()
+        request = codec.parse(pb.InspectRequest, data)
+        model = self._catalog.resolve(request.model, request.model_version)
+        call = codec.decode_inspect_call(request, model)
+        async with model.inspect(call) as reply:
+            await context.write(codec.encode_inspect_header(model, call, reply).SerializeToString())
+            chunks = codec.encode_chunks(reply.inspection.tensors, call.data_type)
+            loop = asyncio.get_running_loop()
+            while chunk := await loop.run_in_executor(self._encode_pool, _next_chunk, chunks):
+                await _write_soon(context, chunk)
 
     async def list_models(self, data: bytes, context: Context) -> bytes:
         """Every model that is loaded."""
@@ -172,6 +194,25 @@ class EncoderService:
             failure = to_failure(error)
             self._metrics.refused.labels(failure.reason).inc()
             return codec.encode_stream_error(request_id, failure).SerializeToString()
+
+
+def _next_chunk(chunks: Iterator[pb.InspectResponse]) -> bytes:
+    """The next message's bytes; empty at the end."""
+    chunk = next(chunks, None)
+    return b"" if chunk is None else chunk.SerializeToString()
+
+
+async def _write_soon(context: Context, data: bytes) -> None:
+    """Sends a part of an answer. Its memory is held meanwhile, so a caller that does not read is given up on.
+
+    Raises:
+        DeadlineExpired: The caller has read nothing for too long.
+    """
+    try:
+        async with asyncio.timeout(_UNREAD_SECONDS):
+            await context.write(data)
+    except TimeoutError:
+        raise DeadlineExpired(f"nothing of the answer was read for {_UNREAD_SECONDS:.0f} s") from None
 
 
 async def _next(requests: AsyncIterator[bytes], draining: "asyncio.Future[Any]") -> bytes | _CutShort | None:

@@ -85,6 +85,22 @@ class Settings:
     max_stream_in_flight: int = _setting(
         64, "Requests of one stream that are read ahead and worked on at a time.", minimum=1
     )
+    inspect: bool = _setting(
+        True,
+        "Whether to answer Inspect. Its graph is loaded when it is first asked for and takes about as much memory as "
+        "the model; it runs in a thread of its own.",
+    )
+    max_inspect_tokens: int = _setting(
+        256,
+        "Longest sequence that Inspect takes, in tokens. Attention weights grow with its square: for 12 layers of 12 "
+        "heads 256 tokens give 38 MB, 512 give 151 MB.",
+        minimum=1,
+    )
+    max_inspections: int = _setting(
+        4,
+        "Most inspections waiting, running, or being sent, per model; more are refused with RESOURCE_EXHAUSTED.",
+        minimum=1,
+    )
     intra_op_threads: int | None = _setting(
         None, "Threads that share one batch on the CPU. Default: the CPUs this process may use.", minimum=1
     )

@@ -48,6 +48,7 @@ ERROR_TABLE: dict[type[EncserveError], Mapping] = {
     errors.ModelNotFound: Mapping(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"),
     errors.QueueFull: Mapping(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     errors.DeadlineExpired: Mapping(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED"),
+    errors.InspectUnavailable: Mapping(grpc.StatusCode.FAILED_PRECONDITION, "INSPECT_UNAVAILABLE"),
     errors.InferenceFailed: Mapping(grpc.StatusCode.INTERNAL, "INFERENCE_FAILED"),
     errors.EngineUnhealthy: Mapping(grpc.StatusCode.UNAVAILABLE, "ENGINE_UNHEALTHY", _UNAVAILABLE_RETRY_S),
     errors.NotReady: Mapping(grpc.StatusCode.UNAVAILABLE, "NOT_READY", _UNAVAILABLE_RETRY_S),
@@ -134,7 +135,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     """
 
     def __init__(self, metrics: Metrics, service: str, methods: dict[str, str]) -> None:
-        """Takes the service's full name, and its methods with their types ("unary", "bidi_stream")."""
+        """Takes the service's full name, and its methods with their types ("unary", "server_stream", "bidi_stream")."""
         self._metrics = metrics
         self._active = 0
         self.idle = asyncio.Event()
@@ -154,6 +155,8 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return handler
         if handler.stream_stream is not None:
             return grpc.stream_stream_rpc_method_handler(self._wrap(handler.stream_stream, labels))
+        if handler.unary_stream is not None:
+            return grpc.unary_stream_rpc_method_handler(self._wrap(handler.unary_stream, labels))
         return grpc.unary_unary_rpc_method_handler(self._wrap(handler.unary_unary, labels))
 
     def _wrap(self, inner: Handler, labels: tuple[str, str, str]) -> Any:

@@ -1,14 +1,19 @@
 """The data that flows through the server: shapes and dtypes stated, and names that say what has been checked."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, StrEnum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int64]  # (seq,)
 Rows = npt.NDArray[np.float32]  # (seq, d_model)
+Vectors = npt.NDArray[np.float32]  # (seq, d_model)
+ModelInput = TokenIds | Vectors  # one sequence, whichever its model takes; len() is its tokens
+Numbers = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]  # (seq,)
 
 
@@ -36,9 +41,14 @@ class DataType(Enum):
     FLOAT16 = 2
 
     @property
+    def dtype(self) -> np.dtype[np.floating[Any]]:
+        """The type as NumPy has it, little-endian whatever this machine is."""
+        return np.dtype("<f4") if self is DataType.FLOAT32 else np.dtype("<f2")
+
+    @property
     def itemsize(self) -> int:
         """Bytes a number."""
-        return 4 if self is DataType.FLOAT32 else 2
+        return self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +72,16 @@ class TokenizedText:
 
 @dataclass(frozen=True, slots=True)
 class CheckedSequence:
-    """A sequence that passed every check of its model: not empty, not too long, every id in the vocabulary.
+    """A sequence that passed every check of its model: not empty, not too long, every id in the vocabulary or finite.
 
     Attributes:
-        ids: (seq,) int64.
+        input: (seq,) int64 ids, or (seq, d_model) float32 vectors, whichever the model takes.
         original_token_count: The tokens before truncation.
         special: (seq,) which tokens are special, or None where nobody asked.
-        text: How the text was tokenized, or None if the caller sent ids.
+        text: How the text was tokenized, or None if the caller sent something else.
     """
 
-    ids: TokenIds
+    input: ModelInput
     original_token_count: int
     special: Mask | None = None
     text: TokenizedText | None = None
@@ -79,7 +89,12 @@ class CheckedSequence:
     @property
     def truncated(self) -> bool:
         """Whether anything was cut off."""
-        return self.original_token_count > len(self.ids)
+        return self.original_token_count > len(self.input)
+
+    @property
+    def token_ids(self) -> list[int] | None:
+        """The ids, or None for vectors."""
+        return self.input.tolist() if self.input.ndim == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +127,8 @@ class Graph:
 
     Attributes:
         path: The ONNX file.
-        input_ids_name: Its input of ids, int64 (batch, seq).
+        input_name: Its input of ids, int64 (batch, seq), or of vectors, float32 (batch, seq, d_model).
+        takes_vectors: Whether that is vectors.
         attention_mask_name: Its input of 1 for a token and 0 for padding, int64 (batch, seq).
         output_name: Its output of rows, float32 (batch, seq, d_model).
         pad_token_id: What fills a short sequence; the mask hides it.
@@ -121,9 +137,55 @@ class Graph:
     """
 
     path: Path
-    input_ids_name: str
+    input_name: str
+    takes_vectors: bool
     attention_mask_name: str
     output_name: str
     pad_token_id: int
     d_model: int
     precision: str
+
+
+class InspectKind(Enum):
+    """What one tensor of an inspection holds; the values are those of the protobuf enum of the same name."""
+
+    ATTENTION_WEIGHTS = 1
+    HIDDEN_STATES = 2
+    POSITIONS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class InspectGraph:
+    """The ONNX file that also gives what happens inside a model.
+
+    Attributes:
+        graph: The file and its inputs; its output is the last hidden state.
+        names: For each kind its outputs, one for each layer: attention weights (1, heads, seq, seq), hidden states
+            (1, seq, d_model), positions (max_sequence_tokens, d_model). A kind that the model does not have is left
+            out.
+        files: The SHA-256 of each file that it is made of, by path, to be checked before it is loaded.
+    """
+
+    graph: Graph
+    names: Mapping[InspectKind, tuple[str, ...]]
+    files: Mapping[Path, str]
+
+
+@dataclass(frozen=True, slots=True)
+class InspectTensor:
+    """One tensor of an inspection.
+
+    Attributes:
+        kind: What it holds.
+        layers: The layers along its first axis; empty for positions.
+        parts: Its numbers, float32: an array for each layer, or one array.
+    """
+
+    kind: InspectKind
+    layers: tuple[int, ...]
+    parts: tuple[Numbers, ...]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole."""
+        return (len(self.layers), *self.parts[0].shape) if self.layers else self.parts[0].shape

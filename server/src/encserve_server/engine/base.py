@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from encserve_server.types import Rows, TokenIds
+from encserve_server.types import InspectKind, InspectTensor, ModelInput, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,12 @@ class Engine(Protocol):
     def info(self) -> EngineInfo:
         """What the model really runs on."""
 
-    def run(self, sequences: Sequence[TokenIds]) -> BatchResult:
+    def run(self, sequences: Sequence[ModelInput]) -> BatchResult:
         """Runs one batch; blocks until it is done.
 
         Args:
-            sequences: One or more (seq,) int64 arrays, each checked against the model's vocabulary and length.
+            sequences: One or more (seq,) int64 arrays of ids, or (seq, d_model) float32 arrays of vectors, whichever
+                the model takes; each checked.
 
         Raises:
             Exception: Whatever the runtime raises; the scheduler then tries smaller batches.
@@ -57,3 +58,26 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Frees what the engine holds; `run` is never called again."""
+
+
+class Inspector(Protocol):
+    """Looks into one model. Used from one thread at a time."""
+
+    def run(
+        self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]]
+    ) -> tuple[list[InspectTensor], float]:
+        """Runs one sequence; blocks until it is done.
+
+        Args:
+            sequence: As for `Engine.run`.
+            wanted: Kinds that the model has, each with its layers.
+
+        Returns:
+            A tensor for each of `wanted`, and how long the model ran, in seconds.
+
+        Raises:
+            Exception: Whatever the runtime raises.
+        """
+
+    def close(self) -> None:
+        """Frees what it holds; `run` is never called again."""

@@ -1,19 +1,24 @@
 """An engine for tests: its rows are a formula of the ids, it fails when told to, and it waits when told to."""
 
+import math
 import threading
 from collections.abc import Sequence
 
 import numpy as np
 
 from encserve_server.engine.base import BatchResult, EngineInfo
-from encserve_server.types import Rows, TokenIds
+from encserve_server.types import InspectKind, InspectTensor, ModelInput, Numbers, Rows
 
 
-def fake_rows(ids: TokenIds, d_model: int) -> Rows:
-    """The rows that `FakeEngine` gives for (seq,) ids: (seq, d_model), each row telling its id, place and length."""
+def fake_rows(ids: ModelInput, d_model: int) -> Rows:
+    """The rows that `FakeEngine` gives for (seq,) ids: (seq, d_model), each row telling its id, place and length.
+
+    Of vectors the first component stands for the id.
+    """
+    marks = np.asarray(ids if ids.ndim == 1 else ids[:, 0], np.float64)  # (seq,)
     place = np.arange(len(ids))
     rows = np.empty((len(ids), d_model), np.float32)
-    rows[:] = np.asarray(ids)[:, None] * 1000.0 + place[:, None] + len(ids) / 1000.0
+    rows[:] = marks[:, None] * 1000.0 + place[:, None] + len(ids) / 1000.0
     return rows
 
 
@@ -62,7 +67,7 @@ class FakeEngine:
             self._passes += 1
             self._gate.notify_all()
 
-    def run(self, sequences: Sequence[TokenIds]) -> BatchResult:
+    def run(self, sequences: Sequence[ModelInput]) -> BatchResult:
         """Runs one batch by formula."""
         self.batches.append([len(ids) for ids in sequences])
         self.started.release()
@@ -80,6 +85,67 @@ class FakeEngine:
                 its_rows[0, 0] = np.nan
         padded = max(len(ids) for ids in sequences) * len(sequences)
         return BatchResult(rows=rows, padded_tokens=padded, compute_seconds=0.001)
+
+    def close(self) -> None:
+        """Remembers that it was closed."""
+        self.closed = True
+
+
+def fake_numbers(kind: InspectKind, layer: int, shape: tuple[int, ...]) -> Numbers:
+    """The array that `FakeInspector` gives for a layer: it rises from 100 x its kind + the layer by 1."""
+    first = 100 * kind.value + layer
+    return np.linspace(first, first + 1, math.prod(shape), dtype=np.float32).reshape(shape)
+
+
+class FakeInspector:
+    """Looks into nothing: every number tells its kind and layer, unless `hold` was called it answers at once.
+
+    Attributes:
+        lengths: The length of every sequence that was run, in order.
+        broken: Makes every run fail while set.
+    """
+
+    def __init__(self, d_model: int = 4, n_heads: int = 2, n_positions: int = 32) -> None:
+        """Takes the sizes of its arrays."""
+        self._d_model = d_model
+        self._n_heads = n_heads
+        self._n_positions = n_positions
+        self.lengths: list[int] = []
+        self.broken = False
+        self.closed = False
+        self.started = threading.Semaphore(0)  # released once for every run that begins
+        self._go = threading.Event()
+        self._go.set()
+
+    def hold(self) -> None:
+        """Lets no run finish until `let_go`."""
+        self._go.clear()
+
+    def let_go(self) -> None:
+        """Lets held and later runs finish."""
+        self._go.set()
+
+    def run(
+        self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]]
+    ) -> tuple[list[InspectTensor], float]:
+        """Gives each layer's array the numbers of `fake_numbers`."""
+        self.lengths.append(len(sequence))
+        self.started.release()
+        if not self._go.wait(timeout=60):
+            raise TimeoutError("the test never let the inspector go")
+        if self.broken:
+            raise RuntimeError("the device is lost")
+        seq = len(sequence)
+        shapes = {
+            InspectKind.ATTENTION_WEIGHTS: (self._n_heads, seq, seq),
+            InspectKind.HIDDEN_STATES: (seq, self._d_model),
+            InspectKind.POSITIONS: (self._n_positions, self._d_model),
+        }
+        tensors = []
+        for kind, layers in wanted:
+            parts = [fake_numbers(kind, layer, shapes[kind]) for layer in layers or (0,)]
+            tensors.append(InspectTensor(kind, layers, tuple(parts)))
+        return tensors, 0.001
 
     def close(self) -> None:
         """Remembers that it was closed."""

@@ -1,16 +1,18 @@
-"""The engine on ONNX Runtime: one session, padded batches."""
+"""The engine on ONNX Runtime: one session, padded batches; and the inspector, with a session of its own."""
 
 import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import onnxruntime as ort
 
 from encserve_server.engine.base import BatchResult, EngineInfo
 from encserve_server.errors import BundleError, DeviceError
-from encserve_server.types import Graph, TokenIds
+from encserve_server.types import Graph, InspectGraph, InspectKind, InspectTensor, ModelInput, Numbers
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
@@ -40,16 +42,18 @@ class OnnxEngine:
         self.info = EngineInfo(
             provider=provider, device="cuda" if provider == CUDA_PROVIDER else "cpu", precision=graph.precision
         )
-        self._check_interface()
+        _check_interface(self._session, graph)
 
-    def run(self, sequences: Sequence[TokenIds]) -> BatchResult:
+    def run(self, sequences: Sequence[ModelInput]) -> BatchResult:
         """Pads the sequences to the longest, runs them, and cuts the padding off again."""
-        lengths = np.array([len(ids) for ids in sequences])  # (batch,)
+        lengths = np.array([len(it) for it in sequences])  # (batch,)
         longest = int(lengths.max())
         mask = np.arange(longest) < lengths[:, None]  # (batch, seq)
-        ids = np.full(mask.shape, self._graph.pad_token_id, np.int64)  # (batch, seq)
-        ids[mask] = np.concatenate(sequences)
-        feeds = {self._graph.input_ids_name: ids, self._graph.attention_mask_name: mask.astype(np.int64)}
+        first = sequences[0]
+        fill = 0 if self._graph.takes_vectors else self._graph.pad_token_id
+        padded = np.full(mask.shape + first.shape[1:], fill, first.dtype)  # (batch, seq) or (batch, seq, d_model)
+        padded[mask] = np.concatenate(sequences)
+        feeds = _feeds(self._graph, padded, mask.astype(np.int64))
         began = time.perf_counter()
         (output,) = self._session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
         compute_seconds = time.perf_counter() - began
@@ -63,18 +67,71 @@ class OnnxEngine:
         """Frees the session and its memory."""
         del self._session
 
-    def _check_interface(self) -> None:
-        """Compares the graph's inputs and outputs with what the manifest says."""
-        inputs = {node.name: node.type for node in self._session.get_inputs()}
-        wanted = {self._graph.input_ids_name: "tensor(int64)", self._graph.attention_mask_name: "tensor(int64)"}
-        if inputs != wanted:
-            raise BundleError(f"{self._graph.path}: the graph's inputs are {inputs}; the manifest names {wanted}")
-        outputs = {node.name: node.type for node in self._session.get_outputs()}
-        if outputs.get(self._graph.output_name) != "tensor(float)":
-            raise BundleError(
-                f"{self._graph.path}: the graph's outputs are {outputs}; the manifest names "
-                f"{self._graph.output_name} of tensor(float)"
-            )
+
+class OnnxInspector:
+    """Looks into one model, in an ONNX Runtime session of its own."""
+
+    def __init__(self, inspect: InspectGraph, *, device: str) -> None:
+        """Loads the graph, to run on "cpu" or "cuda"; on the CPU in the caller's thread alone, to be gentle.
+
+        Raises:
+            DeviceError, BundleError: As for `OnnxEngine`.
+        """
+        self._inspect = inspect
+        self._session = _open_session(inspect.graph.path, device, intra_op_threads=1)
+        _check_interface(self._session, inspect.graph)
+
+    def run(
+        self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]]
+    ) -> tuple[list[InspectTensor], float]:
+        """Runs one sequence and keeps what is wanted; what is not is never copied out."""
+        names = [_output_names(self._inspect, kind, layers) for kind, layers in wanted]
+        mask = np.ones((1, len(sequence)), np.int64)  # (1, seq)
+        feeds = _feeds(self._inspect.graph, sequence[None], mask)
+        began = time.perf_counter()
+        outputs = self._session.run([name for its in names for name in its], feeds)
+        compute_seconds = time.perf_counter() - began
+        arrays = iter(outputs)
+        tensors = []
+        for (kind, layers), its in zip(wanted, names, strict=True):
+            parts = tuple(_numbers(next(arrays), kind) for _ in its)
+            tensors.append(InspectTensor(kind, layers, parts))
+        return tensors, compute_seconds
+
+    def close(self) -> None:
+        """Frees the session and its memory."""
+        del self._session
+
+
+def _feeds(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> dict[str, Any]:
+    """What a session is given for (batch, seq) ids or (batch, seq, d_model) vectors, and their (batch, seq) mask."""
+    return {graph.input_name: padded, graph.attention_mask_name: mask}
+
+
+def _output_names(inspect: InspectGraph, kind: InspectKind, layers: tuple[int, ...]) -> list[str]:
+    names = inspect.names[kind]
+    return [names[layer] for layer in layers] if layers else list(names)
+
+
+def _numbers(output: Numbers, kind: InspectKind) -> Numbers:
+    """An output without the axis of the batch; positions have none."""
+    return output if kind is InspectKind.POSITIONS else output[0]
+
+
+def _check_interface(session: ort.InferenceSession, graph: Graph) -> None:
+    """Compares a graph's inputs and outputs with what the manifest says."""
+    inputs = {node.name: node.type for node in session.get_inputs()}
+    wanted = {
+        graph.input_name: "tensor(float)" if graph.takes_vectors else "tensor(int64)",
+        graph.attention_mask_name: "tensor(int64)",
+    }
+    if inputs != wanted:
+        raise BundleError(f"{graph.path}: the graph's inputs are {inputs}; the manifest names {wanted}")
+    outputs = {node.name: node.type for node in session.get_outputs()}
+    if outputs.get(graph.output_name) != "tensor(float)":
+        raise BundleError(
+            f"{graph.path}: the graph's outputs are {outputs}; the manifest names {graph.output_name} of tensor(float)"
+        )
 
 
 def _open_session(path: Path, device: str, intra_op_threads: int) -> ort.InferenceSession:
