@@ -1,4 +1,4 @@
-"""The command line: `encserve-export hf`, `encserve-export checkpoint` and `encserve-export init`."""
+"""The command line: `encserve-export hf`, `checkpoint`, `init` and `inspect`."""
 
 import json
 from collections.abc import Callable
@@ -14,6 +14,8 @@ from encserve_export.config import EncoderConfig, Input
 from encserve_export.errors import ConfigError, ExportError
 from encserve_export.export import Exported, Progress, Target, export_checkpoint, export_hf, export_init
 from encserve_export.layouts import known_layouts
+from encserve_export.propagation import measure, read_sequence
+from encserve_export.reading import read_bundle
 from encserve_export.text import TokenizerFile, read_tokenizer
 
 _DEFAULT_VOCAB_SIZE = 32000
@@ -152,6 +154,34 @@ def init(
         return export_init(config, seed, target, tokenizer=tokenizer, progress=progress)
 
     _run(export)
+
+
+@main.command()
+@click.argument("bundle", type=_DIRECTORY)
+@click.option("--text", help="The text to run; needs the bundle's tokenizer.")
+@click.option("--ids", metavar="ID,ID,...", help="The token ids to run.")
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
+    help="How many tokens to run where neither is given; always the same ones.",
+)
+def inspect(bundle: Path, text: str | None, ids: str | None, tokens: int) -> None:
+    """Shows the parameters of the bundle in MODELS/NAME/VERSION, and how the signal fares through its layers."""
+    console = Console()
+    try:
+        found = read_bundle(bundle)
+        report.show_bundle(found, console)
+        if not found.manifest.HasField("inspect_graph"):
+            console.print("No signal propagation: this bundle has no graph for inspections.")
+            return
+        sequence = read_sequence(found, text, ids, tokens)
+        shown = f"text {text!r}" if text is not None else "the given ids" if ids is not None else "random tokens"
+        console.print()
+        report.show_propagation(measure(found, sequence), f"{len(sequence)} tokens of {shown}", console)
+    except ExportError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def _read_config(path: Path | None, tokenizer: TokenizerFile | None) -> EncoderConfig:

@@ -12,6 +12,7 @@ ExportError
 │   ├── WeightShapeError        a weight has another shape than the configuration says
 │   └── WeightValueError        a weight holds NaN, infinity, or no floating-point numbers
 ├── TokenizerError              tokenizer.json is unreadable or does not fit the model
+├── SequenceError               what is to be run is no sequence that the model can take
 ├── ParityError                 ONNX Runtime computes something else than PyTorch
 └── BundleError                 the bundle cannot be written
     ├── BundleNameError         the model's name or version is not a plain name
@@ -67,6 +68,10 @@ class WeightValueError(CheckpointError):
 
 class TokenizerError(ExportError):
     """tokenizer.json is unreadable, or gives ids that the model does not have."""
+
+
+class SequenceError(ExportError):
+    """A text or ids to look at are missing, too many, or outside the vocabulary."""
 
 
 class ParityError(ExportError):

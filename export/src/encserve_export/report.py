@@ -1,10 +1,13 @@
-"""Shows an export's result as a table."""
+"""Shows an export's result, and what is in a bundle, as tables."""
 
 from rich.console import Console
 from rich.table import Table
 
 from encserve_export import graph, verify
 from encserve_export.export import Exported
+from encserve_export.parameters import count_by_layer
+from encserve_export.propagation import Propagation
+from encserve_export.reading import ReadBundle
 from encserve_proto.v1 import manifest_pb2
 
 
@@ -12,9 +15,7 @@ def show(exported: Exported, console: Console) -> None:
     """Prints parameters by part, file sizes, parity, and where the bundle is."""
     console.print(_parameters(exported.manifest))
     console.print()
-    for name, value in _facts(exported):
-        # Never folded to the width of a terminal: the path is there to be copied.
-        console.print(f"{name:<13}{value}", soft_wrap=True, highlight=False, markup=False)
+    _print_facts(_facts(exported), console)
 
 
 def _parameters(manifest: manifest_pb2.Manifest) -> Table:
@@ -39,3 +40,79 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         ("fingerprint", manifest.fingerprint),
         ("bundle", str(exported.path)),
     ]
+
+
+def show_bundle(bundle: ReadBundle, console: Console) -> None:
+    """Prints what a bundle is, and its parameters by layer and part."""
+    manifest, shape = bundle.manifest, bundle.manifest.encoder
+    facts = [
+        ("model", f"{manifest.name}, version {manifest.version}, fingerprint {manifest.fingerprint}"),
+        ("source", f"{manifest.source.kind}: {manifest.source.description}"),
+        ("encoder", _describe(shape)),
+    ]
+    _print_facts(facts, console)
+    console.print()
+    if manifest.HasField("inspect_graph"):
+        console.print(_parameters_by_layer(bundle))
+        unused = sum(part.count for part in manifest.parameters) - sum(layer.total for layer in count_by_layer(bundle))
+        if unused:
+            console.print(f"and {unused:,} that the graph never uses, such as rows for other token types")
+    else:
+        console.print(_parameters(manifest))
+
+
+def show_propagation(propagation: Propagation, sequence: str, console: Console) -> None:
+    """Prints the signal after each layer.
+
+    Args:
+        propagation: The figures.
+        sequence: What was run, for people.
+        console: Where to print.
+    """
+    without = propagation.without_residuals
+    table = Table(box=None, pad_edge=False)
+    table.add_column("after")
+    for name in ("norm", "cosine", *(("norm without residuals", "cosine without") if without else ())):
+        table.add_column(name, justify="right")
+    for i, signal in enumerate(propagation.signals):
+        signals = [signal, without[i]] if without else [signal]
+        cells = [text for it in signals for text in (f"{it.norm:,.2f}", f"{it.cosine:.3f}")]
+        table.add_row("embeddings" if i == 0 else f"layer {i - 1}", *cells)
+    console.print(f"Signal propagation, {sequence}:", highlight=False, soft_wrap=True, markup=False)
+    console.print(table)
+    console.print(
+        "norm: of a token's row, Euclidean, mean over tokens; cosine: of two tokens' rows, mean over pairs",
+        style="dim",
+    )
+    if without is None:
+        console.print("This model has no residual connections.")
+
+
+def _describe(shape: manifest_pb2.EncoderShape) -> str:
+    sizes = f"{shape.n_layers} layers of d_model {shape.d_model}, {shape.n_heads} heads, d_ff {shape.d_ff}"
+    choices = f"norm {shape.norm}, positions {shape.position}, activation {shape.activation}"
+    if not shape.n_layers:
+        return f"d_model {shape.d_model}, up to {shape.max_sequence_tokens} tokens"
+    return f"{sizes}, {choices}, up to {shape.max_sequence_tokens} tokens"
+
+
+def _parameters_by_layer(bundle: ReadBundle) -> Table:
+    layers = count_by_layer(bundle)
+    parts = [part.part for part in bundle.manifest.parameters if any(part.part in layer.counts for layer in layers)]
+    totals = {part: sum(layer.counts.get(part, 0) for layer in layers) for part in parts}
+    total = sum(totals.values())
+    table = Table(box=None, pad_edge=False, show_footer=True)
+    table.add_column("parameters", footer="total\nshare")
+    for part in parts:
+        table.add_column(part, footer=f"{totals[part]:,}\n{100 * totals[part] / total:.1f} %", justify="right")
+    table.add_column("total", footer=f"{total:,}\n100.0 %", justify="right")
+    for layer in layers:
+        counts = [f"{layer.counts[part]:,}" if part in layer.counts else "" for part in parts]
+        table.add_row(layer.name, *counts, f"{layer.total:,}")
+    return table
+
+
+def _print_facts(facts: list[tuple[str, str]], console: Console) -> None:
+    for name, value in facts:
+        # Never folded to the width of a terminal: names and paths are there to be copied.
+        console.print(f"{name:<13}{value}", soft_wrap=True, highlight=False, markup=False)
