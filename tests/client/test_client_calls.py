@@ -273,6 +273,13 @@ async def test_nothing_is_sent_for_a_wrong_argument(caller: Caller, service: Fak
         await caller(client.embed, ["a"], pooling="sum")
     with pytest.raises(ValueError, match="timeout_seconds must be > 0; was 0"):
         await caller(client.encode, ["a"], timeout_seconds=0)
+    with pytest.raises(InvalidInputError, match="timeout_seconds must be a number; was str"):
+        await caller(client.encode, ["a"], timeout_seconds="5")
+    for name in ("model", "version"):
+        with pytest.raises(InvalidInputError, match=f"{name} must be a str or None; was int"):
+            await caller(client.encode, ["a"], **{name: 1})
+    with pytest.raises(InvalidInputError, match="version must be a str or None; was int"):
+        await caller(client.model, "tiny", 1)
     assert service.n_get_model == 0
 
 

@@ -97,6 +97,8 @@ def test_a_wait_is_within_its_bounds(attempts: int, draw: float, remaining: floa
         ({"initial_backoff_seconds": -1}, "was -1"),
         ({"backoff_multiplier": 0.5}, "backoff_multiplier must be >= 1; was 0.5"),
         ({"initial_backoff_seconds": 9}, "was 5.0 < 9"),
+        ({"max_attempts": 2.5}, "max_attempts must be an int; was float"),
+        ({"max_backoff_seconds": "9"}, "max_backoff_seconds must be a number; was str"),
     ],
 )
 def test_a_policy_is_checked_when_it_is_made(settings: dict[str, float], text: str) -> None:

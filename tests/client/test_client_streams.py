@@ -204,6 +204,12 @@ async def test_arguments_are_checked_before_anything_is_read(caller: Caller) -> 
         client.encode_stream(["a"], max_in_flight=0)
     with pytest.raises(ValueError, match="timeout_seconds must be > 0; was -1"):
         client.encode_stream(["a"], timeout_seconds=-1)
+    with pytest.raises(InvalidInputError, match="max_in_flight must be an int; was str"):
+        client.encode_stream(["a"], max_in_flight="3")
+    with pytest.raises(InvalidInputError, match="version must be a str or None; was int"):
+        client.encode_stream(["a"], model="tiny", version=1)
+    with pytest.raises(InvalidInputError, match="inputs must be an iterable of inputs; was int"):
+        client.encode_stream(5)
 
 
 async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, service: FakeEncoder) -> None:

@@ -1,40 +1,17 @@
 """The client for threads."""
 
-import time
-from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, Literal, Unpack, overload
 
-import grpc
-
-from encserve_client._base import (
-    DEFAULT_MAX_CONCURRENT_MESSAGES,
-    DEFAULT_MAX_IN_FLIGHT,
-    DEFAULT_MAX_MESSAGE_BYTES,
-    DEFAULT_TIMEOUT_SECONDS,
-    BaseClient,
-    Metadata,
-    StreamOptions,
-    model_key,
-    shown,
-    stream_plan,
-)
-from encserve_client._channel import Tls
-from encserve_client._core import Settings
-from encserve_client._exceptions import CallCancelledError, ClientClosedError, EncserveError
+from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, StreamOptions, model_key, stream_plan
+from encserve_client._exceptions import EncserveError
 from encserve_client._inputs import Input, check_inputs
 from encserve_client._options import Array, DType, Options, Output, OutputKind, Pooling, as_outputs, pooled_output
 from encserve_client._results import EncodeResult, ModelInfo
-from encserve_client._retry import RetryPolicy
-from encserve_client._stream_run import StreamRun
-from encserve_client._wire import run_without_loop
-from encserve_client._wire_sync import SyncWire
-from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
-
-T = TypeVar("T")
+from encserve_client._sync_base import SyncBase
 
 
-class EncoderClient(BaseClient):
+class EncoderClient(SyncBase):
     """Asks an encserve server for vectors.
 
     One client holds one channel, connects when it is first used, connects again by itself, and may be used by many
@@ -61,53 +38,9 @@ class EncoderClient(BaseClient):
         channel_arguments: gRPC channel arguments by name; they go before the library's own.
 
     Raises:
-        ValueError: A setting is out of bounds.
+        ValueError: A setting is out of bounds, or of the wrong type (an InvalidInputError, which is a ValueError too).
         OSError: A file of `tls` cannot be read.
     """
-
-    def __init__(
-        self,
-        target: str = "localhost:50051",
-        *,
-        tls: Tls | bool = False,
-        credentials: grpc.ChannelCredentials | None = None,
-        token: str | None = None,
-        metadata: Metadata | None = None,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        max_concurrent_messages: int = DEFAULT_MAX_CONCURRENT_MESSAGES,
-        retry: RetryPolicy | None = None,
-        channel_arguments: Mapping[str, str | int] | None = None,
-    ) -> None:
-        super().__init__(
-            target,
-            tls,
-            credentials,
-            token,
-            metadata,
-            Settings(timeout_seconds, max_message_bytes, max_concurrent_messages, retry or RetryPolicy()),
-            channel_arguments,
-        )
-        # A channel connects when it is first used.
-        if self._credentials is None:
-            self._channel = grpc.insecure_channel(target, self._channel_options)
-        else:
-            self._channel = grpc.secure_channel(target, self._credentials, self._channel_options)
-        self._stub = EncoderServiceStub(self._channel)
-
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the channel. Calls that other threads are still in raise `ClientClosedError`. May be called again."""
-        self._closed = True
-        self._channel.close()
 
     def encode(
         self,
@@ -364,22 +297,3 @@ class EncoderClient(BaseClient):
             self._wire(), items, model_key(model, version), options, timeout_seconds, describe=describe
         )
         return self._drive(call)
-
-    def _wire(self, inputs: Iterable[Input] = ()) -> SyncWire:
-        self._check_open()
-        return SyncWire(self._stub, self._metadata, time.monotonic, iter(inputs))
-
-    def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            return run_without_loop(coroutine)
-        except CallCancelledError as error:  # gRPC cancels what is going on when the channel is closed
-            if self._closed:
-                raise ClientClosedError("the client was closed during the call") from error
-            raise
-
-    def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> Generator[Any, None, None]:
-        try:
-            while (result := self._drive(run.next())) is not None:
-                yield shown(*result, ordered, return_exceptions)
-        finally:
-            run_without_loop(run.aclose())

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from encserve_client._arguments import as_float
 from encserve_client._decode import Part, decode_response, model_info
 from encserve_client._dispatch import Dispatch
 from encserve_client._exceptions import ProtocolError
@@ -31,6 +32,7 @@ class Settings:
     max_concurrent_messages: int
     retry: RetryPolicy
     random: Callable[[], float] = random_module.random
+    target: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError with the setting, its bound and the value."""
@@ -91,7 +93,9 @@ class Core:
 
     def deadline(self, timeout_seconds: float | None, now: float) -> float:
         """When a call that begins now must be over; None stands for the client's own timeout."""
-        timeout = self.settings.timeout_seconds if timeout_seconds is None else timeout_seconds
+        timeout = self.settings.timeout_seconds
+        if timeout_seconds is not None:
+            timeout = as_float("timeout_seconds", timeout_seconds)
         if not timeout > 0:
             raise ValueError(f"timeout_seconds must be > 0; was {timeout}")
         return now + timeout
