@@ -56,9 +56,19 @@ def rows_of(ids: Iterable[int]) -> Rows:
     return np.asarray(column + places + np.arange(D_MODEL, dtype=np.float32) / 64, np.float32)
 
 
+def rows_of_input(item: pb.Input) -> Rows:
+    """(seq, d_model): the rows of the ids; vectors come back as they are."""
+    if not item.HasField("embeddings"):
+        return rows_of(ids_of(item))
+    vectors = item.embeddings
+    dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[vectors.data_type]
+    return np.frombuffer(vectors.data, dtype).reshape(-1, vectors.width).astype(np.float32)
+
+
 def _info(item: pb.Input, options: pb.EncodeOptions) -> pb.SequenceInfo:
     ids = ids_of(item)
-    info = pb.SequenceInfo(token_count=len(ids), original_token_count=len(ids))
+    n_tokens = len(rows_of_input(item))
+    info = pb.SequenceInfo(token_count=n_tokens, original_token_count=n_tokens)
     is_special = [token in (FIRST, LAST) for token in ids]
     if item.HasField("text"):
         words = item.text.split()
@@ -77,7 +87,7 @@ def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
     rows = []
     for item in request.inputs:
         ids = ids_of(item)
-        part = rows_of(ids)
+        part = rows_of_input(item)
         if spec.kind in (pb.OUTPUT_KIND_UNSPECIFIED, pb.OUTPUT_KIND_TOKENS):
             if request.options.exclude_special_tokens:
                 part = part[[token not in (FIRST, LAST) for token in ids]]
@@ -145,7 +155,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
 
     def answer(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
         """The answer, within the limits, or `Refused`."""
-        tokens = [len(ids_of(item)) for item in request.inputs]
+        tokens = [len(rows_of_input(item)) for item in request.inputs]
         if len(tokens) > self.max_request_sequences:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "too many", "TOO_MANY_INPUTS")
         if sum(tokens) > self.max_request_tokens:

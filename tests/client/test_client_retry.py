@@ -11,6 +11,7 @@ from encserve_client import (
     DeadlineError,
     EncserveError,
     InferenceError,
+    InspectUnavailableError,
     InvalidRequestError,
     MessageTooLargeError,
     ModelNotFoundError,
@@ -48,6 +49,7 @@ def always(value: float):  # type: ignore[no-untyped-def]
         (Failure(Code.RESOURCE_EXHAUSTED, "quota of some proxy"), False),
         (Failure(Code.DEADLINE_EXCEEDED, ""), False),
         (Failure(Code.INTERNAL, "", "INFERENCE_FAILED"), False),
+        (Failure(Code.FAILED_PRECONDITION, "", "INSPECT_UNAVAILABLE"), False),
         (Failure(Code.ABORTED, ""), False),
     ],
 )
@@ -138,6 +140,7 @@ def test_every_status_has_its_exception(code: Code) -> None:
     ("failure", "expected"),
     [
         (Failure(Code.INTERNAL, "", "INFERENCE_FAILED"), InferenceError),
+        (Failure(Code.FAILED_PRECONDITION, "", "INSPECT_UNAVAILABLE"), InspectUnavailableError),
         (Failure(Code.INVALID_ARGUMENT, "", "RESPONSE_TOO_LARGE"), MessageTooLargeError),
         (Failure(Code.INVALID_ARGUMENT, "", "REQUEST_TOO_LARGE"), MessageTooLargeError),
         (Failure(Code.INVALID_ARGUMENT, "", "TOO_MANY_INPUTS"), MessageTooLargeError),

@@ -121,6 +121,20 @@ async def test_errors_are_raised_or_yielded(caller: Caller, service: FakeEncoder
         await caller.all_of(client, inputs)
 
 
+async def test_an_input_that_is_none_is_an_error_in_its_place(caller: Caller, service: FakeEncoder) -> None:
+    """Raised in its turn, after the results before it, or yielded."""
+    client = caller.connect()
+    nothings: list[Any] = [[], None]
+    for wrong in nothings:
+        first, error, last = await caller.all_of(client, [[1], wrong, [3]], return_exceptions=True)
+        assert first.shape == last.shape == (1, 8)
+        assert isinstance(error, InvalidInputError)
+        stream = client.encode_stream([[1], wrong, [3]])
+        assert (await caller.first_of(stream)).shape == (1, 8)
+        with pytest.raises(InvalidInputError, match=r"inputs\[1\] must"):
+            await caller.first_of(stream)
+
+
 async def test_a_slow_caller_bounds_what_is_read(caller: Caller, service: FakeEncoder) -> None:
     """Neither the iterable nor the server is run ahead of by more than the bound."""
     read: list[int] = []

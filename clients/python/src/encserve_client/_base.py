@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import grpc
-import numpy as np
 
 from encserve_client._arguments import as_float, as_int, want
 from encserve_client._channel import Tls, call_metadata, channel_credentials, channel_options
 from encserve_client._core import Core, ModelKey, Settings
 from encserve_client._exceptions import ClientClosedError, EncserveError, InvalidInputError
+from encserve_client._inputs import check_iterable
 from encserve_client._options import Array, DType, Options, Output, Pooling, pooled_output
 from encserve_client._retry import RetryPolicy
 from encserve_client._stream import StreamBooks
@@ -88,7 +88,9 @@ class BaseClient:
     def _stream_run(self, wire: Wire, ordered: bool, key: ModelKey, plan: "StreamPlan") -> StreamRun:
         settings = self._core.settings
         timeout = settings.timeout_seconds if plan.timeout_seconds is None else plan.timeout_seconds
-        books: StreamBooks[Array] = StreamBooks(settings.retry, plan.max_in_flight, timeout, ordered, settings.random)
+        books: StreamBooks[Array] = StreamBooks(
+            settings.retry, plan.max_in_flight, timeout, ordered, settings.random, settings.target
+        )
         template = pb.EncodeRequest(model=key[0], model_version=key[1], options=plan.options.to_proto())
         return StreamRun(wire, books, template, plan.options)
 
@@ -116,13 +118,10 @@ def stream_plan(
     """Checks the arguments of encode_stream, before anything is read.
 
     Raises:
-        InvalidInputError: `inputs` is a text, or an option does not exist.
+        InvalidInputError: `inputs` is itself one input, or an option does not exist.
         ValueError: A number is out of bounds.
     """
-    if isinstance(inputs, str):
-        raise InvalidInputError("inputs must be an iterable of inputs; for one text pass [text]")
-    if isinstance(inputs, np.ndarray) and inputs.ndim == 2 and inputs.dtype.kind == "f":
-        raise InvalidInputError("inputs must be an iterable of inputs; for one sequence of vectors pass [array]")
+    check_iterable(inputs)
     if not isinstance(inputs, Iterable | AsyncIterable):
         raise InvalidInputError(f"inputs must be an iterable of inputs; was {type(inputs).__name__}")
     if as_int("max_in_flight", max_in_flight) < 1:

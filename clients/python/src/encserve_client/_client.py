@@ -57,7 +57,9 @@ class EncoderClient(SyncBase):
         """One row per token for every input.
 
         Args:
-            inputs: Texts, and sequences of token ids (lists, tuples, or (seq,) integer arrays), freely mixed.
+            inputs: Texts, and sequences of token ids (lists, tuples, or (seq,) integer arrays), freely mixed. For a
+                model whose `ModelInfo.input_kind` is "embeddings", vectors instead: a (seq, d_model) array of float32,
+                float16, or float64, which is sent as float32, for each.
             model: The model's name. Default: the server's default model.
             version: Its version. Default: the model's default version.
             dtype: The type of the numbers returned.

@@ -29,6 +29,11 @@ _DATA_TYPES: dict[DType, pb.DataType] = {"float32": pb.DATA_TYPE_FLOAT32, "float
 _DTYPES: dict[DType, np.dtype[np.floating[Any]]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 
 
+def numpy_dtype(data_type: int) -> np.dtype[np.floating[Any]]:
+    """The NumPy type of a DataType that this library has sent."""
+    return _DTYPES["float16" if data_type == pb.DATA_TYPE_FLOAT16 else "float32"]
+
+
 def _check(name: str, value: object, choices: object) -> None:
     allowed = get_args(choices)
     if value not in allowed:
