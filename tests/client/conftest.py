@@ -14,6 +14,7 @@ import grpc.aio
 import numpy as np
 import numpy.typing as npt
 import pytest
+from inspections import inspection
 
 from encserve_client import AsyncEncoderClient, EncoderClient, RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -111,7 +112,10 @@ def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
 
 @dataclass
 class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
-    """The service. `before` sees each request before it is answered: it may wait, raise `Refused`, or replace it."""
+    """The service. `before` sees each request before it is answered: it may wait, raise `Refused`, or replace it.
+
+    `inspect` answers Inspect in place of what `inspections.inspection` would; it may do the same.
+    """
 
     max_request_sequences: int = 256
     max_request_tokens: int = 65536
@@ -119,7 +123,9 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     fingerprint: str = "f" * 16
     before: Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse | None]] | None = None
     before_stream: Callable[[pb.EncodeStreamRequest, Any], Awaitable[None]] | None = None
+    inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None
     requests: list[pb.EncodeRequest] = field(default_factory=list)
+    inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
     stream_requests: list[tuple[int, str]] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
     n_streams: int = 0
@@ -228,6 +234,23 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             response.error.retry_delay_seconds = int(refused.pushback or 0) / 1000
         async with writing:
             await context.write(response)
+
+    async def Inspect(self, request: pb.InspectRequest, context: Any) -> None:  # noqa: N802
+        self.inspect_requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        try:
+            if self.inspect is None:
+                for part in inspection(request, len(rows_of_input(request.input))):
+                    await context.write(part)
+            else:
+                async for part in self.inspect(request):
+                    await context.write(part)
+        except Refused as refused:
+            context.set_trailing_metadata(refused.trailers)
+            await context.abort(refused.code, refused.text)
+        except asyncio.CancelledError:
+            self.n_cancelled += 1
+            raise
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
         return pb.ListModelsResponse(models=[self.info()])

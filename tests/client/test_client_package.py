@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -69,10 +70,18 @@ def test_every_exception_is_in_the_tree() -> None:
 
 
 def test_both_clients_have_the_same_methods() -> None:
+    """With the same arguments and defaults."""
+
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
 
+    def parameters(kind: type, name: str) -> dict[str, tuple[Any, Any]]:
+        found = inspect.signature(getattr(kind, name)).parameters.values()
+        return {it.name: (it.kind, it.default) for it in found}
+
     assert public(EncoderClient) == public(AsyncEncoderClient)
+    for name in public(EncoderClient) | {"__init__"}:
+        assert parameters(EncoderClient, name) == parameters(AsyncEncoderClient, name), name
 
 
 def test_channel_options() -> None:

@@ -31,6 +31,7 @@ from encserve_client._exceptions import (
     ServerUnavailableError,
 )
 from encserve_client._inputs import Input, TokenEmbeddings, TokenIds
+from encserve_client._inspection import InspectResult
 from encserve_client._options import Array, DType, Output, OutputKind, Pooling
 from encserve_client._results import Block, EncodedOutput, EncodeResult, ModelInfo, SequenceInfo, Timings
 from encserve_client._retry import RetryPolicy
@@ -53,6 +54,7 @@ __all__ = [
     "FingerprintError",
     "InferenceError",
     "Input",
+    "InspectResult",
     "InspectUnavailableError",
     "InvalidInputError",
     "InvalidRequestError",

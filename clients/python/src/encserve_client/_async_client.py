@@ -7,6 +7,8 @@ from encserve_client._async_base import AsyncBase
 from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, StreamOptions, model_key, stream_plan
 from encserve_client._exceptions import EncserveError
 from encserve_client._inputs import Input, check_inputs
+from encserve_client._inspect_request import Layers, inspect_request
+from encserve_client._inspection import InspectResult
 from encserve_client._options import Array, DType, Options, Output, OutputKind, Pooling, as_outputs, pooled_output
 from encserve_client._results import EncodeResult, ModelInfo
 
@@ -74,6 +76,31 @@ class AsyncEncoderClient(AsyncBase):
         """Everything about the inputs at once. See `EncoderClient.run`."""
         options = Options(as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings)
         return await self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
+
+    async def inspect(
+        self,
+        input: Input,  # noqa: A002 - the contract's own word
+        *,
+        attention: Layers = True,
+        hidden_states: Layers = True,
+        positions: bool = False,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> InspectResult:
+        """What the model did with one input, layer by layer. See `EncoderClient.inspect`."""
+        request = inspect_request(
+            input,
+            model_key(model, version),
+            attention=attention,
+            hidden_states=hidden_states,
+            positions=positions,
+            dtype=dtype,
+            truncate=truncate,
+        )
+        return await self._drive(self._core.inspect(self._wire(), request, timeout_seconds))
 
     @overload
     def encode_stream(

@@ -6,6 +6,8 @@ from typing import Any, Literal, Unpack, overload
 from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, StreamOptions, model_key, stream_plan
 from encserve_client._exceptions import EncserveError
 from encserve_client._inputs import Input, check_inputs
+from encserve_client._inspect_request import Layers, inspect_request
+from encserve_client._inspection import InspectResult
 from encserve_client._options import Array, DType, Options, Output, OutputKind, Pooling, as_outputs, pooled_output
 from encserve_client._results import EncodeResult, ModelInfo
 from encserve_client._sync_base import SyncBase
@@ -163,6 +165,56 @@ class EncoderClient(SyncBase):
         """
         options = Options(as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings)
         return self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
+
+    def inspect(
+        self,
+        input: Input,  # noqa: A002 - the contract's own word
+        *,
+        attention: Layers = True,
+        hidden_states: Layers = True,
+        positions: bool = False,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> InspectResult:
+        """What the model did with one input: attention weights and hidden states, layer by layer.
+
+            result = client.inspect("I understand this", attention=[0])
+            result.attention[0, 3]     # (seq, seq): block 0, head 3
+            result.hidden_states[-1]   # (seq, d_model): what `encode` returns
+
+        Args:
+            input: One text, sequence of token ids, or array of vectors, of at most `ModelInfo.max_inspect_tokens`
+                tokens.
+            attention: The blocks whose attention weights to return, from 0 and ascending; True for all of them, False
+                for none.
+            hidden_states: The depths whose rows to return, in the same way; there is one more of them than blocks.
+            positions: Whether to return what the model adds to tokens for their places.
+            model: As for `encode`.
+            version: As for `encode`.
+            dtype: As for `encode`.
+            truncate: As for `encode`.
+            timeout_seconds: As for `encode`.
+
+        Returns:
+            The result. Its arrays are read-only.
+
+        Raises:
+            InspectUnavailableError: The model, or the server, does not answer `inspect`.
+            EncserveError: As for `encode`.
+        """
+        request = inspect_request(
+            input,
+            model_key(model, version),
+            attention=attention,
+            hidden_states=hidden_states,
+            positions=positions,
+            dtype=dtype,
+            truncate=truncate,
+        )
+        return self._drive(self._core.inspect(self._wire(), request, timeout_seconds))
 
     @overload
     def encode_stream(

@@ -11,6 +11,8 @@ from encserve_client._dispatch import Dispatch
 from encserve_client._exceptions import ProtocolError
 from encserve_client._failure import CallInfo
 from encserve_client._inputs import Input
+from encserve_client._inspect_answer import Gathering
+from encserve_client._inspection import InspectResult
 from encserve_client._merge import empty_result, merge_parts
 from encserve_client._message import Message
 from encserve_client._options import Options
@@ -87,6 +89,17 @@ class Core:
             return await self._encode(wire, inputs, key, options, deadline, describe)
         finally:
             await wire.aclose()
+
+    async def inspect(self, wire: Wire, request: pb.InspectRequest, timeout_seconds: float | None) -> InspectResult:
+        """Has one input looked into."""
+        started = wire.now()
+        try:
+            dispatch: Dispatch[Gathering] = self._dispatch([Message(request)], self.deadline(timeout_seconds, started))
+            await exchange(wire, "Inspect", dispatch, lambda _, answer: answer)
+        finally:
+            await wire.aclose()
+        [(_, answer)] = dispatch.answers
+        return answer.result(wire.now() - started, dispatch.attempts)
 
     async def list_models(self, wire: Wire, timeout_seconds: float | None) -> list[ModelInfo]:
         """Asks for every model."""
