@@ -91,7 +91,7 @@ async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, ser
 
 async def test_a_server_that_is_gone_ends_the_call(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect(target="127.0.0.1:1")
-    with pytest.raises(ServerUnavailableError):
+    with pytest.raises(ServerUnavailableError, match=r"^127\.0\.0\.1:1: .*\(sent 5 times\)$"):
         await caller.all_of(client, [[1]] * 10, return_exceptions=True)
 
 

@@ -112,7 +112,7 @@ def _pack_vectors(array: npt.NDArray[Any], name: str) -> pb.TokenEmbeddings:
     """The vectors of one sequence, row by row. A float64 is rounded to the nearest float32."""
     dtype, data_type = _SENT_AS[array.dtype.name]
     with np.errstate(over="ignore"):  # what becomes infinite is found below
-        vectors = np.asarray(array, dtype, order="C")  # (seq, d_model)
+        vectors = np.asarray(array, dtype)  # (seq, d_model)
     finite = np.isfinite(vectors)
     if not finite.all():
         row, column = (int(place) for place in np.argwhere(~finite)[0])
