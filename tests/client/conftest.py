@@ -14,6 +14,7 @@ import grpc.aio
 import numpy as np
 import numpy.typing as npt
 import pytest
+from inspections import inspection
 
 from encserve_client import AsyncEncoderClient, EncoderClient, RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -56,9 +57,19 @@ def rows_of(ids: Iterable[int]) -> Rows:
     return np.asarray(column + places + np.arange(D_MODEL, dtype=np.float32) / 64, np.float32)
 
 
+def rows_of_input(item: pb.Input) -> Rows:
+    """(seq, d_model): the rows of the ids; vectors come back as they are."""
+    if not item.HasField("embeddings"):
+        return rows_of(ids_of(item))
+    vectors = item.embeddings
+    dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[vectors.data_type]
+    return np.frombuffer(vectors.data, dtype).reshape(-1, vectors.width).astype(np.float32)
+
+
 def _info(item: pb.Input, options: pb.EncodeOptions) -> pb.SequenceInfo:
     ids = ids_of(item)
-    info = pb.SequenceInfo(token_count=len(ids), original_token_count=len(ids))
+    n_tokens = len(rows_of_input(item))
+    info = pb.SequenceInfo(token_count=n_tokens, original_token_count=n_tokens)
     is_special = [token in (FIRST, LAST) for token in ids]
     if item.HasField("text"):
         words = item.text.split()
@@ -77,7 +88,7 @@ def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
     rows = []
     for item in request.inputs:
         ids = ids_of(item)
-        part = rows_of(ids)
+        part = rows_of_input(item)
         if spec.kind in (pb.OUTPUT_KIND_UNSPECIFIED, pb.OUTPUT_KIND_TOKENS):
             if request.options.exclude_special_tokens:
                 part = part[[token not in (FIRST, LAST) for token in ids]]
@@ -101,7 +112,10 @@ def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
 
 @dataclass
 class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
-    """The service. `before` sees each request before it is answered: it may wait, raise `Refused`, or replace it."""
+    """The service. `before` sees each request before it is answered: it may wait, raise `Refused`, or replace it.
+
+    `inspect` answers Inspect in place of what `inspections.inspection` would; it may do the same.
+    """
 
     max_request_sequences: int = 256
     max_request_tokens: int = 65536
@@ -109,7 +123,9 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     fingerprint: str = "f" * 16
     before: Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse | None]] | None = None
     before_stream: Callable[[pb.EncodeStreamRequest, Any], Awaitable[None]] | None = None
+    inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None
     requests: list[pb.EncodeRequest] = field(default_factory=list)
+    inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
     stream_requests: list[tuple[int, str]] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
     n_streams: int = 0
@@ -145,7 +161,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
 
     def answer(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
         """The answer, within the limits, or `Refused`."""
-        tokens = [len(ids_of(item)) for item in request.inputs]
+        tokens = [len(rows_of_input(item)) for item in request.inputs]
         if len(tokens) > self.max_request_sequences:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "too many", "TOO_MANY_INPUTS")
         if sum(tokens) > self.max_request_tokens:
@@ -218,6 +234,23 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             response.error.retry_delay_seconds = int(refused.pushback or 0) / 1000
         async with writing:
             await context.write(response)
+
+    async def Inspect(self, request: pb.InspectRequest, context: Any) -> None:  # noqa: N802
+        self.inspect_requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        try:
+            if self.inspect is None:
+                for part in inspection(request, len(rows_of_input(request.input))):
+                    await context.write(part)
+            else:
+                async for part in self.inspect(request):
+                    await context.write(part)
+        except Refused as refused:
+            context.set_trailing_metadata(refused.trailers)
+            await context.abort(refused.code, refused.text)
+        except asyncio.CancelledError:
+            self.n_cancelled += 1
+            raise
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
         return pb.ListModelsResponse(models=[self.info()])

@@ -209,7 +209,9 @@ async def test_a_slow_server_meets_the_deadline(caller: Caller, service: FakeEnc
     service.before = lambda _: asyncio.sleep(30)
     client = caller.connect(timeout_seconds=0.2)
     await caller(client.model)
-    with pytest.raises(DeadlineError) as caught:
+    with pytest.raises(
+        DeadlineError, match=f"Deadline Exceeded.*: {service.target} did not answer within 0.2 s"
+    ) as caught:
         await caller(client.encode, [[5]])
     assert (caught.value.code, caught.value.attempts) == (Code.DEADLINE_EXCEEDED, 1)
     await _until(lambda: service.n_cancelled == 1)
@@ -273,12 +275,19 @@ async def test_nothing_is_sent_for_a_wrong_argument(caller: Caller, service: Fak
         await caller(client.embed, ["a"], pooling="sum")
     with pytest.raises(ValueError, match="timeout_seconds must be > 0; was 0"):
         await caller(client.encode, ["a"], timeout_seconds=0)
+    with pytest.raises(InvalidInputError, match="timeout_seconds must be a number; was str"):
+        await caller(client.encode, ["a"], timeout_seconds="5")
+    for name in ("model", "version"):
+        with pytest.raises(InvalidInputError, match=f"{name} must be a str or None; was int"):
+            await caller(client.encode, ["a"], **{name: 1})
+    with pytest.raises(InvalidInputError, match="version must be a str or None; was int"):
+        await caller(client.model, "tiny", 1)
     assert service.n_get_model == 0
 
 
 async def test_no_server(caller: Caller) -> None:
     client = caller.connect(target="127.0.0.1:1")
-    with pytest.raises(ServerUnavailableError, match=r"Failed to connect.*\(sent 5 times\)"):
+    with pytest.raises(ServerUnavailableError, match=r"^127\.0\.0\.1:1: .*Failed to connect.*\(sent 5 times\)"):
         await caller(client.models)
 
 

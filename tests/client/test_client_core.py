@@ -66,7 +66,7 @@ class Server:
 
 def core_of(timeout_seconds: float = 100.0, max_concurrent: int = 4, retry: RetryPolicy = POLICY) -> Core:
     """With the largest jitter."""
-    return Core(Settings(timeout_seconds, 64 << 20, max_concurrent, retry, random=lambda: 1.0))
+    return Core(Settings(timeout_seconds, 64 << 20, max_concurrent, retry, random=lambda: 1.0, target="host:1"))
 
 
 def encode(core: Core, server: Server, inputs: list[Input], timeout_seconds: float | None = None) -> EncodeResult:
@@ -103,7 +103,7 @@ def test_the_servers_delay_is_kept() -> None:
 
 
 def test_attempts_run_out() -> None:
-    with pytest.raises(ServerUnavailableError, match=r"down \(sent 3 times\)") as caught:
+    with pytest.raises(ServerUnavailableError, match=r"^host:1: down \(sent 3 times\)$") as caught:
         encode(core_of(), Server(failing([DOWN] * 9)), [[5]])
     assert caught.value.attempts == 3
 
@@ -112,7 +112,8 @@ def test_the_deadline_is_over_all_attempts() -> None:
     """An attempt gets what is left of the call's time, not the whole of it again."""
     answers = iter([(4.0, DOWN), (99.0, None)])
     server = Server(lambda _: next(answers))
-    with pytest.raises(DeadlineError) as caught:
+    text = r"^Deadline Exceeded: host:1 did not answer within 6 s \(sent 2 times\)$"
+    with pytest.raises(DeadlineError, match=text) as caught:
         encode(core_of(timeout_seconds=6.0), server, [[5]])
     assert server.wire.time == 6.0
     assert caught.value.attempts == 2
@@ -128,9 +129,16 @@ def test_a_wait_past_the_deadline_is_not_begun() -> None:
 
 
 def test_one_calls_timeout_goes_before_the_clients() -> None:
-    with pytest.raises(DeadlineError):
+    with pytest.raises(DeadlineError, match="host:1 did not answer within 7 s"):
         encode(core_of(timeout_seconds=100.0), server := Server(lambda _: (50.0, DOWN)), [[5]], timeout_seconds=7.0)
     assert server.wire.time == 7.0
+
+
+def test_what_there_was_no_time_to_send_is_a_deadline_too() -> None:
+    """The second of two messages, where one may be out at a time and the first takes all the time there is."""
+    server = Server(lambda request: (2.0, echo(request)), max_request_sequences=1)
+    with pytest.raises(DeadlineError, match="^the 2 s of the call passed before everything was sent to host:1$"):
+        encode(core_of(timeout_seconds=2.0, max_concurrent=1), server, [[5], [6]])
 
 
 def test_order_is_kept_whichever_answer_comes_first() -> None:

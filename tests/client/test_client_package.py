@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
+import numpy as np
 import pytest
 import trustme
 
 import encserve_client
-from encserve_client import AsyncEncoderClient, EncoderClient, ServerUnavailableError, Tls
+from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError, ServerUnavailableError, Tls
 from encserve_client._channel import channel_options
 from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
@@ -68,10 +70,18 @@ def test_every_exception_is_in_the_tree() -> None:
 
 
 def test_both_clients_have_the_same_methods() -> None:
+    """With the same arguments and defaults."""
+
     def public(kind: type) -> set[str]:
         return {name for name in dir(kind) if not name.startswith("_")}
 
+    def parameters(kind: type, name: str) -> dict[str, tuple[Any, Any]]:
+        found = inspect.signature(getattr(kind, name)).parameters.values()
+        return {it.name: (it.kind, it.default) for it in found}
+
     assert public(EncoderClient) == public(AsyncEncoderClient)
+    for name in public(EncoderClient) | {"__init__"}:
+        assert parameters(EncoderClient, name) == parameters(AsyncEncoderClient, name), name
 
 
 def test_channel_options() -> None:
@@ -97,6 +107,38 @@ def test_metadata_that_cannot_be_sent_is_refused(client: Any, settings: dict[str
     """By gRPC only when a call is made, and then with no word on why."""
     with pytest.raises(ValueError, match=text):
         client(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"target": None}, "target must be a str such as 'localhost:50051'; was NoneType"),
+        ({"target": ""}, "target must be a str such as 'localhost:50051'; was empty"),
+        ({"tls": "ca.pem"}, "tls must be a Tls or a bool; was str"),
+        ({"credentials": "ca.pem"}, "credentials must be grpc.ChannelCredentials or None; was str"),
+        ({"token": 5}, "token must be a str or None; was int"),
+        ({"metadata": 5}, "metadata must be a dict or a list of pairs; was int"),
+        ({"metadata": ["ab"]}, r"metadata must be of \(key, value\) pairs"),
+        ({"metadata": {5: "x"}}, "a metadata key must be a str; was int"),
+        ({"timeout_seconds": "5"}, "timeout_seconds must be a number; was str"),
+        ({"timeout_seconds": None}, "timeout_seconds must be a number; was NoneType"),
+        ({"max_message_bytes": 1e6}, "max_message_bytes must be an int; was float"),
+        ({"max_concurrent_messages": True}, "max_concurrent_messages must be an int; was bool"),
+        ({"retry": 3}, "retry must be a RetryPolicy; was int"),
+        ({"retry": 0}, "retry must be a RetryPolicy; was int"),
+        ({"channel_arguments": [("a", 1)]}, "channel_arguments must be a dict; was list"),
+        ({"channel_arguments": {"a": None}}, r"channel_arguments\['a'\] must be a str or an int; was NoneType"),
+    ],
+)
+@pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
+def test_settings_of_a_wrong_type_are_named(client: Any, settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        client(**settings)
+
+
+def test_numbers_of_numpys_are_numbers() -> None:
+    with EncoderClient(timeout_seconds=np.float32(5), max_message_bytes=np.int64(2**20), channel_arguments={}):  # type: ignore[arg-type]
+        pass
 
 
 def test_contradictions_are_refused() -> None:

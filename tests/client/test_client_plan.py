@@ -43,7 +43,7 @@ options = st.builds(
 
 
 def packed(inputs: list[Input]) -> list[pb.Input]:
-    return [pack_input(item, index) for index, item in enumerate(inputs)]
+    return [pack_input(item, f"inputs[{index}]") for index, item in enumerate(inputs)]
 
 
 def requests_of(messages: list[Message]) -> list[pb.EncodeRequest]:
@@ -126,11 +126,19 @@ def test_a_message_gets_its_share_of_the_servers_queue() -> None:
         ({"b", "a"}, "inputs must be a list of inputs, in an order of its own; was set"),
         ([1, 2, 3], r"inputs\[0\] is a single id; for one sequence of ids pass \[ids\]"),
         (np.array([1, 2]), r"inputs\[0\] is a single id"),
-        (["a", None], r"inputs\[1\] must be a text or a list, tuple or array of token ids; was NoneType"),
+        (["a", None], r"inputs\[1\] must be a text, a list, tuple or .* array of vectors; was NoneType"),
         (["a", b"b"], r"inputs\[1\] must be .* was bytes"),
         ([[1], []], r"inputs\[1\] must have at least one token id; was empty"),
-        ([np.zeros((2, 2), int)], r"inputs\[0\] must be a \(seq,\) array of integers; was \(2, 2\) of int64"),
-        ([np.zeros(2)], r"inputs\[0\] must be a \(seq,\) array of integers; was \(2,\) of float64"),
+        ([np.zeros((2, 2), int)], r"inputs\[0\] must be a \(seq,\) array .* or float64; was \(2, 2\) of int64"),
+        ([np.zeros(2)], r"inputs\[0\] must be .* a \(seq, d_model\) array of float32, .* was \(2,\) of float64"),
+        (["a", np.zeros((1, 2, 2))], r"inputs\[1\] must be .* was \(1, 2, 2\) of float64"),
+        ([np.zeros((2, 2), complex)], "was .* of complex128"),
+        ([np.zeros((2, 2), np.longdouble)], "was .* of (long|float)"),
+        ([np.zeros((2, 2), bool)], "was .* of bool"),
+        ([np.zeros((2, 2), object)], "was .* of object"),
+        ([np.zeros((0, 2))], r"inputs\[0\] must have at least one row and one column; was \(0, 2\)"),
+        ([np.zeros((2, 0), np.float32)], r"inputs\[0\] must have at least one row and one column; was \(2, 0\)"),
+        (np.zeros((2, 2)), r"inputs must be a list of inputs; for one sequence of vectors pass \[array\]"),
     ],
 )
 def test_wrong_inputs_are_named(inputs: object, text: str) -> None:
@@ -143,7 +151,7 @@ def test_wrong_inputs_are_named(inputs: object, text: str) -> None:
 @pytest.mark.parametrize("item", [[1, "2"], [1.5], [2**63], "\ud800", [None]])
 def test_what_protobuf_cannot_hold_is_named(item: Input) -> None:
     with pytest.raises(InvalidInputError, match=r"inputs\[4\] cannot be sent"):
-        pack_input(item, 4)
+        pack_input(item, "inputs[4]")
 
 
 @pytest.mark.parametrize(

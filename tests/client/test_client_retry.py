@@ -11,6 +11,7 @@ from encserve_client import (
     DeadlineError,
     EncserveError,
     InferenceError,
+    InspectUnavailableError,
     InvalidRequestError,
     MessageTooLargeError,
     ModelNotFoundError,
@@ -48,6 +49,7 @@ def always(value: float):  # type: ignore[no-untyped-def]
         (Failure(Code.RESOURCE_EXHAUSTED, "quota of some proxy"), False),
         (Failure(Code.DEADLINE_EXCEEDED, ""), False),
         (Failure(Code.INTERNAL, "", "INFERENCE_FAILED"), False),
+        (Failure(Code.FAILED_PRECONDITION, "", "INSPECT_UNAVAILABLE"), False),
         (Failure(Code.ABORTED, ""), False),
     ],
 )
@@ -97,6 +99,8 @@ def test_a_wait_is_within_its_bounds(attempts: int, draw: float, remaining: floa
         ({"initial_backoff_seconds": -1}, "was -1"),
         ({"backoff_multiplier": 0.5}, "backoff_multiplier must be >= 1; was 0.5"),
         ({"initial_backoff_seconds": 9}, "was 5.0 < 9"),
+        ({"max_attempts": 2.5}, "max_attempts must be an int; was float"),
+        ({"max_backoff_seconds": "9"}, "max_backoff_seconds must be a number; was str"),
     ],
 )
 def test_a_policy_is_checked_when_it_is_made(settings: dict[str, float], text: str) -> None:
@@ -136,6 +140,7 @@ def test_every_status_has_its_exception(code: Code) -> None:
     ("failure", "expected"),
     [
         (Failure(Code.INTERNAL, "", "INFERENCE_FAILED"), InferenceError),
+        (Failure(Code.FAILED_PRECONDITION, "", "INSPECT_UNAVAILABLE"), InspectUnavailableError),
         (Failure(Code.INVALID_ARGUMENT, "", "RESPONSE_TOO_LARGE"), MessageTooLargeError),
         (Failure(Code.INVALID_ARGUMENT, "", "REQUEST_TOO_LARGE"), MessageTooLargeError),
         (Failure(Code.INVALID_ARGUMENT, "", "TOO_MANY_INPUTS"), MessageTooLargeError),

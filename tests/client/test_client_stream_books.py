@@ -1,6 +1,6 @@
 """The logic of encode_stream in virtual time: order, bounds, retries, broken streams. No network, no waiting."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -62,9 +62,10 @@ def run_of(
     max_in_flight: int = 4,
     timeout: float = 100.0,
     policy: RetryPolicy = POLICY,
+    target: str = "",
 ) -> StreamRun:
     """With the largest jitter."""
-    books: StreamBooks[Any] = StreamBooks(policy, max_in_flight, timeout, ordered, random=lambda: 1.0)
+    books: StreamBooks[Any] = StreamBooks(policy, max_in_flight, timeout, ordered, lambda: 1.0, target)
     return StreamRun(wire, books, pb.EncodeRequest(), Options())
 
 
@@ -265,11 +266,42 @@ def test_a_stream_does_not_mix_vector_spaces() -> None:
         list(results(run_of(wire)))
 
 
-@pytest.mark.parametrize("inputs", [["a", 5], [[1], []], [[1], [1.5]]])
-def test_a_wrong_input_is_named(inputs: Iterable[object]) -> None:
-    wire = FakeWire(answer_stream=lambda *_: None, inputs=inputs)
-    with pytest.raises(InvalidInputError, match=r"inputs\[1\]"):
-        list(results(run_of(wire)))
+@pytest.mark.parametrize("wrong", [5, [], [1.5], None, np.array([[0.0, np.nan]])])
+@pytest.mark.parametrize("ordered", [True, False])
+def test_a_wrong_input_is_an_error_in_its_place(wrong: object, ordered: bool) -> None:
+    """It is named, nothing of it is sent, and the inputs around it are answered as if it were not there."""
+    wire = FakeWire(answer_stream=lambda _, request: (1.0, echo(request)), inputs=[[7], wrong, [9]])
+    found = list(results(run_of(wire, ordered=ordered)))
+    assert [index for index, _ in found] == ([0, 1, 2] if ordered else [1, 0, 2])
+    got = dict(found)
+    assert isinstance(got[1], InvalidInputError)
+    assert "inputs[1]" in str(got[1])
+    assert (got[0], got[2]) == (7, 9)
+    assert len(wire.sent) == 2
+
+
+def test_an_endless_row_of_wrong_inputs_is_read_no_further_than_allowed() -> None:
+    read: list[None] = []
+
+    def inputs() -> Iterator[None]:
+        while True:
+            read.append(None)
+            yield None
+
+    stream = results(run_of(FakeWire(inputs=inputs()), max_in_flight=3))
+    for taken in range(1, 9):
+        assert isinstance(next(stream)[1], InvalidInputError)
+        assert len(read) <= taken + 3
+
+
+def test_a_stream_that_fails_names_the_server() -> None:
+    """As does an input that was not answered in time."""
+    down = FakeWire(answer_stream=lambda *_: (0.0, BROKEN), inputs=[[1]])
+    with pytest.raises(ServerUnavailableError, match=r"^host:1: connection reset \(sent 3 times\)"):
+        list(results(run_of(down, target="host:1")))
+    never = FakeWire(answer_stream=lambda *_: None, inputs=[[1]])
+    [(_, error)] = results(run_of(never, timeout=2.5, target="host:1"))
+    assert str(error) == "inputs[0] was not answered within 2.5 s by host:1"
 
 
 def test_no_inputs_open_no_stream() -> None:

@@ -91,7 +91,7 @@ async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, ser
 
 async def test_a_server_that_is_gone_ends_the_call(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect(target="127.0.0.1:1")
-    with pytest.raises(ServerUnavailableError):
+    with pytest.raises(ServerUnavailableError, match=r"^127\.0\.0\.1:1: .*\(sent 5 times\)$"):
         await caller.all_of(client, [[1]] * 10, return_exceptions=True)
 
 
@@ -119,6 +119,20 @@ async def test_errors_are_raised_or_yielded(caller: Caller, service: FakeEncoder
     assert error.reason == "SEQUENCE_TOO_LONG"
     with pytest.raises(InvalidRequestError):
         await caller.all_of(client, inputs)
+
+
+async def test_an_input_that_is_none_is_an_error_in_its_place(caller: Caller, service: FakeEncoder) -> None:
+    """Raised in its turn, after the results before it, or yielded."""
+    client = caller.connect()
+    nothings: list[Any] = [[], None]
+    for wrong in nothings:
+        first, error, last = await caller.all_of(client, [[1], wrong, [3]], return_exceptions=True)
+        assert first.shape == last.shape == (1, 8)
+        assert isinstance(error, InvalidInputError)
+        stream = client.encode_stream([[1], wrong, [3]])
+        assert (await caller.first_of(stream)).shape == (1, 8)
+        with pytest.raises(InvalidInputError, match=r"inputs\[1\] must"):
+            await caller.first_of(stream)
 
 
 async def test_a_slow_caller_bounds_what_is_read(caller: Caller, service: FakeEncoder) -> None:
@@ -204,6 +218,12 @@ async def test_arguments_are_checked_before_anything_is_read(caller: Caller) -> 
         client.encode_stream(["a"], max_in_flight=0)
     with pytest.raises(ValueError, match="timeout_seconds must be > 0; was -1"):
         client.encode_stream(["a"], timeout_seconds=-1)
+    with pytest.raises(InvalidInputError, match="max_in_flight must be an int; was str"):
+        client.encode_stream(["a"], max_in_flight="3")
+    with pytest.raises(InvalidInputError, match="version must be a str or None; was int"):
+        client.encode_stream(["a"], model="tiny", version=1)
+    with pytest.raises(InvalidInputError, match="inputs must be an iterable of inputs; was int"):
+        client.encode_stream(5)
 
 
 async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, service: FakeEncoder) -> None:

@@ -13,14 +13,20 @@ from encserve_client import (
     EncoderClient,
     EncodeResult,
     EncserveError,
+    Input,
+    InspectResult,
     ModelInfo,
     Output,
     OverloadedError,
     RetryPolicy,
     Tls,
+    TokenEmbeddings,
 )
 
 ids: npt.NDArray[np.uint16] = np.array([1, 2], np.uint16)
+vectors: npt.NDArray[np.float16] = np.zeros((2, 8), np.float16)
+embeddings: TokenEmbeddings = vectors
+one_input: Input = embeddings
 
 
 def with_threads() -> None:
@@ -30,6 +36,11 @@ def with_threads() -> None:
         assert_type(client, EncoderClient)
         assert_type(client.encode(["a", [1, 2], (3,), ids]), list[Array])
         assert_type(client.encode(text for text in "abc"), list[Array])
+        assert_type(client.encode([vectors, np.zeros((2, 8)), one_input]), list[Array])
+        inspected = client.inspect(vectors, attention=[0, 2], hidden_states=False, positions=True, dtype="float16")
+        assert_type(inspected, InspectResult)
+        assert_type(inspected.attention, Array | None)
+        assert_type(inspected.hidden_state_layers, tuple[int, ...])
         assert_type(client.embed(["a"], pooling="mean", dtype="float16"), Array)
         result = client.run(["a"], outputs=["tokens", Output("cls", l2_normalize=True)])
         assert_type(result, EncodeResult)
@@ -49,6 +60,8 @@ def with_threads() -> None:
         )
         client.embed(["a"], pooling="sum")  # type: ignore[arg-type]
         client.encode([1.5])  # type: ignore[list-item]
+        client.inspect(["a", "b"])  # type: ignore[list-item]
+        client.inspect("a", attention=1.5)  # type: ignore[arg-type]
         client.encode_stream(["a"], max_in_fligth=3)  # type: ignore[call-overload]
 
 
@@ -62,6 +75,7 @@ async def with_asyncio() -> None:
         assert_type(await client.encode(["a"]), list[Array])
         assert_type(await client.embed(["a"]), Array)
         assert_type(await client.run(["a"]), EncodeResult)
+        assert_type(await client.inspect("a", attention=range(2)), InspectResult)
         assert_type(client.encode_stream(texts()), AsyncGenerator[Array, None])
         async for index, rows in client.encode_stream(texts(), ordered=False):
             assert_type(index, int)

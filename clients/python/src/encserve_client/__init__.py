@@ -20,6 +20,7 @@ from encserve_client._exceptions import (
     EncserveError,
     FingerprintError,
     InferenceError,
+    InspectUnavailableError,
     InvalidInputError,
     InvalidRequestError,
     MessageTooLargeError,
@@ -29,7 +30,8 @@ from encserve_client._exceptions import (
     ServerError,
     ServerUnavailableError,
 )
-from encserve_client._inputs import Input, TokenIds
+from encserve_client._inputs import Input, TokenEmbeddings, TokenIds
+from encserve_client._inspection import InspectResult
 from encserve_client._options import Array, DType, Output, OutputKind, Pooling
 from encserve_client._results import Block, EncodedOutput, EncodeResult, ModelInfo, SequenceInfo, Timings
 from encserve_client._retry import RetryPolicy
@@ -52,6 +54,8 @@ __all__ = [
     "FingerprintError",
     "InferenceError",
     "Input",
+    "InspectResult",
+    "InspectUnavailableError",
     "InvalidInputError",
     "InvalidRequestError",
     "MessageTooLargeError",
@@ -68,5 +72,6 @@ __all__ = [
     "ServerUnavailableError",
     "Timings",
     "Tls",
+    "TokenEmbeddings",
     "TokenIds",
 ]

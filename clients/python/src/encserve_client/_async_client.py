@@ -1,40 +1,19 @@
 """The client for asyncio. The same methods as `EncoderClient`, which has the full descriptions."""
 
-import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
+from typing import Any, Literal, Unpack, overload
 
-import grpc
-import grpc.aio
-
-from encserve_client._base import (
-    DEFAULT_MAX_CONCURRENT_MESSAGES,
-    DEFAULT_MAX_IN_FLIGHT,
-    DEFAULT_MAX_MESSAGE_BYTES,
-    DEFAULT_TIMEOUT_SECONDS,
-    BaseClient,
-    Metadata,
-    StreamOptions,
-    model_key,
-    shown,
-    stream_plan,
-)
-from encserve_client._channel import Tls
-from encserve_client._core import Settings
-from encserve_client._exceptions import CallCancelledError, ClientClosedError, EncserveError
+from encserve_client._async_base import AsyncBase
+from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, StreamOptions, model_key, stream_plan
+from encserve_client._exceptions import EncserveError
 from encserve_client._inputs import Input, check_inputs
+from encserve_client._inspect_request import Layers, inspect_request
+from encserve_client._inspection import InspectResult
 from encserve_client._options import Array, DType, Options, Output, OutputKind, Pooling, as_outputs, pooled_output
 from encserve_client._results import EncodeResult, ModelInfo
-from encserve_client._retry import RetryPolicy
-from encserve_client._stream_run import StreamRun
-from encserve_client._wire_async import AsyncWire
-from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
-
-T = TypeVar("T")
 
 
-class AsyncEncoderClient(BaseClient):
+class AsyncEncoderClient(AsyncBase):
     """Asks an encserve server for vectors, from asyncio.
 
     One client holds one channel, which belongs to the event loop in which it is first used. Any number of tasks may
@@ -45,47 +24,6 @@ class AsyncEncoderClient(BaseClient):
 
     Arguments, results and errors are those of `EncoderClient`.
     """
-
-    def __init__(
-        self,
-        target: str = "localhost:50051",
-        *,
-        tls: Tls | bool = False,
-        credentials: grpc.ChannelCredentials | None = None,
-        token: str | None = None,
-        metadata: Metadata | None = None,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        max_concurrent_messages: int = DEFAULT_MAX_CONCURRENT_MESSAGES,
-        retry: RetryPolicy | None = None,
-        channel_arguments: Mapping[str, str | int] | None = None,
-    ) -> None:
-        super().__init__(
-            target,
-            tls,
-            credentials,
-            token,
-            metadata,
-            Settings(timeout_seconds, max_message_bytes, max_concurrent_messages, retry or RetryPolicy()),
-            channel_arguments,
-        )
-        self._channel: grpc.aio.Channel | None = None  # made when first used, because it belongs to a loop
-        self._stub: Any = None
-
-    async def __aenter__(self) -> Self:
-        self._check_open()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Closes the channel. Calls that other tasks are still in raise `ClientClosedError`. May be called again."""
-        self._closed = True
-        if self._channel is not None:
-            await self._channel.close()
 
     async def encode(
         self,
@@ -138,6 +76,31 @@ class AsyncEncoderClient(BaseClient):
         """Everything about the inputs at once. See `EncoderClient.run`."""
         options = Options(as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings)
         return await self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
+
+    async def inspect(
+        self,
+        input: Input,  # noqa: A002 - the contract's own word
+        *,
+        attention: Layers = True,
+        hidden_states: Layers = True,
+        positions: bool = False,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> InspectResult:
+        """What the model did with one input, layer by layer. See `EncoderClient.inspect`."""
+        request = inspect_request(
+            input,
+            model_key(model, version),
+            attention=attention,
+            hidden_states=hidden_states,
+            positions=positions,
+            dtype=dtype,
+            truncate=truncate,
+        )
+        return await self._drive(self._core.inspect(self._wire(), request, timeout_seconds))
 
     @overload
     def encode_stream(
@@ -240,38 +203,3 @@ class AsyncEncoderClient(BaseClient):
             self._wire(), items, model_key(model, version), options, timeout_seconds, describe=describe
         )
         return await self._drive(call)
-
-    def _wire(self, inputs: Iterable[Input] | AsyncIterable[Input] = ()) -> AsyncWire:
-        self._check_open()
-        if self._channel is None:
-            if self._credentials is None:
-                self._channel = grpc.aio.insecure_channel(self._target, self._channel_options)
-            else:
-                self._channel = grpc.aio.secure_channel(self._target, self._credentials, self._channel_options)
-            self._stub = EncoderServiceStub(self._channel)
-        return AsyncWire(self._stub, self._metadata, time.monotonic, _iterate(inputs))
-
-    async def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await coroutine
-        except CallCancelledError as error:  # gRPC cancels what is going on when the channel is closed
-            if self._closed:
-                raise ClientClosedError("the client was closed during the call") from error
-            raise
-
-    async def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> AsyncGenerator[Any, None]:
-        try:
-            while (result := await self._drive(run.next())) is not None:
-                yield shown(*result, ordered, return_exceptions)
-        finally:
-            await run.aclose()
-
-
-async def _iterate(inputs: Iterable[Input] | AsyncIterable[Input]) -> AsyncIterator[Input]:
-    """Makes any iterable an async one."""
-    if isinstance(inputs, AsyncIterable):
-        async for item in inputs:
-            yield item
-    else:
-        for item in inputs:
-            yield item

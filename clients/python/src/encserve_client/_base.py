@@ -6,10 +6,13 @@ from typing import Any, TypedDict
 
 import grpc
 
+from encserve_client._arguments import as_float, as_int, want
 from encserve_client._channel import Tls, call_metadata, channel_credentials, channel_options
 from encserve_client._core import Core, ModelKey, Settings
 from encserve_client._exceptions import ClientClosedError, EncserveError, InvalidInputError
+from encserve_client._inputs import check_iterable
 from encserve_client._options import Array, DType, Options, Output, Pooling, pooled_output
+from encserve_client._retry import RetryPolicy
 from encserve_client._stream import StreamBooks
 from encserve_client._stream_run import Result, StreamRun
 from encserve_client._wire import Wire
@@ -42,20 +45,37 @@ class BaseClient:
 
     def __init__(
         self,
-        target: str,
-        tls: Tls | bool,
-        credentials: grpc.ChannelCredentials | None,
-        token: str | None,
-        metadata: Metadata | None,
-        settings: Settings,
-        channel_arguments: Mapping[str, str | int] | None,
+        target: str = "localhost:50051",
+        *,
+        tls: Tls | bool = False,
+        credentials: grpc.ChannelCredentials | None = None,
+        token: str | None = None,
+        metadata: Metadata | None = None,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
+        max_concurrent_messages: int = DEFAULT_MAX_CONCURRENT_MESSAGES,
+        retry: RetryPolicy | None = None,
+        channel_arguments: Mapping[str, str | int] | None = None,
     ) -> None:
-        self._target = target
+        self._target = want("target", target, str, "a str such as 'localhost:50051'")
+        if not target:
+            raise InvalidInputError("target must be a str such as 'localhost:50051'; was empty")
+        settings = Settings(
+            as_float("timeout_seconds", timeout_seconds),
+            as_int("max_message_bytes", max_message_bytes),
+            as_int("max_concurrent_messages", max_concurrent_messages),
+            RetryPolicy() if retry is None else want("retry", retry, RetryPolicy, "a RetryPolicy"),
+            target=target,
+        )
         self._core = Core(settings)
         checked_tls, self._credentials = channel_credentials(tls, credentials)
         self._channel_options = channel_options(settings.max_message_bytes, checked_tls, channel_arguments)
         self._metadata = call_metadata(token, metadata)
         self._closed = False
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """What a client does when it is made, with all of its settings there; for its two kinds to say."""
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open"
@@ -68,7 +88,9 @@ class BaseClient:
     def _stream_run(self, wire: Wire, ordered: bool, key: ModelKey, plan: "StreamPlan") -> StreamRun:
         settings = self._core.settings
         timeout = settings.timeout_seconds if plan.timeout_seconds is None else plan.timeout_seconds
-        books: StreamBooks[Array] = StreamBooks(settings.retry, plan.max_in_flight, timeout, ordered, settings.random)
+        books: StreamBooks[Array] = StreamBooks(
+            settings.retry, plan.max_in_flight, timeout, ordered, settings.random, settings.target
+        )
         template = pb.EncodeRequest(model=key[0], model_version=key[1], options=plan.options.to_proto())
         return StreamRun(wire, books, template, plan.options)
 
@@ -96,21 +118,28 @@ def stream_plan(
     """Checks the arguments of encode_stream, before anything is read.
 
     Raises:
-        InvalidInputError: `inputs` is a text, or an option does not exist.
+        InvalidInputError: `inputs` is itself one input, or an option does not exist.
         ValueError: A number is out of bounds.
     """
-    if isinstance(inputs, str):
-        raise InvalidInputError("inputs must be an iterable of inputs; for one text pass [text]")
-    if max_in_flight < 1:
+    check_iterable(inputs)
+    if not isinstance(inputs, Iterable | AsyncIterable):
+        raise InvalidInputError(f"inputs must be an iterable of inputs; was {type(inputs).__name__}")
+    if as_int("max_in_flight", max_in_flight) < 1:
         raise ValueError(f"max_in_flight must be >= 1; was {max_in_flight}")
-    if timeout_seconds is not None and not timeout_seconds > 0:
+    if timeout_seconds is not None and not (timeout_seconds := as_float("timeout_seconds", timeout_seconds)) > 0:
         raise ValueError(f"timeout_seconds must be > 0; was {timeout_seconds}")
     output = Output("tokens", l2_normalize) if pooling is None else pooled_output(pooling, l2_normalize)
     return StreamPlan(Options((output,), dtype, truncate, exclude_special_tokens), max_in_flight, timeout_seconds)
 
 
 def model_key(model: str | None, version: str | None) -> ModelKey:
-    """A model's name and version as the contract writes them: empty for the default."""
+    """A model's name and version as the contract writes them: empty for the default.
+
+    Raises:
+        InvalidInputError: One of them is neither a str nor None.
+    """
+    for name, value in (("model", model), ("version", version)):
+        want(name, value, (str, type(None)), "a str or None")
     return model or "", version or ""
 
 

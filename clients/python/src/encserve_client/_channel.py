@@ -7,6 +7,8 @@ from pathlib import Path
 
 import grpc
 
+from encserve_client._arguments import want
+from encserve_client._exceptions import InvalidInputError
 from encserve_client._wire_sync import Metadata
 
 ChannelOption = tuple[str, str | int]
@@ -63,7 +65,10 @@ def channel_options(
     }
     if tls is not None and tls.server_name is not None:
         options["grpc.ssl_target_name_override"] = tls.server_name
-    options.update(extra or {})
+    for name, value in want("channel_arguments", {} if extra is None else extra, Mapping, "a dict").items():
+        want("a name in channel_arguments", name, str, "a str")
+        want(f"channel_arguments[{name!r}]", value, (str, int), "a str or an int")
+        options[name] = value
     return list(options.items())
 
 
@@ -73,8 +78,11 @@ def channel_credentials(
     """What `tls=` and `credentials=` mean together; no credentials stand for plaintext.
 
     Raises:
+        InvalidInputError: One of them is of the wrong type.
         ValueError: Both are given.
     """
+    want("tls", tls, (Tls, bool, type(None)), "a Tls or a bool")
+    want("credentials", credentials, (grpc.ChannelCredentials, type(None)), "grpc.ChannelCredentials or None")
     settings = Tls() if tls is True else tls or None
     if settings is None:
         return None, credentials
@@ -87,12 +95,18 @@ def call_metadata(token: str | None, metadata: Mapping[str, str] | Sequence[tupl
     """What every call sends along.
 
     Raises:
+        InvalidInputError: Something is of the wrong type.
         ValueError: A key or a value cannot be sent; the text names the key and keeps the value secret.
     """
-    pairs = list(metadata.items() if isinstance(metadata, Mapping) else metadata or ())
+    given = () if metadata is None else want("metadata", metadata, (Mapping, list, tuple), "a dict or a list of pairs")
+    pairs = list(given.items() if isinstance(given, Mapping) else given)
     if token is not None:
-        pairs.append(("authorization", f"Bearer {token}"))
-    for key, value in pairs:
+        pairs.append(("authorization", f"Bearer {want('token', token, str, 'a str or None')}"))
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise InvalidInputError("metadata must be of (key, value) pairs")
+        key, value = pair
+        want("a metadata key", key, str, "a str")
         if not _METADATA_KEY.fullmatch(key):
             raise ValueError(f"a metadata key must be of a-z, 0-9, '-', '_' and '.'; was {key!r}")
         if not isinstance(value, str) or not (value.isascii() and value.isprintable()):

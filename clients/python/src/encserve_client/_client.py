@@ -1,40 +1,19 @@
 """The client for threads."""
 
-import time
-from collections.abc import Coroutine, Generator, Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, Literal, Unpack, overload
 
-import grpc
-
-from encserve_client._base import (
-    DEFAULT_MAX_CONCURRENT_MESSAGES,
-    DEFAULT_MAX_IN_FLIGHT,
-    DEFAULT_MAX_MESSAGE_BYTES,
-    DEFAULT_TIMEOUT_SECONDS,
-    BaseClient,
-    Metadata,
-    StreamOptions,
-    model_key,
-    shown,
-    stream_plan,
-)
-from encserve_client._channel import Tls
-from encserve_client._core import Settings
-from encserve_client._exceptions import CallCancelledError, ClientClosedError, EncserveError
+from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, StreamOptions, model_key, stream_plan
+from encserve_client._exceptions import EncserveError
 from encserve_client._inputs import Input, check_inputs
+from encserve_client._inspect_request import Layers, inspect_request
+from encserve_client._inspection import InspectResult
 from encserve_client._options import Array, DType, Options, Output, OutputKind, Pooling, as_outputs, pooled_output
 from encserve_client._results import EncodeResult, ModelInfo
-from encserve_client._retry import RetryPolicy
-from encserve_client._stream_run import StreamRun
-from encserve_client._wire import run_without_loop
-from encserve_client._wire_sync import SyncWire
-from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
-
-T = TypeVar("T")
+from encserve_client._sync_base import SyncBase
 
 
-class EncoderClient(BaseClient):
+class EncoderClient(SyncBase):
     """Asks an encserve server for vectors.
 
     One client holds one channel, connects when it is first used, connects again by itself, and may be used by many
@@ -61,53 +40,9 @@ class EncoderClient(BaseClient):
         channel_arguments: gRPC channel arguments by name; they go before the library's own.
 
     Raises:
-        ValueError: A setting is out of bounds.
+        ValueError: A setting is out of bounds, or of the wrong type (an InvalidInputError, which is a ValueError too).
         OSError: A file of `tls` cannot be read.
     """
-
-    def __init__(
-        self,
-        target: str = "localhost:50051",
-        *,
-        tls: Tls | bool = False,
-        credentials: grpc.ChannelCredentials | None = None,
-        token: str | None = None,
-        metadata: Metadata | None = None,
-        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
-        max_concurrent_messages: int = DEFAULT_MAX_CONCURRENT_MESSAGES,
-        retry: RetryPolicy | None = None,
-        channel_arguments: Mapping[str, str | int] | None = None,
-    ) -> None:
-        super().__init__(
-            target,
-            tls,
-            credentials,
-            token,
-            metadata,
-            Settings(timeout_seconds, max_message_bytes, max_concurrent_messages, retry or RetryPolicy()),
-            channel_arguments,
-        )
-        # A channel connects when it is first used.
-        if self._credentials is None:
-            self._channel = grpc.insecure_channel(target, self._channel_options)
-        else:
-            self._channel = grpc.secure_channel(target, self._credentials, self._channel_options)
-        self._stub = EncoderServiceStub(self._channel)
-
-    def __enter__(self) -> Self:
-        self._check_open()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Closes the channel. Calls that other threads are still in raise `ClientClosedError`. May be called again."""
-        self._closed = True
-        self._channel.close()
 
     def encode(
         self,
@@ -124,7 +59,9 @@ class EncoderClient(BaseClient):
         """One row per token for every input.
 
         Args:
-            inputs: Texts, and sequences of token ids (lists, tuples, or (seq,) integer arrays), freely mixed.
+            inputs: Texts, and sequences of token ids (lists, tuples, or (seq,) integer arrays), freely mixed. For a
+                model whose `ModelInfo.input_kind` is "embeddings", vectors instead: a (seq, d_model) array of float32,
+                float16, or float64, which is sent as float32, for each.
             model: The model's name. Default: the server's default model.
             version: Its version. Default: the model's default version.
             dtype: The type of the numbers returned.
@@ -228,6 +165,56 @@ class EncoderClient(BaseClient):
         """
         options = Options(as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings)
         return self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
+
+    def inspect(
+        self,
+        input: Input,  # noqa: A002 - the contract's own word
+        *,
+        attention: Layers = True,
+        hidden_states: Layers = True,
+        positions: bool = False,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> InspectResult:
+        """What the model did with one input: attention weights and hidden states, layer by layer.
+
+            result = client.inspect("I understand this", attention=[0])
+            result.attention[0, 3]     # (seq, seq): block 0, head 3
+            result.hidden_states[-1]   # (seq, d_model): what `encode` returns
+
+        Args:
+            input: One text, sequence of token ids, or array of vectors, of at most `ModelInfo.max_inspect_tokens`
+                tokens.
+            attention: The blocks whose attention weights to return, from 0 and ascending; True for all of them, False
+                for none.
+            hidden_states: The depths whose rows to return, in the same way; there is one more of them than blocks.
+            positions: Whether to return what the model adds to tokens for their places.
+            model: As for `encode`.
+            version: As for `encode`.
+            dtype: As for `encode`.
+            truncate: As for `encode`.
+            timeout_seconds: As for `encode`.
+
+        Returns:
+            The result. Its arrays are read-only.
+
+        Raises:
+            InspectUnavailableError: The model, or the server, does not answer `inspect`.
+            EncserveError: As for `encode`.
+        """
+        request = inspect_request(
+            input,
+            model_key(model, version),
+            attention=attention,
+            hidden_states=hidden_states,
+            positions=positions,
+            dtype=dtype,
+            truncate=truncate,
+        )
+        return self._drive(self._core.inspect(self._wire(), request, timeout_seconds))
 
     @overload
     def encode_stream(
@@ -364,22 +351,3 @@ class EncoderClient(BaseClient):
             self._wire(), items, model_key(model, version), options, timeout_seconds, describe=describe
         )
         return self._drive(call)
-
-    def _wire(self, inputs: Iterable[Input] = ()) -> SyncWire:
-        self._check_open()
-        return SyncWire(self._stub, self._metadata, time.monotonic, iter(inputs))
-
-    def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            return run_without_loop(coroutine)
-        except CallCancelledError as error:  # gRPC cancels what is going on when the channel is closed
-            if self._closed:
-                raise ClientClosedError("the client was closed during the call") from error
-            raise
-
-    def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> Generator[Any, None, None]:
-        try:
-            while (result := self._drive(run.next())) is not None:
-                yield shown(*result, ordered, return_exceptions)
-        finally:
-            run_without_loop(run.aclose())

@@ -5,10 +5,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from encserve_client._arguments import as_float
 from encserve_client._decode import Part, decode_response, model_info
 from encserve_client._dispatch import Dispatch
 from encserve_client._exceptions import ProtocolError
+from encserve_client._failure import CallInfo
 from encserve_client._inputs import Input
+from encserve_client._inspect_answer import Gathering
+from encserve_client._inspection import InspectResult
 from encserve_client._merge import empty_result, merge_parts
 from encserve_client._message import Message
 from encserve_client._options import Options
@@ -31,6 +35,7 @@ class Settings:
     max_concurrent_messages: int
     retry: RetryPolicy
     random: Callable[[], float] = random_module.random
+    target: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError with the setting, its bound and the value."""
@@ -40,6 +45,19 @@ class Settings:
             raise ValueError(f"max_message_bytes must be >= 1; was {self.max_message_bytes}")
         if self.max_concurrent_messages < 1:
             raise ValueError(f"max_concurrent_messages must be >= 1; was {self.max_concurrent_messages}")
+
+
+@dataclass(frozen=True, slots=True)
+class Deadline:
+    """When a call must be over.
+
+    Attributes:
+        at: On the wire's clock, in seconds.
+        seconds: How long after the call's beginning that is.
+    """
+
+    at: float
+    seconds: float
 
 
 class Core:
@@ -72,6 +90,17 @@ class Core:
         finally:
             await wire.aclose()
 
+    async def inspect(self, wire: Wire, request: pb.InspectRequest, timeout_seconds: float | None) -> InspectResult:
+        """Has one input looked into."""
+        started = wire.now()
+        try:
+            dispatch: Dispatch[Gathering] = self._dispatch([Message(request)], self.deadline(timeout_seconds, started))
+            await exchange(wire, "Inspect", dispatch, lambda _, answer: answer)
+        finally:
+            await wire.aclose()
+        [(_, answer)] = dispatch.answers
+        return answer.result(wire.now() - started, dispatch.attempts)
+
     async def list_models(self, wire: Wire, timeout_seconds: float | None) -> list[ModelInfo]:
         """Asks for every model."""
         deadline = self.deadline(timeout_seconds, wire.now())
@@ -89,15 +118,17 @@ class Core:
         finally:
             await wire.aclose()
 
-    def deadline(self, timeout_seconds: float | None, now: float) -> float:
+    def deadline(self, timeout_seconds: float | None, now: float) -> Deadline:
         """When a call that begins now must be over; None stands for the client's own timeout."""
-        timeout = self.settings.timeout_seconds if timeout_seconds is None else timeout_seconds
+        timeout = self.settings.timeout_seconds
+        if timeout_seconds is not None:
+            timeout = as_float("timeout_seconds", timeout_seconds)
         if not timeout > 0:
             raise ValueError(f"timeout_seconds must be > 0; was {timeout}")
-        return now + timeout
+        return Deadline(now + timeout, timeout)
 
     async def _encode(
-        self, wire: Wire, inputs: Sequence[Input], key: ModelKey, options: Options, deadline: float, describe: bool
+        self, wire: Wire, inputs: Sequence[Input], key: ModelKey, options: Options, deadline: Deadline, describe: bool
     ) -> EncodeResult:
         started = wire.now()
         info = self._models.get(key) or await self._fetch_model(wire, key, deadline)
@@ -120,7 +151,7 @@ class Core:
         parts = [part for _, part in sorted(dispatch.answers, key=lambda answer: answer[0])]
         return merge_parts(parts, wire.now() - started, dispatch.attempts)
 
-    async def _fetch_model(self, wire: Wire, key: ModelKey, deadline: float) -> ModelInfo:
+    async def _fetch_model(self, wire: Wire, key: ModelKey, deadline: Deadline) -> ModelInfo:
         request = pb.GetModelRequest(model=key[0], model_version=key[1])
         response = await self._ask(wire, "GetModel", request, deadline)
         if not response.HasField("model") or response.model.d_model < 1:
@@ -129,15 +160,16 @@ class Core:
         return info
 
     async def _ask(
-        self, wire: Wire, rpc: Rpc, request: pb.GetModelRequest | pb.ListModelsRequest, deadline: float
+        self, wire: Wire, rpc: Rpc, request: pb.GetModelRequest | pb.ListModelsRequest, deadline: Deadline
     ) -> Any:
         dispatch: Dispatch[Any] = self._dispatch([Message(request)], deadline)
         await exchange(wire, rpc, dispatch, lambda _, response: response)
         return dispatch.answers[0][1]
 
-    def _dispatch(self, messages: Iterable[Message], deadline: float) -> Dispatch[Any]:
+    def _dispatch(self, messages: Iterable[Message], deadline: Deadline) -> Dispatch[Any]:
         settings = self.settings
-        return Dispatch(messages, settings.retry, deadline, settings.max_concurrent_messages, settings.random)
+        call = CallInfo(settings.target, deadline.seconds)
+        return Dispatch(messages, settings.retry, deadline.at, settings.max_concurrent_messages, settings.random, call)
 
 
 async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable[[Message, Any], R]) -> None:

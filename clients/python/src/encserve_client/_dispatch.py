@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from encserve_client._exceptions import DeadlineError
-from encserve_client._failure import Failure
+from encserve_client._failure import CallInfo, Failure
 from encserve_client._message import Message
 from encserve_client._outbox import Outbox
 from encserve_client._retry import RetryPolicy, seconds_until_retry
@@ -40,6 +40,7 @@ class Dispatch(Generic[R]):
         deadline: float,
         max_concurrent: int,
         random: Callable[[], float] = random_module.random,
+        call: CallInfo = CallInfo(),  # noqa: B008 - frozen
     ) -> None:
         self.answers: list[tuple[int, R]] = []
         self.attempts = 0
@@ -50,6 +51,7 @@ class Dispatch(Generic[R]):
         self._deadline = deadline
         self._max_concurrent = max_concurrent
         self._random = random
+        self._call = call
         self._out = 0
 
     @property
@@ -72,7 +74,8 @@ class Dispatch(Generic[R]):
         while self._out < self._max_concurrent and (message := self._next(now)) is not None:
             if now >= self._deadline:
                 raise DeadlineError(
-                    "the call's deadline passed before everything was sent",
+                    f"the {self._call.timeout_seconds:g} s of the call passed before everything was sent"
+                    + (f" to {self._call.target}" if self._call.target else ""),
                     code=grpc.StatusCode.DEADLINE_EXCEEDED,
                     attempts=message.attempts,
                 )
@@ -110,7 +113,7 @@ class Dispatch(Generic[R]):
                 return
         wait = seconds_until_retry(self._policy, failure, message.attempts, self._deadline - now, self._random)
         if wait is None:
-            raise failure.to_exception(message.attempts, message.first_index)
+            raise failure.to_exception(message.attempts, message.first_index, self._call)
         self._outbox.push_later(now + wait, message)
 
     def _next(self, now: float) -> Message | None:

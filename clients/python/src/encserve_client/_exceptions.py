@@ -3,7 +3,8 @@
     EncserveError
     ├── InvalidRequestError (ValueError)    the request can never succeed as it is
     │   ├── InvalidInputError (TypeError)   refused here, before anything was sent
-    │   └── MessageTooLargeError            one sequence whose request or reply is over a limit, alone in its message
+    │   ├── MessageTooLargeError            one sequence whose request or reply is over a limit, alone in its message
+    │   └── InspectUnavailableError         this model, or this server, does not answer `inspect`
     ├── ModelNotFoundError (LookupError)    no such model or version
     ├── AccessDeniedError                   the server, or a proxy before it, did not accept who is asking
     ├── OverloadedError                     refused for lack of room; see its retry_delay_seconds
@@ -53,6 +54,13 @@ class InvalidInputError(InvalidRequestError, TypeError):
 
 class MessageTooLargeError(InvalidRequestError):
     """One sequence's request or reply is over a limit. Several sequences in a message are split up instead."""
+
+
+class InspectUnavailableError(InvalidRequestError):
+    """The model's bundle has no graph to look into, or the server has `inspect` turned off.
+
+    `ModelInfo.can_inspect` says so beforehand.
+    """
 
 
 class ModelNotFoundError(EncserveError, LookupError):

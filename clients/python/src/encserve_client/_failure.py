@@ -1,5 +1,6 @@
 """Why one message failed, in one form for both kinds of RPC, and the one table from that to exceptions."""
 
+import math
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -35,7 +36,25 @@ _BY_CODE: dict[grpc.StatusCode, type[errors.EncserveError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.ServerUnavailableError,
     grpc.StatusCode.DATA_LOSS: errors.ServerError,
 }
+# What a reason says beyond its code.
+_BY_REASON: dict[str, type[errors.EncserveError]] = {
+    "INFERENCE_FAILED": errors.InferenceError,
+    "INSPECT_UNAVAILABLE": errors.InspectUnavailableError,
+}
 _BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+@dataclass(frozen=True, slots=True)
+class CallInfo:
+    """What an error's text says of the call.
+
+    Attributes:
+        target: The server as the caller named it; empty where nobody said.
+        timeout_seconds: How long the call, or one input of a stream, may take.
+    """
+
+    target: str = ""
+    timeout_seconds: float = math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,32 +82,41 @@ class Failure:
             return self.reason in _TOO_LARGE_REASONS
         return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and bool(_TOO_LARGE_TEXT.search(self.message))
 
-    def to_exception(self, attempts: int, first_index: int = 0) -> errors.EncserveError:
+    def to_exception(
+        self,
+        attempts: int,
+        first_index: int = 0,
+        call: CallInfo = CallInfo(),
+    ) -> errors.EncserveError:
         """The exception for the caller.
 
         Args:
             attempts: How often the message was sent.
             first_index: The index, among the caller's inputs, of the message's first. The server counts from the
                 message's own first input; the text is put right.
+            call: The call that the message belongs to.
         """
         if self.too_large:
             kind: type[errors.EncserveError] = errors.MessageTooLargeError
-        elif self.reason == "INFERENCE_FAILED":
-            kind = errors.InferenceError
         else:
-            kind = _BY_CODE.get(self.code, errors.ServerError)
+            kind = _BY_REASON.get(self.reason) or _BY_CODE.get(self.code, errors.ServerError)
         error = kind.__new__(kind)
         errors.EncserveError.__init__(
-            error, self._text(attempts, first_index), code=self.code, reason=self.reason, attempts=attempts
+            error, self._text(attempts, first_index, call), code=self.code, reason=self.reason, attempts=attempts
         )
         if isinstance(error, errors.OverloadedError):
             error.retry_delay_seconds = self.retry_delay_seconds
         return error
 
-    def _text(self, attempts: int, first_index: int) -> str:
+    def _text(self, attempts: int, first_index: int, call: CallInfo) -> str:
         text = self.message or self.code.name
         if first_index:
             text = re.sub(r"\binputs\[(\d+)\]", lambda match: f"inputs[{int(match[1]) + first_index}]", text)
+        # gRPC's own texts for these two name neither the server that was asked nor the time that it had.
+        if call.target and self.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            text = f"{text}: {call.target} did not answer within {call.timeout_seconds:g} s"
+        elif call.target and self.code is grpc.StatusCode.UNAVAILABLE:
+            text = f"{call.target}: {text}"
         return f"{text} (sent {attempts} times)" if attempts > 1 else text
 
 

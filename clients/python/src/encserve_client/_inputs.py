@@ -1,5 +1,6 @@
 """The caller's inputs, checked and made into protobuf messages."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
@@ -12,60 +13,112 @@ from encserve_proto.v1 import encoder_pb2 as pb
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
 """Token ids of one sequence: a list or tuple of int, or a (seq,) array of any integer type."""
 
-Input: TypeAlias = str | TokenIds
-"""One sequence: a text that the server tokenizes, or token ids."""
+TokenEmbeddings: TypeAlias = npt.NDArray[np.floating[Any]]
+"""One vector per token: a (seq, d_model) array of float32, float16, or float64, which is sent as float32."""
+
+Input: TypeAlias = str | TokenIds | TokenEmbeddings
+"""One sequence: a text that the server tokenizes, token ids, or, for a model that takes them, one vector per token."""
+
+_FLOAT32 = np.dtype("<f4")
+# What each type of vectors is sent as; the bytes are little-endian whatever this machine and the array are.
+_SENT_AS: dict[str, tuple[np.dtype[np.floating[Any]], pb.DataType]] = {
+    "float16": (np.dtype("<f2"), pb.DATA_TYPE_FLOAT16),
+    "float32": (_FLOAT32, pb.DATA_TYPE_FLOAT32),
+    "float64": (_FLOAT32, pb.DATA_TYPE_FLOAT32),
+}
 
 
 def check_inputs(inputs: Iterable[Input]) -> list[Input]:
     """Reads all inputs, so that one of the wrong type is found before anything is sent.
 
     Raises:
-        InvalidInputError: `inputs` is itself a text or a sequence of ids, or one of them is neither.
+        InvalidInputError: `inputs` is itself one input, or one of them is none.
     """
-    if isinstance(inputs, str):
-        raise InvalidInputError("inputs must be a list of inputs; for one text pass [text]")
+    check_iterable(inputs)
     if isinstance(inputs, Mapping | Set):  # a tokenizer's own result, say, would be encoded by its keys
         kind = type(inputs).__name__
         raise InvalidInputError(f"inputs must be a list of inputs, in an order of its own; was {kind}")
     if not isinstance(inputs, Iterable):
         raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}")
-    return [check_input(item, index) for index, item in enumerate(inputs)]
+    return [check_input(item, f"inputs[{index}]") for index, item in enumerate(inputs)]
 
 
-def check_input(item: object, index: int) -> Input:
-    """Returns what can be one sequence; the ids themselves are checked when they are packed.
+def check_iterable(inputs: object) -> None:
+    """Refuses one input where several are wanted, though it could be iterated over.
 
     Raises:
-        InvalidInputError: The item is neither a text nor a sequence of ids.
+        InvalidInputError: It is a text, or the vectors of one sequence.
+    """
+    if isinstance(inputs, str):
+        raise InvalidInputError("inputs must be a list of inputs; for one text pass [text]")
+    if isinstance(inputs, np.ndarray) and inputs.ndim == 2 and inputs.dtype.kind == "f":
+        raise InvalidInputError("inputs must be a list of inputs; for one sequence of vectors pass [array]")
+
+
+def check_input(item: object, name: str) -> Input:
+    """Returns what can be one sequence; its ids or numbers are checked when they are packed.
+
+    Raises:
+        InvalidInputError: The item is neither a text, nor a sequence of ids, nor one of vectors.
     """
     if isinstance(item, str):
         return item
     if isinstance(item, np.ndarray):
-        if item.ndim != 1 or item.dtype.kind not in "iu":
-            raise InvalidInputError(
-                f"inputs[{index}] must be a (seq,) array of integers; was {item.shape} of {item.dtype}"
-            )
+        _check_array(item, name)
     elif isinstance(item, int | np.integer):
-        raise InvalidInputError(f"inputs[{index}] is a single id; for one sequence of ids pass [ids]")
+        raise InvalidInputError(f"{name} is a single id; for one sequence of ids pass [ids]")
     elif not isinstance(item, list | tuple):
         raise InvalidInputError(
-            f"inputs[{index}] must be a text or a list, tuple or array of token ids; was {type(item).__name__}"
+            f"{name} must be a text, a list, tuple or array of token ids, or an array of vectors; "
+            f"was {type(item).__name__}"
         )
     if len(item) == 0:
-        raise InvalidInputError(f"inputs[{index}] must have at least one token id; was empty")
+        raise InvalidInputError(f"{name} must have at least one token id; was empty")
     return item
 
 
-def pack_input(item: Input, index: int) -> pb.Input:
+def pack_input(item: Input, name: str) -> pb.Input:
     """Makes the message for one input that passed `check_input`.
 
     Raises:
-        InvalidInputError: The text is no Unicode (a lone surrogate), or an id is no integer of 64 bits.
+        InvalidInputError: The text is no Unicode (a lone surrogate), an id is no integer of 64 bits, or a number of a
+            vector is not finite as it is sent.
     """
+    if isinstance(item, np.ndarray) and item.ndim == 2:
+        return pb.Input(embeddings=_pack_vectors(item, name))
     try:
         if isinstance(item, str):
             return pb.Input(text=item)
         ids = item.tolist() if isinstance(item, np.ndarray) else item
         return pb.Input(token_ids=pb.TokenIds(ids=ids))
     except (TypeError, ValueError) as error:  # UnicodeEncodeError is a ValueError
-        raise InvalidInputError(f"inputs[{index}] cannot be sent: {error}") from error
+        raise InvalidInputError(f"{name} cannot be sent: {error}") from error
+
+
+def _check_array(array: npt.NDArray[Any], name: str) -> None:
+    """Accepts (seq,) integers and (seq, d_model) numbers of a type that can be sent."""
+    is_ids = array.ndim == 1 and array.dtype.kind in "iu"
+    is_vectors = array.ndim == 2 and array.dtype.name in _SENT_AS
+    if not is_ids and not is_vectors:
+        raise InvalidInputError(
+            f"{name} must be a (seq,) array of integers or a (seq, d_model) array of float32, float16 or float64; "
+            f"was {array.shape} of {array.dtype}"
+        )
+    if is_vectors and 0 in array.shape:
+        raise InvalidInputError(f"{name} must have at least one row and one column; was {array.shape}")
+
+
+def _pack_vectors(array: npt.NDArray[Any], name: str) -> pb.TokenEmbeddings:
+    """The vectors of one sequence, row by row. A float64 is rounded to the nearest float32."""
+    dtype, data_type = _SENT_AS[array.dtype.name]
+    with np.errstate(over="ignore"):  # what becomes infinite is found below
+        vectors = np.asarray(array, dtype)  # (seq, d_model)
+    finite = np.isfinite(vectors)
+    if not finite.all():
+        row, column = (int(place) for place in np.argwhere(~finite)[0])
+        value = float(array[row, column])
+        wanted = (
+            f"fit into float32, whose largest is {np.finfo(np.float32).max:g}" if math.isfinite(value) else "be finite"
+        )
+        raise InvalidInputError(f"{name}: the number in row {row}, column {column} must {wanted}; was {value:g}")
+    return pb.TokenEmbeddings(width=vectors.shape[1], data_type=data_type, data=vectors.tobytes())

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from encserve_proto.v1 import encoder_pb2 as pb
 
-Request = pb.EncodeRequest | pb.GetModelRequest | pb.ListModelsRequest
+Request = pb.EncodeRequest | pb.InspectRequest | pb.GetModelRequest | pb.ListModelsRequest
 
 
 @dataclass(slots=True, eq=False)

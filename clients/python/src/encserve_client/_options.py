@@ -29,6 +29,11 @@ _DATA_TYPES: dict[DType, pb.DataType] = {"float32": pb.DATA_TYPE_FLOAT32, "float
 _DTYPES: dict[DType, np.dtype[np.floating[Any]]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
 
 
+def numpy_dtype(data_type: int) -> np.dtype[np.floating[Any]]:
+    """The NumPy type of a DataType that this library has sent."""
+    return _DTYPES["float16" if data_type == pb.DATA_TYPE_FLOAT16 else "float32"]
+
+
 def _check(name: str, value: object, choices: object) -> None:
     allowed = get_args(choices)
     if value not in allowed:
@@ -86,12 +91,17 @@ class Options:
         """The same in the contract's words."""
         return _DATA_TYPES[self.dtype]
 
+    @property
+    def truncation(self) -> pb.Truncation:
+        """What happens to an over-long input, in the contract's words."""
+        return pb.TRUNCATION_END if self.truncate else pb.TRUNCATION_REFUSE
+
     def to_proto(self) -> pb.EncodeOptions:
         """The same as a message."""
         return pb.EncodeOptions(
             outputs=[pb.OutputSpec(kind=_KINDS[it.kind], l2_normalize=it.l2_normalize) for it in self.outputs],
             data_type=self.data_type,
-            truncation=pb.TRUNCATION_END if self.truncate else pb.TRUNCATION_REFUSE,
+            truncation=self.truncation,
             exclude_special_tokens=self.exclude_special_tokens,
             include_token_strings=self.include_token_strings,
         )

@@ -1,8 +1,8 @@
 """Cutting a call into messages that a server accepts. Pure.
 
-Token ids are counted exactly. A text's tokens are not known here: they are estimated as what texts typically have, so
-that messages do not become tiny for fear of a worst case that rarely comes. Where the estimate was too low the server
-refuses the message before computing anything, and the caller of this module sends its halves.
+Token ids and vectors are counted exactly. A text's tokens are not known here: they are estimated as what texts
+typically have, so that messages do not become tiny for fear of a worst case that rarely comes. Where the estimate was
+too low the server refuses the message before computing anything, and the caller of this module sends its halves.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from encserve_client._inputs import Input, pack_input
 from encserve_client._message import Message, request_like
-from encserve_client._options import Options
+from encserve_client._options import Options, numpy_dtype
 from encserve_client._results import ModelInfo
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -114,7 +114,7 @@ def plan_messages(
     packed: list[pb.Input] = []
     first_index, total = 0, Cost()
     for index, item in enumerate(inputs):
-        message = pack_input(item, index)
+        message = pack_input(item, f"inputs[{index}]")
         cost = cost_of(message, options, limits)
         if packed and not total.plus(cost).fits(limits):
             yield Message(request_like(template, packed), first_index)
@@ -126,11 +126,10 @@ def plan_messages(
 
 
 def cost_of(message: pb.Input, options: Options, limits: Limits) -> Cost:
-    """What one input takes: exact for token ids, an estimate for text."""
+    """What one input takes: exact for token ids and vectors, an estimate for text."""
     request_bytes = message.ByteSize() + _INPUT_OVERHEAD_BYTES
     is_text = message.HasField("text")
-    tokens = request_bytes // _TEXT_BYTES_PER_TOKEN + _TEXT_SPECIAL_TOKENS if is_text else len(message.token_ids.ids)
-    tokens = min(tokens, limits.max_sequence_tokens)
+    tokens = min(_tokens_of(message, request_bytes), limits.max_sequence_tokens)
     row_bytes = limits.d_model * options.numpy_dtype.itemsize
     rows = sum(1 if output.is_pooled else tokens for output in options.outputs)
     info_bytes = _SEQUENCE_INFO_BYTES + tokens * (
@@ -138,3 +137,12 @@ def cost_of(message: pb.Input, options: Options, limits: Limits) -> Cost:
         + (_TOKEN_STRING_BYTES if options.include_token_strings else 0)
     )
     return Cost(1, tokens, request_bytes, rows * row_bytes + info_bytes)
+
+
+def _tokens_of(message: pb.Input, request_bytes: int) -> int:
+    if message.HasField("text"):
+        return request_bytes // _TEXT_BYTES_PER_TOKEN + _TEXT_SPECIAL_TOKENS
+    if message.HasField("embeddings"):
+        vectors = message.embeddings
+        return len(vectors.data) // (vectors.width * numpy_dtype(vectors.data_type).itemsize)
+    return len(message.token_ids.ids)

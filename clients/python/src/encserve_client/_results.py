@@ -66,7 +66,8 @@ class SequenceInfo:
         token_count: The tokens that the model saw, special tokens included.
         original_token_count: The tokens before truncation.
         truncated: Whether anything was cut off.
-        token_ids: int64 ids, special tokens included. For text; None for token ids, which the caller has.
+        token_ids: int64 ids, special tokens included. For text; None for token ids, which the caller has, except from
+            `inspect`; None for vectors, which have none.
         offsets: (token_count, 2) int64: where each token begins and ends (exclusive) in the text, in code points;
             (0, 0) for special tokens. For text; otherwise None.
         special: bool, which tokens are special. For text, and for token ids with `exclude_special_tokens`; otherwise
@@ -137,7 +138,7 @@ class ModelInfo:
         d_model: The numbers in a row.
         n_layers: The encoder's blocks.
         n_heads: The attention heads of a block.
-        vocab_size: One more than the largest token id.
+        vocab_size: One more than the largest token id; 0 for a model of vectors.
         max_sequence_tokens: The longest sequence in tokens, special tokens included.
         has_tokenizer: Whether text is accepted.
         special_token_ids: The ids that the tokenizer puts around a text, and the padding id.

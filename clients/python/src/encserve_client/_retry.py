@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from encserve_client._arguments import as_float, as_int
 from encserve_client._failure import Failure
 
 
@@ -33,7 +34,10 @@ class RetryPolicy:
     max_backoff_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError with the setting, its bound and the value."""
+        """Raises ValueError with the setting, its bound and the value, InvalidInputError for a wrong type."""
+        as_int("max_attempts", self.max_attempts)
+        for name in ("initial_backoff_seconds", "backoff_multiplier", "max_backoff_seconds"):
+            as_float(name, getattr(self, name))
         if self.max_attempts < 1:
             raise ValueError(f"max_attempts must be >= 1; was {self.max_attempts}")
         if self.initial_backoff_seconds < 0:

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import grpc
 
 from encserve_client._exceptions import DeadlineError, EncserveError, ProtocolError
-from encserve_client._failure import Failure
+from encserve_client._failure import CallInfo, Failure
 from encserve_client._outbox import Outbox
 from encserve_client._retry import RetryPolicy, seconds_until_retry
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -81,11 +81,13 @@ class StreamBooks(Generic[R]):
         timeout_seconds: float,
         ordered: bool,
         random: Callable[[], float] = random_module.random,
+        target: str = "",
     ) -> None:
         self.finished: Finished[R | EncserveError] = Finished(ordered)
         self._policy = policy
         self._max_in_flight = max_in_flight
         self._timeout_seconds = timeout_seconds
+        self._call = CallInfo(target, timeout_seconds)
         self._random = random
         self._outbox: Outbox[Item] = Outbox()
         self._items: dict[int, Item] = {}  # unanswered, in the order of their deadlines
@@ -115,6 +117,11 @@ class StreamBooks(Generic[R]):
         wrapped = pb.EncodeStreamRequest(request_id=str(index), request=request)
         self._items[index] = item = Item(index, wrapped, now + self._timeout_seconds)
         self._outbox.push(item)
+        self._next_index += 1
+
+    def reject(self, error: EncserveError) -> None:
+        """Books the next input as one that cannot be sent: its result is the error."""
+        self.finished.put(self._next_index, error)
         self._next_index += 1
 
     def take(self, now: float) -> list[Item]:
@@ -172,12 +179,12 @@ class StreamBooks(Generic[R]):
         self._breaks += 1
         wait = seconds_until_retry(self._policy, failure, self._breaks, math.inf, self._random)
         if wait is None:
-            raise failure.to_exception(self._breaks)
+            raise failure.to_exception(self._breaks, call=self._call)
         self._closed_until = now + wait
         for item in lost:
             # An input that brings down every stream it is on is given up, however well the others fare.
             if item.attempts >= self._policy.max_attempts:
-                self._finish(item, failure.to_exception(item.attempts, item.index))
+                self._finish(item, failure.to_exception(item.attempts, item.index, self._call))
         self._outbox.push_first(self._reset(item) for item in lost if item.index in self._items)
 
     def expire(self, now: float) -> None:
@@ -185,7 +192,8 @@ class StreamBooks(Generic[R]):
         while (item := next(iter(self._items.values()), None)) is not None and item.deadline <= now:
             self._outbox.discard(item)
             error = DeadlineError(
-                f"inputs[{item.index}] was not answered within {self._timeout_seconds:g} s",
+                f"inputs[{item.index}] was not answered within {self._timeout_seconds:g} s"
+                + (f" by {self._call.target}" if self._call.target else ""),
                 code=grpc.StatusCode.DEADLINE_EXCEEDED,
                 attempts=item.attempts,
             )
@@ -201,7 +209,7 @@ class StreamBooks(Generic[R]):
     def _retry_or_finish(self, item: Item, failure: Failure, now: float) -> None:
         wait = seconds_until_retry(self._policy, failure, item.attempts, item.deadline - now, self._random)
         if wait is None:
-            self._finish(item, failure.to_exception(item.attempts, item.index))
+            self._finish(item, failure.to_exception(item.attempts, item.index, self._call))
         else:
             self._outbox.push_later(now + wait, self._reset(item))
 

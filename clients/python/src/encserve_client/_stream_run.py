@@ -3,7 +3,7 @@
 import grpc
 
 from encserve_client._decode import decode_response
-from encserve_client._exceptions import EncserveError, ProtocolError
+from encserve_client._exceptions import EncserveError, InvalidInputError, ProtocolError
 from encserve_client._failure import Failure, failure_of_stream_error
 from encserve_client._inputs import check_input, pack_input
 from encserve_client._merge import check_fingerprint
@@ -94,11 +94,14 @@ class StreamRun:
             self._books.broke(event.stream, event.failure or _ENDED_EARLY, self._now())
 
     def _add(self, item: object) -> None:
-        index = self._books.next_index
-        checked = check_input(item, index)
+        name = f"inputs[{self._books.next_index}]"
         request = pb.EncodeRequest()
         request.CopyFrom(self._template)
-        request.inputs.append(pack_input(checked, index))
+        try:
+            request.inputs.append(pack_input(check_input(item, name), name))
+        except InvalidInputError as error:
+            self._books.reject(error)  # in its turn, like one that the server refuses
+            return
         self._books.add(request, self._now())
 
     def _send(self) -> None:

@@ -12,13 +12,13 @@ from encserve_client._failure import Failure
 from encserve_client._message import Message
 from encserve_proto.v1 import encoder_pb2 as pb
 
-Rpc = Literal["Encode", "ListModels", "GetModel"]
+Rpc = Literal["Encode", "Inspect", "ListModels", "GetModel"]
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """A message was answered."""
+    """A message was answered: by a message, or to Inspect by a `Gathering` of all of them."""
 
     message: Message
     response: Any
@@ -75,7 +75,11 @@ class Wire(Protocol):
         """Seconds on a clock that only goes forward."""
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
-        """Sends a message. `alone`: nothing else is to be done until it ends, so it may block until then."""
+        """Sends a message. `alone`: nothing else is to be done until it ends, so it may block until then.
+
+        The many messages that answer an InspectRequest are gathered and come as one event when all are there, so that
+        to its driver it is a call like any other: what broke off half-way has failed, and is sent again as a whole.
+        """
 
     def open_stream(self) -> int:
         """Opens an EncodeStream and returns its number, never 0."""

@@ -9,6 +9,7 @@ import grpc.aio
 
 from encserve_client._exceptions import ClientClosedError
 from encserve_client._failure import Failure, failure_of_crash, failure_of_status
+from encserve_client._inspect_answer import Gathering
 from encserve_client._message import Message
 from encserve_client._wire import (
     Answered,
@@ -96,8 +97,9 @@ class AsyncWire:
         task.add_done_callback(self._tasks.discard)
 
     async def _finish_call(self, call: Any, message: Message) -> None:
+        request = message.request
         try:
-            response = await call
+            response = await (_gather(call, request) if isinstance(request, pb.InspectRequest) else call)
         except grpc.aio.AioRpcError as error:
             self._events.put_nowait(Failed(message, failure_of(error)))
         except asyncio.CancelledError:
@@ -151,6 +153,16 @@ class _Stream:
             await self.call.done_writing()
         except Exception:
             self.call.cancel()
+
+
+async def _gather(call: Any, request: pb.InspectRequest) -> Gathering:
+    """Reads an answer of many messages, to its end or to what is wrong with it."""
+    gathering = Gathering(request)
+    async for part in call:
+        if not gathering.add(part):
+            call.cancel()
+            break
+    return gathering
 
 
 _CANCELLED = Failure(grpc.StatusCode.CANCELLED, "the call was cancelled")

@@ -9,12 +9,13 @@ from typing import Any
 import grpc
 
 from encserve_client._failure import Failure
+from encserve_client._inspect_answer import Gathering
 from encserve_client._message import Message
 from encserve_client._wire import Answered, Event, Failed, InputRead, InputsEnded, Rpc, StreamAnswered, StreamEnded
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Outcome = tuple[float, Any]
-"""After how many seconds, and what: a response or a `Failure`."""
+"""After how many seconds, and what: a response, to Inspect a list of them, or a `Failure`."""
 
 
 @dataclass
@@ -60,6 +61,8 @@ class FakeWire:
         delay, outcome = self.answer(rpc, message.request)
         if timeout_seconds is not None and delay > timeout_seconds:
             delay, outcome = timeout_seconds, Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        if isinstance(message.request, pb.InspectRequest) and not isinstance(outcome, Failure):
+            outcome = _gather(message.request, outcome)
         event: Event = Failed(message, outcome) if isinstance(outcome, Failure) else Answered(message, outcome)
         self.sent.append(self.time)
         self._out += 1
@@ -123,3 +126,11 @@ class FakeWire:
 
     def _post(self, delay: float, event: Event) -> None:
         heapq.heappush(self._events, (self.time + delay, next(self._order), event))
+
+
+def _gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> Gathering:
+    gathering = Gathering(request)
+    for part in parts:
+        if not gathering.add(part):
+            break
+    return gathering

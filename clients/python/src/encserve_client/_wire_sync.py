@@ -10,6 +10,7 @@ import grpc
 
 from encserve_client._exceptions import ClientClosedError
 from encserve_client._failure import Failure, failure_of_crash, failure_of_status
+from encserve_client._inspect_answer import Gathering
 from encserve_client._message import Message
 from encserve_client._wire import (
     Answered,
@@ -50,6 +51,9 @@ class SyncWire:
         """See `Wire`. A call that is alone blocks, which saves gRPC's own polling thread."""
         method = getattr(self._stub, rpc)
         try:
+            if isinstance(request := message.request, pb.InspectRequest):
+                self._gather(method(request, timeout=timeout_seconds, metadata=self._metadata), message, request)
+                return
             if alone:
                 response = method(message.request, timeout=timeout_seconds, metadata=self._metadata)
                 self._events.put(Answered(message, response))
@@ -62,6 +66,15 @@ class SyncWire:
             raise _closed_or(error) from None
         self._calls.add(call)
         call.add_done_callback(lambda done: self._events.put(_Done(done, message)))
+
+    def _gather(self, call: Any, message: Message, request: pb.InspectRequest) -> None:
+        """Reads an answer of many messages, blocking: a call has but one such message, which so is always alone."""
+        self._calls.add(call)  # whatever ends the reading, `aclose` ends the call
+        gathering = Gathering(request)
+        for part in call:
+            if not gathering.add(part):
+                break
+        self._events.put(Answered(message, gathering))
 
     def open_stream(self) -> int:
         """See `Wire`."""

@@ -1,0 +1,531 @@
+"""`inspect` of both clients: what is asked for, what comes back, what fails how, and answers that are no answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import tracemalloc
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from inspections import N_LAYERS, inspection, tensor_of
+
+from encserve_client import (
+    AsyncEncoderClient,
+    ClientClosedError,
+    DeadlineError,
+    InspectUnavailableError,
+    InvalidInputError,
+    InvalidRequestError,
+    ModelNotFoundError,
+    ProtocolError,
+    RetryPolicy,
+    ServerError,
+    ServerUnavailableError,
+)
+from encserve_client._core import Core, Settings
+from encserve_client._failure import Failure
+from encserve_client._inspect_answer import Gathering
+from encserve_client._inspect_request import inspect_request
+from encserve_client._inspection import InspectResult
+from encserve_client._wire import run_without_loop
+from encserve_client._wire_fake import FakeWire
+from encserve_proto.v1 import encoder_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.client.conftest import Caller, FakeEncoder
+
+Code = grpc.StatusCode
+ATTENTION, HIDDEN, POSITIONS = (
+    pb.INSPECT_KIND_ATTENTION_WEIGHTS,
+    pb.INSPECT_KIND_HIDDEN_STATES,
+    pb.INSPECT_KIND_POSITIONS,
+)
+N_TOKENS = 3
+
+
+def request_of(**wanted: Any) -> pb.InspectRequest:
+    """For three token ids."""
+    wanted = {"attention": True, "hidden_states": True, "positions": False, "dtype": "float32", **wanted}
+    return inspect_request([5, 6, 7], ("", ""), truncate=False, **wanted)
+
+
+def gathered(request: pb.InspectRequest, parts: list[pb.InspectResponse]) -> InspectResult:
+    """What comes of an answer; as with a wire, nothing is added after what is wrong."""
+    gathering = Gathering(request)
+    for part in parts:
+        if not gathering.add(part):
+            break
+    return gathering.result(1.5, 2)
+
+
+def chunk(tensor: int, n_bytes: int) -> pb.InspectResponse:
+    return pb.InspectResponse(chunk=pb.TensorChunk(tensor=tensor, data=b"\0" * n_bytes))
+
+
+# What is asked for.
+
+
+@pytest.mark.parametrize(
+    ("wanted", "expected"),
+    [
+        ({}, [(ATTENTION, []), (HIDDEN, [])]),
+        ({"attention": False}, [(HIDDEN, [])]),
+        ({"attention": [1], "hidden_states": (0, 2)}, [(ATTENTION, [1]), (HIDDEN, [0, 2])]),
+        ({"attention": range(2), "hidden_states": False}, [(ATTENTION, [0, 1])]),
+        ({"attention": np.array([0, 3]), "hidden_states": [np.uint8(4)]}, [(ATTENTION, [0, 3]), (HIDDEN, [4])]),
+        ({"attention": False, "hidden_states": False, "positions": True}, [(POSITIONS, [])]),
+    ],
+)
+def test_what_is_wanted_is_asked_for(wanted: dict[str, Any], expected: list[tuple[int, list[int]]]) -> None:
+    request = request_of(**wanted)
+    assert [(spec.kind, list(spec.layers)) for spec in request.tensors] == expected
+
+
+@pytest.mark.parametrize(
+    ("wanted", "text"),
+    [
+        ({"attention": [0, -1]}, r"^attention\[1\] must be from 0 to 4294967295; was -1$"),
+        ({"hidden_states": [2**32]}, r"^hidden_states\[0\] must be from 0 to 4294967295; was 4294967296$"),
+        ({"attention": [0, 2, 1]}, r"^attention must be ascending, each layer once; attention\[2\] was 1 after 2$"),
+        ({"hidden_states": [3, 3]}, r"hidden_states\[1\] was 3 after 3$"),
+        ({"attention": [0, 1.0]}, r"^attention\[1\] must be an int; was float$"),
+        ({"attention": [False, True]}, r"^attention\[0\] must be an int; was bool$"),
+        ({"attention": []}, "^attention must name at least one layer; was empty: pass False to leave it out$"),
+        ({"hidden_states": 1}, r"^hidden_states must be True, False or .* for one layer pass \[1\]$"),
+        ({"attention": None}, "^attention must be True, False or a list of layers; was NoneType$"),
+        ({"attention": "01"}, "was str$"),
+        ({"positions": [0]}, "^positions must be True or False; was list$"),
+        ({"attention": False, "hidden_states": False}, "^at least one of attention, hidden_states and positions must"),
+        ({"dtype": "float64"}, "^dtype must be one of 'float32', 'float16'; was 'float64'$"),
+    ],
+)
+def test_what_cannot_be_asked_for_is_refused(wanted: dict[str, Any], text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        request_of(**wanted)
+
+
+@pytest.mark.parametrize(
+    ("item", "text"),
+    [
+        (["a text"], "^input must be one input, not a list of them; was a list of 1 input: call inspect once for each"),
+        (["a", "b"], "was a list of 2 inputs"),
+        ([[1, 2], [3]], "was a list of 2 inputs"),
+        ((np.zeros(2, int), "a"), "was a tuple of 2 inputs"),
+        ([[0.5, 0.25]], "Vectors must be an array$"),
+        ([], "^input must have at least one token id; was empty$"),
+        (5, r"^input is a single id; for one sequence of ids pass \[ids\]$"),
+        (None, "^input must be a text, .* was NoneType$"),
+        (np.zeros((2, 2, 2)), r"^input must be a \(seq,\) array .* was \(2, 2, 2\) of float64$"),
+        (np.array([[1, np.inf]]), "^input: the number in row 0, column 1 must be finite; was inf$"),
+        ([1, 2**63], "^input cannot be sent"),
+    ],
+)
+async def test_only_one_input_is_taken(caller: Caller, service: FakeEncoder, item: Any, text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        await caller(caller.connect().inspect, item)
+    assert service.inspect_requests == []
+
+
+# What comes back.
+
+
+async def test_an_inspection(caller: Caller, service: FakeEncoder) -> None:
+    result = await caller(caller.connect().inspect, "two words", positions=True)
+    assert isinstance(result, InspectResult)
+    assert (result.model, result.version, result.fingerprint) == ("tiny", "1", "f" * 16)
+    assert (result.sequence.token_count, result.sequence.tokens) == (4, ("t0", "t1", "t2", "t3"))
+    assert (result.attention_layers, result.hidden_state_layers) == ((0, 1), (0, 1, 2))
+    for got, kind in ((result.attention, ATTENTION), (result.hidden_states, HIDDEN), (result.positions, POSITIONS)):
+        np.testing.assert_array_equal(got, tensor_of(kind, 4))
+        assert got is not None
+        assert got.dtype == np.dtype("<f4")
+        assert not got.flags.writeable
+        assert not got.flags.owndata
+    timings = result.timings
+    assert (timings.tokenize_seconds, timings.queue_seconds, timings.compute_seconds) == (0.001, 0.002, 0.003)
+    assert 0 < timings.total_seconds < 10
+    assert (timings.messages, timings.attempts) == (1, 1)
+    assert service.n_get_model == 0
+
+
+async def test_only_what_is_wanted_comes_back(caller: Caller, service: FakeEncoder) -> None:
+    client = caller.connect(token="secret")
+    result = await caller(
+        client.inspect,
+        [5, 6],
+        attention=[1],
+        hidden_states=False,
+        model="tiny",
+        version="1",
+        dtype="float16",
+        truncate=True,
+    )
+    np.testing.assert_array_equal(result.attention, tensor_of(ATTENTION, 2)[[1]].astype(np.float16))
+    assert result.attention.dtype == np.float16
+    assert (result.attention_layers, result.hidden_state_layers) == ((1,), ())
+    assert result.hidden_states is None
+    assert result.positions is None
+    [request] = service.inspect_requests
+    assert (request.model, request.model_version, request.truncation) == ("tiny", "1", pb.TRUNCATION_END)
+    assert list(request.input.token_ids.ids) == [5, 6]
+    assert service.metadata[-1]["authorization"] == "Bearer secret"
+
+
+async def test_vectors_are_inspected(caller: Caller, service: FakeEncoder) -> None:
+    result = await caller(caller.connect().inspect, np.ones((5, 8)))
+    assert result.hidden_states.shape == (3, 5, 8)
+    assert result.sequence.tokens is None
+    assert service.inspect_requests[0].input.embeddings.width == 8
+
+
+@given(st.lists(st.integers(1, 700), min_size=1, max_size=8), st.sampled_from(["float32", "float16"]))
+def test_wherever_an_answer_is_cut_it_is_the_same(sizes: list[int], dtype: str) -> None:
+    """Chunks may end within a number, a row, a layer; empty ones do no harm."""
+    request = request_of(hidden_states=[0, 2], positions=True, dtype=dtype)
+    parts = inspection(request, N_TOKENS, max_chunk_bytes=sizes)
+    parts[2:2] = [chunk(0, 0)]
+    result = gathered(request, [pb.InspectResponse.FromString(part.SerializeToString()) for part in parts])
+    wants = [tensor_of(ATTENTION, 3), tensor_of(HIDDEN, 3)[[0, 2]], tensor_of(POSITIONS, 3)]
+    for got, want in zip((result.attention, result.hidden_states, result.positions), wants, strict=True):
+        assert got is not None
+        assert got.tobytes() == want.astype(dtype).tobytes()
+        assert got.shape == want.shape
+        assert not got.flags.writeable
+    assert (result.timings.total_seconds, result.timings.attempts) == (1.5, 2)
+
+
+def peak_bytes(work: Callable[[], object]) -> int:
+    """The most that Python and NumPy held at a time for some work; protobuf's own memory does not count."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("n_chunks", "copies"), [(1, 1), (16, 2)])
+def test_numbers_are_copied_once_at_most(n_chunks: int, copies: int) -> None:
+    """Two tensors of 16 MiB: what came of the one that is not complete is all there ever is twice."""
+    request, size = request_of(), 2**24
+    header, *_ = inspection(request, 1)
+    header.header.sequence.ClearField("tokens")
+    header.header.sequence.token_count = 1024
+    for tensor, layers, shape in zip(
+        header.header.tensors, ([0], [0, 1]), ([1, 4, 1024, 1024], [2, 1024, 2048]), strict=True
+    ):
+        tensor.Clear()
+        tensor.layers.extend(layers)
+        tensor.shape.extend(shape)
+        tensor.data_type = pb.DATA_TYPE_FLOAT32
+    header.header.tensors[0].kind, header.header.tensors[1].kind = ATTENTION, HIDDEN
+
+    def gather() -> None:
+        part = chunk(0, size // n_chunks)
+        gathering = Gathering(request)
+        assert gathering.add(header)
+        for part.chunk.tensor in (0, 1):
+            assert all(gathering.add(part) for _ in range(n_chunks))
+        gathering.result(0.0, 1)
+
+    assert 2 * size < peak_bytes(gather) < (1 + copies) * size + size // 4
+
+
+def test_nothing_is_allocated_on_a_headers_word() -> None:
+    """Half a terabyte announced, 1 MiB sent."""
+    request = request_of(hidden_states=False)
+    header, *_ = inspection(request, N_TOKENS)
+    header.header.tensors[0].shape[1] = 2**32 - 1
+
+    def gather() -> None:
+        gathering = Gathering(request)
+        assert gathering.add(header)
+        assert gathering.add(chunk(0, 2**20))
+        with pytest.raises(ProtocolError, match="the answer ended after 1048576$"):
+            gathering.result(0.0, 1)
+
+    assert peak_bytes(gather) < 2**22
+
+
+# Answers that are no answers.
+
+
+def header_with(**changes: Any) -> Callable[[list[pb.InspectResponse]], None]:
+    """Changes fields of the first tensor, or of the header."""
+
+    def change(parts: list[pb.InspectResponse]) -> None:
+        for name, value in changes.items():
+            tensor = parts[0].header.tensors[0]
+            if name in ("layers", "shape"):
+                del getattr(tensor, name)[:]
+                getattr(tensor, name).extend(value)
+            else:
+                setattr(tensor, name, value)
+
+    return change
+
+
+def count_tokens(count: int) -> Callable[[list[pb.InspectResponse]], None]:
+    def change(parts: list[pb.InspectResponse]) -> None:
+        parts[0].header.sequence.ClearField("tokens")
+        parts[0].header.sequence.token_count = count
+
+    return change
+
+
+def swap(one: int, other: int) -> Callable[[list[pb.InspectResponse]], None]:
+    def change(parts: list[pb.InspectResponse]) -> None:
+        parts[one], parts[other] = parts[other], parts[one]
+
+    return change
+
+
+# For N_TOKENS = 3 attention is 2·2·3·3 numbers, 144 bytes: chunks of 100 and 44; hidden states are 3·3·8, 288 bytes.
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda parts: parts.clear(), "must begin with a header; it was empty$"),
+        (lambda parts: parts.pop(0), "must begin with a header; began with a chunk$"),
+        (lambda parts: parts.insert(2, parts[0]), "has a second header, after 0 tensors$"),
+        (lambda parts: parts.append(parts[0]), "has a second header, after 2 tensors$"),
+        (lambda parts: parts.insert(1, pb.InspectResponse()), "has neither a header nor a chunk$"),
+        (
+            swap(2, 3),
+            r"^tensors\[0\] must have 144 bytes: \(2, 2, 3, 3\) of float32; a chunk of tensors\[1\] came after 1",
+        ),
+        (lambda parts: parts.insert(1, chunk(2, 1)), "^a chunk's tensor must be from 0 to 1; was 2$"),
+        (lambda parts: parts.insert(2, chunk(0, 45)), r"^tensors\[0\] must have 144 bytes: .*; 145 came$"),
+        (lambda parts: parts.insert(3, chunk(0, 7)), r"^tensors\[0\] must have 144 bytes: .*; 7 more came after them$"),
+        (lambda parts: parts.append(chunk(1, 1)), r"^tensors\[1\] must have 288 bytes: .*; 1 more came after them$"),
+        (lambda parts: parts.pop(), r"^tensors\[1\] must have 288 bytes: .*; the answer ended after 200$"),
+        (
+            lambda parts: parts.pop(1),
+            r"^tensors\[0\] must have 144 bytes: .*; a chunk of tensors\[1\] came after 44 of",
+        ),
+        (header_with(data_type=pb.DATA_TYPE_FLOAT16), r"^tensors\[0\].data_type must be 1; was 2$"),
+        (header_with(data_type=0), r"^tensors\[0\].data_type must be 1; was 0$"),
+        (header_with(kind=HIDDEN), r"^tensors must be of the kinds \(1, 2\), as asked for; were \(2, 2\)$"),
+        (header_with(kind=99), r"were \(99, 2\)$"),
+        (lambda parts: parts[0].header.tensors.pop(), r"were \(1\)$"),
+        (header_with(layers=[0]), r"^tensors\[0\].shape must be \(1, >= 1, 3, 3\); was \(2, 2, 3, 3\)$"),
+        (header_with(layers=[1, 2]), r"^tensors\[0\].layers must be \(0, 1\); were \(1, 2\)$"),
+        (header_with(layers=[]), r"^tensors\[0\].layers must be \(0\); were \(\)$"),
+        (header_with(layers=[0], shape=[1, 2, 3, 3]), "^1 layers of attention must go with 2 of hidden states; had 3$"),
+        (header_with(shape=[2, 2, 3]), r"shape must be \(2, >= 1, 3, 3\); was \(2, 2, 3\)$"),
+        (header_with(shape=[2, 2, 3, 4]), r"shape must be \(2, >= 1, 3, 3\); was \(2, 2, 3, 4\)$"),
+        (header_with(shape=[2, 0, 3, 3]), r"was \(2, 0, 3, 3\)$"),
+        (header_with(shape=range(10**5)), r"was \(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, …\)$"),
+        (header_with(shape=[2, 2**32 - 1, 3, 3]), r"^tensors\[0\] must have 309237645240 bytes: .* came after 144"),
+        (count_tokens(4), r"shape must be \(2, >= 1, 4, 4\); was \(2, 2, 3, 3\)$"),
+        (count_tokens(0), "^sequence.token_count must be >= 1; was 0$"),
+        (lambda parts: parts[0].header.sequence.tokens.pop(), "must have 3 tokens of a sequence; had 2$"),
+    ],
+)
+def test_what_breaks_the_contract_is_refused(change: Callable[[list[pb.InspectResponse]], Any], text: str) -> None:
+    request = request_of()
+    parts = inspection(request, N_TOKENS, max_chunk_bytes=100)
+    gathered(request, parts)
+    change(parts)
+    with pytest.raises(ProtocolError, match=text):
+        gathered(request, parts)
+
+
+def test_layers_that_were_asked_for_are_wanted() -> None:
+    request = request_of(attention=[1], hidden_states=[0, 2])
+    parts = inspection(request, N_TOKENS)
+    parts[0].header.tensors[1].layers[1] = 1
+    with pytest.raises(ProtocolError, match=r"^tensors\[1\].layers must be \(0, 2\); were \(0, 1\)$"):
+        gathered(request, parts)
+
+
+def test_positions_are_as_wide_as_hidden_states_and_have_no_layers() -> None:
+    request = request_of(attention=False, positions=True)
+    parts = inspection(request, N_TOKENS)
+    parts[0].header.tensors[1].shape[1] = 7
+    with pytest.raises(ProtocolError, match="^hidden states and positions must be as wide; were 8 and 7$"):
+        gathered(request, parts)
+    parts[0].header.tensors[1].layers.append(0)
+    with pytest.raises(ProtocolError, match=r"^tensors\[1\].layers must be \(\); were \(0\)$"):
+        gathered(request, parts)
+
+
+async def test_an_endless_answer_is_read_no_further_than_announced(caller: Caller, service: FakeEncoder) -> None:
+    """Nor does the server go on for nobody."""
+
+    async def endless(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
+        for part in inspection(request, N_TOKENS):
+            yield part
+        while True:
+            yield chunk(1, 2**16)
+            await asyncio.sleep(0)
+
+    service.inspect = endless
+    with pytest.raises(ProtocolError, match="65536 more came after them"):
+        await caller(caller.connect(timeout_seconds=60).inspect, [5, 6, 7])
+    await until(lambda: service.n_cancelled == 1)
+    assert len(service.inspect_requests) == 1
+
+
+async def test_an_answer_without_messages(caller: Caller, service: FakeEncoder) -> None:
+    async def nothing(_: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
+        return
+        yield
+
+    service.inspect = nothing
+    with pytest.raises(ProtocolError, match="must begin with a header; it was empty"):
+        await caller(caller.connect().inspect, "a")
+
+
+# What fails, and how.
+
+
+def breaking(service: FakeEncoder, times: int, error: Exception) -> None:
+    """Breaks off so many answers after their third message, then answers."""
+
+    async def answer(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
+        parts = inspection(request, N_TOKENS, max_chunk_bytes=100)
+        for index, part in enumerate(parts):
+            if index == 3 and len(service.inspect_requests) <= times:
+                raise error
+            yield part
+
+    service.inspect = answer
+
+
+async def test_what_broke_off_half_way_is_asked_for_again(caller: Caller, service: FakeEncoder, refused: Any) -> None:
+    """As a whole: nothing of the broken answers is in the result."""
+    breaking(service, 2, refused(Code.UNAVAILABLE, "stopping", "DRAINING"))
+    result = await caller(caller.connect().inspect, [5, 6, 7])
+    np.testing.assert_array_equal(result.attention, tensor_of(ATTENTION, 3))
+    np.testing.assert_array_equal(result.hidden_states, tensor_of(HIDDEN, 3))
+    assert (result.timings.attempts, len(service.inspect_requests)) == (3, 3)
+    service.inspect_requests.clear()
+    breaking(service, 9, refused(Code.UNAVAILABLE, "stopping", "DRAINING"))
+    client = caller.connect(retry=RetryPolicy(max_attempts=2, initial_backoff_seconds=0))
+    with pytest.raises(ServerUnavailableError, match=rf"^{service.target}: stopping \(sent 2 times\)$"):
+        await caller(client.inspect, [5, 6, 7])
+
+
+async def test_a_full_queue_is_tried_again_after_its_delay(caller: Caller, service: FakeEncoder, refused: Any) -> None:
+    breaking(service, 1, refused(Code.RESOURCE_EXHAUSTED, "full", "INSPECT_QUEUE_FULL", "80"))
+    started = time.monotonic()
+    assert (await caller(caller.connect().inspect, [5, 6, 7])).timings.attempts == 2
+    assert time.monotonic() - started >= 0.08
+
+
+@pytest.mark.parametrize(
+    ("code", "reason", "expected"),
+    [
+        (Code.FAILED_PRECONDITION, "INSPECT_UNAVAILABLE", InspectUnavailableError),
+        (Code.FAILED_PRECONDITION, "", InvalidRequestError),
+        (Code.INVALID_ARGUMENT, "SEQUENCE_TOO_LONG", InvalidRequestError),
+        (Code.NOT_FOUND, "MODEL_NOT_FOUND", ModelNotFoundError),
+        (Code.UNIMPLEMENTED, "", ProtocolError),
+        (Code.INTERNAL, "", ServerError),
+    ],
+)
+async def test_refusals_are_exceptions_of_their_own(
+    caller: Caller, service: FakeEncoder, refused: Any, code: Code, reason: str, expected: type[Exception]
+) -> None:
+    """They are not tried again, and no other exception is between them and the caller."""
+    breaking(service, 9, refused(code, "input: because", reason))
+    with pytest.raises(expected, match="^input: because$") as caught:
+        await caller(caller.connect().inspect, [5, 6, 7])
+    assert type(caught.value) is expected
+    assert (caught.value.code, caught.value.reason, caught.value.attempts) == (code, reason, 1)  # type: ignore[attr-defined]
+    assert len(service.inspect_requests) == 1
+
+
+async def never(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
+    """The header, and then nothing."""
+    yield inspection(request, N_TOKENS)[0]
+    await asyncio.sleep(30)
+
+
+async def test_an_answer_that_stops_half_way_meets_the_deadline(caller: Caller, service: FakeEncoder) -> None:
+    service.inspect = never
+    started = time.monotonic()
+    text = f"{service.target} did not answer within 0.3 s"
+    with pytest.raises(DeadlineError, match=text) as caught:
+        await caller(caller.connect().inspect, [5, 6, 7], timeout_seconds=0.3)
+    assert time.monotonic() - started < 5
+    assert (caught.value.code, caught.value.attempts) == (Code.DEADLINE_EXCEEDED, 1)
+    await until(lambda: service.n_cancelled == 1)
+
+
+async def test_cancelling_a_task_cancels_its_inspection(service: FakeEncoder) -> None:
+    """The server sees that its caller is gone, no task is left, and the client is as good as before."""
+    service.inspect = never
+    async with AsyncEncoderClient(service.target) as client:
+        call = asyncio.create_task(client.inspect([5, 6, 7]))
+        await until(lambda: len(service.inspect_requests) == 1)
+        await asyncio.sleep(0.05)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        await until(lambda: service.n_cancelled == 1)
+        assert not [task for task in asyncio.all_tasks() if "encserve_client" in repr(task)]
+        at_once = asyncio.create_task(client.inspect([5, 6, 7]))
+        await asyncio.sleep(0)
+        at_once.cancel()  # before anything was sent
+        with pytest.raises(asyncio.CancelledError):
+            await at_once
+        service.inspect = None
+        assert (await client.inspect([5, 6, 7])).attention_layers == (0, 1)
+
+
+async def test_closing_ends_an_inspection(caller: Caller, service: FakeEncoder) -> None:
+    service.inspect = never
+    client = caller.connect()
+    call = asyncio.create_task(caller(client.inspect, [5, 6, 7]))
+    await until(lambda: len(service.inspect_requests) == 1)
+    await asyncio.sleep(0.05)
+    await caller.close(client)
+    with pytest.raises(ClientClosedError):
+        await call
+    with pytest.raises(ClientClosedError):
+        await caller(client.inspect, [5, 6, 7])
+
+
+async def test_a_bug_below_does_not_hang_the_call(caller: Caller, service: FakeEncoder) -> None:
+    client = caller.connect()
+    client._metadata = (("Bad Key", "x"),)
+    with pytest.raises(ServerError):
+        await caller(client.inspect, [5, 6, 7])
+
+
+async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:
+    """One client, many calls of different lengths."""
+    client = caller.connect()
+    results = await asyncio.gather(*(caller(client.inspect, [5] * n) for n in range(1, 21)))
+    for n, result in enumerate(results, start=1):
+        np.testing.assert_array_equal(result.hidden_states, tensor_of(HIDDEN, n))
+
+
+def test_the_call_in_virtual_time() -> None:
+    """Retries wait as they do for Encode, and the total says so."""
+    request = request_of()
+    outcomes: list[Any] = [Failure(Code.UNAVAILABLE, "down"), inspection(request, N_TOKENS)]
+    wire = FakeWire(lambda rpc, _: (0.5, outcomes.pop(0)) if rpc == "Inspect" else (0.0, None))
+    policy = RetryPolicy(max_attempts=3, initial_backoff_seconds=1.0)
+    result = run_without_loop(Core(Settings(9.0, 1, 1, policy, lambda: 1.0)).inspect(wire, request, None))
+    assert wire.sent == [0.0, 1.5]
+    assert wire.is_closed
+    assert (result.timings.total_seconds, result.timings.attempts) == (2.0, 2)
+    assert result.attention_layers == tuple(range(N_LAYERS))
+    assert result.positions is None
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Waits for something that is about to happen."""
+    for _ in range(500):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("did not happen within 5 s")

@@ -1,0 +1,177 @@
+"""Vectors as inputs: what is sent for them, how they are cut into messages, and what is refused."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from encserve_client import InvalidInputError
+from encserve_client._inputs import Input, check_input, pack_input
+from encserve_client._message import Message
+from encserve_client._options import Options
+from encserve_client._plan import Limits, cost_of, plan_messages
+from encserve_proto.v1 import encoder_pb2 as pb
+
+if TYPE_CHECKING:
+    from tests.client.conftest import Caller, FakeEncoder
+
+NO_LIMITS = Limits(2**31, 2**31, 2**31, 2**31, 512, 8)
+SHAPES = st.tuples(st.integers(1, 20), st.integers(1, 12))
+FINITE = {"allow_nan": False, "allow_infinity": False}
+finite_arrays = hnp.arrays(np.float16, SHAPES, elements=FINITE) | hnp.arrays(np.float32, SHAPES, elements=FINITE)
+
+
+def vectors(n_tokens: int, width: int = 8, dtype: Any = np.float32) -> npt.NDArray[Any]:
+    """(n_tokens, width) numbers that all differ and that every type holds exactly."""
+    return (np.arange(n_tokens * width) / 8).reshape(n_tokens, width).astype(dtype)
+
+
+def pack(array: npt.NDArray[Any]) -> pb.TokenEmbeddings:
+    """What is sent for an array."""
+    return pack_input(check_input(array, "inputs[0]"), "inputs[0]").embeddings
+
+
+def read(message: pb.TokenEmbeddings) -> npt.NDArray[Any]:
+    """What a server reads of it."""
+    dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[message.data_type]
+    return np.frombuffer(message.data, dtype).reshape(-1, message.width)
+
+
+@given(finite_arrays)
+def test_numbers_arrive_bit_for_bit(array: npt.NDArray[Any]) -> None:
+    got = read(pack(array))
+    assert (got.dtype.itemsize, got.shape) == (array.dtype.itemsize, array.shape)
+    assert got.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        vectors(3).astype(">f4"),
+        vectors(8, 3).T.copy().T,
+        vectors(6)[::2],
+        vectors(3, 16)[:, ::2],
+        vectors(3)[::-1, ::-1],
+        vectors(3).astype(">f2"),
+        np.ma.masked_array(vectors(3), mask=vectors(3) > 1),
+    ],
+    ids=["big-endian", "columns first", "every other row", "every other column", "reversed", "big-endian half", "mask"],
+)
+def test_neither_byte_order_nor_strides_are_sent(array: npt.NDArray[Any]) -> None:
+    np.testing.assert_array_equal(read(pack(array)), np.asarray(array))
+
+
+def test_float64_is_rounded_to_float32() -> None:
+    array = np.array([[1 / 3, -0.0, 1e-300, float(np.finfo(np.float32).max)]])
+    message = pack(array)
+    assert (message.data_type, message.width) == (pb.DATA_TYPE_FLOAT32, 4)
+    np.testing.assert_array_equal(read(message), array.astype(np.float32))
+    assert np.signbit(read(message)[0, 1])
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_is_named_with_its_place(dtype: Any, value: float) -> None:
+    """The first of two such numbers, row by row."""
+    array = vectors(5, 4, dtype)
+    array[3, 0] = array[2, 3] = value
+    with pytest.raises(InvalidInputError) as caught:
+        pack_input(array, "inputs[7]")
+    assert str(caught.value) == f"inputs[7]: the number in row 2, column 3 must be finite; was {value:g}"
+
+
+@pytest.mark.parametrize("value", [1e39, -1e300, sys.float_info.max])
+def test_what_float32_cannot_hold_is_named_with_its_place(value: float) -> None:
+    array = vectors(5, 4, np.float64)
+    array[1, 2] = value
+    with pytest.raises(
+        InvalidInputError, match=r"^inputs\[7\]: the number in row 1, column 2 must fit into float32, who"
+    ):
+        pack_input(array, "inputs[7]")
+
+
+@pytest.mark.parametrize(("dtype", "n_bytes"), [(np.float16, 2), (np.float32, 4), (np.float64, 4)])
+def test_tokens_and_bytes_are_counted_exactly(dtype: Any, n_bytes: int) -> None:
+    """A token per vector; the bytes of the numbers and a few around them."""
+    message = pack_input(vectors(100, 96, dtype), "inputs[0]")
+    cost = cost_of(message, Options(), NO_LIMITS)
+    assert (cost.sequences, cost.tokens) == (1, 100)
+    assert 100 * 96 * n_bytes < cost.request_bytes <= 100 * 96 * n_bytes + 32
+    assert 100 * 8 * 4 <= cost.response_bytes <= 100 * 8 * 4 + 64
+    longer = cost_of(pack_input(vectors(600), "inputs[0]"), Options(), NO_LIMITS)
+    assert longer.tokens == 512  # the server cuts it off or refuses it
+
+
+def sizes(messages: list[Message]) -> list[int]:
+    return [message.n_inputs for message in messages]
+
+
+@given(st.lists(finite_arrays, min_size=1, max_size=20), st.integers(1, 2000))
+def test_requests_are_no_larger_than_planned(arrays: list[Input], max_request_bytes: int) -> None:
+    """Nor is one message made where the next input would still have fitted in."""
+    limits = Limits(2**31, 2**31, max_request_bytes, 2**31, 2**31, 8)
+    messages = list(plan_messages(arrays, pb.EncodeRequest(), Options(), limits))
+    requests = [message.request for message in messages if isinstance(message.request, pb.EncodeRequest)]
+    sent = [read(item.embeddings).tobytes() for request in requests for item in request.inputs]
+    assert sent == [np.asarray(array).tobytes() for array in arrays]
+    for request in requests:
+        assert request.ByteSize() <= max_request_bytes or len(request.inputs) == 1
+    for message, after in itertools.pairwise(requests):
+        together = pb.EncodeRequest(inputs=[*message.inputs, after.inputs[0]])
+        assert together.ByteSize() + 8 * len(together.inputs) > max_request_bytes
+
+
+def test_messages_are_cut_by_tokens() -> None:
+    """Ten sequences of 30 tokens where 100 may be in a message."""
+    limits = Limits(2**31, 100, 2**31, 2**31, 512, 8)
+    assert sizes(list(plan_messages([vectors(30)] * 10, pb.EncodeRequest(), Options(), limits))) == [3, 3, 3, 1]
+
+
+def test_messages_are_cut_by_bytes() -> None:
+    """float16 takes half of float32, so that twice as many fit."""
+    limits = Limits(2**31, 2**31, 4 * (32 * 64 * 4 + 32), 2**31, 512, 8)
+    for dtype, expected in ((np.float32, [4, 4]), (np.float16, [7, 1]), (np.float64, [4, 4])):
+        array = vectors(32, 64, dtype)
+        assert sizes(list(plan_messages([array] * 8, pb.EncodeRequest(), Options(), limits))) == expected
+
+
+async def test_vectors_get_their_rows(caller: Caller, service: FakeEncoder) -> None:
+    """From every method, in several messages, mixed with other inputs as far as the client goes."""
+    service.max_request_sequences = 2
+    client = caller.connect()
+    arrays = [vectors(n, dtype=dtype) for n, dtype in ((1, np.float32), (5, np.float16), (3, np.float64))]
+    for got, want in zip(await caller(client.encode, [*arrays, [5]]), arrays, strict=False):
+        np.testing.assert_array_equal(got, want)
+    pooled = await caller(client.embed, arrays, pooling="cls")
+    np.testing.assert_array_equal(pooled, [array[0] for array in arrays])
+    result = await caller(client.run, np.stack([vectors(4)] * 3))
+    assert [info.token_count for info in result.sequences] == [4, 4, 4]
+    assert result.sequences[0].token_ids is None
+    types = [item.embeddings.data_type for request in service.requests[:2] for item in request.inputs][:3]
+    assert types == [pb.DATA_TYPE_FLOAT32, pb.DATA_TYPE_FLOAT16, pb.DATA_TYPE_FLOAT32]
+
+
+async def test_vectors_on_a_stream(caller: Caller) -> None:
+    """One that is not finite is an error in its place."""
+    inputs = [vectors(2), np.full((1, 8), np.nan), vectors(3, dtype=np.float16)]
+    first, error, last = await caller.all_of(caller.connect(), inputs, return_exceptions=True)
+    np.testing.assert_array_equal(first, vectors(2))
+    assert isinstance(error, InvalidInputError)
+    assert "inputs[1]: the number in row 0, column 0 must be finite; was nan" in str(error)
+    np.testing.assert_array_equal(last, vectors(3))
+
+
+async def test_one_sequence_of_vectors_is_not_taken_for_several(caller: Caller, service: FakeEncoder) -> None:
+    client = caller.connect()
+    for call in (client.encode, client.embed, client.run, client.encode_stream):
+        with pytest.raises(InvalidInputError, match=r"for one sequence of vectors pass \[array\]"):
+            await caller(call, vectors(3))
+    assert service.n_get_model == 0
