@@ -10,7 +10,8 @@ from fake_server import D_MODEL, LONGEST, N_HEADS, N_LAYERS, SERVICE, Failed, Fa
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import service
-from encserve_server.engine.fake import fake_numbers
+from encserve_server.engine.fake import FakeInspector, fake_numbers
+from encserve_server.errors import BundleError
 from encserve_server.types import InspectKind
 
 ATTENTION, STATES, POSITIONS = (
@@ -229,6 +230,22 @@ async def test_a_run_that_fails_gives_an_id_and_the_next_one_is_tried(server: Fa
     server.inspector.broken = False
     await server.inspect(request([1]))
     await server.encode([1])
+
+
+async def test_a_graph_that_cannot_be_loaded_gives_an_id_and_is_tried_again(start_server: StartServer) -> None:
+    found: list[FakeInspector] = []
+
+    def load() -> FakeInspector:
+        if not found:
+            raise BundleError("/secret/models/m/1/inspect.onnx: its sha256 is another")
+        return found[0]
+
+    server = await start_server(load_inspector=load)
+    with pytest.raises(Failed, match=r"internal error; the server's log has it under the id \w{16}") as caught:
+        await server.inspect(request([1]))
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+    found.append(server.inspector)
+    assert len(await server.inspect(request([1]))) > 1
 
 
 async def test_a_caller_that_reads_nothing_is_given_up_on(

@@ -117,6 +117,7 @@ async def start_fake_server(
     with_tokenizer: bool = True,
     takes_vectors: bool = False,
     can_inspect: bool = True,
+    load_inspector: Callable[[], FakeInspector] | None = None,
     position: str = "sinusoidal",
     **settings: Any,
 ) -> FakeServer:
@@ -161,7 +162,9 @@ async def start_fake_server(
             if with_tokenizer
             else None
         )
-        return LoadedModel(bundle, tokenizer, engine, 0.1, 0.1, (lambda: inspector) if can_inspect else None)
+        return LoadedModel(
+            bundle, tokenizer, engine, 0.1, 0.1, (load_inspector or (lambda: inspector)) if can_inspect else None
+        )
 
     repository = directory / "models"
     for version in ("1", "2"):

@@ -25,12 +25,7 @@ The text of every class but StartupError's reaches the caller: it names fields a
 
 
 class EncserveError(Exception):
-    """Base of all errors of this server."""
-
-    @property
-    def message(self) -> str:
-        """The text for people."""
-        return str(self)
+    """Base of all errors of this server; its text is for people."""
 
 
 class RequestError(EncserveError):

@@ -83,12 +83,13 @@ class Failure:
 
 def to_failure(error: Exception) -> Failure:
     """What the caller sees of an error. Anything but our own errors becomes a fixed text and an id that is logged."""
-    if not isinstance(error, EncserveError):
+    mapping = ERROR_TABLE.get(type(error)) if isinstance(error, EncserveError) else None
+    if mapping is None:  # a StartupError too: its text names paths
         error_id = secrets.token_hex(8)
         logger.error("unexpected error", exc_info=error, extra={"error_id": error_id})
         return _failure(_UNKNOWN, f"internal error; the server's log has it under the id {error_id}", None, [])
-    mapping = ERROR_TABLE[type(error)]
-    text = error.message if len(error.message) <= _MAX_TEXT_CHARS else error.message[:_MAX_TEXT_CHARS] + "…"
+    message = str(error)
+    text = message if len(message) <= _MAX_TEXT_CHARS else message[:_MAX_TEXT_CHARS] + "…"
     more: list[Any] = []
     if isinstance(error, RequestError):
         violation = error_details_pb2.BadRequest.FieldViolation(

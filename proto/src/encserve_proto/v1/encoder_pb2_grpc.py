@@ -116,9 +116,10 @@ class EncoderServiceServicer(object):
         of every layer. It has a queue and an engine of its own, so that it never holds up Encode. The first message of the
         answer is the header; after it come the numbers, in chunks.
 
-        Besides what Encode answers:
+        The errors are those of Encode, naming fields of InspectRequest, and besides:
         FAILED_PRECONDITION: the model's bundle has no graph for it, or this server has it turned off.
-        RESOURCE_EXHAUSTED: too many inspections are waiting.
+        RESOURCE_EXHAUSTED: too many inspections are waiting; try again after the delay in RetryInfo.
+        DEADLINE_EXCEEDED: also if the caller reads nothing of the answer for 30 seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
