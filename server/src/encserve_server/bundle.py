@@ -140,6 +140,7 @@ def read_bundle(directory: Path) -> Bundle:
             pad_token_id=shape.pad_token_id,
             d_model=shape.d_model,
             precision=graph.precision,
+            token_type_ids_name=graph.token_type_ids_name,
         ),
     )
 

@@ -50,6 +50,8 @@ class OnnxEngine:
         ids = np.full(mask.shape, self._graph.pad_token_id, np.int64)  # (batch, seq)
         ids[mask] = np.concatenate(sequences)
         feeds = {self._graph.input_ids_name: ids, self._graph.attention_mask_name: mask.astype(np.int64)}
+        if self._graph.token_type_ids_name:
+            feeds[self._graph.token_type_ids_name] = np.zeros_like(ids)  # (batch, seq)
         began = time.perf_counter()
         (output,) = self._session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
         compute_seconds = time.perf_counter() - began
@@ -67,6 +69,8 @@ class OnnxEngine:
         """Compares the graph's inputs and outputs with what the manifest says."""
         inputs = {node.name: node.type for node in self._session.get_inputs()}
         wanted = {self._graph.input_ids_name: "tensor(int64)", self._graph.attention_mask_name: "tensor(int64)"}
+        if self._graph.token_type_ids_name:
+            wanted[self._graph.token_type_ids_name] = "tensor(int64)"
         if inputs != wanted:
             raise BundleError(f"{self._graph.path}: the graph's inputs are {inputs}; the manifest names {wanted}")
         outputs = {node.name: node.type for node in self._session.get_outputs()}
