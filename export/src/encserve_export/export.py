@@ -168,6 +168,8 @@ def export_encoder(
         progress("writing the bundle")
         if source.tokenizer is not None:
             files.append(Path(shutil.copyfile(source.tokenizer.path, folder / manifest.TOKENIZER_FILE)))
-        described = manifest.build_manifest(target.name, target.version, encoder, source, parity, files)
+        described = manifest.build_manifest(
+            target.name, target.version, manifest.describe(encoder), source, parity, files
+        )
         (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
     return Exported(target.models / target.name / target.version, described)

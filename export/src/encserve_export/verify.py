@@ -1,7 +1,7 @@
 """Compares ONNX Runtime with PyTorch, row by row, and padded batches with single sequences."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +27,8 @@ class Case:
 
     Attributes:
         lengths: The lengths of its sequences, in tokens.
-        max_relative_error: The largest ‖got - want‖/‖want‖ over its rows, ONNX Runtime against PyTorch.
+        max_relative_error: The largest ‖got - want‖/‖want‖ over its rows, ONNX Runtime against PyTorch; 0 where there
+            is no PyTorch to compare with.
         max_padding_error: The same, each sequence in this batch against the sequence alone, both in ONNX Runtime.
     """
 
@@ -38,9 +39,15 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """All batches that were compared; every error is within its tolerance."""
+    """All batches that were compared; every error is within its tolerance.
+
+    Attributes:
+        cases: The batches.
+        tolerance: The largest error against PyTorch that was allowed; 0 where there is no PyTorch to compare with.
+    """
 
     cases: tuple[Case, ...]
+    tolerance: float = TOLERANCE
 
     @property
     def max_relative_error(self) -> float:
@@ -73,15 +80,40 @@ def check_parity(encoder: Encoder, path: Path) -> Parity:
         ParityError: An error is above its tolerance, or a result is not finite.
     """
     run = _onnx_run(path)
-    random = np.random.default_rng(0)
+    config = encoder.config
+
+    def reference(ids: Ids, mask: Ids) -> Rows:
+        with torch.inference_mode():
+            rows: Rows = encoder(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
+        return rows
+
     cases = []
-    for lengths in case_lengths(encoder.config.max_sequence_tokens):
-        sequences = [random.integers(0, encoder.config.vocab_size, length) for length in lengths]
-        case = _compare(encoder, run, sequences)
+    for sequences in _batches(config.vocab_size, config.max_sequence_tokens):
+        case = _compare(run, sequences, config.pad_token_id, reference)
         _refuse_above(case.max_relative_error, TOLERANCE, case, "differs from PyTorch")
         _refuse_above(case.max_padding_error, PADDING_TOLERANCE, case, "changes when padded")
         cases.append(case)
     return Parity(tuple(cases))
+
+
+def check_padding(run: Run, *, vocab_size: int, max_sequence_tokens: int, pad_token_id: int) -> Parity:
+    """Runs a model that has no PyTorch beside it on the same kinds of batches.
+
+    Args:
+        run: ids, mask -> rows: int64 (batch, seq) both, float32 (batch, seq, d_model).
+        vocab_size: One more than the largest id.
+        max_sequence_tokens: The longest sequence.
+        pad_token_id: What fills a short sequence.
+
+    Raises:
+        ParityError: Padding changes a result.
+    """
+    cases = []
+    for sequences in _batches(vocab_size, max_sequence_tokens):
+        case = _compare(run, sequences, pad_token_id)
+        _refuse_above(case.max_padding_error, PADDING_TOLERANCE, case, "changes when padded")
+        cases.append(case)
+    return Parity(tuple(cases), tolerance=0)
 
 
 def relative_error(got: Rows, want: Rows) -> float:
@@ -103,15 +135,21 @@ def _onnx_run(path: Path) -> Run:
     return run
 
 
-def _compare(encoder: Encoder, run: Run, sequences: Sequence[Ids]) -> Case:
-    ids, mask = _pad(sequences, encoder.config.pad_token_id)
+def _batches(vocab_size: int, longest: int) -> Iterator[list[Ids]]:
+    """The batches to compare, each a list of (seq,) ids, random but always the same."""
+    random = np.random.default_rng(0)
+    for lengths in case_lengths(longest):
+        yield [random.integers(0, vocab_size, length) for length in lengths]
+
+
+def _compare(run: Run, sequences: Sequence[Ids], pad_token_id: int, reference: Run | None = None) -> Case:
+    ids, mask = _pad(sequences, pad_token_id)
     got = run(ids, mask)  # (batch, seq, d_model)
-    with torch.inference_mode():
-        want = encoder(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()  # (batch, seq, d_model)
+    want = got if reference is None else reference(ids, mask)  # (batch, seq, d_model)
     errors, padding_errors = [], []
     for row, sequence in enumerate(sequences):
         n = len(sequence)
-        errors.append(relative_error(got[row, :n], want[row, :n]))
+        errors.append(0.0 if reference is None else relative_error(got[row, :n], want[row, :n]))
         alone = run(sequence[None], np.ones((1, n), np.int64))  # (1, n, d_model)
         padding_errors.append(relative_error(got[row, :n], alone[0]))
     return Case(tuple(len(sequence) for sequence in sequences), max(errors), max(padding_errors))
