@@ -96,7 +96,9 @@ def check_parity(encoder: Encoder, path: Path) -> Parity:
     return Parity(tuple(cases))
 
 
-def check_padding(run: Run, *, vocab_size: int, max_sequence_tokens: int, pad_token_id: int) -> Parity:
+def check_padding(
+    run: Run, *, vocab_size: int, max_sequence_tokens: int, pad_token_id: int, advice: str = ""
+) -> Parity:
     """Runs a model that has no PyTorch beside it on the same kinds of batches.
 
     Args:
@@ -104,6 +106,7 @@ def check_padding(run: Run, *, vocab_size: int, max_sequence_tokens: int, pad_to
         vocab_size: One more than the largest id.
         max_sequence_tokens: The longest sequence.
         pad_token_id: What fills a short sequence.
+        advice: What the error is to say beside the figures.
 
     Raises:
         ParityError: Padding changes a result.
@@ -111,7 +114,7 @@ def check_padding(run: Run, *, vocab_size: int, max_sequence_tokens: int, pad_to
     cases = []
     for sequences in _batches(vocab_size, max_sequence_tokens):
         case = _compare(run, sequences, pad_token_id)
-        _refuse_above(case.max_padding_error, PADDING_TOLERANCE, case, "changes when padded")
+        _refuse_above(case.max_padding_error, PADDING_TOLERANCE, case, "changes when padded", advice)
         cases.append(case)
     return Parity(tuple(cases), tolerance=0)
 
@@ -165,10 +168,10 @@ def _pad(sequences: Sequence[Ids], pad_token_id: int) -> tuple[Ids, Ids]:
     return ids, mask
 
 
-def _refuse_above(error: float, tolerance: float, case: Case, what: str) -> None:
+def _refuse_above(error: float, tolerance: float, case: Case, what: str, advice: str = "") -> None:
     if not error <= tolerance:
         lengths = ", ".join(map(str, case.lengths))
         raise ParityError(
             f"the ONNX model {what}: relative error {error:.1e} of a row, tolerance {tolerance:.1e}, "
-            f"in a batch of lengths {lengths}"
+            f"in a batch of lengths {lengths}{advice and f'; {advice}'}"
         )
