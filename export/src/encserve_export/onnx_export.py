@@ -58,9 +58,7 @@ def export_onnx(
     model = onnx_model.read_model(path)
     interface = onnx_model.find_interface(model, options.names)
     onnx_model.check_operators(model)
-    vocab_size = _vocab_size(options, onnx_facts.embedding_rows(model, interface.input_ids))
-    _check_options(options, vocab_size)
-    progress(f"the rows are its output {interface.output}; there are {vocab_size} token ids")
+    rows = onnx_facts.embedding_rows(model, interface.input_ids)
     external = onnx_data.take_in(model, path.parent)
     weights = sha256([path, *external])
     with bundle.draft(target.models, target.name, target.version, overwrite=target.overwrite) as folder:
@@ -68,6 +66,10 @@ def export_onnx(
         files = onnx_data.write_model(model, path, external, folder)
         check_file(model, files[0])
         runner = Runner(model, files[0], interface)
+        # Only now: where the file itself is at fault, an option would not help.
+        vocab_size = _vocab_size(options, rows)
+        _check_options(options, vocab_size)
+        progress(f"the rows are its output {interface.output}; there are {vocab_size} token ids")
         progress(f"running it, with 1 to {options.max_sequence_tokens} tokens")
         runner.check_ends(vocab_size, options.max_sequence_tokens, options.pad_token_id)
         parity = _check_padding(runner, options, vocab_size, onnx_facts.precision(model))

@@ -222,7 +222,9 @@ def _check_inputs(ports: Sequence[Port]) -> None:
     for port in ports:
         if port.data_type != TensorProto.INT64:
             raise OnnxInterfaceError(f"the input {port} must be int64; {_AS_INT64}")
-        if port.axes is not None and len(port.axes) != len(_AXES):
+        if port.axes is None:
+            raise OnnxInterfaceError(f"the input {port} has no shape in the file; it must say (batch, seq)")
+        if len(port.axes) != len(_AXES):
             raise OnnxInterfaceError(f"the input {port} has rank {len(port.axes)}; it must have 2: (batch, seq)")
     fixed = [
         f"axis {axis} ({_AXES[axis]}) of {port.name} is fixed to {size}"
@@ -247,7 +249,6 @@ def _choose_output(outputs: Sequence[Port], name: str | None) -> Port:
         return found[0]
     floats = [port for port in outputs if port.data_type in _FLOATS]
     rows = [port for port in floats if port.axes is not None and len(port.axes) == 3]
-    # Where a file leaves a shape open, running will tell.
     rows = rows or [port for port in floats if port.axes is None]
     if len(rows) == 1:
         return rows[0]
@@ -264,9 +265,13 @@ def _choose_output(outputs: Sequence[Port], name: str | None) -> Port:
 
 
 def _check_output(port: Port) -> None:
-    if port.axes is not None and len(port.axes) == 2:
+    if port.axes is None:
+        raise OnnxInterfaceError(
+            f"the output {port} has no shape in the file; onnx.shape_inference.infer_shapes adds it"
+        )
+    if len(port.axes) == 2:
         raise OnnxInterfaceError(_pooled(f"the output is {port}"))
-    if port.axes is not None and len(port.axes) != 3:
+    if len(port.axes) != 3:
         raise OnnxInterfaceError(f"the output {port} has rank {len(port.axes)}; it must have 3: (batch, seq, d_model)")
     if port.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
         raise OnnxInterfaceError(

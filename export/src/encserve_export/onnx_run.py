@@ -37,7 +37,7 @@ _VERSIONS = (
     (re.compile(r"ir_version (\d+) is higher than the checker's \((\d+)\)"), "IR version"),
 )
 # Where in its own source ONNX Runtime noticed, and the condition that it looked at.
-_SOURCE_PLACE = re.compile(r"/onnxruntime_src/.*?\) (?=[^()]*$)|/onnxruntime_src/.*? was false\. ")
+_SOURCE_PLACE = re.compile(r"/onnxruntime_src/.* was false\. |/onnxruntime_src/\S+ .*?\) ")
 
 
 def check_file(model: onnx.ModelProto, path: Path) -> None:
@@ -103,21 +103,25 @@ class Runner:
             raise OnnxRunError(
                 f"the model fails for ids of shape {ids.shape}: {self._cause(error, ids, mask)}"
             ) from error
+        self._check(rows, ids, mask)
+        self.d_model = rows.shape[2]
+        return rows
+
+    def _check(self, rows: Rows, ids: Ids, mask: Ids) -> None:
         output = self._interface.output
         if rows.ndim != 3 or rows.shape[:2] != ids.shape:
             raise OnnxRunError(
                 f"the output {output} has shape {rows.shape} for ids of shape {ids.shape}; it must be "
                 f"({ids.shape[0]}, {ids.shape[1]}, d_model)"
             )
-        self.d_model = self.d_model or rows.shape[2]
-        if rows.shape[2] != self.d_model or not self.d_model:
+        width, elsewhere = rows.shape[2], self.d_model or rows.shape[2]
+        if width != elsewhere or not width:
             raise OnnxRunError(
-                f"the output {output} has rows of {rows.shape[2]} numbers for ids of shape {ids.shape}, and of "
-                f"{self.d_model} elsewhere; they must always have the same width"
+                f"the output {output} has rows of {width} numbers for ids of shape {ids.shape}, and of {elsewhere} "
+                "elsewhere; they must always have the same width"
             )
         if not np.isfinite(rows[mask == 1]).all():
             raise OnnxRunError(f"the output {output} has numbers that are not finite for ids of shape {ids.shape}")
-        return rows
 
     def check_ends(self, vocab_size: int, max_sequence_tokens: int, pad_token_id: int) -> None:
         """Runs one token, the largest id, and the longest sequence.
@@ -140,6 +144,8 @@ class Runner:
             _run_one(self, token, max_sequence_tokens)
         except OnnxRunError as error:
             longest = self._longest(token, max_sequence_tokens)
+            if longest == 1:
+                raise
             raise OnnxRunError(
                 f"{error}. The longest sequence that works has {longest} tokens: give --max-sequence-tokens {longest} "
                 "or less"
@@ -158,8 +164,9 @@ class Runner:
         while failing - works > 1:
             middle = (works + failing) // 2
             ids = np.full((1, middle), token, np.int64)  # (1, seq)
+            mask = np.ones_like(ids)  # (1, seq)
             try:
-                self._run(self._session, ids, np.ones_like(ids))
+                self._check(self._run(self._session, ids, mask), ids, mask)
                 works = middle
             except Exception:  # as above
                 failing = middle
@@ -194,8 +201,9 @@ def _translated(model: onnx.ModelProto, message: str, otherwise: type[ExportErro
     for pattern, of in _VERSIONS:
         if found := pattern.search(message):
             return OnnxOperatorError(
-                f"the file has {of} {found[1]}; the ONNX Runtime here ({onnxruntime.__version__}) knows them up to "
-                f"{found[2]}. Export the model again with an older one, or install a newer ONNX Runtime"
+                f"the file has {of} {found[1]}; what is installed here (onnx {onnx.__version__}, ONNX Runtime "
+                f"{onnxruntime.__version__}) knows them up to {found[2]}. Export the model again with an older one, or "
+                "install newer packages, here and for the server"
             )
     if found := _UNKNOWN.search(message):
         nodes = [node for node in all_nodes(model) if (node.domain, node.op_type) == (found["domain"], found["op"])]
