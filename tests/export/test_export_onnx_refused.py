@@ -418,3 +418,43 @@ def test_a_node_without_a_name(refused: Callable[..., str]) -> None:
             node.ClearField("name")
 
     assert "for ids of shape (1, 16): a node without a name (Add): " in refused(shorter_and_nameless, OnnxRunError)
+
+
+def test_a_node_that_onnx_runtime_joins_with_others(refused: Callable[..., str]) -> None:
+    """Its optimizer makes one node of MatMul and Mul, and calls it something else."""
+
+    def scale_product(model: onnx.ModelProto) -> None:
+        model.graph.initializer.append(numpy_helper.from_array(np.array(0.5, np.float32), "half"))
+        node_of(model, "rows").output[0] = "before"
+        model.graph.node.extend(
+            [
+                helper.make_node("Transpose", ["before"], ["across"], perm=[0, 2, 1]),
+                helper.make_node("MatMul", ["before", "across"], ["scores"], name="score"),
+                helper.make_node("MatMul", ["scores", "places"], ["mixed"], name="mix"),
+                helper.make_node("Mul", ["mixed", "half"], ["rows"], name="scale"),
+            ]
+        )
+
+    assert "fails for ids of shape (1, 1): node mix (MatMul): " in refused(scale_product, OnnxRunError)
+
+
+def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:
+    """As in RoBERTa; a sequence of nothing else would never reach the end of the table."""
+
+    def count_places(model: onnx.ModelProto) -> None:
+        shorter_table(model)
+        model.graph.initializer.append(numpy_helper.from_array(np.array(49), "pad"))
+        del model.graph.node[1:4]
+        nodes = [
+            helper.make_node("Equal", ["input_ids", "pad"], ["is_pad"]),
+            helper.make_node("Not", ["is_pad"], ["is_word"]),
+            helper.make_node("Cast", ["is_word"], ["counted"], to=INT64),
+            helper.make_node("CumSum", ["counted", "one"], ["place"]),
+            helper.make_node("Gather", ["places", "place"], ["first"], name="first"),
+        ]
+        for node in reversed(nodes):
+            model.graph.node.insert(1, node)
+
+    text = refused(count_places, OnnxRunError, OnnxOptions(max_sequence_tokens=16, pad_token_id=49))
+    assert "fails for ids of shape (1, 16): node first (Gather): indices element out of data bounds" in text
+    assert text.endswith("The longest sequence that works has 11 tokens: give --max-sequence-tokens 11 or less")
