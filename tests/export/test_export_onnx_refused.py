@@ -309,6 +309,13 @@ def test_bytes_that_are_no_model(tmp_path: Path, content: bytes) -> None:
         export_onnx(path, Target(models=tmp_path / "models", name="mine"))
 
 
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "encoder.onnx"
+    path.write_bytes(build().SerializeToString().replace(b"Unsqueeze", b"Unsqu\xffeze"))
+    with pytest.raises(OnnxFileError, match="is no ONNX file: a name in it is not UTF-8"):
+        export_onnx(path, Target(models=tmp_path / "models", name="mine"))
+
+
 def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
     """Whatever is wrong with the bytes, it is one of our errors or a bundle."""
     content = build().SerializeToString()

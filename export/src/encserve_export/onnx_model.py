@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import onnx
-from google.protobuf.message import DecodeError
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
 from onnx import NodeProto, TensorProto, ValueInfoProto, numpy_helper
 
 from encserve_export import graph
@@ -89,6 +90,8 @@ def read_model(path: Path) -> onnx.ModelProto:
         raise OnnxFileError(f"{path} is no ONNX file") from error
     if not model.ir_version or not model.HasField("graph"):
         raise OnnxFileError(f"{path} is no ONNX file: it holds no graph")
+    if not _is_text(model):
+        raise OnnxFileError(f"{path} is no ONNX file: a name in it is not UTF-8")
     if not model.graph.node:
         raise OnnxFileError(f"{path} holds an empty graph, without a node")
     _refuse_training(model, path)
@@ -153,6 +156,17 @@ def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
     output = _choose_output(outputs, names.output)
     _check_output(output)
     return Interface(names.input_ids, names.attention_mask, types, output.name)
+
+
+def _is_text(message: Message) -> bool:
+    """Whether all strings are text; protobuf hands out bytes for those that are not, and nobody expects that."""
+    for field, value in message.ListFields():
+        values = [value] if isinstance(value, str | bytes | Message) else value
+        if field.type == FieldDescriptor.TYPE_STRING and any(isinstance(its, bytes) for its in values):
+            return False
+        if field.type == FieldDescriptor.TYPE_MESSAGE and not all(map(_is_text, values)):
+            return False
+    return True
 
 
 def _refuse_training(model: onnx.ModelProto, path: Path) -> None:
