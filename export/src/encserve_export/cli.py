@@ -1,4 +1,4 @@
-"""The command line: `encserve-export hf`, `checkpoint`, `init` and `inspect`."""
+"""The command line: `encserve-export hf`, `checkpoint`, `onnx`, `init` and `inspect`."""
 
 import json
 from collections.abc import Callable
@@ -8,15 +8,20 @@ from typing import Any, TypeVar, get_args
 import click
 from rich.console import Console
 
-from encserve_export import report
+from encserve_export import graph, report
 from encserve_export.bundle import name_from
+from encserve_export.checkpoint import DEFAULT_LONGEST
 from encserve_export.config import EncoderConfig, Input
 from encserve_export.errors import ConfigError, ExportError
 from encserve_export.export import Exported, Progress, Target, export_checkpoint, export_hf, export_init
 from encserve_export.layouts import known_layouts
+from encserve_export.onnx_export import OnnxOptions, export_onnx
+from encserve_export.onnx_model import Names
 from encserve_export.propagation import measure, read_sequence
 from encserve_export.reading import read_bundle
+from encserve_export.sentence_transformers import POOLINGS, SentenceVector
 from encserve_export.text import TokenizerFile, read_tokenizer
+from encserve_proto.v1 import manifest_pb2
 
 _DEFAULT_VOCAB_SIZE = 32000
 
@@ -123,6 +128,70 @@ def checkpoint(
             max_sequence_tokens=max_sequence_tokens,
             progress=progress,
         )
+
+    _run(export)
+
+
+@main.command()
+@click.argument("file", type=_FILE)
+@_target_options
+@click.option("--name", required=True, help="The model's name.")
+@click.option("--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json; without one, token ids only.")
+@click.option(
+    "--max-sequence-tokens",
+    type=int,
+    default=DEFAULT_LONGEST,
+    show_default=True,
+    help="The longest sequence to serve; it is tried.",
+)
+@click.option("--pad-token-id", type=int, default=0, show_default=True, help="The id that fills a padded batch.")
+@click.option("--vocab-size", type=int, help="How many token ids there are; by default as many as FILE has rows for.")
+@click.option("--pooling", type=click.Choice(list(POOLINGS)), help="How the model was trained to make one vector.")
+@click.option("--l2-normalize", is_flag=True, help="Scale pooled vectors to length 1.")
+@click.option("--input-ids-name", default=graph.INPUT_IDS, show_default=True, help="FILE's input of token ids.")
+@click.option("--attention-mask-name", default=graph.ATTENTION_MASK, show_default=True, help="FILE's attention mask.")
+@click.option("--token-type-ids-name", help="FILE's input to fill with zeros, where not token_type_ids.")
+@click.option("--output-name", help="FILE's output of rows; by default the only one, or last_hidden_state.")
+def onnx(
+    file: Path,
+    models: Path,
+    name: str,
+    version: str,
+    tokenizer_path: Path | None,
+    max_sequence_tokens: int,
+    pad_token_id: int,
+    vocab_size: int | None,
+    pooling: str | None,
+    l2_normalize: bool,
+    input_ids_name: str,
+    attention_mask_name: str,
+    token_type_ids_name: str | None,
+    output_name: str | None,
+    overwrite: bool,
+) -> None:
+    """Exports the encoder in FILE, which is ONNX already.
+
+    Its inputs are ids and mask, int64 (batch, seq), its output is float32 (batch, seq, d_model).
+    """
+
+    def export(progress: Progress) -> Exported:
+        options = OnnxOptions(
+            names=Names(
+                input_ids=input_ids_name,
+                attention_mask=attention_mask_name,
+                token_type_ids=token_type_ids_name,
+                output=output_name,
+            ),
+            max_sequence_tokens=max_sequence_tokens,
+            pad_token_id=pad_token_id,
+            vocab_size=vocab_size,
+            vector=SentenceVector(
+                manifest_pb2.POOLING_UNSPECIFIED if pooling is None else POOLINGS[pooling], l2_normalize
+            ),
+            tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
+        )
+        target = Target(models=models, name=name, version=version, overwrite=overwrite)
+        return export_onnx(file, target, options, progress=progress)
 
     _run(export)
 

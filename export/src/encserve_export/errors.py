@@ -11,9 +11,16 @@ ExportError
 │   ├── WeightNamesError        weights are missing, or there are some nobody asked for
 │   ├── WeightShapeError        a weight has another shape than the configuration says
 │   └── WeightValueError        a weight holds NaN, infinity, or no floating-point numbers
+├── OnnxModelError              an ONNX file of somebody else's cannot be used
+│   ├── OnnxFileError           it is no valid ONNX, or one for training
+│   ├── ExternalDataError       its weights lie outside its folder, or not where it says
+│   ├── OnnxInterfaceError      its inputs or outputs are not those of an encoder
+│   ├── OnnxOperatorError       it needs operators, an opset or an IR that are not known here
+│   ├── OnnxRunError            it fails for a batch, or gives rows of another shape or that are not finite
+│   └── VocabularyError         nothing tells how many token ids it has, or it has fewer
 ├── TokenizerError              tokenizer.json is unreadable or does not fit the model
 ├── SequenceError               what is to be run is no sequence that the model can take
-├── ParityError                 ONNX Runtime computes something else than PyTorch
+├── ParityError                 ONNX Runtime computes something else than PyTorch, or padding changes a result
 └── BundleError                 the bundle cannot be written
     ├── BundleNameError         the model's name or version is not a plain name
     └── BundleExistsError       this version is already there
@@ -64,6 +71,34 @@ class WeightShapeError(CheckpointError):
 
 class WeightValueError(CheckpointError):
     """A weight holds NaN or infinity, or is not of floating-point numbers."""
+
+
+class OnnxModelError(ExportError):
+    """An ONNX file of somebody else's cannot be used."""
+
+
+class OnnxFileError(OnnxModelError):
+    """The file is unreadable, no valid ONNX, empty, or made for training."""
+
+
+class ExternalDataError(OnnxModelError):
+    """Weights that lie in other files are outside the folder, missing, or not where the file says."""
+
+
+class OnnxInterfaceError(OnnxModelError):
+    """The inputs or outputs are not those of an encoder; the text lists what there is."""
+
+
+class OnnxOperatorError(OnnxModelError):
+    """The model needs an operator, an opset or an IR version that ONNX Runtime does not know."""
+
+
+class OnnxRunError(OnnxModelError):
+    """The model fails for a batch, or gives rows of another shape or that are not finite; the text names the batch."""
+
+
+class VocabularyError(OnnxModelError):
+    """Nothing tells how many token ids the model has, or it has fewer than were asked for."""
 
 
 class TokenizerError(ExportError):

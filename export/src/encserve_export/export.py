@@ -179,6 +179,7 @@ def export_encoder(
         files = list(graphs.files)
         if source.tokenizer is not None:
             files.append(Path(shutil.copyfile(source.tokenizer.path, folder / manifest.TOKENIZER_FILE)))
-        described = manifest.build_manifest(target.name, target.version, encoder, source, parity, graphs, files)
+        model = manifest.describe(encoder, graphs)
+        described = manifest.build_manifest(target.name, target.version, model, source, parity, files)
         (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
     return Exported(target.models / target.name / target.version, described)

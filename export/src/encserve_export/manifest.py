@@ -27,7 +27,7 @@ class Source:
     """Where an encoder comes from, and all that a bundle holds besides its weights.
 
     Attributes:
-        kind: The export command, "hf", "checkpoint" or "init".
+        kind: The export command, "hf", "checkpoint", "onnx" or "init".
         description: For people, e.g. "BertModel".
         weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
         vector: How the model was trained to make one vector of a sequence.
@@ -41,61 +41,76 @@ class Source:
     tokenizer: TokenizerFile | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What a bundle says of its model, whether we traced it or it came as ONNX.
+
+    Attributes:
+        shape: Its sizes and choices.
+        graph: The ONNX file's interface.
+        parameters: How many numbers it has, by part.
+        inspect_graph: The ONNX file that gives what happens inside; None where there is none.
+    """
+
+    shape: manifest_pb2.EncoderShape
+    graph: manifest_pb2.Graph
+    parameters: Mapping[str, int]
+    inspect_graph: manifest_pb2.InspectGraph | None = None
+
+
+def describe(encoder: Encoder, graphs: graph.Graphs) -> Model:
+    """The description of an encoder whose graphs `graph.write_graphs` wrote."""
+    interface = manifest_pb2.Graph(
+        file=graph.FILE,
+        opset=graph.OPSET,
+        input_ids_name=graphs.input_name if encoder.config.input == "token_ids" else "",
+        embeddings_name=graphs.input_name if encoder.config.input == "embeddings" else "",
+        attention_mask_name=graph.ATTENTION_MASK,
+        output_name=graph.OUTPUT,
+        precision="float32",
+    )
+    inspect_graph = manifest_pb2.InspectGraph(
+        file=graph.INSPECT_FILE,
+        attention_weights_names=graphs.attention_weights_names,
+        hidden_state_names=graphs.hidden_state_names,
+        positions_name=graphs.positions_name,
+        residual_nodes=graphs.residual_nodes,
+    )
+    return Model(_shape(encoder.config), interface, count_parameters(encoder), inspect_graph)
+
+
 def build_manifest(
-    name: str,
-    version: str,
-    encoder: Encoder,
-    source: Source,
-    parity: verify.Parity,
-    graphs: graph.Graphs,
-    files: Iterable[Path],
+    name: str, version: str, model: Model, source: Source, parity: verify.Parity, files: Iterable[Path]
 ) -> manifest_pb2.Manifest:
     """Describes a bundle.
 
     Args:
         name: The model's name.
         version: The model's version.
-        encoder: The encoder that the graph was traced from.
+        model: What is in the ONNX file.
         source: Where it comes from.
-        parity: How closely ONNX Runtime reproduced it.
-        graphs: The ONNX files.
+        parity: What was measured in ONNX Runtime.
         files: All files of the bundle, which must lie directly in its folder.
     """
     manifest = manifest_pb2.Manifest(
         format_version=FORMAT_VERSION,
         name=name,
         version=version,
-        encoder=_shape(encoder.config),
-        text=_text(encoder.config, source.tokenizer),
+        encoder=model.shape,
+        text=_text(model.shape, source.tokenizer),
         pooling=source.vector.pooling,
         l2_normalize=source.vector.l2_normalize,
-        graph=manifest_pb2.Graph(
-            file=graph.FILE,
-            opset=graph.OPSET,
-            input_ids_name=graphs.input_name if encoder.config.input == "token_ids" else "",
-            embeddings_name=graphs.input_name if encoder.config.input == "embeddings" else "",
-            attention_mask_name=graph.ATTENTION_MASK,
-            output_name=graph.OUTPUT,
-            precision="float32",
-        ),
+        graph=model.graph,
         source=manifest_pb2.Source(
             kind=source.kind,
             description=source.description,
             weights_sha256=source.weights_sha256,
-            versions={tool: metadata.version(tool) for tool in _TOOLS},
+            versions={tool: metadata.version(tool) for tool in _tools(source.kind)},
         ),
         files=[_bundle_file(path) for path in sorted(files)],
-        parameters=[
-            manifest_pb2.ParameterCount(part=part, count=count) for part, count in count_parameters(encoder).items()
-        ],
+        parameters=[manifest_pb2.ParameterCount(part=part, count=count) for part, count in model.parameters.items()],
         parity=_parity(parity),
-        inspect_graph=manifest_pb2.InspectGraph(
-            file=graph.INSPECT_FILE,
-            attention_weights_names=graphs.attention_weights_names,
-            hidden_state_names=graphs.hidden_state_names,
-            positions_name=graphs.positions_name,
-            residual_nodes=graphs.residual_nodes,
-        ),
+        inspect_graph=model.inspect_graph,
     )
     manifest.fingerprint = fingerprint(manifest)
     return manifest
@@ -130,10 +145,15 @@ def _shape(config: EncoderConfig) -> manifest_pb2.EncoderShape:
     return manifest_pb2.EncoderShape(**{name: values[name] for name in names})
 
 
-def _text(config: EncoderConfig, tokenizer: TokenizerFile | None) -> manifest_pb2.TextInput | None:
+def _tools(kind: str) -> list[str]:
+    """The tools that wrote the bundle: PyTorch has no part in one of a model that came as ONNX."""
+    return [tool for tool in _TOOLS if not (kind == "onnx" and tool == "torch")]
+
+
+def _text(shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None) -> manifest_pb2.TextInput | None:
     if tokenizer is None:
         return None
-    special = sorted({*tokenizer.around_text, config.pad_token_id})
+    special = sorted({*tokenizer.around_text, shape.pad_token_id})
     return manifest_pb2.TextInput(tokenizer_file=TOKENIZER_FILE, special_token_ids=special)
 
 
@@ -145,7 +165,7 @@ def _bundle_file(path: Path) -> manifest_pb2.BundleFile:
 
 def _parity(parity: verify.Parity) -> manifest_pb2.Parity:
     return manifest_pb2.Parity(
-        tolerance=verify.TOLERANCE,
+        tolerance=parity.tolerance,
         max_relative_error=_rounded(parity.max_relative_error),
         max_padding_error=_rounded(parity.max_padding_error),
         cases=[

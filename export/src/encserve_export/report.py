@@ -25,7 +25,7 @@ def _parameters(manifest: manifest_pb2.Manifest) -> Table:
     table.add_column("parameters", footer=f"{total:,}", justify="right")
     table.add_column("share", footer="100.0 %", justify="right")
     for part in manifest.parameters:
-        table.add_row(part.part, f"{part.count:,}", f"{100 * part.count / total:.1f} %")
+        table.add_row(part.part, f"{part.count:,}", f"{100 * part.count / max(total, 1):.1f} %")
     return table
 
 
@@ -34,7 +34,7 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
     size = sum(file.size_bytes for file in manifest.files if file.path.startswith(graph.FILE))
     return [
         ("model size", f"{size / 2**20:,.1f} MiB, opset {manifest.graph.opset}"),
-        ("parity", f"max error {parity.max_relative_error:.1e}, tolerance {parity.tolerance:.1e}"),
+        ("parity", _parity(manifest)),
         ("padding", f"max error {parity.max_padding_error:.1e}, tolerance {verify.PADDING_TOLERANCE:.1e}"),
         ("cases", f"{len(parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),
         ("fingerprint", manifest.fingerprint),
@@ -116,3 +116,9 @@ def _print_facts(facts: list[tuple[str, str]], console: Console) -> None:
     for name, value in facts:
         # Never folded to the width of a terminal: names and paths are there to be copied.
         console.print(f"{name:<13}{value}", soft_wrap=True, highlight=False, markup=False)
+
+
+def _parity(manifest: manifest_pb2.Manifest) -> str:
+    if manifest.source.kind == "onnx":
+        return "not compared with PyTorch: the model came as ONNX"
+    return f"max error {manifest.parity.max_relative_error:.1e}, tolerance {manifest.parity.tolerance:.1e}"

@@ -8,7 +8,7 @@ from encserve_export.errors import CheckpointFileError, UnsupportedModelError
 from encserve_export.weights import read_json
 from encserve_proto.v1 import manifest_pb2
 
-_POOLINGS = {
+POOLINGS = {
     "mean": manifest_pb2.POOLING_MEAN,
     "cls": manifest_pb2.POOLING_CLS,
     "max": manifest_pb2.POOLING_MAX,
@@ -72,6 +72,6 @@ def _pooling(path: Path) -> manifest_pb2.Pooling:
     settings: dict[str, Any] = read_json(path)
     modes = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
     chosen = [_FLAGS.get(name, name) for name in modes] or [str(settings.get("pooling_mode"))]
-    if len(chosen) != 1 or chosen[0] not in _POOLINGS:
-        raise UnsupportedModelError(f"pooling must be one of {', '.join(_POOLINGS)}; was {' and '.join(chosen)}")
-    return _POOLINGS[chosen[0]]
+    if len(chosen) != 1 or chosen[0] not in POOLINGS:
+        raise UnsupportedModelError(f"pooling must be one of {', '.join(POOLINGS)}; was {' and '.join(chosen)}")
+    return POOLINGS[chosen[0]]

@@ -4,8 +4,10 @@ A sequence is token ids, int64 (seq,), or embeddings, float32 (seq, d_model); `i
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +25,11 @@ ATTENTION_TOLERANCE = 1e-5
 # The longest sequence that is inspected: attention weights grow with its square.
 _LONGEST_INSPECTED = 64
 
+Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
-Input = npt.NDArray[np.int64] | Rows
-Run = Callable[[Input, Mask], Rows]
+Input = Ids | Rows
+Run = Callable[[Any, Mask], Rows]  # of whichever input the model takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +38,8 @@ class Case:
 
     Attributes:
         lengths: The lengths of its sequences, in tokens.
-        max_relative_error: The largest ‖got - want‖/‖want‖ over its rows, ONNX Runtime against PyTorch.
+        max_relative_error: The largest ‖got - want‖/‖want‖ over its rows, ONNX Runtime against PyTorch; 0 where there
+            is no PyTorch to compare with.
         max_padding_error: The same, each sequence in this batch against the sequence alone, both in ONNX Runtime.
     """
 
@@ -46,9 +50,15 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """All batches that were compared; every error is within its tolerance."""
+    """All batches that were compared; every error is within its tolerance.
+
+    Attributes:
+        cases: The batches.
+        tolerance: The largest error against PyTorch that was allowed; 0 where there is no PyTorch to compare with.
+    """
 
     cases: tuple[Case, ...]
+    tolerance: float = TOLERANCE
 
     @property
     def max_relative_error(self) -> float:
@@ -81,11 +91,16 @@ def check_parity(encoder: Encoder, path: Path) -> Parity:
         ParityError: An error is above its tolerance, or a result is not finite.
     """
     run = _onnx_run(path, graph.input_name(encoder))
-    random = np.random.default_rng(0)
+    config = encoder.config
+
+    def reference(inputs: Input, mask: Mask) -> Rows:
+        with torch.inference_mode():
+            rows: Rows = encoder(torch.from_numpy(inputs), torch.from_numpy(mask)).numpy()
+        return rows
+
     cases = []
-    for lengths in case_lengths(encoder.config.max_sequence_tokens):
-        sequences = [_random_sequence(encoder, length, random) for length in lengths]
-        case = _compare(encoder, run, sequences)
+    for sequences in _batches(config.max_sequence_tokens, functools.partial(_random_sequence, encoder)):
+        case = _compare(run, sequences, config.pad_token_id, reference)
         _refuse_above(case.max_relative_error, TOLERANCE, case, "differs from PyTorch")
         _refuse_above(case.max_padding_error, PADDING_TOLERANCE, case, "changes when padded")
         cases.append(case)
@@ -124,6 +139,29 @@ def check_inspection(encoder: Encoder, graphs: graph.Graphs) -> None:
             raise ParityError("the ONNX model gives other positions than PyTorch has")
 
 
+def check_padding(
+    run: Run, *, vocab_size: int, max_sequence_tokens: int, pad_token_id: int, advice: str = ""
+) -> Parity:
+    """Runs a model that has no PyTorch beside it on the same kinds of batches.
+
+    Args:
+        run: ids, mask -> rows: int64 (batch, seq) both, float32 (batch, seq, d_model).
+        vocab_size: One more than the largest id.
+        max_sequence_tokens: The longest sequence.
+        pad_token_id: What fills a short sequence.
+        advice: What the error is to say beside the figures.
+
+    Raises:
+        ParityError: Padding changes a result.
+    """
+    cases = []
+    for sequences in _batches(max_sequence_tokens, lambda length, random: random.integers(0, vocab_size, length)):
+        case = _compare(run, sequences, pad_token_id)
+        _refuse_above(case.max_padding_error, PADDING_TOLERANCE, case, "changes when padded", advice)
+        cases.append(case)
+    return Parity(tuple(cases), tolerance=0)
+
+
 def relative_error(got: Rows, want: Rows) -> float:
     """The largest ‖got - want‖/‖want‖ over rows of the same shape (…, d_model); infinite where got is not finite."""
     difference = np.linalg.norm(got.astype(np.float64) - want, axis=-1)  # (…)
@@ -149,15 +187,21 @@ def _onnx_run(path: Path, input_name: str) -> Run:
     return run
 
 
-def _compare(encoder: Encoder, run: Run, sequences: Sequence[Input]) -> Case:
-    inputs, mask = _pad(sequences, encoder.config.pad_token_id)
+def _batches(longest: int, draw: Callable[[int, np.random.Generator], Input]) -> Iterator[list[Input]]:
+    """The batches to compare, each a list of sequences, random but always the same."""
+    random = np.random.default_rng(0)
+    for lengths in case_lengths(longest):
+        yield [draw(length, random) for length in lengths]
+
+
+def _compare(run: Run, sequences: Sequence[Input], pad_token_id: int, reference: Run | None = None) -> Case:
+    inputs, mask = _pad(sequences, pad_token_id)
     got = run(inputs, mask)  # (batch, seq, d_model)
-    with torch.inference_mode():
-        want = encoder(torch.from_numpy(inputs), torch.from_numpy(mask)).numpy()  # (batch, seq, d_model)
+    want = got if reference is None else reference(inputs, mask)  # (batch, seq, d_model)
     errors, padding_errors = [], []
     for row, sequence in enumerate(sequences):
         n = len(sequence)
-        errors.append(relative_error(got[row, :n], want[row, :n]))
+        errors.append(0.0 if reference is None else relative_error(got[row, :n], want[row, :n]))
         alone = run(sequence[None], np.ones((1, n), np.int64))  # (1, n, d_model)
         padding_errors.append(relative_error(got[row, :n], alone[0]))
     return Case(tuple(len(sequence) for sequence in sequences), max(errors), max(padding_errors))
@@ -182,10 +226,10 @@ def _refuse_inspection(error: float, tolerance: float, name: str, length: int) -
         )
 
 
-def _refuse_above(error: float, tolerance: float, case: Case, what: str) -> None:
+def _refuse_above(error: float, tolerance: float, case: Case, what: str, advice: str = "") -> None:
     if not error <= tolerance:
         lengths = ", ".join(map(str, case.lengths))
         raise ParityError(
             f"the ONNX model {what}: relative error {error:.1e} of a row, tolerance {tolerance:.1e}, "
-            f"in a batch of lengths {lengths}"
+            f"in a batch of lengths {lengths}{advice and f'; {advice}'}"
         )

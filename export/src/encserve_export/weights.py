@@ -68,7 +68,7 @@ def read_weights(directory: Path) -> Weights:
         if not path.is_file():
             raise CheckpointFileError(f"{path} is missing; the index names it")
         tensors.update(_load_safetensors(path) if path.suffix == ".safetensors" else _load_pickle(path))
-    return Weights(tensors, _sha256(files))
+    return Weights(tensors, sha256(files))
 
 
 def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
@@ -94,7 +94,7 @@ def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
         if plain in tensors:
             raise CheckpointFileError(f"{path} holds {plain} twice, once behind a wrapper's prefix; keep one of them")
         tensors[plain] = tensor
-    return Weights(tensors, _sha256([path] if embeddings is None else [path, embeddings]))
+    return Weights(tensors, sha256([path] if embeddings is None else [path, embeddings]))
 
 
 def read_table(path: Path) -> tuple[str, Tensor]:
@@ -210,7 +210,8 @@ def _cause(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0].rstrip(".")
 
 
-def _sha256(files: Iterable[Path]) -> str:
+def sha256(files: Iterable[Path]) -> str:
+    """The SHA-256 over the bytes of files one after the other, in hex."""
     digest = hashlib.sha256()
     for path in files:
         with path.open("rb") as file:

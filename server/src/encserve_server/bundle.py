@@ -173,6 +173,7 @@ def _graph(directory: Path, manifest: manifest_pb2.Manifest, path: Path) -> Grap
         pad_token_id=shape.pad_token_id,
         d_model=shape.d_model,
         precision=graph.precision,
+        token_type_ids_name=graph.token_type_ids_name,
     )
 
 

@@ -134,6 +134,7 @@ class Graph:
         pad_token_id: What fills a short sequence; the mask hides it.
         d_model: The width of a row.
         precision: The type it computes in.
+        token_type_ids_name: An input that is filled with zeros, int64 (batch, seq); empty where there is none.
     """
 
     path: Path
@@ -144,6 +145,7 @@ class Graph:
     pad_token_id: int
     d_model: int
     precision: str
+    token_type_ids_name: str = ""
 
 
 class InspectKind(Enum):

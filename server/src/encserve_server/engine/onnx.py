@@ -105,7 +105,10 @@ class OnnxInspector:
 
 def _feeds(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> dict[str, Any]:
     """What a session is given for (batch, seq) ids or (batch, seq, d_model) vectors, and their (batch, seq) mask."""
-    return {graph.input_name: padded, graph.attention_mask_name: mask}
+    feeds = {graph.input_name: padded, graph.attention_mask_name: mask}
+    if graph.token_type_ids_name:
+        feeds[graph.token_type_ids_name] = np.zeros_like(mask)  # (batch, seq)
+    return feeds
 
 
 def _output_names(inspect: InspectGraph, kind: InspectKind, layers: tuple[int, ...]) -> list[str]:
@@ -125,6 +128,8 @@ def _check_interface(session: ort.InferenceSession, graph: Graph) -> None:
         graph.input_name: "tensor(float)" if graph.takes_vectors else "tensor(int64)",
         graph.attention_mask_name: "tensor(int64)",
     }
+    if graph.token_type_ids_name:
+        wanted[graph.token_type_ids_name] = "tensor(int64)"
     if inputs != wanted:
         raise BundleError(f"{graph.path}: the graph's inputs are {inputs}; the manifest names {wanted}")
     outputs = {node.name: node.type for node in session.get_outputs()}

@@ -1,0 +1,153 @@
+"""The export of an encoder that comes as ONNX: checked, run, and put into a bundle."""
+
+import dataclasses
+import shutil
+from pathlib import Path
+
+import onnx
+
+from encserve_export import bundle, graph, manifest, onnx_data, onnx_facts, onnx_model, verify
+from encserve_export.checkpoint import DEFAULT_LONGEST
+from encserve_export.errors import ConfigError, VocabularyError
+from encserve_export.export import Exported, Progress, Target
+from encserve_export.onnx_model import Interface, Names
+from encserve_export.onnx_run import Runner, check_file
+from encserve_export.sentence_transformers import SentenceVector
+from encserve_export.text import TokenizerFile
+from encserve_export.weights import sha256
+from encserve_proto.v1 import manifest_pb2
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OnnxOptions:
+    """What an ONNX file does not tell of its model.
+
+    Attributes:
+        names: What its inputs and outputs are called.
+        max_sequence_tokens: The longest sequence to serve, in tokens.
+        pad_token_id: The id that fills a padded batch.
+        vocab_size: One more than the largest token id; None for what the embedding table or the tokenizer says.
+        vector: How the model was trained to make one vector of a sequence.
+        tokenizer: What turns text into ids; without one the model takes token ids only.
+    """
+
+    names: Names = dataclasses.field(default_factory=Names)
+    max_sequence_tokens: int = DEFAULT_LONGEST
+    pad_token_id: int = 0
+    vocab_size: int | None = None
+    vector: SentenceVector = dataclasses.field(default_factory=SentenceVector)
+    tokenizer: TokenizerFile | None = None
+
+
+def export_onnx(
+    path: Path, target: Target, options: OnnxOptions | None = None, *, progress: Progress = lambda _: None
+) -> Exported:
+    """Exports an encoder from an ONNX file: ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model).
+
+    Args:
+        path: The file. Weights in other files must lie in its folder.
+        target: Where the bundle goes.
+        options: What the file does not tell.
+        progress: Called with what is being done.
+
+    Raises:
+        ExportError: One of its kinds, by cause. Nothing is left on the disk.
+    """
+    options = options or OnnxOptions()
+    progress("reading the file")
+    model = onnx_model.read_model(path)
+    interface = onnx_model.find_interface(model, options.names)
+    onnx_model.check_operators(model)
+    rows = onnx_facts.embedding_rows(model, interface.input_ids)
+    external = onnx_data.take_in(model, path.parent)
+    weights = sha256([path, *external])
+    with bundle.draft(target.models, target.name, target.version, overwrite=target.overwrite) as folder:
+        progress("copying and checking the file")
+        files = onnx_data.write_model(model, path, external, folder)
+        check_file(model, files[0])
+        runner = Runner(model, files[0], interface)
+        # Only now: where the file itself is at fault, an option would not help.
+        vocab_size = _vocab_size(options, rows)
+        _check_options(options, vocab_size)
+        progress(f"the rows are its output {interface.output}; there are {vocab_size} token ids")
+        progress(f"running it, with 1 to {options.max_sequence_tokens} tokens")
+        runner.check_ends(vocab_size, options.max_sequence_tokens, options.pad_token_id)
+        parity = _check_padding(runner, options, vocab_size, onnx_facts.precision(model))
+        progress("writing the bundle")
+        if options.tokenizer is not None:
+            files.append(Path(shutil.copyfile(options.tokenizer.path, folder / manifest.TOKENIZER_FILE)))
+        source = manifest.Source("onnx", onnx_facts.description(model), weights, options.vector, options.tokenizer)
+        described = manifest.build_manifest(
+            target.name,
+            target.version,
+            _describe(model, interface, options, vocab_size, runner.d_model),
+            source,
+            parity,
+            files,
+        )
+        (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
+    return Exported(target.models / target.name / target.version, described)
+
+
+def _vocab_size(options: OnnxOptions, rows: int | None) -> int:
+    """How many token ids the model has: what was asked for, its table's rows, or what the tokenizer can give."""
+    tokenizer, wanted = options.tokenizer, options.vocab_size
+    if wanted is not None and rows is not None and wanted > rows:
+        raise VocabularyError(f"vocab_size must be at most {rows}, the rows of the embedding table; was {wanted}")
+    if wanted is None:
+        wanted = rows if rows is not None or tokenizer is None else tokenizer.largest_id + 1
+    if wanted is None:
+        raise VocabularyError(
+            "nothing tells how many token ids the model has: no table in the file is looked up by input_ids directly. "
+            "Give --vocab-size or --tokenizer"
+        )
+    if wanted < 1:
+        raise VocabularyError(f"vocab_size must be at least 1; was {wanted}")
+    if tokenizer is not None:
+        tokenizer.check_fits(wanted)
+    return wanted
+
+
+def _check_options(options: OnnxOptions, vocab_size: int) -> None:
+    if options.max_sequence_tokens < 1:
+        raise ConfigError(f"max_sequence_tokens must be at least 1; was {options.max_sequence_tokens}")
+    if not 0 <= options.pad_token_id < vocab_size:
+        raise ConfigError(f"pad_token_id must be from 0 to {vocab_size - 1}; was {options.pad_token_id}")
+    vector = options.vector
+    if vector.l2_normalize and vector.pooling == manifest_pb2.POOLING_UNSPECIFIED:
+        raise ConfigError("l2_normalize is of pooled vectors; give the pooling too")
+
+
+def _check_padding(runner: Runner, options: OnnxOptions, vocab_size: int, precision: str) -> verify.Parity:
+    advice = "it ignores its attention mask in part or altogether, and batches would change its rows"
+    if precision != "float32":
+        advice = f"{advice}; or it computes in {precision}, whose rounding differs with the batch: export it in float32"
+    return verify.check_padding(
+        runner,
+        vocab_size=vocab_size,
+        max_sequence_tokens=options.max_sequence_tokens,
+        pad_token_id=options.pad_token_id,
+        advice=advice,
+    )
+
+
+def _describe(
+    model: onnx.ModelProto, interface: Interface, options: OnnxOptions, vocab_size: int, d_model: int
+) -> manifest.Model:
+    # Of the rest of the shape nothing is known: 0 and empty.
+    shape = manifest_pb2.EncoderShape(
+        d_model=d_model,
+        vocab_size=vocab_size,
+        max_sequence_tokens=options.max_sequence_tokens,
+        pad_token_id=options.pad_token_id,
+    )
+    described = manifest_pb2.Graph(
+        file=graph.FILE,
+        opset=onnx_model.opset(model),
+        input_ids_name=interface.input_ids,
+        attention_mask_name=interface.attention_mask,
+        token_type_ids_name=interface.token_type_ids,
+        output_name=interface.output,
+        precision=onnx_facts.precision(model),
+    )
+    return manifest.Model(shape, described, {"other": onnx_facts.count_parameters(model)})

@@ -1,0 +1,104 @@
+"""A stranger's ONNX file, exported and served, gives what ONNX Runtime gives for the file itself."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnxruntime
+import pytest
+from agreement import worst_relative_error
+from checkpoints import MODEL, minilm_directory
+from onnx_files import build, export_torch, save, save_with_data
+from real_server import RealServer, real_server
+
+from encserve_client import EncoderClient
+from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx, onnx_data
+from encserve_export.onnx_model import Names
+from encserve_export.sentence_transformers import SentenceVector
+from encserve_export.text import read_tokenizer
+from encserve_proto.v1 import manifest_pb2
+
+SAME = 1e-6
+LENGTHS = (1, 24, 3, 9, 24, 2, 17)
+CONFIG = EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=24)
+# The names of ids, mask, token types and rows in each file.
+FILES = {
+    "by-hand": ("input_ids", "attention_mask", "", "rows"),
+    "with-types": ("input_ids", "attention_mask", "token_type_ids", "rows"),
+    "with-data": ("input_ids", "attention_mask", "", "rows"),
+    "torch": ("tokens", "real", "segments", "hidden"),
+}
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The files as somebody else has them."""
+    folder = tmp_path_factory.mktemp("given")
+    return {
+        "by-hand": save(build(), folder / "by-hand.onnx"),
+        "with-types": save(build(with_types=True), folder / "with-types.onnx"),
+        "with-data": save_with_data(build(), folder / "with-data.onnx"),
+        "torch": export_torch(folder / "torch.onnx", CONFIG),
+    }
+
+
+@pytest.fixture(scope="module")
+def onnx_server(given: dict[str, Path], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """A server of all of them, and of the real model exported once more from its own ONNX file."""
+    repository = tmp_path_factory.mktemp("onnx-models")
+    with pytest.MonkeyPatch.context() as patch:
+        # So that the file with external data keeps them in a second one.
+        patch.setattr(onnx_data.write_model, "__defaults__", (1000,))
+        for name, path in given.items():
+            ids, mask, types, _ = FILES[name]
+            names = Names(input_ids=ids, attention_mask=mask, token_type_ids=types or None)
+            options = OnnxOptions(names=names, max_sequence_tokens=24)
+            export_onnx(path, Target(models=repository, name=name), options)
+    assert (repository / "with-data" / "1" / "model.onnx.data").exists()
+    options = OnnxOptions(
+        tokenizer=read_tokenizer(minilm_directory() / "tokenizer.json"),
+        vector=SentenceVector(manifest_pb2.POOLING_MEAN, l2_normalize=True),
+    )
+    export_onnx(models / MODEL / "1" / "model.onnx", Target(models=repository, name=MODEL), options)
+    with real_server(repository) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def onnx_client(onnx_server: RealServer) -> Iterator[EncoderClient]:
+    with EncoderClient(onnx_server.target) as client:
+        yield client
+
+
+def in_onnx_runtime(path: Path, names: tuple[str, str, str, str], sequence: Any) -> Any:
+    """The rows of one sequence, run alone in the file as it was given."""
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    ids, mask, types, rows = names
+    feeds = {ids: sequence[None], mask: np.ones((1, len(sequence)), np.int64)}
+    if types:
+        feeds[types] = np.zeros((1, len(sequence)), np.int64)
+    return session.run([rows], feeds)[0][0]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_mixed_lengths_in_one_batch(onnx_client: EncoderClient, given: dict[str, Path], name: str) -> None:
+    random = np.random.default_rng(0)
+    sequences = [random.integers(0, 50, length) for length in LENGTHS]
+    got = onnx_client.encode([ids.tolist() for ids in sequences], model=name)
+    for rows, ids in zip(got, sequences, strict=True):
+        assert worst_relative_error(rows, in_onnx_runtime(given[name], FILES[name], ids)) <= SAME
+
+
+def test_the_real_model_from_its_own_onnx(onnx_client: EncoderClient, client: EncoderClient) -> None:
+    """The same texts, by the tokenizer and the pooling that were named, as from the checkpoint."""
+    texts = ["I understand this", "", "a " * 300, "Grüße aus Köln"]
+    for got, want in zip(onnx_client.encode(texts, model=MODEL), client.encode(texts), strict=True):
+        assert worst_relative_error(got, want) <= SAME
+    np.testing.assert_allclose(onnx_client.embed(texts, model=MODEL), client.embed(texts), atol=SAME)
+
+
+def test_what_the_server_says_of_it(onnx_client: EncoderClient) -> None:
+    """What nobody knows is 0."""
+    info = onnx_client.model("torch")
+    assert (info.d_model, info.n_layers, info.n_heads, info.precision) == (16, 0, 0, "float32")

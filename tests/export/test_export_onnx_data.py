@@ -1,0 +1,157 @@
+"""Weights in other files come from beside the ONNX file and from nowhere else."""
+
+from pathlib import Path
+
+import onnx
+import pytest
+from onnx import TensorProto, helper
+from onnx_files import D_MODEL, VOCAB_SIZE, build, point_elsewhere, save_with_data, tensor_of
+
+from encserve_export import OnnxOptions, Target, export_onnx, onnx_data
+from encserve_export.errors import ExternalDataError
+
+TABLE_BYTES = VOCAB_SIZE * D_MODEL * 4
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """An encoder whose tables lie in weights.bin beside it."""
+    folder = tmp_path / "given"
+    folder.mkdir()
+    return save_with_data(build(), folder / "encoder.onnx")
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    """A file that is long enough, and none of the model's business."""
+    path = tmp_path / "secret"
+    path.write_bytes(bytes(10000))
+    return path
+
+
+def refused(file: Path) -> str:
+    models = file.parent.parent / "models"
+    with pytest.raises(ExternalDataError) as caught:
+        export_onnx(file, Target(models=models, name="mine"), OnnxOptions(max_sequence_tokens=16))
+    assert not models.exists()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "location", ["../secret", "../../etc/passwd", "sub/../../secret", "/etc/passwd", "..", "..\\secret", "C:\\secret"]
+)
+def test_paths_that_lead_out(file: Path, secret: Path, location: str) -> None:
+    point_elsewhere(file, location=location)
+    text = refused(file)
+    assert text.startswith(f"tensor 'table' keeps its data in {location!r}; it must lie in the folder of the ONNX file")
+
+
+def test_an_absolute_path_to_the_right_file(file: Path) -> None:
+    point_elsewhere(file, location=str(file.parent / "weights.bin"))
+    assert "no absolute path and no '..'" in refused(file)
+
+
+def test_a_link_that_leads_out(file: Path, secret: Path) -> None:
+    (file.parent / "weights.bin").unlink()
+    (file.parent / "weights.bin").symlink_to(secret)
+    assert f"'weights.bin', a link to {secret}, outside the folder of the ONNX file; copy" in refused(file)
+
+
+def test_a_folder_that_is_a_link(file: Path, secret: Path) -> None:
+    (file.parent / "sub").symlink_to(secret.parent)
+    point_elsewhere(file, location="sub/secret")
+    assert f"a link to {secret}, outside the folder" in refused(file)
+
+
+def test_links_and_folders_inside_are_fine(file: Path) -> None:
+    (file.parent / "sub").mkdir()
+    (file.parent / "weights.bin").rename(file.parent / "sub" / "real.bin")
+    (file.parent / "weights.bin").symlink_to("sub/real.bin")
+    point_elsewhere(file, location="sub/real.bin")
+    exported = export_onnx(
+        file, Target(models=file.parent / "models", name="mine"), OnnxOptions(max_sequence_tokens=16)
+    )
+    assert [its.path for its in exported.manifest.files] == ["model.onnx"]
+
+
+@pytest.mark.parametrize("location", ["other.bin", "*/_ORT_MEM_ADDR_/*", "weights.bin/more"])
+def test_files_that_are_missing(file: Path, location: str) -> None:
+    point_elsewhere(file, location=location)
+    text = refused(file)
+    assert f"tensor 'table' keeps its data in {location!r}" in text
+    assert "missing; put it beside the ONNX file" in text or "cannot be opened" in text
+
+
+def test_what_is_no_plain_file(file: Path) -> None:
+    (file.parent / "weights.bin").unlink()
+    (file.parent / "weights.bin").mkdir()
+    assert "weights.bin is no plain file" in refused(file)
+
+
+@pytest.mark.parametrize("location", ["", "a\0b"])
+def test_no_name_at_all(file: Path, location: str) -> None:
+    point_elsewhere(file, location=location)
+    assert refused(file) == "tensor 'table' does not name the file that its data lie in"
+
+
+@pytest.mark.parametrize(
+    ("entries", "said"),
+    [
+        ({"offset": "-4"}, "tensor 'table' has offset '-4' in its external data; it must be a number from 0"),
+        ({"offset": "1e3"}, "has offset '1e3'"),
+        ({"offset": "9" * 40}, "has offset '999"),
+        ({"length": "-1"}, "has length '-1'"),
+        ({"length": "8"}, f"has length 8 in weights.bin; its shape (50, 8) of float32 takes {TABLE_BYTES} bytes"),
+        ({"offset": "999999"}, "tensor 'table' lies at bytes 999999 to 1001599 of "),
+        ({"offset": "8192"}, "it was cut off, or belongs to another model"),
+    ],
+)
+def test_numbers_that_make_no_sense(file: Path, entries: dict[str, str], said: str) -> None:
+    point_elsewhere(file, **entries)
+    assert said in refused(file)
+
+
+def test_a_file_that_is_too_short(file: Path) -> None:
+    content = (file.parent / "weights.bin").read_bytes()
+    (file.parent / "weights.bin").write_bytes(content[: TABLE_BYTES - 1])
+    assert f"weights.bin, which has {TABLE_BYTES - 1}; it was cut off" in refused(file)
+
+
+def test_an_entry_that_stands_twice(file: Path) -> None:
+    """Two readers could take two different ones."""
+    model = onnx.load(file, load_external_data=False)
+    tensor_of(model, "table").external_data.add(key="location", value="../secret")
+    onnx.save(model, file)
+    assert "tensor 'table' says twice where its data lie" in refused(file)
+
+
+@pytest.mark.parametrize(("kind", "dims"), [(TensorProto.STRING, [2]), (TensorProto.FLOAT, [-1, 4]), (99, [2])])
+def test_types_and_shapes_that_cannot_be(file: Path, kind: int, dims: list[int]) -> None:
+    model = onnx.load(file, load_external_data=False)
+    table = tensor_of(model, "table")
+    table.data_type = kind
+    table.dims[:] = dims
+    onnx.save(model, file)
+    assert "cannot lie in weights.bin" in refused(file)
+
+
+@pytest.mark.parametrize("where", ["attribute", "branch", "function", "sparse"])
+def test_no_tensor_is_overlooked(tmp_path: Path, where: str) -> None:
+    """Wherever in a model a tensor may stand, its path is looked at."""
+    model = build()
+    tensor = helper.make_tensor("hidden", TensorProto.FLOAT, [1], [0.0])
+    tensor.ClearField("float_data")
+    tensor.data_location = TensorProto.EXTERNAL
+    tensor.external_data.add(key="location", value="/etc/passwd")
+    node = helper.make_node("Constant", [], ["c"], value=tensor)
+    if where == "attribute":
+        model.graph.node.insert(0, node)
+    elif where == "branch":
+        branch = helper.make_graph([], "branch", [], [], [tensor])
+        model.graph.node.append(helper.make_node("If", ["c"], ["d"], then_branch=branch))
+    elif where == "function":
+        model.functions.append(helper.make_function("f", "F", [], ["c"], [node], [helper.make_opsetid("", 17)]))
+    else:
+        model.graph.sparse_initializer.add().values.CopyFrom(tensor)
+    with pytest.raises(ExternalDataError, match="keeps its data in '/etc/passwd'; it must lie in the folder"):
+        onnx_data.take_in(model, tmp_path)

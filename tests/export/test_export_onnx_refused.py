@@ -1,0 +1,467 @@
+"""An ONNX file that cannot be served is refused, in words that name what is wrong and what there is."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from onnx_files import D_MODEL, FLOAT, INT64, build, node_of, random_table, save, tensor_of, value
+
+from encserve_export import OnnxOptions, Target, export_onnx
+from encserve_export.errors import (
+    OnnxFileError,
+    OnnxInterfaceError,
+    OnnxModelError,
+    OnnxOperatorError,
+    OnnxRunError,
+    ParityError,
+)
+from encserve_export.onnx_model import Names
+
+Change = Callable[[onnx.ModelProto], Any]
+FLOAT16 = TensorProto.FLOAT16
+ROWS = ("batch", "seq", D_MODEL)
+
+
+@pytest.fixture
+def refused(tmp_path: Path) -> Callable[..., str]:
+    """The text with which a changed model is refused; nothing is left of it."""
+
+    def refuse(change: Change, error: type[Exception], options: OnnxOptions | None = None) -> str:
+        model = build()
+        change(model)
+        models = tmp_path / "models"
+        with pytest.raises(error) as caught:
+            export_onnx(
+                save(model, tmp_path / "encoder.onnx"),
+                Target(models=models, name="mine"),
+                options or OnnxOptions(max_sequence_tokens=16),
+            )
+        assert not models.exists()
+        text = str(caught.value)
+        assert "\n" not in text
+        assert str(models) not in text, "a folder that is gone"
+        return text
+
+    return refuse
+
+
+def set_input(name: str, kind: int = INT64, axes: Any = ("batch", "seq")) -> Change:
+    """Declares an input anew, or one more."""
+
+    def change(model: onnx.ModelProto) -> None:
+        kept = [port for port in model.graph.input if port.name != name]
+        del model.graph.input[:]
+        model.graph.input.extend([*kept, value(name, kind, axes)])
+
+    return change
+
+
+def set_outputs(*ports: Any) -> Change:
+    """Declares the outputs anew; those that no node gives are the rows."""
+
+    def change(model: onnx.ModelProto) -> None:
+        del model.graph.output[:]
+        model.graph.output.extend(ports)
+        given = {name for node in model.graph.node for name in node.output}
+        model.graph.node.extend(
+            helper.make_node("Cast", ["rows"], [port.name], to=port.type.tensor_type.elem_type)
+            for port in ports
+            if port.name not in given
+        )
+
+    return change
+
+
+def rename_input(old: str, new: str) -> Change:
+    def change(model: onnx.ModelProto) -> None:
+        next(port for port in model.graph.input if port.name == old).name = new
+
+    return change
+
+
+def all_fixed(model: onnx.ModelProto) -> None:
+    for name in ("input_ids", "attention_mask"):
+        set_input(name, axes=(1, 128))(model)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            rename_input("input_ids", "tokens"),
+            "the model has no input input_ids; its inputs are tokens int64 (batch, seq), attention_mask int64 (batch, "
+            "seq). Say with --input-ids-name which it is",
+        ),
+        (
+            lambda model: model.graph.input.pop(),
+            "the model has no input attention_mask; its inputs are input_ids int64 (batch, seq). Say with "
+            "--attention-mask-name which it is",
+        ),
+        (
+            set_input("position_ids"),
+            "the model has inputs that nothing fills: position_ids int64 (batch, seq). A server has input_ids, "
+            "attention_mask and zeros for token_type_ids to give; export the model again wrapped in a module",
+        ),
+        (
+            set_input("input_ids", TensorProto.INT32),
+            "the input input_ids int32 (batch, seq) must be int64; export the model again with ids of int64",
+        ),
+        (
+            set_input("attention_mask", FLOAT),
+            "the input attention_mask float32 (batch, seq) must be int64",
+        ),
+        (
+            set_input("attention_mask", axes=("batch", 1, 1, "seq")),
+            "the input attention_mask int64 (batch, 1, 1, seq) has rank 4; it must have 2: (batch, seq)",
+        ),
+        (
+            set_input("attention_mask", axes=None),
+            "the input attention_mask int64 has no shape in the file; it must say (batch, seq)",
+        ),
+        (
+            set_input("input_ids", axes=("batch", 128)),
+            "axis 1 (seq) of input_ids is fixed to 128. Batches and lengths vary: export the model again with dynamic "
+            'axes, in PyTorch torch.onnx.export(..., dynamic_axes={"input_ids": {0: "batch", 1: "seq"}, '
+            '"attention_mask": {0: "batch", 1: "seq"}}, dynamo=False)',
+        ),
+        (
+            all_fixed,
+            "axis 0 (batch) of input_ids is fixed to 1; axis 1 (seq) of input_ids is fixed to 128; axis 0 (batch) of "
+            "attention_mask is fixed to 1; axis 1 (seq) of attention_mask is fixed to 128. ",
+        ),
+        (
+            set_outputs(value("hidden.0", FLOAT, ROWS), value("rows", FLOAT, ROWS), value("mean", FLOAT, ["batch", 8])),
+            "several outputs could be the rows: hidden.0 float32 (batch, seq, 8), rows float32 (batch, seq, 8); say "
+            "with --output-name which it is",
+        ),
+        (
+            set_outputs(value("sentence", FLOAT, ["batch", 8])),
+            "the model has pooled already: its outputs are sentence float32 (batch, 8), one vector for each sequence. "
+            "A bundle needs the rows before that, (batch, seq, d_model): export the model without its pooling, and "
+            "name it here with --pooling",
+        ),
+        (
+            set_outputs(value("rows", FLOAT, None)),
+            "the output rows float32 has no shape in the file; onnx.shape_inference",
+        ),
+        (
+            set_outputs(value("logits", INT64, ["batch"])),
+            "no output is float32 (batch, seq, d_model); its outputs are logits int64 (batch)",
+        ),
+        (
+            set_outputs(value("half", FLOAT16, ROWS)),
+            "the output half float16 (batch, seq, 8) must be float32: export the model in float32, or keep the weights "
+            "in float16 and let the graph end with a Cast to float32 (keep_io_types=True",
+        ),
+        (
+            set_outputs(value("double", TensorProto.DOUBLE, ROWS)),
+            "the output double float64 (batch, seq, 8) must be float32; export the model in float32",
+        ),
+    ],
+)
+def test_inputs_and_outputs(refused: Callable[..., str], change: Change, said: str) -> None:
+    assert said in refused(change, OnnxInterfaceError)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (Names(output="hidden"), "the model has no output hidden; its outputs are rows float32 (batch, seq, 8)"),
+        (
+            Names(token_type_ids="segments"),
+            "the model has no input segments; its inputs are input_ids int64 (batch, seq), attention_mask int64 "
+            "(batch, seq). Say with --token-type-ids-name which it is",
+        ),
+        (Names(attention_mask="input_ids"), "one input cannot be two things: input_ids, input_ids; its inputs are"),
+    ],
+)
+def test_names_that_are_not_there(refused: Callable[..., str], names: Names, said: str) -> None:
+    assert said in refused(lambda _: None, OnnxInterfaceError, OnnxOptions(names=names))
+
+
+def test_a_named_output_of_another_rank(refused: Callable[..., str]) -> None:
+    def add(model: onnx.ModelProto) -> None:
+        model.graph.output.append(value("count", FLOAT, ["batch", 1, 1, 1]))
+        model.graph.output.append(value("pooled", FLOAT, ["batch", 8]))
+
+    chosen = OnnxOptions(names=Names(output="count"))
+    assert "the output count float32 (batch, 1, 1, 1) has rank 4" in refused(add, OnnxInterfaceError, chosen)
+    chosen = OnnxOptions(names=Names(output="pooled"))
+    assert "has pooled already: the output is pooled float32 (batch, 8)" in refused(add, OnnxInterfaceError, chosen)
+
+
+def import_domain(model: onnx.ModelProto, domain: str) -> None:
+    model.opset_import.append(helper.make_opsetid(domain, 1))
+
+
+def set_operator(op: str, domain: str = "", *, imported: bool = True) -> Change:
+    def change(model: onnx.ModelProto) -> None:
+        node = node_of(model, "words")
+        node.op_type, node.domain = op, domain
+        if domain and imported:
+            import_domain(model, domain)
+
+    return change
+
+
+def set_opset(version: int) -> Change:
+    def change(model: onnx.ModelProto) -> None:
+        model.opset_import[0].version = version
+
+    return change
+
+
+def set_ir(version: int) -> Change:
+    def change(model: onnx.ModelProto) -> None:
+        model.ir_version = version
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (set_operator("Lookup"), r"^node words \(Lookup\): opset 17 of ai\.onnx has no operator Lookup$"),
+        (set_operator("Swish"), r"^node words \(Swish\): opset 17 of ai\.onnx has no operator Swish$"),
+        (
+            set_operator("Lookup", "com.acme"),
+            r"^node words \(Lookup of com\.acme\): ONNX Runtime has no operator Lookup in domain com\.acme\. A bundle "
+            r"is data, never code, .* export the model with standard operators$",
+        ),
+        (
+            set_operator("Lookup", "com.microsoft"),
+            r"^node words \(Lookup of com\.microsoft\): ONNX Runtime has no operator Lookup in domain com\.microsoft",
+        ),
+        (
+            set_operator("Lookup", "com.acme", imported=False),
+            r"^node words \(Lookup of com\.acme\): the file does not name a version of com\.acme$",
+        ),
+        (set_opset(99), r"^the file has opset 99; what is installed here \(.*\) knows them up to \d\d\. Export"),
+        (set_opset(onnx.defs.onnx_opset_version() + 1), r"^the file has opset \d\d; what is installed here"),
+        (set_ir(99), r"^the file has IR version 99; what is installed here \(.*\) knows them up to \d\d\. Export"),
+        (set_ir(int(onnx.IR_VERSION) + 1), r"^the file has IR version \d\d; what is installed here"),
+    ],
+)
+def test_operators_and_versions(refused: Callable[..., str], change: Change, said: str) -> None:
+    assert re.search(said, refused(change, OnnxOperatorError))
+
+
+def train_dropout(model: onnx.ModelProto) -> None:
+    model.graph.initializer.append(numpy_helper.from_array(np.array(True), "training"))
+    node_of(model, "rows").output[0] = "before"
+    model.graph.node.append(helper.make_node("Dropout", ["before", "", "training"], ["rows"], name="drop"))
+
+
+def train_normalization(model: onnx.ModelProto) -> None:
+    node = helper.make_node("BatchNormalization", ["a", "b", "c", "d", "e"], ["f"], name="norm", training_mode=1)
+    model.graph.node.append(node)
+
+
+def clear_nodes(model: onnx.ModelProto) -> None:
+    del model.graph.node[:]
+
+
+def clear_graph(model: onnx.ModelProto) -> None:
+    model.ClearField("graph")
+
+
+def clear_opset(model: onnx.ModelProto) -> None:
+    del model.opset_import[:]
+
+
+def dangle(model: onnx.ModelProto) -> None:
+    node_of(model, "kept").input[0] = "nowhere"
+
+
+def mismatch(model: onnx.ModelProto) -> None:
+    node_of(model, "rows").op_type = "MatMul"
+    node_of(model, "rows").input[1] = "matrix"
+    model.graph.initializer.append(numpy_helper.from_array(random_table(5), "matrix"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda model: model.training_info.add(), "is a training graph: it has training_info; export it for inference"),
+        (train_dropout, "is a training graph: node drop (Dropout) is in training mode; export it for inference"),
+        (train_normalization, "is a training graph: node norm (BatchNormalization) is in training mode"),
+        (clear_nodes, "holds an empty graph, without a node"),
+        (clear_graph, "is no ONNX file: it holds no graph"),
+        (clear_opset, "the file must name one version of the operators of ai.onnx; was none"),
+        (dangle, "the file is no valid ONNX: Nodes in a graph must be topologically sorted, however input 'nowhere'"),
+        (mismatch, "the file is no valid ONNX: node rows (MatMul): [ShapeInferenceError] Incompatible dimensions"),
+    ],
+)
+def test_files_that_are_none(refused: Callable[..., str], change: Change, said: str) -> None:
+    assert said in refused(change, OnnxFileError)
+
+
+@pytest.mark.parametrize("content", [b"", b"no model at all", b"\x08\x09", bytes(1000), b"PK\x03\x04" + bytes(100)])
+def test_bytes_that_are_no_model(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "encoder.onnx"
+    path.write_bytes(content)
+    with pytest.raises(OnnxFileError, match=f"{path} is no ONNX file"):
+        export_onnx(path, Target(models=tmp_path / "models", name="mine"))
+
+
+def test_names_that_are_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "encoder.onnx"
+    path.write_bytes(build().SerializeToString().replace(b"Unsqueeze", b"Unsqu\xffeze"))
+    with pytest.raises(OnnxFileError, match="is no ONNX file: a name in it is not UTF-8"):
+        export_onnx(path, Target(models=tmp_path / "models", name="mine"))
+
+
+def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
+    """Whatever is wrong with the bytes, it is one of our errors or a bundle."""
+    content = build().SerializeToString()
+    path, random = tmp_path / "encoder.onnx", np.random.default_rng(0)
+    for at in random.integers(0, len(content), 60):
+        bad = bytearray(content)
+        bad[at] ^= int(random.integers(1, 256))
+        for variant in (content[:at], bytes(bad)):
+            path.write_bytes(variant)
+            target = Target(models=tmp_path / "models", name="mine", overwrite=True)
+            try:
+                export_onnx(path, target, OnnxOptions(max_sequence_tokens=4))
+            except (OnnxModelError, ParityError):
+                continue
+
+
+# What only running tells.
+
+
+def shorter_table(model: onnx.ModelProto) -> None:
+    """A position table of 12 rows, as a learned one is."""
+    tensor_of(model, "places").CopyFrom(numpy_helper.from_array(random_table(12, 1), "places"))
+
+
+def test_a_position_table_that_ends_early(refused: Callable[..., str]) -> None:
+    text = refused(shorter_table, OnnxRunError)
+    assert text.startswith("the model fails for ids of shape (1, 16): node placed (Add): ")
+    assert text.endswith("The longest sequence that works has 12 tokens: give --max-sequence-tokens 12 or less")
+
+
+def test_the_longest_that_works_is_exported(tmp_path: Path) -> None:
+    model = build()
+    shorter_table(model)
+    target = Target(models=tmp_path / "models", name="mine")
+    export_onnx(save(model, tmp_path / "encoder.onnx"), target, OnnxOptions(max_sequence_tokens=12))
+
+
+def reshape_rows(model: onnx.ModelProto, shape: list[int]) -> None:
+    """A size from the exporter's example is baked in."""
+    model.graph.initializer.append(numpy_helper.from_array(np.array(shape), "baked"))
+    node_of(model, "rows").output[0] = "before"
+    model.graph.node.append(helper.make_node("Reshape", ["before", "baked"], ["rows"], name="shaped"))
+
+
+def overflow(model: onnx.ModelProto) -> None:
+    node_of(model, "rows").op_type = "Div"
+    model.graph.initializer.append(numpy_helper.from_array(np.zeros((1, D_MODEL), np.float32), "nothing"))
+    node_of(model, "rows").input[1] = "nothing"
+
+
+def swap_axes(model: onnx.ModelProto) -> None:
+    model.graph.output[0].CopyFrom(value("swapped", FLOAT, ["seq", "batch", D_MODEL]))
+    model.graph.node.append(helper.make_node("Transpose", ["rows"], ["swapped"], perm=[1, 0, 2]))
+
+
+def vary_width(model: onnx.ModelProto) -> None:
+    model.graph.output[0].CopyFrom(value("wide", FLOAT, ["batch", "seq", "width"]))
+    nodes = [
+        helper.make_node("Transpose", ["placed"], ["across"], perm=[0, 2, 1]),
+        helper.make_node("MatMul", ["placed", "across"], ["wide"]),
+    ]
+    model.graph.node.extend(nodes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda model: reshape_rows(model, [1, -1, D_MODEL]),
+            "the output rows has shape (1, 3, 8) for ids of shape (3, 1); it must be (3, 1, d_model)",
+        ),
+        (
+            lambda model: reshape_rows(model, [-1, 7, D_MODEL]),
+            "the model fails for ids of shape (1, 1): node shaped (Reshape): The input tensor cannot be reshaped to "
+            "the requested shape. Input shape:{1,1,8}, requested shape:{-1,7,8}",
+        ),
+        (overflow, "the output rows has numbers that are not finite for ids of shape (1, 1)"),
+        (swap_axes, "the output swapped has shape (16, 1, 8) for ids of shape (1, 16); it must be (1, 16, d_model)"),
+        (vary_width, "the output wide has rows of 16 numbers for ids of shape (1, 16), and of 1 elsewhere"),
+    ],
+)
+def test_what_only_running_tells(refused: Callable[..., str], change: Change, said: str) -> None:
+    assert said in refused(change, OnnxRunError)
+
+
+def test_a_mask_that_is_ignored(refused: Callable[..., str]) -> None:
+    def ignore(model: onnx.ModelProto) -> None:
+        node_of(model, "total").input[0] = "placed"
+
+    text = refused(ignore, ParityError)
+    assert re.search(r"changes when padded: relative error \S+ of a row, tolerance 1\.0e-05, in a batch of", text)
+    assert text.endswith("it ignores its attention mask in part or altogether, and batches would change its rows")
+
+
+def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., str]) -> None:
+    def ignore_in_float16(model: onnx.ModelProto) -> None:
+        node_of(model, "total").input[0] = "placed"
+        model.graph.initializer.append(numpy_helper.from_array(np.ones((2, 2), np.float16), "unused"))
+
+    assert "or it computes in float16, whose rounding differs" in refused(ignore_in_float16, ParityError)
+
+
+def test_a_node_without_a_name(refused: Callable[..., str]) -> None:
+    def shorter_and_nameless(model: onnx.ModelProto) -> None:
+        shorter_table(model)
+        for node in model.graph.node:
+            node.ClearField("name")
+
+    assert "for ids of shape (1, 16): a node without a name (Add): " in refused(shorter_and_nameless, OnnxRunError)
+
+
+def test_a_node_that_onnx_runtime_joins_with_others(refused: Callable[..., str]) -> None:
+    """Its optimizer makes one node of MatMul and Mul, and calls it something else."""
+
+    def scale_product(model: onnx.ModelProto) -> None:
+        model.graph.initializer.append(numpy_helper.from_array(np.array(0.5, np.float32), "half"))
+        node_of(model, "rows").output[0] = "before"
+        model.graph.node.extend(
+            [
+                helper.make_node("Transpose", ["before"], ["across"], perm=[0, 2, 1]),
+                helper.make_node("MatMul", ["before", "across"], ["scores"], name="score"),
+                helper.make_node("MatMul", ["scores", "places"], ["mixed"], name="mix"),
+                helper.make_node("Mul", ["mixed", "half"], ["rows"], name="scale"),
+            ]
+        )
+
+    assert "fails for ids of shape (1, 1): node mix (MatMul): " in refused(scale_product, OnnxRunError)
+
+
+def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:
+    """As in RoBERTa; a sequence of nothing else would never reach the end of the table."""
+
+    def count_places(model: onnx.ModelProto) -> None:
+        shorter_table(model)
+        model.graph.initializer.append(numpy_helper.from_array(np.array(49), "pad"))
+        del model.graph.node[1:4]
+        nodes = [
+            helper.make_node("Equal", ["input_ids", "pad"], ["is_pad"]),
+            helper.make_node("Not", ["is_pad"], ["is_word"]),
+            helper.make_node("Cast", ["is_word"], ["counted"], to=INT64),
+            helper.make_node("CumSum", ["counted", "one"], ["place"]),
+            helper.make_node("Gather", ["places", "place"], ["first"], name="first"),
+        ]
+        for node in reversed(nodes):
+            model.graph.node.insert(1, node)
+
+    text = refused(count_places, OnnxRunError, OnnxOptions(max_sequence_tokens=16, pad_token_id=49))
+    assert "fails for ids of shape (1, 16): node first (Gather): indices element out of data bounds" in text
+    assert text.endswith("The longest sequence that works has 11 tokens: give --max-sequence-tokens 11 or less")
