@@ -1,0 +1,214 @@
+"use strict";
+// Draws the figures of the page. All text of the user's comes from `report`, already made safe for plotly; nothing here
+// puts a string into the document as HTML.
+const report = JSON.parse(document.getElementById("report").textContent);
+const dark = window.matchMedia("(prefers-color-scheme: dark)");
+const CONFIG = { displayModeBar: false, responsive: false, showTips: false };
+const ruler = document.createElement("canvas").getContext("2d");
+const unpacked = new Map();
+const chosen = { layer: 0, head: 0 };
+
+function theme() {
+  return dark.matches ? report.themes.dark : report.themes.light;
+}
+
+// One matrix of a stack: rows of numbers, from the uint16 that stand for them.
+function matrix(name, index) {
+  const stack = report.stacks[name];
+  if (!unpacked.has(name)) {
+    const text = atob(stack.data);
+    const bytes = new Uint8Array(text.length);
+    for (let i = 0; i < text.length; i++) bytes[i] = text.charCodeAt(i);
+    unpacked.set(name, new DataView(bytes.buffer));
+  }
+  const view = unpacked.get(name);
+  const size = stack.rows * stack.columns;
+  const rows = [];
+  for (let row = 0; row < stack.rows; row++) {
+    const numbers = new Float32Array(stack.columns);
+    const first = index * size + row * stack.columns;
+    for (let column = 0; column < stack.columns; column++) {
+      numbers[column] = stack.low + stack.step * view.getUint16(2 * (first + column), true);
+    }
+    rows.push(numbers);
+  }
+  return rows;
+}
+
+// What hovering over a cell says of its two tokens; the same for every map, so made once.
+const pairs = new Map();
+function pairTexts(arrow) {
+  if (!pairs.has(arrow)) {
+    pairs.set(arrow, report.hovers.map((from) => report.hovers.map((to) => `${from}${arrow}${to}`)));
+  }
+  return pairs.get(arrow);
+}
+
+// Puts a theme's colours in for their names.
+function dress(figure) {
+  const colours = theme();
+  const layout = figure.layout;
+  layout.font.color = colours.text;
+  layout.hoverlabel = {
+    bgcolor: colours.surface, bordercolor: colours.muted, font: { color: colours.strong, family: layout.font.family, size: 13 },
+    align: "left",
+  };
+  for (const axis of [layout.xaxis, layout.yaxis]) {
+    axis.gridcolor = colours.grid;
+    axis.linecolor = colours.grid;
+  }
+  for (const trace of figure.data) {
+    if (trace.type === "heatmap") trace.colorscale = colours.scales[layout.meta.scale];
+    const name = trace.meta && trace.meta.colour;
+    if (name === undefined) continue;
+    const colour = typeof name === "number" ? colours.tokens[name] : colours[name];
+    trace.marker = { ...trace.marker, color: colour };
+    if (trace.type === "scatter") trace.line = { ...trace.line, color: colour };
+    else trace.textfont = { color: colours.strong, size: 13 };
+  }
+}
+
+// The pixels of the longest name beside a map.
+function longestName(size) {
+  ruler.font = `${size}px ${report.font}`;
+  return Math.max(...report.names.map((name) => ruler.measureText(name.replace(/&\w+;/g, "<")).width));
+}
+
+// Makes a map of tokens square, with as many names beside it as can be read. `fit` is "full", "panel" or "bare".
+function layTokens(figure, width, fit) {
+  const { layout, data: [trace] } = figure;
+  const count = report.names.length;
+  const titled = fit === "full";
+  const size = titled ? 12 : 11;
+  const label = Math.ceil(longestName(size)) + 10;
+  const room = width - label - (titled ? 22 : 0) - 4;
+  const isNamed = fit !== "bare" && room > 0 && (titled || (width >= 215 && room / count >= 11));
+  if (!isNamed) {
+    layout.margin = { l: 0, r: 0, t: 0, b: 0 };
+    layout.height = width;
+    layout.xaxis.visible = layout.yaxis.visible = false;
+    return;
+  }
+  const cell = room / count;
+  const step = Math.max(Math.ceil(13 / cell), 1);
+  const places = report.names.map((_, place) => place).filter((place) => place % step === 0);
+  const names = places.map((place) => report.names[place]);
+  const isFlat = cell * step >= label - 4;
+  const bottom = isFlat ? 24 : label + 2;
+  for (const axis of [layout.xaxis, layout.yaxis]) {
+    Object.assign(axis, { tickmode: "array", tickvals: places, ticktext: names, tickfont: { size } });
+    axis.title = titled ? { ...axis.title, standoff: 6, font: { size: 12 } } : undefined;
+  }
+  layout.xaxis.tickangle = isFlat ? 0 : -90;
+  layout.margin = { l: label + (titled ? 22 : 0), r: 4, t: 4, b: bottom + (titled ? 22 : 0) };
+  layout.height = room + 4 + layout.margin.b;
+  if (cell >= 36) {
+    trace.texttemplate = "%{z:.2f}";
+    trace.textfont = { size: cell >= 48 ? 12 : 10.5 };
+  }
+}
+
+function render(box) {
+  const { figure: name, stack, index, fit } = box.dataset;
+  const figure = structuredClone(report.figures[name]);
+  const width = Math.floor(box.clientWidth);
+  if (!width) return;
+  if (stack) figure.data[0].z = matrix(stack, Number(index));
+  if (fit) {
+    figure.data[0].text = pairTexts(name === "attention" ? "  →  " : "  ·  ");
+    layTokens(figure, width, fit);
+  } else if (name === "entropy") {
+    outline(figure);
+  }
+  dress(figure);
+  figure.layout.width = width;
+  box.style.minHeight = `${figure.layout.height}px`;
+  Plotly.react(box, figure.data, figure.layout, CONFIG);
+  if (name === "entropy" && !shown.has(box)) {
+    box.on("plotly_click", ({ points: [point] }) => choose(point.y, point.x));
+  }
+}
+
+// A frame around the head that is chosen.
+function outline(figure) {
+  const [x, y] = [chosen.head, chosen.layer];
+  figure.layout.shapes = [{
+    type: "rect", x0: x - 0.5, x1: x + 0.5, y0: y - 0.5, y1: y + 0.5, line: { color: theme().tokens[1], width: 2.5 },
+  }];
+}
+
+const boxes = [...document.querySelectorAll(".plot")];
+const waiting = new Set(boxes);
+const shown = new Set();
+
+// Draws what waits, a figure at a time so that the page stays alive; what can be seen comes first.
+let isDrawing = false;
+async function draw() {
+  if (isDrawing) return;
+  isDrawing = true;
+  while (waiting.size) {
+    const visible = [...waiting].find((box) => {
+      const { top, bottom } = box.getBoundingClientRect();
+      return bottom > 0 && top < window.innerHeight;
+    });
+    const box = visible || waiting.values().next().value;
+    waiting.delete(box);
+    render(box);
+    shown.add(box);
+    await new Promise((resolve) => setTimeout(resolve));
+  }
+  isDrawing = false;
+  document.body.dataset.drawn = String(shown.size);
+}
+
+function drawAgain(which) {
+  delete document.body.dataset.drawn;
+  for (const box of which) waiting.add(box);
+  draw();
+}
+
+// Shows a layer, by its place among those of the page, and one of its heads.
+function choose(layer, head) {
+  const isNewLayer = layer !== chosen.layer;
+  Object.assign(chosen, { layer, head });
+  const { layers, heads, entropy } = report.attention;
+  const changed = [];
+  for (const box of boxes) {
+    if (box.dataset.stack === "attention") {
+      const own = box.dataset.head === undefined ? head : Number(box.dataset.head);
+      box.dataset.index = String(layer * heads + own);
+      if (isNewLayer || box.dataset.head === undefined) changed.push(box);
+    } else if (box.dataset.figure === "entropy") {
+      changed.push(box);
+    }
+  }
+  for (const item of document.querySelectorAll(".head")) {
+    const isOwn = Number(item.dataset.head) === head;
+    item.classList.toggle("chosen", isOwn);
+    item.querySelector("button").setAttribute("aria-pressed", String(isOwn));
+  }
+  document.querySelector(`input[name="layer"][value="${layer}"]`).checked = true;
+  document.getElementById("which").textContent = `Layer ${layers[layer]}, head ${head}`;
+  document.getElementById("focus").textContent = `mean entropy ${entropy[layer][head].toFixed(2)} bits`;
+  drawAgain(changed);
+}
+
+if (report.attention) {
+  for (const input of document.querySelectorAll('input[name="layer"]')) {
+    input.addEventListener("change", () => choose(Number(input.value), chosen.head));
+  }
+  for (const item of document.querySelectorAll(".head")) {
+    item.addEventListener("click", () => choose(chosen.layer, Number(item.dataset.head)));
+  }
+  choose(0, 0);
+}
+draw();
+dark.addEventListener("change", () => drawAgain(boxes));
+let timer = 0;
+let lastWidth = window.innerWidth;
+window.addEventListener("resize", () => {
+  if (window.innerWidth === lastWidth) return; // a phone's address bar changes the height alone
+  lastWidth = window.innerWidth;
+  clearTimeout(timer);
+  timer = setTimeout(() => drawAgain(boxes), 120);
+});
