@@ -1,5 +1,5 @@
-"""A page about what a model did with one input: `build_page`. Needs plotly, the extra `report`."""
+"""A page about what a model did with one input: `_page.build_page`.
 
-from encserve_client._report._page import build_page
-
-__all__ = ["build_page"]
+`_page` and `_figures` need plotly, the extra `report`. The numbers and names need NumPy alone, so nothing is imported
+here.
+"""

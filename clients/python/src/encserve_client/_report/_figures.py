@@ -115,9 +115,10 @@ def norms_lines(norms: numbers.Float64, depths: Sequence[int], names: Sequence[s
         meta={"colour": "strong"},
     )
     is_wide = norms.size > 0 and norms.max() > 30 * max(float(norms.min()), 1e-12)
-    figure.update_yaxes(title_text="norm" + (", on a log scale" if is_wide else ""), type="log" if is_wide else "linear")
-    if not is_wide:
-        figure.update_yaxes(rangemode="tozero")
+    if is_wide:
+        figure.update_yaxes(title_text="norm, on a log scale", type="log")
+    else:
+        figure.update_yaxes(title_text="norm", rangemode="tozero")
     shown = numbers.spread(len(depths), 14)
     figure.update_xaxes(
         title_text="after layer",

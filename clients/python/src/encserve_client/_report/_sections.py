@@ -62,7 +62,8 @@ def _facts(result: InspectResult, model: ModelInfo) -> str:
 def attention(layers: Sequence[int], n_heads: int, seq: int, left_out: Sequence[int]) -> str:
     """The maps of a layer's heads, one of them large, and which heads look at few tokens."""
     choices = "".join(
-        f'<label><input type="radio" name="layer" value="{place}" aria-label="layer {layer}"><span>{layer}</span></label>'
+        f'<label><input type="radio" name="layer" value="{place}" aria-label="layer {layer}">'
+        f"<span>{layer}</span></label>"
         for place, layer in enumerate(layers)
     )
     layout, is_single = ("attention single", True) if len(layers) * n_heads == 1 else ("attention", False)
@@ -73,8 +74,8 @@ def attention(layers: Sequence[int], n_heads: int, seq: int, left_out: Sequence[
         for head in range(n_heads)
     )
     overview = (
-        '<div class="head-row"><div><h3>How many tokens each head looks at</h3><p class="note">Mean entropy of a head’s '
-        f"rows. Click a cell to see that head.</p></div>{_scale('even', 'bits', _entropy_marks(seq))}</div>"
+        '<div class="head-row small"><div><h3>How focused each head is</h3><p class="note">Mean entropy of a head’s '
+        f"rows. A click shows that head.</p></div>{_scale('even', 'bits', _entropy_marks(seq))}</div>"
         '<div class="plot" data-figure="entropy"></div>'
     )
     side = "" if is_single else f'<div><div class="heads">{heads}</div>{overview}</div>'
@@ -98,9 +99,9 @@ def _entropy_marks(seq: int) -> list[tuple[float, str]]:
 def similarity(stages: Sequence[str], means: Sequence[float], left_out: Sequence[int]) -> str:
     """A map for every depth, side by side."""
     panels = "".join(
-        f"<figure><figcaption>{stage}<small>mean {mean:.2f}</small></figcaption>"
-        f'<div class="plot" data-figure="similarity" data-stack="similarity" data-fit="panel" data-index="{index}"></div>'
-        "</figure>"
+        f"<figure><figcaption>{stage}<small>mean {mean:z.2f}</small></figcaption>"
+        '<div class="plot" data-figure="similarity" data-stack="similarity" data-fit="panel"'
+        f' data-index="{index}"></div></figure>'
         for index, (stage, mean) in enumerate(zip(stages, means, strict=True))
     )
     return _card(
@@ -169,8 +170,10 @@ def pair(*cards: str) -> str:
 
 def bottom(result: InspectResult) -> str:
     """Where the page comes from."""
-    layers = "Layers and heads count from 0. Attention weights and similarities are exact to 3 digits."
-    return f"<footer>Made by encserve inspect from {escape(result.model)}, version {escape(result.version)}. {layers}</footer>"
+    return (
+        f"<footer>Made by encserve inspect from {escape(result.model)}, version {escape(result.version)}. "
+        "Layers and heads count from 0. Attention weights and similarities are exact to 3 digits.</footer>"
+    )
 
 
 def _card(name: str, title: str, lead: str, scale: str, content: str) -> str:
@@ -193,7 +196,4 @@ def _left_out(layers: Sequence[int]) -> str:
     if not layers:
         return ""
     listed = ", ".join(map(str, layers))
-    return (
-        f'<p class="note">Left out, so that the page stays small: {listed}. encserve inspect --layers chooses others.</p>'
-    )
-
+    return f'<p class="note">Left out, so that the page stays small: {listed}. --layers chooses which are shown.</p>'

@@ -68,8 +68,9 @@ def similarity_stack(result: InspectResult) -> Stack | None:
 
 
 def positions_stack(positions: Array | None) -> Stack | None:
-    """What is added for each place, (1, dimensions, places): the first ones only, since leaving out every other one
-    would show waves that are not there. None where there are none.
+    """What is added for each place: (1, dimensions, places). None where there is nothing.
+
+    Of many only the first: to leave out every other one would show waves that are not there.
     """
     if positions is None or not positions.size:
         return None

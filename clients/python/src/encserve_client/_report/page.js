@@ -4,6 +4,8 @@
 const report = JSON.parse(document.getElementById("report").textContent);
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const CONFIG = { displayModeBar: false, responsive: false, showTips: false };
+const GAP = { ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)" }; // between a map and the names
+const LARGEST_CELL = 160; // pixels
 const ruler = document.createElement("canvas").getContext("2d");
 const unpacked = new Map();
 const chosen = { layer: 0, head: 0 };
@@ -80,8 +82,9 @@ function layTokens(figure, width, fit) {
   const count = report.names.length;
   const titled = fit === "full";
   const size = titled ? 12 : 11;
-  const label = Math.ceil(longestName(size)) + 10;
-  const room = width - label - (titled ? 22 : 0) - 4;
+  const label = Math.ceil(longestName(size)) + 12;
+  const left = label + (titled ? 22 : 0);
+  const room = Math.min(width - left - 4, count * LARGEST_CELL);
   const isNamed = fit !== "bare" && room > 0 && (titled || (width >= 215 && room / count >= 11));
   if (!isNamed) {
     layout.margin = { l: 0, r: 0, t: 0, b: 0 };
@@ -93,14 +96,16 @@ function layTokens(figure, width, fit) {
   const step = Math.max(Math.ceil(13 / cell), 1);
   const places = report.names.map((_, place) => place).filter((place) => place % step === 0);
   const names = places.map((place) => report.names[place]);
-  const isFlat = cell * step >= label - 4;
-  const bottom = isFlat ? 24 : label + 2;
+  const between = cell * step;
+  const angle = between >= label + 4 ? 0 : between >= 20 ? -45 : -90;
+  const bottom = { 0: 26, "-45": Math.ceil(label * 0.75) + 10, "-90": label + 4 }[angle];
   for (const axis of [layout.xaxis, layout.yaxis]) {
-    Object.assign(axis, { tickmode: "array", tickvals: places, ticktext: names, tickfont: { size } });
+    Object.assign(axis, { tickmode: "array", tickvals: places, ticktext: names, tickfont: { size }, ...GAP });
     axis.title = titled ? { ...axis.title, standoff: 6, font: { size: 12 } } : undefined;
   }
-  layout.xaxis.tickangle = isFlat ? 0 : -90;
-  layout.margin = { l: label + (titled ? 22 : 0), r: 4, t: 4, b: bottom + (titled ? 22 : 0) };
+  layout.xaxis.tickangle = angle;
+  layout.margin = { l: left, r: 4, t: 4, b: bottom + (titled ? 22 : 0) };
+  layout.width = left + room + 4;
   layout.height = room + 4 + layout.margin.b;
   if (cell >= 36) {
     trace.texttemplate = "%{z:.2f}";
@@ -121,7 +126,7 @@ function render(box) {
     outline(figure);
   }
   dress(figure);
-  figure.layout.width = width;
+  figure.layout.width ??= width;
   box.style.minHeight = `${figure.layout.height}px`;
   Plotly.react(box, figure.data, figure.layout, CONFIG);
   if (name === "entropy" && !shown.has(box)) {
