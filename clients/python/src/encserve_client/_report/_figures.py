@@ -20,7 +20,7 @@ _UNITS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
 
 def attention_map() -> go.Figure:
     """One head's attention: the token that looks × the token looked at. The colours rise with the square root."""
-    figure = _map("root", 0, 1, "%{text}<br>attention <b>%{z:.3f}</b><extra></extra>")
+    figure = _map("root", 0, 1)
     figure.update_xaxes(title_text="token looked at")
     figure.update_yaxes(title_text="token that looks")
     return figure
@@ -28,7 +28,7 @@ def attention_map() -> go.Figure:
 
 def similarity_map() -> go.Figure:
     """The cosine similarity of every two tokens at one depth."""
-    return _map("diverging", -1, 1, "%{text}<br>cosine <b>%{z:.3f}</b><extra></extra>")
+    return _map("diverging", -1, 1)
 
 
 def positions_map(end: float, *, is_large: bool) -> go.Figure:
@@ -189,9 +189,11 @@ def _bars(
     return figure
 
 
-def _map(scale: str, low: float, high: float, hover: str) -> go.Figure:
+def _map(scale: str, low: float, high: float, hover: str | None = None) -> go.Figure:
+    """A map with plotly's own label on hovering; without one the page's script shows what it says itself."""
     figure = _figure(meta={"scale": scale})
-    figure.add_heatmap(zmin=low, zmax=high, showscale=False, hovertemplate=hover)
+    label = {"hoverinfo": "none"} if hover is None else {"hovertemplate": hover}
+    figure.add_heatmap(zmin=low, zmax=high, showscale=False, **label)
     figure.update_xaxes(showgrid=False, zeroline=False, ticks="")
     figure.update_yaxes(showgrid=False, zeroline=False, ticks="", autorange="reversed")
     return figure

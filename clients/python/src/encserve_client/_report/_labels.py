@@ -5,7 +5,7 @@ import unicodedata
 from encserve_client._results import SequenceInfo
 
 AXIS_COLUMNS = 14  # of a name beside a map
-HOVER_COLUMNS = 48
+HOVER_COLUMNS = 60
 # Around a name, so that a right-to-left one does not turn the words beside it round.
 _FIRST_STRONG_ISOLATE, _POP_ISOLATE = "\u2068", "\u2069"
 

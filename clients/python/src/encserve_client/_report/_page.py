@@ -63,9 +63,7 @@ def build_page(result: InspectResult, model: ModelInfo, text: str | None = None)
     data = {
         "names": [labels.for_plotly(labels.clip(name, labels.AXIS_COLUMNS)) for name in names],
         "font": figures.FONT,
-        "hovers": [
-            labels.for_plotly(f"{place} {labels.clip(name, labels.HOVER_COLUMNS)}") for place, name in enumerate(names)
-        ],
+        "hovers": [labels.clip(name, labels.HOVER_COLUMNS) for name in names],
         "themes": {"light": palette.LIGHT, "dark": palette.DARK},
         "figures": {name: json.loads(figure.to_json()) for name, figure in drawn.items()},
         "stacks": {name: stack.to_json() for part in parts for name, stack in part.stacks.items()},

@@ -99,7 +99,7 @@ def _entropy_marks(seq: int) -> list[tuple[float, str]]:
 def similarity(stages: Sequence[str], means: Sequence[float], left_out: Sequence[int]) -> str:
     """A map for every depth, side by side."""
     panels = "".join(
-        f"<figure><figcaption>{stage}<small>mean {mean:z.2f}</small></figcaption>"
+        f'<figure data-stage="{stage}"><figcaption>{stage}<small>mean {mean:z.2f}</small></figcaption>'
         '<div class="plot" data-figure="similarity" data-stack="similarity" data-fit="panel"'
         f' data-index="{index}"></div></figure>'
         for index, (stage, mean) in enumerate(zip(stages, means, strict=True))

@@ -1,6 +1,6 @@
 "use strict";
-// Draws the figures of the page. All text of the user's comes from `report`, already made safe for plotly; nothing here
-// puts a string into the document as HTML.
+// Draws the figures of the page. Nothing here puts a string into the document as HTML: `report.names` are made safe for
+// plotly, which reads markup, and all other text goes in as text.
 const report = JSON.parse(document.getElementById("report").textContent);
 const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const CONFIG = { displayModeBar: false, responsive: false, showTips: false };
@@ -37,13 +37,31 @@ function matrix(name, index) {
   return rows;
 }
 
-// What hovering over a cell says of its two tokens; the same for every map, so made once.
-const pairs = new Map();
-function pairTexts(arrow) {
-  if (!pairs.has(arrow)) {
-    pairs.set(arrow, report.hovers.map((from) => report.hovers.map((to) => `${from}${arrow}${to}`)));
-  }
-  return pairs.get(arrow);
+// What hovering over a map of tokens says. plotly's own label would be cut off at the edge of a small map.
+const tip = document.getElementById("tip");
+function showTip(box, { event, points: [{ x, y, z }] }) {
+  const isAttention = box.dataset.stack === "attention";
+  const texts = {
+    from: report.hovers[y], "from-place": y, to: report.hovers[x], "to-place": x,
+    verb: isAttention ? "looks at" : "and",
+    value: z.toFixed(3),
+    where: isAttention ? attentionTitle(box) : box.closest("figure").dataset.stage,
+  };
+  for (const [name, text] of Object.entries(texts)) tip.querySelector(`[data-part="${name}"]`).textContent = text;
+  tip.hidden = false;
+  const { width, height } = tip.getBoundingClientRect();
+  const left = event.clientX + 16 + width > window.innerWidth - 8 ? event.clientX - 16 - width : event.clientX + 16;
+  const top = event.clientY + 16 + height > window.innerHeight - 8 ? event.clientY - 16 - height : event.clientY + 16;
+  tip.style.left = `${Math.max(left, 8)}px`;
+  tip.style.top = `${Math.max(top, 8)}px`;
+}
+
+function hideTip() {
+  tip.hidden = true;
+}
+
+function attentionTitle({ dataset: { head } }) {
+  return `layer ${report.attention.layers[chosen.layer]}, head ${head ?? chosen.head}`;
 }
 
 // Puts a theme's colours in for their names.
@@ -120,7 +138,6 @@ function render(box) {
   if (!width) return;
   if (stack) figure.data[0].z = matrix(stack, Number(index));
   if (fit) {
-    figure.data[0].text = pairTexts(name === "attention" ? "  →  " : "  ·  ");
     layTokens(figure, width, fit);
   } else if (name === "entropy") {
     outline(figure);
@@ -129,8 +146,11 @@ function render(box) {
   figure.layout.width ??= width;
   box.style.minHeight = `${figure.layout.height}px`;
   Plotly.react(box, figure.data, figure.layout, CONFIG);
-  if (name === "entropy" && !shown.has(box)) {
-    box.on("plotly_click", ({ points: [point] }) => choose(point.y, point.x));
+  if (shown.has(box)) return;
+  if (name === "entropy") box.on("plotly_click", ({ points: [point] }) => choose(point.y, point.x));
+  if (fit) {
+    box.on("plotly_hover", (found) => showTip(box, found));
+    box.on("plotly_unhover", hideTip);
   }
 }
 
@@ -194,6 +214,7 @@ function choose(layer, head) {
   }
   document.querySelector(`input[name="layer"][value="${layer}"]`).checked = true;
   document.getElementById("which").textContent = `Layer ${layers[layer]}, head ${head}`;
+  hideTip();
   document.getElementById("focus").textContent = `mean entropy ${entropy[layer][head].toFixed(2)} bits`;
   drawAgain(changed);
 }
@@ -208,6 +229,7 @@ if (report.attention) {
   choose(0, 0);
 }
 draw();
+window.addEventListener("scroll", hideTip, { passive: true });
 dark.addEventListener("change", () => drawAgain(boxes));
 let timer = 0;
 let lastWidth = window.innerWidth;
