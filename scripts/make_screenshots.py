@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests/support"))
 
 from browser import OpenPage, chromium, find_chromium  # noqa: E402
-from inspections import make_inspection  # noqa: E402
+from made_inspections import make_inspection  # noqa: E402
 from real_server import real_server  # noqa: E402
 
 from encserve_client._report._page import build_page  # noqa: E402

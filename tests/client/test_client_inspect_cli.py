@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from inspections import make_inspection
+from made_inspections import make_inspection
 
 from encserve_client import EncserveError
 from encserve_client._cli import _commands

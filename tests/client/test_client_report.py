@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inspections import make_inspection, make_model
+from made_inspections import make_inspection, make_model
 
 from encserve_client._report import _figures as figures
 from encserve_client._report import _labels as labels

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from browser import OpenPage, Scheme, chromium
-from inspections import make_inspection
+from made_inspections import make_inspection
 from playwright.sync_api import Browser
 
 from encserve_client._report._numbers import cosine_similarity
