@@ -11,7 +11,7 @@ import numpy as np
 import plotly.graph_objects as go
 
 from encserve_client._report import _numbers as numbers
-from encserve_client._report._labels import HOVER_COLUMNS, clip, for_plotly
+from encserve_client._report._labels import AXIS_COLUMNS, HOVER_COLUMNS, clip, for_plotly
 
 MAX_COLOURED_TOKENS = 8  # more lines than these get one colour
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -82,7 +82,7 @@ def norms_lines(norms: numbers.Float64, depths: Sequence[int], names: Sequence[s
                 text=[texts[place]] * len(depths),
                 customdata=stages,
                 hovertemplate=hover,
-                name=for_plotly(clip(name, 18)),
+                name=for_plotly(clip(name, AXIS_COLUMNS)),
                 mode="lines+markers",
                 marker={"size": 5},
                 line={"width": 1.6},

@@ -36,9 +36,11 @@ def attention_entropy(attention: Array) -> Float64:
 
     H(p) = -Σ p log2 p: 0 where a token attends to one token alone, log2(seq) where it attends to all alike.
     """
-    weights = attention.astype(np.float64)
-    logs = np.log2(weights, out=np.zeros_like(weights), where=weights > 0)
-    entropy: Float64 = np.maximum(-(weights * logs).sum(axis=-1), 0)
+    entropy: Float64 = np.zeros(attention.shape[:-1])
+    for layer, weights in enumerate(attention):  # a layer at a time: all of them in float64 may be gigabytes
+        exact = weights.astype(np.float64)
+        logs = np.log2(exact, out=np.zeros_like(exact), where=exact > 0)
+        entropy[layer] = np.maximum(-(exact * logs).sum(axis=-1), 0)
     return entropy
 
 

@@ -70,8 +70,8 @@ function dress(figure) {
   const layout = figure.layout;
   layout.font.color = colours.text;
   layout.hoverlabel = {
-    bgcolor: colours.surface, bordercolor: colours.muted, font: { color: colours.strong, family: layout.font.family, size: 13 },
-    align: "left",
+    bgcolor: colours.surface, bordercolor: colours.muted, align: "left",
+    font: { color: colours.strong, family: layout.font.family, size: 13 },
   };
   for (const axis of [layout.xaxis, layout.yaxis]) {
     axis.gridcolor = colours.grid;
@@ -88,10 +88,10 @@ function dress(figure) {
   }
 }
 
-// The pixels of the longest name beside a map.
-function longestName(size) {
+// The pixels of the longest of these names.
+function longest(names, size) {
   ruler.font = `${size}px ${report.font}`;
-  return Math.max(...report.names.map((name) => ruler.measureText(name.replace(/&\w+;/g, "<")).width));
+  return Math.max(...names.map((name) => ruler.measureText(name.replace(/&\w+;/g, "<")).width));
 }
 
 // Makes a map of tokens square, with as many names beside it as can be read. `fit` is "full", "panel" or "bare".
@@ -100,7 +100,7 @@ function layTokens(figure, width, fit) {
   const count = report.names.length;
   const titled = fit === "full";
   const size = titled ? 12 : 11;
-  const label = Math.ceil(longestName(size)) + 12;
+  const label = Math.ceil(longest(report.names, size)) + 12;
   const left = label + (titled ? 22 : 0);
   const room = Math.min(width - left - 4, count * LARGEST_CELL);
   const isNamed = fit !== "bare" && room > 0 && (titled || (width >= 215 && room / count >= 11));
@@ -116,7 +116,8 @@ function layTokens(figure, width, fit) {
   const names = places.map((place) => report.names[place]);
   const between = cell * step;
   const angle = between >= label + 4 ? 0 : between >= 20 ? -45 : -90;
-  const bottom = { 0: 26, "-45": Math.ceil(label * 0.75) + 10, "-90": label + 4 }[angle];
+  const below = longest(names, size) + 12;
+  const bottom = Math.ceil({ 0: 26, "-45": below * 0.75 + 10, "-90": below + 4 }[angle]);
   for (const axis of [layout.xaxis, layout.yaxis]) {
     Object.assign(axis, { tickmode: "array", tickvals: places, ticktext: names, tickfont: { size }, ...GAP });
     axis.title = titled ? { ...axis.title, standoff: 6, font: { size: 12 } } : undefined;
@@ -131,6 +132,18 @@ function layTokens(figure, width, fit) {
   }
 }
 
+// On a phone fewer layers are named, and the legend takes two columns and room of its own.
+function layLines({ layout, data }, width) {
+  const { tickvals, ticktext } = layout.xaxis;
+  const step = Math.ceil(tickvals.length / Math.max(Math.floor(width / 46), 1));
+  layout.xaxis.tickvals = tickvals.filter((_, place) => place % step === 0);
+  layout.xaxis.ticktext = ticktext.filter((_, place) => place % step === 0);
+  layout.xaxis.tickangle = 0;
+  if (width >= 520) return;
+  Object.assign(layout.legend, { entrywidthmode: "fraction", entrywidth: 0.46 });
+  layout.height += 10 * data.length;
+}
+
 function render(box) {
   const { figure: name, stack, index, fit } = box.dataset;
   const figure = structuredClone(report.figures[name]);
@@ -141,6 +154,8 @@ function render(box) {
     layTokens(figure, width, fit);
   } else if (name === "entropy") {
     outline(figure);
+  } else if (name === "norms") {
+    layLines(figure, width);
   }
   dress(figure);
   figure.layout.width ??= width;
