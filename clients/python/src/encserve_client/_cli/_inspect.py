@@ -201,7 +201,7 @@ def _print_layers(console: Console, result: InspectResult) -> None:
             "-" if heads is None else f"{heads.argmin()}, {heads.min():.2f} bits",
         )
     console.print(table)
-    console.print(Text("cosine: of every two tokens; entropy: how many tokens a head looks at, 0 bits is one", "dim"))
+    console.print(Text("looks at: mean of the heads; cosine: mean of all pairs; 0 bits: one token only", "dim"))
 
 
 def _print_saved(path: Path, result: InspectResult) -> None:
