@@ -62,7 +62,9 @@ def entropy_map(entropy: numbers.Float64, layers: Sequence[int]) -> go.Figure:
     )
     figure.update_xaxes(title_text="head", dtick=-(-n_heads // 16))
     figure.update_layout(
-        height=min(max(n_layers * 20, 60), 420) + 50, margin={"l": 46, "r": 4, "t": 6, "b": 44}, clickmode="event"
+        height=n_layers * min(22, max(14, 170 // n_layers)) + 50,
+        margin={"l": 46, "r": 4, "t": 6, "b": 44},
+        clickmode="event",
     )
     return figure
 

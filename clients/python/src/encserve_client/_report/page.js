@@ -6,6 +6,7 @@ const dark = window.matchMedia("(prefers-color-scheme: dark)");
 const CONFIG = { displayModeBar: false, responsive: false, showTips: false };
 const GAP = { ticks: "outside", ticklen: 4, tickcolor: "rgba(0,0,0,0)" }; // between a map and the names
 const LARGEST_CELL = 160; // pixels
+const EDGE = 9; // pixels at the top and the right of a map; less would hide the first and the last name
 const ruler = document.createElement("canvas").getContext("2d");
 const unpacked = new Map();
 const chosen = { layer: 0, head: 0 };
@@ -100,32 +101,34 @@ function layTokens(figure, width, fit) {
   const count = report.names.length;
   const titled = fit === "full";
   const size = titled ? 12 : 11;
-  const label = Math.ceil(longest(report.names, size)) + 12;
-  const left = label + (titled ? 22 : 0);
-  const room = Math.min(width - left - 4, count * LARGEST_CELL);
-  const isNamed = fit !== "bare" && room > 0 && (titled || (width >= 215 && room / count >= 11));
-  if (!isNamed) {
+  const outer = titled ? 22 : 0; // of the axis's title
+  const roomBeside = (label) => Math.min(width - label - outer - EDGE, count * LARGEST_CELL);
+  const widest = roomBeside(longest(report.names, size) + 12);
+  if (fit === "bare" || widest <= 0 || (!titled && (width < 215 || widest / count < 11))) {
     layout.margin = { l: 0, r: 0, t: 0, b: 0 };
     layout.height = width;
     layout.xaxis.visible = layout.yaxis.visible = false;
     return;
   }
-  const cell = room / count;
-  const step = Math.max(Math.ceil(13 / cell), 1);
+  // Which names there is room for decides how much room they take.
+  const step = Math.max(Math.ceil((13 * count) / widest), 1);
   const places = report.names.map((_, place) => place).filter((place) => place % step === 0);
   const names = places.map((place) => report.names[place]);
+  const label = Math.ceil(longest(names, size)) + 12;
+  const room = roomBeside(label);
+  const left = label + outer;
+  const cell = room / count;
   const between = cell * step;
   const angle = between >= label + 4 ? 0 : between >= 20 ? -45 : -90;
-  const below = longest(names, size) + 12;
-  const bottom = Math.ceil({ 0: 26, "-45": below * 0.75 + 10, "-90": below + 4 }[angle]);
+  const bottom = Math.ceil({ 0: 26, "-45": label * 0.75 + 10, "-90": label + 4 }[angle]) + outer;
   for (const axis of [layout.xaxis, layout.yaxis]) {
     Object.assign(axis, { tickmode: "array", tickvals: places, ticktext: names, tickfont: { size }, ...GAP });
     axis.title = titled ? { ...axis.title, standoff: 6, font: { size: 12 } } : undefined;
   }
   layout.xaxis.tickangle = angle;
-  layout.margin = { l: left, r: 4, t: 4, b: bottom + (titled ? 22 : 0) };
-  layout.width = left + room + 4;
-  layout.height = room + 4 + layout.margin.b;
+  layout.margin = { l: left, r: EDGE, t: EDGE, b: bottom };
+  layout.width = left + room + EDGE;
+  layout.height = EDGE + room + bottom;
   if (cell >= 36) {
     trace.texttemplate = "%{z:.2f}";
     trace.textfont = { size: cell >= 48 ? 12 : 10.5 };
