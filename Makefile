@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := proto/src export/src server/src clients/python/src
 CHECKED := $(SOURCES) tests scripts bench
 
-.PHONY: help install demo serve test lint format types proto check-proto unit wheels clean
+.PHONY: help install demo serve test lint format types proto check-proto unit screenshots wheels clean
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -58,6 +58,9 @@ check-proto:  ## Check that the committed stubs are those of proto/encserve.
 
 unit: $(VENV)/.installed  ## Run the tests.
 	$(BIN)/python -m pytest
+
+screenshots: $(BUNDLE)  ## Make the pictures in docs/images anew; needs Chromium.
+	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODELS) --model $(MODEL)
 
 wheels: $(VENV)/.installed  ## Build the four wheels into dist/.
 	rm -rf dist

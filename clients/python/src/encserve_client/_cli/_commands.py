@@ -2,22 +2,20 @@
 
 import functools
 import json
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 import numpy as np
 
 from encserve_client._channel import Tls
 from encserve_client._cli import _render as render
+from encserve_client._cli._inspect import inspect
+from encserve_client._cli._shared import calls_server, names_model
 from encserve_client._client import EncoderClient
-from encserve_client._exceptions import EncserveError
 from encserve_client._options import Pooling
 from encserve_client._results import EncodeResult
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ENCSERVE"})
@@ -34,32 +32,6 @@ def cli(context: click.Context, target: str, timeout: float, tls: bool, ca: Path
     context.obj = functools.partial(
         EncoderClient, target, tls=Tls(ca=ca) if ca else tls, timeout_seconds=timeout, token=token
     )
-
-
-def calls_server(command: F) -> F:
-    """Passes a client to a command, and makes what goes wrong one line on stderr and exit status 1."""
-
-    @functools.wraps(command)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
-        connect = click.get_current_context().obj
-        try:
-            with connect() as client:
-                command(client, *args, **kwargs)
-        except (EncserveError, ValueError, OSError) as error:
-            raise click.ClickException(" ".join(str(error).split())) from error
-
-    return wrapper  # type: ignore[return-value]
-
-
-def names_model(command: F) -> F:
-    """Adds the options that choose a model, and --json."""
-    for option in (
-        click.option("--json", "as_json", is_flag=True, help="Print JSON."),
-        click.option("--model-version", help="Default: the model's default version."),
-        click.option("--model", help="Default: the server's default model."),
-    ):
-        command = option(command)
-    return command
 
 
 @cli.command()
@@ -148,6 +120,9 @@ def models(client: EncoderClient, as_json: bool) -> None:
         click.echo(json.dumps([asdict(model) for model in found], ensure_ascii=False))
     else:
         render.print_models(found)
+
+
+cli.add_command(inspect)
 
 
 def _names(result: EncodeResult) -> dict[str, Any]:

@@ -10,10 +10,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from encserve_client._inspection import InspectResult
 from encserve_client._options import Array
 from encserve_client._results import EncodeResult, ModelInfo, SequenceInfo
 
-_GAP = 2  # between two columns of a `_table`
+_GAP = 2  # between two columns of a `make_table`
 _NUMBER_WIDTH = 7  # "-12.345"
 _ID_WIDTH = 6
 _TOKEN_WIDTH = 14
@@ -45,7 +46,7 @@ def print_encoded(texts: Sequence[str], result: EncodeResult, max_rows: int) -> 
         notes += [f"cut off after {info.token_count} of {info.original_token_count} tokens"] if info.truncated else []
         console.print(table)
         console.print(Text(", ".join(notes) + "\n"))
-    _print_footer(console, result)
+    print_footer(console, result)
 
 
 def print_saved(path: Path, result: EncodeResult) -> None:
@@ -53,7 +54,7 @@ def print_saved(path: Path, result: EncodeResult) -> None:
     console = Console(highlight=False)
     rows, width = result.outputs[0].matrix().shape
     console.print(Text(f"wrote {path}: {len(result.sequences)} texts, {rows} rows of {width}"))
-    _print_footer(console, result)
+    print_footer(console, result)
 
 
 def print_similarity(texts: Sequence[str], cosines: npt.NDArray[np.float64], result: EncodeResult) -> None:
@@ -64,7 +65,7 @@ def print_similarity(texts: Sequence[str], cosines: npt.NDArray[np.float64], res
     for first in range(0, len(texts), per_table):
         block = cosines[:, first : first + per_table]
         text_width = console.width - fixed - block.shape[1] * (_COSINE_WIDTH + _GAP)
-        table = _table()
+        table = make_table()
         table.add_column("", justify="right")
         table.add_column("cosine similarity", no_wrap=True)
         for number in range(first, first + block.shape[1]):
@@ -74,13 +75,13 @@ def print_similarity(texts: Sequence[str], cosines: npt.NDArray[np.float64], res
             table.add_row(str(number), _clip(text, text_width), *cells)
         console.print(table)
     console.print(Text(f"pooling {result.outputs[0].kind}"))
-    _print_footer(console, result)
+    print_footer(console, result)
 
 
 def print_models(models: Sequence[ModelInfo]) -> None:
     """One line for each model."""
     console = Console(highlight=False)
-    table = _table()
+    table = make_table()
     for name in ("model", "version"):
         table.add_column(name, overflow="fold")
     for name in ("d_model", "layers", "tokens"):
@@ -110,7 +111,7 @@ def _rows_table(rows: Array, tokens: Sequence[tuple[str, int]], max_rows: int, w
     # The edges; token, id and the ellipsis; the last dimension and the norm.
     fixed = 2 + (_TOKEN_WIDTH + _GAP) + (_ID_WIDTH + _GAP) + (1 + _GAP) + 2 * (_NUMBER_WIDTH + _GAP)
     n_first = min(max((width - fixed) // (_NUMBER_WIDTH + _GAP), 1), d_model - 1)
-    table = _table()
+    table = make_table()
     table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=_TOKEN_WIDTH)
     table.add_column("id", justify="right")
     for dimension in range(n_first):
@@ -127,11 +128,13 @@ def _rows_table(rows: Array, tokens: Sequence[tuple[str, int]], max_rows: int, w
     return table
 
 
-def _table() -> Table:
+def make_table() -> Table:
+    """An empty table in the style of all."""
     return Table(box=box.SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
 
 
-def _print_footer(console: Console, result: EncodeResult) -> None:
+def print_footer(console: Console, result: EncodeResult | InspectResult) -> None:
+    """The model that ran, and where the time went."""
     timings = result.timings
     parts = {
         "tokenize": timings.tokenize_seconds,

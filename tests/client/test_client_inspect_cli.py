@@ -1,0 +1,173 @@
+"""`encserve inspect` with a client that stands in for the real one: what it asks for, prints and writes."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+from made_inspections import make_inspection
+
+from encserve_client import EncserveError
+from encserve_client._cli import _commands
+from encserve_client._inspection import InspectResult
+from encserve_client._results import ModelInfo
+
+
+class StubClient:
+    """Answers with what it was given, and keeps what it was asked."""
+
+    def __init__(self, result: InspectResult, model: ModelInfo) -> None:
+        self.result, self.info = result, model
+        self.asked: dict[str, Any] = {}
+        self.error: Exception | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def model(self, name: str | None = None, version: str | None = None) -> ModelInfo:
+        return self.info
+
+    def inspect(self, input: Any, **options: Any) -> InspectResult:  # noqa: A002 - the client's own name for it
+        self.asked = {"input": input, **options}
+        if self.error is not None:
+            raise self.error
+        return self.result
+
+
+@pytest.fixture
+def stub(monkeypatch: pytest.MonkeyPatch) -> StubClient:
+    """A model of 3 layers and 2 heads, in place of any server."""
+    client = StubClient(*make_inspection(n_layers=3, n_heads=2, d_model=16, max_sequence_tokens=32))
+    monkeypatch.setattr(_commands, "EncoderClient", lambda *args, **kwargs: client)
+    return client
+
+
+def inspect(*arguments: str) -> Result:
+    """Runs the command, 80 columns wide."""
+    result = CliRunner().invoke(_commands.cli, ["inspect", *arguments], env={"COLUMNS": "80"})
+    assert max(map(len, result.stdout.splitlines()), default=0) <= 80 or "--json" in arguments
+    return result
+
+
+def test_tables(stub: StubClient) -> None:
+    """A row for each token and for each layer, and where the time went."""
+    result = inspect("I understand this")
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = [line.split() for line in result.stdout.splitlines() if line.strip()]
+    assert lines[0] == ["token", "id", "norm", "in", "after", "2", "in", "layer", "2", "looks", "at", "weight"]
+    [row] = [line for line in lines if line[:1] == ["understand"]]
+    assert stub.result.hidden_states is not None
+    norms = np.linalg.norm(stub.result.hidden_states[:, 2].astype(np.float64), axis=-1)
+    assert row[1:4] == ["295", f"{norms[0]:.3f}", f"{norms[3]:.3f}"]
+    assert [line[0] for line in lines if line[-1:] == ["bits"] or line[:1] == ["input"]] == ["input", "0", "1", "2"]
+    assert "tokenize 0.4 ms, queue 0.1 ms, compute 11.7 ms, total 16.3 ms" in result.stdout
+    assert stub.asked["input"] == "I understand this"
+    assert stub.asked["positions"] is False
+
+
+def test_few_rows(stub: StubClient) -> None:
+    result = inspect("I understand this", "--max-rows", "2")
+    assert "6 more tokens not shown" in result.stdout
+
+
+def test_json(stub: StubClient) -> None:
+    answer = json.loads(inspect("I understand this", "--json").stdout)
+    assert np.array(answer["attention"]).shape == (3, 2, 8, 8)
+    assert np.array(answer["entropy_bits"]).shape == (3, 2, 8)
+    assert np.array(answer["hidden_states"]).shape == (4, 8, 16)
+    assert np.array(answer["norms"]).shape == (4, 8)
+    assert np.array(answer["cosine"]).shape == (4, 8, 8)
+    assert answer["tokens"][0] == "[CLS]"
+
+
+def test_page(stub: StubClient, tmp_path: Path) -> None:
+    """The positions are asked for where there are any; the file has the name that was given."""
+    path = tmp_path / "report.page"
+    result = inspect("I understand this", "--html", str(path))
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert f"{path.name}: 4.9 MB, 8 tokens" in "".join(result.stdout.split("\n"))
+    assert path.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert stub.asked["positions"] is True
+
+
+@pytest.mark.parametrize("position", ["none", ""])
+def test_a_model_without_positions(stub: StubClient, tmp_path: Path, position: str) -> None:
+    stub.info = dataclasses.replace(stub.info, position=position)
+    inspect("a text", "--html", str(tmp_path / "report.html"))
+    assert stub.asked["positions"] is False
+
+
+def test_layers(stub: StubClient) -> None:
+    """A layer's attention, what leaves it, and what enters the first."""
+    inspect("a text", "--layers", "2,0", "--model", "m", "--model-version", "7", "--truncate")
+    assert (stub.asked["attention"], stub.asked["hidden_states"]) == ([0, 2], [0, 1, 3])
+    assert (stub.asked["model"], stub.asked["version"], stub.asked["truncate"]) == ("m", "7", True)
+
+
+def test_ids(stub: StubClient) -> None:
+    """They are all that a model without a tokenizer takes; their places and ids are shown."""
+    stub.info = dataclasses.replace(stub.info, has_tokenizer=False)
+    stub.result = dataclasses.replace(stub.result, sequence=dataclasses.replace(stub.result.sequence, tokens=None))
+    result = inspect("--ids", "101,2023,102")
+    assert result.exit_code == 0
+    assert stub.asked["input"] == [101, 2023, 102]
+    refused = inspect("a text")
+    assert (
+        refused.stderr == "Error: model all-MiniLM-L6-v2 has no tokenizer; give token ids instead: --ids 101,2023,102\n"
+    )
+
+
+def _as_vectors(stub: StubClient) -> None:
+    stub.info = dataclasses.replace(stub.info, input_kind="embeddings")
+
+
+def _failing(stub: StubClient) -> None:
+    stub.error = EncserveError("no graph\nfor it")
+
+
+def _as_it_is(stub: StubClient) -> None:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("prepare", "arguments", "status", "text"),
+    [
+        (_as_it_is, [], 2, "give either a TEXT or --ids"),
+        (_as_it_is, ["a", "--ids", "1"], 2, "give either a TEXT or --ids"),
+        (_as_it_is, ["--ids", "1,x"], 2, "must be whole numbers from 0 with commas between them; was '1,x'"),
+        (_as_it_is, ["a", "--layers", "-1"], 2, "must be whole numbers from 0 with commas between them; was '-1'"),
+        (_as_it_is, ["a", "--layers", "3"], 1, "--layers must be from 0 to 2; was 3"),
+        (_as_vectors, ["a"], 1, "takes vectors, which no command line holds; call client.inspect"),
+        (_failing, ["a"], 1, "Error: no graph for it"),
+    ],
+)
+def test_errors(
+    stub: StubClient, prepare: Callable[[StubClient], None], arguments: list[str], status: int, text: str
+) -> None:
+    prepare(stub)
+    result = inspect(*arguments)
+    assert (result.exit_code, result.stdout) == (status, "")
+    assert text in result.stderr
+
+
+def test_without_plotly(stub: StubClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line, before anything is computed; the tables need no plotly."""
+    for name in [it for it in sys.modules if it.partition(".")[0] == "plotly" or "_report._" in it]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.delattr("encserve_client._report._page", raising=False)
+    result = inspect("a text", "--html", str(tmp_path / "report.html"))
+    assert (result.exit_code, stub.asked) == (1, {})
+    assert result.stderr == "Error: --html needs plotly: pip install 'encserve-client[report]'\n"
+    assert inspect("a text").exit_code == 0

@@ -1,0 +1,205 @@
+"""The numbers of a report, how they are packed, and what the page says; no browser is needed."""
+
+import base64
+import dataclasses
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from made_inspections import make_inspection, make_model
+
+from encserve_client._report import _figures as figures
+from encserve_client._report import _labels as labels
+from encserve_client._report import _numbers as numbers
+from encserve_client._report import _stacks as stacks
+from encserve_client._report._page import build_page
+from encserve_client._results import Timings
+
+
+def data_of(page: str) -> dict[str, Any]:
+    """What the page's script draws from."""
+    found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
+    assert found
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def unpacked(stack: dict[str, Any]) -> np.ndarray[Any, Any]:
+    """(matrices, rows, columns), as the page's script unpacks them."""
+    values = np.frombuffer(base64.b64decode(stack["data"]), "<u2").reshape(-1, stack["rows"], stack["columns"])
+    return np.asarray(stack["low"] + stack["step"] * values)
+
+
+def test_norms_and_cosines() -> None:
+    """3-4-5, a right angle, an opposite, and a row of zeros, which has no direction."""
+    states = np.array([[[3, 4], [-8, 6], [-6, -8], [0, 0]]], np.float16)
+    assert numbers.state_norms(states).tolist() == [[5, 10, 10, 0]]
+    cosines = numbers.cosine_similarity(states)
+    np.testing.assert_allclose(cosines, [[[1, 0, -1, 0], [0, 1, 0, 0], [-1, 0, 1, 0], [0, 0, 0, 0]]], atol=1e-15)
+    # Of six pairs one is -1, and the rest are 0.
+    np.testing.assert_allclose(numbers.mean_similarity(cosines), [-1 / 6])
+    assert numbers.mean_similarity(np.ones((2, 1, 1))).tolist() == [1, 1]
+
+
+def test_entropy() -> None:
+    """0 bits for one token, 2 for four alike, 1.5 for a half and two quarters."""
+    attention = np.array([[[[0, 1, 0, 0], [0.25] * 4, [0.5, 0.25, 0.25, 0], [0.5, 0.5, 0, 0]]]], np.float32)
+    np.testing.assert_allclose(numbers.attention_entropy(attention), [[[0, 2, 1.5, 1]]])
+
+
+def test_strongest() -> None:
+    """The place with the greatest mean over the heads."""
+    heads = np.array([[[0.9, 0.1], [0.6, 0.4]], [[0.5, 0.5], [0.0, 1.0]]])
+    places, weights = numbers.strongest(heads)
+    assert places.tolist() == [0, 1]
+    np.testing.assert_allclose(weights, [0.7, 0.7])
+
+
+def test_time_and_shares() -> None:
+    parts = numbers.time_parts(Timings(0.001, 0.002, 0.003, 0.010, messages=1, attempts=1))
+    assert parts == pytest.approx({"tokenize": 0.001, "queue": 0.002, "compute": 0.003, "wire and the rest": 0.004})
+    assert numbers.time_parts(Timings(1, 1, 1, 2, messages=1, attempts=1))["wire and the rest"] == 0
+    assert numbers.shares({"embedding": 3, "norm": 1}) == {"embedding": 0.75, "norm": 0.25}
+    assert numbers.shares({"other": 0}) == {"other": 0}
+
+
+@pytest.mark.parametrize(
+    ("count", "at_most", "indices"),
+    [(3, 5, [0, 1, 2]), (12, 3, [0, 6, 11]), (12, 2, [0, 11]), (12, 1, [11]), (5, 5, [0, 1, 2, 3, 4])],
+)
+def test_spread(count: int, at_most: int, indices: list[int]) -> None:
+    assert numbers.spread(count, at_most) == indices
+
+
+def test_quantise() -> None:
+    """Ends are exact, the rest is off by half a step at most, and what is no number stays within the scale."""
+    values = np.linspace(-1, 1, 1001)
+    packed = numbers.quantise(values, -1, 1)
+    assert (packed[0], packed[-1]) == (0, 65535)
+    np.testing.assert_allclose(packed * (2 / 65535) - 1, values, atol=1 / 65535)
+    assert numbers.quantise(np.array([np.nan, np.inf, -np.inf, 7]), 0, 1).tolist() == [0, 65535, 0, 65535]
+    assert numbers.widest(np.array([-3.0, 2.0, np.inf])) == 3
+    assert numbers.widest(np.zeros(2)) == 1
+
+
+def test_a_page_holds_the_numbers() -> None:
+    """What the script unpacks is what the model did, to 3 digits and more."""
+    result, model = make_inspection(n_layers=2, n_heads=3, d_model=16, tokens=5, max_sequence_tokens=20)
+    assert result.attention is not None
+    assert result.hidden_states is not None
+    assert result.positions is not None
+    data = data_of(build_page(result, model, "a text"))
+    attention = unpacked(data["stacks"]["attention"])
+    np.testing.assert_allclose(attention, result.attention.reshape(6, 5, 5), atol=1e-5)
+    cosines = numbers.cosine_similarity(result.hidden_states)
+    np.testing.assert_allclose(unpacked(data["stacks"]["similarity"]), cosines, atol=2e-5)
+    np.testing.assert_allclose(unpacked(data["stacks"]["positions"])[0].T, result.positions, atol=2e-5)
+    assert data["attention"]["layers"] == [0, 1]
+    assert set(data["figures"]) == {
+        *("attention", "entropy", "similarity", "norms", "positions", "parameters", "times")
+    }
+
+
+def test_a_page_needs_nothing_else() -> None:
+    """No address of another file in any element of ours, and a policy that allows this page's scripts alone."""
+    result, model = make_inspection(n_layers=1, n_heads=2, d_model=8, tokens=3)
+    page = build_page(result, model)
+    ours = re.sub(r"<script>.*?</script>", "", page, flags=re.DOTALL)
+    assert not re.search(r"(src|href)\s*=|@import|url\(", ours)
+    assert "default-src 'none'; script-src 'sha256-" in page
+    assert page.count("<script>") == 2
+
+
+def test_sections_without_numbers_are_left_out() -> None:
+    result, model = make_inspection(n_layers=1, n_heads=2, d_model=8, tokens=3, position="none")
+    assert 'id="positions"' not in build_page(result, model)
+    bare = dataclasses.replace(result, attention=None, hidden_states=None, attention_layers=(), hidden_state_layers=())
+    page = build_page(bare, dataclasses.replace(model, parameters={}))
+    for name in ("attention", "similarity", "norms", "positions", "parameters"):
+        assert f'id="{name}"' not in page
+    assert 'id="times"' in page
+    assert set(data_of(page)["figures"]) == {"times"}
+
+
+def test_some_layers_only() -> None:
+    """Layers keep their own numbers."""
+    result, model = make_inspection(n_layers=6, n_heads=2, d_model=8, tokens=3)
+    assert result.attention is not None
+    assert result.hidden_states is not None
+    some = dataclasses.replace(
+        result,
+        attention=result.attention[[2, 5]],
+        attention_layers=(2, 5),
+        hidden_states=result.hidden_states[[0, 3, 6]],
+        hidden_state_layers=(0, 3, 6),
+    )
+    page = build_page(some, model)
+    assert data_of(page)["attention"]["layers"] == [2, 5]
+    assert [it in page for it in ("input of layer 0", "after layer 2", "after layer 5", "after layer 0")] == [
+        *(True, True, True, False)
+    ]
+
+
+def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "MAX_NUMBERS", 3 * 2 * 4 * 4)  # three layers
+    result, model = make_inspection(n_layers=6, n_heads=2, d_model=8, tokens=4)
+    page = build_page(result, model)
+    assert data_of(page)["attention"]["layers"] == [0, 2, 5]
+    assert "Left out, so that the page stays small: 1, 3, 4." in page
+
+
+def test_positions_are_cut_not_thinned() -> None:
+    """The first places and dimensions: every other one would show waves that are not there."""
+    result, model = make_inspection(n_layers=1, n_heads=1, d_model=400, tokens=2, max_sequence_tokens=600)
+    page = build_page(result, model)
+    assert "The first 512 of 600 places and the first 384 of 400 dimensions." in page
+    assert result.positions is not None
+    shown = unpacked(data_of(page)["stacks"]["positions"])[0]
+    np.testing.assert_allclose(shown, result.positions[:512, :384].T, atol=2e-5)
+
+
+def test_pages_stay_small() -> None:
+    """plotly is 4.8 MB of them; a number of a map takes 2.7 bytes."""
+    usual = build_page(*make_inspection(n_layers=6, n_heads=12, d_model=384, tokens=8))
+    assert len(usual) < 6e6
+    large = build_page(*make_inspection(n_layers=12, n_heads=12, d_model=32, tokens=128, position="none"))
+    assert len(large) < 13e6
+
+
+def test_names_of_tokens() -> None:
+    """Strings, or ids, or places; nothing that cannot be seen, nothing that steers the text around it."""
+    result, _ = make_inspection(n_layers=1, n_heads=1, d_model=8, tokens=("a b", " ", "", "\u202ex", "日本"))
+    sequence = result.sequence
+    assert labels.token_names(sequence) == ("a b", "␣", "(empty)", "U+202Ex", "日本")
+    without = dataclasses.replace(sequence, tokens=None)
+    assert labels.token_names(without) == ("101", "198", "295", "392", "489")
+    assert labels.token_names(dataclasses.replace(without, token_ids=None)) == ("0", "1", "2", "3", "4")
+
+
+def test_clipping_counts_columns() -> None:
+    assert labels.columns("日本語a\u0301") == 7
+    assert labels.clip("日本語", 6) == "日本語"
+    assert labels.clip("日本語", 5) == "日本…"
+    assert labels.clip("understand", 6) == "under…"
+
+
+def test_markup_is_only_text() -> None:
+    assert labels.for_plotly("<b>&amp;</b>") == "\u2068&lt;b&gt;&amp;amp;&lt;/b&gt;\u2069"
+    hostile = "</script><script>alert(1)</script>"
+    result, model = make_inspection(n_layers=1, n_heads=1, d_model=8, tokens=(hostile, "a"))
+    page = build_page(dataclasses.replace(result, model=hostile), model, hostile)
+    assert "<script>alert" not in page
+
+
+def test_figures() -> None:
+    """Many tokens are one line with gaps, few have colours of their own; tall norms get a log scale."""
+    few = figures.norms_lines(np.ones((3, 2)), (0, 1, 2), ["a", "a"])
+    assert [trace.name.strip("\u2068\u2069") for trace in few.data] == ["a", "a", "mean"]
+    many = figures.norms_lines(np.ones((3, 20)), (0, 1, 2), [str(i) for i in range(20)])
+    assert [trace.name for trace in many.data] == ["each token", "mean"]
+    assert len(many.data[0].x) == len(many.data[0].text) == len(many.data[0].customdata) == 20 * 4
+    assert figures.norms_lines(np.array([[1.0], [99.0]]), (0, 1), ["a"]).layout.yaxis.type == "log"
+    assert [figures.amount(count) for count in (7, 1500, 22_713_216, 7e9)] == ["7", "1.5 k", "22.7 M", "7.0 B"]
+    assert figures.parameter_bars(make_model().parameters).data[0].text[0].endswith("%")

@@ -1,0 +1,174 @@
+"""The page of a report in a real browser: it draws, fits, answers the mouse, and runs nothing of a text's."""
+
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from browser import OpenPage, Scheme, chromium
+from made_inspections import make_inspection
+from playwright.sync_api import Browser
+
+from encserve_client._report._numbers import cosine_similarity
+from encserve_client._report._page import build_page
+
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    "</script><script>alert(2)</script>",
+    "<s>",
+    "שלום",
+    "日本語",
+    "a",
+    "a",
+    "%{z}",
+    "$x$",
+)
+# A figure's box, what it drew into, and how large that is.
+DRAWN = """() => [...document.querySelectorAll(".plot")].map((box) => {
+    const drawn = [...box.querySelectorAll("svg.main-svg")].map((it) => it.getBoundingClientRect());
+    const marks = box.querySelectorAll(".hm image, .trace.scatter path, .trace.bars path").length;
+    return {name: box.dataset.figure, marks, size: Math.min(...drawn.map((it) => Math.min(it.width, it.height)))};
+})"""
+# What sticks out of the window at its right.
+WIDER = """() => [...document.querySelectorAll("main *")]
+    .filter((it) => !it.closest("svg") && it.getBoundingClientRect().right > window.innerWidth + 0.5)
+    .map((it) => it.outerHTML.slice(0, 90))"""
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture(scope="module")
+def usual(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a model of 6 layers and 12 heads."""
+    return _write(tmp_path_factory.mktemp("usual"), "I understand this, I think")
+
+
+def _write(folder: Path, text: str | None, *, n_layers: int = 6, n_heads: int = 12, **options: object) -> Path:
+    path = folder / "report.html"
+    result, model = make_inspection(n_layers, n_heads, 64, max_sequence_tokens=128, **options)  # type: ignore[arg-type]
+    path.write_text(build_page(result, model, text), encoding="utf-8", newline="\n")
+    return path
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1400, 390])
+def test_everything_is_drawn_and_fits(browser: Browser, usual: Path, width: int, scheme: Scheme) -> None:
+    it = OpenPage(browser, usual, width, scheme=scheme)
+    figures = it.page.evaluate(DRAWN)
+    assert [figure["name"] for figure in figures] == [
+        *["attention"] * 13,
+        "entropy",
+        *["similarity"] * 7,
+        *("norms", "positions", "parameters", "times"),
+    ]
+    assert all(figure["marks"] >= 1 and figure["size"] >= 50 for figure in figures), figures
+    assert it.page.evaluate("document.documentElement.scrollWidth") == width
+    assert it.page.evaluate(WIDER) == []
+    assert it.complaints == []
+    it.close()
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_hovering_says_tokens_and_number(browser: Browser, usual: Path, width: int) -> None:
+    """On the large map, on a small one, and on one of the similarities."""
+    it = OpenPage(browser, usual, width)
+    result, _ = make_inspection(6, 12, 64)
+    assert result.attention is not None
+    assert result.hidden_states is not None
+    weight = result.attention[0, 0, 2, 1]
+    assert it.hover("#large", 1.5 / 8, 2.5 / 8) == f"understand 2 looks at i 1 {weight:.3f} layer 0, head 0"
+    weight = result.attention[0, 9, 7, 3]
+    assert it.hover('.head[data-head="9"]', 3.5 / 8, 7.5 / 8) == f"[SEP] 7 looks at this 3 {weight:.3f} layer 0, head 9"
+    cosine = cosine_similarity(result.hidden_states)[6, 1, 5]
+    said = it.hover('figure[data-stage="after layer 5"]', 5.5 / 8, 1.5 / 8)
+    assert said == f"i 1 and i 5 {cosine:.3f} after layer 5"
+    it.page.mouse.move(2, 2)
+    it.page.wait_for_selector("#tip", state="hidden")
+    assert it.complaints == []
+    it.close()
+
+
+def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
+    """By the row of layers, by a small map, and by a cell of the overview; the maps show that head's numbers."""
+    it = OpenPage(browser, usual, 1400)
+    result, _ = make_inspection(6, 12, 64)
+    assert result.attention is not None
+    it.page.locator('.layers input[value="4"]').check()
+    it.wait()
+    it.page.locator('.head[data-head="7"] button').click()
+    it.wait()
+    assert it.page.locator("#which").text_content() == "Layer 4, head 7"
+    shown = it.page.evaluate("[...document.getElementById('large').data[0].z[3]]")
+    assert shown == pytest.approx(result.attention[4, 7, 3].tolist(), abs=2e-5)
+    small = it.page.evaluate("""[...document.querySelector('.head[data-head="2"] .plot').data[0].z[3]]""")
+    assert small == pytest.approx(result.attention[4, 2, 3].tolist(), abs=2e-5)
+    overview = it.page.locator('.plot[data-figure="entropy"]')
+    overview.scroll_into_view_if_needed()
+    box = overview.locator(".nsewdrag").first.bounding_box()
+    assert box is not None
+    it.page.mouse.click(box["x"] + box["width"] * 11.5 / 12, box["y"] + box["height"] * 1.5 / 6)
+    it.page.wait_for_function("document.getElementById('which').textContent === 'Layer 1, head 11'")
+    it.wait()
+    assert it.complaints == []
+    it.close()
+
+
+@pytest.mark.parametrize("width", [1400, 390])
+def test_a_hostile_text_is_only_text(browser: Browser, tmp_path: Path, width: int) -> None:
+    """Markup in the text and its tokens is shown as it stands; nothing of it becomes an element or runs."""
+    path = _write(tmp_path, " ".join(HOSTILE), n_layers=2, n_heads=2, tokens=HOSTILE)
+    it = OpenPage(browser, path, width)
+    said = it.hover("#large", 0.5 / 9, 1.5 / 9)
+    assert said.startswith("</script><script>alert(2)</script> 1 looks at <img src=x onerror=alert(1)> 0 ")
+    tip = it.page.locator("#tip").bounding_box()
+    assert tip is not None
+    assert 0 <= tip["x"] <= tip["x"] + tip["width"] <= width
+    assert it.page.locator("img").count() == 0
+    assert it.page.locator("script").count() == 3
+    assert it.page.locator("h1").text_content() == " ".join(HOSTILE)
+    names = it.page.locator("#large .ytick text").all_text_contents()
+    assert [name.strip("\u2068\u2069") for name in names][2:7] == ["<s>", "שלום", "日本語", "a", "a"]
+    assert it.page.evaluate(WIDER) == []
+    assert it.complaints == []
+    it.close()
+
+
+def test_the_policy_stops_what_slips_through(browser: Browser, usual: Path) -> None:
+    """Even an element with a handler in the page itself does not run, and its request does not leave."""
+    it = OpenPage(browser, usual, 1400)
+    it.page.evaluate("document.body.insertAdjacentHTML('beforeend', '<img src=http://192.0.2.1/x onerror=\"run=1\">')")
+    it.page.wait_for_timeout(200)
+    assert it.page.evaluate("typeof run") == "undefined"
+    assert any("Content Security Policy" in complaint for complaint in it.complaints)
+    assert not [complaint for complaint in it.complaints if complaint.startswith("request")]
+    it.close()
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "n_heads", "n_tokens", "figures"),
+    [(1, 1, 1, 1 + 2 + 4), (1, 2, 3, 3 + 1 + 2 + 4), (12, 12, 64, 13 + 1 + 13 + 4), (2, 2, 256, 3 + 1 + 3 + 4)],
+)
+def test_sizes(browser: Browser, tmp_path: Path, n_layers: int, n_heads: int, n_tokens: int, figures: int) -> None:
+    """One token and one layer, and many."""
+    path = _write(tmp_path, "word " * n_tokens, n_layers=n_layers, n_heads=n_heads, tokens=n_tokens)
+    it = OpenPage(browser, path, 390)
+    drawn = it.page.evaluate(DRAWN)
+    assert len(drawn) == figures
+    assert all(figure["marks"] >= 1 for figure in drawn), drawn
+    assert it.page.evaluate(WIDER) == []
+    names = it.page.locator("#large .ytick text").all()
+    boxes = [box for box in (name.bounding_box() for name in names) if box]
+    assert all(above["y"] + above["height"] * 0.8 <= below["y"] + 1 for above, below in pairwise(boxes))
+    it.page.set_viewport_size({"width": 1400, "height": 900})
+    it.page.wait_for_function("document.getElementById('large').clientWidth > 400")
+    it.page.wait_for_timeout(300)
+    it.wait()
+    assert it.page.evaluate(WIDER) == []
+    assert it.complaints == []
+    it.close()

@@ -1,0 +1,96 @@
+"""Debian's Chromium, driven by playwright: pages from files, and nothing from a network."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Literal
+
+import pytest
+from playwright.sync_api import Browser, ConsoleMessage, Dialog, Page, Route, sync_playwright
+
+Scheme = Literal["light", "dark"]
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    *("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"),
+    *("--disable-component-update", "--disable-sync"),
+)
+
+
+def find_chromium() -> str | None:
+    """The path of a Chromium that is installed; None where there is none."""
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """A browser. Where none is installed the test is skipped, or fails if ENCSERVE_REQUIRE_CHROMIUM is 1."""
+    path = find_chromium()
+    if path is None:
+        if os.environ.get("ENCSERVE_REQUIRE_CHROMIUM") == "1":
+            pytest.fail("no Chromium, and ENCSERVE_REQUIRE_CHROMIUM is 1")
+        pytest.skip(f"no Chromium: none of {', '.join(NAMES)} is on the path (apt-get install chromium)")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=list(FLAGS))
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class OpenPage:
+    """A page that was opened from a file, all of its figures drawn.
+
+    Attributes:
+        page: playwright's page.
+        complaints: What went wrong on it: errors, warnings, and requests that are not for the file itself.
+    """
+
+    def __init__(
+        self, browser: Browser, path: Path, width: int, *, scheme: Scheme = "light", height: int = 900
+    ) -> None:
+        """Opens a file in a window of so many pixels."""
+        self.complaints: list[str] = []
+        self._context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
+        self._context.route("**/*", self._only_files)
+        self.page: Page = self._context.new_page()
+        self.page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
+        self.page.on("dialog", self._refuse)
+        self.page.on("console", self._listen)
+        self.page.goto(path.as_uri())
+        self.wait()
+
+    def _only_files(self, route: Route) -> None:
+        if route.request.url.startswith(("file:", "data:", "blob:")):
+            route.continue_()
+        else:
+            self.complaints.append(f"request: {route.request.url}")
+            route.abort()
+
+    def _refuse(self, dialog: Dialog) -> None:
+        self.complaints.append(f"dialog: {dialog.message}")
+        dialog.dismiss()
+
+    def _listen(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(f"{message.type}: {message.text}")
+
+    def hover(self, box: str, x: float, y: float) -> str:
+        """Moves the mouse to a place in a figure, each of 0 to 1 of its map's size; gives what the page says then."""
+        area = self.page.locator(f"{box} .nsewdrag").first
+        area.scroll_into_view_if_needed()
+        self.page.wait_for_timeout(150)  # the page hides what it said when it scrolls, a frame later
+        found = area.bounding_box()
+        assert found is not None
+        self.page.mouse.move(found["x"] + found["width"] * x, found["y"] + found["height"] * y)
+        self.page.wait_for_selector("#tip", state="visible")
+        return " ".join((self.page.locator("#tip").text_content() or "").split())
+
+    def wait(self) -> None:
+        """Waits until every figure is drawn."""
+        self.page.wait_for_selector("body[data-drawn]", timeout=60_000)
+
+    def close(self) -> None:
+        """Closes the window."""
+        self._context.close()
