@@ -150,6 +150,18 @@ def test_what_does_not_fit_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch)
     assert "Left out, so that the page stays small: 1, 3, 4." in page
 
 
+def test_colours_end_where_nearly_all_numbers_do() -> None:
+    """A learned table has a few numbers of 2 among thousands of 0.05: they must not leave the image blank."""
+    table = np.random.default_rng(0).normal(0, 0.05, (100, 100)).astype(np.float32)
+    table[0, :50] = 2
+    end, beyond = numbers.contrast(table)
+    assert 0.1 < end < 0.3
+    assert beyond == pytest.approx(0.01, abs=1e-3)
+    sinusoid = np.sin(np.arange(10_000, dtype=np.float32)).reshape(100, 100)
+    assert numbers.contrast(sinusoid) == (numbers.widest(sinusoid), 0.0)
+    assert numbers.contrast(np.zeros((2, 2), np.float32)) == (1.0, 0.0)
+
+
 def test_positions_are_cut_not_thinned() -> None:
     """The first places and dimensions: every other one would show waves that are not there."""
     result, model = make_inspection(n_layers=1, n_heads=1, d_model=400, tokens=2, max_sequence_tokens=600)

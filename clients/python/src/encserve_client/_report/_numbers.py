@@ -103,3 +103,16 @@ def widest(values: Array) -> float:
     finite = np.abs(values[np.isfinite(values)].astype(np.float64))
     greatest = float(finite.max()) if finite.size else 0.0
     return greatest if greatest > 0 and math.isfinite(greatest) else 1.0
+
+
+def contrast(values: Array) -> tuple[float, float]:
+    """Where a scale of colours should end, and the share of the numbers that lie beyond, from 0 to 1.
+
+    The greatest magnitude; but where a few outliers would leave all others pale, the magnitude that 99 % stay within.
+    """
+    greatest = widest(values)
+    magnitudes = np.abs(values[np.isfinite(values)].astype(np.float64))
+    usual = float(np.quantile(magnitudes, 0.99)) if magnitudes.size else greatest
+    if not 0 < usual < greatest / 2:
+        return greatest, 0.0
+    return usual, float((magnitudes > usual).mean())

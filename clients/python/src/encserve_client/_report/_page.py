@@ -113,8 +113,9 @@ def _positions(result: InspectResult, model: ModelInfo) -> _Part | None:
     if stack is None or result.positions is None:
         return None
     dimensions, places = stack.values.shape[1:]
-    html = sections.positions(model.position, result.positions.shape, (places, dimensions), stack.high)
-    figure = figures.positions_map(stack.high, is_large=places * dimensions > 20_000)
+    end, beyond = numbers.contrast(result.positions[:places, :dimensions])
+    html = sections.positions(model.position, result.positions.shape, (places, dimensions), end, beyond)
+    figure = figures.positions_map(end, is_large=places * dimensions > 20_000)
     return _Part(html, {"positions": figure}, {"positions": stack})
 
 

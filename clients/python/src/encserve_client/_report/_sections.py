@@ -125,11 +125,13 @@ def norms() -> str:
     )
 
 
-def positions(kind: str, whole: Sequence[int], shown: Sequence[int], end: float) -> str:
-    """What is added for each place; shapes are (places, dimensions)."""
+def positions(kind: str, whole: Sequence[int], shown: Sequence[int], end: float, beyond: float) -> str:
+    """What is added for each place; shapes are (places, dimensions), colours end at ±end, a share lies beyond."""
     extent = f"All {whole[0]:,} places and {whole[1]:,} dimensions."
     if tuple(whole) != tuple(shown):
         extent = f"The first {shown[0]:,} of {whole[0]:,} places and the first {shown[1]:,} of {whole[1]:,} dimensions."
+    if beyond:
+        extent += f" {100 * beyond:.1f} % of the numbers lie beyond the colours; hovering tells them."
     return _card(
         "positions",
         "What is added for each place",
@@ -156,7 +158,8 @@ def times(timings: Timings) -> str:
     return _card(
         "times",
         "Where the time went",
-        f"{timings.total_seconds * 1000:.1f} ms from the call to its answer. Tokenizing counts the wait for it, too.",
+        f"{timings.total_seconds * 1000:.1f} ms from the call to its answer. The first call also waits, in the queue, "
+        "for its graph to be loaded.",
         "",
         '<div class="plot" data-figure="times"></div>',
     )
