@@ -97,9 +97,10 @@ async def test_a_sick_engine_is_probed_with_vectors(server: FakeServer) -> None:
     for _ in range(3):
         with pytest.raises(Failed):
             await server.encode(vectors(1))
-    server.engine.broken = False
     model = server.app.catalog.resolve("", "")
-    assert model.scheduler.not_ready_reason()
+    while not model.scheduler.not_ready_reason():
+        await server.app._clock.sleep(0.01)
+    server.engine.broken = False
     while model.scheduler.not_ready_reason():
         await server.app._clock.sleep(0.05)
     await server.encode(vectors(1))
