@@ -266,6 +266,22 @@ async def test_a_caller_that_reads_nothing_is_given_up_on(
     assert "nothing of the answer was read for" in (caught.value.details() or "")
 
 
+async def test_a_caller_that_does_not_even_read_the_header_is_given_up_on(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_UNREAD_SECONDS", 0.2)
+    server = await start_server()
+    options = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=options) as channel:
+        rpc: Any = channel.unary_stream(f"/{SERVICE}/Inspect")
+        call = rpc(request([1] * LONGEST, spec(STATES, 0)).SerializeToString())
+        await asyncio.to_thread(server.inspector.started.acquire, timeout=10)
+        async with asyncio.timeout(10):
+            while server.sample("encserve_inspections", model="tiny", version="2"):
+                await asyncio.sleep(0.05)
+        call.cancel()
+
+
 async def read_all(call: Any) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass
