@@ -282,6 +282,27 @@ async def test_a_caller_that_does_not_even_read_the_header_is_given_up_on(
         call.cancel()
 
 
+async def test_a_caller_that_goes_while_it_is_written_to_is_no_error_of_ours(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server.inspector, "_n_heads", 4000)  # 20 MB of attention weights
+    for _ in range(5):
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}")
+        rpc: Any = channel.unary_stream(f"/{SERVICE}/Inspect")
+        call = rpc(request([1] * LONGEST, spec(ATTENTION)).SerializeToString())
+        assert await call.read() is not grpc.aio.EOF
+        await asyncio.sleep(0.05)  # by now a write waits for it
+        await channel.close()
+    async with asyncio.timeout(10):
+        while server.sample("encserve_inspections", model="tiny", version="2"):
+            await asyncio.sleep(0.05)
+    labels = {"grpc_type": "server_stream", "grpc_service": SERVICE, "grpc_method": "Inspect"}
+    assert server.sample("grpc_server_handled_total", **labels, grpc_code="Internal") == 0
+    assert server.sample("grpc_server_handled_total", **labels, grpc_code="Canceled") == 5
+    assert server.sample("encserve_refused_total", reason="INTERNAL") == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
 async def read_all(call: Any) -> None:
     while await call.read() is not grpc.aio.EOF:
         pass
