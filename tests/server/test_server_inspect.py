@@ -209,6 +209,29 @@ async def test_a_caller_that_goes_while_it_waits_is_forgotten(server: FakeServer
     assert server.inspector.lengths == [1, 3]
 
 
+async def test_callers_that_go_leave_nothing_behind_and_a_run_keeps_its_place(start_server: StartServer) -> None:
+    server = await start_server(max_inspections=2)
+    lane = server.app.catalog.resolve("", "").inspect_lane
+    assert lane is not None
+    server.inspector.hold()
+    running = asyncio.create_task(server.inspect(request([1])))
+    await asyncio.to_thread(server.inspector.started.acquire, timeout=10)
+    running.cancel()
+    for _ in range(5):
+        waiting = asyncio.create_task(server.inspect(request([1, 2])))
+        while server.sample("encserve_inspections", model="tiny", version="2") < 2:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        while server.sample("encserve_inspections", model="tiny", version="2") > 1:
+            await asyncio.sleep(0.01)
+    assert server.sample("encserve_inspections", model="tiny", version="2") == 1  # the one that cannot be interrupted
+    assert lane._thread._work_queue.qsize() == 0
+    server.inspector.let_go()
+    await server.inspect(request([1, 2, 3]))
+    assert server.inspector.lengths == [1, 3]
+    assert server.sample("encserve_inspections", model="tiny", version="2") == 0
+
+
 async def test_a_deadline_ends_the_wait(server: FakeServer) -> None:
     server.inspector.hold()
     running = asyncio.create_task(server.inspect(request([1])))
