@@ -10,6 +10,7 @@ from fake_server import D_MODEL, LONGEST, N_HEADS, N_LAYERS, SERVICE, Failed, Fa
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import service
+from encserve_server.engine import fake
 from encserve_server.engine.fake import FakeInspector, fake_numbers
 from encserve_server.errors import BundleError
 from encserve_server.types import InspectKind
@@ -242,6 +243,23 @@ async def test_a_deadline_ends_the_wait(server: FakeServer) -> None:
     server.inspector.let_go()
     await running
     assert server.inspector.lengths == [1]
+
+
+@pytest.mark.parametrize(
+    ("specs", "what"),
+    [([], "attention weights of layer 1"), ([spec(STATES, 1, 3)], "hidden states of layer 1")],
+)
+async def test_numbers_that_are_not_finite_are_an_error_as_of_encode(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, specs: list[pb.InspectSpec], what: str
+) -> None:
+    def poisoned(kind: InspectKind, layer: int, shape: tuple[int, ...]) -> Any:
+        return np.full(shape, np.nan if layer >= 1 else 0, np.float32)
+
+    monkeypatch.setattr(fake, "fake_numbers", poisoned)
+    with pytest.raises(Failed, match=f"input: the model's numbers for it are not finite: {what}") as caught:
+        await server.inspect(request([1], *specs))
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.INTERNAL, "INFERENCE_FAILED")
+    await server.inspect(request([1], spec(STATES, 0)))
 
 
 async def test_a_run_that_fails_gives_an_id_and_the_next_one_is_tried(server: FakeServer) -> None:

@@ -8,8 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from encserve_server.engine.base import Inspector
-from encserve_server.errors import QueueFull
+from encserve_server.errors import InferenceFailed, QueueFull
 from encserve_server.metrics import ModelMetrics
 from encserve_server.types import InspectKind, InspectTensor, ModelInput
 
@@ -70,6 +72,7 @@ class InspectLane:
 
         Raises:
             QueueFull: Too many are pending.
+            InferenceFailed: The model gives numbers that are not finite.
             Exception: Whatever loading or running raises.
         """
         if self._pending >= self._max_pending:
@@ -109,8 +112,19 @@ class InspectLane:
             logger.info("inspector loaded", extra={"load_seconds": round(time.perf_counter() - began, 3)})
         queue_seconds = time.perf_counter() - came_at
         tensors, compute_seconds = self._inspector.run(sequence, wanted)
+        _check_finite(tensors)
         return Inspection(tensors, queue_seconds, compute_seconds)
 
     def _count(self, change: int) -> None:
         self._pending += change
         self._metrics.inspections.set(self._pending)
+
+
+def _check_finite(tensors: Sequence[InspectTensor]) -> None:
+    """Refuses NaN and infinity, and says of which tensor and layer; in the lane's thread, because it takes time."""
+    for tensor in tensors:
+        for i, part in enumerate(tensor.parts):
+            if not np.isfinite(part).all():
+                layer = f" of layer {tensor.layers[i]}" if tensor.layers else ""
+                what = tensor.kind.name.lower().replace("_", " ")
+                raise InferenceFailed(f"input: the model's numbers for it are not finite: {what}{layer}")

@@ -185,6 +185,7 @@ class ServedModel:
             InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
             RequestError: The call cannot succeed; the text names the field and the numbers.
             QueueFull: Too many inspections are pending.
+            InferenceFailed: The model gives numbers that are not finite.
         """
         if self.inspect_lane is None:
             why = "its bundle holds no graph for it" if self.bundle.inspect_graph is None else "this server has it off"
