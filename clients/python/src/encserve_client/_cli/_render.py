@@ -94,7 +94,7 @@ def print_models(models: Sequence[ModelInfo]) -> None:
             Text(f"{it.name} *" if it.is_default else it.name),
             Text(it.version),
             str(it.d_model),
-            str(it.n_layers),
+            str(it.n_layers or "-"),  # not known of a model that came as ONNX
             str(it.max_sequence_tokens),
             f"{it.pooling or '-'}{', norm 1' if it.l2_normalize else ''}",
             Text(f"{it.provider.removesuffix('ExecutionProvider')} {it.precision}"),
