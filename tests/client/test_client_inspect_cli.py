@@ -136,6 +136,11 @@ def _failing(stub: StubClient) -> None:
     stub.error = EncserveError("no graph\nfor it")
 
 
+def _as_onnx(stub: StubClient) -> None:
+    stub.info = dataclasses.replace(stub.info, n_layers=0, can_inspect=False)
+    stub.error = EncserveError("no graph for it")
+
+
 def _as_it_is(stub: StubClient) -> None:
     pass
 
@@ -149,6 +154,7 @@ def _as_it_is(stub: StubClient) -> None:
         (_as_it_is, ["a", "--layers", "-1"], 2, "must be whole numbers from 0 with commas between them; was '-1'"),
         (_as_it_is, ["a", "--layers", "3"], 1, "--layers must be from 0 to 2; was 3"),
         (_as_vectors, ["a"], 1, "takes vectors, which no command line holds; call client.inspect"),
+        (_as_onnx, ["a", "--layers", "3"], 1, "Error: no graph for it"),
         (_failing, ["a"], 1, "Error: no graph for it"),
     ],
 )

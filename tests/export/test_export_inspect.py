@@ -171,3 +171,27 @@ def test_a_bundle_without_a_graph_for_inspections(tiny: EncoderConfig, models: P
     result = run(path)
     assert result.exit_code == 0
     assert "No signal propagation: this bundle has no graph for inspections." in result.output
+
+
+@pytest.mark.parametrize(
+    ("fields", "problem"),
+    [
+        ({"files": []}, "graph.file names 'model.onnx', which the manifest does not list"),
+        ({}, "holds left.over, which the manifest does not list"),
+        ({"files": [{"path": "../x", "sha256": "0"}]}, "files lists '../x', which is outside the bundle"),
+        ({"inspect_graph": {"file": "../x.onnx"}}, "inspect_graph.file names '../x.onnx', which the manifest does not"),
+        ({"graph": {"file": "/x.onnx"}}, "graph.file names '/x.onnx', which the manifest does not list"),
+        ({"l2_normalize": True}, "its fingerprint is '[0-9a-f]{32}'; what it describes has '[0-9a-f]{32}'"),
+    ],
+)
+def test_what_no_checksum_covers_is_not_looked_into(
+    tiny: EncoderConfig, models: Path, fields: dict[str, Any], problem: str
+) -> None:
+    """An ONNX file may name any file that its weights lie in."""
+    path = export_init(tiny, 3, Target(models=models, name="m")).path
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps(manifest | fields))
+    if not fields:
+        (path / "left.over").touch()
+    with pytest.raises(BundleError, match=problem):
+        read_bundle(path)

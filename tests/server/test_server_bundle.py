@@ -112,6 +112,36 @@ def test_a_manifest_that_contradicts_itself(tmp_path: Path, fields: dict[str, An
         read_bundle(directory)
 
 
+@pytest.mark.parametrize(
+    ("encoder", "inspect", "problem"),
+    [
+        ({"n_layers": 0}, {}, "inspect_graph needs encoder.n_layers >= 1; was 0"),
+        ({}, {"attention_weights_names": []}, "attention_weights_names must hold 1 names for n_layers 1; was 0"),
+        ({}, {"hidden_state_names": ["a"]}, "hidden_state_names must hold 2 names for n_layers 1; was 1"),
+        ({}, {"positions_name": ""}, "inspect_graph.positions_name must be set for position 'learned'; was ''"),
+        ({"position": "none"}, {}, "inspect_graph.positions_name must be empty for position 'none'; was 'p'"),
+        ({}, {"file": "other.onnx"}, "inspect_graph.file names 'other.onnx', which `files` does not list"),
+    ],
+)
+def test_a_graph_for_inspections_that_contradicts_the_manifest(
+    tmp_path: Path, encoder: dict[str, Any], inspect: dict[str, Any], problem: str
+) -> None:
+    directory = write_bundle(tmp_path)
+    shape = json.loads((directory / "manifest.json").read_text())["encoder"]
+    good: dict[str, Any] = {
+        "file": "model.onnx",
+        "attention_weights_names": ["w"],
+        "hidden_state_names": ["a", "b"],
+        "positions_name": "p",
+    }
+    shape |= {"n_layers": 1, "position": "learned"}
+    edit(directory, encoder=shape, inspect_graph=good)
+    assert read_bundle(directory).inspect_graph is not None
+    edit(directory, encoder=shape | encoder, inspect_graph=good | inspect)
+    with pytest.raises(BundleError, match=re.escape(problem)):
+        read_bundle(directory)
+
+
 def test_a_file_that_no_checksum_covers_is_refused(tmp_path: Path) -> None:
     """ONNX Runtime would read weights from it if the graph said so."""
     directory = write_bundle(tmp_path)

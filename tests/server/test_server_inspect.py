@@ -10,6 +10,7 @@ from fake_server import D_MODEL, LONGEST, N_HEADS, N_LAYERS, SERVICE, Failed, Fa
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import service
+from encserve_server.engine import fake
 from encserve_server.engine.fake import FakeInspector, fake_numbers
 from encserve_server.errors import BundleError
 from encserve_server.types import InspectKind
@@ -149,8 +150,9 @@ async def test_a_model_without_positions_says_so(start_server: StartServer) -> N
 )
 async def test_it_can_be_missing_or_off(start_server: StartServer, settings: dict[str, Any], why: str) -> None:
     server = await start_server(**settings)
+    # Whatever else is wrong: the layers of such a model may not even be known.
     with pytest.raises(Failed, match=f"model tiny cannot be inspected: {why}") as caught:
-        await server.inspect(request([1]))
+        await server.inspect(request([1], spec(ATTENTION, 99)))
     assert (caught.value.code, caught.value.reason) == (
         grpc.StatusCode.FAILED_PRECONDITION,
         "INSPECT_UNAVAILABLE",
@@ -209,6 +211,29 @@ async def test_a_caller_that_goes_while_it_waits_is_forgotten(server: FakeServer
     assert server.inspector.lengths == [1, 3]
 
 
+async def test_callers_that_go_leave_nothing_behind_and_a_run_keeps_its_place(start_server: StartServer) -> None:
+    server = await start_server(max_inspections=2)
+    lane = server.app.catalog.resolve("", "").inspect_lane
+    assert lane is not None
+    server.inspector.hold()
+    running = asyncio.create_task(server.inspect(request([1])))
+    await asyncio.to_thread(server.inspector.started.acquire, timeout=10)
+    running.cancel()
+    for _ in range(5):
+        waiting = asyncio.create_task(server.inspect(request([1, 2])))
+        while server.sample("encserve_inspections", model="tiny", version="2") < 2:
+            await asyncio.sleep(0.01)
+        waiting.cancel()
+        while server.sample("encserve_inspections", model="tiny", version="2") > 1:
+            await asyncio.sleep(0.01)
+    assert server.sample("encserve_inspections", model="tiny", version="2") == 1  # the one that cannot be interrupted
+    assert lane._thread._work_queue.qsize() == 0
+    server.inspector.let_go()
+    await server.inspect(request([1, 2, 3]))
+    assert server.inspector.lengths == [1, 3]
+    assert server.sample("encserve_inspections", model="tiny", version="2") == 0
+
+
 async def test_a_deadline_ends_the_wait(server: FakeServer) -> None:
     server.inspector.hold()
     running = asyncio.create_task(server.inspect(request([1])))
@@ -216,12 +241,35 @@ async def test_a_deadline_ends_the_wait(server: FakeServer) -> None:
     with pytest.raises(Failed) as caught:
         await server.inspect(request([1, 2]), timeout=0.2)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+<<<<<<< HEAD
     # The caller knows before the server does.
     while server.sample("encserve_inspections", model="tiny", version="2") > 1:
         await asyncio.sleep(0.01)
+=======
+    async with asyncio.timeout(10):  # the caller's own clock may be a little ahead of the server's
+        while server.sample("encserve_inspections", model="tiny", version="2") > 1:
+            await asyncio.sleep(0.01)
+>>>>>>> rvmain
     server.inspector.let_go()
     await running
     assert server.inspector.lengths == [1]
+
+
+@pytest.mark.parametrize(
+    ("specs", "what"),
+    [([], "attention weights of layer 1"), ([spec(STATES, 1, 3)], "hidden states of layer 1")],
+)
+async def test_numbers_that_are_not_finite_are_an_error_as_of_encode(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, specs: list[pb.InspectSpec], what: str
+) -> None:
+    def poisoned(kind: InspectKind, layer: int, shape: tuple[int, ...]) -> Any:
+        return np.full(shape, np.nan if layer >= 1 else 0, np.float32)
+
+    monkeypatch.setattr(fake, "fake_numbers", poisoned)
+    with pytest.raises(Failed, match=f"input: the model's numbers for it are not finite: {what}") as caught:
+        await server.inspect(request([1], *specs))
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.INTERNAL, "INFERENCE_FAILED")
+    await server.inspect(request([1], spec(STATES, 0)))
 
 
 async def test_a_run_that_fails_gives_an_id_and_the_next_one_is_tried(server: FakeServer) -> None:
@@ -267,6 +315,43 @@ async def test_a_caller_that_reads_nothing_is_given_up_on(
         await read_all(call)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     assert "nothing of the answer was read for" in (caught.value.details() or "")
+
+
+async def test_a_caller_that_does_not_even_read_the_header_is_given_up_on(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_UNREAD_SECONDS", 0.2)
+    server = await start_server()
+    options = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=options) as channel:
+        rpc: Any = channel.unary_stream(f"/{SERVICE}/Inspect")
+        call = rpc(request([1] * LONGEST, spec(STATES, 0)).SerializeToString())
+        await asyncio.to_thread(server.inspector.started.acquire, timeout=10)
+        async with asyncio.timeout(10):
+            while server.sample("encserve_inspections", model="tiny", version="2"):
+                await asyncio.sleep(0.05)
+        call.cancel()
+
+
+async def test_a_caller_that_goes_while_it_is_written_to_is_no_error_of_ours(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server.inspector, "_n_heads", 4000)  # 20 MB of attention weights
+    for _ in range(5):
+        channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}")
+        rpc: Any = channel.unary_stream(f"/{SERVICE}/Inspect")
+        call = rpc(request([1] * LONGEST, spec(ATTENTION)).SerializeToString())
+        assert await call.read() is not grpc.aio.EOF
+        await asyncio.sleep(0.05)  # by now a write waits for it
+        await channel.close()
+    async with asyncio.timeout(10):
+        while server.sample("encserve_inspections", model="tiny", version="2"):
+            await asyncio.sleep(0.05)
+    labels = {"grpc_type": "server_stream", "grpc_service": SERVICE, "grpc_method": "Inspect"}
+    assert server.sample("grpc_server_handled_total", **labels, grpc_code="Internal") == 0
+    assert server.sample("grpc_server_handled_total", **labels, grpc_code="Canceled") == 5
+    assert server.sample("encserve_refused_total", reason="INTERNAL") == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 async def read_all(call: Any) -> None:

@@ -181,7 +181,15 @@ def _inspect_graph(
     directory: Path, manifest: manifest_pb2.Manifest, graph: Graph, verified_path: Callable[[str, str], Path]
 ) -> InspectGraph:
     """The interface of the ONNX file for inspections."""
-    inspect, n_layers = manifest.inspect_graph, manifest.encoder.n_layers
+    inspect, n_layers, position = manifest.inspect_graph, manifest.encoder.n_layers, manifest.encoder.position
+    if n_layers < 1:
+        raise BundleError(f"{directory / MANIFEST_NAME}: inspect_graph needs encoder.n_layers >= 1; was {n_layers}")
+    if bool(inspect.positions_name) == (position == "none"):
+        due = "empty" if inspect.positions_name else "set"
+        raise BundleError(
+            f"{directory / MANIFEST_NAME}: inspect_graph.positions_name must be {due} for position {position!r}; was "
+            f"{inspect.positions_name!r}"
+        )
     wanted = {"attention_weights_names": n_layers, "hidden_state_names": n_layers + 1}
     for field, count in wanted.items():
         if len(getattr(inspect, field)) != count:

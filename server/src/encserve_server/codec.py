@@ -203,9 +203,11 @@ def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> Inspe
     """Decodes an inspection, filling in every default.
 
     Raises:
+        InspectUnavailable: The model cannot be inspected; then its layers may not be known either.
         InvalidField: There is no input, an enum has a value that this server does not know, or a kind or layer is asked
             for twice or is not in the model.
     """
+    model.check_inspectable()
     return InspectCall(
         input=_decode_input("input", request.input, model.bundle.max_sequence_tokens),
         wanted=_decode_specs(request.tensors, model.bundle),

@@ -10,7 +10,7 @@
     │   ├── ResponseTooLarge      the reply would be over the message limit
     │   └── ModelNotFound         no such model or version
     ├── QueueFull                 refused at the door; trying again later helps
-    ├── DeadlineExpired           the caller's deadline passed before its batch started
+    ├── DeadlineExpired           the caller's deadline passed before its batch started, or it reads no answer
     ├── InspectUnavailable        this model cannot be looked into on this server
     ├── InferenceFailed           the model cannot compute this sequence
     ├── EngineUnhealthy           the engine fails again and again; another replica may do better
@@ -87,7 +87,7 @@ class QueueFull(EncserveError):
 
 
 class DeadlineExpired(EncserveError):
-    """The caller's deadline passed while the request was queued; it was not computed."""
+    """The caller's deadline passed while the request was queued, or it read nothing of an inspection for too long."""
 
 
 class InspectUnavailable(EncserveError):
@@ -95,7 +95,7 @@ class InspectUnavailable(EncserveError):
 
 
 class InferenceFailed(EncserveError):
-    """The model could not compute a sequence, even alone."""
+    """The model could not compute a sequence, even alone, or its numbers are not finite."""
 
 
 class EngineUnhealthy(EncserveError):

@@ -8,8 +8,10 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import numpy as np
+
 from encserve_server.engine.base import Inspector
-from encserve_server.errors import QueueFull
+from encserve_server.errors import InferenceFailed, QueueFull
 from encserve_server.metrics import ModelMetrics
 from encserve_server.types import InspectKind, InspectTensor, ModelInput
 
@@ -42,7 +44,7 @@ class InspectLane:
     - An inspection is admitted or refused at once: no more than `max_pending` are waiting, running, or being sent to
       their callers, whose memory this bounds too.
     - The graph is loaded when the first one comes; if that fails, so does the inspection, and the next one tries again.
-    - A caller that goes while it waits is forgotten; a run is never interrupted.
+    - A caller that goes while it waits is forgotten at once; a run is never interrupted, and keeps its place.
 
     Everything here belongs to the event loop but `_inspector`, which only the one thread of `_thread` touches.
     """
@@ -57,10 +59,12 @@ class InspectLane:
         self._last_seconds = _TYPICAL_SECONDS
         self._inspector: Inspector | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encserve-inspect")
+        # The callers wait here, not in the thread's own queue, which would keep the inputs of those that went.
+        self._turn = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def inspect(self, sequence: ModelInput, wanted: Wanted) -> AsyncGenerator[Inspection]:
-        """Runs one sequence; its place in the lane is given back when the block ends.
+        """Runs one sequence; its place in the lane is given back when the block ends, and nothing of it runs any more.
 
         Args:
             sequence: (seq,) int64 ids or (seq, d_model) float32 vectors, checked by the caller.
@@ -68,21 +72,27 @@ class InspectLane:
 
         Raises:
             QueueFull: Too many are pending.
+            InferenceFailed: The model gives numbers that are not finite.
             Exception: Whatever loading or running raises.
         """
         if self._pending >= self._max_pending:
             raise QueueFull("inspections", 1, self._pending, self._max_pending, self._last_seconds)
         self._count(1)
+        run: asyncio.Future[Inspection] | None = None
         try:
             came_at = time.perf_counter()
-            inspection = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._run, sequence, wanted, came_at
-            )
+            await self._turn.acquire()
+            run = asyncio.get_running_loop().run_in_executor(self._thread, self._run, sequence, wanted, came_at)
+            run.add_done_callback(lambda _: self._turn.release())
+            inspection = await asyncio.shield(run)
             self._last_seconds = min(max(inspection.compute_seconds, 0.01), 5.0)
             self._metrics.inspect_seconds.observe(inspection.compute_seconds)
             yield inspection
         finally:
-            self._count(-1)
+            if run is None or run.done():
+                self._count(-1)
+            else:
+                run.add_done_callback(lambda _: self._count(-1))
 
     async def close(self) -> None:
         """Waits for what runs, and frees the session; nobody may be waiting any more. May be called again."""
@@ -102,8 +112,19 @@ class InspectLane:
             logger.info("inspector loaded", extra={"load_seconds": round(time.perf_counter() - began, 3)})
         queue_seconds = time.perf_counter() - came_at
         tensors, compute_seconds = self._inspector.run(sequence, wanted)
+        _check_finite(tensors)
         return Inspection(tensors, queue_seconds, compute_seconds)
 
     def _count(self, change: int) -> None:
         self._pending += change
         self._metrics.inspections.set(self._pending)
+
+
+def _check_finite(tensors: Sequence[InspectTensor]) -> None:
+    """Refuses NaN and infinity, and says of which tensor and layer; in the lane's thread, because it takes time."""
+    for tensor in tensors:
+        for i, part in enumerate(tensor.parts):
+            if not np.isfinite(part).all():
+                layer = f" of layer {tensor.layers[i]}" if tensor.layers else ""
+                what = tensor.kind.name.lower().replace("_", " ")
+                raise InferenceFailed(f"input: the model's numbers for it are not finite: {what}{layer}")

@@ -185,15 +185,14 @@ class ServedModel:
             InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
             RequestError: The call cannot succeed; the text names the field and the numbers.
             QueueFull: Too many inspections are pending.
+            InferenceFailed: The model gives numbers that are not finite.
         """
-        if self.inspect_lane is None:
-            why = "its bundle holds no graph for it" if self.bundle.inspect_graph is None else "this server has it off"
-            raise InspectUnavailable(f"model {self.bundle.name} cannot be inspected: {why}")
+        lane = self.check_inspectable()
         longest = Longest(self.max_inspect_tokens, f"max_inspect_tokens of {self.bundle.name}", call.truncate)
         began = self._clock.now()
         (sequence,) = await self._checker.check([call.input], ["input"], longest)
         tokenize_seconds = self._clock.now() - began
-        async with self.inspect_lane.inspect(sequence.input, call.wanted) as inspection:
+        async with lane.inspect(sequence.input, call.wanted) as inspection:
             yield InspectReply(sequence, inspection, tokenize_seconds)
 
     async def close(self) -> None:
@@ -201,6 +200,17 @@ class ServedModel:
         await self.scheduler.close()
         if self.inspect_lane is not None:
             await self.inspect_lane.close()
+
+    def check_inspectable(self) -> InspectLane:
+        """The lane of inspections.
+
+        Raises:
+            InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
+        """
+        if self.inspect_lane is None:
+            why = "its bundle holds no graph for it" if self.bundle.inspect_graph is None else "this server has it off"
+            raise InspectUnavailable(f"model {self.bundle.name} cannot be inspected: {why}")
+        return self.inspect_lane
 
     def check_count(self, count: int) -> None:
         """Refuses a number of inputs that no request may have.

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from concurrent.futures import Executor
 from enum import Enum
 from typing import Any
@@ -121,11 +121,13 @@ class EncoderService:
         model = self._catalog.resolve(request.model, request.model_version)
         call = codec.decode_inspect_call(request, model)
         async with model.inspect(call) as reply:
-            await context.write(codec.encode_inspect_header(model, call, reply).SerializeToString())
+            # By itself, since gRPC cannot answer with an error while it is under way with the first message.
+            await _soon(context.send_initial_metadata(()))
+            await _soon(context.write(codec.encode_inspect_header(model, call, reply).SerializeToString()))
             chunks = codec.encode_chunks(reply.inspection.tensors, call.data_type)
             loop = asyncio.get_running_loop()
             while chunk := await loop.run_in_executor(self._encode_pool, _next_chunk, chunks):
-                await _write_soon(context, chunk)
+                await _soon(context.write(chunk))
 
     async def list_models(self, data: bytes, context: Context) -> bytes:
         """Every model that is loaded."""
@@ -202,15 +204,15 @@ def _next_chunk(chunks: Iterator[pb.InspectResponse]) -> bytes:
     return b"" if chunk is None else chunk.SerializeToString()
 
 
-async def _write_soon(context: Context, data: bytes) -> None:
-    """Sends a part of an answer. Its memory is held meanwhile, so a caller that does not read is given up on.
+async def _soon(write: Awaitable[None]) -> None:
+    """Waits for a part of an answer to be sent. It holds memory, so a caller that does not read is given up on.
 
     Raises:
         DeadlineExpired: The caller has read nothing for too long.
     """
     try:
         async with asyncio.timeout(_UNREAD_SECONDS):
-            await context.write(data)
+            await write
     except TimeoutError:
         raise DeadlineExpired(f"nothing of the answer was read for {_UNREAD_SECONDS:.0f} s") from None
 

@@ -173,10 +173,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._count_active(1)
             try:
                 return await inner(request, context)
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, grpc.aio.InternalError) as error:
                 remaining_s = context.time_remaining()
                 expired = remaining_s is not None and remaining_s <= 0
                 code = grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
+                if isinstance(error, grpc.aio.InternalError):  # so a write fails if the caller went in the middle of it
+                    raise asyncio.CancelledError from error
                 raise
             except Exception as error:  # everything must become a status; gRPC would send the exception's text
                 failure = to_failure(error)

@@ -136,8 +136,8 @@ class ModelInfo:
         fingerprint: Identifies the vector space.
         is_default: Whether calls that name no model get this one.
         d_model: The numbers in a row.
-        n_layers: The encoder's blocks.
-        n_heads: The attention heads of a block.
+        n_layers: The encoder's blocks; 0 where they are not known, of a model that came as ONNX.
+        n_heads: The attention heads of a block; 0 where they are not known.
         vocab_size: One more than the largest token id; 0 for a model of vectors.
         max_sequence_tokens: The longest sequence in tokens, special tokens included.
         has_tokenizer: Whether text is accepted.

@@ -138,8 +138,8 @@ def _input(text: str | None, ids: tuple[int, ...] | None, info: ModelInfo) -> st
 
 
 def _chosen(layers: tuple[int, ...], info: ModelInfo) -> list[int]:
-    """The layers in order, each once. ValueError where the model has no such layer."""
-    if max(layers) >= info.n_layers:
+    """The layers in order, each once. ValueError where the model is known to have no such layer."""
+    if info.n_layers and max(layers) >= info.n_layers:
         raise ValueError(f"--layers must be from 0 to {info.n_layers - 1}; was {max(layers)}")
     return sorted(set(layers))
 
