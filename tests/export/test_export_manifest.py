@@ -124,3 +124,12 @@ def test_fewer_tokens_give_a_smaller_table_and_the_same_rows(
     counts = {part.part: part.count for part in short.parameters}
     full = {part.part: part.count for part in bundles[golden].manifest.parameters}
     assert full["embedding"] - counts["embedding"] == (64 - 10) * 64
+
+
+def test_a_field_at_its_default_does_not_count() -> None:
+    """Otherwise a field that is added to the contract would make every bundle from before unusable."""
+    manifest = manifest_pb2.Manifest(
+        graph=manifest_pb2.Graph(file="g", opset=20), files=[manifest_pb2.BundleFile(path="g", sha256="ab")]
+    )
+    canonical = '{"files":{"g":"ab"},"graph":{"file":"g","opset":20}}'
+    assert fingerprint(manifest) == hashlib.sha256(canonical.encode()).hexdigest()[:32]

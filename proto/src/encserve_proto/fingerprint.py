@@ -23,10 +23,11 @@ def fingerprint(manifest: manifest_pb2.Manifest) -> str:
     """Identifies the vector space: 32 hex digits.
 
     The beginning of the SHA-256 over the compact JSON, keys sorted, of each file's path and SHA-256 and the manifest's
-    encoder, text, pooling, l2_normalize and graph.
+    encoder, text, pooling, l2_normalize and graph. Fields at their default are left out, so that a field that is added
+    to the manifest later changes no fingerprint of a bundle that does not have it.
     """
-    fields = to_fields(manifest)
-    facts = {name: fields.get(name) for name in _FACTS}
+    fields = json_format.MessageToDict(manifest, preserving_proto_field_name=True)
+    facts = {name: fields[name] for name in _FACTS if name in fields}
     facts["files"] = {file.path: file.sha256 for file in manifest.files}
     canonical = json.dumps(facts, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:32]
