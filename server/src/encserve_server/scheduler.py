@@ -82,8 +82,8 @@ class Scheduler:
       broken; then all calls get EngineUnhealthy at once until a probe succeeds again.
 
     Who owns what: everything here belongs to the event loop, but `_engine`, `_batch` and `_run_started_at`, which belong
-    to the one thread of `_engine_thread`; the event loop only looks at the last two. From `_pending` that thread takes,
-    or, while it does nothing, the task of `_serve`.
+    to the one thread of `_engine_thread`; the event loop only looks at the last two. That thread takes from
+    `_pending`, or, while it does nothing, the task of `_serve` does.
     """
 
     def __init__(
