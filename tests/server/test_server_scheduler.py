@@ -368,3 +368,31 @@ async def test_a_storm_of_cancellations_while_a_batch_runs_leaves_nothing_behind
     bench.engine.let_go()
     await first
     assert bench.seen.counts["cancelled queued"] == 50 * 90
+
+
+async def test_the_engine_goes_on_while_the_event_loop_is_busy(bench: Bench) -> None:
+    """Between two batches the event loop has callers to serve; the engine must not wait for that."""
+    first = await bench.busy()
+    second = asyncio.create_task(bench.scheduler.encode([ids(2)]))
+    await until(lambda: bench.seen.queue[0] == 1)
+    bench.engine.let_one_go()
+    # Nothing is awaited here, so the event loop stands still until the second batch has begun.
+    assert bench.engine.started.acquire(timeout=10)
+    assert not first.done()
+    bench.engine.let_go()
+    assert right([ids(1)], await first)
+    assert right([ids(2)], await second)
+
+
+async def test_closing_while_batches_follow_each_other(bench: Bench) -> None:
+    """What has begun may end; what has not is told; nothing hangs."""
+    first = await bench.busy()
+    waiting = [asyncio.create_task(bench.scheduler.encode([ids(2)])) for _ in range(3)]
+    await until(lambda: bench.seen.queue[0] == 3)
+    closing = asyncio.create_task(bench.scheduler.close())
+    await asyncio.sleep(0)
+    bench.engine.let_go()
+    await asyncio.wait_for(closing, 10)
+    results = await asyncio.gather(first, *waiting, return_exceptions=True)
+    assert all(isinstance(result, EngineUnhealthy) for result in results)
+    assert bench.engine.batches == [[1]]

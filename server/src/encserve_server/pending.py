@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -101,7 +102,10 @@ class Entry:
 
 
 class PendingQueue:
-    """Entries in order of arrival. It belongs to the event loop; nothing here blocks or waits.
+    """Entries in order of arrival.
+
+    The event loop adds and withdraws, the engine's thread takes; a lock is between them, held for as long as one method
+    takes. Nothing else here waits.
 
     An entry that is withdrawn stops counting at once, but stays in the list, as `gone`, until the next `take`, or until
     such entries outnumber the others: so a storm of cancellations costs no more than a few passes in all, and what is
@@ -111,6 +115,7 @@ class PendingQueue:
     def __init__(self, observer: QueueObserver) -> None:
         """Starts empty."""
         self._observer = observer
+        self._lock = threading.Lock()
         self._entries: list[Entry] = []
         self.sequences = 0  # of the entries that are `queued`
         self.tokens = 0
@@ -120,15 +125,17 @@ class PendingQueue:
 
     def add(self, ticket: Ticket) -> None:
         """Appends all sequences of a call."""
-        self._entries += ticket.entries
-        self._count(len(ticket.entries), sum(entry.length for entry in ticket.entries))
+        with self._lock:
+            self._entries += ticket.entries
+            self._count(len(ticket.entries), sum(entry.length for entry in ticket.entries))
 
     def withdraw(self, ticket: Ticket) -> None:
         """Frees at once the room of a call that has ended."""
-        for entry in ticket.entries:
-            self._leave(entry)
-        if len(self._entries) > 2 * self.sequences + _FEW:
-            self._entries = [entry for entry in self._entries if entry.queued]
+        with self._lock:
+            for entry in ticket.entries:
+                self._leave(entry)
+            if len(self._entries) > 2 * self.sequences + _FEW:
+                self._entries = [entry for entry in self._entries if entry.queued]
 
     def tell_cancelled(self, ticket: Ticket, now: float) -> None:
         """Tells the observer of every sequence whose caller went away before it was delivered."""
@@ -144,20 +151,25 @@ class PendingQueue:
 
     def take(self, policy: BatchPolicy, now: float) -> Taken[Entry]:
         """Takes the next batch out, and with it whoever has gone or expired; see `batching`."""
-        taken = take_batch(self._entries, policy, now)
-        self._entries = taken.left
-        for entry in (*taken.gone, *taken.expired, *taken.batch):
-            self._leave(entry)
+        with self._lock:
+            taken = take_batch(self._entries, policy, now)
+            self._entries = taken.left
+            for entry in (*taken.gone, *taken.expired, *taken.batch):
+                self._leave(entry)
+            for entry in taken.batch:
+                entry.started_at = now
         for _ in taken.expired:
             self._observer.expired()
         return taken
 
     def fail_all(self, error: EncserveError) -> None:
         """Ends every call that waits with an error."""
-        for entry in self._entries:
-            self._leave(entry)
+        with self._lock:
+            entries, self._entries = self._entries, []
+            for entry in entries:
+                self._leave(entry)
+        for entry in entries:
             entry.ticket.fail(error)
-        self._entries = []
 
     def _leave(self, entry: Entry) -> None:
         if entry.queued:

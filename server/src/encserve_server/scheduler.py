@@ -5,14 +5,14 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
-from encserve_server.batching import BatchPolicy
+from encserve_server.batching import BatchPolicy, Taken
 from encserve_server.clock import Clock
-from encserve_server.engine.base import BatchResult, Engine
+from encserve_server.engine.base import Engine
 from encserve_server.errors import (
     DeadlineExpired,
     EngineUnhealthy,
@@ -21,6 +21,7 @@ from encserve_server.errors import (
     RequestTooLarge,
 )
 from encserve_server.pending import Entry, PendingQueue, QueueObserver, Ticket
+from encserve_server.runs import Checked, FailedRun, Throughput, halves_of, run_checked
 from encserve_server.types import ClosedBy, EncodedSequence, ModelInput
 
 logger = logging.getLogger(__name__)
@@ -62,26 +63,6 @@ class SchedulerLimits:
     stall_seconds: float = 60.0
 
 
-@dataclass(slots=True)
-class _Throughput:
-    """A running estimate of tokens a second, to say when trying again makes sense."""
-
-    tokens_per_second: float = field(default=math.nan)
-
-    def add(self, tokens: int, seconds: float) -> None:
-        if seconds <= 0:
-            return
-        rate = tokens / seconds
-        known = self.tokens_per_second
-        self.tokens_per_second = rate if math.isnan(known) else 0.8 * known + 0.2 * rate
-
-    def seconds_for(self, tokens: int) -> float:
-        """How long `tokens` take, between 10 ms and 5 s; 100 ms while nothing is known."""
-        if math.isnan(self.tokens_per_second):
-            return 0.1
-        return min(max(tokens / self.tokens_per_second, 0.01), 5.0)
-
-
 class Scheduler:
     """Runs sequences through one engine in batches.
 
@@ -90,6 +71,7 @@ class Scheduler:
     - `encode` never blocks the event loop. It is admitted or refused at once: the pending tokens of all calls never
       exceed `max_queue_tokens` (QueueFull), and all sequences of a call are admitted or none.
     - There is no timer. When the engine is free, whatever is pending is batched and run; while it runs, more gathers.
+      The engine's thread takes the next batch itself the moment that one is done; the event loop delivers meanwhile.
     - An entry with k live entries before it at its arrival starts in the (k + 1)-th batch after the one that is
       running, at the latest (see `batching`). So the longest wait is bounded by the queue's bound and the engine's
       speed, never by who arrives later.
@@ -99,8 +81,9 @@ class Scheduler:
       call (InferenceFailed). After several failures without a success a probe tells whether the engine itself is
       broken; then all calls get EngineUnhealthy at once until a probe succeeds again.
 
-    Who owns what: everything here belongs to the event loop, and only the task of `_serve` takes from `_pending`. The
-    engine is touched only by the one thread of `_engine_thread`.
+    Who owns what: everything here belongs to the event loop, but `_engine`, `_batch` and `_run_started_at`, which belong
+    to the one thread of `_engine_thread`; the event loop only looks at the last two. That thread takes from
+    `_pending`, or, while it does nothing, the task of `_serve` does.
     """
 
     def __init__(
@@ -128,11 +111,13 @@ class Scheduler:
         self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encserve-engine")
         self._pending = PendingQueue(observer)
         self._work = asyncio.Event()  # set while there may be something to run
-        self._running: Future[_Checked] | None = None  # the last run, done or not
+        self._running: Future[Any] | None = None  # what the engine's thread did last, done or not
         self._run_started_at: float | None = None  # None while nothing runs
+        self._batch: list[Entry] = []  # what runs, or ran last
+        self._closing = False
         self._failures = 0  # runs that failed since the last success
         self._unhealthy_reason = ""
-        self._throughput = _Throughput()
+        self._throughput = Throughput()
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -141,11 +126,13 @@ class Scheduler:
 
     def start(self) -> None:
         """Starts the loop; call once, on the event loop."""
+        self._event_loop = asyncio.get_running_loop()
         self._task = asyncio.get_running_loop().create_task(self._serve(), name="encserve-scheduler")
         self._task.add_done_callback(self._ended)
 
     async def close(self) -> None:
         """Stops the loop and the engine; calls that are not done get EngineUnhealthy. Waits for a running batch."""
+        self._closing = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait([self._task])
@@ -214,31 +201,71 @@ class Scheduler:
     # The loop
 
     async def _serve(self) -> None:
-        """Takes, runs and delivers, until cancelled."""
+        """Sets the engine's thread going whenever there is something to run, until cancelled."""
         while True:
             await self._work.wait()
             if self._unhealthy_reason:
                 await self._recover()
             taken = self._pending.take(self._policy, self._clock.now())
-            for entry in taken.expired:
-                entry.ticket.fail(DeadlineExpired("the deadline passed while the request was queued"))
+            self._tell_taken(taken)
             if taken.batch:
                 try:
-                    await self._run(taken.batch, taken.closed_by)
+                    await self._run(taken)
                 except BaseException:  # `close`, or a bug: the run may go on in its thread, but nobody will deliver it
-                    for entry in taken.batch:
+                    for entry in self._batch:
                         entry.ticket.fail(EngineUnhealthy("the model is being unloaded"))
                     raise
             elif not self._unhealthy_reason:
                 self._work.clear()
 
-    async def _run(self, batch: list[Entry], closed_by: ClosedBy) -> None:
-        """Runs a batch and delivers it; if it fails, runs its halves, and theirs."""
-        started_at = self._clock.now()
-        for entry in batch:
-            entry.started_at = started_at
-            self._observer.waited(started_at - entry.enqueued_at)
-        parts = [batch]
+    def _tell_taken(self, taken: Taken[Entry]) -> None:
+        """Tells who has left the queue: callers, that their time is up; the observer, how long each has waited."""
+        for entry in taken.expired:
+            entry.ticket.fail(DeadlineExpired("the deadline passed while the request was queued"))
+        for entry in taken.batch:
+            self._observer.waited(entry.started_at - entry.enqueued_at)
+
+    async def _run(self, taken: Taken[Entry]) -> None:
+        """Runs a batch, and those that come after it, until nothing is pending or one fails."""
+        self._batch = taken.batch
+        self._running = self._engine_thread.submit(self._run_on, taken)
+        failed = await asyncio.wrap_future(self._running)
+        if failed is not None:
+            await self._run_parts(failed)
+
+    def _run_on(self, taken: Taken[Entry]) -> FailedRun | None:
+        """In the engine's thread: runs batches for as long as that goes well.
+
+        The event loop delivers each while the next runs. Between two batches the engine does not wait for the event
+        loop, which has the callers of the last one to serve.
+        """
+        tell = self._event_loop.call_soon_threadsafe
+        while True:
+            batch = self._batch = taken.batch
+            try:
+                checked = self._run_timed([entry.input for entry in batch])
+            except Exception as error:  # whatever the runtime raises
+                return FailedRun(batch, taken.closed_by, error)
+            if not any(checked.finite):
+                tell(self._deliver, batch, checked, taken.closed_by)
+                return FailedRun([], taken.closed_by, ArithmeticError("no sequence had finite numbers"))
+            tell(self._ran, batch, checked, taken.closed_by)
+            if self._closing:
+                return None
+            taken = self._pending.take(self._policy, self._clock.now())
+            tell(self._tell_taken, taken)
+            if not taken.batch:
+                return None
+
+    def _ran(self, batch: list[Entry], checked: Checked, closed_by: ClosedBy) -> None:
+        """Delivers a batch that ran as it should."""
+        self._failures = 0
+        self._deliver(batch, checked, closed_by)
+
+    async def _run_parts(self, failed: FailedRun) -> None:
+        """Runs the halves of a batch that failed, and theirs, so that only the culprit fails."""
+        parts = halves_of(failed.batch)
+        await self._failed(failed.batch, failed.error)
         while parts:
             part = [entry for entry in parts.pop() if not entry.gone]
             if not part:
@@ -246,28 +273,28 @@ class Scheduler:
             try:
                 checked = await self._run_in_engine_thread([entry.input for entry in part])
             except Exception as error:  # whatever the runtime raises
-                if len(part) > 1:
-                    half = len(part) // 2
-                    parts += [part[half:], part[:half]]
-                else:
-                    part[0].ticket.fail(InferenceFailed(f"inputs[{part[0].index}]: the model could not compute it"))
-                await self._failed(batch, error)
+                parts += halves_of(part)
+                await self._failed(failed.batch, error)
             else:
-                self._deliver(part, checked, closed_by)
+                self._deliver(part, checked, failed.closed_by)
                 if any(checked.finite):
                     self._failures = 0
                 else:
-                    await self._failed(batch, ArithmeticError("no sequence had finite numbers"))
+                    await self._failed(failed.batch, ArithmeticError("no sequence had finite numbers"))
 
-    async def _run_in_engine_thread(self, sequences: Sequence[ModelInput]) -> "_Checked":
+    async def _run_in_engine_thread(self, sequences: Sequence[ModelInput]) -> Checked:
+        running = self._running = self._engine_thread.submit(self._run_timed, sequences)
+        return await asyncio.wrap_future(running)
+
+    def _run_timed(self, sequences: Sequence[ModelInput]) -> Checked:
+        """In the engine's thread: one run, whose beginning others can see."""
         self._run_started_at = self._clock.now()
-        self._running = self._engine_thread.submit(_run_checked, self._engine, sequences)
         try:
-            return await asyncio.wrap_future(self._running)
+            return run_checked(self._engine, sequences)
         finally:
             self._run_started_at = None
 
-    def _deliver(self, part: list[Entry], checked: "_Checked", closed_by: ClosedBy) -> None:
+    def _deliver(self, part: list[Entry], checked: Checked, closed_by: ClosedBy) -> None:
         """Gives every entry its own rows."""
         result = checked.result
         for entry, rows, finite in zip(part, result.rows, checked.finite, strict=True):
@@ -334,19 +361,3 @@ class Scheduler:
         if not task.cancelled():
             self._set_unhealthy("the scheduler has stopped after an internal error", task.exception())
             self._pending.fail_all(EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """A batch's result, and for each sequence whether all of its numbers are finite."""
-
-    result: BatchResult
-    finite: list[bool]
-
-
-def _run_checked(engine: Engine, sequences: Sequence[ModelInput]) -> _Checked:
-    """Runs a batch and looks at every number of it; in the engine's thread, because both take time."""
-    result = engine.run(sequences)
-    if [len(rows) for rows in result.rows] != [len(it) for it in sequences]:
-        raise RuntimeError("the engine gave rows that are not those of the sequences")
-    return _Checked(result, [bool(np.isfinite(rows).all()) for rows in result.rows])
