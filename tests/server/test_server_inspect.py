@@ -241,15 +241,9 @@ async def test_a_deadline_ends_the_wait(server: FakeServer) -> None:
     with pytest.raises(Failed) as caught:
         await server.inspect(request([1, 2]), timeout=0.2)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-<<<<<<< HEAD
-    # The caller knows before the server does.
-    while server.sample("encserve_inspections", model="tiny", version="2") > 1:
-        await asyncio.sleep(0.01)
-=======
     async with asyncio.timeout(10):  # the caller's own clock may be a little ahead of the server's
         while server.sample("encserve_inspections", model="tiny", version="2") > 1:
             await asyncio.sleep(0.01)
->>>>>>> rvmain
     server.inspector.let_go()
     await running
     assert server.inspector.lengths == [1]
@@ -352,6 +346,24 @@ async def test_a_caller_that_goes_while_it_is_written_to_is_no_error_of_ours(
     assert server.sample("grpc_server_handled_total", **labels, grpc_code="Canceled") == 5
     assert server.sample("encserve_refused_total", reason="INTERNAL") == 0
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+async def test_a_caller_that_reads_too_slowly_is_given_up_on(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A chunk now and then would keep a place in the lane for as long as it likes."""
+    monkeypatch.setattr(service, "_ANSWER_SECONDS", 0.3)
+    server = await start_server()
+    monkeypatch.setattr(server.inspector, "_n_heads", 4000)  # 20 MB of attention weights
+    rpc: Any = server.channel.unary_stream(f"/{SERVICE}/Inspect")
+    call = rpc(request([1] * LONGEST, spec(ATTENTION)).SerializeToString())
+    while server.sample("encserve_inspections", model="tiny", version="2") or not server.inspector.lengths:
+        await asyncio.wait_for(call.read(), 10)
+        await asyncio.sleep(0.05)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await read_all(call)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert "the answer was not read within" in (caught.value.details() or "")
 
 
 async def read_all(call: Any) -> None:

@@ -95,15 +95,11 @@ class InspectLane:
                 run.add_done_callback(lambda _: self._count(-1))
 
     async def close(self) -> None:
-        """Waits for what runs, and frees the session; nobody may be waiting any more. May be called again."""
-        if not self._closed:
-            self._closed = True
-            await asyncio.wrap_future(self._thread.submit(self._unload))
-            self._thread.shutdown(wait=False)
-
-    def _unload(self) -> None:
-        if self._inspector is not None:
-            self._inspector.close()
+        """Waits for what runs, but not for a load, and frees the session; nobody waits any more. Callable again."""
+        if not self._closed and self._inspector is not None:
+            await asyncio.wrap_future(self._thread.submit(self._inspector.close))
+        self._closed = True
+        self._thread.shutdown(wait=False)
 
     def _run(self, sequence: ModelInput, wanted: Wanted, came_at: float) -> Inspection:
         if self._inspector is None:

@@ -81,9 +81,9 @@ class Scheduler:
       call (InferenceFailed). After several failures without a success a probe tells whether the engine itself is
       broken; then all calls get EngineUnhealthy at once until a probe succeeds again.
 
-    Who owns what: everything here belongs to the event loop, but `_engine`, `_batch` and `_run_started_at`, which belong
-    to the one thread of `_engine_thread`; the event loop only looks at the last two. That thread takes from
-    `_pending`, or, while it does nothing, the task of `_serve` does.
+    Who owns what: everything here belongs to the event loop, but `_engine`, `_batch` and `_run_started_at` to the one
+    thread of `_engine_thread`; the event loop only looks at the last two. That thread takes from `_pending`, or, while
+    it does nothing, the task of `_serve` does.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from encserve_server import codec
 from encserve_server.clock import Clock
 from encserve_server.errors import DeadlineExpired, Draining, InvalidField, ResponseTooLarge
 from encserve_server.metrics import Metrics
-from encserve_server.models import Catalog, EncodeCall, EncodeReply, ServedModel
+from encserve_server.models import Catalog, EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
 from encserve_server.status import to_failure
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
@@ -30,8 +30,9 @@ METHODS = {
 # A reply larger than this is built in a thread: on the event loop it would hold up everybody else.
 _INLINE_REPLY_BYTES = 256 * 1024
 _MAX_REQUEST_ID_BYTES = 128
-# How long a caller of Inspect may read nothing.
+# How long a caller of Inspect may read nothing, and how long it may take to read everything.
 _UNREAD_SECONDS = 30.0
+_ANSWER_SECONDS = 300.0
 
 
 class _CutShort(Enum):
@@ -121,13 +122,21 @@ class EncoderService:
         model = self._catalog.resolve(request.model, request.model_version)
         call = codec.decode_inspect_call(request, model)
         async with model.inspect(call) as reply:
-            # By itself, since gRPC cannot answer with an error while it is under way with the first message.
-            await _soon(context.send_initial_metadata(()))
-            await _soon(context.write(codec.encode_inspect_header(model, call, reply).SerializeToString()))
-            chunks = codec.encode_chunks(reply.inspection.tensors, call.data_type)
-            loop = asyncio.get_running_loop()
-            while chunk := await loop.run_in_executor(self._encode_pool, _next_chunk, chunks):
-                await _soon(context.write(chunk))
+            try:
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    await self._send(model, call, reply, context)
+            except TimeoutError:
+                raise DeadlineExpired(f"the answer was not read within {_ANSWER_SECONDS:.0f} s") from None
+
+    async def _send(self, model: ServedModel, call: InspectCall, reply: InspectReply, context: Context) -> None:
+        """Sends an inspection's answer, each chunk when the one before has left."""
+        # By itself, since gRPC cannot answer with an error while it is under way with the first message.
+        await _soon(context.send_initial_metadata(()))
+        await _soon(context.write(codec.encode_inspect_header(model, call, reply).SerializeToString()))
+        chunks = codec.encode_chunks(reply.inspection.tensors, call.data_type)
+        loop = asyncio.get_running_loop()
+        while chunk := await loop.run_in_executor(self._encode_pool, _next_chunk, chunks):
+            await _soon(context.write(chunk))
 
     async def list_models(self, data: bytes, context: Context) -> bytes:
         """Every model that is loaded."""

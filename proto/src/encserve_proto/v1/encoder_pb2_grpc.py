@@ -119,7 +119,7 @@ class EncoderServiceServicer(object):
         The errors are those of Encode, naming fields of InspectRequest, and besides:
         FAILED_PRECONDITION: the model's bundle has no graph for it, or this server has it turned off.
         RESOURCE_EXHAUSTED: too many inspections are waiting; try again after the delay in RetryInfo.
-        DEADLINE_EXCEEDED: also if the caller reads nothing of the answer for 30 seconds.
+        DEADLINE_EXCEEDED: also if the caller reads nothing of the answer for 30 seconds, or has not read it in 5 minutes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -80,6 +80,10 @@ class OnnxInspector:
         self._inspect = inspect
         self._session = _open_session(inspect.graph.path, device, intra_op_threads=1)
         _check_interface(self._session, inspect.graph)
+        found = {node.name for node in self._session.get_outputs()}
+        missing = [name for names in inspect.names.values() for name in names if name not in found]
+        if missing:
+            raise BundleError(f"{inspect.graph.path}: the graph has no outputs {', '.join(missing)}")
 
     def run(
         self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]]
