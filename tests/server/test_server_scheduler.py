@@ -384,6 +384,19 @@ async def test_the_engine_goes_on_while_the_event_loop_is_busy(bench: Bench) -> 
     assert right([ids(2)], await second)
 
 
+async def test_a_run_that_ends_while_readiness_is_asked_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine's thread may end a run between any two steps of the event loop."""
+    now = bench.clock.now
+
+    def ends_meanwhile() -> float:
+        bench.scheduler._run_started_at = None
+        return now()
+
+    bench.scheduler._run_started_at = now()
+    monkeypatch.setattr(bench.clock, "now", ends_meanwhile)
+    assert bench.scheduler.not_ready_reason() == ""
+
+
 async def test_closing_while_batches_follow_each_other(bench: Bench) -> None:
     """What has begun may end; what has not is told; nothing hangs."""
     first = await bench.busy()

@@ -146,8 +146,9 @@ class Scheduler:
         """Why the engine cannot be relied on now, for people; empty if it can."""
         if self._unhealthy_reason:
             return self._unhealthy_reason
-        if self._run_started_at is not None:
-            running_s = self._clock.now() - self._run_started_at
+        started_at = self._run_started_at  # read once: the engine's thread may clear it meanwhile
+        if started_at is not None:
+            running_s = self._clock.now() - started_at
             if running_s > self._limits.stall_seconds:
                 return f"a batch has been running for {running_s:.0f} s"
         return ""
