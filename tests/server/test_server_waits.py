@@ -1,0 +1,142 @@
+"""How long a sequence may wait: the scheduler's contract, over simulated time and any mix of traffic."""
+
+import math
+from dataclasses import dataclass, field
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from encserve_server.batching import BatchPolicy, take_batch
+
+
+@dataclass(eq=False)
+class Entry:
+    """A sequence of the simulation.
+
+    Attributes:
+        arrives_at: When it comes, in seconds.
+        length: Its tokens.
+        deadline: When its caller stops waiting.
+        leaves_at: When its caller goes away.
+        ahead: Live entries before it at its arrival.
+        running_until: When the batch that runs at its arrival ends; its arrival if none does.
+        batches_before: Batches that began between its arrival and its own.
+        started_at: When its own batch began; NaN if it never did.
+    """
+
+    arrives_at: float
+    length: int
+    deadline: float
+    leaves_at: float
+    gone: bool = False
+    ahead: int = 0
+    running_until: float = math.nan
+    batches_before: int = 0
+    started_at: float = math.nan
+
+
+@dataclass
+class Engine:
+    """A device: a fixed cost for each run, and a cost for each padded token; one batch at a time."""
+
+    run_seconds: float
+    token_seconds: float
+    longest_run: float = field(default=0.0)
+
+    def run(self, batch: list[Entry]) -> float:
+        padded = max(entry.length for entry in batch) * len(batch)
+        seconds = self.run_seconds + self.token_seconds * padded
+        self.longest_run = max(self.longest_run, seconds)
+        return seconds
+
+
+def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
+    """Plays the scheduler's loop: whatever is pending when the engine is free is batched and run, with no timer."""
+    pending: list[Entry] = []
+    coming = sorted(entries, key=lambda entry: entry.arrives_at)
+    now = 0.0
+    while coming or pending:
+        if not pending:
+            now = max(now, coming[0].arrives_at)
+        ended = now
+        while coming and coming[0].arrives_at <= now:
+            _arrive(coming.pop(0), pending, running_until=ended)
+        for entry in pending:
+            entry.gone = entry.leaves_at <= now
+        taken = take_batch(pending, policy, now)
+        pending = taken.left
+        if not taken.batch:
+            continue
+        for entry in taken.batch:
+            entry.started_at = now
+        now += engine.run(taken.batch)
+        for entry in pending:
+            entry.batches_before += 1
+        # Those who come while the batch runs wait for its end first.
+        while coming and coming[0].arrives_at < now:
+            _arrive(coming.pop(0), pending, running_until=now)
+
+
+def _arrive(entry: Entry, pending: list[Entry], *, running_until: float) -> None:
+    entry.ahead = sum(1 for it in pending if it.leaves_at > entry.arrives_at and it.deadline > entry.arrives_at)
+    entry.running_until = max(running_until, entry.arrives_at)
+    pending.append(entry)
+
+
+arrivals = st.lists(
+    st.builds(
+        lambda at, length, patience, stays: Entry(at, length, at + patience, at + stays),
+        st.floats(0, 5),
+        st.one_of(st.integers(1, 512), st.sampled_from([1, 16, 512])),
+        st.sampled_from([math.inf, math.inf, math.inf, 0.5, 0.01]),
+        st.sampled_from([math.inf, math.inf, math.inf, 0.2, 0.0]),
+    ),
+    min_size=1,
+    max_size=80,
+)
+policies = st.builds(
+    BatchPolicy,
+    max_batch_tokens=st.integers(1, 2048),
+    max_batch_sequences=st.integers(1, 64),
+    max_padding_fraction=st.floats(0, 1),
+)
+engines = st.builds(Engine, st.floats(0, 0.1), st.floats(1e-6, 1e-3))
+
+
+@given(arrivals, policies, engines)
+def test_with_k_before_it_a_sequence_starts_in_the_next_k_plus_1_batches(
+    entries: list[Entry], policy: BatchPolicy, engine: Engine
+) -> None:
+    """And so within the rest of the batch that runs, and k more; whatever comes later."""
+    simulate(entries, policy, engine)
+    for entry in entries:
+        if not math.isnan(entry.started_at):
+            assert entry.batches_before <= entry.ahead
+            wait_after_running = entry.started_at - entry.running_until
+            assert wait_after_running <= entry.ahead * engine.longest_run * (1 + 1e-9) + 1e-9
+
+
+@given(arrivals, policies, engines)
+def test_everybody_who_stays_is_served_and_nobody_else(
+    entries: list[Entry], policy: BatchPolicy, engine: Engine
+) -> None:
+    simulate(entries, policy, engine)
+    for entry in entries:
+        patient = math.isinf(entry.deadline) and math.isinf(entry.leaves_at)
+        started = not math.isnan(entry.started_at)
+        assert started or not patient
+        if started:
+            assert entry.started_at < min(entry.deadline, entry.leaves_at)
+
+
+@given(st.integers(1, 512), st.lists(st.integers(1, 512), min_size=50, max_size=200), policies)
+def test_an_odd_length_under_a_flood_of_others_waits_for_one_batch_only(
+    length: int, flood: list[int], policy: BatchPolicy
+) -> None:
+    """The worst mix for batching by length: one odd sequence, and an endless supply of better neighbours."""
+    engine = Engine(0.01, 1e-5)
+    odd = Entry(0.001, length, math.inf, math.inf)
+    others = [Entry(0.0 if i == 0 else 0.002 + i * 1e-4, it, math.inf, math.inf) for i, it in enumerate(flood)]
+    simulate([odd, *others], policy, engine)
+    assert odd.ahead == 0
+    assert odd.batches_before == 0
