@@ -92,11 +92,12 @@ async def _generate(pipe: "Pipe[Any, Any]", connection: Connection, calls: Seque
     loop = asyncio.get_running_loop()
     generator = Generator(calls, plan)
     async with connection.open() as channel:
+        patience_seconds = min(_CONNECT_SECONDS, plan.timeout_seconds)
         try:
-            async with asyncio.timeout(_CONNECT_SECONDS):
+            async with asyncio.timeout(patience_seconds):
                 await channel.channel_ready()
         except TimeoutError:
-            pipe.send(f"{connection.target}: no server answered within {_CONNECT_SECONDS:g} s")
+            pipe.send(f"{connection.target}: no server answered within {patience_seconds:g} s")
             return
         pipe.send(None)
         told: asyncio.Queue[float | None] = asyncio.Queue()

@@ -1,5 +1,6 @@
 """The server's own view of a run: the difference between two readings of its metrics page."""
 
+import http.client
 import urllib.request
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -78,7 +79,7 @@ def fetch_page(url: str) -> str:
     try:
         with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as page:  # noqa: S310 - checked above
             text: str = page.read().decode()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         raise MetricsMissing(f"{url}: {getattr(error, 'reason', error)}") from error
     return text
 

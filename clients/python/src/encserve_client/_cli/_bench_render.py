@@ -101,7 +101,7 @@ def _notes(settings: Any, info: ModelInfo, workload: Workload, results: Sequence
         if it.server is not None:
             if _is_another(it, it.server, workload):
                 lines.append(
-                    f"{name}: the server ran {it.server.sequences:,} sequences and {it.sequences:,} were answered here: "
+                    f"{name}: the server ran {it.server.sequences:,} sequences, {it.sequences:,} were answered here: "
                     "others call it too, or the metrics are another server's"
                 )
             lines += [f"{name}: the server refused {count:,}: {why}" for why, count in it.server.refused.items()]
