@@ -189,8 +189,9 @@ def test_processes_share_one_load(concurrency: int, processes: int, n_calls: int
     "wrong", [{"concurrency": 0}, {"seconds": 0}, {"warmup_seconds": -1}, {"timeout_seconds": 0}, {"mode": "open"}]
 )
 def test_a_plan_out_of_bounds(wrong: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"mode": "closed", "concurrency": 1}
     with pytest.raises(ValueError, match="must be >"):
-        LoadPlan(**({"mode": "closed", "concurrency": 1} | wrong))
+        LoadPlan(**(settings | wrong))
 
 
 def samples(rows: list[tuple[float, ...]], labels: tuple[str, ...] = ("",), end: float = 20.0) -> Samples:
