@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+import trustme
 from click.testing import CliRunner, Result
 from real_server import RealServer, real_server
 from tiny_bundle import LONGEST, write_bundle
@@ -21,6 +22,7 @@ from encserve_client._bench import Call, LoadResult, closed_loop, make_calls, op
 from encserve_client._cli._commands import cli
 from encserve_client._options import Options, Output
 from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 from tests.client.conftest import Refused
 
 if TYPE_CHECKING:
@@ -242,6 +244,37 @@ async def test_texts(service: FakeEncoder, tmp_path: Path) -> None:
     assert (body["workload"]["kind"], body["workload"]["sequences"], run["errors"]) == ("texts", 2, [])
     assert 4 <= run["tokens"] / run["sequences"] <= 5
     assert service.requests[0].options.truncation == pb.TRUNCATION_END
+
+
+async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that takes them; the answers are right."""
+    info = service.info()
+    info.input_kind = pb.INPUT_KIND_EMBEDDINGS
+    monkeypatch.setattr(service, "info", lambda: info)
+    command = ["--target", service.target, "bench", "--concurrency", "2", "--seconds", "0.3", "--json"]
+    result = await asyncio.to_thread(CliRunner().invoke, cli, command)
+    body = json.loads(result.stdout)
+    assert (result.exit_code, body["workload"]["kind"], body["runs"][0]["errors"]) == (0, "embeddings", [])
+    assert service.requests[0].inputs[0].HasField("embeddings")
+
+
+async def test_encryption_and_a_token(service: FakeEncoder, tmp_path: Path) -> None:
+    """The generators are other processes; they trust whom the command trusts, and send what it sends."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    server = grpc.aio.server()
+    add_EncoderServiceServicer_to_server(service, server)
+    issued = authority.issue_cert("localhost")
+    pair = (issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes())
+    port = server.add_secure_port("localhost:0", grpc.ssl_server_credentials([pair]))
+    await server.start()
+    command = ["--target", f"localhost:{port}", "--ca", str(tmp_path / "ca.pem"), "--token", "secret", "bench"]
+    load = ["--concurrency", "1", "--seconds", "0.3", "--json"]
+    result = await asyncio.to_thread(CliRunner().invoke, cli, [*command, *load])
+    await server.stop(None)
+    assert (result.exit_code, json.loads(result.stdout)["runs"][0]["errors"]) == (0, [])
+    assert all(it["authorization"] == "Bearer secret" for it in service.metadata)
+    assert "secret" not in result.stdout
 
 
 @pytest.mark.parametrize(

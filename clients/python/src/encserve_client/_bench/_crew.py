@@ -1,6 +1,7 @@
 """The generator processes: starting them together, stopping them, and bringing home what they measured."""
 
 import asyncio
+import contextlib
 import gc
 import multiprocessing
 import signal
@@ -48,14 +49,15 @@ class Crew:
                 if ready is not None:
                     raise ServerUnavailableError(ready)
         except BaseException:
-            self._leave()
+            self._leave(0)
             raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._leave()
+        # After an error nobody wants to know what they measured.
+        self._leave(_LEAVE_SECONDS if error is None else 0)
 
     def tell(self, begin: float | None) -> None:
         """Says when to begin, and after that, with None, to send no more."""
@@ -72,11 +74,11 @@ class Crew:
         except EOFError as error:
             raise ServerError("a generator process died; its own words are above") from error
 
-    def _leave(self) -> None:
+    def _leave(self, patience_seconds: float) -> None:
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
-            process.join(_LEAVE_SECONDS)
+            process.join(patience_seconds)
             if process.is_alive():
                 process.terminate()
                 process.join()
@@ -121,7 +123,8 @@ async def _generate(pipe: "Pipe[Any, Any]", connection: Connection, calls: Seque
         gc.freeze()  # the calls never become garbage, so no collection looks at them
         samples = await generator.run(begin, channel, connection.metadata)
         stopping.cancel()
-    pipe.send(samples)
+    with contextlib.suppress(OSError):  # the parent is gone
+        pipe.send(samples)
 
 
 async def _stop_when_told(told: "asyncio.Queue[float | None]", generator: Generator) -> None:
