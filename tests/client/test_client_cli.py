@@ -123,7 +123,7 @@ async def test_the_target_may_come_from_the_environment(service: FakeEncoder) ->
     assert result.exit_code == 0
 
 
-@pytest.mark.parametrize("command", [[], ["encode"], ["similarity"], ["inspect"], ["models"]])
+@pytest.mark.parametrize("command", [[], ["encode"], ["similarity"], ["inspect"], ["bench"], ["models"]])
 def test_help(command: list[str]) -> None:
     result = CliRunner().invoke(cli, [*command, "--help"])
     assert result.exit_code == 0

@@ -113,11 +113,12 @@ def test_a_wheel_holds_one_package_its_types_and_nothing_else(wheels: Path, part
     assert f"{part}/py.typed" in names
 
 
-def test_the_client_brings_the_files_of_its_report(wheels: Path) -> None:
+def test_the_client_brings_its_files(wheels: Path) -> None:
     (wheel,) = wheels.glob("encserve_client-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     assert {f"encserve_client/_report/page.{kind}" for kind in ("html", "css", "js")} <= set(names)
+    assert "encserve_client/_bench/lengths.json" in names
 
 
 def test_all_parts_have_one_version_and_need_it_of_the_contracts(wheels: Path) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 
 from encserve_client._channel import Tls
 from encserve_client._cli import _render as render
+from encserve_client._cli._bench import bench
 from encserve_client._cli._inspect import inspect
 from encserve_client._cli._shared import calls_server, names_model
 from encserve_client._client import EncoderClient
@@ -123,6 +124,7 @@ def models(client: EncoderClient, as_json: bool) -> None:
 
 
 cli.add_command(inspect)
+cli.add_command(bench)
 
 
 def _names(result: EncodeResult) -> dict[str, Any]:

@@ -1,0 +1,344 @@
+"""The load generator's pure parts: lengths, calls, arrival times, samples, the metrics page, bytes of a stream."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from encserve_client._bench import _server_view as view
+from encserve_client._bench._calls import Call, Expected, make_calls, make_text_calls
+from encserve_client._bench._lengths import parse_lengths, read_lengths, real_text_lengths, sample_lengths
+from encserve_client._bench._samples import NOT_SENT, LoadResult, Samples, merge_samples, percentile
+from encserve_client._bench._schedule import LoadPlan, poisson_times, split_plan
+from encserve_client._bench._wire import CallFailed, split_stream_response, stream_request
+from encserve_client._bench._workload import Request, workload_of_lengths, workload_of_texts
+from encserve_client._cli._bench import default_metrics_url
+from encserve_client._exceptions import ProtocolError
+from encserve_client._options import Options, Output
+from encserve_client._results import ModelInfo
+from encserve_proto.v1 import encoder_pb2 as pb
+
+ROOT = Path(__file__).parent.parent.parent
+INFO = ModelInfo(
+    name="tiny",
+    version="1",
+    fingerprint="f",
+    is_default=True,
+    d_model=4,
+    n_layers=1,
+    n_heads=1,
+    vocab_size=10,
+    max_sequence_tokens=8,
+    has_tokenizer=True,
+    special_token_ids=(0, 1, 2),
+    pooling="mean",
+    l2_normalize=False,
+    provider="CPUExecutionProvider",
+    precision="float32",
+    max_request_sequences=4,
+    max_request_tokens=100,
+    max_text_bytes=20,
+    max_request_bytes=2**20,
+    max_response_bytes=2**20,
+    ready=True,
+    not_ready_reason="",
+)
+VECTORS = dataclasses.replace(INFO, input_kind="embeddings", has_tokenizer=False, vocab_size=0, special_token_ids=())
+
+
+def test_lengths_of_real_texts() -> None:
+    """The package has its own copy of the file that other benchmarks read."""
+    histogram = real_text_lengths()
+    assert sum(histogram.values()) == 14_397
+    assert histogram == read_lengths(ROOT / "bench/lengths.json")
+    assert histogram == parse_lengths(json.loads((ROOT / "bench/lengths.json").read_text()))
+
+
+def test_lengths_are_a_list_or_a_histogram() -> None:
+    assert parse_lengths([7, 3, 7]) == {3: 1, 7: 2}
+    assert parse_lengths({"about": "x", "histogram": {"7": 2, "3": 1, "9": 0}}) == {3: 1, 7: 2}
+
+
+@pytest.mark.parametrize(
+    "wrong", [[], {}, "3", 3, [0], [1.5], [True], ["x"], {"histogram": {"0": 1}}, {"histogram": {}}]
+)
+def test_other_lengths_are_refused(wrong: Any, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps(wrong))
+    with pytest.raises(ValueError, match=f"{path}: lengths must"):
+        read_lengths(path)
+
+
+@given(st.dictionaries(st.integers(1, 500), st.integers(1, 1000), min_size=1), st.integers(1, 500), st.integers(0, 9))
+def test_sampled_lengths_have_the_distribution(histogram: dict[int, int], count: int, seed: int) -> None:
+    """Each length comes as often as its share says, to within one, whatever the seed."""
+    found = sample_lengths(histogram, count, seed)
+    assert len(found) == count
+    for length, texts in histogram.items():
+        assert abs((found == length).sum() - count * texts / sum(histogram.values())) <= 1
+    assert sorted(found) == sorted(sample_lengths(histogram, count, seed + 1))
+
+
+def test_calls_hold_the_lengths_in_order() -> None:
+    """Ids are of the vocabulary without special tokens, and the same for the same seed."""
+    options = Options((Output("mean"),), "float16")
+    calls = make_calls([3, 8, 1, 2, 5], INFO, sequences_per_call=2, options=options, model="tiny", version="1", seed=7)
+    assert [(it.sequences, it.tokens, it.lengths) for it in calls] == [(2, 11, (3, 8)), (2, 3, (1, 2))]
+    request = pb.EncodeRequest.FromString(calls[0].data)
+    assert [len(it.token_ids.ids) for it in request.inputs] == [3, 8]
+    assert {token for it in request.inputs for token in it.token_ids.ids} <= set(range(3, 10))
+    assert (request.model, request.model_version, request.options) == ("tiny", "1", options.to_proto())
+    assert calls == make_calls(
+        [3, 8, 1, 2, 5], INFO, sequences_per_call=2, options=options, model="tiny", version="1", seed=7
+    )
+
+
+def test_calls_of_vectors_and_of_texts() -> None:
+    [call] = make_calls([3], VECTORS)
+    vectors = pb.EncodeRequest.FromString(call.data).inputs[0].embeddings
+    assert (vectors.width, len(vectors.data), call.tokens) == (4, 3 * 4 * 4, 3)
+    [call] = make_text_calls(["one", "two"], INFO, sequences_per_call=2)
+    assert [it.text for it in pb.EncodeRequest.FromString(call.data).inputs] == ["one", "two"]
+    assert (call.sequences, call.tokens, call.lengths) == (2, 0, ())
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: make_calls([9], INFO), "lengths must be from 1 to 8"),
+        (lambda: make_calls([0], INFO), "lengths must be from 1 to 8"),
+        (lambda: make_calls([1], INFO, sequences_per_call=5), "sequences_per_call must be from 1 to 4"),
+        (lambda: make_calls([1], INFO, sequences_per_call=2), "a call needs 2 sequences; there are only 1"),
+        (lambda: make_text_calls(["x" * 21], INFO), r"texts\[0\] has 21 bytes; the server takes at most 20"),
+        (lambda: make_text_calls(["x"], VECTORS), "tiny has no tokenizer"),
+    ],
+)
+def test_calls_that_the_model_would_refuse(make: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        make()
+
+
+def test_a_workload_says_what_was_cut() -> None:
+    request = Request(sequences_per_call=2, options=Options(), model=None, version=None, seed=0)
+    found = workload_of_lengths({4: 3, 20: 1}, "somewhere", INFO, request)
+    assert (found.sequences, found.cut_sequences, found.longest_tokens, found.mean_tokens) == (4096, 1024, 8, 5.0)
+    few = workload_of_texts(["one", "two", "three"], "x.txt", INFO, request)
+    assert (few.sequences, few.kind, few.mean_tokens) == (2, "texts", None)
+    with pytest.raises(ValueError, match=r"x.txt must hold at least one line"):
+        workload_of_texts([], "x.txt", INFO, request)
+
+
+def answer(lengths: list[int], **changes: Any) -> bytes:
+    """A right answer in token rows, unless changed."""
+    tensor = {"kind": pb.OUTPUT_KIND_TOKENS, "data_type": pb.DATA_TYPE_FLOAT32, "width": 4, "lengths": lengths}
+    data = np.zeros((sum(lengths), 4), "<f4").tobytes()
+    return pb.EncodeResponse(
+        fingerprint=changes.pop("fingerprint", "f"),
+        outputs=[pb.RaggedTensor(**(tensor | {"data": data} | changes))],  # type: ignore[arg-type]
+        sequences=[pb.SequenceInfo(token_count=it, original_token_count=it) for it in lengths],
+    ).SerializeToString()
+
+
+def test_an_answer_is_checked() -> None:
+    [call] = make_calls([3, 5], INFO, sequences_per_call=2)
+    assert call.check(answer([3, 5])) == 8
+    for wrong in (
+        b"\xff",
+        b"",
+        answer([5, 3]),
+        answer([3]),
+        answer([3, 5], data=b"1234"),
+        answer([3, 5], width=2, data=bytes(8 * 2 * 4)),
+        answer([3, 5], fingerprint="other"),
+        answer([3, 5], data=np.full((8, 4), np.nan, "<f4").tobytes()),
+    ):
+        with pytest.raises(ProtocolError):
+            call.check(wrong)
+
+
+def test_arrivals_are_poisson() -> None:
+    """Ascending, within the time, the same for the same seed; as many as the rate says, at gaps as random as they."""
+    times = poisson_times(50, 400, seed=3)
+    assert times.tolist() == poisson_times(50, 400, seed=3).tolist()
+    assert times.tolist() != poisson_times(50, 400, seed=4).tolist()
+    assert 0 <= times[0] < times[-1] < 400
+    assert (np.diff(times) > 0).all()
+    assert abs(len(times) - 20_000) < 5 * np.sqrt(20_000)
+    assert np.diff(times).std() == pytest.approx(np.diff(times).mean(), rel=0.05)
+    assert len(poisson_times(0.001, 0.1, seed=0)) == 0
+
+
+@given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 100))
+def test_processes_share_one_load(concurrency: int, processes: int, n_calls: int) -> None:
+    plan = LoadPlan(mode="open", concurrency=concurrency, rate_per_second=30, seed=5)
+    parts = split_plan(plan, processes, n_calls)
+    assert len(parts) == min(processes, concurrency)
+    assert sum(it.concurrency for it in parts) == concurrency
+    assert sum(it.rate_per_second for it in parts) == pytest.approx(30)
+    assert len({it.seed for it in parts}) == len(parts)
+    assert all(it.concurrency >= 1 and 0 <= it.first_call < n_calls for it in parts)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"concurrency": 0}, {"seconds": 0}, {"warmup_seconds": -1}, {"timeout_seconds": 0}, {"mode": "open"}]
+)
+def test_a_plan_out_of_bounds(wrong: dict[str, Any]) -> None:
+    settings: dict[str, Any] = {"mode": "closed", "concurrency": 1}
+    with pytest.raises(ValueError, match="must be >"):
+        LoadPlan(**(settings | wrong))
+
+
+def samples(rows: list[tuple[float, ...]], labels: tuple[str, ...] = ("",), end: float = 20.0) -> Samples:
+    return Samples(
+        np.array(rows, np.float64).tobytes(), labels, {it: f"about {it}" for it in labels[1:]}, (7, 9), end, 0.5
+    )
+
+
+def merge(*parts: Samples, is_open: bool) -> LoadResult:
+    """Of two calls, one of 1 and one of 2 sequences, counted from 10 to 20."""
+    return merge_samples(parts, np.array([1, 2]), start=10.0, end=20.0, is_open=is_open)
+
+
+def test_a_closed_loop_counts_what_ended_in_time() -> None:
+    """Whenever it was sent; the warm-up and what came after the end are left out."""
+    before, across, inside, after = (8, 8, 9, 0), (9, 9, 11, 0), (12, 12, 12.5, 1), (19, 19, 20.5, 0)
+    rows = [(*it, 0, 0) for it in (before, across, inside, after)] + [(13, 13, 13.1, 0, 1, 0), (9, 9, 9.1, 0, 1, 0)]
+    result = merge(samples(rows, ("", "UNAVAILABLE")), is_open=False)
+    assert (result.calls, result.sequences, result.tokens) == (2, 3, 16)
+    assert result.latency_seconds.tolist() == [2.0, 0.5]
+    assert result.errors == {"UNAVAILABLE": 1}
+    assert (result.calls_per_second, result.sequences_per_second, result.tokens_per_second) == (0.2, 0.3, 1.6)
+    assert len(result.lateness_seconds) == 0
+    assert not result.interrupted
+
+
+def test_an_open_loop_counts_from_when_calls_were_due() -> None:
+    """A call that a slow generator sent late, or that waited for a place, pays for it; so does one answered late."""
+    late, held = (10, 10.25, 10.5, 0, 0, 0), (11, 14, 14.5, 1, 0, 1)
+    answered_late, warm = (19, 19, 26, 0, 0, 0), (9, 9, 10.5, 0, 0, 0)
+    unsent = (19.5, 20, 20, 0, 1, 1)
+    result = merge(samples([late, held, answered_late, warm, unsent], ("", NOT_SENT)), is_open=True)
+    assert result.latency_seconds.tolist() == [0.5, 3.5, 7.0]
+    assert result.lateness_seconds.tolist() == [0.25, 0.0]
+    assert (result.held_calls, result.errors) == (2, {NOT_SENT: 1})
+    assert result.calls == 3  # those answered from 10 to 20, the one of the warm-up among them
+    assert result.error_examples == {NOT_SENT: f"about {NOT_SENT}"}
+
+
+def test_processes_are_merged() -> None:
+    """Each has its own labels; the sum is what counts, and the first end is the end."""
+    one = samples([(11, 11, 12, 0, 1, 0), (11, 11, 13, 0, 2, 0)], ("", "A", "B"))
+    two = samples([(11, 11, 12, 0, 1, 0), (11, 11, 12, 1, 0, 0)], ("", "B"), end=15.0)
+    result = merge(one, two, is_open=False)
+    assert result.errors == {"A": 1, "B": 2}
+    assert (result.processes, result.calls, result.seconds, result.interrupted) == (2, 1, 5.0, True)
+    assert result.generator_cpu_seconds == 1.0
+
+
+def test_nothing_measured() -> None:
+    result = merge(samples([], end=9.0), is_open=False)
+    assert (result.seconds, result.tokens_per_second, result.interrupted) == (0.0, 0.0, True)
+    assert result.latency_percentile_seconds(50) is None
+    assert percentile(np.arange(1001.0), 99.9) == pytest.approx(999.0)
+
+
+PAGE = """# TYPE encserve_model_info gauge
+encserve_model_info{model="tiny",version="1",fingerprint="f",provider="CPU"} 1
+# TYPE encserve_batch_sequences histogram
+encserve_batch_sequences_count{model="tiny",version="1"} %(batches)d
+encserve_batch_sequences_sum{model="tiny",version="1"} %(sequences)d
+encserve_batch_sequences_sum{model="other",version="1"} %(noise)d
+# TYPE encserve_stage_seconds histogram
+encserve_stage_seconds_count{model="tiny",version="1",stage="queue"} %(sequences)d
+encserve_stage_seconds_sum{model="tiny",version="1",stage="queue"} %(noise)d
+# TYPE encserve_tokens counter
+encserve_tokens_total{model="tiny",version="1"} %(tokens)d
+# TYPE encserve_padding_tokens counter
+encserve_padding_tokens_total{model="tiny",version="1"} %(padding)d
+# TYPE encserve_refused counter
+encserve_refused_total{reason="QUEUE_FULL"} %(noise)d
+encserve_refused_total{reason="INTERNAL"} 3
+# TYPE process_cpu_seconds counter
+process_cpu_seconds_total %(noise)d
+"""
+
+
+def page(**numbers: int) -> view.Reading:
+    return view.read_page(PAGE % numbers, text_string_to_metric_families)
+
+
+def test_the_servers_view_is_a_difference() -> None:
+    before = page(batches=10, sequences=20, tokens=100, padding=5, noise=1)
+    after = page(batches=14, sequences=30, tokens=190, padding=15, noise=6)
+    found = view.difference(before, after, "f", 2.5)
+    assert (found.batches, found.sequences, found.tokens, found.seconds) == (4, 10, 90, 2.5)
+    assert (found.batch_sequences, found.padding_fraction, found.queue_seconds) == (2.5, 0.1, 0.5)
+    assert (found.compute_seconds, found.batch_tokens, found.resident_bytes) == (None, None, None)
+    assert (found.refused, found.cpu_seconds) == ({"QUEUE_FULL": 5}, 5.0)
+    with pytest.raises(view.MetricsMissing, match="another server"):
+        view.difference(before, after, "g", 2.5)
+
+
+@pytest.mark.parametrize("url", ["file:///etc/passwd", "http://127.0.0.1:1/metrics", "http://127.0.0.1:x/"])
+def test_no_page(url: str) -> None:
+    with pytest.raises(view.MetricsMissing) as raised:
+        view.fetch_page(url)
+    assert url in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "url"),
+    [
+        ("localhost:50051", "http://localhost:9464/metrics"),
+        ("dns:///encoder:50051", "http://encoder:9464/metrics"),
+        ("[::1]:50051", "http://[::1]:9464/metrics"),
+        ("unix:///run/e.sock", None),
+        ("encoder", None),
+    ],
+)
+def test_where_the_metrics_are(target: str, url: str | None) -> None:
+    assert default_metrics_url(target) == url
+
+
+@given(st.text("abc0", min_size=1, max_size=127), st.binary(max_size=300))
+def test_a_stream_request_is_put_together_as_protobuf_does(request_id: str, text: bytes) -> None:
+    request = pb.EncodeRequest(model=text.hex(), inputs=[pb.Input(text="x")])
+    data = stream_request(request_id.encode(), request.SerializeToString())
+    assert pb.EncodeStreamRequest.FromString(data) == pb.EncodeStreamRequest(request_id=request_id, request=request)
+
+
+@given(st.text(min_size=1, max_size=60), st.binary(max_size=300))
+def test_a_stream_response_is_taken_apart(request_id: str, data: bytes) -> None:
+    """Without being parsed, or parsed where its fields come in another order."""
+    response = pb.EncodeResponse(outputs=[pb.RaggedTensor(data=data)])
+    whole = pb.EncodeStreamResponse(request_id=request_id, response=response).SerializeToString()
+    assert split_stream_response(whole) == (request_id.encode(), response.SerializeToString())
+    parts = [pb.EncodeStreamResponse(response=response), pb.EncodeStreamResponse(request_id=request_id)]
+    backwards = b"".join(it.SerializeToString() for it in parts)
+    assert split_stream_response(backwards) == (request_id.encode(), response.SerializeToString())
+
+
+def test_a_stream_error_is_found() -> None:
+    error = pb.StreamError(code=8, message="full", reason="QUEUE_FULL")
+    request_id, failure = split_stream_response(
+        pb.EncodeStreamResponse(request_id="1", error=error).SerializeToString()
+    )
+    assert request_id == b"1"
+    assert isinstance(failure, CallFailed)
+    assert (failure.label, str(failure)) == ("RESOURCE_EXHAUSTED QUEUE_FULL", "full")
+    with pytest.raises(CallFailed) as raised:
+        split_stream_response(b"\x0a\xff")
+    assert raised.value.label == "WRONG_ANSWER"
+
+
+def test_a_call_may_be_made_by_hand() -> None:
+    """What a script needs of a Call is in its fields."""
+    request = pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[3, 4]))])
+    call = Call(request.SerializeToString(), 1, 2, (2,), Expected(Options(), 4, "f"))
+    assert call.check(answer([2])) == 2

@@ -1,0 +1,313 @@
+"""`encserve bench` and its library against a real server of a tiny model, and against one whose answers are rubbish."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import pytest
+import trustme
+from click.testing import CliRunner, Result
+from real_server import RealServer, real_server
+from tiny_bundle import LONGEST, write_bundle
+
+from encserve_client import EncoderClient, ServerUnavailableError
+from encserve_client._bench import Call, LoadResult, closed_loop, make_calls, open_loop
+from encserve_client._cli._commands import cli
+from encserve_client._options import Options, Output
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
+from tests.client.conftest import Refused
+
+if TYPE_CHECKING:
+    from tests.client.conftest import FakeEncoder
+
+DOCS = Path(__file__).parent.parent.parent / "docs/bench.md"
+SHORT: dict[str, Any] = {"seconds": 0.4, "warmup_seconds": 0.1}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    """A queue that holds two of the longest sequences."""
+    models = tmp_path_factory.mktemp("models")
+    write_bundle(models)
+    with real_server(models, "--max-queue-tokens", str(2 * LONGEST)) as server:
+        yield server
+
+
+def calls(target: str, lengths: list[int], **options: Any) -> list[Call]:
+    with EncoderClient(target) as client:
+        return make_calls(lengths, client.model(), **options)
+
+
+def metrics(server: RealServer) -> str:
+    return f"http://127.0.0.1:{server.metrics_port}/metrics"
+
+
+def bench(server: RealServer, *arguments: str) -> Result:
+    command = ["--target", server.target, "bench", "--seconds", "0.4", "--warmup-seconds", "0.1", *arguments]
+    return CliRunner().invoke(cli, command, env={"COLUMNS": "80"})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_closed_loop(server: RealServer, stream: bool) -> None:
+    """Everything is answered, by several processes; the server has seen as much."""
+    work = calls(server.target, [3, 5], sequences_per_call=2)
+    result = closed_loop(
+        server.target, work, concurrency=3, stream=stream, processes=2, metrics_url=metrics(server), **SHORT
+    )
+    assert (result.mode, result.concurrency, result.processes, result.stream) == ("closed", 3, 2, stream)
+    assert (result.errors, result.interrupted, result.server_missing) == ({}, False, "")
+    assert result.calls > 0
+    assert (result.sequences, result.tokens) == (2 * result.calls, 8 * result.calls)
+    assert len(result.latency_seconds) == result.calls
+    assert (result.latency_seconds > 0).all()
+    assert result.seconds == pytest.approx(0.4)
+    assert result.server is not None
+    # A reading may fall between two sequences of a call.
+    assert result.server.tokens == pytest.approx(result.server.sequences * 4, abs=10)
+    assert result.server.compute_seconds
+
+
+def test_open_loop(server: RealServer) -> None:
+    """Pooled, at a rate that the server can stand; what was due is answered."""
+    work = calls(server.target, [3] * 10, options=Options((Output("mean"),), "float16"))
+    result = open_loop(server.target, work, rate_per_second=40, seed=1, **SHORT)
+    assert (result.mode, result.rate_per_second, result.errors) == ("open", 40, {})
+    assert len(result.latency_seconds) == len(result.lateness_seconds) + result.held_calls > 0
+    assert (result.server, result.server_missing) == (None, "no metrics page was named")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_refused_is_counted(server: RealServer, stream: bool) -> None:
+    """And is in no latency."""
+    work = calls(server.target, [LONGEST] * 2, sequences_per_call=2)
+    result = closed_loop(server.target, work, concurrency=16, stream=stream, metrics_url=metrics(server), **SHORT)
+    assert list(result.errors) == ["RESOURCE_EXHAUSTED QUEUE_FULL"]
+    assert "128 tokens" in result.error_examples["RESOURCE_EXHAUSTED QUEUE_FULL"]
+    assert len(result.latency_seconds) == result.calls > 0
+    assert result.server is not None
+    assert result.server.refused["QUEUE_FULL"] > 0
+
+
+async def test_too_many_calls_out(service: FakeEncoder) -> None:
+    """Of a server that does not answer one call is out, and the others are never sent."""
+    answering = asyncio.Event()
+
+    async def hang(request: pb.EncodeRequest) -> None:
+        await answering.wait()
+
+    service.before = hang
+    work = await asyncio.to_thread(calls, service.target, [3])
+    loop = asyncio.get_running_loop()
+    loop.call_later(1.5, answering.set)
+    result = await asyncio.to_thread(
+        open_loop, service.target, work, rate_per_second=200, max_outstanding=1, seconds=0.3, warmup_seconds=0
+    )
+    assert result.errors.keys() == {"NOT_SENT"}
+    assert result.held_calls == result.errors["NOT_SENT"] > 0
+    assert len(service.requests) == 1
+
+
+async def test_a_wrong_answer_is_noticed(service: FakeEncoder) -> None:
+    """Well-formed, but of another length."""
+
+    async def shorter(request: pb.EncodeRequest) -> pb.EncodeResponse:
+        del request.inputs[0].token_ids.ids[-1]
+        return service.answer(request)
+
+    service.before = shorter
+    work = await asyncio.to_thread(calls, service.target, [3])
+    result = await asyncio.to_thread(closed_loop, service.target, work, concurrency=1, **SHORT)
+    assert result.errors.keys() <= {"WRONG_ANSWER"}
+    assert "wanted (3,)" in result.error_examples["WRONG_ANSWER"]
+    arguments = ["--target", service.target, "bench", "--concurrency", "1", "--seconds", "0.3", "--warmup-seconds", "0"]
+    printed = await asyncio.to_thread(CliRunner().invoke, cli, arguments)
+    assert printed.exit_code == 1
+    assert "x WRONG_ANSWER: " in printed.stdout
+
+
+async def test_a_server_that_fails(service: FakeEncoder) -> None:
+    """Callers pause after an error, so they do not ask thousands of times."""
+
+    async def fail(request: pb.EncodeRequest) -> None:
+        raise Refused(grpc.StatusCode.INTERNAL, "broken")
+
+    service.before = fail
+    work = await asyncio.to_thread(calls, service.target, [3])
+    result = await asyncio.to_thread(closed_loop, service.target, work, concurrency=2, **SHORT)
+    assert (list(result.errors), result.calls) == (["INTERNAL"], 0)
+    assert result.latency_percentile_seconds(99) is None
+    assert len(service.requests) <= 2 * 50 + 2
+
+
+def test_ctrl_c_keeps_what_was_measured(server: RealServer) -> None:
+    def press(share: float) -> None:
+        if share > 0.02:
+            raise KeyboardInterrupt
+
+    result = closed_loop(
+        server.target, calls(server.target, [3]), concurrency=2, seconds=60, warmup_seconds=0, on_progress=press
+    )
+    assert result.interrupted
+    assert 0 < result.seconds < 30
+    assert result.calls > 0
+
+
+def test_no_server() -> None:
+    call = Call(b"", 1, 1, (1,), expected=None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="calls must hold at least one call"):
+        closed_loop("127.0.0.1:1", [], concurrency=1, **SHORT)
+    with pytest.raises(ValueError, match="concurrency must be > 0; was 0"):
+        closed_loop("127.0.0.1:1", [call], concurrency=0, **SHORT)
+    with pytest.raises(ServerUnavailableError, match="127.0.0.1:1: no server answered within"):
+        closed_loop("127.0.0.1:1", [call], concurrency=1, timeout_seconds=0.5, **SHORT)
+
+
+def fields(value: Any, name: str = "") -> Iterator[str]:
+    """Every field of a JSON object by its path; reasons are data, not fields."""
+    if isinstance(value, dict) and not name.endswith(".refused"):
+        for key, part in value.items():
+            yield from fields(part, f"{name}.{key}" if name else key)
+    elif isinstance(value, list) and (name.endswith(".errors") or isinstance(next(iter(value), None), dict)):
+        for part in value:
+            yield from fields(part, f"{name}[]")
+    else:
+        yield name
+
+
+def test_json(server: RealServer, tmp_path: Path) -> None:
+    """Its fields are those of docs/bench.md, no more and no less; the file is the same as what is printed."""
+    lengths, out = tmp_path / "lengths.json", tmp_path / "out.json"
+    lengths.write_text(json.dumps([LONGEST, LONGEST + 6]))
+    load = ["--concurrency", "1", "--concurrency", "16", "--lengths", str(lengths), "--sequences-per-call", "2"]
+    result = bench(server, *load, "--metrics-url", metrics(server), "--json", "--output-json", str(out))
+    assert (result.exit_code, result.stderr) == (0, "")
+    body = json.loads(result.stdout)
+    assert json.loads(out.read_text()) == body
+    documented = set(re.findall(r"^\| `([^`]+)`", DOCS.read_text(), flags=re.MULTILINE))
+    assert set(fields(body)) == documented
+    assert [run["concurrency"] for run in body["runs"]] == body["settings"]["concurrency"] == [1, 16]
+    assert body["workload"]["cut_sequences"] * 2 == body["workload"]["sequences"]
+    assert body["runs"][0]["latency_seconds"]["samples"] == body["runs"][0]["calls"] > 0
+    assert "NaN" not in result.stdout
+
+
+def test_tables(server: RealServer) -> None:
+    """They fit 80 columns; what was cut, refused or missing is said below."""
+    load = ["--rate", "30", "--rate", "50", "--stream", "--pooling", "mean"]
+    result = bench(server, *load, "--metrics-url", metrics(server))
+    assert (result.exit_code, result.stderr) == (0, "")
+    lines = result.stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert [line.split()[0] for line in lines if re.match(r" +(30|50) ", line)] == ["30", "50", "30", "50"]
+    text = " ".join(result.stdout.split())
+    assert "EncodeStream, 1 sequence a call, pooling mean, float32, 0.4 s each" in text
+    assert "sequences were cut to the model's longest, 64 tokens" in text
+    assert "calls/s 30: the generator sent calls late by" in text
+    elsewhere = bench(server, "--concurrency", "1", "--metrics-url", "http://127.0.0.1:1/metrics")
+    assert "the server's own view is missing: http://127.0.0.1:1/metrics: " in " ".join(elsewhere.stdout.split())
+
+
+def test_without_prometheus_client(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "prometheus_client.parser", None)
+    result = bench(server, "--concurrency", "1", "--metrics-url", metrics(server))
+    assert result.exit_code == 0
+    assert "pip install 'encserve-client[bench]'" in " ".join(result.stdout.split())
+
+
+async def test_texts(service: FakeEncoder, tmp_path: Path) -> None:
+    """Their tokens are those that the server counted."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("one text\n\nand another one\n")
+    command = [
+        "bench",
+        "--texts",
+        str(texts),
+        "--concurrency",
+        "2",
+        "--seconds",
+        "0.3",
+        "--warmup-seconds",
+        "0",
+        "--json",
+    ]
+    result = await asyncio.to_thread(CliRunner().invoke, cli, ["--target", service.target, *command])
+    body = json.loads(result.stdout)
+    [run] = body["runs"]
+    assert (body["workload"]["kind"], body["workload"]["sequences"], run["errors"]) == ("texts", 2, [])
+    assert 4 <= run["tokens"] / run["sequences"] <= 5
+    assert service.requests[0].options.truncation == pb.TRUNCATION_END
+
+
+async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a model that takes them; the answers are right."""
+    info = service.info()
+    info.input_kind = pb.INPUT_KIND_EMBEDDINGS
+    monkeypatch.setattr(service, "info", lambda: info)
+    command = ["--target", service.target, "bench", "--concurrency", "2", "--seconds", "0.3", "--json"]
+    result = await asyncio.to_thread(CliRunner().invoke, cli, command)
+    body = json.loads(result.stdout)
+    assert (result.exit_code, body["workload"]["kind"], body["runs"][0]["errors"]) == (0, "embeddings", [])
+    assert service.requests[0].inputs[0].HasField("embeddings")
+
+
+async def test_encryption_and_a_token(service: FakeEncoder, tmp_path: Path) -> None:
+    """The generators are other processes; they trust whom the command trusts, and send what it sends."""
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    server = grpc.aio.server()
+    add_EncoderServiceServicer_to_server(service, server)
+    issued = authority.issue_cert("localhost")
+    pair = (issued.private_key_pem.bytes(), issued.cert_chain_pems[0].bytes())
+    port = server.add_secure_port("localhost:0", grpc.ssl_server_credentials([pair]))
+    await server.start()
+    command = ["--target", f"localhost:{port}", "--ca", str(tmp_path / "ca.pem"), "--token", "secret", "bench"]
+    load = ["--concurrency", "1", "--seconds", "0.3", "--json"]
+    result = await asyncio.to_thread(CliRunner().invoke, cli, [*command, *load])
+    await server.stop(None)
+    assert (result.exit_code, json.loads(result.stdout)["runs"][0]["errors"]) == (0, [])
+    assert all(it["authorization"] == "Bearer secret" for it in service.metadata)
+    assert "secret" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--rate", "1", "--concurrency", "1"], "give either --concurrency or --rate"),
+        (["--seconds", "601"], "601"),
+        (["--sequences-per-call", "257"], "sequences_per_call must be from 1 to 256, the server's limit; was 257"),
+        (["--pooling", "model", "--texts", __file__], "has no tokenizer"),
+    ],
+)
+def test_what_cannot_be_asked_for(server: RealServer, arguments: list[str], text: str) -> None:
+    result = bench(server, *arguments)
+    assert result.exit_code != 0
+    assert text in result.stderr
+
+
+def test_a_result_may_be_made_by_hand() -> None:
+    """As other scripts' tests do."""
+    import numpy as np
+
+    result = LoadResult(
+        mode="closed",
+        concurrency=1,
+        rate_per_second=None,
+        processes=1,
+        stream=False,
+        seconds=2.0,
+        calls=4,
+        sequences=8,
+        tokens=80,
+        latency_seconds=np.array([0.1, 0.2, 0.3, 0.4]),
+        errors={},
+    )
+    assert (result.sequences_per_second, result.tokens_per_second) == (4.0, 40.0)
+    assert result.latency_percentile_seconds(50) == pytest.approx(0.25)
