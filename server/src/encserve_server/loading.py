@@ -93,15 +93,17 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
         path=directory.parent / f".{directory.name}.tuned.json",
         machine={"cpu": cpu_model(), "intra_op_threads": threads, "runtime": engine.info.runtime},
     )
+    what = "remembered" if tuned.remembered else "measured" if tuned.max_batch_tokens else "not measurable now"
     logger.info(
-        "batch budget remembered" if tuned.remembered else "batch budget measured",
+        "batch budget %s",
+        what,
         extra={
             "model": bundle.name,
             "max_batch_tokens": tuned.max_batch_tokens,
             "tokens_per_second": {budget: round(rate) for budget, rate in tuned.tokens_per_second.items()},
         },
     )
-    return tuned.max_batch_tokens
+    return tuned.max_batch_tokens or settings.batch_tokens_for(device)
 
 
 def load_inspector(inspect: InspectGraph, device: str) -> Inspector:

@@ -47,12 +47,14 @@ class Settings:
     max_batch_tokens: int | None = _setting(
         None,
         "Most padded tokens (longest x count) in a batch. More fills the device better until activations leave its "
-        "cache, and lengthens the wait of whoever comes next. Default: measured when the model is loaded, which takes a "
-        "few seconds, and remembered beside its bundle; without --tune-batches 512 on the CPU, 16384 on CUDA.",
+        "cache, and lengthens the wait of whoever comes next. Default: measured when the model is loaded for the first "
+        "time, and remembered beside its bundle; with --no-tune-batches 512 on the CPU, 16384 on CUDA.",
         minimum=1,
     )
     tune_batches: bool = _setting(
-        True, "Whether to measure the best --max-batch-tokens when a model is loaded for the first time on a machine."
+        True,
+        "Whether to measure the best --max-batch-tokens when a model is loaded for the first time on a machine, which "
+        "takes a few seconds. Where the machine is too busy to tell, the default for the device is taken.",
     )
     max_batch_sequences: int = _setting(256, "Most sequences in a batch, whatever their length.", minimum=1)
     max_padding_fraction: float | None = _setting(

@@ -1,14 +1,16 @@
 """Finds how many tokens a batch should hold: short measured runs when a model is loaded, remembered beside its bundle.
 
 More tokens a batch mean fewer runs, until activations leave the device's cache; where that is depends on the model and
-the machine, and a wrong constant costs up to a quarter of the throughput. So the budgets are tried on what traffic looks
-like: texts of usual lengths, of which 64 wait, batched the way the scheduler batches.
+the machine, and a wrong constant costs up to a quarter of the throughput. So the budgets are tried on what traffic
+looks like: texts of usual lengths, of which 64 wait, batched the way the scheduler batches.
+
+Others on the machine spoil the figures, and would do so for good, since they are remembered. So every batch is run
+several times, and unless the times of most of them agree nothing is concluded.
 """
 
 import json
 import logging
 import math
-import os
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +38,9 @@ USUAL_LENGTHS = (
 _GOOD_ENOUGH = 0.98
 # Budgets are tried again, in turns, for so long; the shortest time of each batch counts, since others only disturb.
 _MAX_SECONDS = 2.0
+_LEAST_ROUNDS = 3
+# The figures count only if the second shortest times are, in sum, at most so much longer than the shortest.
+_MAX_SPREAD = 0.1
 # One try of one budget should take no longer than this; on a slow machine fewer texts are tried.
 _TRY_SECONDS = 0.3
 _LEAST_TEXTS = 8
@@ -47,14 +52,27 @@ class Tuned:
     """What was found.
 
     Attributes:
-        max_batch_tokens: The budget to use.
+        max_batch_tokens: The budget to use; None where the machine was too busy to tell.
         tokens_per_second: What each budget gave.
         remembered: Whether this is from an earlier start.
     """
 
-    max_batch_tokens: int
+    max_batch_tokens: int | None
     tokens_per_second: Mapping[int, float]
     remembered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the runs gave.
+
+    Attributes:
+        tokens_per_second: By budget, from the shortest time of each batch.
+        spread: How much longer the second shortest times were, as a share.
+    """
+
+    tokens_per_second: Mapping[int, float]
+    spread: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +117,10 @@ def tune(
     remembered = _read(path, key)
     if remembered is not None:
         return Tuned(remembered, {}, remembered=True)
-    rates = measure(engine, bundle, [policy_for(budget) for budget in budgets], now)
+    measured = measure(engine, bundle, [policy_for(budget) for budget in budgets], now)
+    rates = measured.tokens_per_second
+    if measured.spread > _MAX_SPREAD:
+        return Tuned(None, rates, remembered=False)
     best = choose(rates)
     _write(path, key | {"max_batch_tokens": best, "tokens_per_second": {str(b): round(r) for b, r in rates.items()}})
     return Tuned(best, rates, remembered=False)
@@ -113,20 +134,24 @@ def choose(tokens_per_second: Mapping[int, float]) -> int:
 
 def measure(
     engine: Engine, bundle: Bundle, policies: Sequence[BatchPolicy], now: Callable[[], float] = time.perf_counter
-) -> dict[int, float]:
-    """Runs usual texts under each policy, in turns, and gives the tokens/s of each budget."""
+) -> Measured:
+    """Runs usual texts under each policy, in turns."""
     lengths = _affordable([min(length, bundle.max_sequence_tokens) for length in USUAL_LENGTHS], engine, bundle)
     batches = {policy.max_batch_tokens: _batches(lengths, policy) for policy in policies}
-    shortest = {budget: [math.inf] * len(its) for budget, its in batches.items()}
-    began = now()
-    while True:
+    seconds: dict[int, list[list[float]]] = {budget: [[] for _ in its] for budget, its in batches.items()}
+    began, rounds = now(), 0
+    while rounds < _LEAST_ROUNDS or now() - began < _MAX_SECONDS:
         for budget, its in batches.items():
-            for i, batch in enumerate(its):
-                result = engine.run([bundle.sample(length) for length in batch])
-                shortest[budget][i] = min(shortest[budget][i], result.compute_seconds)
-        if now() - began >= _MAX_SECONDS:
-            break
-    return {budget: sum(lengths) / sum(seconds) for budget, seconds in shortest.items()}
+            for times, batch in zip(seconds[budget], its, strict=True):
+                times.append(engine.run([bundle.sample(length) for length in batch]).compute_seconds)
+        rounds += 1
+    shortest, second = (
+        {budget: sum(sorted(times)[place] for times in its) for budget, its in seconds.items()} for place in (0, 1)
+    )
+    return Measured(
+        {budget: sum(lengths) / total for budget, total in shortest.items()},
+        sum(second.values()) / sum(shortest.values()) - 1,
+    )
 
 
 def _affordable(lengths: list[int], engine: Engine, bundle: Bundle) -> list[int]:
@@ -168,7 +193,7 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
             temporary = file.name
             json.dump(content, file)
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except OSError as error:
         logger.info("the batch budget cannot be remembered", extra={"reason": error.strerror})
         if temporary:
