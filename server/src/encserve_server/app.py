@@ -23,7 +23,6 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
 
-from encserve_server.batching import BatchPolicy
 from encserve_server.bundle import find_bundles
 from encserve_server.clock import MonotonicClock
 from encserve_server.errors import StartupError
@@ -196,17 +195,15 @@ class App:
         metrics.load_seconds.set(loaded.load_seconds)
         metrics.warmup_seconds.set(loaded.warmup_seconds)
         metrics.queue_limit_tokens.set(settings.max_queue_tokens)
+        policy = settings.policy_for(device, loaded.max_batch_tokens)
+        metrics.batch_limit_tokens.set(policy.max_batch_tokens)
         info = loaded.engine.info
         self.metrics.model_info.labels(
             bundle.name, bundle.version, bundle.fingerprint, info.precision, info.provider, info.device, settings.device
         ).set(1)
         scheduler = Scheduler(
             loaded.engine,
-            BatchPolicy(
-                max_batch_tokens=settings.batch_tokens_for(device),
-                max_batch_sequences=settings.max_batch_sequences,
-                max_padding_fraction=settings.padding_fraction_for(device),
-            ),
+            policy,
             SchedulerLimits(max_queue_tokens=settings.max_queue_tokens, stall_seconds=settings.stall_seconds),
             clock=self._clock,
             observer=metrics,

@@ -1,10 +1,12 @@
-"""How many CPUs this process may really use."""
+"""What CPUs there are, and how many of them this process may really use."""
 
 import math
 import os
+import platform
 from pathlib import Path
 
 _CGROUP_MAX = Path("/sys/fs/cgroup/cpu.max")
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def usable_cpus() -> int:
@@ -15,6 +17,15 @@ def usable_cpus() -> int:
     """
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(allowed, _cgroup_quota()))
+
+
+def cpu_model() -> str:
+    """The name of the CPU; empty where the system does not say."""
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
 def _cgroup_quota() -> int:

@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from encserve_server.bundle import Bundle, read_bundle, verify_unchanged
-from encserve_server.cpus import usable_cpus
+from encserve_server.cpus import cpu_model, usable_cpus
 from encserve_server.engine.base import Engine, Inspector
 from encserve_server.engine.onnx import OnnxEngine, OnnxInspector
 from encserve_server.errors import BundleError
 from encserve_server.settings import MIB, Settings
 from encserve_server.tokenizing import TextTokenizer
+from encserve_server.tuning import tune
 from encserve_server.types import InspectGraph
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class LoadedModel:
         engine: What runs it.
         load_seconds: The time to verify and load it.
         warmup_seconds: The time to warm it up.
+        max_batch_tokens: The budget of padded tokens in a batch; None for the settings' own.
         load_inspector: Loads what looks into it; None where its bundle has no graph for that.
     """
 
@@ -41,6 +43,7 @@ class LoadedModel:
     load_seconds: float
     warmup_seconds: float
     load_inspector: Callable[[], Inspector] | None = None
+    max_batch_tokens: int | None = None
 
 
 def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
@@ -57,6 +60,7 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     engine = OnnxEngine(bundle.graph, device=settings.device, intra_op_threads=threads)
     loaded = time.perf_counter()
     warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
+    max_batch_tokens = _tune(engine, bundle, settings, directory, threads)
     warm = time.perf_counter()
     logger.info(
         "model loaded",
@@ -67,13 +71,39 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
             "provider": engine.info.provider,
             "requested_device": settings.device,
             "intra_op_threads": threads,
+            "max_batch_tokens": max_batch_tokens,
             "load_seconds": round(loaded - began, 3),
             "warmup_seconds": round(warm - loaded, 3),
         },
     )
     inspect = bundle.inspect_graph
     load = None if inspect is None else functools.partial(load_inspector, inspect, engine.info.device)
-    return LoadedModel(bundle, tokenizer, engine, loaded - began, warm - loaded, load)
+    return LoadedModel(bundle, tokenizer, engine, loaded - began, warm - loaded, load, max_batch_tokens)
+
+
+def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, threads: int) -> int:
+    """The budget of padded tokens in a batch: what is set, what is measured, or a constant."""
+    device = engine.info.device
+    if settings.max_batch_tokens is not None or not settings.tune_batches:
+        return settings.batch_tokens_for(device)
+    tuned = tune(
+        engine,
+        bundle,
+        lambda budget: settings.policy_for(device, budget),
+        path=directory.parent / f".{directory.name}.tuned.json",
+        machine={"cpu": cpu_model(), "intra_op_threads": threads, "runtime": engine.info.runtime},
+    )
+    what = "remembered" if tuned.remembered else "measured" if tuned.max_batch_tokens else "not measurable now"
+    logger.info(
+        "batch budget %s",
+        what,
+        extra={
+            "model": bundle.name,
+            "max_batch_tokens": tuned.max_batch_tokens,
+            "tokens_per_second": {budget: round(rate) for budget, rate in tuned.tokens_per_second.items()},
+        },
+    )
+    return tuned.max_batch_tokens or settings.batch_tokens_for(device)
 
 
 def load_inspector(inspect: InspectGraph, device: str) -> Inspector:

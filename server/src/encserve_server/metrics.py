@@ -53,6 +53,9 @@ class Metrics:
             "encserve_batch_tokens", "Tokens of a batch, padding excluded.", _MODEL, buckets=TOKENS_BUCKETS,
             registry=registry,
         )  # fmt: skip
+        self.batch_limit_tokens = Gauge(
+            "encserve_batch_limit_tokens", "The most padded tokens of a batch.", _MODEL, registry=registry
+        )
         self.tokens = Counter("encserve_tokens", "Tokens run, padding excluded.", _MODEL, registry=registry)
         self.padding_tokens = Counter(
             "encserve_padding_tokens", "Padding laid out in batches, in tokens.", _MODEL, registry=registry
@@ -130,6 +133,7 @@ class ModelMetrics:
         self._queue_tokens = metrics.queue_tokens.labels(*labels)
         self._cancelled = {stage: metrics.cancelled.labels(*labels, stage) for stage in ("queued", "running")}
         self._expired = metrics.expired.labels(*labels)
+        self.batch_limit_tokens = metrics.batch_limit_tokens.labels(*labels)
         self.queue_limit_tokens = metrics.queue_limit_tokens.labels(*labels)
         self.ready = metrics.ready.labels(*labels)
         self.load_seconds = metrics.load_seconds.labels(*labels)

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from encserve_server.batching import BatchPolicy
+
 MIB = 1024 * 1024
 
 
@@ -45,8 +47,14 @@ class Settings:
     max_batch_tokens: int | None = _setting(
         None,
         "Most padded tokens (longest x count) in a batch. More fills the device better until activations leave its "
-        "cache, and lengthens the wait of whoever comes next. Default: 512 on the CPU, 16384 on CUDA.",
+        "cache, and lengthens the wait of whoever comes next. Default: measured when the model is loaded for the first "
+        "time, and remembered beside its bundle; with --no-tune-batches 512 on the CPU, 16384 on CUDA.",
         minimum=1,
+    )
+    tune_batches: bool = _setting(
+        True,
+        "Whether to measure the best --max-batch-tokens when a model is loaded for the first time on a machine, which "
+        "takes a few seconds. Where the machine is too busy to tell, the default for the device is taken.",
     )
     max_batch_sequences: int = _setting(256, "Most sequences in a batch, whatever their length.", minimum=1)
     max_padding_fraction: float | None = _setting(
@@ -145,6 +153,14 @@ class Settings:
     def batch_tokens_for(self, device: str) -> int:
         """The budget of padded tokens on "cpu" or "cuda"."""
         return self.max_batch_tokens or {"cpu": 512, "cuda": 16384}[device]
+
+    def policy_for(self, device: str, max_batch_tokens: int | None = None) -> BatchPolicy:
+        """The bounds of a batch on "cpu" or "cuda", with a budget or with the device's own."""
+        return BatchPolicy(
+            max_batch_tokens=max_batch_tokens or self.batch_tokens_for(device),
+            max_batch_sequences=self.max_batch_sequences,
+            max_padding_fraction=self.padding_fraction_for(device),
+        )
 
     def padding_fraction_for(self, device: str) -> float:
         """The greatest share of padding on "cpu" or "cuda"."""

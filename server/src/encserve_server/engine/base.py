@@ -31,11 +31,13 @@ class EngineInfo:
         provider: The execution provider in use, e.g. "CUDAExecutionProvider".
         device: "cpu" or "cuda".
         precision: The type it computes in, e.g. "float32".
+        runtime: What runs it, with its version, e.g. "onnxruntime 1.31.1".
     """
 
     provider: str
     device: str
     precision: str
+    runtime: str
 
 
 class Engine(Protocol):

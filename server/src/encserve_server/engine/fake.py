@@ -48,7 +48,7 @@ class FakeEngine:
     @property
     def info(self) -> EngineInfo:
         """A provider that no real engine has."""
-        return EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32")
+        return EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake")
 
     def hold(self) -> None:
         """Lets no batch finish until `let_go`."""

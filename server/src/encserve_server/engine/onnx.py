@@ -40,7 +40,10 @@ class OnnxEngine:
         self._session = _open_session(graph.path, device, intra_op_threads)
         provider = self._session.get_providers()[0]
         self.info = EngineInfo(
-            provider=provider, device="cuda" if provider == CUDA_PROVIDER else "cpu", precision=graph.precision
+            provider=provider,
+            device="cuda" if provider == CUDA_PROVIDER else "cpu",
+            precision=graph.precision,
+            runtime=f"onnxruntime {ort.__version__}",
         )
         _check_interface(self._session, graph)
 

@@ -1,0 +1,174 @@
+"""The batch budget: how it is chosen, what it is measured on, and when it is believed and remembered."""
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_bundle import write_bundle
+
+from encserve_server.batching import BatchPolicy
+from encserve_server.bundle import Bundle, read_bundle
+from encserve_server.engine.base import BatchResult, EngineInfo
+from encserve_server.loading import load_model
+from encserve_server.settings import Settings
+from encserve_server.tuning import BUDGETS_TOKENS, USUAL_LENGTHS, choose, tune
+from encserve_server.types import ModelInput
+
+MACHINE = {"cpu": "a CPU", "intra_op_threads": 2, "runtime": "fake 1"}
+
+
+class Device:
+    """An engine whose runs take as long as a formula says; time passes only while it runs.
+
+    Attributes:
+        batches: The lengths of every batch that was run.
+    """
+
+    info = EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake 1")
+
+    def __init__(self, seconds: Callable[[int, int], float]) -> None:
+        """Takes the seconds of a run by its padded tokens and how many ran before."""
+        self._seconds = seconds
+        self.batches: list[list[int]] = []
+        self.clock = 0.0
+
+    def run(self, sequences: Sequence[ModelInput]) -> BatchResult:
+        lengths = [len(it) for it in sequences]
+        self.batches.append(lengths)
+        padded = max(lengths) * len(lengths)
+        seconds = self._seconds(padded, len(self.batches))
+        self.clock += seconds
+        return BatchResult([np.zeros((length, 1), np.float32) for length in lengths], padded, seconds)
+
+    def close(self) -> None:
+        """Has nothing to free."""
+
+    def now(self) -> float:
+        return self.clock
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    return replace(read_bundle(write_bundle(tmp_path / "models")), max_sequence_tokens=256)
+
+
+def policy(budget: int) -> BatchPolicy:
+    return BatchPolicy(budget, 256, 0.25)
+
+
+def cached(limit: int) -> Callable[[int, int], float]:
+    """A device with a fixed cost for each run, and twice the cost of a token once `limit` tokens are exceeded."""
+    return lambda padded, _: 3e-3 + padded * (1e-5 if padded <= limit else 4e-5)
+
+
+@pytest.mark.parametrize(("limit", "budget"), [(300, 256), (520, 512), (800, 768), (5000, 768)])
+def test_the_budget_is_where_the_device_is_fastest(bundle: Bundle, tmp_path: Path, limit: int, budget: int) -> None:
+    device = Device(cached(limit))
+    tuned = tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
+    assert tuned.max_batch_tokens == budget
+    assert not tuned.remembered
+    assert set(tuned.tokens_per_second) == set(BUDGETS_TOKENS["cpu"])
+
+
+def test_a_smaller_budget_that_is_nearly_as_fast_is_taken() -> None:
+    assert choose({256: 90.0, 384: 98.5, 512: 100.0, 1024: 99.0}) == 384
+
+
+@given(st.dictionaries(st.integers(1, 4096), st.floats(1, 1e6), min_size=1))
+def test_the_choice_is_always_nearly_the_fastest(rates: dict[int, float]) -> None:
+    assert rates[choose(rates)] >= 0.98 * max(rates.values())
+
+
+def test_it_is_measured_on_batches_that_keep_their_bounds(bundle: Bundle, tmp_path: Path) -> None:
+    device = Device(cached(512))
+    tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
+    for lengths in device.batches:
+        padded = max(lengths) * len(lengths)
+        assert padded <= max(BUDGETS_TOKENS["cpu"])
+        assert padded - sum(lengths) <= 0.25 * padded
+    assert sum(sum(lengths) for lengths in device.batches) >= 3 * len(BUDGETS_TOKENS["cpu"]) * sum(USUAL_LENGTHS)
+
+
+def test_a_model_of_short_sequences_gets_no_longer_ones(tmp_path: Path) -> None:
+    bundle = read_bundle(write_bundle(tmp_path / "models"))
+    device = Device(cached(512))
+    tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
+    assert max(map(max, device.batches)) == bundle.max_sequence_tokens
+
+
+def test_a_slow_model_is_tried_on_fewer_texts(bundle: Bundle, tmp_path: Path) -> None:
+    device = Device(lambda padded, _: padded * 1e-2)
+    tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
+    assert device.clock < 80
+    assert len({length for lengths in device.batches for length in lengths}) < len(set(USUAL_LENGTHS)) / 2
+
+
+def test_a_busy_machine_decides_nothing_and_leaves_nothing(bundle: Bundle, tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    device = Device(lambda padded, _: padded * 1e-4 * random.uniform(1, 4))
+    tuned = tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
+    assert tuned.max_batch_tokens is None
+    assert not list(tmp_path.glob("*.json"))
+
+
+def test_a_few_disturbed_runs_change_nothing(bundle: Bundle, tmp_path: Path) -> None:
+    device = Device(lambda padded, n: cached(520)(padded, n) * (5 if n % 7 == 0 else 1))
+    tuned = tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
+    assert tuned.max_batch_tokens == 512
+
+
+def test_it_is_remembered_for_this_model_and_machine_only(bundle: Bundle, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+
+    def again(its: Bundle = bundle, machine: dict[str, Any] = MACHINE) -> bool:
+        device = Device(cached(520))
+        tuned = tune(device, its, policy, path=path, machine=machine, now=device.now)
+        assert tuned.max_batch_tokens == 512
+        assert tuned.remembered == (not device.batches)
+        return tuned.remembered
+
+    assert not again()
+    assert again()
+    assert not again(machine=MACHINE | {"intra_op_threads": 4})
+    assert not again()
+    assert not again(its=replace(bundle, fingerprint="0" * 32))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "{", '{"max_batch_tokens": 512}', "\x00"])
+def test_a_damaged_file_is_measured_anew(bundle: Bundle, tmp_path: Path, content: str) -> None:
+    path = tmp_path / "t.json"
+    path.write_text(content)
+    device = Device(cached(520))
+    assert not tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now).remembered
+    assert json.loads(path.read_text())["max_batch_tokens"] == 512
+
+
+@pytest.mark.parametrize("budget", [0, -5, 7, 10**9, "512", None, 512.5, math.inf])
+def test_a_remembered_budget_that_nobody_measured_is_not_used(bundle: Bundle, tmp_path: Path, budget: object) -> None:
+    path = tmp_path / "t.json"
+    device = Device(cached(520))
+    tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"max_batch_tokens": budget}))
+    assert not tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now).remembered
+
+
+def test_a_repository_that_cannot_be_written_to_is_no_problem(bundle: Bundle, tmp_path: Path) -> None:
+    device = Device(cached(520))
+    path = tmp_path / "missing" / "t.json"
+    assert tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now).max_batch_tokens == 512
+
+
+def test_what_is_set_is_not_measured(tmp_path: Path) -> None:
+    directory = write_bundle(tmp_path)
+    for settings, budget in (({"max_batch_tokens": 77}, 77), ({"tune_batches": False}, 512)):
+        loaded = load_model(directory, Settings(model_repository=tmp_path, **settings), None)  # type: ignore[arg-type]
+        assert loaded.max_batch_tokens == budget
+        loaded.engine.close()
+    assert [path.name for path in directory.parent.iterdir()] == ["1"]
