@@ -120,7 +120,8 @@ def main() -> None:
     options = parser.parse_args()
     console = Console()
     spawn = multiprocessing.get_context("spawn")
-    with real_server(options.models) as a, real_server(options.models) as b:
+    flags = ("--tune-batches",)
+    with real_server(options.models, *flags) as a, real_server(options.models, *flags) as b:
         with EncoderClient(a.target) as client:
             info = client.model()
         encoder, far_encoder = spawn.Pipe()

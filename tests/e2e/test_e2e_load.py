@@ -9,7 +9,7 @@ from typing import Any
 import grpc
 import numpy as np
 from agreement import worst_relative_error
-from checkpoints import MODEL
+from checkpoints import MODEL, export_golden
 from real_server import RealServer, real_server
 
 from encserve_client import EncoderClient
@@ -118,3 +118,19 @@ def test_a_server_without_load_stops_at_once(models: Path) -> None:
     with real_server(models, "--model", "hf-bert") as server:
         server.terminate()
         assert server.wait() == 0
+
+
+def test_the_batch_budget_is_measured_once_and_remembered(tmp_path: Path) -> None:
+    """Or, where the machine is too busy to tell, not remembered; either way the server serves."""
+    directory = export_golden("split-qkv", tmp_path).path
+    with real_server(tmp_path, "--tune-batches") as server, EncoderClient(server.target) as client:
+        budget = server.metric("encserve_batch_limit_tokens")
+        assert client.encode([[1, 2, 3]])[0].shape == (3, 64)
+    assert budget in (256, 384, 512, 768, 1024)
+    remembered = directory.parent / ".1.tuned.json"
+    said = [line["message"] for line in server.log if line["message"].startswith("batch budget")]
+    assert said == ["batch budget measured" if remembered.exists() else "batch budget not measurable now"]
+    if remembered.exists():
+        with real_server(tmp_path, "--tune-batches") as again:
+            assert again.metric("encserve_batch_limit_tokens") == budget
+        assert any(line["message"] == "batch budget remembered" for line in again.log)

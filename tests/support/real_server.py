@@ -75,7 +75,10 @@ class RealServer:
 
 @contextlib.contextmanager
 def real_server(model_repository: Path, *flags: str) -> Iterator[RealServer]:
-    """Runs a server and ends it, if the test has not."""
+    """Runs a server and ends it, if the test has not.
+
+    It does not measure its batch budget unless a flag says so: that would take seconds for every model.
+    """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_")}
     command: list[str | Path] = [
         COMMAND,
@@ -85,6 +88,7 @@ def real_server(model_repository: Path, *flags: str) -> Iterator[RealServer]:
         "0",
         "--metrics-port",
         "0",
+        "--no-tune-batches",
         *flags,
     ]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
