@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 from comparison.load import load_process
 from comparison.machine import OtherWork, describe_machine, load_average
 from comparison.report import print_report, to_json, warnings
-from comparison.rounds import Measurement, Side, measure
+from comparison.rounds import Measurement, Patience, Side, measure
 from comparison.sides import CEILING, calls_of, encserve_sides, engine_sides, sweep_budgets, torch_sides
 from comparison.workload import LENGTHS, Workload, read_workload
 from real_server import real_server
@@ -54,6 +54,13 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--sequences", type=int, default=600)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="how much longer to take, in all, for running again what others disturbed",
+    )
     parser.add_argument("--only", nargs="+", metavar="SIDE", help="names of sides; the ceiling is always one")
     parser.add_argument("--server-flags", default="", help="further flags of encserve-server, in one string")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
@@ -120,9 +127,10 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     first = workload.sequences[:AGREEING]
     with EncoderClient(server.target) as client:
         rows = {"encserve": list(client.encode(first))}
-    others = OtherWork((os.getpid(), server.process.pid, load.pid))
+    pids = (os.getpid(), server.process.pid, load.pid)
+    others, patience = OtherWork(pids), Patience(options.patience, lambda: OtherWork(pids).share)
 
-    budgets = sweep_budgets(engine, workload, options.seed)
+    budgets = sweep_budgets(engine, workload, options.seed, patience)
     best = max(budgets, key=lambda it: budgets[it])
     console.print("tokens/s by budget: " + ", ".join(f"{it}: {rate:,.0f}" for it, rate in budgets.items()))
     sides = engine_sides(engine, workload, best)
@@ -134,7 +142,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         console.print("PyTorch is left out: --checkpoint names no directory")
     sides += encserve_sides(load, workload)
     agreement = check_agreement(engine, rows, workload)
-    found = measure(chosen(sides, options.only), options.rounds, options.seed, show_round)
+    found = measure(chosen(sides, options.only), options.rounds, options.seed, show_round, patience)
     share = others.share()
     context = {
         "model": {"name": bundle.name, "version": bundle.version, "fingerprint": bundle.fingerprint},
@@ -150,7 +158,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         "sweep": {str(budget): rate for budget, rate in budgets.items()},
         "agreement": agreement,
         "rounds": options.rounds,
-        "warnings": warnings(load_before, share, found[CEILING]),
+        "warnings": warnings(load_before, found),
     }
     return to_json(chosen(sides, options.only), found, context)
 

@@ -8,13 +8,12 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from comparison.rounds import Measurement, Side, Spread, latencies, ratios, spread
+from comparison.rounds import QUIET_SHARE, Measurement, Side, Spread, latencies, ratios, spread
 from comparison.sides import CEILING, NAIVE
 from comparison.targets import Found, Target, check_targets
 
 QUARTILES = r"\[quartiles]"  # a bracket that rich does not read as markup
 NOISY_LOAD = 0.5  # processes that ran before we began
-NOISY_SHARE = 0.05  # of the CPUs that others used meanwhile
 NOISY_CEILING = 0.10  # from the first to the third quartile, as a share of the median
 
 
@@ -29,6 +28,7 @@ def summarise(sides: Sequence[Side], found: Found) -> dict[str, Any]:
             "ratio_to_ceiling": _ratio(mine, found.get(CEILING)),
             "ratio_to_naive": _ratio(mine, found.get(NAIVE)),
             "p50_seconds": _spread_of(latencies(mine)),
+            "others": [it.others for it in mine],
         }
     return summary
 
@@ -41,24 +41,28 @@ def _spread_of(values: Sequence[float]) -> dict[str, float] | None:
     return dataclasses.asdict(spread(values)) if values else None
 
 
-def warnings(load_before: float, others: float | None, ceiling: Sequence[Measurement]) -> list[str]:
+def warnings(load_before: float, found: Found) -> list[str]:
     """Why the figures may be worth little.
 
     Args:
         load_before: The load average before anything was run.
-        others: The share of the CPUs that others used meanwhile, if known.
-        ceiling: The ceiling by round.
+        found: The measurements.
     """
-    found = []
+    texts = []
     if load_before > NOISY_LOAD:
-        found.append(f"the machine was not quiet: its load average was {load_before:.2f} before the run")
-    if others is not None and others > NOISY_SHARE:
-        found.append(f"the machine was not quiet: others used {others:.0%} of its CPUs during the run")
-    its = spread([it.tokens_per_second for it in ceiling])
+        texts.append(f"the machine was not quiet: its load average was {load_before:.2f} before the run")
+    every = [it for its in found.values() for it in its]
+    disturbed = [it for it in every if it.others is not None and it.others > QUIET_SHARE]
+    if disturbed:
+        texts.append(
+            f"the machine was not quiet: in {len(disturbed)} of {len(every)} measurements others used more than "
+            f"{QUIET_SHARE:.0%} of its CPUs"
+        )
+    its = spread([it.tokens_per_second for it in found[CEILING]])
     width = (its.high - its.low) / its.median
     if width > NOISY_CEILING:
-        found.append(f"the ceiling's own tokens/s differ by {width:.0%} from the first to the third quartile of rounds")
-    return found
+        texts.append(f"the ceiling's own tokens/s differ by {width:.0%} from the first to the third quartile of rounds")
+    return texts
 
 
 def to_json(sides: Sequence[Side], found: Found, context: dict[str, Any]) -> dict[str, Any]:
@@ -80,14 +84,15 @@ def print_report(console: Console, report: dict[str, Any]) -> None:
 def _sides_table(sides: dict[str, Any]) -> Table:
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("side")
-    for heading in ("tokens/s", "ratio to ceiling", QUARTILES, "p50 ms", "ratio to naive"):
+    for heading in ("tokens/s", "best round", "ratio to ceiling", QUARTILES, "p50 ms", "ratio to naive"):
         table.add_column(heading, justify="right", no_wrap=True)
     for side in sides.values():
-        rate = spread(side["tokens_per_second"]).median
+        rates = side["tokens_per_second"]
         to_ceiling, to_naive, p50 = side["ratio_to_ceiling"], side["ratio_to_naive"], side["p50_seconds"]
         table.add_row(
             side["label"],
-            f"{rate:,.0f}",
+            f"{spread(rates).median:,.0f}",
+            f"{max(rates):,.0f}",
             f"{to_ceiling['median']:.3f}",
             f"{to_ceiling['low']:.3f}–{to_ceiling['high']:.3f}",
             f"{1000 * p50['median']:.2f}" if p50 else "",

@@ -3,12 +3,13 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from comparison.report import warnings
-from comparison.rounds import Measurement, Side, Spread, latencies, measure, orders, ratios, spread
+from comparison.rounds import Measurement, Patience, Side, Spread, latencies, measure, orders, ratios, spread
 from comparison.sides import BARE, CEILING, LARGE, MANY, NAIVE, ONE
 from comparison.targets import check_targets
 from comparison.workload import LENGTHS, Sequence64, cycled, draw_lengths, read_workload, sorted_batches, windows
@@ -26,6 +27,10 @@ def some(lengths: list[int]) -> list[Sequence64]:
 
 def rates(*tokens: int) -> list[Measurement]:
     return [Measurement(it, 1.0) for it in tokens]
+
+
+def nothing_known() -> Callable[[], None]:
+    return lambda: None
 
 
 # What is asked.
@@ -92,10 +97,31 @@ def test_rounds_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
         return Side(name, name, run)
 
     told: list[int] = []
-    found = measure([side("a"), side("b"), side("c")], 4, 0, lambda number, _: told.append(number))
+    found = measure(
+        [side("a"), side("b"), side("c")], 4, 0, lambda number, _: told.append(number), Patience(0, nothing_known)
+    )
     assert [sorted(ran[i : i + 3]) for i in range(0, 12, 3)] == [["a", "b", "c"]] * 4
     assert told == [0, 1, 2, 3]
     assert {name: len(its) for name, its in found.items()} == {"a": 4, "b": 4, "c": 4}
+
+
+@pytest.mark.parametrize(
+    ("shares", "seconds", "kept"),
+    [
+        ([0.01, 0.9], 60, 1),
+        ([0.3, 0.02, 0.9], 60, 2),  # the second was quiet
+        ([0.3, 0.2, 0.1, 0.4, 0.0], 60, 3),  # none of four was; the third was the quietest
+        ([0.3, 0.02], 0, 1),  # no patience
+        ([None, 0.0], 60, 1),  # not known
+    ],
+)
+def test_what_was_disturbed_is_run_again(
+    shares: list[float | None], seconds: float, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("comparison.rounds.PAUSE_SECONDS", 0)
+    told, runs = iter(shares), iter(range(1, 9))
+    patience = Patience(seconds, lambda: lambda: next(told))
+    assert patience.run(Side("a", "a", lambda: Measurement(next(runs), 1.0))).tokens == kept
 
 
 def test_ratios_are_taken_round_by_round() -> None:
@@ -142,9 +168,9 @@ def test_a_target_whose_sides_were_not_run_is_left_out() -> None:
 
 
 def test_a_noisy_machine_is_said_to_be_noisy() -> None:
-    assert warnings(0.1, 0.01, rates(100, 101, 99)) == []
-    assert len(warnings(1.2, 0.3, rates(100, 150, 60))) == 3
-    assert warnings(0.1, None, rates(100)) == []
+    assert warnings(0.1, {CEILING: rates(100, 101, 99)}) == []
+    disturbed = [Measurement(1, 1.0, others=it) for it in (0.01, 0.3, None)]
+    assert len(warnings(1.2, {CEILING: rates(100, 150, 60), MANY: disturbed})) == 3
 
 
 # That it runs.
