@@ -130,7 +130,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     pids = (os.getpid(), server.process.pid, load.pid)
     others, patience = OtherWork(pids), Patience(options.patience, lambda: OtherWork(pids).share)
 
-    budgets = sweep_budgets(engine, workload, options.seed, patience)
+    budgets = sweep_budgets(engine, workload, options.seed)
     best = max(budgets, key=lambda it: budgets[it])
     console.print("tokens/s by budget: " + ", ".join(f"{it}: {rate:,.0f}" for it, rate in budgets.items()))
     sides = engine_sides(engine, workload, best)

@@ -13,8 +13,8 @@ from encserve_server.cpus import usable_cpus
 PACKAGES = ("onnxruntime", "torch", "grpcio", "numpy")
 # Instructions that decide how fast a matrix product is.
 WIDE = re.compile(r"avx2|fma|avx512(f|_bf16|_fp16|_vnni)|avx_vnni|amx_\w+|asimd\w*|sve\w*|i8mm|bf16")
-# Fields of /proc/stat's first line: user, nice, system, and what the host took away. Interrupts are left out, since those
-# of a loopback connection are of our own making.
+# Fields of /proc/stat's first line: user, nice, system, and what the host took away. Interrupts are left out, since
+# those of a loopback connection are of our own making.
 BUSY = (0, 1, 2, 7)
 
 

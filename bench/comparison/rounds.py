@@ -1,7 +1,7 @@
 """Interleaved rounds, and ratios taken round by round, so that a slow moment of the machine hits all sides.
 
-A moment shorter than a round hits some sides only. So where others used the CPUs while a side ran, it is run again. What
-decides that is what others did, never how the side came out.
+A moment shorter than a round hits some sides only. So where others used the CPUs while a side ran, it is run again.
+What decides that is what others did, never how the side came out.
 """
 
 import dataclasses
@@ -97,6 +97,9 @@ class Patience:
                 return min(tries, key=lambda it: it.others or 0.0)
             # What the next try will cost.
             self._seconds -= time.monotonic() - began
+
+
+NO_PATIENCE = Patience(0, lambda: lambda: None)
 
 
 def measure(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from comparison.load import LoadProcess, make_calls
-from comparison.rounds import Measurement, Patience, Side, measure
+from comparison.rounds import NO_PATIENCE, Measurement, Side, measure
 from comparison.workload import Sequence64, Workload, cycled, sorted_batches, windows
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.engine.onnx import OnnxEngine
@@ -44,14 +44,14 @@ def run_singly(engine: OnnxEngine, sequences: Sequence[Sequence64]) -> Measureme
     return Measurement(sum(map(len, sequences)), sum(seconds for _, seconds in latencies), latencies)
 
 
-def sweep_budgets(engine: OnnxEngine, workload: Workload, seed: int, patience: Patience) -> dict[int, float]:
+def sweep_budgets(engine: OnnxEngine, workload: Workload, seed: int) -> dict[int, float]:
     """Tokens/s of sorted batches by their budget of padded tokens, interleaved; of each the best round.
 
     A machine that is not quiet only ever takes time away, and a ceiling is what is possible.
     """
     sides = [_batches_side(str(it), "", engine, sorted_batches(workload.sequences, it)) for it in BUDGETS]
     run_batches(engine, sorted_batches(workload.sequences, BUDGETS[-1]))  # memory is taken now
-    found = measure(sides, SWEEP_ROUNDS, seed, lambda *_: None, patience)
+    found = measure(sides, SWEEP_ROUNDS, seed, lambda *_: None, NO_PATIENCE)
     return {int(name): max(it.tokens_per_second for it in its) for name, its in found.items()}
 
 

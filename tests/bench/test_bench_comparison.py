@@ -3,13 +3,23 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from comparison.report import warnings
-from comparison.rounds import Measurement, Patience, Side, Spread, latencies, measure, orders, ratios, spread
+from comparison.rounds import (
+    NO_PATIENCE,
+    Measurement,
+    Patience,
+    Side,
+    Spread,
+    latencies,
+    measure,
+    orders,
+    ratios,
+    spread,
+)
 from comparison.sides import BARE, CEILING, LARGE, MANY, NAIVE, ONE
 from comparison.targets import check_targets
 from comparison.workload import LENGTHS, Sequence64, cycled, draw_lengths, read_workload, sorted_batches, windows
@@ -27,10 +37,6 @@ def some(lengths: list[int]) -> list[Sequence64]:
 
 def rates(*tokens: int) -> list[Measurement]:
     return [Measurement(it, 1.0) for it in tokens]
-
-
-def nothing_known() -> Callable[[], None]:
-    return lambda: None
 
 
 # What is asked.
@@ -97,9 +103,7 @@ def test_rounds_are_interleaved(monkeypatch: pytest.MonkeyPatch) -> None:
         return Side(name, name, run)
 
     told: list[int] = []
-    found = measure(
-        [side("a"), side("b"), side("c")], 4, 0, lambda number, _: told.append(number), Patience(0, nothing_known)
-    )
+    found = measure([side("a"), side("b"), side("c")], 4, 0, lambda number, _: told.append(number), NO_PATIENCE)
     assert [sorted(ran[i : i + 3]) for i in range(0, 12, 3)] == [["a", "b", "c"]] * 4
     assert told == [0, 1, 2, 3]
     assert {name: len(its) for name, its in found.items()} == {"a": 4, "b": 4, "c": 4}
