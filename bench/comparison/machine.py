@@ -1,0 +1,81 @@
+"""What the machine is, and whether it was quiet."""
+
+import os
+import platform
+import re
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from encserve_server.cpus import usable_cpus
+
+PACKAGES = ("onnxruntime", "torch", "grpcio", "numpy")
+# Instructions that decide how fast a matrix product is.
+WIDE = re.compile(r"avx2|fma|avx512(f|_bf16|_fp16|_vnni)|avx_vnni|amx_\w+|asimd\w*|sve\w*|i8mm|bf16")
+# Fields of /proc/stat's first line: user, nice, system, and what the host took away. Interrupts are left out, since
+# those of a loopback connection are of our own making.
+BUSY = (0, 1, 2, 7)
+
+
+def describe_machine() -> dict[str, Any]:
+    """The CPU, how many of them this process may use, what they can do, and the versions of what computes."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:  # not Linux
+        text = ""
+    fields = dict(re.findall(r"^([\w ]+?)\s*: (.*)$", text, flags=re.MULTILINE))
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    family = [f"{name} {fields[name]}" for name in ("cpu family", "model", "stepping") if name in fields]
+    return {
+        "cpu": fields.get("model name", platform.processor() or platform.machine()),
+        "family": ", ".join(family),
+        "cpus": usable_cpus(),
+        "flags": [flag for flag in flags if WIDE.fullmatch(flag)],
+        "python": platform.python_version(),
+        **{name: _version(name) for name in PACKAGES},
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def load_average() -> float:
+    """How many processes ran or wanted to, over the last minute."""
+    return os.getloadavg()[0]
+
+
+class OtherWork:
+    """Tells which share of the CPUs others have used, from Linux's own books.
+
+    The load average cannot tell it: after a few minutes of a benchmark it holds the benchmark itself.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        """Begins; `pids` are the processes that belong to the benchmark."""
+        self._pids = list(pids)
+        self._began = self._read()
+
+    def share(self) -> float | None:
+        """From 0 to 1, of all CPUs since the beginning; None where it cannot be known."""
+        began, now = self._began, self._read()
+        if began is None or now is None:
+            return None
+        total, busy, own = (b - a for a, b in zip(began, now, strict=True))
+        return max(0.0, busy - own) / total if total else 0.0
+
+    def _read(self) -> tuple[int, int, int] | None:
+        """Ticks of all CPUs so far: in all, busy, and ours."""
+        try:
+            times = [int(it) for it in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+            own = 0
+            for pid in self._pids:
+                # The name, in brackets, may hold spaces.
+                own += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+        except OSError:
+            return None
+        return sum(times), sum(times[i] for i in BUSY), own
