@@ -2,7 +2,7 @@
 
 import dataclasses
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -176,10 +176,30 @@ def export_encoder(
         parity = verify.check_parity(encoder, graphs.files[0])
         verify.check_inspection(encoder, graphs)
         progress("writing the bundle")
-        files = list(graphs.files)
-        if source.tokenizer is not None:
-            files.append(Path(shutil.copyfile(source.tokenizer.path, folder / manifest.TOKENIZER_FILE)))
-        model = manifest.describe(encoder, graphs)
-        described = manifest.build_manifest(target.name, target.version, model, source, parity, files)
-        (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
+        return complete(folder, target, manifest.describe(encoder, graphs), source, parity, graphs.files)
+
+
+def complete(
+    folder: Path,
+    target: Target,
+    model: manifest.Model,
+    source: Source,
+    parity: verify.Parity,
+    files: Iterable[Path],
+) -> Exported:
+    """Adds the tokenizer and the manifest to a bundle's draft.
+
+    Args:
+        folder: The draft.
+        target: Where the bundle will be.
+        model: What is in the ONNX file.
+        source: Where it comes from.
+        parity: What was measured in ONNX Runtime.
+        files: The files of the model, which lie in the folder already.
+    """
+    listed = list(files)
+    if source.tokenizer is not None:
+        listed.append(Path(shutil.copyfile(source.tokenizer.path, folder / manifest.TOKENIZER_FILE)))
+    described = manifest.build_manifest(target.name, target.version, model, source, parity, listed)
+    (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
     return Exported(target.models / target.name / target.version, described)

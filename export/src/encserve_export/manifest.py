@@ -1,7 +1,6 @@
 """Fills the manifest of a bundle. The contract is `proto/encserve/v1/manifest.proto`."""
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Iterable, Mapping
 from importlib import metadata
@@ -13,6 +12,7 @@ from encserve_export.config import EncoderConfig
 from encserve_export.encoder import Encoder
 from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.text import TokenizerFile
+from encserve_export.weights import sha256
 from encserve_proto.fingerprint import fingerprint, to_fields
 from encserve_proto.v1 import manifest_pb2
 
@@ -158,9 +158,7 @@ def _text(shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None) -> 
 
 
 def _bundle_file(path: Path) -> manifest_pb2.BundleFile:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return manifest_pb2.BundleFile(path=path.name, size_bytes=path.stat().st_size, sha256=digest)
+    return manifest_pb2.BundleFile(path=path.name, size_bytes=path.stat().st_size, sha256=sha256([path]))
 
 
 def _parity(parity: verify.Parity) -> manifest_pb2.Parity:

@@ -1,7 +1,6 @@
 """The export of an encoder that comes as ONNX: checked, run, and put into a bundle."""
 
 import dataclasses
-import shutil
 from pathlib import Path
 
 import onnx
@@ -9,7 +8,7 @@ import onnx
 from encserve_export import bundle, graph, manifest, onnx_data, onnx_facts, onnx_model, verify
 from encserve_export.checkpoint import DEFAULT_LONGEST
 from encserve_export.errors import ConfigError, VocabularyError
-from encserve_export.export import Exported, Progress, Target
+from encserve_export.export import Exported, Progress, Target, complete
 from encserve_export.onnx_model import Interface, Names
 from encserve_export.onnx_run import Runner, check_file
 from encserve_export.sentence_transformers import SentenceVector
@@ -74,19 +73,9 @@ def export_onnx(
         runner.check_ends(vocab_size, options.max_sequence_tokens, options.pad_token_id)
         parity = _check_padding(runner, options, vocab_size, onnx_facts.precision(model))
         progress("writing the bundle")
-        if options.tokenizer is not None:
-            files.append(Path(shutil.copyfile(options.tokenizer.path, folder / manifest.TOKENIZER_FILE)))
         source = manifest.Source("onnx", onnx_facts.description(model), weights, options.vector, options.tokenizer)
-        described = manifest.build_manifest(
-            target.name,
-            target.version,
-            _describe(model, interface, options, vocab_size, runner.d_model),
-            source,
-            parity,
-            files,
-        )
-        (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
-    return Exported(target.models / target.name / target.version, described)
+        described = _describe(model, interface, options, vocab_size, runner.d_model)
+        return complete(folder, target, described, source, parity, files)
 
 
 def _vocab_size(options: OnnxOptions, rows: int | None) -> int:

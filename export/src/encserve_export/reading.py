@@ -1,7 +1,6 @@
 """Reads a bundle back, to look into it."""
 
 import dataclasses
-import hashlib
 import json
 from pathlib import Path, PurePosixPath
 
@@ -9,6 +8,7 @@ from google.protobuf import json_format
 
 from encserve_export.errors import BundleError
 from encserve_export.manifest import FILE, FORMAT_VERSION
+from encserve_export.weights import sha256
 from encserve_proto.fingerprint import fingerprint
 from encserve_proto.v1 import manifest_pb2
 
@@ -75,9 +75,8 @@ def _refuse_foreign(directory: Path, manifest: manifest_pb2.Manifest, listed: se
 
 def _check(path: Path, wanted: str) -> None:
     try:
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        found = sha256([path])
     except OSError as error:
         raise BundleError(f"{path} cannot be read: {error.strerror}") from error
-    if sha256 != wanted:
-        raise BundleError(f"{path} is altered: its sha256 is {sha256}; the manifest says {wanted}")
+    if found != wanted:
+        raise BundleError(f"{path} is altered: its sha256 is {found}; the manifest says {wanted}")

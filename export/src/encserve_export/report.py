@@ -5,7 +5,7 @@ from rich.table import Table
 
 from encserve_export import graph, verify
 from encserve_export.export import Exported
-from encserve_export.parameters import count_by_layer
+from encserve_export.parameters import LayerParameters, count_by_layer
 from encserve_export.propagation import Propagation
 from encserve_export.reading import ReadBundle
 from encserve_proto.v1 import manifest_pb2
@@ -53,8 +53,9 @@ def show_bundle(bundle: ReadBundle, console: Console) -> None:
     _print_facts(facts, console)
     console.print()
     if manifest.HasField("inspect_graph"):
-        console.print(_parameters_by_layer(bundle))
-        unused = sum(part.count for part in manifest.parameters) - sum(layer.total for layer in count_by_layer(bundle))
+        layers = count_by_layer(bundle)
+        console.print(_parameters_by_layer(manifest, layers))
+        unused = sum(part.count for part in manifest.parameters) - sum(layer.total for layer in layers)
         if unused:
             console.print(f"and {unused:,} that the graph never uses, such as rows for other token types")
     else:
@@ -96,9 +97,8 @@ def _describe(shape: manifest_pb2.EncoderShape) -> str:
     return f"{sizes}, {choices}, up to {shape.max_sequence_tokens} tokens"
 
 
-def _parameters_by_layer(bundle: ReadBundle) -> Table:
-    layers = count_by_layer(bundle)
-    parts = [part.part for part in bundle.manifest.parameters if any(part.part in layer.counts for layer in layers)]
+def _parameters_by_layer(manifest: manifest_pb2.Manifest, layers: list[LayerParameters]) -> Table:
+    parts = [part.part for part in manifest.parameters if any(part.part in layer.counts for layer in layers)]
     totals = {part: sum(layer.counts.get(part, 0) for layer in layers) for part in parts}
     total = sum(totals.values())
     table = Table(box=None, pad_edge=False, show_footer=True)
