@@ -1,6 +1,9 @@
 """The ONNX Runtime engine on a real, tiny graph."""
 
+import contextlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +42,38 @@ def test_each_sequence_gets_its_own_rows_without_padding(engine: OnnxEngine, bat
     assert result.compute_seconds > 0
     for ids, rows in zip(batch, result.rows, strict=True):
         np.testing.assert_allclose(rows, expected_rows(ids), rtol=1e-5, atol=1e-6)
+
+
+@given(batch=sequences)
+def test_a_batch_gives_the_same_alone_and_beside_others(bundle: Bundle, batch: list[np.ndarray]) -> None:
+    """To the last bit: whether a batch has all threads or some must not show."""
+    with contextlib.closing(OnnxEngine(bundle.graph, device="cpu", intra_op_threads=2, parallel_runs=2)) as engine:
+        for wide, narrow in zip(engine.run(batch, alone=True).rows, engine.run(batch, alone=False).rows, strict=True):
+            np.testing.assert_array_equal(wide, narrow)
+
+
+def test_many_batches_at_once_keep_their_own_rows(bundle: Bundle) -> None:
+    rng = np.random.default_rng(0)
+    batches = [[rng.integers(0, VOCAB_SIZE, length) for length in rng.integers(1, 40, 5)] for _ in range(200)]
+    with (
+        contextlib.closing(OnnxEngine(bundle.graph, device="cpu", intra_op_threads=4, parallel_runs=4)) as engine,
+        ThreadPoolExecutor(4) as threads,
+    ):
+        for batch, result in zip(batches, threads.map(partial(engine.run, alone=False), batches), strict=True):
+            for ids, rows in zip(batch, result.rows, strict=True):
+                np.testing.assert_allclose(rows, expected_rows(ids), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("threads", "asked", "parallel", "widens"), [(1, 4, 1, False), (2, 1, 1, False), (4, 3, 3, True)]
+)
+def test_no_more_batches_at_once_than_threads(
+    bundle: Bundle, threads: int, asked: int, parallel: int, *, widens: bool
+) -> None:
+    with contextlib.closing(
+        OnnxEngine(bundle.graph, device="cpu", intra_op_threads=threads, parallel_runs=asked)
+    ) as engine:
+        assert (engine.max_parallel_runs, engine.widens) == (parallel, widens)
 
 
 def test_what_it_runs_on_is_what_it_says(engine: OnnxEngine) -> None:

@@ -56,8 +56,8 @@ class Recorder:
 class Bench:
     """A scheduler and everything around it."""
 
-    def __init__(self, policy: BatchPolicy, limits: SchedulerLimits) -> None:
-        self.engine = FakeEngine(poison=POISON, nan_id=NAN)
+    def __init__(self, policy: BatchPolicy, limits: SchedulerLimits, lanes: int) -> None:
+        self.engine = FakeEngine(poison=POISON, nan_id=NAN, max_parallel_runs=lanes)
         self.clock = FakeClock()
         self.seen = Recorder()
         self.health_changes = 0
@@ -95,9 +95,9 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.fixture
-async def bench() -> AsyncIterator[Bench]:
-    bench = Bench(BatchPolicy(64, 16, 1.0), SchedulerLimits(max_queue_tokens=100))
+@pytest.fixture(params=[1, 3], ids=["one-lane", "three-lanes"])
+async def bench(request: pytest.FixtureRequest) -> AsyncIterator[Bench]:
+    bench = Bench(BatchPolicy(64, 16, 1.0), SchedulerLimits(max_queue_tokens=100), request.param)
     bench.scheduler.start()
     yield bench
     bench.engine.let_go()
@@ -268,8 +268,9 @@ async def test_a_broken_engine_fails_everything_pending_at_once(bench: Bench) ->
     bench.engine.let_go()
     results = await asyncio.gather(first, *calls, return_exceptions=True)
     assert all(isinstance(result, EngineUnhealthy | InferenceFailed) for result in results)
-    assert sum(isinstance(result, EngineUnhealthy) for result in results) >= 38
-    assert len(bench.engine.batches) <= 6
+    lanes = bench.engine.max_parallel_runs
+    assert sum(isinstance(result, EngineUnhealthy) for result in results) >= 41 - 3 * lanes
+    assert len(bench.engine.batches) <= 6 * lanes
     assert bench.seen.queue == (0, 0)
 
 
@@ -330,8 +331,8 @@ async def test_an_engine_that_gives_wrong_rows_has_failed(bench: Bench, monkeypa
     """Rows of the wrong count or length are never handed to anybody."""
     real = bench.engine.run
 
-    def short(sequences: Sequence[TokenIds]) -> BatchResult:
-        result = real(sequences)
+    def short(sequences: Sequence[TokenIds], *, alone: bool) -> BatchResult:
+        result = real(sequences, alone=alone)
         return replace(result, rows=[rows[:-1] for rows in result.rows])
 
     monkeypatch.setattr(bench.engine, "run", short)
@@ -387,14 +388,98 @@ async def test_the_engine_goes_on_while_the_event_loop_is_busy(bench: Bench) -> 
 async def test_a_run_that_ends_while_readiness_is_asked_for(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine's thread may end a run between any two steps of the event loop."""
     now = bench.clock.now
+    lane = bench.scheduler._lanes._lanes[0]
 
     def ends_meanwhile() -> float:
-        bench.scheduler._run_started_at = None
+        lane.started_at = None
         return now()
 
-    bench.scheduler._run_started_at = now()
+    lane.started_at = now()
     monkeypatch.setattr(bench.clock, "now", ends_meanwhile)
     assert bench.scheduler.not_ready_reason() == ""
+
+
+async def lanes_of(count: int, *, widens: bool = True) -> AsyncIterator[Bench]:
+    """A bench whose engine runs several batches at once, each of at most 10 tokens."""
+    bench = Bench(BatchPolicy(10, 16, 1.0), SchedulerLimits(max_queue_tokens=100), count)
+    bench.engine.widens = widens
+    bench.scheduler.start()
+    try:
+        yield bench
+    finally:
+        bench.engine.let_go()
+        await bench.scheduler.close()
+
+
+@pytest.fixture
+async def two_lanes() -> AsyncIterator[Bench]:
+    async for bench in lanes_of(2):
+        yield bench
+
+
+@pytest.fixture
+async def two_narrow_lanes() -> AsyncIterator[Bench]:
+    async for bench in lanes_of(2, widens=False):
+        yield bench
+
+
+async def test_a_batch_with_nobody_beside_it_has_the_whole_device(two_lanes: Bench) -> None:
+    """And keeps it: who comes meanwhile waits, though a lane is free."""
+    first = await two_lanes.busy()
+    second = asyncio.create_task(two_lanes.scheduler.encode([ids(2)]))
+    await until(lambda: two_lanes.seen.queue[0] == 1)
+    assert not await asyncio.to_thread(two_lanes.engine.started.acquire, timeout=0.05)
+    two_lanes.engine.let_go()
+    assert right([ids(1)], await first)
+    assert right([ids(2)], await second)
+    assert two_lanes.engine.alone == [True, True]
+
+
+async def test_batches_run_side_by_side_while_there_are_several(two_lanes: Bench) -> None:
+    """The engine is held, so both have begun before either is done."""
+    two_lanes.engine.hold()
+    call = asyncio.create_task(two_lanes.scheduler.encode([np.full(10, i, np.int64) for i in (1, 2, 3)]))
+    await two_lanes.engine_started()
+    await two_lanes.engine_started()
+    assert two_lanes.engine.alone == [False, False]
+    assert not await asyncio.to_thread(two_lanes.engine.started.acquire, timeout=0.05), "more than the engine can run"
+    two_lanes.engine.let_go()
+    assert right([np.full(10, i, np.int64) for i in (1, 2, 3)], await call)
+    assert two_lanes.seen.counts["batches"] == 3
+
+
+async def test_who_comes_while_a_lane_is_free_starts_at_once(two_lanes: Bench) -> None:
+    two_lanes.engine.hold()
+    call = asyncio.create_task(two_lanes.scheduler.encode([np.full(10, i, np.int64) for i in (1, 2)]))
+    await two_lanes.engine_started()
+    await two_lanes.engine_started()
+    two_lanes.engine.let_one_go()
+    await until(lambda: two_lanes.seen.counts["batches"] == 1)
+    newcomer = asyncio.create_task(two_lanes.scheduler.encode([ids(7)]))
+    await two_lanes.engine_started()
+    assert two_lanes.engine.alone == [False, False, False]
+    two_lanes.engine.let_go()
+    assert right([ids(7)], await newcomer)
+    await call
+
+
+async def test_a_device_that_gains_nothing_from_one_batch_alone_is_never_kept_for_it(two_narrow_lanes: Bench) -> None:
+    """So a GPU gets its next batch while one runs."""
+    bench = two_narrow_lanes
+    first = await bench.busy()
+    second = asyncio.create_task(bench.scheduler.encode([ids(2)]))
+    await bench.engine_started()
+    bench.engine.let_go()
+    assert right([ids(1)], await first)
+    assert right([ids(2)], await second)
+
+
+async def test_a_culprit_in_one_lane_does_not_stop_the_other(two_lanes: Bench) -> None:
+    sequences = [np.full(10, i, np.int64) for i in (1, POISON, 3, 4)]
+    calls = [asyncio.create_task(two_lanes.scheduler.encode([it])) for it in sequences]
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [isinstance(result, InferenceFailed) for result in results] == [False, True, False, False]
+    assert two_lanes.scheduler.not_ready_reason() == ""
 
 
 async def test_closing_while_batches_follow_each_other(bench: Bench) -> None:

@@ -32,6 +32,8 @@ class Device:
     """
 
     info = EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake 1")
+    max_parallel_runs = 1
+    widens = False
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
         """Takes the seconds of a run by its padded tokens and how many ran before."""
@@ -39,7 +41,7 @@ class Device:
         self.batches: list[list[int]] = []
         self.clock = 0.0
 
-    def run(self, sequences: Sequence[ModelInput]) -> BatchResult:
+    def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
         lengths = [len(it) for it in sequences]
         self.batches.append(lengths)
         padded = max(lengths) * len(lengths)

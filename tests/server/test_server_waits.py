@@ -19,7 +19,7 @@ class Entry:
         deadline: When its caller stops waiting.
         leaves_at: When its caller goes away.
         ahead: Live entries before it at its arrival.
-        running_until: When the batch that runs at its arrival ends; its arrival if none does.
+        running_until: When the next batch can begin, as things are at its arrival.
         batches_before: Batches that began between its arrival and its own.
         started_at: When its own batch began; NaN if it never did.
     """
@@ -37,44 +37,63 @@ class Entry:
 
 @dataclass
 class Engine:
-    """A device: a fixed cost for each run, and a cost for each padded token; one batch at a time."""
+    """A device: a fixed cost for each run, and a cost for each padded token.
+
+    Attributes:
+        run_seconds: The fixed cost.
+        token_seconds: The cost of a token.
+        lanes: How many batches run at once.
+        widens: Whether a batch with nobody beside it runs `lanes` times as fast, and keeps the others out.
+        longest_run: The longest time that a run took.
+    """
 
     run_seconds: float
     token_seconds: float
+    lanes: int = 1
+    widens: bool = False
     longest_run: float = field(default=0.0)
 
-    def run(self, batch: list[Entry]) -> float:
+    def run(self, batch: list[Entry], *, alone: bool) -> float:
         padded = max(entry.length for entry in batch) * len(batch)
-        seconds = self.run_seconds + self.token_seconds * padded
+        seconds = (self.run_seconds + self.token_seconds * padded) / (self.lanes if alone else 1)
         self.longest_run = max(self.longest_run, seconds)
         return seconds
 
 
 def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
-    """Plays the scheduler's loop: whatever is pending when the engine is free is batched and run, with no timer."""
+    """Plays the lanes: whatever is pending when one is free is batched and run, with no timer."""
     pending: list[Entry] = []
+    running: list[float] = []  # when each batch ends
+    alone_until = -math.inf
     coming = sorted(entries, key=lambda entry: entry.arrives_at)
     now = 0.0
-    while coming or pending:
-        if not pending:
-            now = max(now, coming[0].arrives_at)
-        ended = now
+    while coming or pending or running:
+        now = _next_event(now, coming, running)
+        running = [ends for ends in running if ends > now]
         while coming and coming[0].arrives_at <= now:
-            _arrive(coming.pop(0), pending, running_until=ended)
-        for entry in pending:
-            entry.gone = entry.leaves_at <= now
-        taken = take_batch(pending, policy, now)
-        pending = taken.left
-        if not taken.batch:
-            continue
-        for entry in taken.batch:
-            entry.started_at = now
-        now += engine.run(taken.batch)
-        for entry in pending:
-            entry.batches_before += 1
-        # Those who come while the batch runs wait for its end first.
-        while coming and coming[0].arrives_at < now:
-            _arrive(coming.pop(0), pending, running_until=now)
+            # The next batch begins when a lane is free; who comes while all are taken waits for the first of them.
+            busy = len(running) == engine.lanes or alone_until > now
+            _arrive(coming.pop(0), pending, running_until=min(running) if busy else now)
+        while pending and len(running) < engine.lanes and alone_until <= now:
+            for entry in pending:
+                entry.gone = entry.leaves_at <= now
+            taken = take_batch(pending, policy, now)
+            pending = taken.left
+            if not taken.batch:
+                break
+            alone = engine.widens and not running and not pending
+            running.append(now + engine.run(taken.batch, alone=alone))
+            alone_until = running[-1] if alone else -math.inf
+            for entry in taken.batch:
+                entry.started_at = now
+            for entry in pending:
+                entry.batches_before += 1
+
+
+def _next_event(now: float, coming: list[Entry], running: list[float]) -> float:
+    """When somebody comes or a batch ends, whichever is first."""
+    events = [entry.arrives_at for entry in coming[:1]] + running
+    return max(now, min(events))
 
 
 def _arrive(entry: Entry, pending: list[Entry], *, running_until: float) -> None:
@@ -100,7 +119,7 @@ policies = st.builds(
     max_batch_sequences=st.integers(1, 64),
     max_padding_fraction=st.floats(0, 1),
 )
-engines = st.builds(Engine, st.floats(0, 0.1), st.floats(1e-6, 1e-3))
+engines = st.builds(Engine, st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.integers(1, 4), st.booleans())
 
 
 @given(arrivals, policies, engines)

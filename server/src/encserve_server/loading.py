@@ -1,6 +1,7 @@
 """Bundle to served model: verify, load, warm up. Blocking; runs in a thread."""
 
 import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -57,7 +58,9 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     bundle = read_bundle(directory)
     tokenizer = _load_tokenizer(bundle, settings, tokenize_pool) if bundle.tokenizer_file else None
     threads = settings.intra_op_threads or usable_cpus()
-    engine = OnnxEngine(bundle.graph, device=settings.device, intra_op_threads=threads)
+    engine = OnnxEngine(
+        bundle.graph, device=settings.device, intra_op_threads=threads, parallel_runs=settings.parallel_batches
+    )
     loaded = time.perf_counter()
     warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
     max_batch_tokens = _tune(engine, bundle, settings, directory, threads)
@@ -71,6 +74,7 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
             "provider": engine.info.provider,
             "requested_device": settings.device,
             "intra_op_threads": threads,
+            "parallel_batches": engine.max_parallel_runs,
             "max_batch_tokens": max_batch_tokens,
             "load_seconds": round(loaded - began, 3),
             "warmup_seconds": round(warm - loaded, 3),
@@ -91,7 +95,12 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
         bundle,
         lambda budget: settings.policy_for(device, budget),
         path=directory.parent / f".{directory.name}.tuned.json",
-        machine={"cpu": cpu_model(), "intra_op_threads": threads, "runtime": engine.info.runtime},
+        machine={
+            "cpu": cpu_model(),
+            "intra_op_threads": threads,
+            "parallel_runs": engine.max_parallel_runs,
+            "runtime": engine.info.runtime,
+        },
     )
     what = "remembered" if tuned.remembered else "measured" if tuned.max_batch_tokens else "not measurable now"
     logger.info(
@@ -137,10 +146,12 @@ def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
     longest = bundle.max_sequence_tokens
     typical = max(1, min(32, longest))
     batches = [[1], [typical] * max(1, batch_tokens // typical), [longest], [1, typical, longest]]
-    for lengths in batches:
+    ways = [True, False] if engine.max_parallel_runs > 1 else [True]
+    for lengths, alone in itertools.product(batches, ways):
         try:
             # The first id and the last: a vocabulary larger than the model's table fails here, not for a caller.
-            result = engine.run([bundle.sample(length, last=i % 2 == 0) for i, length in enumerate(lengths)])
+            sequences = [bundle.sample(length, last=i % 2 == 0) for i, length in enumerate(lengths)]
+            result = engine.run(sequences, alone=alone)
         except Exception as error:  # whatever the runtime raises
             raise BundleError(
                 f"{bundle.graph.path}: the model fails for sequences of {lengths} tokens: {error}"

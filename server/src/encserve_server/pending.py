@@ -104,7 +104,7 @@ class Entry:
 class PendingQueue:
     """Entries in order of arrival.
 
-    The event loop adds and withdraws, the engine's thread takes; a lock is between them, held for as long as one method
+    The event loop adds and withdraws, the engine's threads take; a lock is between them, held for as long as one method
     takes. Nothing else here waits.
 
     An entry that is withdrawn stops counting at once, but stays in the list, as `gone`, until the next `take`, or until

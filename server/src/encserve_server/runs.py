@@ -1,4 +1,4 @@
-"""Runs as the scheduler sees them: what one gave, what is to be done after one that failed, and how fast they are."""
+"""Runs as the scheduler sees them: what one gave, and how fast they are."""
 
 import math
 from collections.abc import Sequence
@@ -7,9 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from encserve_server.engine.base import BatchResult, Engine
-from encserve_server.errors import InferenceFailed
-from encserve_server.pending import Entry
-from encserve_server.types import ClosedBy, ModelInput
+from encserve_server.types import ModelInput
 
 
 @dataclass(slots=True)
@@ -34,31 +32,6 @@ class Throughput:
 
 
 @dataclass(frozen=True, slots=True)
-class FailedRun:
-    """Why the engine's thread has stopped running batches.
-
-    Attributes:
-        batch: What is to be run again in halves.
-        closed_by: Why the batch took no more.
-        error: What went wrong.
-    """
-
-    batch: list[Entry]
-    closed_by: ClosedBy
-    error: Exception
-
-
-def halves_of(part: list[Entry]) -> list[list[Entry]]:
-    """The second half and the first; a single sequence, which nothing else can be blamed for, fails."""
-    if len(part) > 1:
-        half = len(part) // 2
-        return [part[half:], part[:half]]
-    for entry in part:
-        entry.ticket.fail(InferenceFailed(f"inputs[{entry.index}]: the model could not compute it"))
-    return []
-
-
-@dataclass(frozen=True, slots=True)
 class Checked:
     """A batch's result, and for each sequence whether all of its numbers are finite."""
 
@@ -66,9 +39,9 @@ class Checked:
     finite: list[bool]
 
 
-def run_checked(engine: Engine, sequences: Sequence[ModelInput]) -> Checked:
-    """Runs a batch and looks at every number of it; in the engine's thread, because both take time."""
-    result = engine.run(sequences)
+def run_checked(engine: Engine, sequences: Sequence[ModelInput], *, alone: bool) -> Checked:
+    """Runs a batch and looks at every number of it; in an engine's thread, because both take time."""
+    result = engine.run(sequences, alone=alone)
     if [len(rows) for rows in result.rows] != [len(it) for it in sequences]:
         raise RuntimeError("the engine gave rows that are not those of the sequences")
     return Checked(result, [bool(np.isfinite(rows).all()) for rows in result.rows])

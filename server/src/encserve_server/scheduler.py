@@ -1,12 +1,11 @@
-"""Admission, the loop that runs batches, and delivery."""
+"""Admission, delivery, and the engine's health; `lanes` runs the batches."""
 
 import asyncio
 import logging
 import math
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -15,13 +14,15 @@ from encserve_server.clock import Clock
 from encserve_server.engine.base import Engine
 from encserve_server.errors import (
     DeadlineExpired,
+    EncserveError,
     EngineUnhealthy,
     InferenceFailed,
     QueueFull,
     RequestTooLarge,
 )
+from encserve_server.lanes import Lanes, Run
 from encserve_server.pending import Entry, PendingQueue, QueueObserver, Ticket
-from encserve_server.runs import Checked, FailedRun, Throughput, halves_of, run_checked
+from encserve_server.runs import Checked, Throughput
 from encserve_server.types import ClosedBy, EncodedSequence, ModelInput
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,9 @@ class Scheduler:
     - `encode` never blocks the event loop. It is admitted or refused at once: the pending tokens of all calls never
       exceed `max_queue_tokens` (QueueFull), and all sequences of a call are admitted or none.
     - There is no timer. When the engine is free, whatever is pending is batched and run; while it runs, more gathers.
-      The engine's thread takes the next batch itself the moment that one is done; the event loop delivers meanwhile.
-    - An entry with k live entries before it at its arrival starts in the (k + 1)-th batch after the one that is
+      The engine's threads take the next batch themselves the moment that one is done; the event loop delivers
+      meanwhile. An engine that can runs several batches at once (see `lanes`).
+    - An entry with k live entries before it at its arrival starts in the (k + 1)-th batch after those that are
       running, at the latest (see `batching`). So the longest wait is bounded by the queue's bound and the engine's
       speed, never by who arrives later.
     - An entry whose caller has gone or whose deadline has passed is dropped before it is run. A batch that runs is
@@ -81,9 +83,8 @@ class Scheduler:
       call (InferenceFailed). After several failures without a success a probe tells whether the engine itself is
       broken; then all calls get EngineUnhealthy at once until a probe succeeds again.
 
-    Who owns what: everything here belongs to the event loop, but `_engine`, `_batch` and `_run_started_at` to the one
-    thread of `_engine_thread`; the event loop only looks at the last two. That thread takes from `_pending`, or, while
-    it does nothing, the task of `_serve` does.
+    Who owns what: everything here belongs to the event loop. The engine belongs to the threads of `_lanes`, which take
+    from `_pending` and tell the `on_…` methods, on the event loop, what came of it.
     """
 
     def __init__(
@@ -102,51 +103,48 @@ class Scheduler:
         `probe` is a sequence that the model can compute, so that its failure is the engine's fault.
         """
         self._engine = engine
-        self._policy = policy
         self._limits = limits
         self._clock = clock
         self._observer = observer
         self._on_health_change = on_health_change
-        self._probe_input = probe
-        self._engine_thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encserve-engine")
         self._pending = PendingQueue(observer)
-        self._work = asyncio.Event()  # set while there may be something to run
-        self._running: Future[Any] | None = None  # what the engine's thread did last, done or not
-        self._run_started_at: float | None = None  # None while nothing runs
-        self._batch: list[Entry] = []  # what runs, or ran last
-        self._closing = False
-        self._failures = 0  # runs that failed since the last success
+        self._lanes = Lanes(
+            engine,
+            self._pending,
+            policy,
+            clock=clock,
+            listener=self,
+            probe=probe,
+            failures_before_probe=limits.failures_before_probe,
+        )
         self._unhealthy_reason = ""
         self._throughput = Throughput()
-        self._task: asyncio.Task[None] | None = None
+        self._recovery: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        state = self._unhealthy_reason or ("running" if self._run_started_at is not None else "free")
+        state = self._unhealthy_reason or ("running" if self._lanes.oldest_start() is not None else "free")
         return f"<Scheduler [{self._pending.sequences} queued, {self._pending.tokens} tokens | engine {state}]>"
 
     def start(self) -> None:
-        """Starts the loop; call once, on the event loop."""
-        self._event_loop = asyncio.get_running_loop()
-        self._task = asyncio.get_running_loop().create_task(self._serve(), name="encserve-scheduler")
-        self._task.add_done_callback(self._ended)
+        """Starts the engine's threads; call once, on the event loop."""
+        self._lanes.start()
 
     async def close(self) -> None:
-        """Stops the loop and the engine; calls that are not done get EngineUnhealthy. Waits for a running batch."""
-        self._closing = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-        self._pending.fail_all(EngineUnhealthy("the model is being unloaded"))
-        if self._running is not None:
-            await asyncio.wait([asyncio.wrap_future(self._running)])
-        self._engine_thread.shutdown(wait=False)
+        """Stops the engine; calls that are not done get EngineUnhealthy. Waits for running batches."""
+        if self._recovery is not None:
+            self._recovery.cancel()
+        self._lanes.stop()
+        unloaded = EngineUnhealthy("the model is being unloaded")
+        self._fail(self._lanes.running(), unloaded)
+        self._pending.fail_all(unloaded)
+        await self._lanes.ended()
         self._engine.close()
 
     def not_ready_reason(self) -> str:
         """Why the engine cannot be relied on now, for people; empty if it can."""
         if self._unhealthy_reason:
             return self._unhealthy_reason
-        started_at = self._run_started_at  # read once: the engine's thread may clear it meanwhile
+        started_at = self._lanes.oldest_start()
         if started_at is not None:
             running_s = self._clock.now() - started_at
             if running_s > self._limits.stall_seconds:
@@ -196,169 +194,91 @@ class Scheduler:
             raise DeadlineExpired("the deadline had passed before the request was queued")
         ticket = Ticket.of(sequences, now, deadline)
         self._pending.add(ticket)
-        self._work.set()
+        self._lanes.wake()
         return ticket
 
-    # The loop
+    # What the lanes tell
 
-    async def _serve(self) -> None:
-        """Sets the engine's thread going whenever there is something to run, until cancelled."""
-        while True:
-            await self._work.wait()
-            if self._unhealthy_reason:
-                await self._recover()
-            taken = self._pending.take(self._policy, self._clock.now())
-            self._tell_taken(taken)
-            if taken.batch:
-                try:
-                    await self._run(taken)
-                except BaseException:  # `close`, or a bug: the run may go on in its thread, but nobody will deliver it
-                    for entry in self._batch:
-                        entry.ticket.fail(EngineUnhealthy("the model is being unloaded"))
-                    raise
-            elif not self._unhealthy_reason:
-                self._work.clear()
-
-    def _tell_taken(self, taken: Taken[Entry]) -> None:
+    def on_taken(self, taken: Taken[Entry]) -> None:
         """Tells who has left the queue: callers, that their time is up; the observer, how long each has waited."""
-        for entry in taken.expired:
-            entry.ticket.fail(DeadlineExpired("the deadline passed while the request was queued"))
+        self._fail(taken.expired, DeadlineExpired("the deadline passed while the request was queued"))
         for entry in taken.batch:
             self._observer.waited(entry.started_at - entry.enqueued_at)
 
-    async def _run(self, taken: Taken[Entry]) -> None:
-        """Runs a batch, and those that come after it, until nothing is pending or one fails."""
-        self._batch = taken.batch
-        self._running = self._engine_thread.submit(self._run_on, taken)
-        failed = await asyncio.wrap_future(self._running)
-        if failed is not None:
-            await self._run_parts(failed)
-
-    def _run_on(self, taken: Taken[Entry]) -> FailedRun | None:
-        """In the engine's thread: runs batches for as long as that goes well.
-
-        The event loop delivers each while the next runs. Between two batches the engine does not wait for the event
-        loop, which has the callers of the last one to serve.
-        """
-        tell = self._event_loop.call_soon_threadsafe
-        while True:
-            batch = self._batch = taken.batch
-            try:
-                checked = self._run_timed([entry.input for entry in batch])
-            except Exception as error:  # whatever the runtime raises
-                return FailedRun(batch, taken.closed_by, error)
-            if not any(checked.finite):
-                tell(self._deliver, batch, checked, taken.closed_by)
-                return FailedRun([], taken.closed_by, ArithmeticError("no sequence had finite numbers"))
-            tell(self._ran, batch, checked, taken.closed_by)
-            if self._closing:
-                return None
-            taken = self._pending.take(self._policy, self._clock.now())
-            tell(self._tell_taken, taken)
-            if not taken.batch:
-                return None
-
-    def _ran(self, batch: list[Entry], checked: Checked, closed_by: ClosedBy) -> None:
-        """Delivers a batch that ran as it should."""
-        self._failures = 0
-        self._deliver(batch, checked, closed_by)
-
-    async def _run_parts(self, failed: FailedRun) -> None:
-        """Runs the halves of a batch that failed, and theirs, so that only the culprit fails."""
-        parts = halves_of(failed.batch)
-        await self._failed(failed.batch, failed.error)
-        while parts:
-            part = [entry for entry in parts.pop() if not entry.gone]
-            if not part:
-                continue
-            try:
-                checked = await self._run_in_engine_thread([entry.input for entry in part])
-            except Exception as error:  # whatever the runtime raises
-                parts += halves_of(part)
-                await self._failed(failed.batch, error)
-            else:
-                self._deliver(part, checked, failed.closed_by)
-                if any(checked.finite):
-                    self._failures = 0
-                else:
-                    await self._failed(failed.batch, ArithmeticError("no sequence had finite numbers"))
-
-    async def _run_in_engine_thread(self, sequences: Sequence[ModelInput]) -> Checked:
-        running = self._running = self._engine_thread.submit(self._run_timed, sequences)
-        return await asyncio.wrap_future(running)
-
-    def _run_timed(self, sequences: Sequence[ModelInput]) -> Checked:
-        """In the engine's thread: one run, whose beginning others can see."""
-        self._run_started_at = self._clock.now()
-        try:
-            return run_checked(self._engine, sequences)
-        finally:
-            self._run_started_at = None
-
-    def _deliver(self, part: list[Entry], checked: Checked, closed_by: ClosedBy) -> None:
+    def on_ran(self, run: Run, checked: Checked) -> None:
         """Gives every entry its own rows."""
         result = checked.result
-        for entry, rows, finite in zip(part, result.rows, checked.finite, strict=True):
+        for entry, rows, finite in zip(run.entries, result.rows, checked.finite, strict=True):
             if finite:
                 entry.deliver(EncodedSequence(rows, entry.started_at - entry.enqueued_at, result.compute_seconds))
             else:
                 entry.ticket.fail(InferenceFailed(f"inputs[{entry.index}]: the model's numbers for it are not finite"))
-        tokens = sum(entry.length for entry in part)
-        self._throughput.add(tokens, result.compute_seconds)
+        tokens = sum(entry.length for entry in run.entries)
+        beside = 1 if run.alone else self._engine.max_parallel_runs  # how many runs share the device, at most
+        self._throughput.add(tokens, result.compute_seconds / beside)
         self._observer.batch_ran(
-            sequences=len(part),
+            sequences=len(run.entries),
             tokens=tokens,
             padded_tokens=result.padded_tokens,
             compute_seconds=result.compute_seconds,
-            closed_by=closed_by,
+            closed_by=run.closed_by,
         )
 
-    # Health
-
-    async def _failed(self, batch: list[Entry], error: Exception) -> None:
-        """Counts a failed run and, after several, finds out whether the input or the engine is to blame."""
+    def on_failed(self, error: Exception) -> None:
+        """Counts and logs it."""
         self._observer.batch_failed()
         logger.warning("a batch failed", extra={"error": repr(error)})
-        self._failures += 1
-        if self._failures < self._limits.failures_before_probe:
-            return
-        self._failures = 0
-        if await self._probe():
-            return
+
+    def on_failed_probe(self, error: Exception) -> None:
+        """Logs it."""
+        logger.warning("the engine failed a probe", extra={"error": repr(error)})
+
+    def on_culprit(self, entry: Entry) -> None:
+        """Fails the call of a sequence that nothing else can be blamed for."""
+        entry.ticket.fail(InferenceFailed(f"inputs[{entry.index}]: the model could not compute it"))
+
+    def on_broken(self, entries: list[Entry], error: Exception) -> None:
+        """Fails everybody, and begins to look whether the engine comes back."""
         self._set_unhealthy(
             f"the engine failed {self._limits.failures_before_probe} times in a row, and then with a known good input",
             error,
         )
         unavailable = EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}")
-        for entry in batch:
-            entry.ticket.fail(unavailable)
+        self._fail(entries, unavailable)
+        self._pending.fail_all(unavailable)
+        if self._recovery is None or self._recovery.done():
+            self._recovery = asyncio.get_running_loop().create_task(self._recover(), name="encserve-recovery")
+
+    def on_crashed(self, entries: list[Entry], error: BaseException) -> None:
+        """Says that nothing will run any more: a dead scheduler must not look healthy."""
+        if self._recovery is not None:
+            self._recovery.cancel()
+        self._set_unhealthy("the scheduler has stopped after an internal error", error)
+        unavailable = EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}")
+        self._fail(entries, unavailable)
         self._pending.fail_all(unavailable)
 
-    async def _probe(self) -> bool:
-        try:
-            checked = await self._run_in_engine_thread([self._probe_input])
-        except Exception as error:  # whatever the runtime raises
-            logger.warning("the engine failed a probe", extra={"error": repr(error)})
-            return False
-        return all(checked.finite)
+    # Health
+
+    def _fail(self, entries: Sequence[Entry], error: EncserveError) -> None:
+        for entry in entries:
+            entry.ticket.fail(error)
 
     async def _recover(self) -> None:
         """Probes until the engine works again; meanwhile `encode` refuses."""
-        while self._unhealthy_reason:
+        while True:
             await self._clock.sleep(self._limits.probe_seconds)
-            if await self._probe():
+            if await self._lanes.probe():
                 logger.warning("the engine works again")
                 self._set_unhealthy("")
+                self._lanes.resume()
+                return
 
     def _set_unhealthy(self, reason: str, error: BaseException | None = None) -> None:
         """Sets or clears the reason, which callers see; the error itself is for the log."""
         if reason:
             logger.error("the engine is unhealthy", extra={"reason": reason, "error": repr(error)})
+        changed = reason != self._unhealthy_reason
         self._unhealthy_reason = reason
-        self._on_health_change()
-
-    def _ended(self, task: "asyncio.Task[None]") -> None:
-        """The loop ends only when it is cancelled. If it fails, that is said: a dead loop must not look healthy."""
-        if not task.cancelled():
-            self._set_unhealthy("the scheduler has stopped after an internal error", task.exception())
-            self._pending.fail_all(EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}"))
+        if changed:
+            self._on_health_change()

@@ -110,7 +110,14 @@ class Settings:
         minimum=1,
     )
     intra_op_threads: int | None = _setting(
-        None, "Threads that share one batch on the CPU. Default: the CPUs this process may use.", minimum=1
+        None, "Threads that run batches on the CPU. Default: the CPUs this process may use.", minimum=1
+    )
+    parallel_batches: int | None = _setting(
+        None,
+        "Batches that run at once. On the CPU each has its share of --intra-op-threads then, and a batch with nobody "
+        "beside it has them all. More makes better use of the CPU when much is waiting; above 1 the weights are held "
+        "in memory twice. Default: a batch for each thread, at most 8; on CUDA 2.",
+        minimum=1,
     )
     tokenizer_threads: int = _setting(1, "Threads that tokenize; a text is tokenized by one.", minimum=1)
     grace_seconds: float = _setting(

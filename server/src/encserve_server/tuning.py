@@ -136,6 +136,7 @@ def measure(
     engine: Engine, bundle: Bundle, policies: Sequence[BatchPolicy], now: Callable[[], float] = time.perf_counter
 ) -> Measured:
     """Runs usual texts under each policy, in turns."""
+    alone = engine.max_parallel_runs == 1  # what matters when much is waiting
     lengths = _affordable([min(length, bundle.max_sequence_tokens) for length in USUAL_LENGTHS], engine, bundle)
     batches = {policy.max_batch_tokens: _batches(lengths, policy) for policy in policies}
     seconds: dict[int, list[list[float]]] = {budget: [[] for _ in its] for budget, its in batches.items()}
@@ -143,7 +144,7 @@ def measure(
     while rounds < _LEAST_ROUNDS or now() - began < _MAX_SECONDS:
         for budget, its in batches.items():
             for times, batch in zip(seconds[budget], its, strict=True):
-                times.append(engine.run([bundle.sample(length) for length in batch]).compute_seconds)
+                times.append(engine.run([bundle.sample(it) for it in batch], alone=alone).compute_seconds)
         rounds += 1
     shortest, second = (
         {budget: sum(sorted(times)[place] for times in its) for budget, its in seconds.items()} for place in (0, 1)
@@ -157,7 +158,8 @@ def measure(
 def _affordable(lengths: list[int], engine: Engine, bundle: Bundle) -> list[int]:
     """As many of the texts as one try has time for, by the speed of one text of usual length."""
     usual = min(43, bundle.max_sequence_tokens)
-    seconds = min(engine.run([bundle.sample(usual)]).compute_seconds for _ in range(2))
+    alone = engine.max_parallel_runs == 1
+    seconds = min(engine.run([bundle.sample(usual)], alone=alone).compute_seconds for _ in range(2))
     tokens = _TRY_SECONDS * usual / seconds
     count = round(len(lengths) * tokens / sum(lengths))
     return lengths[: max(min(count, len(lengths)), _LEAST_TEXTS)]

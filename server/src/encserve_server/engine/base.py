@@ -41,18 +41,27 @@ class EngineInfo:
 
 
 class Engine(Protocol):
-    """Runs one model. Used from one thread at a time."""
+    """Runs one model. At most `max_parallel_runs` threads are in `run` at a time."""
 
     @property
     def info(self) -> EngineInfo:
         """What the model really runs on."""
 
-    def run(self, sequences: Sequence[ModelInput]) -> BatchResult:
+    @property
+    def max_parallel_runs(self) -> int:
+        """How many batches it can run at once, at least 1."""
+
+    @property
+    def widens(self) -> bool:
+        """Whether a batch that runs alone is done sooner because it has the whole device."""
+
+    def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
         """Runs one batch; blocks until it is done.
 
         Args:
             sequences: One or more (seq,) int64 arrays of ids, or (seq, d_model) float32 arrays of vectors, whichever
                 the model takes; each checked.
+            alone: Whether no other batch will begin before this one is done, so that it may have the whole device.
 
         Raises:
             Exception: Whatever the runtime raises; the scheduler then tries smaller batches.

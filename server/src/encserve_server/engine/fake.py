@@ -30,10 +30,22 @@ class FakeEngine:
         poison: An id that makes any batch holding it fail.
         nan_id: An id whose sequence comes out as NaN.
         broken: Makes every batch fail while set.
+        alone: For every batch that was run or tried, whether it had the whole device.
     """
 
-    def __init__(self, d_model: int = 4, *, poison: int | None = None, nan_id: int | None = None) -> None:
-        """Takes the width of its rows and the ids that misbehave."""
+    def __init__(
+        self,
+        d_model: int = 4,
+        *,
+        poison: int | None = None,
+        nan_id: int | None = None,
+        max_parallel_runs: int = 1,
+        widens: bool = True,
+    ) -> None:
+        """Takes the width of its rows, the ids that misbehave, and what it says of running several batches at once."""
+        self.max_parallel_runs = max_parallel_runs
+        self.widens = widens
+        self.alone: list[bool] = []
         self.d_model = d_model
         self.poison = poison
         self.nan_id = nan_id
@@ -67,9 +79,10 @@ class FakeEngine:
             self._passes += 1
             self._gate.notify_all()
 
-    def run(self, sequences: Sequence[ModelInput]) -> BatchResult:
+    def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
         """Runs one batch by formula."""
         self.batches.append([len(ids) for ids in sequences])
+        self.alone.append(alone)
         self.started.release()
         with self._gate:
             if not self._gate.wait_for(lambda: not self._held or self._passes, timeout=60):

@@ -1,4 +1,4 @@
-"""The engine on ONNX Runtime: one session, padded batches; and the inspector, with a session of its own."""
+"""The engine on ONNX Runtime: padded batches; and the inspector, with a session of its own."""
 
 import logging
 import time
@@ -17,37 +17,51 @@ from encserve_server.types import Graph, InspectGraph, InspectKind, InspectTenso
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
 
+# On the CPU, where nobody says otherwise. Each needs memory for its activations.
+_MOST_PARALLEL_RUNS = 8
+
 logger = logging.getLogger(__name__)
 
 
 class OnnxEngine:
-    """Runs one model in one ONNX Runtime session."""
+    """Runs one model in ONNX Runtime.
 
-    def __init__(self, graph: Graph, *, device: str, intra_op_threads: int) -> None:
+    On the CPU there are two sessions of it where batches run side by side: a *wide* one, whose threads share the batch
+    that runs alone, and a *narrow* one, in which each of several batches has a part of the threads. A session cannot
+    change its threads from run to run.
+    """
+
+    def __init__(self, graph: Graph, *, device: str, intra_op_threads: int, parallel_runs: int | None = 1) -> None:
         """Loads the model.
 
         Args:
             graph: The ONNX file and its interface.
             device: "cpu", "cuda", or "auto": CUDA where it really loads, the CPU otherwise, with a warning if CUDA was
                 there but would not load.
-            intra_op_threads: The threads that share one batch on the CPU.
+            intra_op_threads: The CPU's threads that run batches.
+            parallel_runs: How many batches run at once, on the CPU no more than there are threads; None for what suits
+                the device.
 
         Raises:
             DeviceError: CUDA was asked for and does not load; ONNX Runtime alone would fall back in silence.
             BundleError: The file is no model that this ONNX Runtime can run, or its inputs and outputs are others.
         """
         self._graph = graph
-        self._session = _open_session(graph.path, device, intra_op_threads)
-        provider = self._session.get_providers()[0]
+        self._wide = self._narrow = _open_session(graph.path, device, intra_op_threads)
+        provider = self._wide.get_providers()[0]
         self.info = EngineInfo(
             provider=provider,
             device="cuda" if provider == CUDA_PROVIDER else "cpu",
             precision=graph.precision,
             runtime=f"onnxruntime {ort.__version__}",
         )
-        _check_interface(self._session, graph)
+        _check_interface(self._wide, graph)
+        self.max_parallel_runs = _parallel_runs(parallel_runs, self.info.device, intra_op_threads)
+        self.widens = self.info.device == "cpu" and self.max_parallel_runs > 1
+        if self.widens:
+            self._narrow = _open_session(graph.path, "cpu", intra_op_threads // self.max_parallel_runs)
 
-    def run(self, sequences: Sequence[ModelInput]) -> BatchResult:
+    def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
         """Pads the sequences to the longest, runs them, and cuts the padding off again."""
         lengths = np.array([len(it) for it in sequences])  # (batch,)
         longest = int(lengths.max())
@@ -58,7 +72,8 @@ class OnnxEngine:
         padded[mask] = np.concatenate(sequences)
         feeds = _feeds(self._graph, padded, mask.astype(np.int64))
         began = time.perf_counter()
-        (output,) = self._session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
+        session = self._wide if alone else self._narrow
+        (output,) = session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
         compute_seconds = time.perf_counter() - began
         expected = (*mask.shape, self._graph.d_model)
         if output.shape != expected:
@@ -67,8 +82,8 @@ class OnnxEngine:
         return BatchResult(rows=rows, padded_tokens=mask.size, compute_seconds=compute_seconds)
 
     def close(self) -> None:
-        """Frees the session and its memory."""
-        del self._session
+        """Frees the sessions and their memory."""
+        del self._wide, self._narrow
 
 
 class OnnxInspector:
@@ -108,6 +123,13 @@ class OnnxInspector:
     def close(self) -> None:
         """Frees the session and its memory."""
         del self._session
+
+
+def _parallel_runs(asked: int | None, device: str, threads: int) -> int:
+    """How many batches run at once."""
+    if device == "cuda":
+        return asked or 2  # one is laid out and cut while the other runs
+    return min(asked or _MOST_PARALLEL_RUNS, threads)
 
 
 def _feeds(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> dict[str, Any]:
