@@ -1,6 +1,5 @@
 """`encserve-server`: flags and environment → Settings → serve."""
 
-import asyncio
 import dataclasses
 import logging
 import os
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import uvloop
 
 from encserve_server import __version__, logs
 from encserve_server.app import serve
@@ -56,7 +56,7 @@ def main(**values: Any) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     logs.configure(settings.log_level, settings.log_format)
-    leave(asyncio.run(serve(settings)))
+    leave(uvloop.run(serve(settings)))
 
 
 def leave(status: int) -> None:

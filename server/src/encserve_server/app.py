@@ -34,7 +34,7 @@ from encserve_server.models import Catalog, RequestLimits, ServedModel
 from encserve_server.scheduler import Scheduler, SchedulerLimits
 from encserve_server.service import METHODS, SERVICE_NAME, EncoderService
 from encserve_server.settings import MIB, Settings
-from encserve_server.status import StatusInterceptor
+from encserve_server.status import RpcGuard
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class App:
         self.metrics = Metrics(self.registry)
         self.catalog = Catalog()
         self._models: list[ServedModel] = []  # those loaded so far
-        self._interceptor = StatusInterceptor(self.metrics, SERVICE_NAME, METHODS)
+        self._guard = RpcGuard(self.metrics, SERVICE_NAME, METHODS)
         self._clock = MonotonicClock()
         self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
         self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load")
@@ -143,7 +143,7 @@ class App:
             await asyncio.sleep(_REFUSING_SECONDS)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(grace_ends - self._clock.now(), 0)):
-                await self._interceptor.idle.wait()
+                await self._guard.idle.wait()
         await server.stop(max(grace_ends - self._clock.now(), 0))
 
     def _start_metrics(self) -> None:
@@ -160,7 +160,6 @@ class App:
     async def _start_grpc(self) -> None:
         settings = self.settings
         server = grpc.aio.server(
-            interceptors=[self._interceptor],
             options=[
                 # On by default: a second server on a taken port would start in silence and take half the calls.
                 ("grpc.so_reuseport", 0),
@@ -171,7 +170,7 @@ class App:
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
-        server.add_generic_rpc_handlers((self._service.handler(),))
+        server.add_generic_rpc_handlers((self._service.handler(self._guard),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         if settings.reflection:
             names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -75,9 +75,9 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> pb
     for output in call.outputs:
         ragged = build_output(rows, special, output, call.data_type)
         response.outputs.add(
-            kind=pb.OutputKind.Name(output.kind.value),
+            kind=output.kind.value,
             l2_normalized=output.l2_normalize,
-            data_type=pb.DataType.Name(call.data_type.value),
+            data_type=call.data_type.value,
             width=model.bundle.d_model,
             lengths=ragged.lengths,
             data=ragged.data,

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from enum import Enum
 from typing import Any
@@ -16,7 +16,7 @@ from encserve_server.clock import Clock
 from encserve_server.errors import DeadlineExpired, Draining, InvalidField, ResponseTooLarge
 from encserve_server.metrics import Metrics
 from encserve_server.models import Catalog, EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
-from encserve_server.status import to_failure
+from encserve_server.status import RpcGuard, to_failure
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 # Each method with its type, as grpc_server_* metrics name it.
@@ -26,6 +26,11 @@ METHODS = {
     "Inspect": "server_stream",
     "ListModels": "unary",
     "GetModel": "unary",
+}
+_HANDLERS: dict[str, Callable[[Any], "grpc.RpcMethodHandler[Any, Any]"]] = {
+    "unary": grpc.unary_unary_rpc_method_handler,
+    "server_stream": grpc.unary_stream_rpc_method_handler,
+    "bidi_stream": grpc.stream_stream_rpc_method_handler,
 }
 # A reply larger than this is built in a thread: on the event loop it would hold up everybody else.
 _INLINE_REPLY_BYTES = 256 * 1024
@@ -58,18 +63,17 @@ class EncoderService:
         self._max_stream_in_flight = max_stream_in_flight
         self._draining = asyncio.Event()
 
-    def handler(self) -> grpc.GenericRpcHandler:
+    def handler(self, guard: RpcGuard) -> grpc.GenericRpcHandler:
         """What to add to a server. No (de)serialisers: handlers take and give bytes."""
-        return grpc.method_handlers_generic_handler(
-            SERVICE_NAME,
-            {
-                "Encode": grpc.unary_unary_rpc_method_handler(self.encode),
-                "EncodeStream": grpc.stream_stream_rpc_method_handler(self.encode_stream),
-                "Inspect": grpc.unary_stream_rpc_method_handler(self.inspect),
-                "ListModels": grpc.unary_unary_rpc_method_handler(self.list_models),
-                "GetModel": grpc.unary_unary_rpc_method_handler(self.get_model),
-            },
-        )
+        methods: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {
+            "Encode": self.encode,
+            "EncodeStream": self.encode_stream,
+            "Inspect": self.inspect,
+            "ListModels": self.list_models,
+            "GetModel": self.get_model,
+        }
+        handlers = {name: _HANDLERS[METHODS[name]](guard.wrap(name, method)) for name, method in methods.items()}
+        return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
 
     def drain(self) -> None:
         """From now on new requests get Draining, and streams end once what they have read is answered."""

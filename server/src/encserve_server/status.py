@@ -126,10 +126,11 @@ def code_label(code: grpc.StatusCode) -> str:
 Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 
 
-class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Turns errors into statuses and counts RPCs, for the methods of one service; others pass untouched.
+class RpcGuard:
+    """Turns errors into statuses and counts RPCs, for the methods of one service.
 
-    Health checks are not counted: they would drown the traffic that dashboards are about.
+    Handlers are wrapped once, when they are registered: for an interceptor gRPC builds a chain of coroutines in every
+    call. Health checks are not counted: they would drown the traffic that dashboards are about.
 
     Attributes:
         idle: Set while no RPC is being worked on.
@@ -141,29 +142,15 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self._active = 0
         self.idle = asyncio.Event()
         self.idle.set()
-        self._methods = {f"/{service}/{name}": (kind, service, name) for name, kind in methods.items()}
-        metrics.zero(self._methods.values(), map(code_label, grpc.StatusCode), REASONS)
+        self._labels = {name: (kind, service, name) for name, kind in methods.items()}
+        metrics.zero(self._labels.values(), map(code_label, grpc.StatusCode), REASONS)
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        """Wraps the handler of one of our methods."""
-        handler = await continuation(handler_call_details)
-        labels = self._methods.get(handler_call_details.method)
-        if handler is None or labels is None:
-            return handler
-        if handler.stream_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(self._wrap(handler.stream_stream, labels))
-        if handler.unary_stream is not None:
-            return grpc.unary_stream_rpc_method_handler(self._wrap(handler.unary_stream, labels))
-        return grpc.unary_unary_rpc_method_handler(self._wrap(handler.unary_unary, labels))
-
-    def _wrap(self, inner: Handler, labels: tuple[str, str, str]) -> Any:
-        metrics = self._metrics
+    def wrap(self, method: str, inner: Handler) -> Handler:
+        """A method's handler that counts what `inner` does and turns its errors into statuses."""
+        metrics, labels = self._metrics, self._labels[method]
         started = metrics.started.labels(*labels)
         handling_seconds = metrics.handling_seconds.labels(*labels)
+        handled = {code: metrics.handled.labels(*labels, code_label(code)) for code in grpc.StatusCode}
 
         @functools.wraps(inner)
         async def wrapped(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
@@ -187,7 +174,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
                 await context.abort(code, failure.text, failure.trailers)
             finally:
                 self._count_active(-1)
-                metrics.handled.labels(*labels, code_label(code)).inc()
+                handled[code].inc()
                 handling_seconds.observe(time.perf_counter() - began)
 
         return wrapped
