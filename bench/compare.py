@@ -15,6 +15,7 @@ import json
 import os
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -26,11 +27,26 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
+from comparison.empty_server import empty_calls, empty_server
 from comparison.load import load_process
 from comparison.machine import OtherWork, describe_machine, load_average
 from comparison.report import print_report, to_json, warnings
 from comparison.rounds import Measurement, Patience, Side, measure
-from comparison.sides import CEILING, calls_of, encserve_sides, engine_sides, sweep_budgets, torch_sides
+from comparison.sides import (
+    CEILING,
+    NAIVE,
+    WINDOW,
+    calls_of,
+    empty_side,
+    encserve_sides,
+    engine_sides,
+    naive_side,
+    padding_graph,
+    read_encoder,
+    run_side_by_side,
+    sweep_budgets,
+    torch_sides,
+)
 from comparison.workload import LENGTHS, Workload, read_workload
 from real_server import real_server
 
@@ -38,6 +54,7 @@ from encserve_client import EncoderClient
 from encserve_server.bundle import Bundle, find_bundles, read_bundle
 from encserve_server.cpus import usable_cpus
 from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.types import Graph
 
 AGREEING = 8  # sequences whose rows are compared before anything is measured
 TOLERANCE = 5e-5  # of a row's norm, as everywhere in this project
@@ -119,28 +136,38 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         longest=bundle.max_sequence_tokens,
     )
     announce(bundle, machine, workload)
-    engine = OnnxEngine(bundle.graph, device="cpu", intra_op_threads=usable_cpus())
-    stack.callback(engine.close)
+    engine = _open_engine(bundle.graph, stack)
     flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu", *shlex.split(options.server_flags)]
     server = stack.enter_context(real_server(options.models, *flags))
     load = stack.enter_context(load_process(server.target, calls_of(workload)))
     first = workload.sequences[:AGREEING]
+    empty = stack.enter_context(
+        load_process(stack.enter_context(empty_server()), {"empty": empty_calls(workload.sequences, bundle.d_model)})
+    )
     with EncoderClient(server.target) as client:
         rows = {"encserve": list(client.encode(first))}
-    pids = (os.getpid(), server.process.pid, load.pid)
+    pids = (os.getpid(), server.process.pid, load.pid, empty.pid)
     others, patience = OtherWork(pids), Patience(options.patience, lambda: OtherWork(pids).share)
 
     budgets = sweep_budgets(engine, workload, options.seed)
     best = max(budgets, key=lambda it: budgets[it])
     console.print("tokens/s by budget: " + ", ".join(f"{it}: {rate:,.0f}" for it, rate in budgets.items()))
-    sides = engine_sides(engine, workload, best)
+    parallel_budgets = sweep_budgets(engine, workload, options.seed, run_side_by_side)
+    sides = engine_sides(engine, workload, best, max(parallel_budgets, key=lambda it: parallel_budgets[it]))
     if options.checkpoint:
-        of_torch, encode = torch_sides(options.checkpoint, usable_cpus(), workload)
+        encoder = read_encoder(options.checkpoint)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        padding = _open_engine(padding_graph(encoder, bundle.graph, folder), stack)
+        rows["the graph that pads"] = [padding.run([it]).rows[0] for it in first]
+        sides.append(
+            naive_side(NAIVE, f"naive batcher: {WINDOW} in order of arrival, everything padded", padding, workload)
+        )
+        of_torch, encode = torch_sides(encoder, usable_cpus(), workload)
         rows["PyTorch"] = [encode(it) for it in first]
         sides += of_torch
     else:
-        console.print("PyTorch is left out: --checkpoint names no directory")
-    sides += encserve_sides(load, workload)
+        console.print("PyTorch and the naive batcher are left out: --checkpoint names no directory")
+    sides += [empty_side(empty, workload), *encserve_sides(load, workload)]
     agreement = check_agreement(engine, rows, workload)
     found = measure(chosen(sides, options.only), options.rounds, options.seed, show_round, patience)
     share = others.share()
@@ -161,6 +188,12 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         "warnings": warnings(load_before, found),
     }
     return to_json(chosen(sides, options.only), found, context)
+
+
+def _open_engine(graph: Graph, stack: ExitStack) -> OnnxEngine:
+    engine = OnnxEngine(graph, device="cpu", intra_op_threads=usable_cpus(), parallel_runs=None)
+    stack.callback(engine.close)
+    return engine
 
 
 def chosen(sides: Sequence[Side], only: Sequence[str] | None) -> list[Side]:

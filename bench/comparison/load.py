@@ -15,6 +15,7 @@ from comparison.rounds import Measurement
 from comparison.workload import Sequence64
 from encserve_proto.v1 import encoder_pb2 as pb
 
+_OPTIONS = [("grpc.max_receive_message_length", -1)]
 METHOD = "/encserve.v1.EncoderService/Encode"
 
 Call = tuple[int, bytes]  # its tokens, and the serialised request
@@ -77,7 +78,26 @@ def _ask_when_told(target: str, kinds: dict[str, list[Call]], pipe: Connection) 
                 kind, callers, count = pipe.recv()
             except EOFError:  # nobody will ask any more
                 return
-            pipe.send(runner.run(closed_loop(target, kinds[kind], callers=callers, count=count)))
+            if callers == 1:
+                pipe.send(one_caller(target, kinds[kind], count=count))
+            else:
+                pipe.send(runner.run(closed_loop(target, kinds[kind], callers=callers, count=count)))
+
+
+def one_caller(target: str, calls: Sequence[Call], *, count: int) -> Measurement:
+    """Makes `count` calls one after another, each blocking until its reply is there, as `EncoderClient` does."""
+    latencies: list[tuple[int, float]] = []
+    with grpc.insecure_channel(target, options=_OPTIONS) as channel:
+        grpc.channel_ready_future(channel).result(timeout=60)
+        send: Any = channel.unary_unary(METHOD)
+        began = time.perf_counter()
+        for number in range(count):
+            tokens, request = calls[number % len(calls)]
+            sent = time.perf_counter()
+            send(request)
+            latencies.append((tokens, time.perf_counter() - sent))
+        seconds = time.perf_counter() - began
+    return Measurement(sum(tokens for tokens, _ in latencies), seconds, latencies)
 
 
 async def closed_loop(target: str, calls: Sequence[Call], *, callers: int, count: int) -> Measurement:
@@ -85,8 +105,7 @@ async def closed_loop(target: str, calls: Sequence[Call], *, callers: int, count
 
     Replies are read and not parsed.
     """
-    options = [("grpc.max_receive_message_length", -1)]
-    async with grpc.aio.insecure_channel(target, options=options) as channel:
+    async with grpc.aio.insecure_channel(target, options=_OPTIONS) as channel:
         await channel.channel_ready()
         send: Any = channel.unary_unary(METHOD)
         numbers = iter(range(count))  # shared by the callers

@@ -2,6 +2,9 @@
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ from comparison.rounds import NO_PATIENCE, Measurement, Side, measure
 from comparison.workload import Sequence64, Workload, cycled, sorted_batches, windows
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.types import Graph
 
 BUDGETS = (128, 256, 384, 512, 768, 1024, 2048)  # padded tokens
 SWEEP_ROUNDS = 2
@@ -24,8 +28,8 @@ SLICE = 3 * WINDOW
 PASSES = 2  # times that 64 callers ask for everything: less of it is beginning and end, when fewer of them are busy
 
 # What the other sides are a ratio of.
-CEILING, NAIVE = "ceiling", "naive"
-BARE, ONE = "bare", "encserve-1"
+CEILING, NAIVE, NAIVE_PACKED, PARALLEL = "ceiling", "naive", "naive-packed", "parallel"
+BARE, ONE, EMPTY = "bare", "encserve-1", "empty"
 LARGE, MANY, POOLED = "encserve-4x256", "encserve-64", "encserve-64-pooled"
 
 
@@ -44,55 +48,93 @@ def run_singly(engine: OnnxEngine, sequences: Sequence[Sequence64]) -> Measureme
     return Measurement(sum(map(len, sequences)), sum(seconds for _, seconds in latencies), latencies)
 
 
-def sweep_budgets(engine: OnnxEngine, workload: Workload, seed: int) -> dict[int, float]:
+def run_side_by_side(engine: OnnxEngine, batches: Sequence[Sequence[Sequence64]]) -> Measurement:
+    """Runs as many batches at once as the engine can. Timed from the first to the last, padding and cutting too."""
+    began = time.perf_counter()
+    with ThreadPoolExecutor(engine.max_parallel_runs) as threads:
+        list(threads.map(partial(engine.run, alone=False), batches))
+    return Measurement(sum(len(it) for batch in batches for it in batch), time.perf_counter() - began)
+
+
+Run = Callable[[OnnxEngine, Sequence[Sequence[Sequence64]]], Measurement]
+
+
+def sweep_budgets(engine: OnnxEngine, workload: Workload, seed: int, run: Run = run_batches) -> dict[int, float]:
     """Tokens/s of sorted batches by their budget of padded tokens, interleaved; of each the best round.
 
     A machine that is not quiet only ever takes time away, and a ceiling is what is possible.
     """
-    sides = [_batches_side(str(it), "", engine, sorted_batches(workload.sequences, it)) for it in BUDGETS]
-    run_batches(engine, sorted_batches(workload.sequences, BUDGETS[-1]))  # memory is taken now
+    batches = {budget: sorted_batches(workload.sequences, budget) for budget in BUDGETS}
+    sides = [Side(str(budget), "", partial(run, engine, its)) for budget, its in batches.items()]
+    run(engine, batches[BUDGETS[-1]])  # memory is taken now
     found = measure(sides, SWEEP_ROUNDS, seed, lambda *_: None, NO_PATIENCE)
     return {int(name): max(it.tokens_per_second for it in its) for name, its in found.items()}
 
 
-def _batches_side(name: str, label: str, engine: OnnxEngine, batches: Sequence[Sequence[Sequence64]]) -> Side:
-    return Side(name, label, lambda: run_batches(engine, batches))
+def engine_sides(engine: OnnxEngine, workload: Workload, best_budget: int, best_parallel_budget: int) -> list[Side]:
+    """The sides that run the bundle's graph on ONNX Runtime in this process.
 
-
-def engine_sides(engine: OnnxEngine, workload: Workload, best_budget: int) -> list[Side]:
-    """The sides that run ONNX Runtime in this process."""
+    Args:
+        engine: The graph.
+        workload: What they run.
+        best_budget: The best number of padded tokens in a batch for one run at a time.
+        best_parallel_budget: The same for several runs at once.
+    """
     in_windows = windows(workload.sequences, WINDOW)
-    run_batches(engine, [max(in_windows, key=lambda it: max(map(len, it)))])  # memory for the largest is taken now
     sides = [
-        _batches_side(
+        Side(
             CEILING,
             f"ceiling: session.run alone, all sorted, {best_budget} padded tokens",
-            engine,
-            sorted_batches(workload.sequences, best_budget),
+            partial(run_batches, engine, sorted_batches(workload.sequences, best_budget)),
+        ),
+        Side(
+            PARALLEL,
+            f"the same, {engine.max_parallel_runs} runs at once, {best_parallel_budget} padded tokens",
+            partial(run_side_by_side, engine, sorted_batches(workload.sequences, best_parallel_budget)),
         ),
         Side(BARE, "session.run alone, one sequence at a time", lambda: run_singly(engine, workload.sequences[:SLICE])),
-        _batches_side(NAIVE, f"naive batcher: {WINDOW} in order of arrival, ONNX Runtime", engine, in_windows),
+        naive_side(NAIVE_PACKED, f"{WINDOW} in order of arrival, encserve's graph", engine, workload),
     ]
     for budget in (256, 512):
         batches = [batch for window in in_windows for batch in sorted_batches(window, budget)]
         label = f"windows of {WINDOW}, sorted, {budget} padded tokens"
-        sides.append(_batches_side(f"windows-{budget}", label, engine, batches))
+        sides.append(Side(f"windows-{budget}", label, partial(run_batches, engine, batches)))
     return sides
+
+
+def naive_side(name: str, label: str, engine: OnnxEngine, workload: Workload) -> Side:
+    """Batches in order of arrival, each padded to its longest."""
+    in_windows = windows(workload.sequences, WINDOW)
+    run_batches(engine, [max(in_windows, key=lambda it: max(map(len, it)))])  # memory for the largest is taken now
+    return Side(name, label, partial(run_batches, engine, in_windows))
 
 
 # PyTorch in this process.
 
 
-def torch_sides(checkpoint: Path, threads: int, workload: Workload) -> tuple[list[Side], Callable[[Sequence64], Any]]:
-    """The sides that run the exporter's encoder in PyTorch, eagerly; and what gives the (seq, d_model) rows of one."""
-    import torch
-
+def read_encoder(checkpoint: Path) -> Any:
+    """The exporter's `Encoder` with the weights of a checkpoint in the layout of Hugging Face."""
     from encserve_export.layouts import hf_bert
     from encserve_export.weights import read_json, read_weights
 
-    torch.set_num_threads(threads)
     layout = hf_bert.read_layout(read_json(checkpoint / "config.json"))
-    encoder = layout.load(hf_bert.plain_names(read_weights(checkpoint).tensors)).eval()
+    return layout.load(hf_bert.plain_names(read_weights(checkpoint).tensors)).eval()
+
+
+def padding_graph(encoder: Any, graph: Graph, folder: Path) -> Graph:
+    """The same encoder as other exporters write it: every layer runs on (batch, seq, n), padding included."""
+    from export_variants import write_variant
+
+    path = folder / "padded.onnx"
+    write_variant("padded-3d", encoder, path)
+    return replace(graph, path=path)
+
+
+def torch_sides(encoder: Any, threads: int, workload: Workload) -> tuple[list[Side], Callable[[Sequence64], Any]]:
+    """The sides that run the exporter's encoder in PyTorch, eagerly; and what gives the (seq, d_model) rows of one."""
+    import torch
+
+    torch.set_num_threads(threads)
 
     def encode(batch: Sequence[Sequence64]) -> tuple[Any, float]:
         """(batch, seq, d_model) and the encoder's own time in seconds."""
@@ -135,6 +177,12 @@ def calls_of(workload: Workload) -> dict[str, Any]:
         "pooled": make_calls(singly, pb.OUTPUT_KIND_MEAN),
         "large": make_calls(large, pb.OUTPUT_KIND_TOKENS),
     }
+
+
+def empty_side(load: LoadProcess, workload: Workload) -> Side:
+    """Calls of the same sizes that nothing is computed for; their latency is what counts."""
+    count = min(SLICE, len(workload.sequences))
+    return Side(EMPTY, "an empty gRPC call of that size, 1 caller", lambda: load.ask("empty", callers=1, count=count))
 
 
 def encserve_sides(load: LoadProcess, workload: Workload) -> list[Side]:

@@ -20,7 +20,7 @@ from comparison.rounds import (
     ratios,
     spread,
 )
-from comparison.sides import BARE, CEILING, LARGE, MANY, NAIVE, ONE
+from comparison.sides import BARE, CEILING, EMPTY, LARGE, MANY, NAIVE, NAIVE_PACKED, ONE, PARALLEL
 from comparison.targets import check_targets
 from comparison.workload import LENGTHS, Sequence64, cycled, draw_lengths, read_workload, sorted_batches, windows
 from hypothesis import given
@@ -181,20 +181,19 @@ def test_a_noisy_machine_is_said_to_be_noisy() -> None:
 
 
 def test_it_runs_and_writes_what_it_found(tmp_path: Path) -> None:
-    config = {"vocab_size": 60, "d_model": 16, "n_heads": 2, "d_ff": 32, "n_layers": 1, "max_sequence_tokens": 256}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    flags = ["--config", str(tmp_path / "config.json"), "--output", str(tmp_path / "models"), "--name", "tiny"]
-    export(["init", *flags], standalone_mode=False)
+    checkpoint = ROOT / "tests/data/hf-bert"
+    export(["hf", str(checkpoint), "--output", str(tmp_path / "models"), "--name", "tiny"], standalone_mode=False)
     command = [sys.executable, "bench/compare.py", str(tmp_path / "models"), "--json", str(tmp_path / "found.json")]
-    command += ["--rounds", "1", "--sequences", "70"]
+    command += ["--checkpoint", str(checkpoint), "--rounds", "1", "--sequences", "70"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ratio to ceiling" in done.stdout
     found = json.loads((tmp_path / "found.json").read_text())
     assert {"model", "machine", "load_average", "workload", "sweep", "agreement", "rounds", "warnings"} <= set(found)
     assert found["workload"]["sequences"] == 70
-    assert found["agreement"]["encserve"] < 5e-5
-    assert {CEILING, BARE, NAIVE, ONE, LARGE, MANY} <= set(found["sides"])
+    assert set(found["agreement"]) == {"encserve", "the graph that pads", "PyTorch"}
+    assert max(found["agreement"].values()) < 5e-5
+    assert {CEILING, PARALLEL, BARE, NAIVE, NAIVE_PACKED, EMPTY, ONE, LARGE, MANY, "torch"} <= set(found["sides"])
     for side in found["sides"].values():
         assert len(side["tokens_per_second"]) == 1
         assert set(side["ratio_to_ceiling"]) == {"low", "median", "high"}
