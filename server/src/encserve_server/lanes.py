@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from encserve_server.batching import BatchPolicy, Taken
+from encserve_server.batching import BatchPolicy
 from encserve_server.clock import Clock
 from encserve_server.engine.base import Engine
 from encserve_server.pending import Entry, PendingQueue
@@ -40,8 +40,8 @@ class Run:
 class LaneListener(Protocol):
     """Who is told what the lanes do, always on the event loop, in the order in which it happened."""
 
-    def on_taken(self, taken: Taken[Entry]) -> None:
-        """These have left the queue."""
+    def on_expired(self, entries: list[Entry]) -> None:
+        """The deadline of these has passed; they will not run."""
 
     def on_ran(self, run: Run, checked: Checked) -> None:
         """A batch, or a part of one, has run."""
@@ -195,8 +195,8 @@ class Lanes:
             else:
                 self._active -= 1
                 run = None
-        if taken is not None:
-            self._tell(self._listener.on_taken, taken)
+        if taken is not None and taken.expired:
+            self._tell(self._listener.on_expired, taken.expired)
         return run
 
     def _wake(self) -> None:

@@ -160,7 +160,7 @@ class ModelMetrics:
         self._failed_batches.inc()
 
     def waited(self, queue_seconds: float) -> None:
-        """A sequence left the queue to run."""
+        """A sequence that has run had waited so long in the queue."""
         self._queue_seconds.observe(queue_seconds)
 
     def expired(self) -> None:

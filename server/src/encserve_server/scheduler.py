@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from encserve_server.batching import BatchPolicy, Taken
+from encserve_server.batching import BatchPolicy
 from encserve_server.clock import Clock
 from encserve_server.engine.base import Engine
 from encserve_server.errors import (
@@ -43,7 +43,7 @@ class SchedulerObserver(QueueObserver, Protocol):
         """The engine raised for a batch."""
 
     def waited(self, queue_seconds: float) -> None:
-        """A sequence left the queue to run."""
+        """A sequence that has run had waited so long in the queue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,18 +199,18 @@ class Scheduler:
 
     # What the lanes tell
 
-    def on_taken(self, taken: Taken[Entry]) -> None:
-        """Tells who has left the queue: callers, that their time is up; the observer, how long each has waited."""
-        self._fail(taken.expired, DeadlineExpired("the deadline passed while the request was queued"))
-        for entry in taken.batch:
-            self._observer.waited(entry.started_at - entry.enqueued_at)
+    def on_expired(self, entries: list[Entry]) -> None:
+        """Tells callers that their time is up."""
+        self._fail(entries, DeadlineExpired("the deadline passed while the request was queued"))
 
     def on_ran(self, run: Run, checked: Checked) -> None:
         """Gives every entry its own rows."""
         result = checked.result
         for entry, rows, finite in zip(run.entries, result.rows, checked.finite, strict=True):
+            queue_seconds = entry.started_at - entry.enqueued_at
+            self._observer.waited(queue_seconds)
             if finite:
-                entry.deliver(EncodedSequence(rows, entry.started_at - entry.enqueued_at, result.compute_seconds))
+                entry.deliver(EncodedSequence(rows, queue_seconds, result.compute_seconds))
             else:
                 entry.ticket.fail(InferenceFailed(f"inputs[{entry.index}]: the model's numbers for it are not finite"))
         tokens = sum(entry.length for entry in run.entries)
