@@ -213,6 +213,7 @@ def test_a_closed_loop_counts_what_ended_in_time() -> None:
     assert (result.calls, result.sequences, result.tokens) == (2, 3, 16)
     assert result.latency_seconds.tolist() == [2.0, 0.5]
     assert result.errors == {"UNAVAILABLE": 1}
+    assert result.error_latency_seconds.tolist() == pytest.approx([0.1])
     assert (result.calls_per_second, result.sequences_per_second, result.tokens_per_second) == (0.2, 0.3, 1.6)
     assert len(result.lateness_seconds) == 0
     assert not result.interrupted
@@ -227,6 +228,7 @@ def test_an_open_loop_counts_from_when_calls_were_due() -> None:
     assert result.latency_seconds.tolist() == [0.5, 3.5, 7.0]
     assert result.lateness_seconds.tolist() == [0.25, 0.0]
     assert (result.held_calls, result.errors) == (2, {NOT_SENT: 1})
+    assert len(result.error_latency_seconds) == 0, "what was never sent did not fail at any speed"
     assert result.calls == 3  # those answered from 10 to 20, the one of the warm-up among them
     assert result.error_examples == {NOT_SENT: f"about {NOT_SENT}"}
 

@@ -65,6 +65,7 @@ class LoadResult:
             its caller is free. Without those that failed.
         errors: How many calls failed, by status and the server's reason, such as "RESOURCE_EXHAUSTED QUEUE_FULL".
         error_examples: The text of the first error of each kind, in the warm-up or after.
+        error_latency_seconds: (errors,) from when a call was sent until it failed.
         lateness_seconds: (calls,) from when a call was due until the generator sent it, without those that had to
             wait for a place; empty in a closed loop. It is the generator's own fault, and part of the latency.
         held_calls: How many calls had to wait for a place because too many were out.
@@ -86,6 +87,7 @@ class LoadResult:
     latency_seconds: Seconds
     errors: dict[str, int]
     error_examples: dict[str, str] = field(default_factory=dict)
+    error_latency_seconds: Seconds = field(default_factory=lambda: np.empty(0))
     lateness_seconds: Seconds = field(default_factory=lambda: np.empty(0))
     held_calls: int = 0
     generator_cpu_seconds: float = 0.0
@@ -137,7 +139,7 @@ def merge_samples(
     totals: Counter[str] = Counter()
     errors: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    latencies, lateness, held = [], [], 0
+    latencies, error_latencies, lateness, held = [], [], [], 0
     for part in parts:
         due, sent, done, index, label, was_held = part.table().T
         counts = (due >= start) & (due < ended) if is_open else (done >= start) & (done < ended)
@@ -147,6 +149,8 @@ def merge_samples(
         totals["sequences"] += int(sequences[answered].sum())
         totals["tokens"] += int(tokens_by_call[answered].sum())
         latencies.append((done - due)[counts & is_right])
+        is_sent = label != (part.labels.index(NOT_SENT) if NOT_SENT in part.labels else -1)
+        error_latencies.append((done - sent)[counts & ~is_right & is_sent])
         for number, count in zip(*np.unique(label[counts & ~is_right], return_counts=True), strict=True):
             errors[part.labels[int(number)]] += int(count)
         examples = part.examples | examples
@@ -166,6 +170,7 @@ def merge_samples(
         latency_seconds=np.concatenate([np.empty(0), *latencies]),
         errors=dict(sorted(errors.items())),
         error_examples=examples,
+        error_latency_seconds=np.concatenate([np.empty(0), *error_latencies]),
         lateness_seconds=np.concatenate([np.empty(0), *lateness]),
         held_calls=held,
         generator_cpu_seconds=sum(part.cpu_seconds for part in parts),

@@ -74,6 +74,11 @@ def run(result: LoadResult) -> dict[str, Any]:
             {"status": status, "count": count, "example": result.error_examples.get(status, "")}
             for status, count in result.errors.items()
         ],
+        "error_latency_seconds": {
+            "p50": percentile(result.error_latency_seconds, 50),
+            "p99": percentile(result.error_latency_seconds, 99),
+            "max": percentile(result.error_latency_seconds, 100),
+        },
         "lateness_seconds": {
             "p99": percentile(result.lateness_seconds, 99),
             "max": percentile(result.lateness_seconds, 100),

@@ -98,6 +98,9 @@ def _notes(settings: Any, info: ModelInfo, workload: Workload, results: Sequence
         lines += [
             f"{name}: {count:,} x {status}: {it.error_examples.get(status, '')}" for status, count in it.errors.items()
         ]
+        if len(it.error_latency_seconds):
+            p50, p99 = (percentile(it.error_latency_seconds, percent) for percent in (50, 99))
+            lines.append(f"{name}: errors came {_ms(p50)} ms after the call (p50), {_ms(p99)} ms (p99)")
         if it.server is not None:
             if _is_another(it, it.server, workload):
                 lines.append(
