@@ -28,9 +28,9 @@ class EngineInfo:
     """What the model really runs on.
 
     Attributes:
-        provider: The execution provider in use, e.g. "CUDAExecutionProvider".
+        provider: ONNX Runtime's execution provider in use, e.g. "CUDAExecutionProvider", or "OpenVINO".
         device: "cpu" or "cuda".
-        precision: The type it computes in, e.g. "float32".
+        precision: The type it really computes in, e.g. "float32".
         runtime: What runs it, with its version, e.g. "onnxruntime 1.31.1".
     """
 

@@ -4,13 +4,12 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 
 from encserve_server.engine.base import BatchResult, EngineInfo
+from encserve_server.engine.padding import cut, feeds_of, lay_out
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.types import Graph, InspectGraph, InspectKind, InspectTensor, ModelInput, Numbers
 
@@ -49,22 +48,12 @@ class OnnxEngine:
 
     def run(self, sequences: Sequence[ModelInput]) -> BatchResult:
         """Pads the sequences to the longest, runs them, and cuts the padding off again."""
-        lengths = np.array([len(it) for it in sequences])  # (batch,)
-        longest = int(lengths.max())
-        mask = np.arange(longest) < lengths[:, None]  # (batch, seq)
-        first = sequences[0]
-        fill = 0 if self._graph.takes_vectors else self._graph.pad_token_id
-        padded = np.full(mask.shape + first.shape[1:], fill, first.dtype)  # (batch, seq) or (batch, seq, d_model)
-        padded[mask] = np.concatenate(sequences)
-        feeds = _feeds(self._graph, padded, mask.astype(np.int64))
+        feeds, lengths = lay_out(self._graph, sequences)
         began = time.perf_counter()
         (output,) = self._session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
         compute_seconds = time.perf_counter() - began
-        expected = (*mask.shape, self._graph.d_model)
-        if output.shape != expected:
-            raise RuntimeError(f"the model gave an output of shape {output.shape} where {expected} was due")
-        rows = [output[i, :length] for i, length in enumerate(lengths)]
-        return BatchResult(rows=rows, padded_tokens=mask.size, compute_seconds=compute_seconds)
+        rows = cut(self._graph, output, lengths)
+        return BatchResult(rows, int(lengths.max()) * len(lengths), compute_seconds)
 
     def close(self) -> None:
         """Frees the session and its memory."""
@@ -94,7 +83,7 @@ class OnnxInspector:
         """Runs one sequence and keeps what is wanted; what is not is never copied out."""
         names = [_output_names(self._inspect, kind, layers) for kind, layers in wanted]
         mask = np.ones((1, len(sequence)), np.int64)  # (1, seq)
-        feeds = _feeds(self._inspect.graph, sequence[None], mask)
+        feeds = feeds_of(self._inspect.graph, sequence[None], mask)
         began = time.perf_counter()
         outputs = self._session.run([name for its in names for name in its], feeds)
         compute_seconds = time.perf_counter() - began
@@ -108,14 +97,6 @@ class OnnxInspector:
     def close(self) -> None:
         """Frees the session and its memory."""
         del self._session
-
-
-def _feeds(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> dict[str, Any]:
-    """What a session is given for (batch, seq) ids or (batch, seq, d_model) vectors, and their (batch, seq) mask."""
-    feeds = {graph.input_name: padded, graph.attention_mask_name: mask}
-    if graph.token_type_ids_name:
-        feeds[graph.token_type_ids_name] = np.zeros_like(mask)  # (batch, seq)
-    return feeds
 
 
 def _output_names(inspect: InspectGraph, kind: InspectKind, layers: tuple[int, ...]) -> list[str]:
