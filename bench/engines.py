@@ -78,7 +78,9 @@ def as_batches(sequences: Sequence[Any], budget: int, multiple: int) -> list[lis
             inputs = sorted((it.input for it in taken.batch), key=len)
             longest = inputs[-1]
             more = -len(longest) % multiple
-            batches.append([*inputs[:-1], np.concatenate([longest, longest[:1].repeat(more)])])
+            if more:
+                inputs[-1] = np.concatenate([longest, longest[:1].repeat(more)])
+            batches.append(inputs)
             pending = taken.left
     return batches
 
