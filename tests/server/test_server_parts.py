@@ -62,6 +62,8 @@ def test_only_a_refusal_that_may_pass_says_when_to_try_again() -> None:
         ({"grace_seconds": float("inf")}, "grace_seconds must be finite; was inf"),
         ({"host": ""}, "host must not be empty"),
         ({"grpc_port": 9464}, "grpc_port and metrics_port must differ; both were 9464"),
+        ({"precision": "bfloat16"}, "precision bfloat16 needs engine openvino"),
+        ({"engine": "openvino", "device": "cuda"}, "device cuda needs engine onnxruntime"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_bounds(value: dict[str, object], problem: str) -> None:
@@ -108,6 +110,7 @@ def test_flag_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatch, t
         (["--model-repository", "m", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu', 'cuda'"),
         (["--model-repository", "m", "--max-queue-tokens", "0"], "max_queue_tokens must be >= 1; was 0"),
         (["--model-repository", "m", "--max-queue-tokens", "many"], "'many' is not a valid integer"),
+        (["--model-repository", "m", "--precision", "bfloat16"], "precision bfloat16 needs engine openvino"),
     ],
 )
 def test_a_bad_flag_stops_the_start(arguments: list[str], problem: str) -> None:

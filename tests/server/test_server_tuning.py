@@ -129,8 +129,9 @@ def test_a_few_disturbed_runs_change_nothing(bundle: Bundle, tmp_path: Path) -> 
 def test_it_is_remembered_for_this_model_and_machine_only(bundle: Bundle, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
 
-    def again(its: Bundle = bundle, machine: dict[str, Any] = MACHINE) -> bool:
+    def again(its: Bundle = bundle, machine: dict[str, Any] = MACHINE, **changes: str) -> bool:
         device = Device(cached(520))
+        device.info = replace(device.info, **changes)
         tuned = tune(device, its, policy, path=path, machine=machine, now=device.now)
         assert tuned.max_batch_tokens == 512
         assert tuned.remembered == (not device.batches)
@@ -141,6 +142,9 @@ def test_it_is_remembered_for_this_model_and_machine_only(bundle: Bundle, tmp_pa
     assert not again(machine=MACHINE | {"intra_op_threads": 4})
     assert not again()
     assert not again(its=replace(bundle, fingerprint="0" * 32))
+    assert not again()
+    assert not again(precision="bfloat16")
+    assert not again(provider="OpenVINO", precision="bfloat16")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "null", "{", '{"max_batch_tokens": 512}', "\x00"])

@@ -18,7 +18,8 @@
     ├── Draining                  the server is stopping
     └── StartupError              the server cannot start
         ├── BundleError           a bundle is missing, altered or unreadable
-        └── DeviceError           the device asked for cannot be used
+        ├── DeviceError           the device or the precision asked for cannot be had on this machine
+        └── EngineMissing         what runs models is not installed
 
 The text of every class but StartupError's reaches the caller: it names fields and numbers, never paths.
 """
@@ -119,4 +120,8 @@ class BundleError(StartupError):
 
 
 class DeviceError(StartupError):
-    """The device asked for cannot be used."""
+    """The device or the precision asked for cannot be had on this machine."""
+
+
+class EngineMissing(StartupError):
+    """The Python package that the engine runs on is not installed; the text says what to install."""

@@ -14,7 +14,7 @@ import numpy as np
 from encserve_server.bundle import Bundle, read_bundle, verify_unchanged
 from encserve_server.cpus import cpu_model, usable_cpus
 from encserve_server.engine.base import Engine, Inspector
-from encserve_server.engine.onnx import OnnxEngine, OnnxInspector
+from encserve_server.engine.opening import check_installed, open_engine, open_inspector
 from encserve_server.errors import BundleError
 from encserve_server.settings import MIB, Settings
 from encserve_server.tokenizing import TextTokenizer
@@ -52,14 +52,21 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
 
     Raises:
         BundleError: The bundle is missing, altered or unreadable, or its model cannot compute.
-        DeviceError: The device asked for cannot be used.
+        DeviceError: The device or the precision asked for cannot be had.
+        EngineMissing: What runs models is not installed.
     """
     began = time.perf_counter()
+    check_installed(settings.engine)
     bundle = read_bundle(directory)
     tokenizer = _load_tokenizer(bundle, settings, tokenize_pool) if bundle.tokenizer_file else None
     threads = settings.intra_op_threads or usable_cpus()
-    engine = OnnxEngine(
-        bundle.graph, device=settings.device, intra_op_threads=threads, parallel_runs=settings.parallel_batches
+    engine = open_engine(
+        bundle.graph,
+        engine=settings.engine,
+        precision=settings.precision,
+        device=settings.device,
+        intra_op_threads=threads,
+        parallel_runs=settings.parallel_batches,
     )
     loaded = time.perf_counter()
     warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
@@ -72,6 +79,8 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
             "version": bundle.version,
             "fingerprint": bundle.fingerprint,
             "provider": engine.info.provider,
+            "precision": engine.info.precision,
+            "runtime": engine.info.runtime,
             "requested_device": settings.device,
             "intra_op_threads": threads,
             "parallel_batches": engine.max_parallel_runs,
@@ -120,9 +129,10 @@ def load_inspector(inspect: InspectGraph, device: str) -> Inspector:
 
     Raises:
         BundleError: A file of the bundle has changed since the model was loaded, or is not usable.
+        EngineMissing: ONNX Runtime is not installed.
     """
     verify_unchanged(inspect.files)
-    return OnnxInspector(inspect, device=device)
+    return open_inspector(inspect, device=device)
 
 
 def _load_tokenizer(bundle: Bundle, settings: Settings, tokenize_pool: Executor) -> TextTokenizer:

@@ -38,6 +38,16 @@ class Settings:
         "Where models run. cuda fails at start if CUDA does not really load; auto takes the CPU then and says so in "
         "the log and in encserve_model_info.",
     )
+    engine: Literal["onnxruntime", "openvino"] = _setting(
+        "onnxruntime",
+        "What runs models. openvino is for the CPU only and needs encserve-server[openvino].",
+    )
+    precision: Literal["model", "float32", "bfloat16"] = _setting(
+        "model",
+        "What models compute in. model is what the bundle has. bfloat16 needs --engine openvino and a CPU with "
+        "AVX512-BF16 or AMX; it about doubles the throughput, and rows differ from float32 in the third digit. What "
+        "cannot be had stops the start.",
+    )
     host: str = _setting(
         "127.0.0.1",
         "Address for gRPC and metrics. Loopback by default, because neither is authenticated; 0.0.0.0 in a container.",
@@ -152,6 +162,10 @@ class Settings:
                 raise ValueError(f"{field.name} must be >= {minimum:g}; was {value}")
             if maximum is not None and value > maximum:
                 raise ValueError(f"{field.name} must be <= {maximum:g}; was {value}")
+        if self.precision == "bfloat16" and self.engine != "openvino":
+            raise ValueError("precision bfloat16 needs engine openvino; onnxruntime computes in what the bundle has")
+        if self.device == "cuda" and self.engine == "openvino":
+            raise ValueError("device cuda needs engine onnxruntime; openvino runs on the CPU only")
         if not self.host:
             raise ValueError("host must not be empty; 0.0.0.0 is every address")
         if self.grpc_port and self.grpc_port == self.metrics_port:

@@ -109,6 +109,7 @@ def tune(
         "format": _FORMAT,
         "fingerprint": bundle.fingerprint,
         "provider": engine.info.provider,
+        "precision": engine.info.precision,
         "max_batch_sequences": some.max_batch_sequences,
         "max_padding_fraction": some.max_padding_fraction,
         "budgets": list(budgets),

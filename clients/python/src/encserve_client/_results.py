@@ -144,7 +144,7 @@ class ModelInfo:
         special_token_ids: The ids that the tokenizer puts around a text, and the padding id.
         pooling: The pooling that the model was trained for; None where it is not known.
         l2_normalize: Whether it was trained with pooled vectors of length 1.
-        provider: The ONNX Runtime execution provider that it really runs on.
+        provider: The ONNX Runtime execution provider that it really runs on, or "OpenVINO".
         precision: The type that it computes in.
         max_request_sequences: The most inputs of one message. The client cuts larger calls up.
         max_request_tokens: The most tokens of one message. The client cuts larger calls up.

@@ -1,1 +1,1 @@
-"""What runs the model: the interface (`base`), ONNX Runtime (`onnx`), and a fake for tests (`fake`)."""
+"""What runs the model: the interface (`base`), ONNX Runtime (`onnx`), OpenVINO (`openvino`), and a fake (`fake`)."""

@@ -28,9 +28,9 @@ class EngineInfo:
     """What the model really runs on.
 
     Attributes:
-        provider: The execution provider in use, e.g. "CUDAExecutionProvider".
+        provider: ONNX Runtime's execution provider in use, e.g. "CUDAExecutionProvider", or "OpenVINO".
         device: "cpu" or "cuda".
-        precision: The type it computes in, e.g. "float32".
+        precision: The type it really computes in, e.g. "float32".
         runtime: What runs it, with its version, e.g. "onnxruntime 1.31.1".
     """
 
@@ -38,6 +38,15 @@ class EngineInfo:
     device: str
     precision: str
     runtime: str
+
+
+# On the CPU, where nobody says otherwise. Each batch needs memory for its activations.
+_MOST_PARALLEL_RUNS = 8
+
+
+def cpu_parallel_runs(asked: int | None, threads: int) -> int:
+    """How many batches run at once on the CPU: as many as asked for, or a few; no more than there are threads."""
+    return min(asked or _MOST_PARALLEL_RUNS, threads)
 
 
 class Engine(Protocol):

@@ -4,21 +4,17 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnxruntime as ort
 
-from encserve_server.engine.base import BatchResult, EngineInfo
+from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
+from encserve_server.engine.padding import cut, feeds_of, lay_out
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.types import Graph, InspectGraph, InspectKind, InspectTensor, ModelInput, Numbers
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
-
-# On the CPU, where nobody says otherwise. Each needs memory for its activations.
-_MOST_PARALLEL_RUNS = 8
 
 logger = logging.getLogger(__name__)
 
@@ -63,23 +59,13 @@ class OnnxEngine:
 
     def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
         """Pads the sequences to the longest, runs them, and cuts the padding off again."""
-        lengths = np.array([len(it) for it in sequences])  # (batch,)
-        longest = int(lengths.max())
-        mask = np.arange(longest) < lengths[:, None]  # (batch, seq)
-        first = sequences[0]
-        fill = 0 if self._graph.takes_vectors else self._graph.pad_token_id
-        padded = np.full(mask.shape + first.shape[1:], fill, first.dtype)  # (batch, seq) or (batch, seq, d_model)
-        padded[mask] = np.concatenate(sequences)
-        feeds = _feeds(self._graph, padded, mask.astype(np.int64))
+        feeds, lengths = lay_out(self._graph, sequences)
         began = time.perf_counter()
         session = self._wide if alone else self._narrow
         (output,) = session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
         compute_seconds = time.perf_counter() - began
-        expected = (*mask.shape, self._graph.d_model)
-        if output.shape != expected:
-            raise RuntimeError(f"the model gave an output of shape {output.shape} where {expected} was due")
-        rows = [output[i, :length] for i, length in enumerate(lengths)]
-        return BatchResult(rows=rows, padded_tokens=mask.size, compute_seconds=compute_seconds)
+        rows = cut(self._graph, output, lengths)
+        return BatchResult(rows, int(lengths.max()) * len(lengths), compute_seconds)
 
     def close(self) -> None:
         """Frees the sessions and their memory."""
@@ -109,7 +95,7 @@ class OnnxInspector:
         """Runs one sequence and keeps what is wanted; what is not is never copied out."""
         names = [_output_names(self._inspect, kind, layers) for kind, layers in wanted]
         mask = np.ones((1, len(sequence)), np.int64)  # (1, seq)
-        feeds = _feeds(self._inspect.graph, sequence[None], mask)
+        feeds = feeds_of(self._inspect.graph, sequence[None], mask)
         began = time.perf_counter()
         outputs = self._session.run([name for its in names for name in its], feeds)
         compute_seconds = time.perf_counter() - began
@@ -129,15 +115,7 @@ def _parallel_runs(asked: int | None, device: str, threads: int) -> int:
     """How many batches run at once."""
     if device == "cuda":
         return asked or 2  # one is laid out and cut while the other runs
-    return min(asked or _MOST_PARALLEL_RUNS, threads)
-
-
-def _feeds(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> dict[str, Any]:
-    """What a session is given for (batch, seq) ids or (batch, seq, d_model) vectors, and their (batch, seq) mask."""
-    feeds = {graph.input_name: padded, graph.attention_mask_name: mask}
-    if graph.token_type_ids_name:
-        feeds[graph.token_type_ids_name] = np.zeros_like(mask)  # (batch, seq)
-    return feeds
+    return cpu_parallel_runs(asked, threads)
 
 
 def _output_names(inspect: InspectGraph, kind: InspectKind, layers: tuple[int, ...]) -> list[str]:

@@ -1,0 +1,203 @@
+"""Compares the engines and precisions that a CPU has, on one bundle: tokens/s, and how far the rows are from float32.
+
+    python bench/engines.py MODELS [--model NAME] [--rounds 6] [--budgets 512 768] [--round-up 1 8] [--text FILE ...]
+
+Lengths are those of real texts, 64 wait at a time, and batches are made as the server makes them. Rounds are
+interleaved batch by batch, and each batch counts with its shortest time, because others on the machine can only make it
+longer. --round-up pads the longest of each batch to a multiple, which leaves an engine fewer shapes to prepare for.
+"first" is the very first round, in which every shape is new. Cosines are the least over all tokens of the text in
+--text (this project's licence and documents by default), with the same rows of ONNX Runtime in float32, and between
+sequences alone and in batches. Needs encserve-server[openvino].
+"""
+
+import argparse
+import itertools
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from comparison.workload import LENGTHS, read_workload, windows
+from rich.console import Console
+from rich.table import Table
+from tokenizers import Tokenizer
+
+from encserve_server.batching import BatchPolicy, take_batch
+from encserve_server.bundle import Bundle, find_bundles, read_bundle
+from encserve_server.cpus import cpu_model, usable_cpus
+from encserve_server.engine.base import Engine
+from encserve_server.engine.opening import open_engine
+from encserve_server.errors import DeviceError
+from encserve_server.types import ModelInput
+
+ROOT = Path(__file__).parent.parent
+WAITING = 64  # as many callers wait
+SIDES = (("onnxruntime", "float32"), ("openvino", "float32"), ("openvino", "bfloat16"))
+TEXT_LENGTHS = (6, 9, 14, 22, 31, 47, 70, 110, 256, 512)  # tokens, special ones included
+
+console = Console(width=None if sys.stdout.isatty() else 120)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A sequence that waits, as `take_batch` sees it; its own length or a longer one."""
+
+    input: ModelInput
+    length: int
+    deadline: float = float("inf")
+    gone: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One way of running the workload.
+
+    Attributes:
+        name: What the table calls it.
+        engine: What runs it.
+        batches: The sequences of each batch.
+        seconds: For each batch the time of every round so far.
+    """
+
+    name: tuple[str, str, str, str]
+    engine: Engine
+    batches: list[list[ModelInput]]
+    seconds: list[list[float]]
+
+
+def as_batches(sequences: Sequence[Any], budget: int, multiple: int) -> list[list[ModelInput]]:
+    """The batches that the server would make, the longest of each extended to a multiple of so many tokens."""
+    batches = []
+    for window in windows(sequences, WAITING):
+        pending = [Waiting(it, len(it)) for it in window]
+        while pending:
+            taken = take_batch(pending, BatchPolicy(budget, 256, 0.25), now=0.0)
+            inputs = sorted((it.input for it in taken.batch), key=len)
+            longest = inputs[-1]
+            more = -len(longest) % multiple
+            if more:
+                inputs[-1] = np.concatenate([longest, longest[:1].repeat(more)])
+            batches.append(inputs)
+            pending = taken.left
+    return batches
+
+
+def measure(cases: Sequence[Case], rounds: int) -> None:
+    """Runs every case once a round, a few batches of each in turn, in random order."""
+    order = np.random.default_rng(0)
+    parts = 16
+    for _ in range(rounds):
+        for part in range(parts):
+            for i in order.permutation(len(cases)):
+                case = cases[i]
+                for k in range(part, len(case.batches), parts):
+                    case.seconds[k].append(case.engine.run(case.batches[k]).compute_seconds)
+
+
+def real_text(bundle: Bundle, files: Sequence[Path]) -> list[ModelInput]:
+    """Pieces of a text of each of `TEXT_LENGTHS`, over and over, with the special tokens that a text has."""
+    assert bundle.tokenizer_file is not None  # noqa: S101 - main looked
+    tokenizer = Tokenizer.from_file(str(bundle.tokenizer_file))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    ids: list[int] = []
+    for file in files:
+        ids += tokenizer.encode(file.read_text(), add_special_tokens=False).ids
+    around = tokenizer.encode("").ids
+    before, after = around[: (len(around) + 1) // 2], around[(len(around) + 1) // 2 :]
+    pieces: list[ModelInput] = []
+    for length in itertools.cycle(TEXT_LENGTHS):
+        take = min(length, bundle.max_sequence_tokens) - len(around)
+        if len(ids) < take:
+            return pieces
+        pieces.append(np.array([*before, *ids[:take], *after], np.int64))
+        ids = ids[take:]
+    return pieces
+
+
+def encode(engine: Engine, texts: Sequence[ModelInput], *, alone: bool) -> list[npt.NDArray[Any]]:
+    """The rows of each text, computed one by one or in batches."""
+    if alone:
+        return [engine.run([it]).rows[0] for it in texts]
+    rows: dict[int, npt.NDArray[Any]] = {}
+    for batch in as_batches(texts, 512, 1):
+        rows |= {id(it): its for it, its in zip(batch, engine.run(batch).rows, strict=True)}
+    return [rows[id(it)] for it in texts]
+
+
+def min_cosine(ours: Sequence[npt.NDArray[Any]], theirs: Sequence[npt.NDArray[Any]]) -> float:
+    """The least over all tokens of two lists of (seq, d_model) arrays."""
+    a, b = np.concatenate(ours), np.concatenate(theirs)  # (tokens, d_model)
+    norm = np.linalg.norm
+    return float(((a * b).sum(axis=1) / norm(a, axis=1) / norm(b, axis=1)).min())
+
+
+def open_engines(bundle: Bundle) -> dict[tuple[str, str], Engine]:
+    """Every engine that this CPU can run."""
+    engines = {}
+    for engine, precision in SIDES:
+        try:
+            engines[engine, precision] = open_engine(
+                bundle.graph, engine=engine, precision=precision, device="cpu", intra_op_threads=usable_cpus()
+            )
+        except DeviceError as error:
+            console.print(f"left out: {error}", highlight=False)
+    return engines
+
+
+def print_speeds(cases: Sequence[Case], tokens: int) -> None:
+    """One row for each case; ratios are to the first."""
+    table = Table("engine", "precision", "budget", "multiple of", "tokens/s", "ratio", "ratio, first")
+    best, first = ([sum(pick(times) for times in case.seconds) for case in cases] for pick in (min, lambda it: it[0]))
+    for case, seconds, at_first in zip(cases, best, first, strict=True):
+        table.add_row(*case.name, f"{tokens / seconds:,.0f}", f"{best[0] / seconds:.2f}", f"{first[0] / at_first:.2f}")
+    console.print(table)
+
+
+def print_cosines(engines: Mapping[tuple[str, str], Engine], texts: Sequence[ModelInput]) -> None:
+    """How the rows of real text agree."""
+    table = Table("engine", "precision", "min. cosine with float32", "in batches", "alone with in batches")
+    want: list[npt.NDArray[Any]] = []
+    for name, engine in engines.items():
+        alone, together = (encode(engine, texts, alone=it) for it in (True, False))
+        want = want or alone
+        table.add_row(*name, *(f"{min_cosine(*it):.6f}" for it in ((alone, want), (together, want), (together, alone))))
+    console.print(f"{len(texts)} pieces of real text, {sum(map(len, texts)):,} tokens", highlight=False)
+    console.print(table)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, help="a model repository")
+    parser.add_argument("--model", help="NAME or NAME@VERSION; the first one without it")
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--budgets", type=int, nargs="+", default=[512], metavar="TOKENS")
+    parser.add_argument("--round-up", type=int, nargs="+", default=[1], metavar="TOKENS")
+    default = [ROOT / name for name in ("LICENSE", "README.md", "RATIONALE.md", "docs/architecture.md")]
+    parser.add_argument("--text", type=Path, nargs="+", default=default, metavar="FILE")
+    options = parser.parse_args(arguments)
+    bundle = read_bundle(find_bundles(options.models, (options.model,) if options.model else ())[0])
+    if bundle.tokenizer_file is None:
+        raise SystemExit(f"{bundle.name} has no tokenizer; this compares models that take text")
+    longest, size = bundle.max_sequence_tokens, bundle.vocab_size
+    work = read_workload(LENGTHS, count=options.sequences, seed=0, vocab_size=size, longest=longest)
+    engines = open_engines(bundle)
+    console.print(f"{bundle.name}@{bundle.version} on {cpu_model()}, {usable_cpus()} CPUs", highlight=False)
+    console.print(", ".join(sorted({it.info.runtime for it in engines.values()})), highlight=False)
+    cases = []
+    for (name, precision), engine in engines.items():
+        for budget, multiple in itertools.product(options.budgets, options.round_up):
+            batches = as_batches(work.sequences, budget, multiple)
+            cases.append(Case((name, precision, str(budget), str(multiple)), engine, batches, [[] for _ in batches]))
+    measure(cases, options.rounds)
+    print_speeds(cases, work.tokens)
+    print_cosines(engines, real_text(bundle, options.text))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""Opens the engine that the settings name. What runs it is imported here, so a server needs only what it uses."""
+
+import importlib
+from types import ModuleType
+
+from encserve_server.engine.base import Engine, Inspector
+from encserve_server.errors import BundleError, EngineMissing
+from encserve_server.types import Graph, InspectGraph
+
+# What each engine needs, by its module: the package, and the extras of this distribution that bring it.
+_NEEDS = {
+    "onnx": ("onnxruntime", "encserve-server[cpu], or encserve-server[gpu] on a machine with CUDA"),
+    "openvino": ("openvino", "encserve-server[openvino]"),
+}
+
+
+def open_engine(
+    graph: Graph,
+    *,
+    engine: str,
+    precision: str,
+    device: str,
+    intra_op_threads: int,
+    parallel_runs: int | None = 1,
+) -> Engine:
+    """Loads a model into an engine.
+
+    Args:
+        graph: The ONNX file and its interface.
+        engine: "onnxruntime" or "openvino".
+        precision: "model" for what the file has, "float32", or with OpenVINO "bfloat16".
+        device: "cpu", "cuda" or "auto"; OpenVINO takes the CPU.
+        intra_op_threads: The CPU's threads that run batches.
+        parallel_runs: How many batches run at once, on the CPU no more than there are threads; None for what suits the
+            device.
+
+    Raises:
+        EngineMissing: Its package is not installed.
+        DeviceError: The device or the precision cannot be had on this machine.
+        BundleError: The file cannot be used, or not in this precision.
+    """
+    opened: Engine
+    if engine == "openvino":
+        openvino = _module("openvino")
+        opened = openvino.OpenVinoEngine(
+            graph, precision=precision, intra_op_threads=intra_op_threads, parallel_runs=parallel_runs
+        )
+    else:
+        onnx = _module("onnx")
+        if precision not in ("model", graph.precision):
+            raise BundleError(
+                f"{graph.path}: --precision {precision} cannot be had from a model of {graph.precision}; ONNX Runtime "
+                "computes in what the file has"
+            )
+        opened = onnx.OnnxEngine(graph, device=device, intra_op_threads=intra_op_threads, parallel_runs=parallel_runs)
+    return opened
+
+
+def open_inspector(inspect: InspectGraph, *, device: str) -> Inspector:
+    """Loads what looks into a model; that is ONNX Runtime, whichever engine runs the model.
+
+    Raises:
+        EngineMissing, DeviceError, BundleError: As for `open_engine`.
+    """
+    inspector: Inspector = _module("onnx").OnnxInspector(inspect, device=device)
+    return inspector
+
+
+def check_installed(engine: str) -> None:
+    """Makes sure that an engine can be imported, before anything is read for it.
+
+    Raises:
+        EngineMissing: Its package is not installed, or is broken.
+    """
+    _module("openvino" if engine == "openvino" else "onnx")
+
+
+def _module(name: str) -> ModuleType:
+    """The engine's module, imported when it is first needed."""
+    package, extras = _NEEDS[name]
+    try:
+        return importlib.import_module(f"encserve_server.engine.{name}")
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        raise EngineMissing(f"the Python package {package} is not installed; install {extras}") from error
+    except ImportError as error:  # a library that it links is missing, for one
+        raise EngineMissing(f"the Python package {package} cannot be imported: {error}") from error

@@ -1,0 +1,153 @@
+"""The engine on OpenVINO: the same ONNX file on the CPU, in float32 or in bfloat16."""
+
+import sys
+import time
+from collections.abc import Sequence
+from queue import SimpleQueue
+from typing import Any
+
+from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
+from encserve_server.engine.padding import cut, lay_out
+from encserve_server.errors import BundleError, DeviceError
+from encserve_server.types import Graph, ModelInput
+
+# Importing openvino reports that to Intel through Google Analytics, and writes into the home directory, unless the
+# package that does so cannot be imported.
+sys.modules["openvino_telemetry"] = None  # type: ignore[assignment]
+import openvino as ov  # noqa: E402
+
+_CPU = "CPU"
+# What the CPU must be able to do, as OpenVINO calls it, for each precision that can be asked for.
+_CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16"}
+_TYPES = {"float32": ov.Type.f32, "bfloat16": ov.Type.bf16}
+
+
+class OpenVinoEngine:
+    """Runs one model in OpenVINO.
+
+    Where batches run side by side it is compiled twice: *wide*, where all threads share the batch that runs alone, and
+    *narrow*, where each of several batches has a part of the threads.
+    """
+
+    def __init__(self, graph: Graph, *, precision: str, intra_op_threads: int, parallel_runs: int | None = 1) -> None:
+        """Loads the model.
+
+        Args:
+            graph: The ONNX file and its interface.
+            precision: "float32" or "bfloat16" to compute in that whatever floating-point type the file has, or "model":
+                float32 for what the file has in any floating-point type, 8 bit where it has that.
+            intra_op_threads: The threads that run batches.
+            parallel_runs: How many batches run at once, no more than there are threads; None for what suits the CPU.
+
+        Raises:
+            DeviceError: The CPU has no instructions for the precision, or OpenVINO takes another one.
+            BundleError: The file is no model that this OpenVINO can run, its inputs and outputs are others, or it is
+                quantized and another precision was asked for.
+        """
+        floating = "float" in graph.precision  # float32, float16 or bfloat16
+        if precision != "model" and not floating:
+            raise BundleError(f"{graph.path}: --precision {precision} cannot be had from a model of {graph.precision}")
+        computed = "float32" if precision == "model" else precision
+        self._graph = graph
+        model = _read(graph)
+        self.max_parallel_runs = cpu_parallel_runs(parallel_runs, intra_op_threads)
+        self.widens = self.max_parallel_runs > 1
+        self._compiled = _compile(model, graph, computed, intra_op_threads, 1)
+        self._wide = self._narrow = _requests(self._compiled, 1)
+        if self.widens:
+            narrow = _compile(model, graph, computed, intra_op_threads, self.max_parallel_runs)
+            self._narrow = _requests(narrow, self.max_parallel_runs)
+        self.info = EngineInfo(
+            provider="OpenVINO",
+            device="cpu",
+            precision=computed if floating else graph.precision,
+            runtime=f"openvino {ov.__version__.partition('-')[0]}",
+        )
+
+    def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
+        """Pads the sequences to the longest, runs them, and cuts the padding off again."""
+        feeds, lengths = lay_out(self._graph, sequences)
+        requests = self._wide if alone else self._narrow
+        request = requests.get()
+        try:
+            began = time.perf_counter()
+            # The inputs are read where they lie; the output is copied, because the next run writes into its memory.
+            output = request.infer(feeds, share_inputs=True, share_outputs=False)[0]  # (batch, seq, d_model)
+            compute_seconds = time.perf_counter() - began
+        finally:
+            requests.put(request)
+        rows = cut(self._graph, output, lengths)
+        return BatchResult(rows, int(lengths.max()) * len(lengths), compute_seconds)
+
+    def close(self) -> None:
+        """Frees the model and its memory."""
+        del self._wide, self._narrow, self._compiled
+
+
+def _read(graph: Graph) -> Any:
+    """Reads the file, checks its interface, and leaves only the output that is wanted."""
+    try:
+        model = ov.Core().read_model(graph.path)
+    except Exception as error:  # OpenVINO's exceptions are RuntimeErrors of many kinds
+        raise BundleError(f"{graph.path}: OpenVINO cannot read it: {_brief(error)}") from error
+    _check_interface(model, graph)
+    for result in model.get_results():
+        if graph.output_name not in result.input(0).get_source_output().get_names():
+            model.remove_result(result)
+    return model
+
+
+def _check_interface(model: Any, graph: Graph) -> None:
+    """Compares a model's inputs and outputs with what the manifest says."""
+    wanted = {graph.input_name: "f32" if graph.takes_vectors else "i64", graph.attention_mask_name: "i64"}
+    if graph.token_type_ids_name:
+        wanted[graph.token_type_ids_name] = "i64"
+    inputs = {name: port.element_type.to_string() for port in model.inputs for name in port.get_names()}
+    if inputs != wanted:
+        raise BundleError(f"{graph.path}: the graph's inputs are {inputs}; the manifest names {wanted}")
+    outputs = {name: port.element_type.to_string() for port in model.outputs for name in port.get_names()}
+    if outputs.get(graph.output_name) != "f32":
+        raise BundleError(
+            f"{graph.path}: the graph's outputs are {outputs}; the manifest names {graph.output_name} of f32"
+        )
+
+
+def _requests(compiled: Any, count: int) -> SimpleQueue[Any]:
+    """As many requests as runs at once; each holds the memory of one, so who runs a batch takes one out meanwhile."""
+    requests: SimpleQueue[Any] = SimpleQueue()
+    for _ in range(count):
+        requests.put(compiled.create_infer_request())
+    return requests
+
+
+def _compile(model: Any, graph: Graph, precision: str, threads: int, parallel_runs: int) -> Any:
+    """Compiles for the CPU, and makes sure that it computes in the precision asked for."""
+    core = ov.Core()
+    if _CAPABILITIES[precision] not in core.get_property(_CPU, "OPTIMIZATION_CAPABILITIES"):
+        # OpenVINO would take it all the same: slower than float32, or float32 in silence.
+        raise DeviceError(
+            f"--precision {precision}: this CPU ({core.get_property(_CPU, 'FULL_DEVICE_NAME')}) has no instructions "
+            "for it (AVX512-BF16 or AMX); --precision model or float32 runs"
+        )
+    config = {
+        "INFERENCE_PRECISION_HINT": _TYPES[precision],
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": 0,  # nothing is rounded to 8 bit that the file does not have so
+        "NUM_STREAMS": parallel_runs,
+        "INFERENCE_NUM_THREADS": threads,
+        # Several models, and other processes, share the CPUs: threads that are tied to one would wait for each other.
+        "ENABLE_CPU_PINNING": False,
+    }
+    try:
+        compiled = core.compile_model(model, _CPU, config)
+    except Exception as error:  # as above
+        raise BundleError(f"{graph.path}: OpenVINO cannot compile it: {_brief(error)}") from error
+    used = compiled.get_property("INFERENCE_PRECISION_HINT")
+    if used != _TYPES[precision]:
+        raise DeviceError(f"--precision {precision}: OpenVINO computes in {used.to_string()} instead")
+    return compiled
+
+
+def _brief(error: Exception) -> str:
+    """What an OpenVINO error says, without the places in its sources."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    return " ".join(line for line in lines if line and not line.startswith(("Exception from", "Check '"))) or "?"

@@ -1,0 +1,50 @@
+"""Sequences of different lengths as one padded array, and its result cut into their rows again; for every engine."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from encserve_server.types import Graph, ModelInput, Rows
+
+Feeds = dict[str, npt.NDArray[Any]]  # by the names of the graph's inputs
+
+
+def lay_out(graph: Graph, sequences: Sequence[ModelInput]) -> tuple[Feeds, npt.NDArray[np.int64]]:
+    """Pads to the longest.
+
+    Args:
+        graph: Whose inputs they become.
+        sequences: One or more (seq,) int64 arrays of ids or (seq, d_model) float32 arrays of vectors.
+
+    Returns:
+        What the graph is fed, and the (batch,) lengths.
+    """
+    lengths = np.array([len(it) for it in sequences])  # (batch,)
+    mask = np.arange(int(lengths.max())) < lengths[:, None]  # (batch, seq)
+    first = sequences[0]
+    fill = 0 if graph.takes_vectors else graph.pad_token_id
+    padded = np.full(mask.shape + first.shape[1:], fill, first.dtype)  # (batch, seq) or (batch, seq, d_model)
+    padded[mask] = np.concatenate(sequences)
+    return feeds_of(graph, padded, mask.astype(np.int64)), lengths
+
+
+def feeds_of(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> Feeds:
+    """What a graph is fed for (batch, seq) ids or (batch, seq, d_model) vectors, and their (batch, seq) mask."""
+    feeds = {graph.input_name: padded, graph.attention_mask_name: mask}
+    if graph.token_type_ids_name:
+        feeds[graph.token_type_ids_name] = np.zeros_like(mask)  # (batch, seq)
+    return feeds
+
+
+def cut(graph: Graph, output: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> list[Rows]:
+    """The rows of each sequence, (seq, d_model), as views of the (batch, seq, d_model) output.
+
+    Raises:
+        RuntimeError: The output has another shape.
+    """
+    expected = (len(lengths), int(lengths.max()), graph.d_model)
+    if output.shape != expected:
+        raise RuntimeError(f"the model gave an output of shape {output.shape} where {expected} was due")
+    return [output[i, :length] for i, length in enumerate(lengths)]

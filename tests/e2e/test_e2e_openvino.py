@@ -1,0 +1,129 @@
+"""Real weights, served by OpenVINO: float32 is as good as ONNX Runtime's, bfloat16 as good as is promised."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from agreement import worst_relative_error
+from checkpoints import BARE_GOLDENS, DATA, GOLDENS, MODEL, export_golden_for_embeddings
+from real_server import RealServer, real_server
+from safetensors.numpy import load_file
+
+from encserve_client import EncoderClient
+
+PYTORCH, NEIGHBOURS = 5e-5, 1e-5
+LENGTHS = (1, 2, 3, 5, 9, 14, 22, 30, 47, 64, 100, 128, 200, 256, 301, 400, 511, 512)
+# Of a token's row in bfloat16 with the same row in float32, and of one computed alone with one among neighbours.
+MIN_COSINE, MIN_COSINE_OF_NEIGHBOURS = 0.999, 0.9995
+VECTORS = "raw-matrices"
+
+
+def cpu_has_bfloat16() -> bool:
+    """What the system says of the CPU, not what OpenVINO says."""
+    return bool({"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
+
+
+def min_cosine(ours: list[Any], theirs: list[Any]) -> float:
+    """The least over all tokens; both are (seq, d_model) arrays."""
+    return min(
+        float(((a * b).sum(axis=1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)).min())
+        for a, b in zip(ours, theirs, strict=True)
+    )
+
+
+@pytest.fixture(scope="module")
+def float32_client(models: Path) -> Iterator[EncoderClient]:
+    flags = [flag for name in (MODEL, *GOLDENS) for flag in ("--model", name)]
+    with real_server(models, "--engine", "openvino", *flags) as server, EncoderClient(server.target) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def bfloat16_server(models: Path) -> Iterator[RealServer]:
+    if not cpu_has_bfloat16():
+        pytest.skip("THIS CPU HAS NO BFLOAT16: nothing of --precision bfloat16 is tested here but its refusal")
+    with real_server(models, "--model", MODEL, "--engine", "openvino", "--precision", "bfloat16") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def bfloat16_client(bfloat16_server: RealServer) -> Iterator[EncoderClient]:
+    with EncoderClient(bfloat16_server.target) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def texts(real_ids: list[int]) -> list[list[int]]:
+    """Real text cut to each length, every one from three places."""
+    return [real_ids[300 * i + 7 * k :][:length] for i in range(3) for k, length in enumerate(LENGTHS)]
+
+
+@pytest.mark.parametrize("name", GOLDENS)
+def test_golden_cases_in_float32(float32_client: EncoderClient, name: str) -> None:
+    """Every layout, against the rows that the reference computed."""
+    cases = load_file(DATA / name / "cases.safetensors")
+    ids = [cases[key] for key in sorted(cases) if key.startswith("ids.")]
+    want = [cases[key] for key in sorted(cases) if key.startswith("out.")]
+    together = float32_client.encode(ids, model=name)
+    alone = [float32_client.encode([one], model=name)[0] for one in ids]
+    for rows in (together, alone):
+        assert max(map(worst_relative_error, rows, want)) <= PYTORCH
+
+
+def test_real_text_in_float32(float32_client: EncoderClient, client: EncoderClient, texts: list[list[int]]) -> None:
+    """As ONNX Runtime gives it, and independent of neighbours."""
+    together = float32_client.encode(texts)
+    alone = [float32_client.encode([ids])[0] for ids in texts]
+    assert max(map(worst_relative_error, together, client.encode(texts))) <= PYTORCH
+    assert max(map(worst_relative_error, together, alone)) <= NEIGHBOURS
+
+
+def test_vectors_in_float32(tmp_path: Path) -> None:
+    """A model that takes vectors, on both engines."""
+    assert VECTORS in BARE_GOLDENS
+    exported = export_golden_for_embeddings(VECTORS, tmp_path)
+    rows = []
+    for engine in ("onnxruntime", "openvino"):
+        with real_server(tmp_path, "--engine", engine) as server, EncoderClient(server.target) as client:
+            info = client.model()
+            assert info.input_kind == "embeddings"
+            random = np.random.default_rng(0)
+            vectors = [random.standard_normal((n, info.d_model)).astype(np.float32) for n in (1, 9, 4, 17)]
+            rows.append(client.encode(vectors))
+    assert max(map(worst_relative_error, *rows)) <= PYTORCH, exported
+
+
+def test_real_text_in_bfloat16(bfloat16_client: EncoderClient, client: EncoderClient, texts: list[list[int]]) -> None:
+    """Every token's row points where it does in float32, and does so alone and among neighbours."""
+    want = client.encode(texts)
+    together = bfloat16_client.encode(texts)
+    alone = [bfloat16_client.encode([ids])[0] for ids in texts]
+    for rows in (together, alone):
+        assert min_cosine(rows, want) >= MIN_COSINE
+    assert min_cosine(together, alone) >= MIN_COSINE_OF_NEIGHBOURS
+    # It is really bfloat16: float32 would be far closer.
+    assert max(map(worst_relative_error, together, want)) > 1e-3
+
+
+def test_what_is_served_says_what_it_is(bfloat16_server: RealServer, bfloat16_client: EncoderClient) -> None:
+    info = bfloat16_client.model()
+    assert (info.provider, info.precision) == ("OpenVINO", "bfloat16")
+    labels = {"provider": "OpenVINO", "precision": "bfloat16", "device": "cpu"}
+    assert bfloat16_server.metric("encserve_model_info", **labels) == 1
+    (loaded,) = [line for line in bfloat16_server.log if line["message"] == "model loaded"]
+    assert loaded["runtime"].startswith("openvino ")
+
+
+def test_inspect_goes_on_in_onnx_runtime(bfloat16_client: EncoderClient) -> None:
+    result = bfloat16_client.inspect("I understand this", hidden_states=False)
+    assert result.attention is not None
+    np.testing.assert_allclose(np.asarray(result.attention).sum(axis=-1), 1, atol=1e-5)
+
+
+@pytest.mark.skipif(cpu_has_bfloat16(), reason="this CPU has bfloat16; on one without it, its refusal is tested")
+def test_a_cpu_without_bfloat16_does_not_start(models: Path) -> None:
+    flags = ("--model", MODEL, "--engine", "openvino", "--precision", "bfloat16")
+    with pytest.raises(AssertionError, match="has no instructions for it"), real_server(models, *flags):
+        pass

@@ -1,0 +1,260 @@
+"""The OpenVINO engine on real, tiny graphs, and what happens where an engine is not there."""
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx
+import openvino as ov
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from onnx import TensorProto
+from onnx_files import build, node_of, save, save_with_data, value
+from tiny_bundle import VOCAB_SIZE, expected_rows, write_bundle
+
+from encserve_server.bundle import Bundle, read_bundle
+from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.engine.opening import open_engine
+from encserve_server.engine.openvino import OpenVinoEngine
+from encserve_server.errors import BundleError, DeviceError
+from encserve_server.loading import warm_up
+from encserve_server.types import Graph
+
+sequences = st.lists(
+    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40).map(lambda ids: np.array(ids, np.int64)),
+    min_size=1,
+    max_size=12,
+)
+STRANGERS = Graph(
+    path=Path(),
+    input_name="input_ids",
+    takes_vectors=False,
+    attention_mask_name="attention_mask",
+    output_name="rows",
+    pad_token_id=0,
+    d_model=8,
+    precision="float32",
+)
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
+    return read_bundle(write_bundle(tmp_path_factory.mktemp("models")))
+
+
+@pytest.fixture(scope="module")
+def engine(bundle: Bundle) -> OpenVinoEngine:
+    return OpenVinoEngine(bundle.graph, precision="model", intra_op_threads=1)
+
+
+def assert_as_in_onnx_runtime(graph: Graph, batch: list[np.ndarray]) -> None:
+    """Both engines give the same rows for one file."""
+    got = OpenVinoEngine(graph, precision="float32", intra_op_threads=1).run(batch)
+    want = OnnxEngine(graph, device="cpu", intra_op_threads=1).run(batch)
+    assert got.padded_tokens == want.padded_tokens
+    for rows, its in zip(got.rows, want.rows, strict=True):
+        np.testing.assert_allclose(rows, its, rtol=1e-5, atol=1e-6)
+
+
+@settings(deadline=None)  # the first run of a shape takes longer, and so does a busy machine
+@given(batch=sequences)
+def test_each_sequence_gets_its_own_rows_without_padding(engine: OpenVinoEngine, batch: list[np.ndarray]) -> None:
+    result = engine.run(batch)
+    assert result.padded_tokens == max(map(len, batch)) * len(batch)
+    assert result.compute_seconds > 0
+    for ids, rows in zip(batch, result.rows, strict=True):
+        np.testing.assert_allclose(rows, expected_rows(ids), rtol=1e-5, atol=1e-6)
+
+
+def test_rows_outlive_the_next_run(engine: OpenVinoEngine) -> None:
+    """OpenVINO writes every result of a request into the same memory."""
+    first = engine.run([np.array([1, 2, 3])])
+    engine.run([np.array([4, 5, 6])])
+    np.testing.assert_allclose(first.rows[0], expected_rows(np.array([1, 2, 3])), rtol=1e-5)
+
+
+def test_batches_side_by_side_keep_their_own_rows(bundle: Bundle) -> None:
+    rng = np.random.default_rng(0)
+    batches = [[rng.integers(0, VOCAB_SIZE, length) for length in rng.integers(1, 40, 5)] for _ in range(100)]
+    engine = OpenVinoEngine(bundle.graph, precision="float32", intra_op_threads=2, parallel_runs=2)
+    assert (engine.max_parallel_runs, engine.widens) == (2, True)
+    with ThreadPoolExecutor(2) as threads:
+        for batch, result in zip(batches, threads.map(partial(engine.run, alone=False), batches), strict=True):
+            for ids, rows in zip(batch, result.rows, strict=True):
+                np.testing.assert_allclose(rows, expected_rows(ids), rtol=1e-5, atol=1e-6)
+
+
+def test_what_it_runs_on_is_what_it_says(engine: OpenVinoEngine) -> None:
+    """OpenVINO by itself would take bfloat16 wherever the CPU has it."""
+    assert (engine.info.provider, engine.info.device, engine.info.precision) == ("OpenVINO", "cpu", "float32")
+    assert engine.info.runtime == f"openvino {ov.__version__.partition('-')[0]}"
+    assert engine._compiled.get_property("INFERENCE_PRECISION_HINT") == ov.Type.f32
+    assert engine._compiled.get_property("INFERENCE_NUM_THREADS") == 1
+
+
+def test_weights_in_another_file_and_token_types(tmp_path: Path) -> None:
+    batch = [np.array([3, 4, 5]), np.array([7]), np.arange(30)]
+    graph = replace(STRANGERS, path=save_with_data(build(), tmp_path / "model.onnx"))
+    assert_as_in_onnx_runtime(graph, batch)
+    typed = save(build(with_types=True), tmp_path / "typed.onnx")
+    assert_as_in_onnx_runtime(replace(graph, path=typed, token_type_ids_name="token_type_ids"), batch)
+
+
+def test_vectors(tmp_path: Path) -> None:
+    model = build()
+    del model.graph.node[0]  # the look-up of the ids: what it gave now comes from outside
+    model.graph.node[0].input[0] = "attention_mask"  # Shape only wants a (batch, seq)
+    del model.graph.input[0]
+    model.graph.input.append(value("words", TensorProto.FLOAT, ["batch", "seq", 8]))
+    graph = replace(STRANGERS, path=save(model, tmp_path / "model.onnx"), input_name="words", takes_vectors=True)
+    random = np.random.default_rng(0)
+    assert_as_in_onnx_runtime(graph, [random.standard_normal((n, 8)).astype(np.float32) for n in (5, 1, 30)])
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_other_outputs_are_not_computed(tmp_path: Path, first: bool) -> None:
+    model = build()
+    other = value("mean", TensorProto.FLOAT, ["batch", 1, 8])
+    outputs = [other, *model.graph.output] if first else [*model.graph.output, other]
+    del model.graph.output[:]
+    model.graph.output.extend(outputs)
+    graph = replace(STRANGERS, path=save(model, tmp_path / "model.onnx"))
+    assert_as_in_onnx_runtime(graph, [np.array([3, 4, 5]), np.array([7])])
+    engine = OpenVinoEngine(graph, precision="float32", intra_op_threads=1)
+    assert len(engine._compiled.outputs) == 1
+
+
+def test_a_file_that_is_no_model(bundle: Bundle, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(b"not a model")
+    with pytest.raises(BundleError, match=r"model.onnx: OpenVINO cannot read it: \w+"):
+        OpenVinoEngine(replace(bundle.graph, path=tmp_path / "model.onnx"), precision="model", intra_op_threads=1)
+
+
+def test_an_operator_that_it_does_not_have(tmp_path: Path) -> None:
+    model = build()
+    node_of(model, "mean").domain = "com.example"
+    node_of(model, "mean").op_type = "Strange"
+    model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
+    graph = replace(STRANGERS, path=save(model, tmp_path / "model.onnx"))
+    with pytest.raises(BundleError, match=r"model.onnx: OpenVINO cannot .*Strange"):
+        OpenVinoEngine(graph, precision="model", intra_op_threads=1)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"attention_mask_name": "absent"}, "the graph's inputs are .*; the manifest names"),
+        ({"token_type_ids_name": "absent"}, "the graph's inputs are .*; the manifest names"),
+        ({"takes_vectors": True}, "the graph's inputs are .*; the manifest names .*f32"),
+        ({"output_name": "absent"}, "the graph's outputs are .*; the manifest names absent"),
+    ],
+)
+def test_an_interface_that_is_not_the_manifests(bundle: Bundle, change: dict[str, str], problem: str) -> None:
+    with pytest.raises(BundleError, match=problem):
+        OpenVinoEngine(replace(bundle.graph, **change), precision="model", intra_op_threads=1)  # type: ignore[arg-type]
+
+
+def test_a_width_that_is_not_the_manifests_fails_in_warm_up(bundle: Bundle) -> None:
+    wrong = replace(bundle, graph=replace(bundle.graph, d_model=9))
+    engine = OpenVinoEngine(wrong.graph, precision="model", intra_op_threads=1)
+    with pytest.raises(BundleError, match=r"the model fails for sequences of \[1\] tokens: .*shape \(1, 1, 8\)"):
+        warm_up(engine, wrong, 512)
+
+
+def test_a_cpu_without_bfloat16_refuses_it(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO would emulate it, or compute in float32 without a word."""
+    real = ov.Core.get_property
+
+    def of_an_older_cpu(core: ov.Core, device: str, name: str) -> object:
+        return ["FP32", "INT8"] if name == "OPTIMIZATION_CAPABILITIES" else real(core, device, name)
+
+    monkeypatch.setattr(ov.Core, "get_property", of_an_older_cpu)
+    with pytest.raises(DeviceError, match=r"--precision bfloat16: this CPU \(.*\) has no instructions for it"):
+        OpenVinoEngine(bundle.graph, precision="bfloat16", intra_op_threads=1)
+    OpenVinoEngine(bundle.graph, precision="float32", intra_op_threads=1)
+
+
+def test_another_precision_than_was_asked_for_is_noticed(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ov.CompiledModel, "get_property", lambda *_: ov.Type.bf16)
+    with pytest.raises(DeviceError, match="--precision float32: OpenVINO computes in bf16 instead"):
+        OpenVinoEngine(bundle.graph, precision="float32", intra_op_threads=1)
+
+
+def test_what_a_quantized_or_a_half_file_is_computed_in(bundle: Bundle) -> None:
+    """On the CPU OpenVINO widens float16; 8 bit stay 8 bit, and nobody is told otherwise."""
+    half, quantized = (replace(bundle.graph, precision=precision) for precision in ("float16", "int8"))
+    assert OpenVinoEngine(half, precision="model", intra_op_threads=1).info.precision == "float32"
+    assert OpenVinoEngine(quantized, precision="model", intra_op_threads=1).info.precision == "int8"
+    with pytest.raises(BundleError, match="--precision float32 cannot be had from a model of int8"):
+        OpenVinoEngine(quantized, precision="float32", intra_op_threads=1)
+
+
+def test_onnx_runtime_computes_in_what_the_file_has(bundle: Bundle) -> None:
+    def open_it(graph: Graph) -> str:
+        return open_engine(
+            graph, engine="onnxruntime", precision="float32", device="cpu", intra_op_threads=1
+        ).info.precision
+
+    assert open_it(bundle.graph) == "float32"
+    with pytest.raises(BundleError, match="--precision float32 cannot be had from a model of float16"):
+        open_it(replace(bundle.graph, precision="float16"))
+
+
+def in_a_process(code: str, home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """Runs Python code with a home directory of its own."""
+    environment = {key: text for key, text in os.environ.items() if not key.startswith("ENCSERVE_")}
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | {"HOME": str(home), "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+
+
+LOAD = """
+import sys, threading
+from pathlib import Path
+from encserve_server.loading import load_model
+from encserve_server.settings import Settings
+settings = Settings(model_repository=Path(), engine=sys.argv[1], tune_batches=False)
+print(load_model(Path(sys.argv[2]), settings, None).engine.info.provider)
+print(*sorted({"onnxruntime", "openvino", "openvino_telemetry.main"} & set(sys.modules)))
+print([thread.name for thread in threading.enumerate()])
+"""
+
+
+@pytest.mark.parametrize(
+    ("engine", "provider", "module"),
+    [("onnxruntime", "CPUExecutionProvider", "onnxruntime"), ("openvino", "OpenVINO", "openvino")],
+)
+def test_only_the_engine_that_is_asked_for_is_imported(tmp_path: Path, engine: str, provider: str, module: str) -> None:
+    done = in_a_process(LOAD, tmp_path, engine, str(write_bundle(tmp_path / "models")))
+    assert done.stdout.splitlines() == [provider, module, "['MainThread']"], done.stderr
+    # Neither a word to its makers: importing openvino as it comes starts a thread that writes here and sends.
+    assert not (tmp_path / "intel").exists()
+
+
+@pytest.mark.parametrize(
+    ("engine", "package", "said"),
+    [
+        ("onnxruntime", "onnxruntime", "the Python package onnxruntime is not installed; install encserve-server[cpu]"),
+        ("openvino", "openvino", "the Python package openvino is not installed; install encserve-server[openvino]"),
+    ],
+)
+def test_an_engine_that_is_not_installed_is_said_in_one_line(
+    tmp_path: Path, engine: str, package: str, said: str
+) -> None:
+    write_bundle(tmp_path / "models")
+    code = f"import sys; sys.modules[{package!r}] = None\nfrom encserve_server.__main__ import main\nmain(sys.argv[1:])"
+    flags = ["--engine", engine, "--model-repository", str(tmp_path / "models"), "--log-format", "text"]
+    done = in_a_process(code, tmp_path, *flags, "--grpc-port", "0", "--metrics-port", "0")
+    assert done.returncode == 1
+    assert f"cannot start: {said}" in done.stderr
+    assert "Traceback" not in done.stderr
