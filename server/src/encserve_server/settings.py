@@ -45,8 +45,8 @@ class Settings:
     precision: Literal["model", "float32", "bfloat16"] = _setting(
         "model",
         "What models compute in. model is what the bundle has. bfloat16 needs --engine openvino and a CPU with "
-        "AVX512-BF16 or AMX; it about doubles the throughput, and rows differ from float32 in the third digit. What "
-        "cannot be had stops the start.",
+        "AVX512-BF16 or AMX; rows then differ from float32 by about 1 % of their norm. What cannot be had stops the "
+        "start.",
     )
     host: str = _setting(
         "127.0.0.1",
