@@ -1,6 +1,9 @@
 """The ONNX Runtime engine on a real, tiny graph."""
 
 import contextlib
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -131,3 +134,17 @@ def test_a_width_that_is_not_the_manifests_fails_in_warm_up(bundle: Bundle) -> N
     engine = OnnxEngine(wrong.graph, device="cpu", intra_op_threads=1)
     with pytest.raises(BundleError, match=r"the model fails for sequences of \[1\] tokens: .*shape \(1, 1, 8\)"):
         warm_up(engine, wrong, 512)
+
+
+def test_nothing_is_reported_to_anybody(bundle: Bundle, tmp_path: Path) -> None:
+    """ONNX Runtime by itself would leave an identifier in the home directory and report from this machine."""
+    program = f"""
+from pathlib import Path
+from encserve_server.bundle import read_bundle
+from encserve_server.engine.onnx import OnnxEngine
+OnnxEngine(read_bundle(Path({str(bundle.graph.path.parent)!r})).graph, device="cpu", intra_op_threads=1)
+"""
+    passed_on = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")  # and nothing that makes it believe it is being tested
+    environment = {name: os.environ[name] for name in passed_on if name in os.environ} | {"HOME": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True)
+    assert list(tmp_path.rglob("*")) == []

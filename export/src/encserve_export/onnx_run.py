@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 
 from encserve_export.errors import (
     ExportError,
@@ -18,6 +17,7 @@ from encserve_export.errors import (
 )
 from encserve_export.onnx_data import all_nodes
 from encserve_export.onnx_model import Interface, node_name
+from encserve_export.runtime import onnxruntime
 from encserve_export.verify import Ids, Mask, Rows
 
 # How ONNX Runtime and onnx.checker tell of a node.

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 import onnx
-import onnxruntime
 from onnx import helper
 from tokenizers import Tokenizer
 
 from encserve_export.errors import SequenceError
 from encserve_export.reading import ReadBundle
+from encserve_export.runtime import onnxruntime
 
 Input = npt.NDArray[np.int64] | npt.NDArray[np.float32]  # (seq) ids or (seq, d_model) vectors
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import onnxruntime
 import torch
 
 from encserve_export import graph
 from encserve_export.encoder import Encoder
 from encserve_export.errors import ParityError
+from encserve_export.runtime import onnxruntime
 
 TOLERANCE = 5e-5
 PADDING_TOLERANCE = 1e-5

@@ -1,17 +1,21 @@
 """The engine on ONNX Runtime: padded batches; and the inspector, with a session of its own."""
 
 import logging
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
-import onnxruntime as ort
 
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
 from encserve_server.engine.padding import cut, feeds_of, lay_out
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.types import Graph, InspectGraph, InspectKind, InspectTensor, ModelInput, Numbers
+
+# From 1.31 on it reports to its makers, and keeps an identifier in the home directory, unless told not to before that.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+import onnxruntime as ort
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
