@@ -21,11 +21,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
+from comparison.agreement import AGREEING, check_agreement
 from comparison.load import load_process
 from comparison.machine import OtherWork, describe_machine, load_average
 from comparison.report import print_report, to_json, warnings
@@ -38,9 +38,6 @@ from encserve_client import EncoderClient
 from encserve_server.bundle import Bundle, find_bundles, read_bundle
 from encserve_server.cpus import usable_cpus
 from encserve_server.engine.onnx import OnnxEngine
-
-AGREEING = 8  # sequences whose rows are compared before anything is measured
-TOLERANCE = 5e-5  # of a row's norm, as everywhere in this project
 
 console = Console(width=None if sys.stdout.isatty() else 150)
 
@@ -65,27 +62,6 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--server-flags", default="", help="further flags of encserve-server, in one string")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
     return parser.parse_args(arguments)
-
-
-def worst_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """The largest ‖got − want‖₂ / ‖want‖₂ of a token's row; both are (seq, d_model) arrays."""
-    norm = np.linalg.norm
-    pairs = zip(ours, theirs, strict=True)
-    return max(float((norm(a - b, axis=1) / norm(b, axis=1)).max()) for a, b in pairs)
-
-
-def check_agreement(engine: OnnxEngine, others: Mapping[str, list[Any]], workload: Workload) -> dict[str, float]:
-    """Makes sure that all compute the same: a side that is fast and wrong is none.
-
-    Raises:
-        SystemExit: One of them differs.
-    """
-    reference = [engine.run([it]).rows[0] for it in workload.sequences[:AGREEING]]
-    differences = {name: worst_difference(rows, reference) for name, rows in others.items()}
-    for name, difference in differences.items():
-        if difference > TOLERANCE:
-            raise SystemExit(f"{name} does not compute the same: a row differs by {difference:.1e} of its norm")
-    return differences
 
 
 def announce(bundle: Bundle, machine: Mapping[str, Any], workload: Workload) -> None:
