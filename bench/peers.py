@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -292,6 +293,8 @@ def show_round(number: int, found: Mapping[str, Measurement]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the comparison, prints it, and writes it down if asked."""
     options = read_arguments(arguments)
+    # Servers have sessions of their own, so that whoever ends this must not leave them running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     began = time.monotonic()
     with ExitStack() as stack:
         report = compare(options, stack)
