@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := proto/src export/src server/src clients/python/src
 CHECKED := $(SOURCES) tests scripts bench
 
-.PHONY: help install demo serve test lint format types proto check-proto unit bench screenshots wheels clean
+.PHONY: help install demo serve test lint format types proto check-proto unit bench bench-peers screenshots wheels clean
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -64,6 +64,9 @@ unit: $(VENV)/.installed  ## Run the tests.
 bench: $(BUNDLE)  ## Compare the server with what the model can do at best, and with PyTorch; BENCH="--rounds 8" for more.
 	$(BIN)/python bench/compare.py $(MODELS) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
 
+bench-peers: $(BUNDLE)  ## Compare the server with Triton, infinity and sentence-transformers, each installed into .venv-peers.
+	$(BIN)/python bench/peers.py $(MODELS) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
+
 screenshots: $(BUNDLE)  ## Make the pictures in docs/images anew; needs Chromium.
 	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODELS) --model $(MODEL)
 
@@ -72,4 +75,4 @@ wheels: $(VENV)/.installed  ## Build the four wheels into dist/.
 	for part in proto export server clients/python; do $(BIN)/python -m build --no-isolation --wheel --outdir dist $$part || exit 1; done
 
 clean:  ## Remove what was built, but not the models.
-	rm -rf build dist $(VENV) .venv-proto .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist $(VENV) .venv-proto .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis

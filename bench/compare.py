@@ -22,11 +22,11 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
+from comparison.agreement import AGREEING, check_agreement
 from comparison.empty_server import empty_calls, empty_server
 from comparison.load import load_process
 from comparison.machine import OtherWork, describe_machine, load_average
@@ -56,9 +56,6 @@ from encserve_server.cpus import usable_cpus
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.types import Graph
 
-AGREEING = 8  # sequences whose rows are compared before anything is measured
-TOLERANCE = 5e-5  # of a row's norm, as everywhere in this project
-
 console = Console(width=None if sys.stdout.isatty() else 150)
 
 
@@ -82,27 +79,6 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--server-flags", default="", help="further flags of encserve-server, in one string")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
     return parser.parse_args(arguments)
-
-
-def worst_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """The largest ‖got − want‖₂ / ‖want‖₂ of a token's row; both are (seq, d_model) arrays."""
-    norm = np.linalg.norm
-    pairs = zip(ours, theirs, strict=True)
-    return max(float((norm(a - b, axis=1) / norm(b, axis=1)).max()) for a, b in pairs)
-
-
-def check_agreement(engine: OnnxEngine, others: Mapping[str, list[Any]], workload: Workload) -> dict[str, float]:
-    """Makes sure that all compute the same: a side that is fast and wrong is none.
-
-    Raises:
-        SystemExit: One of them differs.
-    """
-    reference = [engine.run([it]).rows[0] for it in workload.sequences[:AGREEING]]
-    differences = {name: worst_difference(rows, reference) for name, rows in others.items()}
-    for name, difference in differences.items():
-        if difference > TOLERANCE:
-            raise SystemExit(f"{name} does not compute the same: a row differs by {difference:.1e} of its norm")
-    return differences
 
 
 def announce(bundle: Bundle, machine: Mapping[str, Any], workload: Workload) -> None:

@@ -21,6 +21,16 @@ METHOD = "/encserve.v1.EncoderService/Encode"
 Call = tuple[int, bytes]  # its tokens, and the serialised request
 
 
+def make_text_calls(texts: Sequence[str], tokens: Sequence[int], kind: pb.OutputKind) -> list[Call]:
+    """Serialises one request for each text; `tokens` are how many each of them has."""
+    calls = []
+    for text, count in zip(texts, tokens, strict=True):
+        options = pb.EncodeOptions(outputs=[pb.OutputSpec(kind=kind)])
+        request = pb.EncodeRequest(inputs=[pb.Input(text=text)], options=options)
+        calls.append((count, request.SerializeToString()))
+    return calls
+
+
 def make_calls(groups: Sequence[Sequence[Sequence64]], kind: pb.OutputKind) -> list[Call]:
     """Serialises one request for each group of sequences."""
     calls = []
@@ -55,11 +65,14 @@ class LoadProcess:
 
 
 @contextmanager
-def load_process(target: str, kinds: dict[str, list[Call]]) -> Iterator[LoadProcess]:
-    """Starts a process that asks the server at `target`; `kinds` are its calls by the name of their kind."""
+def load_process(target: str, kinds: dict[str, list[Call]], method: str = METHOD) -> Iterator[LoadProcess]:
+    """Starts a process that asks the server at `target`; `kinds` are its calls by the name of their kind.
+
+    `method` is what they call: encserve's, or that of another gRPC server.
+    """
     spawn = multiprocessing.get_context("spawn")
     near, far = spawn.Pipe()
-    process = spawn.Process(target=_ask_when_told, args=(target, kinds, far), daemon=True)
+    process = spawn.Process(target=_ask_when_told, args=(target, method, kinds, far), daemon=True)
     process.start()
     far.close()
     assert process.pid is not None  # noqa: S101 - it has been started
@@ -71,7 +84,7 @@ def load_process(target: str, kinds: dict[str, list[Call]]) -> Iterator[LoadProc
         process.terminate()
 
 
-def _ask_when_told(target: str, kinds: dict[str, list[Call]], pipe: Connection) -> None:
+def _ask_when_told(target: str, method: str, kinds: dict[str, list[Call]], pipe: Connection) -> None:
     with asyncio.Runner() as runner:
         while True:
             try:
@@ -79,17 +92,17 @@ def _ask_when_told(target: str, kinds: dict[str, list[Call]], pipe: Connection) 
             except EOFError:  # nobody will ask any more
                 return
             if callers == 1:
-                pipe.send(one_caller(target, kinds[kind], count=count))
+                pipe.send(one_caller(target, method, kinds[kind], count=count))
             else:
-                pipe.send(runner.run(closed_loop(target, kinds[kind], callers=callers, count=count)))
+                pipe.send(runner.run(closed_loop(target, method, kinds[kind], callers=callers, count=count)))
 
 
-def one_caller(target: str, calls: Sequence[Call], *, count: int) -> Measurement:
+def one_caller(target: str, method: str, calls: Sequence[Call], *, count: int) -> Measurement:
     """Makes `count` calls one after another, each blocking until its reply is there, as `EncoderClient` does."""
     latencies: list[tuple[int, float]] = []
     with grpc.insecure_channel(target, options=_OPTIONS) as channel:
         grpc.channel_ready_future(channel).result(timeout=60)
-        send: Any = channel.unary_unary(METHOD)
+        send: Any = channel.unary_unary(method)
         began = time.perf_counter()
         for number in range(count):
             tokens, request = calls[number % len(calls)]
@@ -100,14 +113,14 @@ def one_caller(target: str, calls: Sequence[Call], *, count: int) -> Measurement
     return Measurement(sum(tokens for tokens, _ in latencies), seconds, latencies)
 
 
-async def closed_loop(target: str, calls: Sequence[Call], *, callers: int, count: int) -> Measurement:
+async def closed_loop(target: str, method: str, calls: Sequence[Call], *, callers: int, count: int) -> Measurement:
     """Makes `count` calls, beginning again where they end; each caller sends its next when it has the reply.
 
     Replies are read and not parsed.
     """
     async with grpc.aio.insecure_channel(target, options=_OPTIONS) as channel:
         await channel.channel_ready()
-        send: Any = channel.unary_unary(METHOD)
+        send: Any = channel.unary_unary(method)
         numbers = iter(range(count))  # shared by the callers
         latencies: list[tuple[int, float]] = []
 

@@ -4,6 +4,7 @@ import os
 import platform
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,31 @@ def _version(package: str) -> str:
 def load_average() -> float:
     """How many processes ran or wanted to, over the last minute."""
     return os.getloadavg()[0]
+
+
+def process_tree(pid: int) -> list[int]:
+    """A process and all that descend from it, as far as Linux's books name them."""
+    children: dict[int, list[int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(path.read_text().rpartition(")")[2].split()[1])
+        except OSError:  # it has ended meanwhile
+            continue
+        children.setdefault(parent, []).append(int(path.parent.name))
+    found = [pid]
+    for it in found:  # grows while it is read
+        found += children.get(it, ())
+    return found
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """What processes have computed so far; those that have ended count nothing."""
+    ticks = 0
+    for pid in pids:
+        with suppress(OSError):
+            # The name, in brackets, may hold spaces.
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class OtherWork:

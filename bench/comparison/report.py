@@ -73,15 +73,16 @@ def to_json(sides: Sequence[Side], found: Found, context: dict[str, Any]) -> dic
 
 def print_report(console: Console, report: dict[str, Any]) -> None:
     """Prints what `to_json` gave."""
-    console.print(_sides_table(report["sides"]))
+    console.print(sides_table(report["sides"]))
     targets = [Target(**{**it, "measured": Spread(**it["measured"])}) for it in report["targets"]]
     if targets:
-        console.print(_targets_table(targets))
+        console.print(targets_table(targets))
     for warning in report["warnings"]:
         console.print(f"[bold yellow]Warning:[/] {warning}")
 
 
-def _sides_table(sides: dict[str, Any]) -> Table:
+def sides_table(sides: dict[str, Any]) -> Table:
+    """What each side did, and how that is to the ceiling and to the naive batcher."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("side")
     for heading in ("tokens/s", "best round", "ratio to ceiling", QUARTILES, "p50 ms", "ratio to naive"):
@@ -101,7 +102,8 @@ def _sides_table(sides: dict[str, Any]) -> Table:
     return table
 
 
-def _targets_table(targets: Sequence[Target]) -> Table:
+def targets_table(targets: Sequence[Target]) -> Table:
+    """What was wanted and what came of it."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("target")
     for heading in ("wanted", "measured", QUARTILES, "met"):

@@ -71,6 +71,15 @@ def sweep_budgets(engine: OnnxEngine, workload: Workload, seed: int, run: Run = 
     return {int(name): max(it.tokens_per_second for it in its) for name, its in found.items()}
 
 
+def ceiling_side(engine: OnnxEngine, workload: Workload, best_budget: int) -> Side:
+    """Everything known beforehand, one run at a time."""
+    return Side(
+        CEILING,
+        f"ceiling: session.run alone, all sorted, {best_budget} padded tokens",
+        partial(run_batches, engine, sorted_batches(workload.sequences, best_budget)),
+    )
+
+
 def engine_sides(engine: OnnxEngine, workload: Workload, best_budget: int, best_parallel_budget: int) -> list[Side]:
     """The sides that run the bundle's graph on ONNX Runtime in this process.
 
@@ -82,11 +91,7 @@ def engine_sides(engine: OnnxEngine, workload: Workload, best_budget: int, best_
     """
     in_windows = windows(workload.sequences, WINDOW)
     sides = [
-        Side(
-            CEILING,
-            f"ceiling: session.run alone, all sorted, {best_budget} padded tokens",
-            partial(run_batches, engine, sorted_batches(workload.sequences, best_budget)),
-        ),
+        ceiling_side(engine, workload, best_budget),
         Side(
             PARALLEL,
             f"the same, {engine.max_parallel_runs} runs at once, {best_parallel_budget} padded tokens",

@@ -1,0 +1,190 @@
+"""Environments for peers, and the programs that run in them."""
+
+import contextlib
+import hashlib
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+PEERS = ROOT / "bench/peers"
+ENVIRONMENTS = ROOT / ".venv-peers"
+START_SECONDS = 240.0
+ANSWER_SECONDS = 600.0
+SHOWN = 1500  # characters of a log that tell why something failed
+
+
+class PeerUnavailable(Exception):
+    """A peer cannot be installed, started or asked.
+
+    Attributes:
+        peer: Its name.
+        reason: Why, in a few lines.
+    """
+
+    def __init__(self, peer: str, reason: str) -> None:
+        super().__init__(f"{peer}: {reason}")
+        self.peer = peer
+        self.reason = reason
+
+
+def ensure_environment(
+    peer: str, requirements: Path | None = None, environments: Path = ENVIRONMENTS, python: str = sys.executable
+) -> Path:
+    """Makes the environment of a peer unless it is there, as `requirements` (bench/peers/PEER.txt) wants it.
+
+    Returns:
+        The folder of its commands.
+
+    Raises:
+        PeerUnavailable: pip cannot install it.
+    """
+    requirements = requirements or PEERS / f"{peer}.txt"
+    folder = environments / peer
+    stamp, wanted = folder / ".installed", hashlib.sha256(requirements.read_bytes()).hexdigest()
+    if not stamp.exists() or stamp.read_text() != wanted:
+        shutil.rmtree(folder, ignore_errors=True)
+        pip: list[str | Path] = [
+            folder / "bin/python",
+            "-m",
+            "pip",
+            "--disable-pip-version-check",
+            "install",
+            "--quiet",
+        ]
+        make: list[str | Path] = [python, "-m", "venv", folder]
+        for command in (make, [*pip, "-r", requirements]):
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+            if done.returncode:
+                raise PeerUnavailable(peer, f"cannot be installed:\n{done.stdout.strip()[-SHOWN:]}")
+        stamp.write_text(wanted)
+    return folder / "bin"
+
+
+def peer_environment() -> dict[str, str]:
+    """The variables of a peer's processes: none of ours, no network, no reports of use, and the right libpython."""
+    kept = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}}
+    # Triton's stub loads libpython by its name alone. Another Python's of the same version may be on the loader's path,
+    # and would not fit the standard library of this one.
+    libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
+    return {
+        **kept,
+        "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "true",
+        "INFINITY_ANONYMOUS_USAGE_STATS": "0",
+        "DO_NOT_TRACK": "1",
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of the loopback interface that nobody has just now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for it in sockets:
+            it.bind(("127.0.0.1", 0))
+        return [it.getsockname()[1] for it in sockets]
+
+
+class Program:
+    """A process of a peer, with its log in a file."""
+
+    def __init__(self, peer: str, command: Sequence[Any], log: Path) -> None:
+        """Starts it."""
+        self.peer = peer
+        self._log = log
+        with log.open("wb") as file:
+            self.process = subprocess.Popen(
+                list(map(str, command)),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                env=peer_environment(),
+                start_new_session=True,
+            )
+
+    def failure(self, what: str) -> PeerUnavailable:
+        """What to raise, with the end of the log."""
+        return PeerUnavailable(self.peer, f"{what}; its log ends:\n{self._log.read_text(errors='replace')[-SHOWN:]}")
+
+    def read(self, seconds: float) -> dict[str, Any]:
+        """Waits for the next answer.
+
+        Raises:
+            PeerUnavailable: It has ended, or does not answer.
+        """
+        assert self.process.stdout is not None  # noqa: S101 - it is a pipe
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            if not selector.select(seconds):
+                raise self.failure(f"does not answer within {seconds:.0f} s")
+        line = self.process.stdout.readline()
+        if not line:
+            raise self.failure("has ended")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
+        """Asks a question of `bench/peers/lines.py`'s kind and waits for its answer."""
+        assert self.process.stdin is not None  # noqa: S101 - it is a pipe
+        try:
+            self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self.failure("has ended") from None
+        return self.read(ANSWER_SECONDS)
+
+    def wait_for_page(self, url: str, seconds: float = START_SECONDS) -> None:
+        """Waits until a page can be read."""
+        until = time.monotonic() + seconds
+        while True:
+            if self.process.poll() is not None:
+                raise self.failure("has ended")
+            with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=5):  # noqa: S310 - our own address
+                return
+            if time.monotonic() > until:
+                raise self.failure(f"does not serve within {seconds:.0f} s")
+            time.sleep(0.2)
+
+    def stop(self) -> None:
+        """Ends it and what it has started."""
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+        for sign in (None, signal.SIGTERM, signal.SIGKILL):  # first it may end by itself, since nobody asks any more
+            with contextlib.suppress(ProcessLookupError):
+                if sign is not None:
+                    os.killpg(self.process.pid, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=5)
+                return
+
+
+@contextlib.contextmanager
+def running(peer: str, command: Sequence[Any], log: Path) -> Iterator[Program]:
+    """Runs a program until the end of the block."""
+    program = Program(peer, command, log)
+    try:
+        yield program
+    finally:
+        program.stop()
+
+
+def script(peer: str, binaries: Path, name: str, flags: Mapping[str, Any]) -> list[Any]:
+    """The command of a program of bench/peers in a peer's environment; a flag may have several values."""
+    command: list[Any] = [binaries / "python", PEERS / name]
+    for flag, value in flags.items():
+        command += [flag, *(value if isinstance(value, list | tuple) else (value,))]
+    return command

@@ -1,0 +1,317 @@
+"""Compares encserve with other servers of the same model, side by side on the same texts.
+
+    python bench/peers.py MODELS --checkpoint DIRECTORY [--model NAME] [--rounds 4] [--server NAME="FLAGS" ...]
+
+The peers are Triton (through pytriton), infinity and sentence-transformers, each in an environment of its own under
+.venv-peers, made when it is first needed. Whoever cannot be installed or started is named at the end, and the exit
+status is 1 then. Each peer is tried in several settings first, and the fastest takes part. All are started before
+anything is measured and asked in interleaved rounds, as in `bench/compare.py`. See docs/performance.md.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
+
+from comparison.agreement import TOLERANCE, lowest_cosine, some_places, worst_difference
+from comparison.load import load_process, make_calls, make_text_calls
+from comparison.machine import OtherWork, cpu_seconds, describe_machine, load_average, process_tree
+from comparison.peer_report import peers_json, precision_of, print_missing, print_peers
+from comparison.peers import PEERS_BY_NAME, VECTORS, Given, Setting, opened
+from comparison.programs import PeerUnavailable
+from comparison.report import summarise, warnings
+from comparison.rounds import NO_PATIENCE, Measurement, Patience, Side, measure
+from comparison.sides import CALLERS, MANY, PASSES, ceiling_side, sweep_budgets
+from comparison.texts import Texts, make_texts, open_tokenizer
+from comparison.workload import LENGTHS, draw_lengths
+from real_server import real_server
+
+from encserve_client import EncoderClient
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.bundle import Bundle, find_bundles, read_bundle
+from encserve_server.cpus import usable_cpus
+from encserve_server.engine.onnx import OnnxEngine
+
+TEXT = "encserve-64-text-pooled"
+COSINE = 0.999  # of a row, for servers with further flags: a lower precision may be what they are about
+SWEEP_ROUNDS = 2
+IDLE_SECONDS = 3.0
+IDLE_SHARE = 0.05  # of one CPU; a server that takes more while nobody asks disturbs the others
+
+console = Console(width=None if sys.stdout.isatty() else 150)
+
+
+def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", type=Path, help="a model repository")
+    parser.add_argument("--model", help="NAME or NAME@VERSION; the first one without it")
+    parser.add_argument("--checkpoint", type=Path, required=True, help="the model's own directory, for the peers")
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--sequences", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="how much longer to take, in all, for running again what others disturbed",
+    )
+    parser.add_argument("--peers", nargs="*", choices=sorted(PEERS_BY_NAME), default=list(PEERS_BY_NAME))
+    parser.add_argument(
+        "--server",
+        action="append",
+        default=[],
+        type=read_server,
+        metavar='NAME="FLAGS"',
+        help="one more encserve-server with these flags, as a side of its own; may be repeated",
+    )
+    parser.add_argument("--server-flags", default="", help="further flags of encserve-server, in one string")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
+    return parser.parse_args(arguments)
+
+
+def read_server(text: str) -> tuple[str, str]:
+    """NAME=FLAGS as a side's name and flags."""
+    name, equals, flags = text.partition("=")
+    if not name or not equals or name in {"64", "64-text-pooled"}:
+        raise argparse.ArgumentTypeError(f'{text!r} is not NAME="FLAGS"')
+    return f"encserve-{name}", flags
+
+
+def read_texts(bundle: Bundle, options: argparse.Namespace) -> Texts:
+    """Texts whose lengths are those of real ones."""
+    if bundle.tokenizer_file is None:
+        raise SystemExit(f"{bundle.name} has no tokenizer; the peers take texts")
+    content = json.loads(LENGTHS.read_text())
+    histogram = {int(length): texts for length, texts in content["histogram"].items()}
+    lengths = draw_lengths(histogram, count=options.sequences, seed=options.seed, longest=bundle.max_sequence_tokens)
+    return make_texts(open_tokenizer(bundle.tokenizer_file), lengths, about=content["about"], seed=options.seed)
+
+
+class Servers:
+    """The encserve servers, each with its callers.
+
+    Attributes:
+        sides: What is measured of them.
+        precisions: Which targets a side is held to, by its name.
+    """
+
+    def __init__(self, options: argparse.Namespace, bundle: Bundle, texts: Texts, stack: ExitStack) -> None:
+        """Starts them."""
+        self.sides: list[Side] = []
+        self.precisions: dict[str, str] = {}
+        self._targets: dict[str, str] = {}
+        calls = {
+            "tokens": make_calls([[it] for it in texts.workload.sequences], pb.OUTPUT_KIND_TOKENS),
+            "pooled": make_text_calls(texts.texts, texts.lengths, pb.OUTPUT_KIND_MODEL_POOLING),
+        }
+        count = PASSES * len(texts.texts)
+        base = f"--model {bundle.name}@{bundle.version} --device cpu {options.server_flags}"
+        for name, flags in ((MANY, ""), *options.server):
+            server = stack.enter_context(real_server(options.models, *shlex.split(f"{base} {flags}")))
+            load = stack.enter_context(load_process(server.target, calls))
+            load.ask("tokens", callers=CALLERS, count=count)  # memory is taken now
+            self._targets[name] = server.target
+            self.precisions[name] = precision_of(flags)
+            label = f"encserve, {CALLERS} callers" + (f", {flags}" if flags else "")
+            self._add(name, label, load.ask, "tokens", count)
+            if not flags:
+                self._add(TEXT, f"encserve, {CALLERS} callers, text in, pooled", load.ask, "pooled", count)
+
+    def _add(self, name: str, label: str, ask: Callable[..., Measurement], kind: str, count: int) -> None:
+        self.sides.append(Side(name, label, lambda: ask(kind, callers=CALLERS, count=count)))
+
+    def check(self, texts: Texts, places: Sequence[int], rows: Sequence[Any]) -> dict[str, Any]:
+        """Compares their rows with the engine's.
+
+        Raises:
+            SystemExit: A server computes something else.
+        """
+        found = {}
+        for name, target in self._targets.items():
+            with EncoderClient(target) as client:
+                its = list(client.encode([texts.workload.sequences[it] for it in places]))
+            difference, cosine = worst_difference(its, rows), lowest_cosine(its, rows)
+            found[name] = {"difference": difference, "cosine": cosine}
+            if cosine < COSINE or (name == MANY and difference > TOLERANCE):
+                raise SystemExit(f"{name} does not compute the same: cosine {cosine:.5f}, difference {difference:.1e}")
+        return found
+
+    def vectors(self, texts: Texts, places: Sequence[int]) -> list[Any]:
+        """The pooled vectors of texts, (1, d_model) each, of length 1."""
+        with EncoderClient(self._targets[MANY]) as client:
+            found = client.embed([texts.texts[it] for it in places])  # (texts, d_model)
+        return [it[None] / float((it**2).sum()) ** 0.5 for it in found]
+
+
+def check_peer(
+    peer: str, setting: Setting, places: Sequence[int], rows: list[Any], vectors: list[Any]
+) -> dict[str, float]:
+    """Makes sure that a peer computes what encserve does; gives the differences by side.
+
+    Raises:
+        PeerUnavailable: It does not.
+    """
+    found = {}
+    for side, (kind, its) in setting.computed(places).items():
+        wanted = vectors if kind == VECTORS else rows
+        if [it.shape for it in its] != [it.shape for it in wanted]:
+            raise PeerUnavailable(peer, f"{side} gives other shapes: it has cut texts off, or takes other tokens")
+        found[side] = worst_difference(its, wanted)
+        if found[side] > TOLERANCE:
+            raise PeerUnavailable(peer, f"{side} does not compute the same: off by {found[side]:.1e} of the norm")
+    return found
+
+
+def fastest(peer: str, settings: Sequence[Setting], seed: int) -> tuple[Setting, dict[str, float]]:
+    """Runs a peer in all its settings, interleaved; gives the one with the best round, and tokens/s by setting.
+
+    Raises:
+        PeerUnavailable: It fails under load.
+    """
+    tried = {setting.name: setting for setting in settings}
+    sides = [Side(name, "", setting.sides[0].run) for name, setting in tried.items()]
+    try:
+        for side in sides:
+            side.run()  # memory is taken now
+        found = measure(sides, SWEEP_ROUNDS, seed, lambda *_: None, NO_PATIENCE)
+    except RuntimeError as error:
+        raise PeerUnavailable(peer, f"fails under load: {error}") from error
+    rates = {name: max(it.tokens_per_second for it in its) for name, its in found.items()}
+    best = max(rates, key=lambda it: rates[it])
+    for name, setting in tried.items():
+        if name != best:
+            setting.close()
+    console.print(
+        f"{peer}, tokens/s: " + "; ".join(f"{it}: {rate:,.0f}" for it, rate in rates.items()), highlight=False
+    )
+    return tried[best], rates
+
+
+def open_peers(
+    options: argparse.Namespace, given: Given, check: Callable[[str, Setting], dict[str, float]], stack: ExitStack
+) -> tuple[dict[str, Any], list[Side], dict[str, str]]:
+    """Starts the peers: what is known of each, their sides, and why others are missing."""
+    opened_peers: dict[str, Any] = {}
+    sides: list[Side] = []
+    missing: dict[str, str] = {}
+    for peer in options.peers:
+        own = stack.enter_context(ExitStack())
+        console.print(f"starting {peer} …", highlight=False)
+        try:
+            settings = own.enter_context(opened(peer, given))
+            best, rates = fastest(peer, settings, options.seed)
+            differences = check(peer, best)
+        except PeerUnavailable as error:
+            own.close()
+            missing[peer] = error.reason
+            print_missing(console, {peer: error.reason})
+            continue
+        sides += best.sides
+        opened_peers[peer] = {
+            "versions": best.versions,
+            "setting": best.name,
+            "tokens_per_second_by_setting": rates,
+            "agreement": differences,
+        }
+    return opened_peers, sides, missing
+
+
+def idle_share() -> float:
+    """How much of one CPU all of the benchmark's processes take while nobody asks."""
+    time.sleep(1)
+    pids = [it for it in process_tree(os.getpid()) if it != os.getpid()]
+    before = cpu_seconds(pids)
+    time.sleep(IDLE_SECONDS)
+    return (cpu_seconds(pids) - before) / IDLE_SECONDS
+
+
+def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
+    """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
+    load_before, machine = load_average(), describe_machine()
+    bundle = read_bundle(find_bundles(options.models, (options.model,) if options.model else ())[0])
+    texts = read_texts(bundle, options)
+    places = some_places(texts.lengths)
+    console.print(f"{bundle.name}@{bundle.version}: {len(texts.texts)} texts, {texts.workload.tokens:,} tokens")
+    engine = OnnxEngine(bundle.graph, device="cpu", intra_op_threads=usable_cpus())
+    stack.callback(engine.close)
+    rows = [engine.run([texts.workload.sequences[it]]).rows[0] for it in places]
+    servers = Servers(options, bundle, texts, stack)
+    agreement = servers.check(texts, places, rows)
+    vectors = servers.vectors(texts, places)
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    file = folder / "workload.json"
+    file.write_text(json.dumps({"texts": texts.texts, "ids": [it.tolist() for it in texts.workload.sequences]}))
+    given = Given(texts, file, bundle.graph, options.checkpoint.resolve(), usable_cpus(), folder)
+    peers, peer_sides, missing = open_peers(
+        options, given, lambda peer, setting: check_peer(peer, setting, places, rows, vectors), stack
+    )
+    budgets = sweep_budgets(engine, texts.workload, options.seed)
+    ceiling = ceiling_side(engine, texts.workload, max(budgets, key=lambda it: budgets[it]))
+    idle = idle_share()
+    sides = [ceiling, *servers.sides, *peer_sides]
+    patience = Patience(options.patience, lambda: OtherWork(process_tree(os.getpid())).share)
+    found = measure(sides, options.rounds, options.seed, show_round, patience)
+    texts_of_warning = warnings(load_before, found)
+    if idle > IDLE_SHARE:
+        texts_of_warning.append(f"while nobody asked, all the servers together took {idle:.0%} of a CPU")
+    return {
+        "model": {"name": bundle.name, "version": bundle.version, "fingerprint": bundle.fingerprint},
+        "machine": machine,
+        "load_average": {"before": load_before, "after": load_average()},
+        "idle_share_of_a_cpu": idle,
+        "workload": {"sequences": len(texts.texts), "tokens": texts.workload.tokens, "seed": options.seed},
+        "agreement": agreement,
+        "peers": peers,
+        "missing": missing,
+        "rounds": options.rounds,
+        "warnings": texts_of_warning,
+        "sides": summarise(sides, found),
+        **peers_json(found, [it.name for it in servers.sides], [it.name for it in peer_sides], servers.precisions),
+    }
+
+
+def show_round(number: int, found: Mapping[str, Measurement]) -> None:
+    """Says how a round went, so that nobody has to wait in the dark."""
+    shown = ", ".join(f"{name} {it.tokens_per_second:,.0f}" for name, it in found.items())
+    console.print(f"round {number + 1}, tokens/s: {shown}", highlight=False)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs the comparison, prints it, and writes it down if asked."""
+    options = read_arguments(arguments)
+    # Servers have sessions of their own, so that whoever ends this must not leave them running.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    began = time.monotonic()
+    with ExitStack() as stack:
+        report = compare(options, stack)
+    print_peers(console, report)
+    for peer, its in report["peers"].items():
+        packages = ", ".join(f"{name} {version}" for name, version in its["versions"].items())
+        console.print(f"{peer}: {its['setting']}; {packages}", highlight=False)
+    console.print(
+        f"{options.rounds} rounds, {time.monotonic() - began:.0f} s in all; while nobody asked, the servers took "
+        f"{report['idle_share_of_a_cpu']:.1%} of a CPU",
+        highlight=False,
+    )
+    if options.json:
+        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    if report["missing"]:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Encodes texts with sentence-transformers in this process. Runs in sentence-transformers' environment.
+
+It is given all texts at once and sorts them itself; only `encode` is timed.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lines import answer_lines, versions
+from sentence_transformers import SentenceTransformer
+
+OUTPUTS = {"tokens": "token_embeddings", "pooled": "sentence_embedding"}
+
+
+def main() -> None:
+    """Encodes when told to."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--workload", type=Path, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    options = parser.parse_args()
+
+    def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
+        torch.set_num_threads(options.threads)
+        texts = json.loads(options.workload.read_text())["texts"]
+        model = SentenceTransformer(options.checkpoint, device="cpu")
+
+        def encode(some: list[str], output: str, batch_size: int) -> Any:
+            return model.encode(
+                some,
+                output_value=OUTPUTS[output],
+                batch_size=batch_size,
+                show_progress_bar=False,
+                normalize_embeddings=output == "pooled",
+            )
+
+        def run(output: str, batch_size: int, count: int) -> dict[str, Any]:
+            began = time.perf_counter()
+            encode(texts[:count], output, batch_size)
+            return {"seconds": time.perf_counter() - began}
+
+        def check(places: list[int], file: str, output: str) -> dict[str, Any]:
+            found = encode([texts[it] for it in places], output, 32)
+            np.savez(file, *(np.atleast_2d(np.asarray(it)) for it in found))  # (seq, d_model) or (1, d_model) each
+            return {}
+
+        return versions("sentence-transformers", "torch", "transformers"), {"run": run, "check": check}
+
+    answer_lines(prepare)
+
+
+if __name__ == "__main__":
+    main()

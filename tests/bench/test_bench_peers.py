@@ -1,0 +1,219 @@
+"""The pure parts of the comparison with peers; no peer need be installed."""
+
+import argparse
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from comparison.agreement import lowest_cosine, some_places, worst_difference
+from comparison.machine import cpu_seconds, process_tree
+from comparison.peer_report import peer_targets, print_missing, ratios_to_peers
+from comparison.peers import INFINITY, SENTENCES, TRITON, Setting
+from comparison.programs import PEERS, PeerUnavailable, Program, ensure_environment, free_ports
+from comparison.rounds import Measurement, Side, Spread
+from comparison.sides import MANY
+from comparison.texts import make_texts, open_tokenizer, single_words
+from peers import fastest, read_server
+from rich.console import Console
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import Whitespace
+from tokenizers.processors import TemplateProcessing
+
+WORDS = ["[UNK]", "[CLS]", "[SEP]", "cat", "mat", "dog", "##s", "don", "t", "é", "x9"]
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> Tokenizer:
+    """A small WordPiece tokenizer whose file cuts at 4 tokens and pads to 8."""
+    made = Tokenizer(WordPiece({word: place for place, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    made.pre_tokenizer = Whitespace()
+    made.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
+    made.enable_truncation(4)
+    made.enable_padding(length=8)
+    made.save(str(tmp_path / "tokenizer.json"))
+    return open_tokenizer(tmp_path / "tokenizer.json")
+
+
+def rates(*tokens: int) -> list[Measurement]:
+    return [Measurement(it, 1.0) for it in tokens]
+
+
+# What is asked.
+
+
+def test_texts_have_exactly_the_wanted_numbers_of_tokens(tokenizer: Tokenizer) -> None:
+    texts = make_texts(tokenizer, [3, 40, 5, 3], about="", seed=1)
+    assert texts.lengths == [3, 40, 5, 3]
+    assert [tokenizer.encode(it).ids for it in texts.texts] == [it.tolist() for it in texts.workload.sequences]
+    assert all(it[0] == 1 and it[-1] == 2 for it in texts.workload.sequences)
+
+
+def test_texts_depend_on_the_seed_alone(tokenizer: Tokenizer) -> None:
+    first, again, other = (make_texts(tokenizer, [30], about="", seed=seed).texts for seed in (1, 1, 2))
+    assert first == again != other
+
+
+def test_only_whole_words_of_letters_are_used(tokenizer: Tokenizer) -> None:
+    assert single_words(tokenizer) == ["cat", "dog", "don", "mat", "t"]
+
+
+def test_a_length_without_room_for_a_word_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ValueError, match="a text of 2 tokens has no room for a word beside 2 special ones"):
+        make_texts(tokenizer, [2], about="", seed=0)
+
+
+# Whether all compute the same.
+
+
+def test_the_compared_sequences_reach_from_the_shortest_to_the_longest() -> None:
+    lengths = [9, 3, 200, 40, 41, 42, 43, 44, 45, 46, 47]
+    places = some_places(lengths)
+    assert len(set(places)) == 8
+    assert {1, 2} <= set(places)
+    assert some_places([5, 3]) == [1, 0]
+
+
+def test_differences_are_of_the_worst_row() -> None:
+    ours, theirs = [np.array([[1.0, 0.0], [0.0, 2.0]])], [np.array([[1.0, 0.0], [2.0, 0.0]])]
+    assert worst_difference(ours, ours) == 0
+    assert worst_difference(ours, theirs) == pytest.approx(2**0.5)
+    assert lowest_cosine(ours, ours) == 1
+    assert lowest_cosine(ours, theirs) == 0
+
+
+# What is made of it.
+
+
+def test_ratios_to_peers_are_taken_round_by_round() -> None:
+    found = {"mine": rates(60, 10, 40), TRITON: rates(30, 5, 10)}
+    assert ratios_to_peers(found, ["mine"], [TRITON]) == {TRITON: {"mine": Spread(2, 2, 3)}}
+
+
+def test_targets_are_those_of_the_precision() -> None:
+    found = {MANY: rates(20), "encserve-bf16": rates(28), TRITON: rates(10), INFINITY: rates(4)}
+    targets = peer_targets(found, {MANY: "float32", "encserve-bf16": "bfloat16"})
+    assert [(it.wanted, it.measured.median, it.met) for it in targets] == [
+        ("≥ 1.6", 2.0, True),
+        ("≥ 4.5", 5.0, True),
+        ("≥ 3", 2.8, False),
+        ("≥ 8", 7.0, False),
+    ]
+
+
+def test_a_target_whose_peer_is_missing_is_left_out() -> None:
+    assert [it.wanted for it in peer_targets({MANY: rates(20), TRITON: rates(10)}, {MANY: "float32"})] == ["≥ 1.6"]
+
+
+def test_who_is_missing_is_said_by_name() -> None:
+    console = Console(record=True, width=100)
+    print_missing(console, {TRITON: "no such [wheel]"})
+    assert console.export_text() == "Missing: triton\nno such [wheel]\n"
+
+
+def test_a_further_server_has_a_name_and_flags() -> None:
+    assert read_server("bf16=--precision bfloat16 --max-batch-tokens=512") == (
+        "encserve-bf16",
+        "--precision bfloat16 --max-batch-tokens=512",
+    )
+    for text in ("bf16", "=--device cpu", "64=--device cpu"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            read_server(text)
+
+
+def setting(name: str, rates_in_turn: list[int], closed: list[str]) -> Setting:
+    told = iter(rates_in_turn)
+    side = Side("it", name, lambda: Measurement(next(told), 1.0))
+    return Setting(name, [side], lambda _: {}, {}, lambda: closed.append(name))
+
+
+def test_the_setting_with_the_best_round_takes_part_and_the_others_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("comparison.rounds.PAUSE_SECONDS", 0)
+    closed: list[str] = []
+    # The first run of each takes memory and does not count.
+    settings = [setting("a", [99, 5, 7], closed), setting("b", [1, 9, 2], closed), setting("c", [1, 1, 1], closed)]
+    best, found = fastest("it", settings, seed=0)
+    assert best.name == "b"
+    assert found == {"a": 7, "b": 9, "c": 1}
+    assert closed == ["a", "c"]
+
+
+# Environments and programs.
+
+
+def test_what_cannot_be_installed_is_said_with_pips_own_words(tmp_path: Path) -> None:
+    requirements = tmp_path / "wanted.txt"
+    requirements.write_text("./no-such-folder\n")
+    with pytest.raises(PeerUnavailable, match=r"(?s)^it: cannot be installed:.*no-such-folder"):
+        ensure_environment("it", requirements, tmp_path / "environments")
+    assert not (tmp_path / "environments/it/.installed").exists()
+
+
+def test_an_environment_is_made_once(tmp_path: Path) -> None:
+    requirements, environments = tmp_path / "wanted.txt", tmp_path / "environments"
+    requirements.write_text("")
+    binaries = ensure_environment("it", requirements, environments)
+    assert (binaries / "python").exists()
+    made = (environments / "it/.installed").stat().st_mtime_ns
+    assert ensure_environment("it", requirements, environments, python="/no/python") == binaries
+    assert (environments / "it/.installed").stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize("peer", [INFINITY, SENTENCES, TRITON])
+def test_every_version_is_pinned(peer: str) -> None:
+    lines = (PEERS / f"{peer}.txt").read_text().splitlines()
+    wanted = [it for it in lines if it and not it.startswith("#")]
+    assert wanted
+    assert all(it.count("==") == 1 for it in wanted)
+    assert not {it for it in wanted if it.startswith("torch==")} - {"torch==2.13.0"}
+
+
+ECHO = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from lines import answer_lines
+
+def prepare():
+    print("noise", flush=True)
+    return {"ready": 1}, {"double": lambda number: {"result": 2 * number}}
+
+answer_lines(prepare)
+"""
+
+
+def test_a_program_answers_and_what_it_prints_goes_to_its_log(tmp_path: Path) -> None:
+    program = Program("it", [sys.executable, "-c", ECHO, PEERS], tmp_path / "log")
+    try:
+        assert program.read(30) == {"ready": 1}
+        assert program.ask("double", number=21) == {"result": 42}
+        assert (tmp_path / "log").read_text() == "noise\n"
+        with pytest.raises(PeerUnavailable, match=r"(?s)^it: has ended; its log ends:.*KeyError: 'triple'"):
+            program.ask("triple")
+    finally:
+        program.stop()
+    assert program.process.poll() is not None
+
+
+def test_a_program_that_does_not_answer_is_ended(tmp_path: Path) -> None:
+    program = Program("it", [sys.executable, "-c", "import sys; sys.stdin.read()"], tmp_path / "log")
+    with pytest.raises(PeerUnavailable, match="does not answer within 0 s"):
+        program.read(0.1)
+    program.stop()
+    assert program.process.poll() == 0
+
+
+def test_free_ports_differ() -> None:
+    assert len(set(free_ports(3))) == 3
+
+
+def test_a_process_tree_holds_its_children() -> None:
+    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
+        tree = process_tree(os.getpid())
+        assert tree[0] == os.getpid()
+        assert child.pid in tree
+    assert child.pid not in process_tree(os.getpid())
+    assert cpu_seconds([os.getpid()]) > 0
+    assert cpu_seconds([child.pid]) == 0
