@@ -105,7 +105,7 @@ def _triton(given: Given, stack: ExitStack) -> Iterator[Setting]:
         command = script(TRITON, binaries, "triton_calls.py", {"--target": target, "--workload": given.file})
         client = own.enter_context(running(TRITON, command, given.folder / f"triton-calls-{instances}.log"))
         client.read(START_SECONDS)
-        name = f"{instances} instances of {given.threads // instances} threads"
+        name = f"{instances} × {given.threads // instances} threads"
         yield _triton_setting(given, own, client, target, name, versions)
 
 
