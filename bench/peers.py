@@ -9,6 +9,7 @@ anything is measured and asked in interleaved rounds, as in `bench/compare.py`. 
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import shlex
@@ -193,7 +194,7 @@ def fastest(peer: str, settings: Sequence[Setting], seed: int) -> tuple[Setting,
     rates = {name: max(it.tokens_per_second for it in its) for name, its in found.items()}
     best = max(rates, key=lambda it: rates[it])
     for name, setting in tried.items():
-        if name != best:
+        if name != best and not setting.as_it_comes:
             setting.close()
     console.print(
         f"{peer}, tokens/s: " + "; ".join(f"{it}: {rate:,.0f}" for it, rate in rates.items()), highlight=False
@@ -221,6 +222,9 @@ def open_peers(
             print_missing(console, {peer: error.reason})
             continue
         sides += best.sides
+        for setting in settings:
+            if setting.as_it_comes and setting is not best:
+                sides += [dataclasses.replace(it, name=f"{it.name}-as-it-comes") for it in setting.sides]
         opened_peers[peer] = {
             "versions": best.versions,
             "setting": best.name,

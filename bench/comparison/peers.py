@@ -62,6 +62,7 @@ class Setting:
         computed: Rows or vectors of the sequences at some places, by the side's name, and which of both they are.
         versions: Of its packages.
         close: Ends what of it no other setting needs.
+        as_it_comes: Whether it is what somebody gets who sets nothing.
     """
 
     name: str
@@ -69,6 +70,7 @@ class Setting:
     computed: Callable[[Sequence[int]], dict[str, tuple[str, list[Any]]]]
     versions: dict[str, str]
     close: Callable[[], None]
+    as_it_comes: bool = False
 
 
 def _saved(program: Program, folder: Path, places: Sequence[int], **arguments: Any) -> list[Any]:
@@ -105,7 +107,7 @@ def _triton(given: Given, stack: ExitStack) -> Iterator[Setting]:
         command = script(TRITON, binaries, "triton_calls.py", {"--target": target, "--workload": given.file})
         client = own.enter_context(running(TRITON, command, given.folder / f"triton-calls-{instances}.log"))
         client.read(START_SECONDS)
-        name = f"{instances} instances of {given.threads // instances} threads"
+        name = f"{instances} × {given.threads // instances} threads"
         yield _triton_setting(given, own, client, target, name, versions)
 
 
@@ -133,9 +135,10 @@ def _triton_setting(
 
 # infinity.
 
+INFINITY_AS_IT_COMES = "BetterTransformer, batches of 32"
 INFINITY_SETTINGS: Mapping[str, Sequence[Any]] = {
     "BetterTransformer, batches of 8": ("--bettertransformer", "--batch-size", 8),
-    "BetterTransformer, batches of 32": ("--bettertransformer", "--batch-size", 32),
+    INFINITY_AS_IT_COMES: ("--bettertransformer", "--batch-size", 32),
     "no BetterTransformer, batches of 8": ("--no-bettertransformer", "--batch-size", 8),
 }
 
@@ -172,6 +175,7 @@ def _infinity_setting(given: Given, own: ExitStack, callers: Program, name: str)
         computed=lambda places: {INFINITY: (VECTORS, _saved(callers, given.folder, places))},
         versions=versions,
         close=own.close,
+        as_it_comes=name == INFINITY_AS_IT_COMES,
     )
 
 
@@ -194,6 +198,7 @@ def _sentences(given: Given, stack: ExitStack) -> Iterator[Setting]:
             },
             versions=versions,
             close=lambda: None,  # the others run in the same process
+            as_it_comes=size == 32,
         )
 
 

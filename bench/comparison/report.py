@@ -85,7 +85,9 @@ def sides_table(sides: dict[str, Any]) -> Table:
     """What each side did, and how that is to the ceiling and to the naive batcher."""
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("side")
-    for heading in ("tokens/s", "best round", "ratio to ceiling", QUARTILES, "p50 ms", "ratio to naive"):
+    headings = ["tokens/s", "best round", "ratio to ceiling", QUARTILES, "p50 ms"]
+    naive = any(side["ratio_to_naive"] for side in sides.values())
+    for heading in [*headings, "ratio to naive"] if naive else headings:
         table.add_column(heading, justify="right", no_wrap=True)
     for side in sides.values():
         rates = side["tokens_per_second"]
@@ -97,7 +99,7 @@ def sides_table(sides: dict[str, Any]) -> Table:
             f"{to_ceiling['median']:.3f}",
             f"{to_ceiling['low']:.3f}–{to_ceiling['high']:.3f}",
             f"{1000 * p50['median']:.2f}" if p50 else "",
-            f"{to_naive['median']:.2f}" if to_naive else "",
+            *([f"{to_naive['median']:.2f}" if to_naive else ""] if naive else ()),
         )
     return table
 
