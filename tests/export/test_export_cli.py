@@ -45,6 +45,42 @@ def test_hf(data: Path, models: Path) -> None:
     assert "comparing" not in result.stdout
 
 
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_precision(data: Path, models: Path, precision: str) -> None:
+    result = run("hf", data / "hf-bert", "--output", models, "--precision", precision)
+    assert result.exit_code == 0, result.output
+    assert read_manifest(models / "hf-bert" / "1").graph.precision == precision
+    required = {"float16": 0.999, "int8": 0.99}[precision]
+    for shown in (f"MiB, {precision}, opset", f"required {required}\n", "padding      least cosine similarity 1"):
+        assert shown in result.stdout
+    shown = run("inspect", models / "hf-bert" / "1").stdout
+    plain = run("hf", data / "hf-bert", "--output", models, "--version", "2")
+    assert plain.exit_code == 0
+    parameters = run("inspect", models / "hf-bert" / "2").stdout.split("\n\n")[1]
+    assert parameters in shown, "the model has the same parameters in every precision"
+
+
+def test_precision_of_checkpoint_and_init(data: Path, models: Path, config: Path) -> None:
+    golden = data / "fused-qkv"
+    fields = config.parent / "fields.json"
+    fields.write_text(json.dumps(golden_fields("fused-qkv")))
+    for arguments in (
+        ("checkpoint", golden / "checkpoint.safetensors", "--config", fields, "--embeddings",
+         golden / "embeddings.safetensors", "--name", "checkpoint"),
+        ("init", "--config", config, "--name", "init"),
+    ):  # fmt: skip
+        result = run(*arguments, "--output", models, "--precision", "int8")
+        assert result.exit_code == 0, result.output
+        assert read_manifest(models / str(arguments[-1]) / "1").graph.precision == "int8"
+
+
+def test_a_strangers_onnx_file_keeps_its_precision(data: Path, models: Path) -> None:
+    file = data / "hf-bert" / "config.json"
+    result = run("onnx", file, "--output", models, "--name", "theirs", "--precision", "int8")
+    assert result.exit_code == 2
+    assert "--precision" in result.stderr
+
+
 def test_name_version_and_overwrite(data: Path, models: Path) -> None:
     arguments = ("hf", data / "hf-distilbert", "--output", models, "--name", "d", "--version", "2024.1")
     assert run(*arguments).exit_code == 0

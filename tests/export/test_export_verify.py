@@ -13,6 +13,7 @@ from encserve_export import Encoder, EncoderConfig, Source, Target, export_encod
 from encserve_export.encoder import Inspection
 from encserve_export.errors import ParityError
 from encserve_export.init import random_encoder
+from encserve_export.precision import Precision
 from encserve_export.verify import case_lengths, check_inspection, relative_error
 
 SOURCE = Source("init", "random weights, seed 0")
@@ -48,8 +49,8 @@ def test_a_graph_of_other_weights_is_refused(
 ) -> None:
     write_graphs = graph.write_graphs
 
-    def write_wrong_graph(encoder: Encoder, folder: Path) -> graph.Graphs:
-        return write_graphs(changed(encoder), folder)
+    def write_wrong_graph(encoder: Encoder, folder: Path, precision: Precision) -> graph.Graphs:
+        return write_graphs(changed(encoder), folder, precision)
 
     encoder = random_encoder(tiny, 0)
     monkeypatch.setattr(graph, "write_graphs", write_wrong_graph)

@@ -14,7 +14,7 @@ from fake_server import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encserve_server import cpus, errors, logs, status
+from encserve_server import cpus, errors, loading, logs, status
 from encserve_server.__main__ import main
 from encserve_server.errors import BundleError, EncserveError, InvalidField, QueueFull
 from encserve_server.outputs import build_output
@@ -187,6 +187,36 @@ def test_a_containers_quota_bounds_the_threads(
     monkeypatch.setattr(cpus, "_CGROUP_MAX", tmp_path / "cpu.max")
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(64)), raising=False)
     assert cpus.usable_cpus() == wanted
+
+
+@pytest.mark.parametrize(
+    ("cpuinfo", "exact"),
+    [
+        ("model name\t: A\nflags\t\t: fpu avx2 avx512_vnni\n", True),
+        ("flags\t\t: fpu avx2 avx_vnni\n", True),
+        ("flags\t\t: fpu avx2\n", False),
+        ("Features\t: fp asimd asimddp\n", True),
+        (None, True),
+    ],
+)
+def test_which_cpus_multiply_bytes_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str | None, exact: bool
+) -> None:
+    if cpuinfo is not None:
+        (tmp_path / "cpuinfo").write_text(cpuinfo)
+    monkeypatch.setattr(cpus, "_CPUINFO", tmp_path / "cpuinfo")
+    assert cpus.multiplies_bytes_exactly() == exact
+    assert ("no VNNI" in loading.precision_advice("int8", "cpu")) == (not exact)
+
+
+@pytest.mark.parametrize(
+    ("precision", "device", "word"),
+    [("float32", "cpu", ""), ("float32", "cuda", ""), ("float16", "cuda", ""), ("float16", "cpu", "for GPUs"),
+     ("int8", "cuda", "for CPUs")],
+)  # fmt: skip
+def test_a_precision_that_does_not_suit_the_device(precision: str, device: str, word: str) -> None:
+    advice = loading.precision_advice(precision, device)
+    assert word in advice if word else not advice
 
 
 @pytest.mark.parametrize("log_format", ["json", "text"])

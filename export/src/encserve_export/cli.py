@@ -17,6 +17,7 @@ from encserve_export.export import Exported, Progress, Target, export_checkpoint
 from encserve_export.layouts import known_layouts
 from encserve_export.onnx_export import OnnxOptions, export_onnx
 from encserve_export.onnx_model import Names
+from encserve_export.precision import Precision
 from encserve_export.propagation import measure, read_sequence
 from encserve_export.reading import read_bundle
 from encserve_export.sentence_transformers import POOLINGS, SentenceVector
@@ -54,22 +55,40 @@ def _target_options(command: _Command) -> _Command:
     return command
 
 
+_precision_option = click.option(
+    "--precision",
+    type=click.Choice(get_args(Precision)),
+    default="float32",
+    show_default=True,
+    help="What the bundle computes in: float16 for GPUs, int8 for CPUs.",
+)
+
+
 @main.command()
 @click.argument("directory", type=_DIRECTORY)
 @_target_options
+@_precision_option
 @click.option("--name", help="The model's name; by default the directory's own.")
 @click.option(
     "--max-sequence-tokens", type=int, help="The longest sequence to serve; by default the longest the model allows."
 )
 def hf(
-    directory: Path, models: Path, name: str | None, version: str, max_sequence_tokens: int | None, overwrite: bool
+    directory: Path,
+    models: Path,
+    name: str | None,
+    version: str,
+    max_sequence_tokens: int | None,
+    precision: Precision,
+    overwrite: bool,
 ) -> None:
     """Exports the Hugging Face checkpoint in DIRECTORY: BERT, RoBERTa, XLM-RoBERTa or DistilBERT."""
 
     def export(progress: Progress) -> Exported:
         chosen = name_from(directory) if name is None else name
         target = Target(models=models, name=chosen, version=version, overwrite=overwrite)
-        return export_hf(directory, target, max_sequence_tokens=max_sequence_tokens, progress=progress)
+        return export_hf(
+            directory, target, max_sequence_tokens=max_sequence_tokens, precision=precision, progress=progress
+        )
 
     _run(export)
 
@@ -77,6 +96,7 @@ def hf(
 @main.command()
 @click.argument("file", type=_FILE)
 @_target_options
+@_precision_option
 @click.option("--name", required=True, help="The model's name.")
 @click.option("--config", "config_path", type=_FILE, help="JSON of what the weights do not tell; an error lists it.")
 @click.option("--embeddings", "embeddings_path", type=_FILE, help="The embedding table, where FILE has none.")
@@ -112,6 +132,7 @@ def checkpoint(
     layout: str,
     model_input: Input,
     max_sequence_tokens: int | None,
+    precision: Precision,
     overwrite: bool,
 ) -> None:
     """Exports the state dict in FILE, safetensors or a PyTorch file of tensors, in one of the layouts of --layout."""
@@ -126,6 +147,7 @@ def checkpoint(
             layout=None if layout == "auto" else layout,
             model_input=model_input,
             max_sequence_tokens=max_sequence_tokens,
+            precision=precision,
             progress=progress,
         )
 
@@ -198,6 +220,7 @@ def onnx(
 
 @main.command()
 @_target_options
+@_precision_option
 @click.option("--name", required=True, help="The model's name.")
 @click.option("--config", "config_path", type=_FILE, help="JSON of the encoder's sizes and choices.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Fixes the weights.")
@@ -209,6 +232,7 @@ def init(
     config_path: Path | None,
     seed: int,
     tokenizer_path: Path | None,
+    precision: Precision,
     overwrite: bool,
 ) -> None:
     """Exports an encoder with random weights, to try sizes: 8 layers of d_model 512 by default.
@@ -220,7 +244,7 @@ def init(
         target = Target(models=models, name=name, version=version, overwrite=overwrite)
         tokenizer = None if tokenizer_path is None else read_tokenizer(tokenizer_path)
         config = _read_config(config_path, tokenizer)
-        return export_init(config, seed, target, tokenizer=tokenizer, progress=progress)
+        return export_init(config, seed, target, tokenizer=tokenizer, precision=precision, progress=progress)
 
     _run(export)
 

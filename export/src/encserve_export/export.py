@@ -14,6 +14,7 @@ from encserve_export.errors import CheckpointFileError, TokenizerError
 from encserve_export.init import random_encoder
 from encserve_export.layouts import hf_bert
 from encserve_export.manifest import Source
+from encserve_export.precision import Precision
 from encserve_export.sentence_transformers import read_sentence_vector
 from encserve_export.text import TokenizerFile, read_tokenizer
 from encserve_export.weights import read_checkpoint, read_json, read_table, read_weights
@@ -53,7 +54,12 @@ class Exported:
 
 
 def export_hf(
-    directory: Path, target: Target, *, max_sequence_tokens: int | None = None, progress: Progress = lambda _: None
+    directory: Path,
+    target: Target,
+    *,
+    max_sequence_tokens: int | None = None,
+    precision: Precision = "float32",
+    progress: Progress = lambda _: None,
 ) -> Exported:
     """Exports a checkpoint in the layout of Hugging Face.
 
@@ -61,6 +67,7 @@ def export_hf(
         directory: config.json and the weights; tokenizer.json and the files of sentence-transformers where there are.
         target: Where the bundle goes.
         max_sequence_tokens: The longest sequence to serve, in tokens, at most what the model allows; the default.
+        precision: What the bundle computes in.
         progress: Called with what is being done.
 
     Raises:
@@ -82,7 +89,7 @@ def export_hf(
     if max_sequence_tokens is not None:
         encoder = shortened(encoder, max_sequence_tokens)
     source = Source("hf", layout.description, weights.sha256, vector, tokenizer)
-    return export_encoder(encoder, source, target, progress=progress)
+    return export_encoder(encoder, source, target, precision=precision, progress=progress)
 
 
 def export_checkpoint(
@@ -95,6 +102,7 @@ def export_checkpoint(
     layout: str | None = None,
     model_input: Input = "token_ids",
     max_sequence_tokens: int | None = None,
+    precision: Precision = "float32",
     progress: Progress = lambda _: None,
 ) -> Exported:
     """Exports a bare state dict in one of the layouts of `known_layouts`.
@@ -108,6 +116,7 @@ def export_checkpoint(
         layout: The layout's name; without one it is recognised.
         model_input: What the model is to take; for "embeddings" no table of them is needed.
         max_sequence_tokens: The longest sequence to serve, in tokens; by default 512, or as far as a table reaches.
+        precision: What the bundle computes in.
         progress: Called with what is being done.
 
     Raises:
@@ -127,7 +136,7 @@ def export_checkpoint(
     for remark in (f"the layout is {found.layout}", *found.remarks):
         progress(remark)
     source = Source("checkpoint", found.layout, weights.sha256, tokenizer=tokenizer)
-    return export_encoder(found.encoder, source, target, progress=progress)
+    return export_encoder(found.encoder, source, target, precision=precision, progress=progress)
 
 
 def export_init(
@@ -136,6 +145,7 @@ def export_init(
     target: Target,
     *,
     tokenizer: TokenizerFile | None = None,
+    precision: Precision = "float32",
     progress: Progress = lambda _: None,
 ) -> Exported:
     """Exports an encoder with random weights.
@@ -145,6 +155,7 @@ def export_init(
         seed: Fixes the weights.
         target: Where the bundle goes.
         tokenizer: What turns text into ids; without one the model takes token ids only.
+        precision: What the bundle computes in.
         progress: Called with what is being done.
 
     Raises:
@@ -152,17 +163,29 @@ def export_init(
     """
     progress("making the weights")
     source = Source("init", f"random weights, seed {seed}", tokenizer=tokenizer)
-    return export_encoder(random_encoder(config, seed), source, target, progress=progress)
+    return export_encoder(random_encoder(config, seed), source, target, precision=precision, progress=progress)
 
 
 def export_encoder(
-    encoder: Encoder, source: Source, target: Target, *, progress: Progress = lambda _: None
+    encoder: Encoder,
+    source: Source,
+    target: Target,
+    *,
+    precision: Precision = "float32",
+    progress: Progress = lambda _: None,
 ) -> Exported:
     """Traces an encoder, compares the graph with it, and writes the bundle.
 
+    Args:
+        encoder: The encoder, in float32.
+        source: Where it comes from.
+        target: Where the bundle goes.
+        precision: What the bundle computes in.
+        progress: Called with what is being done.
+
     Raises:
         TokenizerError: The tokenizer gives ids that the encoder does not have, or the encoder takes embeddings.
-        ParityError: ONNX Runtime does not reproduce the encoder.
+        ParityError: ONNX Runtime does not reproduce the encoder, or not well enough in this precision.
         BundleError: One of its kinds: the bundle cannot be written.
     """
     if source.tokenizer is not None:
@@ -171,9 +194,9 @@ def export_encoder(
         source.tokenizer.check_fits(encoder.config.vocab_size)
     with bundle.draft(target.models, target.name, target.version, overwrite=target.overwrite) as folder:
         progress("tracing the graph")
-        graphs = graph.write_graphs(encoder, folder)
+        graphs = graph.write_graphs(encoder, folder, precision)
         progress("comparing ONNX Runtime with PyTorch")
-        parity = verify.check_parity(encoder, graphs.files[0])
+        parity = verify.check_parity(encoder, graphs.files[0], precision)
         verify.check_inspection(encoder, graphs)
         progress("writing the bundle")
         return complete(folder, target, manifest.describe(encoder, graphs), source, parity, graphs.files)

@@ -1,6 +1,7 @@
 """Traces an Encoder into two ONNX files that share one file of weights: the model, and what happens inside it.
 
-Plain ONNX operators only, so that any runtime may read the files; ONNX Runtime fuses what it can when it loads them.
+Plain ONNX operators only, so that any runtime may read the files; ONNX Runtime fuses what it can when it loads them. In
+int8 one of ONNX Runtime's own is among them.
 
 Only the second graph is traced. The first is that graph without the outputs, and the nodes, that nobody but an
 inspection needs; so both compute the same numbers from the same weights.
@@ -19,7 +20,9 @@ import torch
 from onnx import external_data_helper, helper, numpy_helper
 from torch import Tensor, nn
 
+from encserve_export import float16, int8
 from encserve_export.encoder import Encoder
+from encserve_export.precision import Precision
 
 # The first with Gelu as an operator of its own, and the newest that the tracing exporter writes.
 OPSET = 20
@@ -48,6 +51,7 @@ class Graphs:
         hidden_state_names: The outputs of rows, n_layers + 1: (batch, seq, d_model).
         positions_name: The output of positions: (max_sequence_tokens, d_model); empty where there are none.
         residual_nodes: The nodes that are residual connections, in the order of the blocks.
+        precision: What both compute in.
     """
 
     files: tuple[Path, Path, Path]
@@ -56,6 +60,7 @@ class Graphs:
     hidden_state_names: tuple[str, ...]
     positions_name: str
     residual_nodes: tuple[str, ...]
+    precision: Precision
 
 
 class _Watched(nn.Module):
@@ -79,7 +84,7 @@ def input_name(encoder: Encoder) -> str:
     return EMBEDDINGS if encoder.config.input == "embeddings" else INPUT_IDS
 
 
-def write_graphs(encoder: Encoder, folder: Path) -> Graphs:
+def write_graphs(encoder: Encoder, folder: Path, precision: Precision = "float32") -> Graphs:
     """Writes the encoder as ONNX.
 
     The graph takes input_ids int64 (batch, seq), or inputs_embeds float32 (batch, seq, d_model), and attention_mask
@@ -89,6 +94,7 @@ def write_graphs(encoder: Encoder, folder: Path) -> Graphs:
     Args:
         encoder: The encoder, in float32.
         folder: Where to put the files; it must be empty.
+        precision: What both graphs compute in; inputs and outputs are the same in all.
     """
     n_layers = encoder.config.n_layers
     states = (*(f"hidden_state.{i}" for i in range(n_layers)), OUTPUT)
@@ -97,13 +103,18 @@ def write_graphs(encoder: Encoder, folder: Path) -> Graphs:
     inspected = _trace(encoder, path, states, weights)
     _lift_constants(inspected)
     positions = _add_positions(inspected, encoder)
+    if precision == "int8":
+        int8.quantize(inspected, encoder)
+    elif precision == "float16":
+        float16.halve(inspected)
     model = _only(inspected, OUTPUT)
     with data_path.open("wb") as data:
         _move_weights((model, inspected), data)
     onnx.save_model(model, path)
     onnx.save_model(inspected, inspect_path)
     residual_nodes = tuple(node.name for node in inspected.graph.node if _RESIDUAL.fullmatch(node.name))
-    return Graphs((path, inspect_path, data_path), input_name(encoder), weights, states, positions, residual_nodes)
+    files = (path, inspect_path, data_path)
+    return Graphs(files, input_name(encoder), weights, states, positions, residual_nodes, precision)
 
 
 def _trace(encoder: Encoder, path: Path, states: Iterable[str], weights: Iterable[str]) -> onnx.ModelProto:

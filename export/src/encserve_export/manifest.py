@@ -67,7 +67,7 @@ def describe(encoder: Encoder, graphs: graph.Graphs) -> Model:
         embeddings_name=graphs.input_name if encoder.config.input == "embeddings" else "",
         attention_mask_name=graph.ATTENTION_MASK,
         output_name=graph.OUTPUT,
-        precision="float32",
+        precision=graphs.precision,
     )
     inspect_graph = manifest_pb2.InspectGraph(
         file=graph.INSPECT_FILE,
@@ -162,17 +162,34 @@ def _bundle_file(path: Path) -> manifest_pb2.BundleFile:
 
 
 def _parity(parity: verify.Parity) -> manifest_pb2.Parity:
+    bounds = parity.bounds
+    by_cosine = (
+        {}
+        if bounds.cosine is None
+        else {
+            "min_cosine": _rounded_cosine(parity.min_cosine),
+            "min_padding_cosine": _rounded_cosine(parity.min_padding_cosine),
+            "required_min_cosine": bounds.cosine,
+            "required_min_padding_cosine": bounds.padding_cosine,
+        }
+    )
     return manifest_pb2.Parity(
-        tolerance=parity.tolerance,
+        tolerance=bounds.error or 0,
         max_relative_error=_rounded(parity.max_relative_error),
         max_padding_error=_rounded(parity.max_padding_error),
         cases=[
             manifest_pb2.ParityCase(lengths=case.lengths, max_relative_error=_rounded(case.max_relative_error))
             for case in parity.cases
         ],
+        **by_cosine,
     )
 
 
 def _rounded(error: float) -> float:
     """Two digits: more would only say which thread added what first."""
     return float(f"{error:.1e}")
+
+
+def _rounded_cosine(cosine: float) -> float:
+    """Two digits of what it lacks of 1, for the same reason."""
+    return round(1 - _rounded(1 - cosine), 12)

@@ -6,11 +6,13 @@ import re
 
 import onnx
 
+from encserve_export.int8 import SCALE
 from encserve_export.reading import ReadBundle
 
 _BLOCK = re.compile(r"/blocks\.([0-9]+)/")
 # The operators that hold weights; all else among the constants are shapes, axes and scales.
-_OPERATORS = frozenset({"Gemm", "MatMul", "LayerNormalization", "Gather", "Add", "Slice"})
+_OPERATORS = frozenset({"Gemm", "MatMul", "MatMulIntegerToFloat", "LayerNormalization", "Gather", "Add", "Slice"})
+_TYPES = frozenset({onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.INT8})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +42,7 @@ def count_by_layer(bundle: ReadBundle) -> list[LayerParameters]:
     sizes = {
         tensor.name: math.prod(tensor.dims)
         for tensor in model.graph.initializer
-        if tensor.data_type == onnx.TensorProto.FLOAT and tensor.dims
+        if tensor.data_type in _TYPES and tensor.dims and not tensor.name.endswith(SCALE)
     }
     layers: dict[str, dict[str, int]] = {}
     for node in model.graph.node:

@@ -3,9 +3,10 @@
 from rich.console import Console
 from rich.table import Table
 
-from encserve_export import graph, verify
+from encserve_export import graph
 from encserve_export.export import Exported
 from encserve_export.parameters import LayerParameters, count_by_layer
+from encserve_export.precision import BOUNDS
 from encserve_export.propagation import Propagation
 from encserve_export.reading import ReadBundle
 from encserve_proto.v1 import manifest_pb2
@@ -33,9 +34,9 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
     manifest, parity = exported.manifest, exported.manifest.parity
     size = sum(file.size_bytes for file in manifest.files if file.path.startswith(graph.FILE))
     return [
-        ("model size", f"{size / 2**20:,.1f} MiB, opset {manifest.graph.opset}"),
+        ("model size", f"{size / 2**20:,.1f} MiB, {manifest.graph.precision}, opset {manifest.graph.opset}"),
         ("parity", _parity(manifest)),
-        ("padding", f"max error {parity.max_padding_error:.1e}, tolerance {verify.PADDING_TOLERANCE:.1e}"),
+        ("padding", _padding(parity)),
         ("cases", f"{len(parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),
         ("fingerprint", manifest.fingerprint),
         ("bundle", str(exported.path)),
@@ -121,4 +122,13 @@ def _print_facts(facts: list[tuple[str, str]], console: Console) -> None:
 def _parity(manifest: manifest_pb2.Manifest) -> str:
     if manifest.source.kind == "onnx":
         return "not compared with PyTorch: the model came as ONNX"
-    return f"max error {manifest.parity.max_relative_error:.1e}, tolerance {manifest.parity.tolerance:.1e}"
+    parity = manifest.parity
+    if parity.required_min_cosine:
+        return f"least cosine similarity {parity.min_cosine:.6g}, required {parity.required_min_cosine}"
+    return f"max error {parity.max_relative_error:.1e}, tolerance {parity.tolerance:.1e}"
+
+
+def _padding(parity: manifest_pb2.Parity) -> str:
+    if parity.required_min_padding_cosine:
+        return f"least cosine similarity {parity.min_padding_cosine:.6g}, required {parity.required_min_padding_cosine}"
+    return f"max error {parity.max_padding_error:.1e}, tolerance {BOUNDS['float32'].padding_error:.1e}"

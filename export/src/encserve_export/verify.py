@@ -16,11 +16,8 @@ import torch
 from encserve_export import graph
 from encserve_export.encoder import Encoder
 from encserve_export.errors import ParityError
+from encserve_export.precision import BOUNDS, Bounds, Precision
 from encserve_export.runtime import onnxruntime
-
-TOLERANCE = 5e-5
-PADDING_TOLERANCE = 1e-5
-ATTENTION_TOLERANCE = 1e-5
 
 # The longest sequence that is inspected: attention weights grow with its square.
 _LONGEST_INSPECTED = 64
@@ -41,24 +38,28 @@ class Case:
         max_relative_error: The largest ‖got - want‖/‖want‖ over its rows, ONNX Runtime against PyTorch; 0 where there
             is no PyTorch to compare with.
         max_padding_error: The same, each sequence in this batch against the sequence alone, both in ONNX Runtime.
+        min_cosine: The least cosine similarity of its rows, ONNX Runtime's and PyTorch's; 1 where there is no PyTorch.
+        min_padding_cosine: The same, each sequence in this batch and the sequence alone.
     """
 
     lengths: tuple[int, ...]
     max_relative_error: float
     max_padding_error: float
+    min_cosine: float
+    min_padding_cosine: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Parity:
-    """All batches that were compared; every error is within its tolerance.
+    """All batches that were compared; every one is within the bounds.
 
     Attributes:
         cases: The batches.
-        tolerance: The largest error against PyTorch that was allowed; 0 where there is no PyTorch to compare with.
+        bounds: What was allowed; nothing is said of PyTorch where there is none to compare with.
     """
 
     cases: tuple[Case, ...]
-    tolerance: float = TOLERANCE
+    bounds: Bounds
 
     @property
     def max_relative_error(self) -> float:
@@ -70,6 +71,16 @@ class Parity:
         """The largest error between a sequence padded in a batch and the same sequence alone."""
         return max(case.max_padding_error for case in self.cases)
 
+    @property
+    def min_cosine(self) -> float:
+        """The least cosine similarity of a row and PyTorch's."""
+        return min(case.min_cosine for case in self.cases)
+
+    @property
+    def min_padding_cosine(self) -> float:
+        """The least cosine similarity of a row in a padded batch and the same sequence's alone."""
+        return min(case.min_padding_cosine for case in self.cases)
+
 
 def case_lengths(longest: int) -> list[tuple[int, ...]]:
     """Batches to compare: one token, the longest sequence, and mixtures with much and little padding."""
@@ -80,15 +91,16 @@ def case_lengths(longest: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(fitting))
 
 
-def check_parity(encoder: Encoder, path: Path) -> Parity:
+def check_parity(encoder: Encoder, path: Path, precision: Precision = "float32") -> Parity:
     """Runs the ONNX file and the encoder on the same batches.
 
     Args:
         encoder: What the file was traced from.
         path: The ONNX file.
+        precision: What the file computes in; the encoder computes in float32.
 
     Raises:
-        ParityError: An error is above its tolerance, or a result is not finite.
+        ParityError: A result is out of the bounds of its precision, or not finite.
     """
     run = _onnx_run(path, graph.input_name(encoder))
     config = encoder.config
@@ -98,13 +110,13 @@ def check_parity(encoder: Encoder, path: Path) -> Parity:
             rows: Rows = encoder(torch.from_numpy(inputs), torch.from_numpy(mask)).numpy()
         return rows
 
+    bounds = BOUNDS[precision]
     cases = []
     for sequences in _batches(config.max_sequence_tokens, functools.partial(_random_sequence, encoder)):
         case = _compare(run, sequences, config.pad_token_id, reference)
-        _refuse_above(case.max_relative_error, TOLERANCE, case, "differs from PyTorch")
-        _refuse_above(case.max_padding_error, PADDING_TOLERANCE, case, "changes when padded")
+        _refuse(case, bounds)
         cases.append(case)
-    return Parity(tuple(cases))
+    return Parity(tuple(cases), bounds)
 
 
 def check_inspection(encoder: Encoder, graphs: graph.Graphs) -> None:
@@ -113,7 +125,7 @@ def check_inspection(encoder: Encoder, graphs: graph.Graphs) -> None:
     Raises:
         ParityError: Attention weights, hidden states or positions are not the encoder's, or not finite.
     """
-    path = graphs.files[1]
+    path, bounds = graphs.files[1], BOUNDS[graphs.precision]
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     names = [*graphs.hidden_state_names, *graphs.attention_weights_names]
     longest = encoder.config.max_sequence_tokens
@@ -125,17 +137,20 @@ def check_inspection(encoder: Encoder, graphs: graph.Graphs) -> None:
         with torch.inference_mode():
             want = encoder.inspect(torch.from_numpy(inputs), torch.from_numpy(mask))
         for name, state, expected in zip(names, got, want.hidden_states, strict=False):
-            error = relative_error(state, expected.numpy())
-            _refuse_inspection(error, TOLERANCE, name, length)
+            _refuse_inspection(_out_of(bounds, state, expected.numpy()), name, length)
         weights = zip(graphs.attention_weights_names, got[len(graphs.hidden_state_names) :], strict=True)
         for (name, weight), expected in zip(weights, want.attention_weights, strict=True):
-            difference = float(np.abs(weight - expected.numpy()).max())  # (1, heads, seq, seq)
-            _refuse_inspection(difference, ATTENTION_TOLERANCE, name, length)
+            differences = np.abs(weight - expected.numpy())  # (1, heads, seq, seq)
+            # Half of a row's sum is the share of its attention that goes elsewhere.
+            difference = float(differences.max() if bounds.cosine is None else differences.sum(axis=-1).mean() / 2)
+            if not difference <= bounds.attention_error:
+                wrong = f"error {difference:.1e}, tolerance {bounds.attention_error:.1e}"
+                _refuse_inspection(wrong, name, length)
     if graphs.positions_name:
         feeds = {graphs.input_name: inputs, graph.ATTENTION_MASK: mask}
         (positions,) = session.run([graphs.positions_name], feeds)  # (max_sequence_tokens, d_model)
         table = encoder.embeddings.positions.numpy()[encoder.config.position_offset :]
-        if not np.array_equal(positions, table):
+        if _out_of(bounds, positions, table):
             raise ParityError("the ONNX model gives other positions than PyTorch has")
 
 
@@ -154,12 +169,13 @@ def check_padding(
     Raises:
         ParityError: Padding changes a result.
     """
+    bounds = dataclasses.replace(BOUNDS["float32"], error=None)
     cases = []
     for sequences in _batches(max_sequence_tokens, lambda length, random: random.integers(0, vocab_size, length)):
         case = _compare(run, sequences, pad_token_id)
-        _refuse_above(case.max_padding_error, PADDING_TOLERANCE, case, "changes when padded", advice)
+        _refuse(case, bounds, advice)
         cases.append(case)
-    return Parity(tuple(cases), tolerance=0)
+    return Parity(tuple(cases), bounds)
 
 
 def relative_error(got: Rows, want: Rows) -> float:
@@ -169,6 +185,16 @@ def relative_error(got: Rows, want: Rows) -> float:
     # A row of zeros has no relative error: any difference from it is refused, none is not.
     error = np.divide(difference, norm, out=np.where(difference == 0, 0.0, np.inf), where=norm > 0)  # (…)
     return float(np.where(np.isnan(error), np.inf, error).max())
+
+
+def least_cosine(got: Rows, want: Rows) -> float:
+    """The least cosine similarity of rows of the same shape (…, d_model); -1 where got is not finite."""
+    got, want = got.astype(np.float64), want.astype(np.float64)  # (…, d_model)
+    norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)  # (…)
+    # Two rows of zeros are the same; to any other row a row of zeros has no likeness.
+    both_zero = np.asarray(~got.any(axis=-1) & ~want.any(axis=-1), np.float64)  # (…)
+    cosine = np.divide((got * want).sum(axis=-1), norms, out=both_zero, where=norms > 0)  # (…)
+    return float(np.where(np.isfinite(cosine), cosine, -1.0).min())
 
 
 def _random_sequence(encoder: Encoder, length: int, random: np.random.Generator) -> Input:
@@ -198,13 +224,16 @@ def _compare(run: Run, sequences: Sequence[Input], pad_token_id: int, reference:
     inputs, mask = _pad(sequences, pad_token_id)
     got = run(inputs, mask)  # (batch, seq, d_model)
     want = got if reference is None else reference(inputs, mask)  # (batch, seq, d_model)
-    errors, padding_errors = [], []
+    errors, padding_errors, cosines, padding_cosines = [], [], [], []
     for row, sequence in enumerate(sequences):
         n = len(sequence)
         errors.append(0.0 if reference is None else relative_error(got[row, :n], want[row, :n]))
         alone = run(sequence[None], np.ones((1, n), np.int64))  # (1, n, d_model)
         padding_errors.append(relative_error(got[row, :n], alone[0]))
-    return Case(tuple(len(sequence) for sequence in sequences), max(errors), max(padding_errors))
+        cosines.append(1.0 if reference is None else least_cosine(got[row, :n], want[row, :n]))
+        padding_cosines.append(least_cosine(got[row, :n], alone[0]))
+    lengths = tuple(len(sequence) for sequence in sequences)
+    return Case(lengths, max(errors), max(padding_errors), min(cosines), min(padding_cosines))
 
 
 def _pad(sequences: Sequence[Input], pad: int) -> tuple[Input, Mask]:
@@ -218,18 +247,36 @@ def _pad(sequences: Sequence[Input], pad: int) -> tuple[Input, Mask]:
     return inputs, mask
 
 
-def _refuse_inspection(error: float, tolerance: float, name: str, length: int) -> None:
-    if not error <= tolerance:
+def _out_of(bounds: Bounds, got: Rows, want: Rows) -> str:
+    """How far rows are out of the bounds against PyTorch; empty where they are not."""
+    if bounds.error is not None and not (error := relative_error(got, want)) <= bounds.error:
+        return f"error {error:.1e}, tolerance {bounds.error:.1e}"
+    if bounds.cosine is not None and not (cosine := least_cosine(got, want)) >= bounds.cosine:
+        return f"cosine similarity {cosine:.4f} of a row, at least {bounds.cosine} is required"
+    return ""
+
+
+def _refuse_inspection(wrong: str, name: str, length: int) -> None:
+    if wrong:
         raise ParityError(
-            f"the ONNX model for inspections differs from PyTorch in {name}: error {error:.1e}, tolerance "
-            f"{tolerance:.1e}, for {length} tokens"
+            f"the ONNX model for inspections differs from PyTorch in {name}: {wrong}, for {length} tokens"
         )
 
 
-def _refuse_above(error: float, tolerance: float, case: Case, what: str, advice: str = "") -> None:
-    if not error <= tolerance:
-        lengths = ", ".join(map(str, case.lengths))
-        raise ParityError(
-            f"the ONNX model {what}: relative error {error:.1e} of a row, tolerance {tolerance:.1e}, "
-            f"in a batch of lengths {lengths}{advice and f'; {advice}'}"
-        )
+def _refuse(case: Case, bounds: Bounds, advice: str = "") -> None:
+    """Raises ParityError if a batch is out of the bounds."""
+    in_batch = f"in a batch of lengths {', '.join(map(str, case.lengths))}{advice and f'; {advice}'}"
+    for error, tolerance, what in (
+        (case.max_relative_error, bounds.error, "differs from PyTorch"),
+        (case.max_padding_error, bounds.padding_error, "changes when padded"),
+    ):
+        if tolerance is not None and not error <= tolerance:
+            figures = f"relative error {error:.1e} of a row, tolerance {tolerance:.1e}"
+            raise ParityError(f"the ONNX model {what}: {figures}, {in_batch}")
+    for cosine, least, what in (
+        (case.min_cosine, bounds.cosine, "differs from PyTorch"),
+        (case.min_padding_cosine, bounds.padding_cosine, "changes when padded"),
+    ):
+        if least is not None and not cosine >= least:
+            figures = f"cosine similarity {cosine:.4f} of a row, at least {least} is required"
+            raise ParityError(f"the ONNX model {what}: {figures}, {in_batch}; float32 is exact")

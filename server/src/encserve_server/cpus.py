@@ -28,6 +28,19 @@ def cpu_model() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
+def multiplies_bytes_exactly() -> bool:
+    """Whether products of 8 bit numbers are exact; True where the system does not say.
+
+    x86 CPUs without VNNI (AVX512-VNNI or AVX-VNNI) add two products in 16 bits, and what does not fit is cut off.
+    """
+    try:
+        lines = _CPUINFO.read_text().splitlines()
+    except OSError:
+        return True
+    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), None)
+    return flags is None or not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags)
+
+
 def _cgroup_quota() -> int:
     """The cgroup v2 quota in whole CPUs, rounded up; a large number where there is none."""
     try:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from encserve_server.bundle import Bundle, read_bundle, verify_unchanged
-from encserve_server.cpus import cpu_model, usable_cpus
+from encserve_server.cpus import cpu_model, multiplies_bytes_exactly, usable_cpus
 from encserve_server.engine.base import Engine, Inspector
 from encserve_server.engine.opening import check_installed, open_engine, open_inspector
 from encserve_server.errors import BundleError
@@ -68,6 +68,8 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
         intra_op_threads=threads,
         parallel_runs=settings.parallel_batches,
     )
+    if advice := precision_advice(engine.info.precision, engine.info.device):
+        logger.warning(advice, extra={"model": bundle.name, "precision": engine.info.precision})
     loaded = time.perf_counter()
     warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
     max_batch_tokens = _tune(engine, bundle, settings, directory, threads)
@@ -92,6 +94,17 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     inspect = bundle.inspect_graph
     load = None if inspect is None else functools.partial(load_inspector, inspect, engine.info.device)
     return LoadedModel(bundle, tokenizer, engine, loaded - began, warm - loaded, load, max_batch_tokens)
+
+
+def precision_advice(precision: str, device: str) -> str:
+    """What speaks against running a model of this precision on this device; empty where nothing does."""
+    if precision == "float16" and device == "cpu":
+        return "a float16 bundle is for GPUs: this CPU casts every number and is slower than with float32"
+    if precision == "int8" and device == "cuda":
+        return "an int8 bundle is for CPUs: CUDA leaves its linear layers to the CPU; export float16"
+    if precision == "int8" and not multiplies_bytes_exactly():
+        return "this CPU has no VNNI: products of 8 bits may be cut off, and rows be less exact than the manifest says"
+    return ""
 
 
 def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, threads: int) -> int:
