@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from comparison.machine import describe_machine
 from curves import measure as parts
+from curves.front_end import by_sequences_per_call
 from curves.measure import Bench
 from curves.plots import draw as draw_figures
 
@@ -32,6 +33,7 @@ PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
     "threads": lambda bench: parts.by_threads(bench, usable_cpus()),
     "load": parts.by_load,
     "overload": parts.overload,
+    "front_end": by_sequences_per_call,
     "memory": lambda bench: parts.memory(bench, (20_000, 200_000)),
 }
 LONG = ("memory",)  # takes some 20 minutes with 2 CPUs; only where it is asked for by name
