@@ -1,6 +1,7 @@
 """The README's tables say what the code has, no more and no less."""
 
 import dataclasses
+import itertools
 import re
 from pathlib import Path
 
@@ -18,7 +19,8 @@ README = (ROOT / "README.md").read_text()
 def table_under(heading: str) -> list[list[str]]:
     """The rows of the first table under a heading, cells stripped."""
     section = README.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    table = itertools.dropwhile(lambda line: not line.startswith("|"), section.splitlines())
+    lines = list(itertools.takewhile(lambda line: line.startswith("|"), table))
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
