@@ -186,7 +186,9 @@ class Lanes:
                 self._waking = False
                 self._active += 1
             self._alone = False  # only this lane can have had the device to itself
-            taken = None if self._stopped else self._pending.take(self._policy, self._clock.now())
+            # Looking is cheaper than taking, and while this thread computes, the event loop cannot deliver.
+            nothing = self._stopped or not self._pending.sequences
+            taken = None if nothing else self._pending.take(self._policy, self._clock.now())
             if taken is not None and taken.batch:
                 self._alone = self._engine.widens and self._active == 1 and not self._waking and not taken.left
                 run = Run(taken.batch, taken.closed_by, self._alone)

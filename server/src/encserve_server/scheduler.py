@@ -11,7 +11,7 @@ import numpy as np
 
 from encserve_server.batching import BatchPolicy
 from encserve_server.clock import Clock
-from encserve_server.engine.base import Engine
+from encserve_server.engine.base import BatchResult, Engine
 from encserve_server.errors import (
     DeadlineExpired,
     EncserveError,
@@ -207,15 +207,20 @@ class Scheduler:
         """Gives every entry its own rows."""
         result = checked.result
         for entry, rows, finite in zip(run.entries, result.rows, checked.finite, strict=True):
-            queue_seconds = entry.started_at - entry.enqueued_at
-            self._observer.waited(queue_seconds)
             if finite:
-                entry.deliver(EncodedSequence(rows, queue_seconds, result.compute_seconds))
+                entry.deliver(EncodedSequence(rows, entry.started_at - entry.enqueued_at, result.compute_seconds))
             else:
                 entry.ticket.fail(InferenceFailed(f"inputs[{entry.index}]: the model's numbers for it are not finite"))
         tokens = sum(entry.length for entry in run.entries)
         beside = 1 if run.alone else self._engine.max_parallel_runs  # how many runs share the device, at most
         self._throughput.add(tokens, result.compute_seconds / beside)
+        # Counted when those who wait for these rows have had their turn.
+        asyncio.get_running_loop().call_soon(self._count, run, result, tokens)
+
+    def _count(self, run: Run, result: BatchResult, tokens: int) -> None:
+        """Tells the observer of a batch that ran."""
+        for entry in run.entries:
+            self._observer.waited(entry.started_at - entry.enqueued_at)
         self._observer.batch_ran(
             sequences=len(run.entries),
             tokens=tokens,

@@ -21,6 +21,9 @@ def lay_out(graph: Graph, sequences: Sequence[ModelInput]) -> tuple[Feeds, npt.N
     Returns:
         What the graph is fed, and the (batch,) lengths.
     """
+    if len(sequences) == 1:  # the fastest way for a caller that waits for nothing else
+        (alone,) = sequences
+        return feeds_of(graph, alone[None], np.ones((1, len(alone)), np.int64)), np.array([len(alone)])
     lengths = np.array([len(it) for it in sequences])  # (batch,)
     mask = np.arange(int(lengths.max())) < lengths[:, None]  # (batch, seq)
     first = sequences[0]
