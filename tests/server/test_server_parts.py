@@ -14,7 +14,8 @@ from fake_server import write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encserve_server import cpus, errors, loading, logs, status
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server import cpus, errors, loading, logs, status, wire
 from encserve_server.__main__ import main
 from encserve_server.errors import BundleError, EncserveError, InvalidField, QueueFull
 from encserve_server.outputs import build_output
@@ -167,16 +168,43 @@ def test_an_output_is_its_sequences_back_to_back(lengths: list[int], kind: Outpu
     output = Output(kind, l2_normalize)
     together = build_output(rows, [None] * len(rows), output, DataType.FLOAT32)
     alone = [build_output([its], [None], output, DataType.FLOAT32) for its in rows]
-    assert together.data == b"".join(one.data for one in alone)
+    assert b"".join(together.parts) == b"".join(part for one in alone for part in one.parts)
     assert together.lengths == [one.lengths[0] for one in alone]
     if l2_normalize:
-        norms = np.linalg.norm(np.frombuffer(together.data, "<f4").reshape(-1, 3), axis=1)
+        norms = np.linalg.norm(np.frombuffer(b"".join(together.parts), "<f4").reshape(-1, 3), axis=1)
         np.testing.assert_allclose(norms, 1, rtol=1e-5)
+
+
+def test_an_output_does_not_copy_what_has_the_right_type() -> None:
+    rows = np.ones((5, 3), np.float32)
+    parts = build_output([rows[:2]], [None], Output(OutputKind.TOKENS, False), DataType.FLOAT32).parts
+    assert np.shares_memory(np.asarray(parts[0]), rows)
+
+
+@given(st.integers(0, 2**63))
+def test_a_number_is_written_as_protobuf_writes_it(number: int) -> None:
+    written = pb.SequenceInfo(token_count=number % 2**32).SerializeToString()
+    assert written == (b"" if not number % 2**32 else b"\x08" + wire.varint(number % 2**32))
+
+
+@given(st.lists(st.binary(max_size=300), max_size=5), st.text(max_size=20))
+def test_a_message_from_parts_is_the_message(data: list[bytes], request_id: str) -> None:
+    """As long or as short as they are, and with a field of bytes in a message in a message in a message."""
+    numbers = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER, pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
+    views = [memoryview(part) for part in data]
+    tensor = [pb.RaggedTensor(width=3).SerializeToString(), *wire.field(pb.RaggedTensor.DATA_FIELD_NUMBER, views)]
+    response = [pb.EncodeResponse(model="m").SerializeToString(), *wire.field(numbers[1], tensor)]
+    whole = [pb.EncodeStreamResponse(request_id=request_id).SerializeToString(), *wire.field(numbers[0], response)]
+    wanted = pb.EncodeStreamResponse(
+        request_id=request_id,
+        response=pb.EncodeResponse(model="m", outputs=[pb.RaggedTensor(width=3, data=b"".join(data))]),
+    )
+    assert pb.EncodeStreamResponse.FromString(b"".join(whole)) == wanted
 
 
 def test_a_row_of_zeros_stays_when_normalised() -> None:
     ragged = build_output([np.zeros((2, 3), np.float32)], [None], Output(OutputKind.TOKENS, True), DataType.FLOAT32)
-    assert np.frombuffer(ragged.data, "<f4").tolist() == [0.0] * 6
+    assert np.frombuffer(b"".join(ragged.parts), "<f4").tolist() == [0.0] * 6
 
 
 @pytest.mark.parametrize(("quota", "wanted"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("", 64)])

@@ -10,7 +10,7 @@ import pytest
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server import codec
+from encserve_server import codec, wire
 from encserve_server.engine.fake import FakeEngine, fake_rows
 
 
@@ -156,7 +156,7 @@ async def test_an_answer_that_cannot_be_built_is_that_requests_error(
 ) -> None:
     real = codec.encode_reply
 
-    def build(model: Any, call: Any, reply: Any) -> pb.EncodeResponse:
+    def build(model: Any, call: Any, reply: Any) -> list[wire.Part]:
         if len(reply.sequences[0].input) == 3:
             raise MemoryError("no room")
         return real(model, call, reply)

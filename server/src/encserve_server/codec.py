@@ -14,8 +14,14 @@ from encserve_server.models import EncodeCall, EncodeReply, InspectCall, Inspect
 from encserve_server.outputs import build_output
 from encserve_server.status import Failure
 from encserve_server.types import CheckedSequence, DataType, InspectKind, InspectTensor, Output, OutputKind
+from encserve_server.wire import Part, field
 
 M = TypeVar("M", bound=Message)
+
+# The fields that are written by hand, by their numbers.
+_OUTPUTS = pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
+_DATA = pb.RaggedTensor.DATA_FIELD_NUMBER
+_RESPONSE = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER
 
 # Small enough that sending one holds nobody up, large enough that there are few.
 _CHUNK_BYTES = 256 * 1024
@@ -57,8 +63,8 @@ def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
     )
 
 
-def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> pb.EncodeResponse:
-    """Builds the response: one contiguous buffer for each output."""
+def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> list[Part]:
+    """Builds an EncodeResponse: the parts of its bytes, in which the rows have not been copied."""
     rows = [encoded.rows for encoded in reply.encoded]
     special = [sequence.special if call.exclude_special_tokens else None for sequence in reply.sequences]
     response = pb.EncodeResponse(
@@ -72,17 +78,23 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> pb
             compute_seconds=max(encoded.compute_seconds for encoded in reply.encoded),
         ),
     )
+    parts: list[Part] = [response.SerializeToString()]
     for output in call.outputs:
         ragged = build_output(rows, special, output, call.data_type)
-        response.outputs.add(
-            kind=output.kind.value,
+        tensor = pb.RaggedTensor(
+            kind=pb.OutputKind.Name(output.kind.value),
             l2_normalized=output.l2_normalize,
-            data_type=call.data_type.value,
+            data_type=pb.DataType.Name(call.data_type.value),
             width=model.bundle.d_model,
             lengths=ragged.lengths,
-            data=ragged.data,
         )
-    return response
+        parts += field(_OUTPUTS, [tensor.SerializeToString(), *field(_DATA, ragged.parts)])
+    return parts
+
+
+def encode_stream_reply(request_id: str, response: list[Part]) -> list[Part]:
+    """Builds an EncodeStreamResponse around an EncodeResponse."""
+    return [pb.EncodeStreamResponse(request_id=request_id).SerializeToString(), *field(_RESPONSE, response)]
 
 
 def encode_stream_error(request_id: str, failure: Failure) -> pb.EncodeStreamResponse:

@@ -15,11 +15,12 @@ class Ragged:
 
     Attributes:
         lengths: The rows of each sequence.
-        data: sum(lengths) × width numbers, row-major, little-endian.
+        parts: Back to back they are sum(lengths) × width numbers, row-major, little-endian, as single bytes. They refer
+            to the rows as long as these have the right type, so that nothing is copied before it must be.
     """
 
     lengths: list[int]
-    data: bytes
+    parts: list[memoryview]
 
 
 def build_output(rows: Sequence[Rows], special: Sequence[Mask | None], output: Output, data_type: DataType) -> Ragged:
@@ -38,9 +39,9 @@ def build_output(rows: Sequence[Rows], special: Sequence[Mask | None], output: O
     if output.l2_normalize:
         parts = [_normalize(part) for part in parts]
     with np.errstate(over="ignore"):
-        # `astype` copies nothing where the type is right already, and the join is the only copy of the rows.
-        data = b"".join([np.ascontiguousarray(part.astype(data_type.dtype, copy=False)).data for part in parts])
-    return Ragged([len(part) for part in parts], data)
+        # `astype` copies nothing where the type is right already.
+        typed = [np.ascontiguousarray(part.astype(data_type.dtype, copy=False)) for part in parts]
+    return Ragged([len(part) for part in parts], [part.reshape(-1).view(np.uint8).data for part in typed])
 
 
 def output_rows(kind: OutputKind, token_rows: int) -> int:

@@ -17,6 +17,7 @@ from encserve_server.errors import DeadlineExpired, Draining, InvalidField, Resp
 from encserve_server.metrics import Metrics
 from encserve_server.models import Catalog, EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
 from encserve_server.status import RpcGuard, to_failure
+from encserve_server.wire import Part
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 # Each method with its type, as grpc_server_* metrics name it.
@@ -175,12 +176,12 @@ class EncoderService:
         call = codec.decode_call(request, model)
         return model, call, await model.encode(call, deadline)
 
-    async def _build(self, model: ServedModel, reply: EncodeReply, build: Any) -> bytes:
+    async def _build(self, model: ServedModel, reply: EncodeReply, build: Callable[[], list[Part]]) -> bytes:
         """Serialises a response, in a thread if it is large."""
 
         def timed() -> bytes:
             began = time.perf_counter()
-            data: bytes = build().SerializeToString()
+            data = b"".join(build())  # the one copy of the rows
             model.metrics.encode_seconds.observe(time.perf_counter() - began)
             limit = model.limits.max_response_bytes
             if len(data) > limit:  # the estimate was wrong; gRPC would answer with an error of its own
@@ -201,8 +202,8 @@ class EncoderService:
                 raise InvalidField("request_id", f"must be 1 to {_MAX_REQUEST_ID_BYTES} bytes; was {size}")
             model, call, reply = await self._encode(request.request, deadline)
 
-            def build() -> pb.EncodeStreamResponse:
-                return pb.EncodeStreamResponse(request_id=request_id, response=codec.encode_reply(model, call, reply))
+            def build() -> list[Part]:
+                return codec.encode_stream_reply(request_id, codec.encode_reply(model, call, reply))
 
             return await self._build(model, reply, build)
         except Exception as error:  # one request's error is its own answer
