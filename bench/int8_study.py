@@ -5,7 +5,8 @@
 CHECKPOINT is a directory in the layout of Hugging Face, with tokenizer.json. Needs encserve-export, encserve-server,
 and sympy for ONNX Runtime's quantizer. Texts are docstrings of Python's own library, cut to the lengths that
 lengths.json has, in batches as the scheduler makes them of 64 that wait. Rounds are interleaved. Prints, for each way,
-the speed as a ratio to float32 (median over rounds), the least and the mean cosine similarity of a token's row and
+the speed as a ratio to float32 (by the shortest time of each batch over the rounds, since what else the machine does
+only makes it longer), the least and the mean cosine similarity of a token's row and
 float32's, the least of a sequence alone and the same one in its batch, and the size of the model.
 """
 
@@ -14,7 +15,6 @@ import collections
 import importlib
 import inspect
 import json
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -274,21 +274,18 @@ def size_mib(path: Path) -> float:
 
 
 def speeds(sessions: dict[str, onnxruntime.InferenceSession], batches: list[Batch], rounds: int) -> dict[str, float]:
-    """How many times as fast as the first each is, in interleaved rounds."""
+    """How many times as fast as the first each is, by the shortest time of each batch."""
     order = np.random.default_rng(1)
-    feeds = [feed(batch) for batch in batches]
-    seconds: dict[str, list[float]] = {name: [] for name in sessions}
+    seconds = {name: np.full(len(batches), np.inf) for name in sessions}
     for _ in range(rounds):
-        totals = dict.fromkeys(sessions, 0.0)
-        for it in feeds:
+        for i, batch in enumerate(batches):
+            inputs = feed(batch)
             for name in order.permutation(list(sessions)):
                 start = time.perf_counter()
-                sessions[name].run(None, it)
-                totals[name] += time.perf_counter() - start
-        for name, total in totals.items():
-            seconds[name].append(total)
-    first = next(iter(seconds.values()))
-    return {name: statistics.median(a / b for a, b in zip(first, its, strict=True)) for name, its in seconds.items()}
+                sessions[name].run(None, inputs)
+                seconds[name][i] = min(seconds[name][i], time.perf_counter() - start)
+    first = next(iter(seconds.values())).sum()
+    return {name: float(first / its.sum()) for name, its in seconds.items()}
 
 
 def main() -> None:

@@ -107,7 +107,7 @@ def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokeni
     assert sorted(its.path for its in manifest.files) == ["model.onnx", "tokenizer.json"]
     for shown in (
         "not compared with PyTorch: the model came as ONNX",
-        "MiB, opset 17",
+        "MiB, float32, opset 17",
         "padding      max error",
         "batches, lengths 1 to 24",
         manifest.fingerprint,

@@ -189,12 +189,14 @@ def relative_error(got: Rows, want: Rows) -> float:
 
 def least_cosine(got: Rows, want: Rows) -> float:
     """The least cosine similarity of rows of the same shape (…, d_model); -1 where got is not finite."""
+    if not np.isfinite(got).all():
+        return -1.0
     got, want = got.astype(np.float64), want.astype(np.float64)  # (…, d_model)
     norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)  # (…)
     # Two rows of zeros are the same; to any other row a row of zeros has no likeness.
     both_zero = np.asarray(~got.any(axis=-1) & ~want.any(axis=-1), np.float64)  # (…)
     cosine = np.divide((got * want).sum(axis=-1), norms, out=both_zero, where=norms > 0)  # (…)
-    return float(np.where(np.isfinite(cosine), cosine, -1.0).min())
+    return float(cosine.min())
 
 
 def _random_sequence(encoder: Encoder, length: int, random: np.random.Generator) -> Input:
