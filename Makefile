@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := proto/src export/src server/src clients/python/src
 CHECKED := $(SOURCES) tests scripts bench
 
-.PHONY: help install demo serve test lint format types proto check-proto unit bench bench-peers screenshots wheels clean
+.PHONY: help install demo serve test lint format types proto check-proto unit bench bench-peers bench-scaling screenshots wheels clean
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -66,6 +66,10 @@ bench: $(BUNDLE)  ## Compare the server with what the model can do at best, and 
 
 bench-peers: $(BUNDLE)  ## Compare the server with Triton, infinity and sentence-transformers, each installed into .venv-peers.
 	$(BIN)/python bench/peers.py $(MODELS) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
+
+bench-scaling: $(BUNDLE)  ## Measure how cost grows and draw it, into docs/; BENCH="--only load" for a part.
+	$(BIN)/python bench/scaling.py measure $(MODELS) docs/performance.json --model $(MODEL) $(BENCH)
+	$(BIN)/python bench/scaling.py draw docs/performance.json docs/images
 
 screenshots: $(BUNDLE)  ## Make the pictures in docs/images anew; needs Chromium.
 	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODELS) --model $(MODEL)

@@ -113,7 +113,8 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     )
     announce(bundle, machine, workload)
     engine = _open_engine(bundle.graph, stack)
-    flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu", *shlex.split(options.server_flags)]
+    flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu", "--tune-batches"]
+    flags += shlex.split(options.server_flags)
     server = stack.enter_context(real_server(options.models, *flags))
     load = stack.enter_context(load_process(server.target, calls_of(workload)))
     first = workload.sequences[:AGREEING]

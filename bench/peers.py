@@ -120,7 +120,7 @@ class Servers:
             "pooled": make_text_calls(texts.texts, texts.lengths, pb.OUTPUT_KIND_MODEL_POOLING),
         }
         count = PASSES * len(texts.texts)
-        base = f"--model {bundle.name}@{bundle.version} --device cpu {options.server_flags}"
+        base = f"--model {bundle.name}@{bundle.version} --device cpu --tune-batches {options.server_flags}"
         for name, flags in ((MANY, ""), *options.server):
             server = stack.enter_context(real_server(options.models, *shlex.split(f"{base} {flags}")))
             load = stack.enter_context(load_process(server.target, calls))

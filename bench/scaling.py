@@ -34,9 +34,11 @@ PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
     "load": parts.by_load,
     "overload": parts.overload,
     "front_end": by_sequences_per_call,
-    "memory": lambda bench: parts.memory(bench, (20_000, 200_000)),
+    "memory": lambda bench: parts.memory(bench, MEMORY_REQUESTS),
+    "memory_short": lambda bench: parts.memory(bench, MEMORY_REQUESTS, range(1, 17)),
 }
-LONG = ("memory",)  # takes some 20 minutes with 2 CPUs; only where it is asked for by name
+MEMORY_REQUESTS = (20_000, 200_000)
+LONG = ("memory", "memory_short")  # some 20 and 5 minutes with 2 CPUs; only where they are asked for by name
 
 console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
 

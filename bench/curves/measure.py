@@ -213,10 +213,10 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
         return bench.interleaved([OVERLOAD], measure)
 
 
-def memory(bench: Bench, marks: Sequence[int]) -> list[dict[str, Any]]:
-    """Resident memory after so many requests, 64 callers with usual lengths; one server, one round."""
+def memory(bench: Bench, marks: Sequence[int], lengths: Sequence[int] | None = None) -> list[dict[str, Any]]:
+    """Resident memory after so many requests, 64 callers with usual lengths or with these; one server, one round."""
     with bench.server() as server:
-        calls = bench.calls(server)
+        calls = bench.calls(server, lengths)
         found: list[dict[str, Any]] = []
         for mark in sorted(marks):
             while (done := server.metric("grpc_server_handled_total", grpc_method="Encode", grpc_code="OK")) < mark:
