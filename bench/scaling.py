@@ -26,6 +26,7 @@ from curves.plots import draw as draw_figures
 
 from encserve_server.cpus import usable_cpus
 
+MEMORY_REQUESTS = (20_000, 200_000)
 PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
     "sequence_tokens": parts.by_sequence_tokens,
     "batch_tokens": parts.by_batch_tokens,
@@ -37,7 +38,6 @@ PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {
     "memory": lambda bench: parts.memory(bench, MEMORY_REQUESTS),
     "memory_short": lambda bench: parts.memory(bench, MEMORY_REQUESTS, range(1, 17)),
 }
-MEMORY_REQUESTS = (20_000, 200_000)
 LONG = ("memory", "memory_short")  # some 20 and 5 minutes with 2 CPUs; only where they are asked for by name
 
 console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
