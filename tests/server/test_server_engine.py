@@ -80,6 +80,23 @@ def test_no_more_batches_at_once_than_threads(
         assert (engine.max_parallel_runs, engine.widens) == (parallel, widens)
 
 
+@pytest.mark.parametrize(("threads", "parallel", "narrow"), [(2, 2, 1), (16, 8, 9), (5, 2, 4)])
+def test_batches_side_by_side_use_every_thread(
+    bundle: Bundle, monkeypatch: pytest.MonkeyPatch, threads: int, parallel: int, narrow: int
+) -> None:
+    """A session's threads beside those of its callers are shared by all its runs."""
+    real, opened = ort.InferenceSession, []
+
+    def watch(path: Path, options: ort.SessionOptions, **rest: object) -> ort.InferenceSession:
+        opened.append(options.intra_op_num_threads)
+        return real(path, options, **rest)
+
+    monkeypatch.setattr(ort, "InferenceSession", watch)
+    OnnxEngine(bundle.graph, device="cpu", intra_op_threads=threads, parallel_runs=parallel).close()
+    assert opened == [threads, narrow]
+    assert parallel + (narrow - 1) == threads
+
+
 def test_what_it_runs_on_is_what_it_says(engine: OnnxEngine) -> None:
     assert (engine.info.provider, engine.info.device) == ("CPUExecutionProvider", "cpu")
 

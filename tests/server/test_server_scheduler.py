@@ -1,6 +1,7 @@
 """The scheduler with a fake engine and a fake clock: admission, delivery, cancellation, deadlines, failures, health."""
 
 import asyncio
+import weakref
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
@@ -480,6 +481,87 @@ async def test_a_culprit_in_one_lane_does_not_stop_the_other(two_lanes: Bench) -
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert [isinstance(result, InferenceFailed) for result in results] == [False, True, False, False]
     assert two_lanes.scheduler.not_ready_reason() == ""
+
+
+async def test_a_crash_while_a_batch_is_run_in_parts_leaves_nobody_waiting(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parts that were still to run are in no queue; only the lane knows of them."""
+    first = await bench.busy()
+    calls = [asyncio.create_task(bench.scheduler.encode([ids(i)])) for i in range(1, 5)]
+    await until(lambda: bench.seen.queue[0] == 4)
+    bench.engine.poison = 4
+    real = bench.engine.run
+
+    def crashes(sequences: Sequence[TokenIds], *, alone: bool) -> BatchResult:
+        if len(sequences) == 2:
+            raise SystemExit("a bug")
+        return real(sequences, alone=alone)
+
+    monkeypatch.setattr(bench.engine, "run", crashes)
+    bench.engine.let_go()
+    results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+    assert all(isinstance(result, EngineUnhealthy) for result in results)
+    await first
+
+
+async def test_closing_while_a_batch_is_run_in_parts_leaves_nobody_waiting(bench: Bench) -> None:
+    first = await bench.busy()
+    calls = [asyncio.create_task(bench.scheduler.encode([ids(i)])) for i in range(1, 5)]
+    await until(lambda: bench.seen.queue[0] == 4)
+    bench.engine.poison = 4
+    bench.engine.let_one_go()  # the first call
+    await first
+    await bench.engine_started()
+    bench.engine.let_one_go()  # the batch, which fails
+    await bench.engine_started()
+    closing = asyncio.create_task(bench.scheduler.close())
+    results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 10)
+    assert all(isinstance(result, EngineUnhealthy) for result in results)
+    bench.engine.let_go()
+    await closing
+    assert len(bench.engine.batches) == 3, "what nobody waits for was run"
+
+
+async def test_idle_lanes_keep_no_results(bench: Bench) -> None:
+    results = await bench.scheduler.encode([ids(1, 2), ids(3)])
+    rows = weakref.ref(results[0].rows)
+    del results
+    await asyncio.wait_for(until(lambda: rows() is None), 10)
+
+
+async def test_after_a_crash_nothing_makes_it_healthy_again(bench: Bench) -> None:
+    first = await bench.busy()
+    bench.scheduler.on_crashed([], RuntimeError("a bug"))
+    bench.scheduler.on_broken([], RuntimeError("the device is lost"))
+    bench.clock.advance(10)
+    await asyncio.sleep(0.01)
+    assert "has stopped" in bench.scheduler.not_ready_reason()
+    bench.engine.let_go()
+    await first
+
+
+async def test_what_a_broken_engine_fails_is_never_called_a_culprit() -> None:
+    """Every lane holds something when the first of them finds out."""
+    async for bench in lanes_of(4):
+        first = await bench.busy()
+        calls = [asyncio.create_task(bench.scheduler.encode([np.full(10, i, np.int64)])) for i in range(1, 9)]
+        await until(lambda bench=bench: bench.seen.queue[0] == 8)  # type: ignore[misc]
+        bench.engine.broken = True
+        bench.engine.let_go()
+        results = await asyncio.gather(first, *calls, return_exceptions=True)
+        assert Counter(map(type, results)) == {InferenceFailed: 2, EngineUnhealthy: 7}, "two fail before the probe"
+        assert bench.health_changes == 1
+
+
+async def test_a_call_after_closing_is_refused(bench: Bench) -> None:
+    await bench.scheduler.close()
+    with pytest.raises(EngineUnhealthy, match="unloaded"):
+        await asyncio.wait_for(bench.scheduler.encode([ids(1)]), 10)
+    bench.scheduler = Scheduler(
+        bench.engine, BatchPolicy(64, 16, 1.0), SchedulerLimits(100), clock=bench.clock, observer=bench.seen
+    )
+    bench.scheduler.start()  # the fixture closes it
 
 
 async def test_closing_while_batches_follow_each_other(bench: Bench) -> None:

@@ -67,7 +67,8 @@ class _Lane:
     """One thread's state, written by it alone.
 
     Attributes:
-        entries: What runs, or ran last.
+        entries: The batch that runs, whole, even while it is run again in parts; empty while nothing runs, so that no
+            result is kept.
         started_at: When that began; None while nothing runs.
     """
 
@@ -107,7 +108,9 @@ class Lanes:
         self._active = 0  # lanes that have taken something
         self._waking = False  # whether a lane is about to take
         self._alone = False  # whether the only active lane has the whole device
-        self._stopped = False  # whether the engine is broken or being closed, so that nobody takes
+        self._stopped = False  # whether this is closed, or a lane has crashed: nobody takes any more, for good
+        self._broken = False  # whether the engine fails for everything: nobody takes until `resume`
+        self._judging = threading.Lock()  # held while one lane finds out, for all, whether it does
         self._failures = 0  # runs that failed since the last success
 
     def start(self) -> None:
@@ -127,11 +130,11 @@ class Lanes:
     def resume(self) -> None:
         """The engine works again."""
         with self._lock:
-            self._stopped = False
+            self._broken = False
             self._wake()
 
     def running(self) -> list[Entry]:
-        """What runs, or ran last."""
+        """What runs."""
         return [entry for lane in self._lanes for entry in lane.entries]
 
     def oldest_start(self) -> float | None:
@@ -170,13 +173,16 @@ class Lanes:
             except BaseException as error:  # a bug: whoever waits must not wait for ever
                 self.stop()
                 self._tell(self._listener.on_crashed, lane.entries, error)
+                lane.entries = []
         self._tell(_answer, ended, None)
 
     def _work(self, lane: _Lane) -> None:
         """Runs batches until nothing is pending; between two of them it does not wait for the event loop."""
         run = self._take(first=True)
         while run is not None:
+            lane.entries = run.entries
             self._run_parts(lane, run)
+            lane.entries = []
             run = self._take(first=False)
 
     def _take(self, *, first: bool) -> Run | None:
@@ -187,7 +193,7 @@ class Lanes:
                 self._active += 1
             self._alone = False  # only this lane can have had the device to itself
             # Looking is cheaper than taking, and while this thread computes, the event loop cannot deliver.
-            nothing = self._stopped or not self._pending.sequences
+            nothing = self._stopped or self._broken or not self._pending.sequences
             taken = None if nothing else self._pending.take(self._policy, self._clock.now())
             if taken is not None and taken.batch:
                 self._alone = self._engine.widens and self._active == 1 and not self._waking and not taken.left
@@ -203,7 +209,7 @@ class Lanes:
 
     def _wake(self) -> None:
         """Sets a lane going unless that is of no use; under the lock."""
-        if not (self._stopped or self._waking or self._alone or self._active == len(self._lanes)):
+        if not (self._stopped or self._broken or self._waking or self._alone or self._active == len(self._lanes)):
             self._waking = True
             self._jobs.put(self._work)
 
@@ -214,22 +220,22 @@ class Lanes:
             part = [entry for entry in parts.pop() if not entry.gone]
             if not part:
                 continue
-            lane.entries = part
             try:
                 checked = self._run_timed(lane, [entry.input for entry in part], alone=run.alone)
             except Exception as error:  # whatever the runtime raises
+                if self._is_broken(lane, error):
+                    self._tell(self._listener.on_broken, run.entries, error)
+                    return
                 if len(part) == 1:
                     self._tell(self._listener.on_culprit, part[0])
                 half = len(part) // 2
                 parts += [part[half:], part[:half]] if half else []
-                broken = self._failed(lane, run, error)
-            else:
-                self._tell(self._listener.on_ran, Run(part, run.closed_by, run.alone), checked)
-                if any(checked.finite):
-                    self._failures = 0
-                    continue
-                broken = self._failed(lane, run, ArithmeticError("no sequence had finite numbers"))
-            if broken:
+                continue
+            self._tell(self._listener.on_ran, Run(part, run.closed_by, run.alone), checked)
+            if any(checked.finite):
+                self._failures = 0
+            elif self._is_broken(lane, nothing := ArithmeticError("no sequence had finite numbers")):
+                self._tell(self._listener.on_broken, run.entries, nothing)
                 return
 
     def _run_timed(self, lane: _Lane, inputs: list[ModelInput], *, alone: bool) -> Checked:
@@ -240,19 +246,24 @@ class Lanes:
         finally:
             lane.started_at = None
 
-    def _failed(self, lane: _Lane, run: Run, error: Exception) -> bool:
-        """Counts a failed run and, after several, finds out whether the input or the engine is to blame."""
+    def _is_broken(self, lane: _Lane, error: Exception) -> bool:
+        """Counts a failed run and, after several, finds out whether the input or the engine is to blame.
+
+        Lanes that fail meanwhile wait for the answer: what they hold is no culprit if the engine is broken.
+        """
         self._tell(self._listener.on_failed, error)
-        with self._lock:
+        with self._judging:
+            if self._broken:
+                return True
             self._failures += 1
             if self._failures < self._failures_before_probe:
                 return False
             self._failures = 0
-        if self._probe(lane):
-            return False
-        self.stop()
-        self._tell(self._listener.on_broken, run.entries, error)
-        return True
+            if self._probe(lane):
+                return False
+            with self._lock:
+                self._broken = True
+            return True
 
     def _probe(self, lane: _Lane) -> bool:
         try:

@@ -120,6 +120,7 @@ class Scheduler:
         self._unhealthy_reason = ""
         self._throughput = Throughput()
         self._recovery: asyncio.Task[None] | None = None
+        self._over = False  # closed, or crashed: nothing will run any more
 
     def __repr__(self) -> str:
         state = self._unhealthy_reason or ("running" if self._lanes.oldest_start() is not None else "free")
@@ -131,8 +132,7 @@ class Scheduler:
 
     async def close(self) -> None:
         """Stops the engine; calls that are not done get EngineUnhealthy. Waits for running batches."""
-        if self._recovery is not None:
-            self._recovery.cancel()
+        self._end("it is being unloaded")
         self._lanes.stop()
         unloaded = EngineUnhealthy("the model is being unloaded")
         self._fail(self._lanes.running(), unloaded)
@@ -244,21 +244,18 @@ class Scheduler:
 
     def on_broken(self, entries: list[Entry], error: Exception) -> None:
         """Fails everybody, and begins to look whether the engine comes back."""
-        self._set_unhealthy(
-            f"the engine failed {self._limits.failures_before_probe} times in a row, and then with a known good input",
-            error,
-        )
+        if not self._over:
+            times = self._limits.failures_before_probe
+            self._set_unhealthy(f"the engine failed {times} times in a row, and then with a known good input", error)
         unavailable = EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}")
         self._fail(entries, unavailable)
         self._pending.fail_all(unavailable)
-        if self._recovery is None or self._recovery.done():
+        if not self._over and (self._recovery is None or self._recovery.done()):
             self._recovery = asyncio.get_running_loop().create_task(self._recover(), name="encserve-recovery")
 
     def on_crashed(self, entries: list[Entry], error: BaseException) -> None:
         """Says that nothing will run any more: a dead scheduler must not look healthy."""
-        if self._recovery is not None:
-            self._recovery.cancel()
-        self._set_unhealthy("the scheduler has stopped after an internal error", error)
+        self._end("the scheduler has stopped after an internal error", error)
         unavailable = EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}")
         self._fail(entries, unavailable)
         self._pending.fail_all(unavailable)
@@ -268,6 +265,16 @@ class Scheduler:
     def _fail(self, entries: Sequence[Entry], error: EncserveError) -> None:
         for entry in entries:
             entry.ticket.fail(error)
+
+    def _end(self, reason: str, error: BaseException | None = None) -> None:
+        """From now on every call is refused, for good."""
+        self._over = True
+        if self._recovery is not None:
+            self._recovery.cancel()
+        if error is None:
+            self._unhealthy_reason = reason
+        else:
+            self._set_unhealthy(reason, error)
 
     async def _recover(self) -> None:
         """Probes until the engine works again; meanwhile `encode` refuses."""

@@ -59,7 +59,9 @@ class OnnxEngine:
         self.max_parallel_runs = _parallel_runs(parallel_runs, self.info.device, intra_op_threads)
         self.widens = self.info.device == "cpu" and self.max_parallel_runs > 1
         if self.widens:
-            self._narrow = _open_session(graph.path, "cpu", intra_op_threads // self.max_parallel_runs)
+            # The threads of a session are shared by all its runs: beside one for each run that are the others.
+            shared = intra_op_threads - self.max_parallel_runs
+            self._narrow = _open_session(graph.path, "cpu", 1 + shared)
 
     def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
         """Pads the sequences to the longest, runs them, and cuts the padding off again."""
