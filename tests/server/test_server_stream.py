@@ -107,9 +107,10 @@ async def test_only_so_many_are_read_ahead(start_server: StartServer) -> None:
 async def test_a_caller_that_goes_away_leaves_nothing_behind(server: FakeServer) -> None:
     server.engine.hold()
     stream = Stream(server)
-    for i in range(10):
+    await stream.send("first", 1)
+    await asyncio.to_thread(server.engine.started.acquire)  # only then: a batch takes whatever has come
+    for i in range(9):
         await stream.send(str(i), 1)
-    await asyncio.to_thread(server.engine.started.acquire)
     while server.sample("encserve_queue_sequences", model="tiny", version="2") < 9:
         await asyncio.sleep(0.01)
     stream.call.cancel()
