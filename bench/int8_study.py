@@ -14,7 +14,6 @@ import argparse
 import collections
 import importlib
 import inspect
-import json
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime
-from comparison.workload import LENGTHS, draw_lengths, windows
+from comparison.workload import LENGTHS, draw_lengths, read_histogram, windows
 from export_variants import open_session
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import (
@@ -82,7 +81,7 @@ def make_batches(checkpoint: Path, count: int) -> list[Batch]:
     tokenizer.no_padding()
     ids = [token for text in texts() for token in tokenizer.encode(text, add_special_tokens=False).ids]
     first, last = tokenizer.encode("").ids
-    histogram = {int(length): many for length, many in json.loads(LENGTHS.read_text())["histogram"].items()}
+    histogram, _ = read_histogram(LENGTHS)
     sequences, place = [], 0
     for length in draw_lengths(histogram, count=count, seed=0, longest=256):
         inner = max(length - 2, 0)

@@ -36,7 +36,7 @@ from comparison.report import summarise, warnings
 from comparison.rounds import NO_PATIENCE, Measurement, Patience, Side, measure
 from comparison.sides import CALLERS, MANY, PASSES, ceiling_side, sweep_budgets
 from comparison.texts import Texts, make_texts, open_tokenizer
-from comparison.workload import LENGTHS, draw_lengths
+from comparison.workload import LENGTHS, draw_lengths, read_histogram
 from real_server import real_server
 
 from encserve_client import EncoderClient
@@ -96,10 +96,9 @@ def read_texts(bundle: Bundle, options: argparse.Namespace) -> Texts:
     """Texts whose lengths are those of real ones."""
     if bundle.tokenizer_file is None:
         raise SystemExit(f"{bundle.name} has no tokenizer; the peers take texts")
-    content = json.loads(LENGTHS.read_text())
-    histogram = {int(length): texts for length, texts in content["histogram"].items()}
+    histogram, about = read_histogram(LENGTHS)
     lengths = draw_lengths(histogram, count=options.sequences, seed=options.seed, longest=bundle.max_sequence_tokens)
-    return make_texts(open_tokenizer(bundle.tokenizer_file), lengths, about=content["about"], seed=options.seed)
+    return make_texts(open_tokenizer(bundle.tokenizer_file), lengths, about=about, seed=options.seed)
 
 
 class Servers:

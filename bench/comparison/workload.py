@@ -36,11 +36,16 @@ def read_workload(path: Path, *, count: int, seed: int, vocab_size: int, longest
 
     Which ids they have does not matter to the time that a dense encoder takes, so they are random.
     """
-    content = json.loads(path.read_text())
-    histogram = {int(length): texts for length, texts in content["histogram"].items()}
+    histogram, about = read_histogram(path)
     lengths = draw_lengths(histogram, count=count, seed=seed, longest=longest)
     rng = np.random.default_rng(seed)
-    return Workload([rng.integers(0, vocab_size, length) for length in lengths], content["about"])
+    return Workload([rng.integers(0, vocab_size, length) for length in lengths], about)
+
+
+def read_histogram(path: Path) -> tuple[dict[int, int], str]:
+    """Tokens → texts, and where they come from."""
+    content = json.loads(path.read_text())
+    return {int(length): texts for length, texts in content["histogram"].items()}, content["about"]
 
 
 def draw_lengths(histogram: Mapping[int, int], *, count: int, seed: int, longest: int) -> list[int]:

@@ -20,6 +20,7 @@ from encserve_client._bench import (
     real_text_lengths,
     sample_lengths,
 )
+from encserve_client._bench._samples import percentile
 
 CALLERS = 64
 SEQUENCE_TOKENS = (8, 16, 32, 64, 128, 256, 512)
@@ -204,8 +205,8 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
                 "saturation_per_second": saturation,
                 "goodput_share": result.calls_per_second / saturation,
                 "refused": len(refused),
-                "refused_p50_seconds": _quantile(refused, 50),
-                "refused_p99_seconds": _quantile(refused, 99),
+                "refused_p50_seconds": percentile(refused, 50),
+                "refused_p99_seconds": percentile(refused, 99),
                 "p99_seconds": result.latency_percentile_seconds(99),
                 "errors": dict(result.errors),
             }
@@ -224,9 +225,3 @@ def memory(bench: Bench, marks: Sequence[int], lengths: Sequence[int] | None = N
             found.append({"round": 0, "requests": int(done), "resident_bytes": server.resident_bytes()})
             bench.say(f"after {int(done):,} requests {found[-1]['resident_bytes'] / 2**20:.0f} MiB")
         return found
-
-
-def _quantile(values: Any, percent: float) -> float | None:
-    import numpy as np
-
-    return float(np.percentile(values, percent)) if len(values) else None

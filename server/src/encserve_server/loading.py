@@ -169,7 +169,7 @@ def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
     longest = bundle.max_sequence_tokens
     typical = max(1, min(32, longest))
     batches = [[1], [typical] * max(1, batch_tokens // typical), [longest], [1, typical, longest]]
-    ways = [True, False] if engine.max_parallel_runs > 1 else [True]
+    ways = [True, False] if engine.widens else [True]
     for lengths, alone in itertools.product(batches, ways):
         try:
             # The first id and the last: a vocabulary larger than the model's table fails here, not for a caller.

@@ -247,20 +247,22 @@ class Scheduler:
         if not self._over:
             times = self._limits.failures_before_probe
             self._set_unhealthy(f"the engine failed {times} times in a row, and then with a known good input", error)
-        unavailable = EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}")
-        self._fail(entries, unavailable)
-        self._pending.fail_all(unavailable)
+        self._fail_everybody(entries)
         if not self._over and (self._recovery is None or self._recovery.done()):
             self._recovery = asyncio.get_running_loop().create_task(self._recover(), name="encserve-recovery")
 
     def on_crashed(self, entries: list[Entry], error: BaseException) -> None:
         """Says that nothing will run any more: a dead scheduler must not look healthy."""
         self._end("the scheduler has stopped after an internal error", error)
+        self._fail_everybody(entries)
+
+    # Health
+
+    def _fail_everybody(self, entries: Sequence[Entry]) -> None:
+        """Ends the calls of these entries and of all that are pending."""
         unavailable = EngineUnhealthy(f"the model is not available: {self._unhealthy_reason}")
         self._fail(entries, unavailable)
         self._pending.fail_all(unavailable)
-
-    # Health
 
     def _fail(self, entries: Sequence[Entry], error: EncserveError) -> None:
         for entry in entries:
