@@ -27,6 +27,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from comparison.agreement import AGREEING, check_agreement
+from comparison.arguments import common_parser
 from comparison.empty_server import empty_calls, empty_server
 from comparison.load import load_process
 from comparison.machine import OtherWork, describe_machine, load_average
@@ -61,23 +62,8 @@ console = Console(width=None if sys.stdout.isatty() else 150)
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, help="a model repository")
-    parser.add_argument("--model", help="NAME or NAME@VERSION; the first one without it")
-    parser.add_argument("--checkpoint", type=Path, help="the model's own directory, for PyTorch")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--sequences", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=120,
-        metavar="SECONDS",
-        help="how much longer to take, in all, for running again what others disturbed",
-    )
+    parser = common_parser(__doc__, "PyTorch", needs_checkpoint=False)
     parser.add_argument("--only", nargs="+", metavar="SIDE", help="names of sides; the ceiling is always one")
-    parser.add_argument("--server-flags", default="", help="further flags of encserve-server, in one string")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
     return parser.parse_args(arguments)
 
 

@@ -20,10 +20,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from comparison.agreement import lowest_cosine
+from comparison.texts import open_tokenizer
 from comparison.workload import LENGTHS, read_workload, windows
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
 
 from encserve_server.batching import BatchPolicy, take_batch
 from encserve_server.bundle import Bundle, find_bundles, read_bundle
@@ -68,9 +69,9 @@ class Case:
     seconds: list[list[float]]
 
 
-def as_batches(sequences: Sequence[Any], budget: int, multiple: int) -> list[list[ModelInput]]:
+def as_batches(sequences: Sequence[Any], budget: int, multiple: int) -> list[list[Any]]:
     """The batches that the server would make, the longest of each extended to a multiple of so many tokens."""
-    batches = []
+    batches: list[list[Any]] = []
     for window in windows(sequences, WAITING):
         pending = [Waiting(it, len(it)) for it in window]
         while pending:
@@ -100,9 +101,7 @@ def measure(cases: Sequence[Case], rounds: int) -> None:
 def real_text(bundle: Bundle, files: Sequence[Path]) -> list[ModelInput]:
     """Pieces of a text of each of `TEXT_LENGTHS`, over and over, with the special tokens that a text has."""
     assert bundle.tokenizer_file is not None  # noqa: S101 - main looked
-    tokenizer = Tokenizer.from_file(str(bundle.tokenizer_file))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer = open_tokenizer(bundle.tokenizer_file)
     ids: list[int] = []
     for file in files:
         ids += tokenizer.encode(file.read_text(), add_special_tokens=False).ids
@@ -126,13 +125,6 @@ def encode(engine: Engine, texts: Sequence[ModelInput], *, alone: bool) -> list[
     for batch in as_batches(texts, 512, 1):
         rows |= {id(it): its for it, its in zip(batch, engine.run(batch).rows, strict=True)}
     return [rows[id(it)] for it in texts]
-
-
-def min_cosine(ours: Sequence[npt.NDArray[Any]], theirs: Sequence[npt.NDArray[Any]]) -> float:
-    """The least over all tokens of two lists of (seq, d_model) arrays."""
-    a, b = np.concatenate(ours), np.concatenate(theirs)  # (tokens, d_model)
-    norm = np.linalg.norm
-    return float(((a * b).sum(axis=1) / norm(a, axis=1) / norm(b, axis=1)).min())
 
 
 def open_engines(bundle: Bundle) -> dict[tuple[str, str], Engine]:
@@ -164,7 +156,9 @@ def print_cosines(engines: Mapping[tuple[str, str], Engine], texts: Sequence[Mod
     for name, engine in engines.items():
         alone, together = (encode(engine, texts, alone=it) for it in (True, False))
         want = want or alone
-        table.add_row(*name, *(f"{min_cosine(*it):.6f}" for it in ((alone, want), (together, want), (together, alone))))
+        table.add_row(
+            *name, *(f"{lowest_cosine(*it):.6f}" for it in ((alone, want), (together, want), (together, alone)))
+        )
     console.print(f"{len(texts)} pieces of real text, {sum(map(len, texts)):,} tokens", highlight=False)
     console.print(table)
 

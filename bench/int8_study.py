@@ -11,7 +11,6 @@ float32's, the least of a sequence alone and the same one in its batch, and the 
 """
 
 import argparse
-import collections
 import importlib
 import inspect
 import tempfile
@@ -25,7 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 import onnxruntime
-from comparison.workload import LENGTHS, draw_lengths, read_histogram, windows
+from comparison.texts import open_tokenizer
+from comparison.workload import LENGTHS, draw_lengths, read_histogram
+from engines import as_batches
 from export_variants import open_session
 from onnx import helper, numpy_helper
 from onnxruntime.quantization import (
@@ -38,13 +39,10 @@ from onnxruntime.quantization import (
 )
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer
 
 from encserve_export import graph, int8
 from encserve_export.layouts import hf_bert
 from encserve_export.weights import read_json, read_weights
-from encserve_server.batching import BatchPolicy
-from encserve_server.tuning import _batches
 
 Ids = npt.NDArray[np.int64]
 Batch = list[Ids]
@@ -76,9 +74,7 @@ def texts() -> Iterator[str]:
 
 def make_batches(checkpoint: Path, count: int) -> list[Batch]:
     """Real text of real lengths, in the batches that the scheduler would make."""
-    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    tokenizer = open_tokenizer(checkpoint / "tokenizer.json")
     ids = [token for text in texts() for token in tokenizer.encode(text, add_special_tokens=False).ids]
     first, last = tokenizer.encode("").ids
     histogram, _ = read_histogram(LENGTHS)
@@ -88,14 +84,7 @@ def make_batches(checkpoint: Path, count: int) -> list[Batch]:
         place = place if place + inner <= len(ids) else 0
         sequences.append(np.array([first, *ids[place : place + inner], last]))
         place += inner
-    policy = BatchPolicy(max_batch_tokens=BUDGET, max_batch_sequences=256, max_padding_fraction=0.25)
-    batches = []
-    for window in windows(sequences, WAITING):
-        by_length = collections.defaultdict(list)
-        for sequence in window:
-            by_length[len(sequence)].append(sequence)
-        batches += [[by_length[n].pop() for n in lengths] for lengths in _batches([len(it) for it in window], policy)]
-    return batches
+    return as_batches(sequences, BUDGET, 1)
 
 
 def feed(batch: Sequence[Ids]) -> dict[str, Ids]:

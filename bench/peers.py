@@ -27,6 +27,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from comparison.agreement import TOLERANCE, lowest_cosine, some_places, worst_difference
+from comparison.arguments import common_parser
 from comparison.load import load_process, make_calls, make_text_calls
 from comparison.machine import OtherWork, cpu_seconds, describe_machine, load_average, process_tree
 from comparison.peer_report import peers_json, precision_of, print_missing, print_peers
@@ -56,20 +57,7 @@ console = Console(width=None if sys.stdout.isatty() else 150)
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, help="a model repository")
-    parser.add_argument("--model", help="NAME or NAME@VERSION; the first one without it")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="the model's own directory, for the peers")
-    parser.add_argument("--rounds", type=int, default=4)
-    parser.add_argument("--sequences", type=int, default=600)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--patience",
-        type=float,
-        default=120,
-        metavar="SECONDS",
-        help="how much longer to take, in all, for running again what others disturbed",
-    )
+    parser = common_parser(__doc__, "the peers", needs_checkpoint=True)
     parser.add_argument("--peers", nargs="*", choices=sorted(PEERS_BY_NAME), default=list(PEERS_BY_NAME))
     parser.add_argument(
         "--server",
@@ -79,8 +67,6 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar='NAME="FLAGS"',
         help="one more encserve-server with these flags, as a side of its own; may be repeated",
     )
-    parser.add_argument("--server-flags", default="", help="further flags of encserve-server, in one string")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
     return parser.parse_args(arguments)
 
 

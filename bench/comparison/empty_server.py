@@ -1,6 +1,5 @@
 """A gRPC server that computes nothing, in a process of its own: what a call costs before anybody has done anything."""
 
-import multiprocessing
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -9,6 +8,7 @@ from typing import Any
 import grpc
 import uvloop
 
+from comparison.child import serving
 from comparison.load import METHOD, Call
 from comparison.workload import Sequence64
 
@@ -27,16 +27,8 @@ def empty_calls(sequences: Sequence[Sequence64], d_model: int) -> list[Call]:
 @contextmanager
 def empty_server() -> Iterator[str]:
     """Starts it on a free loopback port and gives its target. It has the event loop and the options of encserve."""
-    spawn = multiprocessing.get_context("spawn")
-    near, far = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(far,), daemon=True)
-    process.start()
-    far.close()
-    try:
-        yield f"127.0.0.1:{near.recv()}"
-    finally:
-        process.terminate()
-        process.join(timeout=10)
+    with serving(_serve) as port:
+        yield f"127.0.0.1:{port}"
 
 
 def _serve(pipe: Connection) -> None:

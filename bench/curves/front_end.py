@@ -1,7 +1,6 @@
 """What the server can do at most if its engine takes no time: what gRPC and Python cost a call."""
 
 import asyncio
-import multiprocessing
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import uvloop
+from comparison.child import serving
 
 from curves.measure import CALLERS, Bench
 from encserve_client import EncoderClient
@@ -23,17 +23,8 @@ _QUEUE_TOKENS = 2 * CALLERS * SEQUENCES_PER_CALL[-1] * SEQUENCE_TOKENS
 @contextmanager
 def fake_engine_server() -> Iterator[tuple[str, str]]:
     """A whole server whose engine answers at once, in a process of its own; its target and its metrics page."""
-    spawn = multiprocessing.get_context("spawn")
-    near, far = spawn.Pipe()
-    process = spawn.Process(target=_serve, args=(far,), daemon=True)
-    process.start()
-    far.close()
-    try:
-        grpc_port, metrics_port = near.recv()
+    with serving(_serve) as (grpc_port, metrics_port):
         yield f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{metrics_port}/metrics"
-    finally:
-        process.terminate()
-        process.join(timeout=10)
 
 
 def _serve(pipe: Connection) -> None:

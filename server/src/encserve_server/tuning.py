@@ -138,7 +138,8 @@ def measure(
 ) -> Measured:
     """Runs usual texts under each policy, in turns."""
     alone = engine.max_parallel_runs == 1  # what matters when much is waiting
-    lengths = _affordable([min(length, bundle.max_sequence_tokens) for length in USUAL_LENGTHS], engine, bundle)
+    lengths = [min(length, bundle.max_sequence_tokens) for length in USUAL_LENGTHS]
+    lengths = _affordable(lengths, engine, bundle, alone=alone)
     batches = {policy.max_batch_tokens: _batches(lengths, policy) for policy in policies}
     seconds: dict[int, list[list[float]]] = {budget: [[] for _ in its] for budget, its in batches.items()}
     began, rounds = now(), 0
@@ -156,10 +157,9 @@ def measure(
     )
 
 
-def _affordable(lengths: list[int], engine: Engine, bundle: Bundle) -> list[int]:
+def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, *, alone: bool) -> list[int]:
     """As many of the texts as one try has time for, by the speed of one text of usual length."""
     usual = min(43, bundle.max_sequence_tokens)
-    alone = engine.max_parallel_runs == 1
     seconds = min(engine.run([bundle.sample(usual)], alone=alone).compute_seconds for _ in range(2))
     tokens = _TRY_SECONDS * usual / seconds
     count = round(len(lengths) * tokens / sum(lengths))
