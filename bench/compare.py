@@ -52,9 +52,10 @@ from comparison.workload import LENGTHS, Workload, read_workload
 from real_server import real_server
 
 from encserve_client import EncoderClient
-from encserve_server.bundle import Bundle, find_bundles, read_bundle
+from encserve_server.bundle import Bundle, read_bundle
 from encserve_server.cpus import usable_cpus
 from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.repository import newest_bundle
 from encserve_server.types import Graph
 
 console = Console(width=None if sys.stdout.isatty() else 150)
@@ -87,7 +88,7 @@ def announce(bundle: Bundle, machine: Mapping[str, Any], workload: Workload) -> 
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
     load_before, machine = load_average(), describe_machine()
-    bundle = read_bundle(find_bundles(options.models, (options.model,) if options.model else ())[0])
+    bundle = read_bundle(newest_bundle(options.models, options.model))
     if bundle.graph.takes_vectors:
         raise SystemExit(f"{bundle.name} takes vectors; this compares models that take token ids")
     workload = read_workload(

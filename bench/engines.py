@@ -27,11 +27,12 @@ from rich.console import Console
 from rich.table import Table
 
 from encserve_server.batching import BatchPolicy, take_batch
-from encserve_server.bundle import Bundle, find_bundles, read_bundle
+from encserve_server.bundle import Bundle, read_bundle
 from encserve_server.cpus import cpu_model, usable_cpus
 from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.errors import DeviceError
+from encserve_server.repository import newest_bundle
 from encserve_server.types import ModelInput
 
 ROOT = Path(__file__).parent.parent
@@ -175,7 +176,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     default = [ROOT / name for name in ("LICENSE", "README.md", "RATIONALE.md", "docs/architecture.md")]
     parser.add_argument("--text", type=Path, nargs="+", default=default, metavar="FILE")
     options = parser.parse_args(arguments)
-    bundle = read_bundle(find_bundles(options.models, (options.model,) if options.model else ())[0])
+    bundle = read_bundle(newest_bundle(options.models, options.model))
     if bundle.tokenizer_file is None:
         raise SystemExit(f"{bundle.name} has no tokenizer; this compares models that take text")
     longest, size = bundle.max_sequence_tokens, bundle.vocab_size

@@ -42,9 +42,10 @@ from real_server import real_server
 
 from encserve_client import EncoderClient
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.bundle import Bundle, find_bundles, read_bundle
+from encserve_server.bundle import Bundle, read_bundle
 from encserve_server.cpus import usable_cpus
 from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.repository import newest_bundle
 
 TEXT = "encserve-64-text-pooled"
 COSINE = 0.999  # of a row, for servers with further flags: a lower precision may be what they are about
@@ -231,7 +232,7 @@ def idle_share() -> float:
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
     load_before, machine = load_average(), describe_machine()
-    bundle = read_bundle(find_bundles(options.models, (options.model,) if options.model else ())[0])
+    bundle = read_bundle(newest_bundle(options.models, options.model))
     texts = read_texts(bundle, options)
     places = some_places(texts.lengths)
     console.print(f"{bundle.name}@{bundle.version}: {len(texts.texts)} texts, {texts.workload.tokens:,} tokens")

@@ -11,7 +11,7 @@ from tiny_bundle import D_MODEL, write_bundle
 
 from encserve_proto.fingerprint import fingerprint
 from encserve_proto.v1 import manifest_pb2
-from encserve_server.bundle import find_bundles, read_bundle, version_key
+from encserve_server.bundle import read_bundle
 from encserve_server.errors import BundleError
 from encserve_server.types import Output, OutputKind
 
@@ -158,56 +158,3 @@ def test_a_pooling_that_was_changed_changes_the_fingerprint(tmp_path: Path) -> N
     edit(directory, pooling="POOLING_MEAN", fingerprint=before)
     with pytest.raises(BundleError, match="its fingerprint is"):
         read_bundle(directory)
-
-
-def test_versions_are_ordered_as_people_expect() -> None:
-    versions = ["1.0-beta", "1.0-rc1", "1.0-rc2", "1.0", "1.0.1", "1.9", "1.10", "2", "10"]
-    shuffled = [*versions[4:], *versions[:4]]
-    assert sorted(shuffled, key=version_key) == versions
-
-
-def test_the_newest_version_counts_numbers_as_numbers(tmp_path: Path) -> None:
-    for version in ("2", "10", "9"):
-        write_bundle(tmp_path, version=version)
-    assert find_bundles(tmp_path, ()) == [tmp_path / "tiny" / "10"]
-    assert find_bundles(tmp_path, ("tiny", "tiny@2")) == [tmp_path / "tiny" / "10", tmp_path / "tiny" / "2"]
-
-
-def test_only_bundles_are_found(tmp_path: Path) -> None:
-    """Half-written directories begin with a dot, and stray files are nobody's model."""
-    write_bundle(tmp_path, "b")
-    write_bundle(tmp_path, "a")
-    (tmp_path / "a" / ".2.partial").mkdir()
-    (tmp_path / "a" / "3").mkdir()
-    (tmp_path / "README").touch()
-    assert find_bundles(tmp_path, ()) == [tmp_path / "a" / "1", tmp_path / "b" / "1"]
-
-
-@pytest.mark.parametrize(
-    ("wanted", "problem"),
-    [
-        ("nobody", "nobody: no bundle in it"),
-        ("tiny@7", "tiny: no version 7; there are 1"),
-        ("../tiny", "expected NAME or NAME@VERSION"),
-        ("tiny@", "expected NAME or NAME@VERSION"),
-        ("tiny@../1", "expected NAME or NAME@VERSION"),
-    ],
-)
-def test_a_wanted_model_that_is_not_there(tmp_path: Path, wanted: str, problem: str) -> None:
-    write_bundle(tmp_path)
-    with pytest.raises(BundleError, match=problem):
-        find_bundles(tmp_path, (wanted,))
-
-
-def test_an_empty_or_missing_repository(tmp_path: Path) -> None:
-    with pytest.raises(BundleError, match="no bundle in it; expected <name>/<version>/manifest.json"):
-        find_bundles(tmp_path, ())
-    with pytest.raises(BundleError, match="nowhere: no such directory"):
-        find_bundles(tmp_path / "nowhere", ())
-
-
-def test_a_model_named_twice_is_refused(tmp_path: Path) -> None:
-    """It would be loaded twice, and one of the two never used."""
-    write_bundle(tmp_path)
-    with pytest.raises(BundleError, match="--model tiny@1: tiny@1 is named twice"):
-        find_bundles(tmp_path, ("tiny", "tiny@1"))

@@ -95,7 +95,7 @@ async def test_what_is_in_flight_is_finished(server: FakeServer) -> None:
 
 async def test_the_grace_period_ends(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is stuck keeps neither callers nor the process waiting for ever, and the stop says so."""
-    monkeypatch.setattr("encserve_server.app._CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("encserve_server.manager._CLOSE_SECONDS", 0.2)
     server = await start_server(grace_seconds=0.2)
     server.engine.hold()
     call = asyncio.create_task(server.encode([1]))

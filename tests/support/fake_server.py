@@ -15,6 +15,7 @@ from encserve_server.app import App
 from encserve_server.bundle import Bundle
 from encserve_server.engine.fake import FakeEngine, FakeInspector
 from encserve_server.loading import LoadedModel
+from encserve_server.manager import Loader
 from encserve_server.settings import Settings
 from encserve_server.tokenizing import TextTokenizer
 from encserve_server.types import Graph, InspectGraph, InspectKind, Output, OutputKind
@@ -110,6 +111,52 @@ def make_input(it: Any) -> pb.Input:
 StartServer = Callable[..., Awaitable[FakeServer]]
 
 
+def fake_model(
+    bundle_directory: Path,
+    tokenize_pool: Executor,
+    engine: FakeEngine,
+    *,
+    fingerprint: str = "f" * 32,
+    tokenizer_file: Path | None = None,
+    takes_vectors: bool = False,
+    load_inspector: Callable[[], FakeInspector] | None = None,
+    position: str = "sinusoidal",
+    max_queue_text_mib: int = 16,
+) -> LoadedModel:
+    """What a real loader would have made of a bundle, with a fake engine."""
+    graph = Graph(
+        path=bundle_directory / "model.onnx",
+        input_name="inputs",
+        takes_vectors=takes_vectors,
+        attention_mask_name="mask",
+        output_name="rows",
+        pad_token_id=0,
+        d_model=D_MODEL,
+        precision="float32",
+    )
+    names: dict[InspectKind, tuple[str, ...]] = dict.fromkeys(InspectKind, ())
+    bundle = Bundle(
+        name=bundle_directory.parent.name,
+        version=bundle_directory.name,
+        fingerprint=fingerprint,
+        d_model=D_MODEL,
+        n_layers=N_LAYERS,
+        n_heads=N_HEADS,
+        vocab_size=0 if takes_vectors else VOCAB_SIZE,
+        max_sequence_tokens=LONGEST,
+        pad_token_id=0,
+        special_token_ids=(0, 1, 2) if tokenizer_file else (),
+        pooling=Output(OutputKind.MEAN, l2_normalize=True) if tokenizer_file else None,
+        tokenizer_file=tokenizer_file,
+        graph=graph,
+        inspect_graph=InspectGraph(graph, names, {}) if load_inspector else None,
+        position=position,
+        parameters={"attention": 12, "norm": 3},
+    )
+    tokenizer = TextTokenizer(tokenizer_file, tokenize_pool, max_queue_text_mib * 2**20) if tokenizer_file else None
+    return LoadedModel(bundle, tokenizer, engine, 0.1, 0.1, load_inspector)
+
+
 async def start_fake_server(
     directory: Path,
     engine: FakeEngine | None = None,
@@ -119,6 +166,7 @@ async def start_fake_server(
     can_inspect: bool = True,
     load_inspector: Callable[[], FakeInspector] | None = None,
     position: str = "sinusoidal",
+    load: Loader | None = None,
     **settings: Any,
 ) -> FakeServer:
     """Starts a server that serves tiny@2 (the default) and tiny@1; other keyword arguments are settings."""
@@ -127,51 +175,30 @@ async def start_fake_server(
     with_tokenizer = with_tokenizer and not takes_vectors
     tokenizer_file = write_tokenizer(directory / "tokenizer.json")
 
-    def load(bundle_directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
-        graph = Graph(
-            path=bundle_directory / "model.onnx",
-            input_name="inputs",
-            takes_vectors=takes_vectors,
-            attention_mask_name="mask",
-            output_name="rows",
-            pad_token_id=0,
-            d_model=D_MODEL,
-            precision="float32",
-        )
-        names: dict[InspectKind, tuple[str, ...]] = dict.fromkeys(InspectKind, ())
-        bundle = Bundle(
-            name=bundle_directory.parent.name,
-            version=bundle_directory.name,
-            fingerprint="f" * 32,
-            d_model=D_MODEL,
-            n_layers=N_LAYERS,
-            n_heads=N_HEADS,
-            vocab_size=0 if takes_vectors else VOCAB_SIZE,
-            max_sequence_tokens=LONGEST,
-            pad_token_id=0,
-            special_token_ids=(0, 1, 2) if with_tokenizer else (),
-            pooling=Output(OutputKind.MEAN, l2_normalize=True) if with_tokenizer else None,
+    def load_fake(bundle_directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+        return fake_model(
+            bundle_directory,
+            tokenize_pool,
+            engine,
             tokenizer_file=tokenizer_file if with_tokenizer else None,
-            graph=graph,
-            inspect_graph=InspectGraph(graph, names, {}) if can_inspect else None,
+            takes_vectors=takes_vectors,
+            load_inspector=(load_inspector or (lambda: inspector)) if can_inspect else None,
             position=position,
-            parameters={"attention": 12, "norm": 3},
-        )
-        tokenizer = (
-            TextTokenizer(tokenizer_file, tokenize_pool, settings.max_queue_text_mib * 2**20)
-            if with_tokenizer
-            else None
-        )
-        return LoadedModel(
-            bundle, tokenizer, engine, 0.1, 0.1, (load_inspector or (lambda: inspector)) if can_inspect else None
+            max_queue_text_mib=settings.max_queue_text_mib,
         )
 
     repository = directory / "models"
     for version in ("1", "2"):
         (repository / "tiny" / version).mkdir(parents=True, exist_ok=True)
         (repository / "tiny" / version / "manifest.json").touch()
-    chosen = {"model": ("tiny@2", "tiny@1"), "grpc_port": 0, "metrics_port": 0, **settings}
-    app = App(Settings(model_repository=repository, **chosen), load)
+    chosen = {
+        "model_repository": repository,
+        "model": ("tiny@2", "tiny@1"),
+        "grpc_port": 0,
+        "metrics_port": 0,
+        **settings,
+    }
+    app = App(Settings(**chosen), load or load_fake)
     await app.start()
     channel = grpc.aio.insecure_channel(f"127.0.0.1:{app.grpc_port}", options=[("grpc.max_receive_message_length", -1)])
     return FakeServer(app, engine, inspector, channel)

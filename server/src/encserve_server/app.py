@@ -1,11 +1,12 @@
 """The composition root: what is built, and in which order it starts, drains and stops.
 
 Start: metrics, health (NOT_SERVING), gRPC; then each model is verified, loaded and warmed up in a thread; only then
-health says SERVING. Stop: health says NOT_SERVING, new calls are refused, what is in flight is answered; then
-schedulers and engines are closed.
+health says SERVING. From then on the manager follows the model repository. Stop: health says NOT_SERVING, new calls are
+refused, what is in flight is answered; then schedulers and engines are closed.
 
     EncoderService ──▶ Catalog ──▶ ServedModel ──▶ TextTokenizer (threads)
-                                        └────────▶ Scheduler ──▶ Engine (one thread each)
+                         ▲              └────────▶ Scheduler ──▶ Engine (threads of its own)
+                         └─ ModelManager ◀── the model repository
 """
 
 import asyncio
@@ -13,9 +14,7 @@ import contextlib
 import logging
 import signal
 import threading
-from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
 from wsgiref.simple_server import WSGIServer
 
 import grpc
@@ -23,16 +22,15 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
 
-from encserve_server.bundle import find_bundles
 from encserve_server.clock import MonotonicClock
 from encserve_server.errors import StartupError
 from encserve_server.health import Health
-from encserve_server.inspecting import InspectLane
 from encserve_server.loading import LoadedModel, load_model
+from encserve_server.manager import Loader, ModelManager
 from encserve_server.metrics import Metrics
-from encserve_server.models import Catalog, RequestLimits, ServedModel
-from encserve_server.scheduler import Scheduler, SchedulerLimits
+from encserve_server.models import Catalog, ServedModel
 from encserve_server.service import METHODS, SERVICE_NAME, EncoderService
+from encserve_server.serving import serve_model
 from encserve_server.settings import MIB, Settings
 from encserve_server.status import RpcGuard
 
@@ -41,12 +39,8 @@ logger = logging.getLogger(__name__)
 # Room for what a stream puts around a reply that is just within the limit.
 _MESSAGE_HEADROOM_BYTES = 64 * 1024
 _ENCODE_THREADS = 2
-# How long a model may take to close after the grace period; a stuck engine never does.
-_CLOSE_SECONDS = 5.0
 # How long new calls are refused before gRPC stops.
 _REFUSING_SECONDS = 0.5
-
-Loader = Callable[[Path, Settings, Executor], LoadedModel]
 
 
 class App:
@@ -55,7 +49,6 @@ class App:
     def __init__(self, settings: Settings, load: Loader = load_model) -> None:
         """Builds what needs no model; `load` turns a bundle's directory into a model, in a thread."""
         self.settings = settings
-        self._load = load
         self.grpc_port = 0  # the real ports, once started
         self.metrics_port = 0
         self.registry = CollectorRegistry()
@@ -63,7 +56,6 @@ class App:
             collector(registry=self.registry)
         self.metrics = Metrics(self.registry)
         self.catalog = Catalog()
-        self._models: list[ServedModel] = []  # those loaded so far
         self._guard = RpcGuard(self.metrics, SERVICE_NAME, METHODS)
         self._clock = MonotonicClock()
         self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
@@ -77,50 +69,46 @@ class App:
             encode_pool=self._encode_pool,
             max_stream_in_flight=settings.max_stream_in_flight,
         )
+        self.manager = ModelManager(
+            settings,
+            self.catalog,
+            self.metrics,
+            load=load,
+            serve=self._serve_model,
+            on_models_change=self._health.watch,
+            load_pool=self._load_pool,
+            tokenize_pool=self._tokenize_pool,
+        )
         self._server: grpc.aio.Server | None = None
         self._metrics_server: tuple[WSGIServer, threading.Thread] | None = None
 
     async def start(self) -> None:
-        """Returns when every model answers.
+        """Returns when every model answers; from then on the model repository is followed.
 
         Raises:
             StartupError: A port is taken, or a bundle or the device is not usable.
         """
-        directories = find_bundles(self.settings.model_repository, self.settings.model)
         self._start_metrics()
         await self._start_grpc()
-        for directory in directories:
-            # Not the event loop's own threads: those are waited for at the end, and a signal must not wait for a load.
-            loaded = await asyncio.get_running_loop().run_in_executor(
-                self._load_pool, self._load, directory, self.settings, self._tokenize_pool
-            )
-            self._models.append(self._serve_model(loaded))
-        self.catalog.publish(self._models)
-        self._health.watch(self._models)
+        await self.manager.start()
         logger.info(
             "serving",
             extra={
                 "grpc_port": self.grpc_port,
                 "metrics_port": self.metrics_port,
-                "models": [f"{model.bundle.name}@{model.bundle.version}" for model in self._models],
+                "models": ["@".join(model.key) for model in self.catalog.all()],
             },
         )
 
     async def stop(self) -> bool:
         """Drains and stops. Returns whether everything ended; an engine that is stuck does not."""
+        await self.manager.stop()
         await self._health.shut_down()
         if self.catalog.all():  # a server that never served has nobody who must notice
             await asyncio.sleep(self.settings.drain_delay_seconds)
         if self._server is not None:
             await self._drain(self._server)
-        clean = True
-        for model in self._models:
-            try:
-                async with asyncio.timeout(_CLOSE_SECONDS):
-                    await model.close()
-            except TimeoutError:
-                logger.error("an engine is stuck", extra={"model": model.bundle.name})
-                clean = False
+        clean = await self.manager.close()
         for pool in (self._load_pool, self._tokenize_pool, self._encode_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         if self._metrics_server is not None:
@@ -188,48 +176,8 @@ class App:
         self._server = server
 
     def _serve_model(self, loaded: LoadedModel) -> ServedModel:
-        """Puts a loaded model behind a scheduler of its own."""
-        settings, bundle, device = self.settings, loaded.bundle, loaded.engine.info.device
-        metrics = self.metrics.for_model(bundle.name, bundle.version)
-        metrics.load_seconds.set(loaded.load_seconds)
-        metrics.warmup_seconds.set(loaded.warmup_seconds)
-        metrics.queue_limit_tokens.set(settings.max_queue_tokens)
-        policy = settings.policy_for(device, loaded.max_batch_tokens)
-        metrics.batch_limit_tokens.set(policy.max_batch_tokens)
-        info = loaded.engine.info
-        self.metrics.model_info.labels(
-            bundle.name, bundle.version, bundle.fingerprint, info.precision, info.provider, info.device, settings.device
-        ).set(1)
-        scheduler = Scheduler(
-            loaded.engine,
-            policy,
-            SchedulerLimits(max_queue_tokens=settings.max_queue_tokens, stall_seconds=settings.stall_seconds),
-            clock=self._clock,
-            observer=metrics,
-            on_health_change=self._health.changed,
-            probe=bundle.sample(1),
-        )
-        scheduler.start()
-        limits = RequestLimits(
-            max_sequences=settings.max_request_sequences,
-            max_text_bytes=settings.max_text_bytes,
-            max_request_bytes=settings.max_request_mib * MIB,
-            max_response_bytes=settings.max_response_mib * MIB,
-            max_tokens=settings.max_queue_tokens,
-            max_inspect_tokens=settings.max_inspect_tokens,
-        )
-        lane = None
-        if settings.inspect and loaded.load_inspector is not None:
-            lane = InspectLane(loaded.load_inspector, settings.max_inspections, metrics)
-        return ServedModel(
-            bundle,
-            loaded.tokenizer,
-            scheduler,
-            loaded.engine.info,
-            limits,
-            clock=self._clock,
-            metrics=metrics,
-            inspect_lane=lane,
+        return serve_model(
+            loaded, self.settings, self.metrics, clock=self._clock, on_health_change=self._health.changed
         )
 
 
@@ -240,6 +188,7 @@ async def serve(settings: Settings) -> int:
     for signal_number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signal_number, stop.set)
     app = App(settings)
+    loop.add_signal_handler(signal.SIGHUP, app.manager.look_now)
     starting = loop.create_task(app.start())
     stopping = loop.create_task(stop.wait())
     # A signal while a model loads must not wait for the load.

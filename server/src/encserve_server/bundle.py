@@ -3,7 +3,6 @@
 import dataclasses
 import hashlib
 import json
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -18,7 +17,6 @@ from encserve_server.types import Graph, InspectGraph, InspectKind, ModelInput, 
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-_VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _POOLING = {
     manifest_pb2.POOLING_MEAN: OutputKind.MEAN,
     manifest_pb2.POOLING_CLS: OutputKind.CLS,
@@ -71,33 +69,6 @@ class Bundle:
         if self.graph.takes_vectors:
             return np.full((length, self.d_model), float(last), np.float32)
         return np.full(length, self.vocab_size - 1 if last else 0, np.int64)
-
-
-def find_bundles(repository: Path, wanted: tuple[str, ...]) -> list[Path]:
-    """The directories of the bundles to serve.
-
-    Args:
-        repository: The directory that holds `<name>/<version>/`.
-        wanted: Models as NAME (its newest version) or NAME@VERSION; empty for the newest version of every model.
-
-    Raises:
-        BundleError: The repository or something wanted is not there.
-    """
-    if not repository.is_dir():
-        raise BundleError(f"--model-repository {repository}: no such directory")
-    if wanted:
-        directories = [_find_one(repository, *_split_wanted(text)) for text in wanted]
-        for i, directory in enumerate(directories):
-            if directory in directories[:i]:
-                raise BundleError(f"--model {wanted[i]}: {directory.parent.name}@{directory.name} is named twice")
-        return directories
-    found = [_find_one(repository, model.name, "") for model in sorted(repository.iterdir()) if _versions(model)]
-    if not found:
-        raise BundleError(
-            f"--model-repository {repository}: no bundle in it; expected <name>/<version>/{MANIFEST_NAME} "
-            "(encserve-export writes them)"
-        )
-    return found
 
 
 def read_bundle(directory: Path) -> Bundle:
@@ -218,43 +189,6 @@ def verify_unchanged(files: Mapping[Path, str]) -> None:
     """
     for path, sha256 in files.items():
         _verify_sha256(path, sha256)
-
-
-def _split_wanted(text: str) -> tuple[str, str]:
-    """NAME or NAME@VERSION as (name, version), the version empty for the newest."""
-    name, at, version = text.partition("@")
-    for part in (name, *([version] if at else [])):
-        if not _VALID_NAME.fullmatch(part):
-            raise BundleError(f"--model {text}: expected NAME or NAME@VERSION of letters, digits, '.', '_' and '-'")
-    return name, version
-
-
-def _find_one(repository: Path, name: str, version: str) -> Path:
-    """The directory of one model's version, the newest if none is named."""
-    versions = _versions(repository / name)
-    if not versions:
-        raise BundleError(f"{repository / name}: no bundle in it; expected <version>/{MANIFEST_NAME}")
-    if version and version not in versions:
-        raise BundleError(f"{repository / name}: no version {version}; there are {', '.join(versions)}")
-    return repository / name / (version or versions[-1])
-
-
-def _versions(model: Path) -> list[str]:
-    """A model's versions, oldest first: numbers in them compare as numbers, so 10 comes after 9."""
-    if not model.is_dir() or not _VALID_NAME.fullmatch(model.name):
-        return []
-    versions = [
-        entry.name
-        for entry in model.iterdir()
-        if _VALID_NAME.fullmatch(entry.name) and (entry / MANIFEST_NAME).is_file()
-    ]
-    return sorted(versions, key=version_key)
-
-
-def version_key(version: str) -> list[tuple[int, int, str]]:
-    """A sort key for which 1.9 < 1.10 and 1.0-rc1 < 1.0; the text itself settles what is left."""
-    parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", version)]
-    return [*parts, (1, 0, version)]
 
 
 def _read_manifest(path: Path) -> manifest_pb2.Manifest:

@@ -11,6 +11,7 @@
     │   └── ModelNotFound         no such model or version
     ├── QueueFull                 refused at the door; trying again later helps
     ├── DeadlineExpired           the caller's deadline passed before its batch started, or it reads no answer
+    ├── FingerprintMismatch       the caller expects another vector space
     ├── InspectUnavailable        this model cannot be looked into on this server
     ├── InferenceFailed           the model cannot compute this sequence
     ├── EngineUnhealthy           the engine fails again and again; another replica may do better
@@ -89,6 +90,10 @@ class QueueFull(EncserveError):
 
 class DeadlineExpired(EncserveError):
     """The caller's deadline passed while the request was queued, or it read nothing of an inspection for too long."""
+
+
+class FingerprintMismatch(EncserveError):
+    """The model has another fingerprint than the caller expects: its vectors belong to another space."""
 
 
 class InspectUnavailable(EncserveError):

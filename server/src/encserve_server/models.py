@@ -1,14 +1,16 @@
 """What is served: one model's way from checked call to rows, and the map of all models. Knows no gRPC."""
 
+import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 
 from encserve_server.bundle import Bundle
 from encserve_server.clock import Clock
 from encserve_server.engine.base import EngineInfo
 from encserve_server.errors import (
+    FingerprintMismatch,
     InspectUnavailable,
     InvalidField,
     ModelNotFound,
@@ -136,6 +138,7 @@ class ServedModel:
         clock: Clock,
         metrics: ModelMetrics,
         inspect_lane: InspectLane | None = None,
+        max_batch_tokens: int = 0,
     ) -> None:
         """Takes the parts, all of the same bundle; without a lane nobody looks into the model."""
         self.bundle = bundle
@@ -146,7 +149,33 @@ class ServedModel:
         self._clock = clock
         self.metrics = metrics
         self.inspect_lane = inspect_lane
+        self.max_batch_tokens = max_batch_tokens
         self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes)
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+        self._closing: asyncio.Future[None] | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its name and version."""
+        return self.bundle.name, self.bundle.version
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within this block the model is not closed, even if another takes its place."""
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    async def unused(self) -> None:
+        """Returns when no request uses the model."""
+        await self._unused.wait()
 
     async def encode(self, call: EncodeCall, deadline: float = math.inf) -> EncodeReply:
         """Checks every input, and only then runs them.
@@ -196,7 +225,12 @@ class ServedModel:
             yield InspectReply(sequence, inspection, tokenize_seconds)
 
     async def close(self) -> None:
-        """Stops the engines; waits for what runs in them."""
+        """Stops the engines; waits for what runs in them. Callable again, also if it was not waited for."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
         await self.scheduler.close()
         if self.inspect_lane is not None:
             await self.inspect_lane.close()
@@ -285,18 +319,23 @@ class Catalog:
         self._default_name = ""
 
     def publish(self, models: Sequence[ServedModel]) -> None:
-        """Makes models available; the first is the default, and the first of a name is that name's default version."""
-        self._models = {(model.bundle.name, model.bundle.version): model for model in models}
-        self._default_name = models[0].bundle.name
-        for model in models:
-            self._default_version.setdefault(model.bundle.name, model.bundle.version)
+        """Makes these models available, and no others.
 
-    def resolve(self, name: str, version: str) -> ServedModel:
+        The first is the default, and the first of a name is that name's default version.
+        """
+        self._models = {model.key: model for model in models}
+        self._default_name = models[0].bundle.name
+        self._default_version = {}
+        for name, version in self._models:
+            self._default_version.setdefault(name, version)
+
+    def resolve(self, name: str, version: str, expected_fingerprint: str = "") -> ServedModel:
         """The model of a name and version, either empty for its default.
 
         Raises:
             NotReady: The models are still being loaded.
             ModelNotFound: There is none.
+            FingerprintMismatch: It has another fingerprint than expected; an empty one expects nothing.
         """
         if not self._models:
             raise NotReady("the server is still loading its models")
@@ -308,6 +347,11 @@ class Catalog:
         if model is None:
             versions = ", ".join(v for n, v in self._models if n == name)
             raise ModelNotFound("model_version", f"no version {_shown(version)} of {name}; there are {versions}")
+        if expected_fingerprint and expected_fingerprint != model.bundle.fingerprint:
+            raise FingerprintMismatch(
+                f"expected_fingerprint: {_shown(expected_fingerprint)} is expected, but {name}@{version} has "
+                f"{model.bundle.fingerprint}: its vectors do not belong into one space with those"
+            )
         return model
 
     def all(self) -> list[ServedModel]:
@@ -319,8 +363,12 @@ class Catalog:
 
     def is_default(self, model: ServedModel) -> bool:
         """Whether requests that name no model get this one."""
-        name = self._default_name
-        return (model.bundle.name, model.bundle.version) == (name, self._default_version.get(name))
+        return model.bundle.name == self._default_name and self.is_default_version(model)
+
+    def is_default_version(self, model: ServedModel) -> bool:
+        """Whether requests that name the model but no version get this one."""
+        name, version = model.key
+        return self._default_version.get(name) == version
 
 
 def _shown(text: str) -> str:

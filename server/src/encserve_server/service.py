@@ -15,7 +15,7 @@ from encserve_server import codec
 from encserve_server.clock import Clock
 from encserve_server.errors import DeadlineExpired, Draining, InvalidField, ResponseTooLarge
 from encserve_server.metrics import Metrics
-from encserve_server.models import Catalog, EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
+from encserve_server.models import Catalog, EncodeReply, InspectCall, InspectReply, ServedModel
 from encserve_server.status import RpcGuard, to_failure
 from encserve_server.wire import Part
 
@@ -84,8 +84,7 @@ class EncoderService:
         """One request, one response."""
         self._refuse_while_draining()
         request = codec.parse(pb.EncodeRequest, data)
-        model, call, reply = await self._encode(request, self._deadline(context))
-        return await self._build(model, reply, lambda: codec.encode_reply(model, call, reply))
+        return await self._encode(request, self._deadline(context))
 
     async def encode_stream(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """Many requests, each answered as soon as it is ready; at most `max_stream_in_flight` at a time.
@@ -124,14 +123,15 @@ class EncoderService:
         """What happens inside a model: the header, then the numbers in chunks."""
         self._refuse_while_draining()
         request = codec.parse(pb.InspectRequest, data)
-        model = self._catalog.resolve(request.model, request.model_version)
+        model = self._catalog.resolve(request.model, request.model_version, request.expected_fingerprint)
         call = codec.decode_inspect_call(request, model)
-        async with model.inspect(call) as reply:
-            try:
-                async with asyncio.timeout(_ANSWER_SECONDS):
-                    await self._send(model, call, reply, context)
-            except TimeoutError:
-                raise DeadlineExpired(f"the answer was not read within {_ANSWER_SECONDS:.0f} s") from None
+        with model.in_use():
+            async with model.inspect(call) as reply:
+                try:
+                    async with asyncio.timeout(_ANSWER_SECONDS):
+                        await self._send(model, call, reply, context)
+                except TimeoutError:
+                    raise DeadlineExpired(f"the answer was not read within {_ANSWER_SECONDS:.0f} s") from None
 
     async def _send(self, model: ServedModel, call: InspectCall, reply: InspectReply, context: Context) -> None:
         """Sends an inspection's answer, each chunk when the one before has left."""
@@ -171,10 +171,18 @@ class EncoderService:
         remaining_s = context.time_remaining()
         return math.inf if remaining_s is None else self._clock.now() + remaining_s
 
-    async def _encode(self, request: pb.EncodeRequest, deadline: float) -> tuple[ServedModel, EncodeCall, EncodeReply]:
-        model = self._catalog.resolve(request.model, request.model_version)
+    async def _encode(self, request: pb.EncodeRequest, deadline: float, stream_request_id: str | None = None) -> bytes:
+        """The bytes of an EncodeResponse, or with a stream's request id of an EncodeStreamResponse around it."""
+        model = self._catalog.resolve(request.model, request.model_version, request.expected_fingerprint)
         call = codec.decode_call(request, model)
-        return model, call, await model.encode(call, deadline)
+        with model.in_use():
+            reply = await model.encode(call, deadline)
+
+            def build() -> list[Part]:
+                parts = codec.encode_reply(model, call, reply)
+                return parts if stream_request_id is None else codec.encode_stream_reply(stream_request_id, parts)
+
+            return await self._build(model, reply, build)
 
     async def _build(self, model: ServedModel, reply: EncodeReply, build: Callable[[], list[Part]]) -> bytes:
         """Serialises a response, in a thread if it is large."""
@@ -200,12 +208,7 @@ class EncoderService:
             size = len(request_id.encode())
             if not 1 <= size <= _MAX_REQUEST_ID_BYTES:
                 raise InvalidField("request_id", f"must be 1 to {_MAX_REQUEST_ID_BYTES} bytes; was {size}")
-            model, call, reply = await self._encode(request.request, deadline)
-
-            def build() -> list[Part]:
-                return codec.encode_stream_reply(request_id, codec.encode_reply(model, call, reply))
-
-            return await self._build(model, reply, build)
+            return await self._encode(request.request, deadline, request_id)
         except Exception as error:  # one request's error is its own answer
             failure = to_failure(error)
             self._metrics.refused.labels(failure.reason).inc()

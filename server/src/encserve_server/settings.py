@@ -31,7 +31,19 @@ class Settings:
     model: tuple[str, ...] = _setting(
         (),
         "Model to serve, NAME for its newest version or NAME@VERSION; may be given several times, the first is the "
-        "default one. Without it the newest version of every model in the repository is served.",
+        "default one. Without it every model in the repository is served.",
+    )
+    latest_versions: int = _setting(
+        1,
+        "How many of a model's newest versions are served where --model names none; the newest is the default. With "
+        "more, callers who name a version can go on with it after the next one has come; each takes memory.",
+        minimum=1,
+    )
+    model_poll_seconds: float = _setting(
+        10.0,
+        "How often to look for new versions in the model repository. One that is new, and the same at two looks in a "
+        "row, is loaded beside what is served and takes over. 0 looks only at SIGHUP, which always loads at once.",
+        minimum=0,
     )
     device: Literal["auto", "cpu", "cuda"] = _setting(
         "auto",

@@ -48,6 +48,7 @@ ERROR_TABLE: dict[type[EncserveError], Mapping] = {
     errors.ModelNotFound: Mapping(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"),
     errors.QueueFull: Mapping(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     errors.DeadlineExpired: Mapping(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED"),
+    errors.FingerprintMismatch: Mapping(grpc.StatusCode.FAILED_PRECONDITION, "FINGERPRINT_MISMATCH"),
     errors.InspectUnavailable: Mapping(grpc.StatusCode.FAILED_PRECONDITION, "INSPECT_UNAVAILABLE"),
     errors.InferenceFailed: Mapping(grpc.StatusCode.INTERNAL, "INFERENCE_FAILED"),
     errors.EngineUnhealthy: Mapping(grpc.StatusCode.UNAVAILABLE, "ENGINE_UNHEALTHY", _UNAVAILABLE_RETRY_S),

@@ -8,7 +8,7 @@ import grpc
 
 from encserve_client._arguments import as_float, as_int, want
 from encserve_client._channel import Tls, call_metadata, channel_credentials, channel_options
-from encserve_client._core import Core, ModelKey, Settings
+from encserve_client._core import Core, ModelKey, Settings, request_template
 from encserve_client._exceptions import ClientClosedError, EncserveError, InvalidInputError
 from encserve_client._inputs import check_iterable
 from encserve_client._options import Array, DType, Options, Output, Pooling, pooled_output
@@ -16,7 +16,6 @@ from encserve_client._retry import RetryPolicy
 from encserve_client._stream import StreamBooks
 from encserve_client._stream_run import Result, StreamRun
 from encserve_client._wire import Wire
-from encserve_proto.v1 import encoder_pb2 as pb
 
 MIB = 1024 * 1024
 DEFAULT_TIMEOUT_SECONDS = 30.0
@@ -55,6 +54,7 @@ class BaseClient:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         max_concurrent_messages: int = DEFAULT_MAX_CONCURRENT_MESSAGES,
         retry: RetryPolicy | None = None,
+        expected_fingerprint: str | None = None,
         channel_arguments: Mapping[str, str | int] | None = None,
     ) -> None:
         self._target = want("target", target, str, "a str such as 'localhost:50051'")
@@ -66,6 +66,7 @@ class BaseClient:
             as_int("max_concurrent_messages", max_concurrent_messages),
             RetryPolicy() if retry is None else want("retry", retry, RetryPolicy, "a RetryPolicy"),
             target=target,
+            expected_fingerprint=want("expected_fingerprint", expected_fingerprint or "", str, "a str or None"),
         )
         self._core = Core(settings)
         checked_tls, self._credentials = channel_credentials(tls, credentials)
@@ -91,7 +92,7 @@ class BaseClient:
         books: StreamBooks[Array] = StreamBooks(
             settings.retry, plan.max_in_flight, timeout, ordered, settings.random, settings.target
         )
-        template = pb.EncodeRequest(model=key[0], model_version=key[1], options=plan.options.to_proto())
+        template = request_template(key, plan.options, settings.expected_fingerprint)
         return StreamRun(wire, books, template, plan.options)
 
 

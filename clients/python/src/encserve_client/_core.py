@@ -13,7 +13,7 @@ from encserve_client._failure import CallInfo
 from encserve_client._inputs import Input
 from encserve_client._inspect_answer import Gathering
 from encserve_client._inspection import InspectResult
-from encserve_client._merge import empty_result, merge_parts
+from encserve_client._merge import check_expected, empty_result, merge_parts
 from encserve_client._message import Message
 from encserve_client._options import Options
 from encserve_client._plan import Limits, plan_messages
@@ -24,6 +24,9 @@ from encserve_proto.v1 import encoder_pb2 as pb
 
 R = TypeVar("R")
 ModelKey = tuple[str, str]
+
+# How often a call is made whose answers are of different versions: the model was replaced in the middle of it.
+_MOST_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +39,7 @@ class Settings:
     retry: RetryPolicy
     random: Callable[[], float] = random_module.random
     target: str = ""
+    expected_fingerprint: str = ""
 
     def __post_init__(self) -> None:
         """Raises ValueError with the setting, its bound and the value."""
@@ -45,6 +49,13 @@ class Settings:
             raise ValueError(f"max_message_bytes must be >= 1; was {self.max_message_bytes}")
         if self.max_concurrent_messages < 1:
             raise ValueError(f"max_concurrent_messages must be >= 1; was {self.max_concurrent_messages}")
+
+
+def request_template(key: ModelKey, options: Options, expected_fingerprint: str) -> pb.EncodeRequest:
+    """What every request of a call has in common: all but its inputs."""
+    return pb.EncodeRequest(
+        model=key[0], model_version=key[1], options=options.to_proto(), expected_fingerprint=expected_fingerprint
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,13 +104,16 @@ class Core:
     async def inspect(self, wire: Wire, request: pb.InspectRequest, timeout_seconds: float | None) -> InspectResult:
         """Has one input looked into."""
         started = wire.now()
+        request.expected_fingerprint = self.settings.expected_fingerprint
         try:
             dispatch: Dispatch[Gathering] = self._dispatch([Message(request)], self.deadline(timeout_seconds, started))
             await exchange(wire, "Inspect", dispatch, lambda _, answer: answer)
         finally:
             await wire.aclose()
         [(_, answer)] = dispatch.answers
-        return answer.result(wire.now() - started, dispatch.attempts)
+        result = answer.result(wire.now() - started, dispatch.attempts)
+        check_expected(self.settings.expected_fingerprint, result.fingerprint)
+        return result
 
     async def list_models(self, wire: Wire, timeout_seconds: float | None) -> list[ModelInfo]:
         """Asks for every model."""
@@ -134,10 +148,34 @@ class Core:
         info = self._models.get(key) or await self._fetch_model(wire, key, deadline)
         if not inputs:
             return empty_result(info, options, wire.now() - started)
+        parts: list[Part] = []
+        attempts = 0
+        for _ in range(_MOST_ROUNDS):
+            dispatch = await self._encode_all(wire, inputs, key, options, deadline, describe, info)
+            attempts += dispatch.attempts
+            parts = [part for _, part in sorted(dispatch.answers, key=lambda answer: answer[0])]
+            if len({part.fingerprint for part in parts}) == 1:
+                break
+        if parts[0].fingerprint != info.fingerprint:  # another version has come: what is known of it is out of date
+            self._models.pop(key, None)
+        result = merge_parts(parts, wire.now() - started, attempts)
+        check_expected(self.settings.expected_fingerprint, result.fingerprint)
+        return result
+
+    async def _encode_all(
+        self,
+        wire: Wire,
+        inputs: Sequence[Input],
+        key: ModelKey,
+        options: Options,
+        deadline: Deadline,
+        describe: bool,
+        info: ModelInfo,
+    ) -> Dispatch[Part]:
+        """Has every input encoded once; the answers' fingerprints may differ."""
         limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
-        template = pb.EncodeRequest(model=key[0], model_version=key[1], options=options.to_proto())
-        messages = plan_messages(inputs, template, options, limits)
-        dispatch: Dispatch[Part] = self._dispatch(messages, deadline)
+        template = request_template(key, options, self.settings.expected_fingerprint)
+        dispatch: Dispatch[Part] = self._dispatch(plan_messages(inputs, template, options, limits), deadline)
         try:
             await exchange(
                 wire,
@@ -148,8 +186,7 @@ class Core:
         finally:
             if dispatch.saw_too_large:  # the limits that the plan was made for may be out of date
                 self._models.pop(key, None)
-        parts = [part for _, part in sorted(dispatch.answers, key=lambda answer: answer[0])]
-        return merge_parts(parts, wire.now() - started, dispatch.attempts)
+        return dispatch
 
     async def _fetch_model(self, wire: Wire, key: ModelKey, deadline: Deadline) -> ModelInfo:
         request = pb.GetModelRequest(model=key[0], model_version=key[1])

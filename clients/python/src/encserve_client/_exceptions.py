@@ -13,7 +13,7 @@
     ├── InferenceError                      the model could not compute one of these sequences
     ├── ServerError                         the server failed in a way that it does not explain
     ├── ProtocolError                       the answer is not what the contract promises
-    ├── FingerprintError                    parts of one call were answered from different vector spaces
+    ├── FingerprintError                    the vectors are from another space than expected, or than each other
     ├── CallCancelledError                  the call was cancelled by something other than its caller
     └── ClientClosedError (RuntimeError)    the client was closed
 
@@ -102,9 +102,10 @@ class ProtocolError(EncserveError):
 
 
 class FingerprintError(EncserveError):
-    """Parts of one call were answered from different vector spaces, whose vectors must not be compared.
+    """Vectors would come from another space than those that they are for, and must not be compared with them.
 
-    It happens while a server's default model is being replaced. Naming the model's version avoids it.
+    Either the client has an `expected_fingerprint` and the model another, or parts of one call were answered by
+    different versions, again and again: that may happen while a model is being replaced. Naming the version avoids it.
     """
 
 

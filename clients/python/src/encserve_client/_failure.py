@@ -38,6 +38,7 @@ _BY_CODE: dict[grpc.StatusCode, type[errors.EncserveError]] = {
 }
 # What a reason says beyond its code.
 _BY_REASON: dict[str, type[errors.EncserveError]] = {
+    "FINGERPRINT_MISMATCH": errors.FingerprintError,
     "INFERENCE_FAILED": errors.InferenceError,
     "INSPECT_UNAVAILABLE": errors.InspectUnavailableError,
 }

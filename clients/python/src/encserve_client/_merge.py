@@ -44,6 +44,15 @@ def check_fingerprint(first: str, other: str) -> None:
         )
 
 
+def check_expected(expected: str, fingerprint: str) -> None:
+    """Raises FingerprintError for an answer from another vector space than expected; an empty one expects nothing.
+
+    A server refuses such a request itself, unless it is older than that field.
+    """
+    if expected and expected != fingerprint:
+        raise FingerprintError(f"fingerprint {expected} is expected, but the answer has {fingerprint}")
+
+
 def empty_result(info: ModelInfo, options: Options, total_seconds: float) -> EncodeResult:
     """The result for no inputs: arrays of no rows, as wide as the model's."""
     block = Block(np.empty((0, info.d_model), options.numpy_dtype), np.empty(0, np.int64))

@@ -41,5 +41,9 @@ class Message:
 def request_like(template: pb.EncodeRequest, inputs: Sequence[pb.Input]) -> pb.EncodeRequest:
     """A request with other inputs."""
     return pb.EncodeRequest(
-        model=template.model, model_version=template.model_version, options=template.options, inputs=inputs
+        model=template.model,
+        model_version=template.model_version,
+        options=template.options,
+        expected_fingerprint=template.expected_fingerprint,
+        inputs=inputs,
     )

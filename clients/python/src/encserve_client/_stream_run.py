@@ -6,7 +6,7 @@ from encserve_client._decode import decode_response
 from encserve_client._exceptions import EncserveError, InvalidInputError, ProtocolError
 from encserve_client._failure import Failure, failure_of_stream_error
 from encserve_client._inputs import check_input, pack_input
-from encserve_client._merge import check_fingerprint
+from encserve_client._merge import check_expected, check_fingerprint
 from encserve_client._options import Array, Options
 from encserve_client._stream import StreamBooks
 from encserve_client._wire import Event, InputRead, InputsEnded, StreamAnswered, StreamEnded, Wire
@@ -30,7 +30,7 @@ class StreamRun:
         self._inputs_ended = False
         self._paused_seconds = 0.0  # how long the caller has been busy with results
         self._paused_at = wire.now()
-        self._fingerprint: str | None = None
+        self._fingerprint = template.expected_fingerprint
 
     async def next(self) -> tuple[int, Result] | None:
         """The next result with its index; None when all are handed over.
@@ -131,6 +131,7 @@ class StreamRun:
     def _decode(self, response: pb.EncodeResponse) -> Array:
         """(rows, d_model) for tokens, (d_model,) if pooled."""
         part = decode_response(response, self._options, 1, describe=False)
+        check_expected(self._template.expected_fingerprint, part.fingerprint)
         self._fingerprint = self._fingerprint or part.fingerprint
         check_fingerprint(self._fingerprint, part.fingerprint)
         rows = part.blocks[0].rows

@@ -109,16 +109,18 @@ class EncodeOptions(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[OutputSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., exclude_special_tokens: bool = ..., include_token_strings: bool = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("model", "model_version", "inputs", "options")
+    __slots__ = ("model", "model_version", "inputs", "options", "expected_fingerprint")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_version: str
     inputs: _containers.RepeatedCompositeFieldContainer[Input]
     options: EncodeOptions
-    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., options: _Optional[_Union[EncodeOptions, _Mapping]] = ...) -> None: ...
+    expected_fingerprint: str
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., options: _Optional[_Union[EncodeOptions, _Mapping]] = ..., expected_fingerprint: _Optional[str] = ...) -> None: ...
 
 class RaggedTensor(_message.Message):
     __slots__ = ("kind", "l2_normalized", "data_type", "width", "lengths", "data")
@@ -223,20 +225,22 @@ class InspectSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[InspectKind, str]] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
-    __slots__ = ("model", "model_version", "input", "truncation", "tensors", "data_type")
+    __slots__ = ("model", "model_version", "input", "truncation", "tensors", "data_type", "expected_fingerprint")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
     TRUNCATION_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_version: str
     input: Input
     truncation: Truncation
     tensors: _containers.RepeatedCompositeFieldContainer[InspectSpec]
     data_type: DataType
-    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., input: _Optional[_Union[Input, _Mapping]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., tensors: _Optional[_Iterable[_Union[InspectSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ...) -> None: ...
+    expected_fingerprint: str
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., input: _Optional[_Union[Input, _Mapping]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., tensors: _Optional[_Iterable[_Union[InspectSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., expected_fingerprint: _Optional[str] = ...) -> None: ...
 
 class InspectResponse(_message.Message):
     __slots__ = ("header", "chunk")

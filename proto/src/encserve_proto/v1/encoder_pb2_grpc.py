@@ -85,6 +85,7 @@ class EncoderServiceServicer(object):
 
         INVALID_ARGUMENT: an input or option is wrong; the text names the field, the index and the numbers.
         NOT_FOUND: no such model or version.
+        FAILED_PRECONDITION: the model has another fingerprint than expected_fingerprint.
         RESOURCE_EXHAUSTED: the queue is full; nothing was computed; try again after the delay in RetryInfo.
         DEADLINE_EXCEEDED: the caller's deadline passed; sequences still queued then are never computed.
         UNAVAILABLE: the server is stopping or its engine is failing; try another replica.
@@ -117,7 +118,7 @@ class EncoderServiceServicer(object):
         answer is the header; after it come the numbers, in chunks.
 
         The errors are those of Encode, naming fields of InspectRequest, and besides:
-        FAILED_PRECONDITION: the model's bundle has no graph for it, or this server has it turned off.
+        FAILED_PRECONDITION: also if the model's bundle has no graph for it, or this server has it turned off.
         RESOURCE_EXHAUSTED: too many inspections are waiting; try again after the delay in RetryInfo.
         DEADLINE_EXCEEDED: also if the caller reads nothing of the answer for 30 seconds, or has not read it in 5 minutes.
         """
