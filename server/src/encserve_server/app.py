@@ -26,8 +26,10 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from encserve_server.bundle import find_bundles
 from encserve_server.clock import MonotonicClock
 from encserve_server.errors import StartupError
+from encserve_server.gpus import watch_gpus
 from encserve_server.health import Health
 from encserve_server.inspecting import InspectLane
+from encserve_server.lag import watch_lag
 from encserve_server.loading import LoadedModel, load_model
 from encserve_server.metrics import Metrics
 from encserve_server.models import Catalog, RequestLimits, ServedModel
@@ -79,6 +81,7 @@ class App:
         )
         self._server: grpc.aio.Server | None = None
         self._metrics_server: tuple[WSGIServer, threading.Thread] | None = None
+        self._lag_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns when every model answers.
@@ -87,7 +90,7 @@ class App:
             StartupError: A port is taken, or a bundle or the device is not usable.
         """
         directories = find_bundles(self.settings.model_repository, self.settings.model)
-        self._start_metrics()
+        await self._start_metrics()
         await self._start_grpc()
         for directory in directories:
             # Not the event loop's own threads: those are waited for at the end, and a signal must not wait for a load.
@@ -123,6 +126,8 @@ class App:
                 clean = False
         for pool in (self._load_pool, self._tokenize_pool, self._encode_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self._lag_task is not None:
+            self._lag_task.cancel()
         if self._metrics_server is not None:
             server, thread = self._metrics_server
             server.shutdown()
@@ -146,7 +151,7 @@ class App:
                 await self._guard.idle.wait()
         await server.stop(max(grace_ends - self._clock.now(), 0))
 
-    def _start_metrics(self) -> None:
+    async def _start_metrics(self) -> None:
         settings = self.settings
         try:
             server, thread = start_http_server(settings.metrics_port, settings.host, self.registry)
@@ -156,6 +161,10 @@ class App:
             ) from error
         self._metrics_server = (server, thread)
         self.metrics_port = server.server_port
+        loop = asyncio.get_running_loop()
+        observe = self.metrics.event_loop_lag_seconds.observe
+        self._lag_task = loop.create_task(watch_lag(self._clock, observe), name="encserve-lag")
+        await loop.run_in_executor(self._load_pool, watch_gpus, self.metrics)
 
     async def _start_grpc(self) -> None:
         settings = self.settings
@@ -197,9 +206,14 @@ class App:
         policy = settings.policy_for(device, loaded.max_batch_tokens)
         metrics.batch_limit_tokens.set(policy.max_batch_tokens)
         info = loaded.engine.info
-        self.metrics.model_info.labels(
-            bundle.name, bundle.version, bundle.fingerprint, info.precision, info.provider, info.device, settings.device
-        ).set(1)
+        metrics.describe(
+            fingerprint=bundle.fingerprint,
+            precision=info.precision,
+            provider=info.provider,
+            device=info.device,
+            requested_device=settings.device,
+            runtime=info.runtime,
+        )
         scheduler = Scheduler(
             loaded.engine,
             policy,

@@ -146,6 +146,9 @@ class ServedModel:
         self._clock = clock
         self.metrics = metrics
         self.inspect_lane = inspect_lane
+        if tokenizer is not None:  # read when the page is, so that a request costs nothing
+            metrics.queue_text_bytes.set_function(lambda: tokenizer.queued_bytes)
+            metrics.queue_limit_text_bytes.set(tokenizer.max_queue_bytes)
         self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes)
 
     async def encode(self, call: EncodeCall, deadline: float = math.inf) -> EncodeReply:
