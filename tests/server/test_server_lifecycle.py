@@ -169,7 +169,13 @@ async def test_metrics_tell_what_happened(server: FakeServer) -> None:
     assert server.sample("encserve_refused_total", reason="INVALID_FIELD") == 1
     assert server.sample("encserve_in_flight_requests") == 0
     assert server.sample("encserve_queue_limit_tokens", **model) == 65536
-    info = {"fingerprint": "f" * 32, "precision": "float32", "device": "cpu", "requested_device": "auto"}
+    info = {
+        "fingerprint": "f" * 32,
+        "precision": "float32",
+        "device": "cpu",
+        "requested_device": "auto",
+        "runtime": "fake",
+    }
     assert server.sample("encserve_model_info", **model, **info, provider="FakeExecutionProvider") == 1
 
 

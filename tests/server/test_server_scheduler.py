@@ -21,7 +21,7 @@ from encserve_server.errors import (
     RequestTooLarge,
 )
 from encserve_server.scheduler import Scheduler, SchedulerLimits
-from encserve_server.types import ClosedBy, EncodedSequence, TokenIds
+from encserve_server.types import BatchSeconds, ClosedBy, EncodedSequence, TokenIds
 
 POISON, NAN = 666, 777
 
@@ -31,18 +31,24 @@ class Recorder:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
+        self.requests = 0
         self.queue = (0, 0)
+        self.busy_seconds = 0.0
 
-    def queue_changed(self, sequences: int, tokens: int) -> None:
+    def queue_changed(self, requests: int, sequences: int, tokens: int) -> None:
+        self.requests = requests
         self.queue = (sequences, tokens)
 
     def batch_ran(
-        self, *, sequences: int, tokens: int, padded_tokens: int, compute_seconds: float, closed_by: ClosedBy
+        self, *, sequences: int, tokens: int, padded_tokens: int, seconds: BatchSeconds, closed_by: ClosedBy
     ) -> None:
         self.counts.update({"batches": 1, "sequences": sequences, "tokens": tokens, "padded": padded_tokens})
 
     def batch_failed(self) -> None:
         self.counts["failed"] += 1
+
+    def was_busy(self, seconds: float) -> None:
+        self.busy_seconds += seconds
 
     def waited(self, queue_seconds: float) -> None:
         self.counts["waited"] += 1
@@ -305,9 +311,10 @@ async def test_the_queue_never_exceeds_its_bound_under_any_interleaving(bench: B
     rng = np.random.default_rng(0)
     most = 0
 
-    def note(sequences: int, tokens: int) -> None:
+    def note(requests: int, sequences: int, tokens: int) -> None:
         nonlocal most
         most = max(most, tokens)
+        bench.seen.requests = requests
         bench.seen.queue = (sequences, tokens)
 
     bench.seen.queue_changed = note  # type: ignore[method-assign]
@@ -324,7 +331,7 @@ async def test_the_queue_never_exceeds_its_bound_under_any_interleaving(bench: B
     assert all(isinstance(result, allowed) for result in results), Counter(map(type, results))
     await until(lambda: bench.seen.queue == (0, 0))
     assert most <= 100
-    assert bench.seen.queue == (0, 0)
+    assert (bench.seen.requests, bench.seen.queue) == (0, (0, 0))
     assert right([ids(1)], await bench.scheduler.encode([ids(1)]))
 
 

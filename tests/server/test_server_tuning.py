@@ -47,7 +47,7 @@ class Device:
         padded = max(lengths) * len(lengths)
         seconds = self._seconds(padded, len(self.batches))
         self.clock += seconds
-        return BatchResult([np.zeros((length, 1), np.float32) for length in lengths], padded, seconds)
+        return BatchResult([np.zeros((length, 1), np.float32) for length in lengths], padded, 0.0, seconds, 0.0)
 
     def close(self) -> None:
         """Has nothing to free."""

@@ -24,7 +24,9 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from encserve_server.clock import MonotonicClock
 from encserve_server.errors import StartupError
+from encserve_server.gpus import watch_gpus
 from encserve_server.health import Health
+from encserve_server.lag import watch_lag
 from encserve_server.loading import LoadedModel, load_model
 from encserve_server.manager import Loader, ModelManager
 from encserve_server.metrics import Metrics
@@ -81,6 +83,7 @@ class App:
         )
         self._server: grpc.aio.Server | None = None
         self._metrics_server: tuple[WSGIServer, threading.Thread] | None = None
+        self._lag_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Returns when every model answers; from then on the model repository is followed.
@@ -88,7 +91,7 @@ class App:
         Raises:
             StartupError: A port is taken, or a bundle or the device is not usable.
         """
-        self._start_metrics()
+        await self._start_metrics()
         await self._start_grpc()
         await self.manager.start()
         logger.info(
@@ -111,6 +114,8 @@ class App:
         clean = await self.manager.close()
         for pool in (self._load_pool, self._tokenize_pool, self._encode_pool):
             pool.shutdown(wait=False, cancel_futures=True)
+        if self._lag_task is not None:
+            self._lag_task.cancel()
         if self._metrics_server is not None:
             server, thread = self._metrics_server
             server.shutdown()
@@ -134,7 +139,7 @@ class App:
                 await self._guard.idle.wait()
         await server.stop(max(grace_ends - self._clock.now(), 0))
 
-    def _start_metrics(self) -> None:
+    async def _start_metrics(self) -> None:
         settings = self.settings
         try:
             server, thread = start_http_server(settings.metrics_port, settings.host, self.registry)
@@ -144,6 +149,10 @@ class App:
             ) from error
         self._metrics_server = (server, thread)
         self.metrics_port = server.server_port
+        loop = asyncio.get_running_loop()
+        observe = self.metrics.event_loop_lag_seconds.observe
+        self._lag_task = loop.create_task(watch_lag(self._clock, observe), name="encserve-lag")
+        await loop.run_in_executor(self._load_pool, watch_gpus, self.metrics)
 
     async def _start_grpc(self) -> None:
         settings = self.settings

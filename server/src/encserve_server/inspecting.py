@@ -54,6 +54,7 @@ class InspectLane:
         self._load = load
         self._max_pending = max_pending
         self._metrics = metrics
+        metrics.inspections_limit.set(max_pending)
         self._pending = 0
         self._closed = False
         self._last_seconds = _TYPICAL_SECONDS

@@ -18,7 +18,7 @@ from encserve_server.batching import BatchPolicy
 from encserve_server.clock import Clock
 from encserve_server.engine.base import Engine
 from encserve_server.pending import Entry, PendingQueue
-from encserve_server.runs import Checked, run_checked
+from encserve_server.runs import BusyTime, Checked, run_checked
 from encserve_server.types import ClosedBy, ModelInput
 
 
@@ -103,6 +103,7 @@ class Lanes:
         self._probe_input = probe
         self._failures_before_probe = failures_before_probe
         self._lanes = [_Lane() for _ in range(engine.max_parallel_runs)]
+        self._busy = BusyTime()
         self._jobs: SimpleQueue[Callable[[_Lane], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
         self._active = 0  # lanes that have taken something
@@ -141,6 +142,10 @@ class Lanes:
         """When the run began that has been going on for longest; None while nothing runs."""
         starts = [lane.started_at for lane in self._lanes]  # each read once: its thread may clear it meanwhile
         return min((it for it in starts if it is not None), default=None)
+
+    def take_busy_seconds(self) -> float:
+        """How long at least one batch, or probe, ran since this was last called."""
+        return self._busy.take(self._clock.now())
 
     async def probe(self) -> bool:
         """Whether the engine can compute what any model can."""
@@ -240,10 +245,12 @@ class Lanes:
 
     def _run_timed(self, lane: _Lane, inputs: list[ModelInput], *, alone: bool) -> Checked:
         """One run, whose beginning others can see."""
-        lane.started_at = self._clock.now()
+        lane.started_at = began = self._clock.now()
+        self._busy.begin(began)
         try:
             return run_checked(self._engine, inputs, alone=alone)
         finally:
+            self._busy.end(self._clock.now())
             lane.started_at = None
 
     def _is_broken(self, lane: _Lane, error: Exception) -> bool:

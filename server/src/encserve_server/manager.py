@@ -5,14 +5,14 @@ import contextlib
 import ctypes
 import dataclasses
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
 from encserve_server.errors import BundleError, StartupError
 from encserve_server.loading import LoadedModel
-from encserve_server.metrics import Metrics
+from encserve_server.metrics import LoadOutcome, Metrics
 from encserve_server.models import Catalog, ServedModel
 from encserve_server.repository import Candidate, Slot, find_slots
 from encserve_server.settings import Settings
@@ -190,6 +190,7 @@ class ModelManager:
         """Loads a candidate and has it take over its own key. Returns whether it did."""
         key = name, version = candidate.key
         settings = self._settings_for(name)
+        self._metrics.zero_loads(name)
         try:
             # Not the event loop's own threads: those are waited for at the end, and a signal must not wait for a load.
             loaded = await asyncio.get_running_loop().run_in_executor(
@@ -198,12 +199,13 @@ class ModelManager:
         except Exception as error:
             self._refuse(candidate, error)
             return False
-        self._metrics.model_loads.labels(name, "loaded").inc()
+        self._metrics.model_loads.labels(name, LoadOutcome.LOADED.value).inc()
         replaced = self._served.get(key)
-        self._served[key] = _Served(self._serve(loaded), candidate)
         if replaced is not None:
             logger.warning("a version was replaced in place", extra={"model": name, "version": version})
+            replaced.model.metrics.remove()  # they have the labels of those that come now
             self._retiring.add(replaced.model)
+        self._served[key] = _Served(self._serve(loaded), candidate)
         return True
 
     def _settings_for(self, name: str) -> Settings:
@@ -222,7 +224,7 @@ class ModelManager:
             Exception: It is no fault of the bundle and nothing is served yet: the server cannot start.
         """
         name, version = candidate.key
-        self._metrics.model_loads.labels(name, "refused").inc()
+        self._metrics.model_loads.labels(name, LoadOutcome.REFUSED.value).inc()
         if not isinstance(error, BundleError) and not self._catalog.all():
             raise error
         refusal = error if isinstance(error, StartupError) else StartupError(f"{candidate.directory}: {error!r}")
@@ -241,13 +243,13 @@ class ModelManager:
         self._catalog.publish(models)
         self._on_models_change(models)
         for model in models:
-            self._metrics.model_default.labels(*model.key).set(self._catalog.is_default_version(model))
+            model.metrics.default.set(self._catalog.is_default_version(model))
         logger.info("models", extra={"models": [f"{name}@{version}" for name, version in keys]})
         for model in list(self._retiring):
-            await self._retire(model, keys)
+            await self._retire(model)
             self._retiring.discard(model)
 
-    async def _retire(self, model: ServedModel, keys: Iterable[Key]) -> None:
+    async def _retire(self, model: ServedModel) -> None:
         """Waits until a model's requests are answered, closes it, and gives its memory back."""
         name, version = model.key
         try:
@@ -255,9 +257,9 @@ class ModelManager:
                 await model.unused()
         except TimeoutError:
             logger.warning("a model is closed with requests in flight", extra={"model": name, "version": version})
+        model.metrics.remove()
         if not await _close(model):
             return
-        model.metrics.remove(keep_shared=model.key in keys)
         await asyncio.get_running_loop().run_in_executor(self._load_pool, _give_memory_back)
         logger.info("model unloaded", extra={"model": name, "version": version})
 

@@ -1,14 +1,18 @@
 """Every metric of the server, on a registry that is passed in.
 
-Labelled children are looked up once and kept: an observation then costs under a microsecond. The scheduler's are
-counted per batch or per sequence, never per token.
+Labelled children are looked up once and kept: an observation then costs a microsecond or two. The scheduler's are
+counted per batch or per sequence, never per token; `bench/metrics_cost.py` measures them. No label's value comes from a
+caller.
 """
 
 from collections.abc import Iterable
+from enum import StrEnum
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
-from encserve_server.types import ClosedBy
+from encserve_server import __version__
+from encserve_server.types import BatchSeconds, ClosedBy
 
 # 0.5 ms … 10 s: a single short sequence on a GPU up to a full queue on a small CPU.
 SECONDS_BUCKETS = (
@@ -17,8 +21,19 @@ SECONDS_BUCKETS = (
 )  # fmt: skip
 SEQUENCES_BUCKETS = tuple(2**i for i in range(11))  # 1 … 1,024
 TOKENS_BUCKETS = tuple(2**i for i in range(17))  # 1 … 65,536
+BYTES_BUCKETS = tuple(4**i for i in range(4, 14))  # 256 B … 64 MiB
+LAG_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0)
+STAGES = ("tokenize", "queue", "collate", "compute", "split", "encode", "inspect")
 _MODEL = ("model", "version")
 _METHOD = ("grpc_type", "grpc_service", "grpc_method")
+_Metric = TypeVar("_Metric", Counter, Gauge, Histogram)
+
+
+class LoadOutcome(StrEnum):
+    """What became of a bundle that was to be loaded."""
+
+    LOADED = "loaded"
+    REFUSED = "refused"  # it was altered, incomplete, or its model cannot compute
 
 
 class Metrics:
@@ -42,9 +57,13 @@ class Metrics:
         )
         self.stage_seconds = Histogram(
             "encserve_stage_seconds",
-            "Time by stage: tokenize (a request), queue (a sequence), compute (a batch), encode (a reply), inspect (an "
-            "inspection's run).",
+            "Time by stage: tokenize (a request), queue (a sequence), collate (laying out a batch), compute (running "
+            "it), split (cutting and checking its result), encode (a reply), inspect (an inspection's run).",
             (*_MODEL, "stage"), buckets=SECONDS_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.response_bytes = Histogram(
+            "encserve_response_bytes", "Size of a reply of Encode or EncodeStream, as serialised.", _MODEL,
+            buckets=BYTES_BUCKETS, registry=registry,
         )  # fmt: skip
         self.batch_sequences = Histogram(
             "encserve_batch_sequences", "Sequences of a batch.", _MODEL, buckets=SEQUENCES_BUCKETS, registry=registry
@@ -66,10 +85,28 @@ class Metrics:
         self.failed_batches = Counter(
             "encserve_failed_batches", "Runs in which the engine failed.", _MODEL, registry=registry
         )
+        self.busy_seconds = Counter(
+            "encserve_device_busy_seconds",
+            "Time in which at least one batch of the model ran; its rate is at most 1, since those side by side count "
+            "once.",
+            _MODEL, registry=registry,
+        )  # fmt: skip
+        self.queue_requests = Gauge(
+            "encserve_queue_requests", "Requests with sequences waiting.", _MODEL, registry=registry
+        )
         self.queue_sequences = Gauge("encserve_queue_sequences", "Sequences waiting.", _MODEL, registry=registry)
         self.queue_tokens = Gauge("encserve_queue_tokens", "Tokens waiting.", _MODEL, registry=registry)
         self.queue_limit_tokens = Gauge(
             "encserve_queue_limit_tokens", "The most tokens that may wait.", _MODEL, registry=registry
+        )
+        self.queue_text_bytes = Gauge(
+            "encserve_queue_text_bytes",
+            "Text waiting for the tokenizer, or in it, in bytes.",
+            _MODEL,
+            registry=registry,
+        )
+        self.queue_limit_text_bytes = Gauge(
+            "encserve_queue_limit_text_bytes", "The most bytes of text that may wait.", _MODEL, registry=registry
         )
         self.cancelled = Counter(
             "encserve_cancelled", "Sequences whose caller went away, queued or running.", (*_MODEL, "stage"),
@@ -84,16 +121,43 @@ class Metrics:
         self.inspections = Gauge(
             "encserve_inspections", "Inspections waiting, running, or being sent.", _MODEL, registry=registry
         )
+        self.inspections_limit = Gauge(
+            "encserve_inspections_limit", "The most inspections at once.", _MODEL, registry=registry
+        )
         self.ready = Gauge("encserve_ready", "1 while the model answers requests, else 0.", _MODEL, registry=registry)
         self.load_seconds = Gauge(
             "encserve_model_load_seconds", "Time to verify and load the model.", _MODEL, registry=registry
         )
         self.warmup_seconds = Gauge("encserve_model_warmup_seconds", "Time to warm it up.", _MODEL, registry=registry)
+        self.model_loads = Counter(
+            "encserve_model_loads", "Bundles that were to be loaded, by what became of them.", ("model", "outcome"),
+            registry=registry,
+        )  # fmt: skip
+        self.model_default = Gauge(
+            "encserve_model_default", "1 for the version that requests without one get, else 0.", _MODEL,
+            registry=registry,
+        )  # fmt: skip
         self.model_info = Gauge(
             "encserve_model_info",
             "Always 1. provider is what the model really runs on, requested_device what was asked for.",
-            (*_MODEL, "fingerprint", "precision", "provider", "device", "requested_device"), registry=registry,
+            (*_MODEL, "fingerprint", "precision", "provider", "device", "requested_device", "runtime"),
+            registry=registry,
         )  # fmt: skip
+        self.event_loop_lag_seconds = Histogram(
+            "encserve_event_loop_lag_seconds", "How late the event loop does what is due, sampled 10 times a second.",
+            buckets=LAG_BUCKETS, registry=registry,
+        )  # fmt: skip
+        self.gpu_memory_used_bytes = Gauge(
+            "encserve_gpu_memory_used_bytes", "Memory in use on a GPU, by whatever process. Absent without a GPU.",
+            ("gpu",), registry=registry,
+        )  # fmt: skip
+        self.gpu_memory_total_bytes = Gauge(
+            "encserve_gpu_memory_total_bytes", "Memory of a GPU. Absent without a GPU.", ("gpu",), registry=registry
+        )
+        self.build_info = Gauge(
+            "encserve_build_info", "Always 1; the server's version.", ("version",), registry=registry
+        )
+        self.build_info.labels(__version__).set(1)
 
     def zero(self, methods: Iterable[tuple[str, str, str]], codes: Iterable[str], reasons: Iterable[str]) -> None:
         """Creates every label set of the RPC metrics at zero, so that a rate over the first error is not missed."""
@@ -106,58 +170,106 @@ class Metrics:
         for reason in reasons:
             self.refused.labels(reason)
 
+    def zero_loads(self, model: str) -> None:
+        """Creates the counts of a model's loads at zero; call before its first load begins."""
+        for outcome in LoadOutcome:
+            self.model_loads.labels(model, outcome.value)
+
     def for_model(self, model: str, version: str) -> "ModelMetrics":
-        """The metrics of one model, every label set created at zero."""
+        """The metrics of one version of a model, every label set created at zero."""
+        self.zero_loads(model)
         return ModelMetrics(self, model, version)
 
 
 class ModelMetrics:
-    """One model's children of `Metrics`; what a scheduler's observer is."""
+    """The children of `Metrics` for one version of a model; what a scheduler's observer is."""
 
     def __init__(self, metrics: Metrics, model: str, version: str) -> None:
         """Looks every child up once."""
-        labels = (model, version)
-        self.tokenize_seconds = metrics.stage_seconds.labels(*labels, "tokenize")
-        self._queue_seconds = metrics.stage_seconds.labels(*labels, "queue")
-        self._compute_seconds = metrics.stage_seconds.labels(*labels, "compute")
-        self.encode_seconds = metrics.stage_seconds.labels(*labels, "encode")
-        self.inspect_seconds = metrics.stage_seconds.labels(*labels, "inspect")
-        self.inspections = metrics.inspections.labels(*labels)
-        self._batch_sequences = metrics.batch_sequences.labels(*labels)
-        self._batch_tokens = metrics.batch_tokens.labels(*labels)
-        self._tokens = metrics.tokens.labels(*labels)
-        self._padding_tokens = metrics.padding_tokens.labels(*labels)
-        self._batches = {closed_by: metrics.batches.labels(*labels, closed_by.value) for closed_by in ClosedBy}
-        self._failed_batches = metrics.failed_batches.labels(*labels)
-        self._queue_sequences = metrics.queue_sequences.labels(*labels)
-        self._queue_tokens = metrics.queue_tokens.labels(*labels)
-        self._cancelled = {stage: metrics.cancelled.labels(*labels, stage) for stage in ("queued", "running")}
-        self._expired = metrics.expired.labels(*labels)
-        self.batch_limit_tokens = metrics.batch_limit_tokens.labels(*labels)
-        self.queue_limit_tokens = metrics.queue_limit_tokens.labels(*labels)
-        self.ready = metrics.ready.labels(*labels)
-        self.load_seconds = metrics.load_seconds.labels(*labels)
-        self.warmup_seconds = metrics.warmup_seconds.labels(*labels)
+        self._metrics = metrics
+        self._model, self._version = model, version
+        self._children: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
+        child = self._child
+        stages = {stage: child(metrics.stage_seconds, stage) for stage in STAGES}
+        self.tokenize_seconds = stages["tokenize"]
+        self._queue_seconds = stages["queue"]
+        self._collate_seconds = stages["collate"]
+        self._compute_seconds = stages["compute"]
+        self._split_seconds = stages["split"]
+        self.encode_seconds = stages["encode"]
+        self.inspect_seconds = stages["inspect"]
+        self.response_bytes = child(metrics.response_bytes)
+        self.inspections = child(metrics.inspections)
+        self.inspections_limit = child(metrics.inspections_limit)
+        self._batch_sequences = child(metrics.batch_sequences)
+        self._batch_tokens = child(metrics.batch_tokens)
+        self._tokens = child(metrics.tokens)
+        self._padding_tokens = child(metrics.padding_tokens)
+        self._batches = {closed_by: child(metrics.batches, closed_by.value) for closed_by in ClosedBy}
+        self._failed_batches = child(metrics.failed_batches)
+        self._busy_seconds = child(metrics.busy_seconds)
+        self._queue_requests = child(metrics.queue_requests)
+        self._queue_sequences = child(metrics.queue_sequences)
+        self._queue_tokens = child(metrics.queue_tokens)
+        self._cancelled = {stage: child(metrics.cancelled, stage) for stage in ("queued", "running")}
+        self._expired = child(metrics.expired)
+        self.batch_limit_tokens = child(metrics.batch_limit_tokens)
+        self.queue_limit_tokens = child(metrics.queue_limit_tokens)
+        self.queue_text_bytes = child(metrics.queue_text_bytes)
+        self.queue_limit_text_bytes = child(metrics.queue_limit_text_bytes)
+        self.ready = child(metrics.ready)
+        self.default = child(metrics.model_default)
+        self.load_seconds = child(metrics.load_seconds)
+        self.warmup_seconds = child(metrics.warmup_seconds)
 
-    def queue_changed(self, sequences: int, tokens: int) -> None:
+    def _child(self, metric: _Metric, *more: str) -> _Metric:
+        """The child of a metric whose first labels are model and version."""
+        labels = (self._model, self._version, *more)
+        self._children.append((metric, labels))
+        return metric.labels(*labels)
+
+    def describe(
+        self, *, fingerprint: str, precision: str, provider: str, device: str, requested_device: str, runtime: str
+    ) -> None:
+        """Says what the model is and what it runs on."""
+        info = (fingerprint, precision, provider, device, requested_device, runtime)
+        self._child(self._metrics.model_info, *info).set(1)
+
+    def remove(self) -> None:
+        """Takes everything of this version off the page, because it is unloaded; what is counted later goes nowhere.
+
+        The counts of the model's loads stay. Call it before the same version is loaded anew.
+        """
+        for metric, labels in self._children:
+            metric.remove(*labels)
+        self._children.clear()
+
+    def queue_changed(self, requests: int, sequences: int, tokens: int) -> None:
         """So much is pending now."""
+        self._queue_requests.set(requests)
         self._queue_sequences.set(sequences)
         self._queue_tokens.set(tokens)
 
     def batch_ran(
-        self, *, sequences: int, tokens: int, padded_tokens: int, compute_seconds: float, closed_by: ClosedBy
+        self, *, sequences: int, tokens: int, padded_tokens: int, seconds: BatchSeconds, closed_by: ClosedBy
     ) -> None:
         """A batch ran."""
         self._batch_sequences.observe(sequences)
         self._batch_tokens.observe(tokens)
         self._tokens.inc(tokens)
         self._padding_tokens.inc(padded_tokens - tokens)
-        self._compute_seconds.observe(compute_seconds)
+        self._collate_seconds.observe(seconds.collate)
+        self._compute_seconds.observe(seconds.compute)
+        self._split_seconds.observe(seconds.split)
         self._batches[closed_by].inc()
 
     def batch_failed(self) -> None:
         """The engine raised for a batch."""
         self._failed_batches.inc()
+
+    def was_busy(self, seconds: float) -> None:
+        """At least one batch ran for so long, since this was last told."""
+        self._busy_seconds.inc(seconds)
 
     def waited(self, queue_seconds: float) -> None:
         """A sequence that has run had waited so long in the queue."""

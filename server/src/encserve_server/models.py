@@ -150,6 +150,9 @@ class ServedModel:
         self.metrics = metrics
         self.inspect_lane = inspect_lane
         self.max_batch_tokens = max_batch_tokens
+        if tokenizer is not None:  # read when the page is, so that a request costs nothing
+            metrics.queue_text_bytes.set_function(lambda: tokenizer.queued_bytes)
+            metrics.queue_limit_text_bytes.set(tokenizer.max_queue_bytes)
         self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes)
         self._users = 0
         self._unused = asyncio.Event()

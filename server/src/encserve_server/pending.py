@@ -18,7 +18,7 @@ _FEW = 64
 class QueueObserver(Protocol):
     """Who is told what becomes of the queue."""
 
-    def queue_changed(self, sequences: int, tokens: int) -> None:
+    def queue_changed(self, requests: int, sequences: int, tokens: int) -> None:
         """So much is pending now."""
 
     def expired(self) -> None:
@@ -37,12 +37,14 @@ class Ticket:
         results: What the engine made of each sequence, None where it is missing.
         missing: How many are.
         entries: The call's sequences.
+        queued: How many of them are `queued`.
     """
 
     done: "asyncio.Future[None]"
     results: list[EncodedSequence | None]
     missing: int
     entries: "list[Entry]"
+    queued: int = 0
 
     @classmethod
     def of(cls, sequences: Sequence[ModelInput], now: float, deadline: float) -> "Ticket":
@@ -117,6 +119,7 @@ class PendingQueue:
         self._observer = observer
         self._lock = threading.Lock()
         self._entries: list[Entry] = []
+        self.requests = 0  # with at least one entry that is `queued`
         self.sequences = 0  # of the entries that are `queued`
         self.tokens = 0
 
@@ -127,13 +130,18 @@ class PendingQueue:
         """Appends all sequences of a call."""
         with self._lock:
             self._entries += ticket.entries
-            self._count(len(ticket.entries), sum(entry.length for entry in ticket.entries))
+            ticket.queued = len(ticket.entries)
+            self.requests += 1
+            self.sequences += ticket.queued
+            self.tokens += sum(entry.length for entry in ticket.entries)
+            self._tell()
 
     def withdraw(self, ticket: Ticket) -> None:
         """Frees at once the room of a call that has ended."""
         with self._lock:
             for entry in ticket.entries:
                 self._leave(entry)
+            self._tell()
             if len(self._entries) > 2 * self.sequences + _FEW:
                 self._entries = [entry for entry in self._entries if entry.queued]
 
@@ -156,6 +164,7 @@ class PendingQueue:
             self._entries = taken.left
             for entry in (*taken.gone, *taken.expired, *taken.batch):
                 self._leave(entry)
+            self._tell()
             for entry in taken.batch:
                 entry.started_at = now
         for _ in taken.expired:
@@ -168,15 +177,18 @@ class PendingQueue:
             entries, self._entries = self._entries, []
             for entry in entries:
                 self._leave(entry)
+            self._tell()
         for entry in entries:
             entry.ticket.fail(error)
 
     def _leave(self, entry: Entry) -> None:
         if entry.queued:
             entry.queued = False
-            self._count(-1, -entry.length)
+            self.sequences -= 1
+            self.tokens -= entry.length
+            entry.ticket.queued -= 1
+            self.requests -= not entry.ticket.queued
 
-    def _count(self, sequences: int, tokens: int) -> None:
-        self.sequences += sequences
-        self.tokens += tokens
-        self._observer.queue_changed(self.sequences, self.tokens)
+    def _tell(self) -> None:
+        """Tells the observer once for whatever a method did; under the lock, so that the last word is the true one."""
+        self._observer.queue_changed(self.requests, self.sequences, self.tokens)

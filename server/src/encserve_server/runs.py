@@ -1,13 +1,15 @@
 """Runs as the scheduler sees them: what one gave, and how fast they are."""
 
 import math
+import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from encserve_server.engine.base import BatchResult, Engine
-from encserve_server.types import ModelInput
+from encserve_server.types import BatchSeconds, ModelInput
 
 
 @dataclass(slots=True)
@@ -31,12 +33,53 @@ class Throughput:
         return min(max(tokens / self.tokens_per_second, 0.01), 5.0)
 
 
+class BusyTime:
+    """The time in which at least one run is under way: runs side by side count once, not each.
+
+    It is exact whenever it is taken, in the middle of a run too. Any thread may call anything.
+    """
+
+    def __init__(self) -> None:
+        """Nothing runs, and no time has been counted."""
+        self._lock = threading.Lock()
+        self._running = 0
+        self._counted_until = -math.inf
+        self._seconds = 0.0
+
+    def begin(self, now: float) -> None:
+        """A run begins."""
+        with self._lock:
+            self._count(now)
+            self._running += 1
+
+    def end(self, now: float) -> None:
+        """A run has ended, however."""
+        with self._lock:
+            self._count(now)
+            self._running -= 1
+
+    def take(self, now: float) -> float:
+        """The seconds counted since this was last called."""
+        with self._lock:
+            self._count(now)
+            seconds, self._seconds = self._seconds, 0.0
+            return seconds
+
+    def _count(self, now: float) -> None:
+        # Who read the clock first may get the lock last: time never goes back here, and no moment counts twice.
+        now = max(now, self._counted_until)
+        if self._running:
+            self._seconds += now - self._counted_until
+        self._counted_until = now
+
+
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A batch's result, and for each sequence whether all of its numbers are finite."""
+    """A batch's result, for each sequence whether all of its numbers are finite, and where the time went."""
 
     result: BatchResult
     finite: list[bool]
+    seconds: BatchSeconds
 
 
 def run_checked(engine: Engine, sequences: Sequence[ModelInput], *, alone: bool) -> Checked:
@@ -44,4 +87,11 @@ def run_checked(engine: Engine, sequences: Sequence[ModelInput], *, alone: bool)
     result = engine.run(sequences, alone=alone)
     if [len(rows) for rows in result.rows] != [len(it) for it in sequences]:
         raise RuntimeError("the engine gave rows that are not those of the sequences")
-    return Checked(result, [bool(np.isfinite(rows).all()) for rows in result.rows])
+    began = time.perf_counter()
+    finite = [bool(np.isfinite(rows).all()) for rows in result.rows]
+    check_seconds = time.perf_counter() - began
+    return Checked(
+        result,
+        finite,
+        BatchSeconds(result.collate_seconds, result.compute_seconds, result.split_seconds + check_seconds),
+    )

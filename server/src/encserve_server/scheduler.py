@@ -11,7 +11,7 @@ import numpy as np
 
 from encserve_server.batching import BatchPolicy
 from encserve_server.clock import Clock
-from encserve_server.engine.base import BatchResult, Engine
+from encserve_server.engine.base import Engine
 from encserve_server.errors import (
     DeadlineExpired,
     EncserveError,
@@ -23,7 +23,7 @@ from encserve_server.errors import (
 from encserve_server.lanes import Lanes, Run
 from encserve_server.pending import Entry, PendingQueue, QueueObserver, Ticket
 from encserve_server.runs import Checked, Throughput
-from encserve_server.types import ClosedBy, EncodedSequence, ModelInput
+from encserve_server.types import BatchSeconds, ClosedBy, EncodedSequence, ModelInput
 
 logger = logging.getLogger(__name__)
 
@@ -35,12 +35,15 @@ class SchedulerObserver(QueueObserver, Protocol):
     """Who is told what the scheduler does; called on the event loop."""
 
     def batch_ran(
-        self, *, sequences: int, tokens: int, padded_tokens: int, compute_seconds: float, closed_by: ClosedBy
+        self, *, sequences: int, tokens: int, padded_tokens: int, seconds: BatchSeconds, closed_by: ClosedBy
     ) -> None:
         """A batch ran."""
 
     def batch_failed(self) -> None:
         """The engine raised for a batch."""
+
+    def was_busy(self, seconds: float) -> None:
+        """At least one batch ran for so long, since this was last told."""
 
     def waited(self, queue_seconds: float) -> None:
         """A sequence that has run had waited so long in the queue."""
@@ -216,27 +219,30 @@ class Scheduler:
         beside = 1 if run.alone else self._engine.max_parallel_runs  # how many runs share the device, at most
         self._throughput.add(tokens, result.compute_seconds / beside)
         # Counted when those who wait for these rows have had their turn.
-        asyncio.get_running_loop().call_soon(self._count, run, result, tokens)
+        asyncio.get_running_loop().call_soon(self._count, run, checked, tokens)
 
-    def _count(self, run: Run, result: BatchResult, tokens: int) -> None:
+    def _count(self, run: Run, checked: Checked, tokens: int) -> None:
         """Tells the observer of a batch that ran."""
         for entry in run.entries:
             self._observer.waited(entry.started_at - entry.enqueued_at)
         self._observer.batch_ran(
             sequences=len(run.entries),
             tokens=tokens,
-            padded_tokens=result.padded_tokens,
-            compute_seconds=result.compute_seconds,
+            padded_tokens=checked.result.padded_tokens,
+            seconds=checked.seconds,
             closed_by=run.closed_by,
         )
+        self._observer.was_busy(self._lanes.take_busy_seconds())
 
     def on_failed(self, error: Exception) -> None:
         """Counts and logs it."""
         self._observer.batch_failed()
+        self._observer.was_busy(self._lanes.take_busy_seconds())
         logger.warning("a batch failed", extra={"error": repr(error)})
 
     def on_failed_probe(self, error: Exception) -> None:
         """Logs it."""
+        self._observer.was_busy(self._lanes.take_busy_seconds())
         logger.warning("the engine failed a probe", extra={"error": repr(error)})
 
     def on_culprit(self, entry: Entry) -> None:

@@ -194,6 +194,7 @@ class EncoderService:
             limit = model.limits.max_response_bytes
             if len(data) > limit:  # the estimate was wrong; gRPC would answer with an error of its own
                 raise ResponseTooLarge("inputs", f"the reply takes {len(data)} bytes, over the limit of {limit}")
+            model.metrics.response_bytes.observe(len(data))
             return data
 
         if reply.estimated_bytes <= _INLINE_REPLY_BYTES:

@@ -47,8 +47,13 @@ class TextTokenizer:
         self.largest_id: int = max(vocabulary.values(), default=0)
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=0)
         self._executor = executor
-        self._max_queue_bytes = max_queue_bytes
+        self.max_queue_bytes = max_queue_bytes
         self._queued_bytes = 0  # owned by the event loop
+
+    @property
+    def queued_bytes(self) -> int:
+        """The text that waits or is worked on, in bytes of UTF-8; any thread may ask."""
+        return self._queued_bytes
 
     async def tokenize(self, texts: Sequence[str], max_tokens: int) -> AsyncGenerator[TokenizedText, None]:
         """Tokenizes texts and gives each as soon as it is done, in order, cut to `max_tokens`.
@@ -59,10 +64,10 @@ class TextTokenizer:
             QueueFull: Too much text is waiting already.
         """
         size = sum(len(text.encode()) for text in texts)
-        if self._queued_bytes and self._queued_bytes + size > self._max_queue_bytes:
-            excess = self._queued_bytes + size - self._max_queue_bytes
+        if self._queued_bytes and self._queued_bytes + size > self.max_queue_bytes:
+            excess = self._queued_bytes + size - self.max_queue_bytes
             delay_s = min(max(excess / _BYTES_PER_SECOND, 0.05), 5.0)
-            raise QueueFull("bytes of text", size, self._queued_bytes, self._max_queue_bytes, delay_s)
+            raise QueueFull("bytes of text", size, self._queued_bytes, self.max_queue_bytes, delay_s)
         loop = asyncio.get_running_loop()
         self._queued_bytes += size
         try:

@@ -112,6 +112,21 @@ class EncodedSequence:
     compute_seconds: float
 
 
+@dataclass(frozen=True, slots=True)
+class BatchSeconds:
+    """Where the time of a batch went.
+
+    Attributes:
+        collate: Laying out the sequences as one array.
+        compute: Running the model.
+        split: Cutting its result into the sequences' rows and looking whether they are finite.
+    """
+
+    collate: float
+    compute: float
+    split: float
+
+
 class ClosedBy(StrEnum):
     """Why a batch took no more sequences."""
 

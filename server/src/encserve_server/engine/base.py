@@ -15,12 +15,16 @@ class BatchResult:
         rows: For each sequence, in order, its (seq, d_model) float32 rows without padding. They may be views of one
             array, and nobody writes to them.
         padded_tokens: The tokens that were laid out, padding included.
-        compute_seconds: How long the model ran, without laying out the batch or cutting the result.
+        collate_seconds: How long laying out the batch took.
+        compute_seconds: How long the model ran.
+        split_seconds: How long cutting the result into rows took.
     """
 
     rows: list[Rows]
     padded_tokens: int
+    collate_seconds: float
     compute_seconds: float
+    split_seconds: float
 
 
 @dataclass(frozen=True, slots=True)

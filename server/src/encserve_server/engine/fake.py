@@ -97,7 +97,7 @@ class FakeEngine:
             if self.nan_id is not None and self.nan_id in ids:
                 its_rows[0, 0] = np.nan
         padded = max(len(ids) for ids in sequences) * len(sequences)
-        return BatchResult(rows=rows, padded_tokens=padded, compute_seconds=0.001)
+        return BatchResult(rows, padded, collate_seconds=0.0001, compute_seconds=0.001, split_seconds=0.0001)
 
     def close(self) -> None:
         """Remembers that it was closed."""

@@ -65,13 +65,20 @@ class OnnxEngine:
 
     def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
         """Pads the sequences to the longest, runs them, and cuts the padding off again."""
-        feeds, lengths = lay_out(self._graph, sequences)
         began = time.perf_counter()
+        feeds, lengths = lay_out(self._graph, sequences)
+        laid_out = time.perf_counter()
         session = self._wide if alone else self._narrow
         (output,) = session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
-        compute_seconds = time.perf_counter() - began
+        ran = time.perf_counter()
         rows = cut(self._graph, output, lengths)
-        return BatchResult(rows, int(lengths.max()) * len(lengths), compute_seconds)
+        return BatchResult(
+            rows,
+            int(lengths.max()) * len(lengths),
+            collate_seconds=laid_out - began,
+            compute_seconds=ran - laid_out,
+            split_seconds=time.perf_counter() - ran,
+        )
 
     def close(self) -> None:
         """Frees the sessions and their memory."""

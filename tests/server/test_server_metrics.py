@@ -1,0 +1,271 @@
+"""What is counted, when, and what the page looks like."""
+
+import asyncio
+import math
+import sys
+import types
+import urllib.request
+
+import numpy as np
+import pytest
+from fake_server import D_MODEL, Failed, FakeServer, StartServer
+from prometheus import promtool
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+
+from encserve_server.batching import BatchPolicy
+from encserve_server.clock import FakeClock
+from encserve_server.engine.fake import FakeEngine
+from encserve_server.gpus import watch_gpus
+from encserve_server.lag import watch_lag
+from encserve_server.metrics import Metrics
+from encserve_server.runs import BusyTime
+from encserve_server.scheduler import Scheduler, SchedulerLimits
+
+MODEL = {"model": "tiny", "version": "2"}
+
+
+def page(server: FakeServer, accept: str = "text/plain") -> str:
+    url = f"http://127.0.0.1:{server.app.metrics_port}/metrics"
+    request = urllib.request.Request(url, headers={"Accept": accept})
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith(accept)
+        text: str = answer.read().decode()
+    return text
+
+
+async def test_every_stage_of_a_batch_is_timed_once(server: FakeServer) -> None:
+    await asyncio.gather(*(server.encode([1] * (i + 1)) for i in range(10)))
+    for stage in ("collate", "compute", "split"):
+        labels = {**MODEL, "stage": stage}
+        assert server.sample("encserve_stage_seconds_count", **labels) == len(server.engine.batches), stage
+        assert server.sample("encserve_stage_seconds_sum", **labels) > 0, stage
+    assert server.sample("encserve_device_busy_seconds_total", **MODEL) > 0
+
+
+async def test_the_size_of_a_reply_is_what_was_sent(server: FakeServer) -> None:
+    reply = await server.encode([1, 2, 3], "hello world")
+    assert server.sample("encserve_response_bytes_sum", **MODEL) == len(reply.SerializeToString())
+    assert server.sample("encserve_response_bytes_count", **MODEL) == 1
+
+
+async def test_the_queue_counts_requests_apart_from_their_sequences(start_server: StartServer) -> None:
+    server = await start_server()
+    server.engine.hold()
+    first = asyncio.create_task(server.encode([1]))
+    assert await asyncio.to_thread(server.engine.started.acquire, timeout=10)
+    waiting = [asyncio.create_task(server.encode([1], [2], [3])) for _ in range(2)]
+    while server.sample("encserve_queue_sequences", **MODEL) < 6:
+        await asyncio.sleep(0)
+    assert server.sample("encserve_queue_requests", **MODEL) == 2
+    waiting[0].cancel()
+    while server.sample("encserve_queue_sequences", **MODEL) > 3:
+        await asyncio.sleep(0)
+    assert server.sample("encserve_queue_requests", **MODEL) == 1
+    server.engine.let_go()
+    await asyncio.gather(first, waiting[1])
+    assert server.sample("encserve_queue_requests", **MODEL) == 0
+
+
+async def test_the_bounds_stand_beside_what_they_bound(start_server: StartServer) -> None:
+    server = await start_server(max_inspections=3, max_queue_text_mib=5, max_queue_tokens=1000)
+    assert server.sample("encserve_inspections_limit", **MODEL) == 3
+    assert server.sample("encserve_queue_limit_text_bytes", **MODEL) == 5 * 2**20
+    assert server.sample("encserve_queue_text_bytes", **MODEL) == 0
+    assert server.sample("encserve_queue_limit_tokens", **MODEL) == 1000
+
+
+def test_time_side_by_side_counts_once() -> None:
+    busy = BusyTime()
+    assert busy.take(5) == 0
+    busy.begin(10)
+    busy.begin(12)
+    assert busy.take(13) == 3  # in the middle of both
+    busy.end(14)
+    busy.end(20)
+    assert busy.take(30) == 7
+    busy.begin(31)
+    busy.end(30.5)  # the clock was read before the lock was had
+    assert busy.take(40) == 0
+
+
+async def test_a_device_with_three_lanes_is_busy_once() -> None:
+    """Two batches side by side for 2 s, one of them for another 3 s."""
+    clock, registry = FakeClock(), CollectorRegistry()
+    engine = FakeEngine(D_MODEL, max_parallel_runs=3, widens=False)
+    model = Metrics(registry).for_model("tiny", "2")
+    scheduler = Scheduler(engine, BatchPolicy(64, 1, 1.0), SchedulerLimits(100), clock=clock, observer=model)
+    scheduler.start()
+    engine.hold()
+    calls = []
+    for _ in range(2):
+        calls.append(asyncio.create_task(scheduler.encode([np.ones(1, np.int64)])))
+        while not engine.started.acquire(blocking=False):
+            await asyncio.sleep(0)
+    clock.advance(2)
+    engine.let_one_go()
+    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
+    clock.advance(3)
+    engine.let_go()
+    await asyncio.gather(*calls)
+    await scheduler.close()
+    assert registry.get_sample_value("encserve_device_busy_seconds_total", MODEL) == 5
+
+
+async def test_failed_runs_are_busy_time_too(start_server: StartServer) -> None:
+    server = await start_server(FakeEngine(D_MODEL, poison=666))
+    with pytest.raises(Failed):
+        await server.encode([666])
+    assert server.sample("encserve_failed_batches_total", **MODEL) == 1
+    assert server.sample("encserve_device_busy_seconds_total", **MODEL) > 0
+
+
+async def test_a_loop_that_stands_still_is_late_for_every_tick_it_missed() -> None:
+    clock = FakeClock()
+    lags: list[float] = []
+    task = asyncio.create_task(watch_lag(clock, lags.append))
+    await asyncio.sleep(0)
+    clock.advance(0.1)
+    await asyncio.sleep(0)
+    assert lags == pytest.approx([0])
+    await asyncio.sleep(0)
+    clock.advance(0.45)
+    await asyncio.sleep(0)
+    assert lags[1:] == pytest.approx([0.35, 0.25, 0.15, 0.05])
+    task.cancel()
+
+
+async def test_the_server_watches_its_loop(server: FakeServer) -> None:
+    while not server.sample("encserve_event_loop_lag_seconds_count"):
+        await asyncio.sleep(0.01)
+
+
+def test_a_version_that_is_unloaded_leaves_the_page() -> None:
+    """Every metric with a model's version among its labels loses it, the other version keeps everything."""
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    models = {version: metrics.for_model("tiny", version) for version in ("1", "2")}
+    for model in models.values():
+        model.describe(
+            fingerprint="f", precision="float32", provider="P", device="cpu", requested_device="auto", runtime="r"
+        )
+
+    def names(version: str) -> set[str]:
+        samples = [sample for family in registry.collect() for sample in family.samples]
+        return {sample.name for sample in samples if sample.labels.get("version") == version}
+
+    assert names("1") == names("2")
+    before = names("2")
+    models["1"].remove()
+    assert names("1") == set()
+    assert names("2") == before
+    models["1"].batch_failed()  # a batch that ends late is no reason to come back
+    models["1"].remove()
+    assert names("1") == set()
+    assert registry.get_sample_value("encserve_model_loads_total", {"model": "tiny", "outcome": "refused"}) == 0
+
+
+def test_a_model_begins_with_every_label_set_at_zero() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    metrics.for_model("tiny", "2")
+    for family in registry.collect():
+        labels = next(m for m in vars(metrics).values() if getattr(m, "_name", "") == family.name)._labelnames
+        if "version" in labels and family.name not in ("encserve_model_info", "encserve_build_info"):
+            assert family.samples, family.name
+            assert all(sample.value == 0 for sample in family.samples), family.name
+
+
+@pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text"])
+async def test_the_page_comes_in_both_formats(server: FakeServer, accept: str) -> None:
+    await server.encode("hello")
+    text = await asyncio.to_thread(page, server, accept)
+    assert 'encserve_tokens_total{model="tiny",version="2"} 3.0' in text
+    if accept != "text/plain":
+        assert list(parse_openmetrics(text))  # type: ignore[no-untyped-call]
+        assert text.endswith("# EOF\n")
+
+
+async def test_no_caller_can_make_labels(server: FakeServer) -> None:
+    """Models, versions, methods and reasons that do not exist leave no trace on the page."""
+    await server.encode([1])
+
+    def series() -> set[str]:
+        return {line.rpartition(" ")[0] for line in page(server).splitlines() if line.startswith(("encserve", "grpc"))}
+
+    before = await asyncio.to_thread(series)
+    for method, request in (
+        ("Encode", b"\x0a\x04evil"),
+        ("Evil", b""),
+        ("GetModel", b"\x0a\x04evil"),
+        ("Encode", b"\xff"),
+    ):
+        with pytest.raises(Failed):
+            await server.call(method, request)
+    assert await asyncio.to_thread(series) == before
+
+
+async def test_promtool_has_nothing_to_say_of_the_page(server: FakeServer) -> None:
+    await server.encode("hello")
+    checked = promtool("check", "metrics", stdin=await asyncio.to_thread(page, server))
+    assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
+    bad = promtool("check", "metrics", stdin="# TYPE lat_ms counter\nlat_ms 1\n")
+    assert bad.returncode != 0
+
+
+class FakeNvml(types.ModuleType):
+    """Two GPUs as nvidia-ml-py shows them; the second one can get lost."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self) -> None:
+        super().__init__("pynvml")
+        self.driver = True
+        self.lost = False
+
+    def nvmlInit(self) -> None:  # noqa: N802
+        if not self.driver:
+            raise self.NVMLError("Driver Not Loaded")
+
+    def nvmlDeviceGetCount(self) -> int:  # noqa: N802
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:  # noqa: N802
+        return index
+
+    def nvmlDeviceGetMemoryInfo(self, handle: int) -> types.SimpleNamespace:  # noqa: N802
+        if self.lost and handle == 1:
+            raise self.NVMLError("GPU is lost")
+        return types.SimpleNamespace(total=1000 + handle, used=10 + handle)
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
+    fake = FakeNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    return fake
+
+
+def test_gpu_memory_where_there_is_one(nvml: FakeNvml) -> None:
+    registry = CollectorRegistry()
+    watch_gpus(Metrics(registry))
+    assert registry.get_sample_value("encserve_gpu_memory_total_bytes", {"gpu": "1"}) == 1001
+    assert registry.get_sample_value("encserve_gpu_memory_used_bytes", {"gpu": "0"}) == 10
+    nvml.lost = True
+    lost = registry.get_sample_value("encserve_gpu_memory_used_bytes", {"gpu": "1"})
+    assert lost is not None
+    assert math.isnan(lost)
+    assert registry.get_sample_value("encserve_gpu_memory_used_bytes", {"gpu": "0"}) == 10
+
+
+@pytest.mark.parametrize("missing", ["driver", "package"])
+def test_no_gpu_memory_where_there_is_none(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    if missing == "driver":
+        nvml.driver = False
+    else:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    registry = CollectorRegistry()
+    watch_gpus(Metrics(registry))
+    samples = [sample for family in registry.collect() for sample in family.samples if "gpu" in family.name]
+    assert samples == []
