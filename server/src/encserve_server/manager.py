@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ctypes
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
@@ -245,12 +246,18 @@ class ModelManager:
         for model in models:
             model.metrics.default.set(self._catalog.is_default_version(model))
         logger.info("models", extra={"models": [f"{name}@{version}" for name, version in keys]})
-        for model in list(self._retiring):
+        if self._retiring:
+            await self._retire_all()
+            await asyncio.get_running_loop().run_in_executor(self._load_pool, _give_memory_back)
+
+    async def _retire_all(self) -> None:
+        while self._retiring:
+            model = next(iter(self._retiring))
             await self._retire(model)
             self._retiring.discard(model)
 
     async def _retire(self, model: ServedModel) -> None:
-        """Waits until a model's requests are answered, closes it, and gives its memory back."""
+        """Waits until a model's requests are answered, and closes it."""
         name, version = model.key
         try:
             async with asyncio.timeout(self._settings.grace_seconds):
@@ -258,10 +265,8 @@ class ModelManager:
         except TimeoutError:
             logger.warning("a model is closed with requests in flight", extra={"model": name, "version": version})
         model.metrics.remove()
-        if not await _close(model):
-            return
-        await asyncio.get_running_loop().run_in_executor(self._load_pool, _give_memory_back)
-        logger.info("model unloaded", extra={"model": name, "version": version})
+        if await _close(model):
+            logger.info("model unloaded", extra={"model": name, "version": version})
 
 
 async def _close(model: ServedModel) -> bool:
@@ -276,6 +281,8 @@ async def _close(model: ServedModel) -> bool:
 
 
 def _give_memory_back() -> None:
-    """Returns freed memory to the system; glibc keeps most of what a session held, for threads that may never come."""
+    """Frees what a model held, and returns it to the system."""
+    gc.collect()  # a scheduler and its lanes know each other, and would stay until Python happens to look
+    # glibc keeps most of what a session held, for threads that may never come.
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such thing
         ctypes.CDLL("libc.so.6").malloc_trim(0)

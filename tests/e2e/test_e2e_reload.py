@@ -1,0 +1,202 @@
+"""New versions of a model arrive while callers ask: nobody fails, and every answer is of the version that it names."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agreement import worst_relative_error
+from real_server import RealServer, real_server
+
+from encserve_client import AsyncEncoderClient, EncoderClient, FingerprintError
+from encserve_export import EncoderConfig, Target, export_init
+
+N_CALLERS, N_SWITCHES, N_MODELS = 32, 20, 3
+# The size of all-MiniLM-L6-v2.
+CONFIG = EncoderConfig(vocab_size=30_522, d_model=384, n_heads=12, d_ff=1536, n_layers=6, max_sequence_tokens=128)
+INPUTS = [list(range(2, 2 + length)) for length in (1, 7, 30, 100)]
+
+
+@pytest.fixture(scope="module")
+def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three models of the same shape with different weights, in turns as versions 0 to 20."""
+    drafts = tmp_path_factory.mktemp("drafts")
+    for number in range(N_MODELS):
+        export_init(CONFIG, number, Target(models=drafts, name="m", version=str(number)))
+    for number in range(N_MODELS, N_SWITCHES + 1):
+        copy = drafts / "m" / str(number)
+        shutil.copytree(drafts / "m" / str(number % N_MODELS), copy, copy_function=os.link)
+        manifest = json.loads((copy / "manifest.json").read_text())
+        (copy / "manifest.json").unlink()
+        (copy / "manifest.json").write_text(json.dumps({**manifest, "version": str(number)}))
+    return drafts
+
+
+@pytest.fixture(scope="module")
+def wanted(drafts: Path) -> dict[str, list[Any]]:
+    """By version, the rows of `INPUTS`, each from a server that has never served another version."""
+    rows: dict[str, list[Any]] = {}
+    for number in range(N_MODELS):
+        with real_server(drafts, "--model", f"m@{number}") as server, EncoderClient(server.target) as client:
+            rows[str(number)] = client.encode(INPUTS)
+    return {str(number): rows[str(number % N_MODELS)] for number in range(N_SWITCHES + 1)}
+
+
+@pytest.fixture
+def repository(drafts: Path, tmp_path: Path) -> Path:
+    """A repository that holds version 0."""
+    publish(drafts, tmp_path, "0")
+    return tmp_path
+
+
+@pytest.fixture
+def server(repository: Path) -> Iterator[RealServer]:
+    with real_server(repository, "--model-poll-seconds", "0") as server:
+        yield server
+
+
+def publish(drafts: Path, repository: Path, version: str) -> None:
+    """Puts a version into the repository in one step, as the exporter does."""
+    (repository / "m").mkdir(exist_ok=True)
+    shutil.copytree(drafts / "m" / version, repository / "m" / f".{version}", copy_function=os.link)
+    (repository / "m" / f".{version}").rename(repository / "m" / version)
+
+
+def served(server: RealServer) -> list[str]:
+    """The versions that are loaded."""
+    with EncoderClient(server.target) as client:
+        return [model.version for model in client.models()]
+
+
+def only_loaded(server: RealServer, version: str) -> Callable[[], bool]:
+    """Whether this version serves and the one before it is gone from the metrics, which is when it is unloaded."""
+
+    def is_so() -> bool:
+        return (
+            server.metric("encserve_model_default", version=version) == 1 and server.metric("encserve_model_info") == 1
+        )
+
+    return is_so
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.timeout(300)
+async def test_twenty_switches_under_load(
+    server: RealServer, repository: Path, drafts: Path, wanted: dict[str, list[Any]]
+) -> None:
+    """No error, the right rows, and the memory of the start."""
+    answered: Counter[str] = Counter()
+    stop = asyncio.Event()
+
+    async def call(client: AsyncEncoderClient, number: int) -> None:
+        while not stop.is_set():
+            index = number % len(INPUTS)
+            result = await client.run([INPUTS[index]])
+            (rows,) = result.outputs[0].arrays()
+            assert worst_relative_error(rows, wanted[result.version][index]) <= 1e-5, result.version
+            answered[result.version] += 1
+
+    async with AsyncEncoderClient(server.target) as client, asyncio.TaskGroup() as callers:
+        for number in range(N_CALLERS):
+            callers.create_task(call(client, number))
+        while answered["0"] < 10 * N_CALLERS:  # what stays for good is there: threads and their memory, Python's caches
+            await asyncio.sleep(0.01)
+        memory = [server.resident_bytes()]
+        for version in map(str, range(1, N_SWITCHES + 1)):
+            publish(drafts, repository, version)
+            server.process.send_signal(signal.SIGHUP)
+            await asyncio.to_thread(until, only_loaded(server, version))
+            while answered[version] < N_CALLERS:
+                await asyncio.sleep(0.01)
+            memory.append(server.resident_bytes())
+        stop.set()
+    assert set(answered) == set(wanted)
+    assert server.metric("encserve_model_loads_total", outcome="loaded") == N_SWITCHES + 1
+    assert server.metric("grpc_server_handled_total") == server.metric("grpc_server_handled_total", grpc_code="OK")
+    assert memory[-1] <= 1.05 * memory[0], [f"{it / 2**20:.0f} MiB" for it in memory]
+
+
+async def test_a_large_call_is_of_one_version(
+    server: RealServer, repository: Path, drafts: Path, wanted: dict[str, list[Any]]
+) -> None:
+    """It takes many messages; where a switch falls between them they are all sent again."""
+    inputs = INPUTS * 80
+    async with AsyncEncoderClient(server.target) as client:
+        for number in range(1, 6):
+            calls = [asyncio.create_task(client.run(inputs)) for _ in range(4)]
+            publish(drafts, repository, str(number))
+            server.process.send_signal(signal.SIGHUP)
+            for result in await asyncio.gather(*calls):
+                want = wanted[result.version] * 80
+                for rows, its in zip(result.outputs[0].arrays(), want, strict=True):
+                    assert worst_relative_error(rows, its) <= 1e-5
+
+
+def test_a_bad_version_is_refused_and_the_old_one_serves_on(server: RealServer, repository: Path, drafts: Path) -> None:
+    publish(drafts, repository, "1")
+    path = repository / "m" / "1" / "model.onnx.data"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.unlink()  # it is a link to what the other tests use
+    path.write_bytes(data)
+    server.process.send_signal(signal.SIGHUP)
+    until(lambda: server.metric("encserve_model_loads_total", outcome="refused") == 1)
+    assert served(server) == ["0"]
+    refusals = [line for line in server.log if line["message"] == "a model version was refused"]
+    assert "model.onnx.data: its sha256 is" in refusals[0]["error"]
+    with EncoderClient(server.target) as client:
+        client.encode(INPUTS)
+
+
+def test_a_client_that_expects_a_fingerprint_never_gets_another(
+    server: RealServer, repository: Path, drafts: Path
+) -> None:
+    with EncoderClient(server.target) as client:
+        fingerprint = client.model().fingerprint
+    with EncoderClient(server.target, expected_fingerprint=fingerprint) as client:
+        client.encode(INPUTS)
+        list(client.encode_stream(INPUTS))
+        client.inspect(INPUTS[1])
+        publish(drafts, repository, "1")
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: served(server) == ["1"])
+        for call in (
+            lambda: client.encode(INPUTS),
+            lambda: client.embed(INPUTS, pooling="mean"),
+            lambda: client.inspect(INPUTS[1]),
+            lambda: list(client.encode_stream(INPUTS)),
+        ):
+            with pytest.raises(FingerprintError, match=f"'{fingerprint}' is expected, but m@1 has ") as caught:
+                call()
+            assert caught.value.reason == "FINGERPRINT_MISMATCH"
+
+
+def test_a_stream_never_mixes_versions(server: RealServer, repository: Path, drafts: Path) -> None:
+    """It says so instead; who wants to go on names the version, and the server keeps two."""
+    with EncoderClient(server.target) as client:
+        results = client.encode_stream(iter(INPUTS * 100), max_in_flight=4)
+        next(results)
+        publish(drafts, repository, "1")
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: served(server) == ["1"])
+        with pytest.raises(FingerprintError, match="the model was replaced in between"):
+            list(results)
+
+
+def test_the_default_looks_by_itself(repository: Path, drafts: Path) -> None:
+    with real_server(repository, "--model-poll-seconds", "0.1", "--latest-versions", "2") as server:
+        publish(drafts, repository, "1")
+        until(lambda: served(server) == ["1", "0"])
