@@ -2,8 +2,8 @@
 
     python bench/metrics_cost.py
 
-Nothing is served: the calls are those that the server makes, in the same order, on the same objects. The page is that of
-three models with every label set, and with numbers in all of them; it is rendered as the server's own page is.
+Nothing is served: the calls are those that the server makes, in the same order, on the same objects. The page is that
+of three models with every label set, and with numbers in all of them; it is rendered as the server's own page is.
 """
 
 import itertools
