@@ -13,7 +13,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := proto/src export/src server/src clients/python/src
 CHECKED := $(SOURCES) tests scripts bench
 
-.PHONY: help install demo serve test lint format types proto check-proto unit bench bench-peers bench-scaling screenshots wheels clean
+.PHONY: help install demo serve test lint format types proto check-proto unit bench bench-peers bench-scaling dashboards screenshots wheels clean
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -70,6 +70,9 @@ bench-peers: $(BUNDLE)  ## Compare the server with Triton, infinity and sentence
 bench-scaling: $(BUNDLE)  ## Measure how cost grows and draw it, into docs/; BENCH="--only load" for a part.
 	$(BIN)/python bench/scaling.py measure $(MODELS) docs/performance.json --model $(MODEL) $(BENCH)
 	$(BIN)/python bench/scaling.py draw docs/performance.json docs/images
+
+dashboards: $(VENV)/.installed  ## Make the Grafana dashboards anew, into deploy/grafana/dashboards.
+	$(BIN)/python scripts/make_dashboards.py
 
 screenshots: $(BUNDLE)  ## Make the pictures in docs/images anew; needs Chromium.
 	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODELS) --model $(MODEL)

@@ -86,7 +86,7 @@ def batch_calls(model: ModelMetrics, sequences: int) -> Callable[[], None]:
     return calls
 
 
-def microseconds(calls: Callable[[], None], repeats: int = _CALLS) -> tuple[float, float]:
+def microseconds(calls: Callable[[], object], repeats: int = _CALLS) -> tuple[float, float]:
     """The median and the 99th percentile of one."""
     times = []
     for _ in range(repeats):
