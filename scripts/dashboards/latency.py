@@ -44,7 +44,7 @@ def build() -> models.Dashboard:
 def _calls(board: Board) -> None:
     board.row("Calls")
     board.lines(
-        "Encode", "From a request's arrival, whole, to its answer; the line is the objective's bound.", "s",
+        "Encode calls", "From a request's arrival, whole, to its answer; the line is the objective's bound.", "s",
         *quantiles("grpc_server_handling_seconds", _ENCODE),
         steps=rising(float(LATENCY_OBJECTIVE)),
     )  # fmt: skip

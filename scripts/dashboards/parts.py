@@ -202,14 +202,18 @@ class Board:
 
     def rows(self, title: str, description: str, query: Query, columns: dict[str, str], *, width: int = 24) -> None:
         """A table of label values as they are now; `columns` gives the labels that are shown, and their headings."""
-        panel = table.Panel().with_transformation(
-            models.DataTransformerConfig(
-                id_val="organize",
-                options={
-                    "excludeByName": dict.fromkeys({"Time", "Value", "__name__", "job"} - set(columns), True),
-                    "indexByName": {name: i for i, name in enumerate(columns)},
-                    "renameByName": columns,
-                },
+        panel = (
+            table.Panel()
+            .show_header(True)
+            .with_transformation(
+                models.DataTransformerConfig(
+                    id_val="organize",
+                    options={
+                        "excludeByName": dict.fromkeys({"Time", "Value", "__name__", "job"} - set(columns), True),
+                        "indexByName": {name: i for i, name in enumerate(columns)},
+                        "renameByName": columns,
+                    },
+                )
             )
         )
         self._add(panel, title, description, "none", (query,), (), width, 7, PromQueryFormat.TABLE)
@@ -268,7 +272,7 @@ def _variable(name: str, label: str, query: str) -> dashboard.QueryVariable:
     return (
         dashboard.QueryVariable(name)
         .label(label)
-        .query({"query": query, "refId": name, "qryType": 1})
+        .query(query)
         .datasource(_SOURCE)
         .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
         .sort(models.VariableSort.ALPHABETICAL_ASC)

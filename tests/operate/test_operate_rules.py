@@ -1,0 +1,92 @@
+"""Prometheus' configuration, rules and alerts, as promtool sees them, and what people need of them."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from boards import ALERTS, ROOT, RULES, metric_names
+from dashboards.parts import FAILED, LATENCY_OBJECTIVE
+from prometheus import promtool
+
+from encserve_server.metrics import SECONDS_BUCKETS
+
+PROMETHEUS = ROOT / "deploy/prometheus"
+TESTS = sorted(PROMETHEUS.glob("tests/*.yml"))
+OPERATIONS = (ROOT / "docs/operations.md").read_text()
+
+
+def test_prometheus_takes_the_configuration_and_the_rules() -> None:
+    checked = promtool("check", "config", str(PROMETHEUS / "prometheus.yml"))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    assert f"{len(ALERTS)} rules found" in checked.stdout
+    assert "duplicate" not in checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
+def test_every_alert_fires_where_it_should_and_nowhere_else(path: Path) -> None:
+    tested = promtool("test", "rules", str(path))
+    assert tested.returncode == 0, tested.stdout + tested.stderr
+
+
+def test_a_rule_that_is_wrong_fails_its_test(tmp_path: Path) -> None:
+    """The tests above can fail: here the objective is ten times as lax."""
+    rules = (PROMETHEUS / "rules/recording.yml").read_text()
+    assert rules.count("vector(0.001)") == 1
+    (tmp_path / "rules").mkdir()
+    (tmp_path / "rules/recording.yml").write_text(rules.replace("vector(0.001)", "vector(0.01)"))
+    (tmp_path / "rules/alerts.yml").write_text((PROMETHEUS / "rules/alerts.yml").read_text())
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/objectives.yml").write_text((PROMETHEUS / "tests/objectives.yml").read_text())
+    tested = promtool("test", "rules", str(tmp_path / "tests/objectives.yml"))
+    assert tested.returncode != 0
+    assert "EncserveErrorBudgetBurnFast" in tested.stdout + tested.stderr
+
+
+def test_each_alert_is_tested_both_ways() -> None:
+    fires, quiet = set(), set()
+    for path in TESTS:
+        for test in yaml.safe_load(path.read_text())["tests"]:
+            for check in test["promql_expr_test"]:
+                (name,) = re.findall(r'alertname="(\w+)"', check["expr"])
+                if check["exp_samples"]:
+                    assert 'alertstate="firing"' in check["expr"], "pending is not firing"
+                    fires.add(name)
+                else:
+                    quiet.add(name)
+    assert fires == quiet == {alert["alert"] for alert in ALERTS}
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert["alert"])
+def test_an_alert_says_what_to_do(alert: dict[str, Any]) -> None:
+    """Its link leads to a section that says what it means, how to confirm it and what to do."""
+    name = alert["alert"]
+    assert name.startswith("Encserve")
+    assert alert["labels"]["severity"] in ("critical", "warning")
+    annotations = alert["annotations"]
+    assert annotations["summary"].endswith(".")
+    assert annotations["description"].endswith(".")
+    assert annotations["runbook_url"].endswith(f"docs/operations.md#{name.lower()}")
+    section = OPERATIONS.partition("\n## Alerts\n")[2].partition("\n## ")[0].partition(f"\n### {name}\n")[2]
+    text = section.partition("\n### ")[0]
+    for part in ("**Means.**", "**Confirm.**", "**Do.**"):
+        assert part in text, f"{name} has no {part}"
+
+
+def test_no_section_is_left_of_an_alert_that_is_gone() -> None:
+    section = OPERATIONS.partition("\n## Alerts\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^### (\w+)$", section, re.MULTILINE) == [alert["alert"] for alert in ALERTS]
+
+
+def test_rules_and_dashboards_have_the_same_objectives() -> None:
+    expressions = " ".join(rule["expr"] for rule in RULES)
+    assert FAILED in expressions
+    assert set(re.findall(r'le="([\d.]+)"', expressions)) == {LATENCY_OBJECTIVE}
+    assert float(LATENCY_OBJECTIVE) in SECONDS_BUCKETS, "no bucket ends there, so nothing would be counted"
+
+
+def test_every_rule_reads_something() -> None:
+    for rule in RULES:
+        if not rule["expr"].startswith("vector("):
+            assert metric_names(rule["expr"]), rule["expr"]

@@ -1,0 +1,52 @@
+"""The committed dashboards and rules, and the expressions in them."""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).parent.parent.parent
+DASHBOARDS = {path.stem: json.loads(path.read_text()) for path in ROOT.glob("deploy/grafana/dashboards/*.json")}
+RULES = [
+    rule
+    for path in sorted(ROOT.glob("deploy/prometheus/rules/*.yml"))
+    for group in yaml.safe_load(path.read_text())["groups"]
+    for rule in group["rules"]
+]
+ALERTS = [rule for rule in RULES if "alert" in rule]
+RECORDED = {rule["record"] for rule in RULES if "record" in rule}
+
+# A metric of ours, of a recording rule or of what Prometheus makes itself, with its matchers.
+_SELECTOR = re.compile(
+    r"\b(?:(?:encserve_|encserve:|grpc_server_|instance:|job:|model:|process_|python_|scrape_)[\w:]+|up\b|ALERTS\b)"
+    r"(?:\{[^}]*\})?"
+)
+
+
+def panels(dashboard: Any) -> Iterator[Any]:
+    """Every panel that shows something; those in closed rows too."""
+    for panel in dashboard["panels"]:
+        yield from panel["panels"] if panel["type"] == "row" else [panel]
+
+
+def queries() -> list[tuple[str, str]]:
+    """Every expression of every panel, with where it is: dashboard, panel and letter."""
+    return [
+        (f"{name}: {panel['title']} {target['refId']}", target["expr"])
+        for name, dashboard in DASHBOARDS.items()
+        for panel in panels(dashboard)
+        for target in panel["targets"]
+    ]
+
+
+def selectors(expr: str) -> set[str]:
+    """The vector selectors of an expression, without windows and offsets."""
+    return set(_SELECTOR.findall(expr))
+
+
+def metric_names(expr: str) -> set[str]:
+    """The metrics that an expression reads."""
+    return {selector.partition("{")[0] for selector in selectors(expr)}
