@@ -205,6 +205,8 @@ class Board:
         panel = (
             table.Panel()
             .show_header(True)
+            .align(common_models.FieldTextAlignment.AUTO)
+            .inspect(False)
             .with_transformation(
                 models.DataTransformerConfig(
                     id_val="organize",

@@ -1,0 +1,189 @@
+"""Every expression of every dashboard and rule, asked of a real Prometheus that scrapes a real server under load."""
+
+import asyncio
+import contextlib
+import math
+import shutil
+import threading
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from boards import ALERTS, RECORDED, ROOT, RULES, metric_names, queries, selectors
+from checkpoints import DATA
+from fake_server import write_tokenizer
+from prometheus import Prometheus, need, running_prometheus
+from prometheus_client.parser import text_string_to_metric_families
+from real_server import RealServer, real_server
+from tiny_bundle import write_bundle
+
+from encserve_export import Target, export_hf
+from encserve_proto.v1 import encoder_pb2 as pb
+
+SERVICE = "/encserve.v1.EncoderService/"
+# How long everything may take to come up in Prometheus: a few scrapes, and two evaluations of rules that read rules.
+PATIENCE_S = 40
+# A window of several scrapes, as Grafana's $__rate_interval is.
+VARIABLES = {"$__rate_interval": "5s", "$model": ".+", "$instance": ".+"}
+# What has no data on a machine without a GPU.
+WITHOUT_GPU = "encserve_gpu_memory"
+# What is there only while its alert fires; here it is enough that the labels exist.
+CONDITIONS = {
+    f'encserve_model_info{{requested_device="{asked}", device!="cuda"}}': 'encserve_model_info{device!=""}'
+    for asked in ("cuda", "auto")
+}
+# Made by Prometheus itself.
+BUILT_IN = {"up", "ALERTS", "scrape_duration_seconds"}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three models: one that takes text and can be inspected, and two that are a few nodes."""
+    folder = tmp_path_factory.mktemp("operate")
+    checkpoint = shutil.copytree(DATA / "hf-bert", folder / "checkpoint")
+    write_tokenizer(checkpoint / "tokenizer.json")
+    export_hf(checkpoint, Target(models=folder / "models", name="bert"))
+    for name in ("tiny-1", "tiny-2"):
+        write_bundle(folder / "models", name)
+    return folder / "models"
+
+
+class Load:
+    """Callers of every kind, in a thread of their own, until they are stopped: some right, some wrong, some gone."""
+
+    def __init__(self, target: str) -> None:
+        self._target = target
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join(timeout=30)
+
+    async def _run(self) -> None:
+        async with grpc.aio.insecure_channel(self._target) as channel:
+            encode: Any = channel.unary_unary(f"{SERVICE}Encode")
+            while not self._over.is_set():
+                texts = pb.EncodeRequest(model="bert", inputs=[pb.Input(text="hello brave new world")] * 3)
+                wrong = pb.EncodeRequest(model="bert", inputs=[ids(1000)])
+                many = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)
+                calls = [encode(it.SerializeToString()) for it in (texts, wrong, *(tiny(i) for i in range(20)))]
+                calls += [encode(many.SerializeToString()) for _ in range(8)]  # more than may wait
+                calls += [encode(many.SerializeToString(), timeout=0.002)]
+                gone = encode(many.SerializeToString())
+                await asyncio.sleep(0.002)
+                gone.cancel()
+                await asyncio.gather(*calls, self._stream(channel), self._inspect(channel), return_exceptions=True)
+                await asyncio.sleep(0.1)
+
+    async def _stream(self, channel: grpc.aio.Channel) -> None:
+        stream: Any = channel.stream_stream(f"{SERVICE}EncodeStream")
+        requests = [pb.EncodeStreamRequest(request_id=str(i), request=tiny(i)).SerializeToString() for i in range(3)]
+        async for _ in stream(requests):
+            pass
+
+    async def _inspect(self, channel: grpc.aio.Channel) -> None:
+        request = pb.InspectRequest(model="bert", input=pb.Input(text="hello"))
+        inspect: Any = channel.unary_stream(f"{SERVICE}Inspect")
+        async for _ in inspect(request.SerializeToString()):
+            pass
+
+
+def ids(*values: int) -> pb.Input:
+    return pb.Input(token_ids=pb.TokenIds(ids=values))
+
+
+def tiny(i: int) -> pb.EncodeRequest:
+    return pb.EncodeRequest(model=f"tiny-{1 + i % 2}", inputs=[ids(*range(1, 2 + i))])
+
+
+@pytest.fixture(scope="module")
+def server(models: Path) -> Iterator[RealServer]:
+    need("prometheus")
+    with real_server(models, "--max-queue-tokens", "4000") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def prometheus(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
+    """A Prometheus that scrapes a server under load."""
+    committed, folder = ROOT / "deploy/prometheus/prometheus.yml", tmp_path_factory.mktemp("prometheus")
+    target = f"127.0.0.1:{server.metrics_port}"
+    with Load(server.target), running_prometheus(committed, folder, target, interval="500ms") as prometheus:
+        yield prometheus
+
+
+def without_data(prometheus: Prometheus, expressions: Iterable[tuple[str, str]]) -> list[str]:
+    """The places whose expressions give nothing but NaN, or nothing at all, however long one waits."""
+    left = dict(expressions)
+    ends = time.monotonic() + PATIENCE_S
+    while left and time.monotonic() < ends:
+        for where, expr in list(left.items()):
+            if not all(map(math.isnan, prometheus.values(expr))):
+                del left[where]
+        if all(WITHOUT_GPU in expr for expr in left.values()):
+            break
+        time.sleep(0.5)
+    return [f"{where}: {expr}" for where, expr in left.items() if WITHOUT_GPU not in expr]
+
+
+def filled_in(expr: str) -> str:
+    """An expression as Grafana sends it."""
+    for variable, value in VARIABLES.items():
+        expr = expr.replace(variable, value)
+    assert "$" not in expr
+    return expr
+
+
+def test_every_query_of_every_panel_gives_data(prometheus: Prometheus) -> None:
+    asked = [(where, filled_in(expr)) for where, expr in queries()]
+    assert len(asked) > 90
+    assert without_data(prometheus, asked) == []
+
+
+def test_every_rule_works_on_real_data(prometheus: Prometheus) -> None:
+    """Every recording rule records; no alert fails to evaluate, and everything that one reads is there.
+
+    Not that an alert fires: promtool's tests show that.
+    """
+    recorded = [(name, name) for name in RECORDED]
+    read = [
+        (f"{alert['alert']} reads {it}", CONDITIONS.get(it, it)) for alert in ALERTS for it in selectors(alert["expr"])
+    ]
+    assert without_data(prometheus, recorded + read) == []
+    rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
+    assert len(rules) == len(RULES)
+    assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
+
+
+def test_what_an_alert_says_is_filled_in(prometheus: Prometheus) -> None:
+    """The load breaks every objective, so the alerts of that are pending soon."""
+    ends = time.monotonic() + PATIENCE_S
+    while not (alerts := prometheus.get("alerts")["alerts"]) and time.monotonic() < ends:
+        time.sleep(0.5)
+    assert alerts, "nothing is even pending"
+    for alert in alerts:
+        said = " ".join(alert["annotations"].values())
+        assert "{{" not in said, said
+        assert "error expanding template" not in said, said
+        assert "no value" not in said, said
+        assert alert["annotations"]["runbook_url"].startswith("docs/operations.md#"), said
+
+
+def test_every_metric_that_is_used_is_on_the_page(server: RealServer) -> None:
+    """And no other: a name that was mistyped, or is gone, is found even where `or` hides it."""
+    with contextlib.closing(urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics")) as page:
+        families = list(text_string_to_metric_families(page.read().decode()))
+    there = {sample.name for family in families for sample in family.samples} | {
+        family.name for family in families if not family.samples
+    }
+    used = set().union(*(metric_names(expr) for _, expr in queries()), *(metric_names(rule["expr"]) for rule in RULES))
+    assert used - there - RECORDED - BUILT_IN == set()
+    assert used >= RECORDED, "a rule records what nobody reads"
