@@ -31,6 +31,12 @@ PATIENCE_S = 40
 VARIABLES = {"$__rate_interval": "5s", "$model": ".+", "$instance": ".+"}
 # What has no data on a machine without a GPU.
 WITHOUT_GPU = "encserve_gpu_memory"
+# How calls end, by method.
+CODES = {
+    "Encode": ("OK", "InvalidArgument", "ResourceExhausted"),
+    "EncodeStream": ("OK", "Canceled", "DeadlineExceeded"),
+    "Inspect": ("OK",),
+}
 # What is there only while its alert fires; here it is enough that the labels exist.
 CONDITIONS = {
     f'encserve_model_info{{requested_device="{asked}", device!="cuda"}}': 'encserve_model_info{device!=""}'
@@ -76,15 +82,14 @@ class Load:
                 many = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)
                 calls = [encode(it.SerializeToString()) for it in (texts, wrong, *(tiny(i) for i in range(20)))]
                 calls += [encode(many.SerializeToString()) for _ in range(8)]  # more than may wait
-                calls += [encode(many.SerializeToString(), timeout=0.002)]
-                gone = encode(many.SerializeToString())
-                await asyncio.sleep(0.002)
+                stream: Any = channel.stream_stream(f"{SERVICE}EncodeStream")
+                gone, late = stream(), stream(timeout=0.1)  # neither ever sends anything
+                others = (self._stream(stream), self._inspect(channel), late.read())
+                await asyncio.gather(*calls, *others, return_exceptions=True)
                 gone.cancel()
-                await asyncio.gather(*calls, self._stream(channel), self._inspect(channel), return_exceptions=True)
                 await asyncio.sleep(0.1)
 
-    async def _stream(self, channel: grpc.aio.Channel) -> None:
-        stream: Any = channel.stream_stream(f"{SERVICE}EncodeStream")
+    async def _stream(self, stream: Any) -> None:
         requests = [pb.EncodeStreamRequest(request_id=str(i), request=tiny(i)).SerializeToString() for i in range(3)]
         async for _ in stream(requests):
             pass
@@ -140,6 +145,20 @@ def filled_in(expr: str) -> str:
         expr = expr.replace(variable, value)
     assert "$" not in expr
     return expr
+
+
+def test_the_load_is_of_every_kind(server: RealServer, prometheus: Prometheus) -> None:
+    """Otherwise the tests below would ask for little."""
+    del prometheus  # the load comes with it
+    wanted = [
+        *(("grpc_server_handled_total", {"grpc_method": it, "grpc_code": code}) for it in CODES for code in CODES[it]),
+        ("encserve_refused_total", {"reason": "QUEUE_FULL"}),
+        *(("encserve_tokens_total", {"model": it}) for it in ("bert", "tiny-1", "tiny-2")),
+    ]
+    ends = time.monotonic() + PATIENCE_S
+    while (missing := [it for it in wanted if not server.metric(it[0], **it[1])]) and time.monotonic() < ends:
+        time.sleep(0.2)
+    assert missing == []
 
 
 def test_every_query_of_every_panel_gives_data(prometheus: Prometheus) -> None:
