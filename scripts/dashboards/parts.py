@@ -119,19 +119,19 @@ class Board:
 
     def number(
         self, title: str, description: str, unit: str, query: Query,
-        steps: Sequence[Step] = (), *, width: int = 4, decimals: int | None = None,
+        steps: Sequence[Step] = (), *, width: int = 4, decimals: int | None = None, course: bool = True,
     ) -> None:  # fmt: skip
-        """One number, and its course behind it."""
+        """One number, and its course behind it, unless its window is so long that each point would cost too much."""
         panel = (
             stat.Panel()
             .reduce_options(common.ReduceDataOptions().calcs(["lastNotNull"]))
-            .graph_mode(common_models.BigValueGraphMode.AREA)
+            .graph_mode(common_models.BigValueGraphMode.AREA if course else common_models.BigValueGraphMode.NONE)
             .color_mode(common_models.BigValueColorMode.VALUE)
             .no_value("no data")
         )
         if decimals is not None:
             panel.decimals(decimals)
-        self._add(panel, title, description, unit, (query,), steps, width, 5)
+        self._add(panel, title, description, unit, (query,), steps, width, 5, instant=not course)
 
     def lines(
         self, title: str, description: str, unit: str, *queries: Query,
@@ -176,6 +176,7 @@ class Board:
                 heatmap.HeatmapColorOptions()
                 .mode(heatmap_models.HeatmapColorMode.SCHEME)
                 .scheme("Oranges")
+                .fill("dark-orange")
                 .scale(heatmap_models.HeatmapColorScale.EXPONENTIAL)
                 .exponent(0.5)
                 .steps(64)
@@ -218,12 +219,12 @@ class Board:
                 )
             )
         )
-        self._add(panel, title, description, "none", (query,), (), width, 7, PromQueryFormat.TABLE)
+        self._add(panel, title, description, "none", (query,), (), width, 7, PromQueryFormat.TABLE, instant=True)
 
     def _add(
         self, panel: AnyPanel, title: str, description: str, unit: str, queries: Sequence[Query],
         steps: Sequence[Step], width: int, height: int,
-        kind: PromQueryFormat = PromQueryFormat.TIME_SERIES,
+        kind: PromQueryFormat = PromQueryFormat.TIME_SERIES, *, instant: bool = False,
     ) -> None:  # fmt: skip
         """Gives a panel what all have, and adds it."""
         panel.id(self._id()).title(title).description(description).datasource(_SOURCE).span(width).height(height)
@@ -237,7 +238,7 @@ class Board:
             target = prometheus.Dataquery().expr(query.expr).ref_id(chr(ord("A") + i)).format(kind).datasource(_SOURCE)
             if query.legend:
                 target.legend_format(query.legend)
-            if kind is PromQueryFormat.TABLE:
+            if instant:
                 target.instant()
             else:
                 target.range()

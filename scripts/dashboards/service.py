@@ -49,11 +49,11 @@ def _objectives(board: Board) -> None:
     board.row("Objectives")
     board.number(
         "Error budget left", "What is left of the failures that 30 days may have.", "percentunit",
-        Query(_budget("calls_failed", "calls", "error")), falling(0, 0.25), width=3, decimals=1,
+        Query(_budget("calls_failed", "calls", "error")), falling(0, 0.25), width=3, decimals=1, course=False,
     )  # fmt: skip
     board.number(
         "Latency budget left", "What is left of the slow Encode calls that 30 days may have.", "percentunit",
-        Query(_budget("calls_slow", "calls_timed", "latency")), falling(0, 0.25), width=3, decimals=1,
+        Query(_budget("calls_slow", "calls_timed", "latency")), falling(0, 0.25), width=3, decimals=1, course=False,
     )  # fmt: skip
     board.number(
         "Error burn", "Failures in the last hour, as a multiple of what the objective allows; 14.4 wakes somebody.",
