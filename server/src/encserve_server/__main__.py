@@ -12,7 +12,7 @@ from typing import Any
 import click
 import uvloop
 
-from encserve_server import __version__, logs
+from encserve_server import __version__, logs, memory
 from encserve_server.app import serve
 from encserve_server.settings import Settings
 
@@ -55,6 +55,7 @@ def main(**values: Any) -> None:
         settings = Settings(**values)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    memory.limit_arenas()
     logs.configure(settings.log_level, settings.log_format)
     leave(uvloop.run(serve(settings)))
 

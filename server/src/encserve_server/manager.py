@@ -2,15 +2,14 @@
 
 import asyncio
 import contextlib
-import ctypes
 import dataclasses
-import gc
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
 
+from encserve_server import memory
 from encserve_server.errors import BundleError, StartupError
 from encserve_server.loading import LoadedModel
 from encserve_server.metrics import LoadOutcome, Metrics
@@ -248,7 +247,7 @@ class ModelManager:
         logger.info("models", extra={"models": [f"{name}@{version}" for name, version in keys]})
         if self._retiring:
             await self._retire_all()
-            await asyncio.get_running_loop().run_in_executor(self._load_pool, _give_memory_back)
+            await asyncio.get_running_loop().run_in_executor(self._load_pool, memory.give_back)
 
     async def _retire_all(self) -> None:
         while self._retiring:
@@ -278,11 +277,3 @@ async def _close(model: ServedModel) -> bool:
         logger.error("an engine is stuck", extra={"model": model.key[0], "version": model.key[1]})
         return False
     return True
-
-
-def _give_memory_back() -> None:
-    """Frees what a model held, and returns it to the system."""
-    gc.collect()  # a scheduler and its lanes know each other, and would stay until Python happens to look
-    # glibc keeps most of what a session held, for threads that may never come.
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no such thing
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
