@@ -69,6 +69,17 @@ def open_otlp(endpoint: str, sample_ratio: float, clock: Clock, metrics: Metrics
         raise StartupError(f"tracing: OpenTelemetry does not take its settings (OTEL_…): {error}") from error
 
 
+class _KnownResource(Resource):
+    """A resource that knows its hash: the SDK's writes itself as JSON for it, and the exporter asks at each span."""
+
+    def __init__(self, resource: Resource) -> None:
+        super().__init__(dict(resource.attributes), resource.schema_url)
+        self._hash = super().__hash__()
+
+    def __hash__(self) -> int:
+        return self._hash
+
+
 def _resource() -> Resource:
     """Who sends the spans: what OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES say, and ours where they say nothing."""
     said = Resource.create()
@@ -81,4 +92,4 @@ def _resource() -> Resource:
     known = dict(said.attributes)
     if str(name).startswith("unknown_service"):
         del known["service.name"]
-    return said.merge(Resource({key: make() for key, make in ours.items() if key not in known}))
+    return _KnownResource(said.merge(Resource({key: make() for key, make in ours.items() if key not in known})))

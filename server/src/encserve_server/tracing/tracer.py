@@ -1,4 +1,9 @@
-"""Makes spans of what `spans` is told."""
+"""Makes spans of what `spans` is told.
+
+A span is made whole, when all is known of it: the SDK's own `start_span` and `end`, with their locks and copies for
+spans that change meanwhile, take ten times as long. From the SDK come the propagator, the sampler, the ids, and the
+way to the receiver.
+"""
 
 import asyncio
 import contextlib
@@ -10,18 +15,21 @@ from collections.abc import Iterable, Sequence
 from opentelemetry.context import Context
 from opentelemetry.propagators.textmap import Getter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
+from opentelemetry.sdk.trace import ReadableSpan
+from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import Decision, Sampler
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import (
     Link,
-    Span,
     SpanContext,
     SpanKind,
+    Status,
     StatusCode,
-    Tracer,
+    TraceFlags,
+    TraceState,
     format_span_id,
     format_trace_id,
-    set_span_in_context,
+    get_current_span,
 )
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
@@ -46,7 +54,10 @@ MAX_STREAM_REQUESTS = 1000
 FLUSH_SECONDS = 3.0
 _GIVE_UP_SECONDS = 0.5
 
+_UNSET = Status(StatusCode.UNSET)
+
 Metadata = Iterable[tuple[str, str | bytes]]
+Attributes = dict[str, AttributeValue]
 
 
 class OtlpTracer:
@@ -63,32 +74,69 @@ class OtlpTracer:
         """Takes where ended spans go, who decides which requests have any, and who says so."""
         self._processor = processor
         self._exporter = exporter
+        self._sampler = sampler
+        self._resource = resource
+        self._scope = InstrumentationScope("encserve", __version__, SCHEMA_URL)
         self._propagator = TraceContextTextMapPropagator()
+        self._ids = RandomIdGenerator()
         self.clock = clock
-
-        def tracer(sampler: Sampler) -> Tracer:
-            provider = TracerProvider(sampler=sampler, resource=resource, shutdown_on_exit=False)
-            provider.add_span_processor(processor)
-            return provider.get_tracer("encserve", __version__, SCHEMA_URL)
-
-        self._deciding = tracer(sampler)
-        # Of what belongs to a request that is sampled, a batch too, though that begins a trace of its own.
-        self.always = tracer(ALWAYS_ON)
 
     def begin(self, method: str, metadata: Metadata) -> RequestSpan | None:
         """See `spans.Tracer`."""
         context = self._propagator.extract(metadata, Context(), _METADATA)
-        anchor = Anchor(self.clock.now(), time.time_ns())
-        span = self._deciding.start_span(
-            method,
-            context,
-            SpanKind.SERVER,
-            {"rpc.system.name": "grpc", "rpc.method": method},
-            start_time=anchor.wall_ns,
+        caller = get_current_span(context).get_span_context()
+        parent = caller if caller.is_valid else None
+        trace_id = self._ids.generate_trace_id() if parent is None else parent.trace_id
+        sampling = self._sampler.should_sample(context, trace_id, method, SpanKind.SERVER)
+        span_context = self.new_context(
+            trace_id, sampling.trace_state, sampled=sampling.decision is Decision.RECORD_AND_SAMPLE
         )
-        traced = _RequestSpan(self, span, anchor) if span.is_recording() else None
-        spans.enter(traced, _ids_of(span))
-        return traced
+        span = None
+        if span_context.trace_flags.sampled:
+            anchor = Anchor(self.clock.now(), time.time_ns())
+            attributes: Attributes = {"rpc.system.name": "grpc", "rpc.method": method}
+            span = _RequestSpan(self, method, SpanKind.SERVER, span_context, parent, anchor, attributes)
+        spans.enter(span, _ids_of(span_context))
+        return span
+
+    def new_context(self, trace_id: int, trace_state: TraceState | None = None, *, sampled: bool = True) -> SpanContext:
+        """A new span's ids."""
+        flags = TraceFlags(TraceFlags.SAMPLED if sampled else TraceFlags.DEFAULT)
+        return SpanContext(trace_id, self._ids.generate_span_id(), False, flags, trace_state)
+
+    def new_trace(self) -> SpanContext:
+        """The ids of a new span in a new trace."""
+        return self.new_context(self._ids.generate_trace_id())
+
+    def ended(
+        self,
+        name: str,
+        context: SpanContext,
+        parent: SpanContext | None,
+        start_ns: int,
+        end_ns: int,
+        *,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Attributes | None = None,
+        links: Sequence[Link] = (),
+        status: Status = _UNSET,
+    ) -> None:
+        """Makes a span and sends it on its way."""
+        span = ReadableSpan(
+            name,
+            context,
+            parent,
+            self._resource,
+            attributes,
+            (),
+            links,
+            kind,
+            status=status,
+            start_time=start_ns,
+            end_time=end_ns,
+            instrumentation_scope=self._scope,
+        )
+        self._processor.on_end(span)
 
     def for_model(self, name: str, version: str) -> "_BatchTracer":
         """See `spans.Tracer`."""
@@ -143,12 +191,24 @@ class Anchor:
 class _RequestSpan:
     """See `spans.RequestSpan`."""
 
-    def __init__(self, tracer: OtlpTracer, span: Span, anchor: Anchor) -> None:
-        self.context = span.get_span_context()
+    def __init__(
+        self,
+        tracer: OtlpTracer,
+        name: str,
+        kind: SpanKind,
+        context: SpanContext,
+        parent: SpanContext | None,
+        anchor: Anchor,
+        attributes: Attributes,
+    ) -> None:
+        self.context = context
         self._tracer = tracer
-        self._span = span
+        self._name = name
+        self._kind = kind
+        self._parent = parent
         self._anchor = anchor
-        self._about: dict[str, AttributeValue] = {}
+        self._began_at = tracer.clock.now()
+        self._attributes = attributes
         self._stages: list[tuple[str, float, float]] = []
         self._computed: list[tuple[float, float, SpanContext]] = []
         self._requests = 0  # of a stream
@@ -156,7 +216,7 @@ class _RequestSpan:
 
     def about(self, model: str, version: str, lengths: Sequence[int]) -> None:
         """See `spans.RequestSpan`."""
-        self._about |= {
+        self._attributes |= {
             "encserve.model": model,
             "encserve.model_version": version,
             "encserve.sequences": len(lengths),
@@ -179,16 +239,13 @@ class _RequestSpan:
         self._requests += 1
         if self._requests > MAX_STREAM_REQUESTS:
             return None
-        tracer = self._tracer
-        anchor = self._anchor  # the stream's own, so that this one lies within it
-        span = tracer.always.start_span(
-            "request",
-            set_span_in_context(self._span, Context()),
-            attributes={"encserve.request_id": request_id},
-            start_time=anchor.ns(tracer.clock.now()),
+        context = self._tracer.new_context(self.context.trace_id, self.context.trace_state)
+        attributes: Attributes = {"encserve.request_id": request_id}
+        # The stream's own clocks, so that this one lies within it.
+        child = _RequestSpan(
+            self._tracer, "request", SpanKind.INTERNAL, context, self.context, self._anchor, attributes
         )
-        child = _RequestSpan(tracer, span, anchor)
-        spans.enter(child, _ids_of(span))
+        spans.enter(child, _ids_of(context))
         return child
 
     def end(self, code: str, reason: str) -> None:
@@ -201,69 +258,85 @@ class _RequestSpan:
 
     def _make(self, ended_at: float, code: str, reason: str) -> None:
         """Makes every span of the request."""
-        context = set_span_in_context(self._span, Context())
         for name, began, ended in self._stages:
-            self._child(context, name, began, ended)
+            self._child(name, began, ended)
         computed = sorted(self._computed, key=lambda it: it[:2])
         single, rest = computed[: MAX_COMPUTE_SPANS - 1], computed[MAX_COMPUTE_SPANS - 1 :]
         for began, ended, batch in single:
-            self._child(context, "compute", began, ended, [batch])
+            self._child("compute", began, ended, [batch])
         if rest:
-            self._child(context, "compute", rest[0][0], max(it[1] for it in rest), [it[2] for it in rest])
-        self._span.set_attributes({**self._about, "rpc.response.status_code": code})
+            self._child("compute", rest[0][0], max(it[1] for it in rest), [it[2] for it in rest])
+        attributes = self._attributes
+        attributes["rpc.response.status_code"] = code
         if self._requests:
-            self._span.set_attribute("encserve.requests", self._requests)
+            attributes["encserve.requests"] = self._requests
         if reason:
-            self._span.set_attribute("encserve.reason", reason)
+            attributes["encserve.reason"] = reason
+        status = _UNSET
         if code in ERROR_CODES:
-            self._span.set_attribute("error.type", code)
-            self._span.set_status(StatusCode.ERROR, reason or None)
-        self._span.end(self._anchor.ns(ended_at))
+            attributes["error.type"] = code
+            status = Status(StatusCode.ERROR, reason or None)
+        self._tracer.ended(
+            self._name,
+            self.context,
+            self._parent,
+            self._anchor.ns(self._began_at),
+            self._anchor.ns(ended_at),
+            kind=self._kind,
+            attributes=attributes,
+            status=status,
+        )
 
-    def _child(
-        self, context: Context, name: str, began_at: float, ended_at: float, batches: Sequence[SpanContext] = ()
-    ) -> None:
-        links = [Link(batch) for batch in batches]
-        span = self._tracer.always.start_span(name, context, links=links, start_time=self._anchor.ns(began_at))
-        span.end(self._anchor.ns(ended_at))
+    def _child(self, name: str, began_at: float, ended_at: float, batches: Sequence[SpanContext] = ()) -> None:
+        self._tracer.ended(
+            name,
+            self._tracer.new_context(self.context.trace_id, self.context.trace_state),
+            self.context,
+            self._anchor.ns(began_at),
+            self._anchor.ns(ended_at),
+            links=[Link(batch) for batch in batches],
+        )
 
 
 class _BatchTracer:
     """See `spans.BatchTracer`."""
 
-    def __init__(self, tracer: OtlpTracer, model: dict[str, AttributeValue]) -> None:
+    def __init__(self, tracer: OtlpTracer, model: Attributes) -> None:
         self._tracer = tracer
         self._model = model
 
     def ran(self, requests: Sequence[RequestSpan], batch: RanBatch) -> None:
         """See `spans.BatchTracer`."""
-        anchor = Anchor(self._tracer.clock.now(), time.time_ns())
-        span = self._tracer.always.start_span("batch", Context(), start_time=anchor.ns(batch.began_at))
+        context = self._tracer.new_trace()
         for request in requests:
-            request.computed(batch.began_at, batch.ended_at, span.get_span_context())
+            request.computed(batch.began_at, batch.ended_at, context)
         # Later, so that those who wait for the rows go first.
-        asyncio.get_running_loop().call_soon(self._make, span, requests, batch, anchor)
+        asyncio.get_running_loop().call_soon(self._make, context, requests, batch)
 
-    def _make(self, span: Span, requests: Sequence[RequestSpan], batch: RanBatch, anchor: Anchor) -> None:
-        for request in requests[:MAX_BATCH_LINKS]:
-            assert isinstance(request, _RequestSpan)  # noqa: S101 - there are no others
-            span.add_link(request.context)
-        span.set_attributes(
-            {
+    def _make(self, context: SpanContext, requests: Sequence[RequestSpan], batch: RanBatch) -> None:
+        linked = [it.context for it in requests[:MAX_BATCH_LINKS] if isinstance(it, _RequestSpan)]
+        anchor = Anchor(self._tracer.clock.now(), time.time_ns())
+        self._tracer.ended(
+            "batch",
+            context,
+            None,
+            anchor.ns(batch.began_at),
+            anchor.ns(batch.ended_at),
+            attributes={
                 **self._model,
                 "encserve.batch.sequences": batch.sequences,
                 "encserve.batch.tokens": batch.tokens,
                 "encserve.batch.padded_tokens": batch.padded_tokens,
                 "encserve.batch.closed_by": batch.closed_by,
-                "encserve.batch.lane": batch.lane,
-                "encserve.batch.alone": batch.alone,
                 "encserve.batch.collate_seconds": batch.seconds.collate,
                 "encserve.batch.compute_seconds": batch.seconds.compute,
                 "encserve.batch.split_seconds": batch.seconds.split,
+                "encserve.batch.lane": batch.lane,
+                "encserve.batch.alone": batch.alone,
                 "encserve.batch.traced_requests": len(requests),
-            }
+            },
+            links=[Link(it) for it in linked],
         )
-        span.end(anchor.ns(batch.ended_at))
 
 
 class _MetadataGetter(Getter[Metadata]):
@@ -281,6 +354,5 @@ class _MetadataGetter(Getter[Metadata]):
 _METADATA = _MetadataGetter()
 
 
-def _ids_of(span: Span) -> Ids | None:
-    context = span.get_span_context()
-    return Ids(format_trace_id(context.trace_id), format_span_id(context.span_id)) if context.is_valid else None
+def _ids_of(context: SpanContext) -> Ids:
+    return Ids(format_trace_id(context.trace_id), format_span_id(context.span_id))
