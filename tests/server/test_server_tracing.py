@@ -387,15 +387,15 @@ print(sorted(name for name in sys.modules if name.startswith("opentelemetry")))
     assert done.stdout.strip() == "[]"
 
 
-def test_tracing_without_its_extra_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in [it for it in sys.modules if it.startswith("encserve_server.tracing")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    for name in [it for it in sys.modules if it.startswith("opentelemetry.")]:
-        monkeypatch.setitem(sys.modules, name, None)
-    settings = Settings(model_repository=Path(), trace_endpoint="http://127.0.0.1:4317")
-    with pytest.raises(StartupError, match=r"install encserve-server\[tracing\]"):
-        spans.open_tracer(settings, MonotonicClock(), None)  # type: ignore[arg-type]  # never used
+def test_tracing_without_its_extra_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['opentelemetry'] = None; from encserve_server.__main__ import main; main()"
+    flags = ["--model-repository", str(tmp_path), "--trace-endpoint", "http://127.0.0.1:4317", "--grpc-port", "0"]
+    command = [sys.executable, "-c", code, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    (line,) = [line for line in map(json.loads, done.stderr.splitlines()) if line["level"] == "ERROR"]
+    assert "install encserve-server[tracing]" in line["message"]
+    assert "Traceback" not in done.stderr
 
 
 def test_a_wrong_variable_of_the_sdk_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
