@@ -197,6 +197,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             raise
 
     async def EncodeStream(self, requests: AsyncIterator[pb.EncodeStreamRequest], context: Any) -> None:  # noqa: N802
+        self.metadata.append(dict(context.invocation_metadata()))
         self.n_streams += 1
         self.n_open_streams += 1
         stream = self.n_streams

@@ -58,6 +58,8 @@ def test_heavy_libraries_stay_where_they_belong(part: str, path: Path) -> None:
         assert "onnxruntime" not in names
     if part == "encserve_server" and path.name != "openvino.py":
         assert "openvino" not in names
+    if part == "encserve_server" and path.parent.name != "tracing":
+        assert "opentelemetry" not in names
     assert "transformers" not in names
 
 
@@ -73,7 +75,12 @@ def test_in_the_server_only_the_transport_speaks_grpc(path: Path) -> None:
 def test_the_client_needs_three_packages() -> None:
     """What its command, its load generator and its report need beside them is imported by those alone."""
     allowed = {"encserve_client", "encserve_proto", "grpc", "google", "numpy"} | sys.stdlib_module_names
-    extras = {"_bench": {"prometheus_client"}, "_cli": {"click", "rich"}, "_report": {"plotly"}}
+    extras = {
+        "_bench": {"prometheus_client"},
+        "_cli": {"click", "rich"},
+        "_report": {"plotly"},
+        "_tracing.py": {"opentelemetry"},
+    }
     folder = PARTS["encserve_client"]
     for path in folder.rglob("*.py"):
         extra = extras.get(path.relative_to(folder).parts[0], set())

@@ -34,6 +34,7 @@ from encserve_server.models import Catalog, ServedModel
 from encserve_server.service import METHODS, SERVICE_NAME, EncoderService
 from encserve_server.serving import serve_model
 from encserve_server.settings import MIB, Settings
+from encserve_server.spans import Tracer, open_tracer
 from encserve_server.status import RpcGuard
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,7 @@ class App:
             load_pool=self._load_pool,
             tokenize_pool=self._tokenize_pool,
         )
+        self._tracer: Tracer | None = None
         self._server: grpc.aio.Server | None = None
         self._metrics_server: tuple[WSGIServer, threading.Thread] | None = None
         self._lag_task: asyncio.Task[None] | None = None
@@ -89,8 +91,9 @@ class App:
         """Returns when every model answers; from then on the model repository is followed.
 
         Raises:
-            StartupError: A port is taken, or a bundle or the device is not usable.
+            StartupError: A port is taken, a bundle or the device is not usable, or tracing cannot be had.
         """
+        self._tracer = open_tracer(self.settings, self._clock, self.metrics)
         await self._start_metrics()
         await self._start_grpc()
         await self.manager.start()
@@ -116,6 +119,8 @@ class App:
             pool.shutdown(wait=False, cancel_futures=True)
         if self._lag_task is not None:
             self._lag_task.cancel()
+        if self._tracer is not None:
+            await self._tracer.close()
         if self._metrics_server is not None:
             server, thread = self._metrics_server
             server.shutdown()
@@ -167,7 +172,7 @@ class App:
                 ("grpc.keepalive_permit_without_calls", 1),
             ],
         )
-        server.add_generic_rpc_handlers((self._service.handler(self._guard),))
+        server.add_generic_rpc_handlers((self._service.handler(self._guard, self._tracer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         if settings.reflection:
             names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
@@ -186,7 +191,12 @@ class App:
 
     def _serve_model(self, loaded: LoadedModel) -> ServedModel:
         return serve_model(
-            loaded, self.settings, self.metrics, clock=self._clock, on_health_change=self._health.changed
+            loaded,
+            self.settings,
+            self.metrics,
+            clock=self._clock,
+            on_health_change=self._health.changed,
+            tracer=self._tracer,
         )
 
 

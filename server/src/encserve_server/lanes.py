@@ -8,6 +8,7 @@ device, and whoever comes meanwhile waits for its end. As soon as there are more
 
 import asyncio
 import contextlib
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,11 +31,17 @@ class Run:
         entries: What runs.
         closed_by: Why the batch took no more.
         alone: Whether it has the whole device.
+        lane: Which thread it runs in, from 0.
+        began_at: When it began to run, in the clock's seconds; NaN before.
+        ended_at: When it had run; NaN before.
     """
 
     entries: list[Entry]
     closed_by: ClosedBy
     alone: bool
+    lane: int = 0
+    began_at: float = math.nan
+    ended_at: float = math.nan
 
 
 class LaneListener(Protocol):
@@ -67,11 +74,13 @@ class _Lane:
     """One thread's state, written by it alone.
 
     Attributes:
+        number: Which one it is, from 0.
         entries: The batch that runs, whole, even while it is run again in parts; empty while nothing runs, so that no
             result is kept.
         started_at: When that began; None while nothing runs.
     """
 
+    number: int
     entries: list[Entry] = field(default_factory=list)
     started_at: float | None = None
 
@@ -102,7 +111,7 @@ class Lanes:
         self._listener = listener
         self._probe_input = probe
         self._failures_before_probe = failures_before_probe
-        self._lanes = [_Lane() for _ in range(engine.max_parallel_runs)]
+        self._lanes = [_Lane(number) for number in range(engine.max_parallel_runs)]
         self._busy = BusyTime()
         self._jobs: SimpleQueue[Callable[[_Lane], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
@@ -225,6 +234,7 @@ class Lanes:
             part = [entry for entry in parts.pop() if not entry.gone]
             if not part:
                 continue
+            began_at = self._clock.now()
             try:
                 checked = self._run_timed(lane, [entry.input for entry in part], alone=run.alone)
             except Exception as error:  # whatever the runtime raises
@@ -236,7 +246,8 @@ class Lanes:
                 half = len(part) // 2
                 parts += [part[half:], part[:half]] if half else []
                 continue
-            self._tell(self._listener.on_ran, Run(part, run.closed_by, run.alone), checked)
+            ran = Run(part, run.closed_by, run.alone, lane.number, began_at, self._clock.now())
+            self._tell(self._listener.on_ran, ran, checked)
             if any(checked.finite):
                 self._failures = 0
             elif self._is_broken(lane, nothing := ArithmeticError("no sequence had finite numbers")):

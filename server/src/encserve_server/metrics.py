@@ -55,6 +55,13 @@ class Metrics:
         self.refused = Counter(
             "encserve_refused", "Requests answered with an error of ours, by reason.", ("reason",), registry=registry
         )
+        self.trace_spans = Counter(
+            "encserve_trace_spans",
+            "Spans of traces: exported, failed (the receiver did not take them), or dropped (the queue was full).",
+            ("outcome",), registry=registry,
+        )  # fmt: skip
+        for outcome in ("exported", "failed", "dropped"):
+            self.trace_spans.labels(outcome)
         self.stage_seconds = Histogram(
             "encserve_stage_seconds",
             "Time by stage: tokenize (a request), queue (a sequence), collate (laying out a batch), compute (running "

@@ -6,6 +6,7 @@ import math
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from dataclasses import dataclass
 
+from encserve_server import spans
 from encserve_server.bundle import Bundle
 from encserve_server.clock import Clock
 from encserve_server.engine.base import EngineInfo
@@ -188,6 +189,7 @@ class ServedModel:
             EncserveError: Whatever `Scheduler.encode` raises.
         """
         self._check_call(call)
+        span = spans.current()
         began = self._clock.now()
         try:
             sequences = await self._checker.check(
@@ -200,6 +202,10 @@ class ServedModel:
             tokenize_seconds = self._clock.now() - began
             if any(isinstance(it, str) for it in call.inputs):
                 self.metrics.tokenize_seconds.observe(tokenize_seconds)
+                if span is not None:
+                    span.stage("tokenize", began, began + tokenize_seconds)
+        if span is not None:
+            span.about(self.bundle.name, self.bundle.version, [len(it.input) for it in sequences])
         estimated_bytes = self._check_reply_size(call, sequences)
         encoded = await self.scheduler.encode([sequence.input for sequence in sequences], deadline)
         return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
@@ -224,7 +230,17 @@ class ServedModel:
         began = self._clock.now()
         (sequence,) = await self._checker.check([call.input], ["input"], longest)
         tokenize_seconds = self._clock.now() - began
+        span = spans.current()
+        if span is not None:
+            span.about(self.bundle.name, self.bundle.version, [len(sequence.input)])
+            if isinstance(call.input, str):
+                span.stage("tokenize", began, began + tokenize_seconds)
+        came_at = self._clock.now()
         async with lane.inspect(sequence.input, call.wanted) as inspection:
+            if span is not None:
+                began = came_at + inspection.queue_seconds
+                span.stage("queue", came_at, began)
+                span.stage("compute", began, began + inspection.compute_seconds)
             yield InspectReply(sequence, inspection, tokenize_seconds)
 
     async def close(self) -> None:

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from encserve_server.batching import BatchPolicy, Taken, take_batch
 from encserve_server.errors import EncserveError
+from encserve_server.spans import RequestSpan
 from encserve_server.types import EncodedSequence, ModelInput
 
 # So many entries that are gone are not worth a pass.
@@ -38,6 +39,7 @@ class Ticket:
         missing: How many are.
         entries: The call's sequences.
         queued: How many of them are `queued`.
+        span: Who is told of its batches, if it is traced.
     """
 
     done: "asyncio.Future[None]"
@@ -45,12 +47,15 @@ class Ticket:
     missing: int
     entries: "list[Entry]"
     queued: int = 0
+    span: RequestSpan | None = None
 
     @classmethod
-    def of(cls, sequences: Sequence[ModelInput], now: float, deadline: float) -> "Ticket":
+    def of(
+        cls, sequences: Sequence[ModelInput], now: float, deadline: float, span: RequestSpan | None = None
+    ) -> "Ticket":
         """A ticket for a call that comes now, on the running event loop."""
         count = len(sequences)
-        ticket = cls(asyncio.get_running_loop().create_future(), [None] * count, count, [])
+        ticket = cls(asyncio.get_running_loop().create_future(), [None] * count, count, [], span=span)
         ticket.entries = [Entry(it, i, ticket, now, deadline) for i, it in enumerate(sequences)]
         return ticket
 

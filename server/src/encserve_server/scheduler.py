@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from encserve_server import spans
 from encserve_server.batching import BatchPolicy
 from encserve_server.clock import Clock
 from encserve_server.engine.base import Engine
@@ -23,6 +24,7 @@ from encserve_server.errors import (
 from encserve_server.lanes import Lanes, Run
 from encserve_server.pending import Entry, PendingQueue, QueueObserver, Ticket
 from encserve_server.runs import Checked, Throughput
+from encserve_server.spans import BatchTracer, RanBatch
 from encserve_server.types import BatchSeconds, ClosedBy, EncodedSequence, ModelInput
 
 logger = logging.getLogger(__name__)
@@ -100,6 +102,7 @@ class Scheduler:
         observer: SchedulerObserver,
         on_health_change: Callable[[], None] = lambda: None,
         probe: ModelInput = _FIRST_ID,
+        tracer: BatchTracer | None = None,
     ) -> None:
         """Takes what it works with; `start` sets it going.
 
@@ -110,6 +113,7 @@ class Scheduler:
         self._clock = clock
         self._observer = observer
         self._on_health_change = on_health_change
+        self._tracer = tracer
         self._pending = PendingQueue(observer)
         self._lanes = Lanes(
             engine,
@@ -179,6 +183,8 @@ class Scheduler:
         finally:
             if ticket.missing:
                 self._pending.withdraw(ticket)
+            if ticket.span is not None:
+                self._tell_queued(ticket)
             ticket.entries.clear()  # they refer to the ticket: without this the rows would wait for the cycle collector
         return [result for result in ticket.results if result is not None]
 
@@ -196,10 +202,16 @@ class Scheduler:
             for _ in sequences:
                 self._observer.expired()
             raise DeadlineExpired("the deadline had passed before the request was queued")
-        ticket = Ticket.of(sequences, now, deadline)
+        ticket = Ticket.of(sequences, now, deadline, spans.current())
         self._pending.add(ticket)
         self._lanes.wake()
         return ticket
+
+    def _tell_queued(self, ticket: Ticket) -> None:
+        """Tells a call's span how long it was queued: until its first batch was taken, or it gave up."""
+        starts = [entry.started_at for entry in ticket.entries if not math.isnan(entry.started_at)]
+        if ticket.span is not None:
+            ticket.span.stage("queue", ticket.entries[0].enqueued_at, min(starts, default=self._clock.now()))
 
     # What the lanes tell
 
@@ -210,6 +222,8 @@ class Scheduler:
     def on_ran(self, run: Run, checked: Checked) -> None:
         """Gives every entry its own rows."""
         result = checked.result
+        if self._tracer is not None:
+            self._trace(self._tracer, run, checked)
         for entry, rows, finite in zip(run.entries, result.rows, checked.finite, strict=True):
             if finite:
                 entry.deliver(EncodedSequence(rows, entry.started_at - entry.enqueued_at, result.compute_seconds))
@@ -220,6 +234,23 @@ class Scheduler:
         self._throughput.add(tokens, result.compute_seconds / beside)
         # Counted when those who wait for these rows have had their turn.
         asyncio.get_running_loop().call_soon(self._count, run, checked, tokens)
+
+    def _trace(self, tracer: BatchTracer, run: Run, checked: Checked) -> None:
+        """Tells of a batch that ran, if a request is in it that is traced."""
+        traced = {entry.ticket.span: None for entry in run.entries if entry.ticket.span is not None}
+        if traced:
+            batch = RanBatch(
+                run.began_at,
+                run.ended_at,
+                checked.seconds,
+                len(run.entries),
+                sum(entry.length for entry in run.entries),
+                checked.result.padded_tokens,
+                run.closed_by.value,
+                run.lane,
+                run.alone,
+            )
+            tracer.ran(list(traced), batch)
 
     def _count(self, run: Run, checked: Checked, tokens: int) -> None:
         """Tells the observer of a batch that ran."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor
 from enum import Enum
@@ -11,7 +10,7 @@ from typing import Any
 import grpc
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server import codec
+from encserve_server import codec, spans
 from encserve_server.clock import Clock
 from encserve_server.errors import DeadlineExpired, Draining, InvalidField, ResponseTooLarge
 from encserve_server.metrics import Metrics
@@ -64,7 +63,7 @@ class EncoderService:
         self._max_stream_in_flight = max_stream_in_flight
         self._draining = asyncio.Event()
 
-    def handler(self, guard: RpcGuard) -> grpc.GenericRpcHandler:
+    def handler(self, guard: RpcGuard, tracer: spans.Tracer | None = None) -> grpc.GenericRpcHandler:
         """What to add to a server. No (de)serialisers: handlers take and give bytes."""
         methods: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {
             "Encode": self.encode,
@@ -73,7 +72,8 @@ class EncoderService:
             "ListModels": self.list_models,
             "GetModel": self.get_model,
         }
-        handlers = {name: _HANDLERS[METHODS[name]](guard.wrap(name, method)) for name, method in methods.items()}
+        guarded = {name: guard.wrap(name, method, tracer) for name, method in methods.items()}
+        handlers = {name: _HANDLERS[METHODS[name]](method) for name, method in guarded.items()}
         return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
 
     def drain(self) -> None:
@@ -125,13 +125,18 @@ class EncoderService:
         request = codec.parse(pb.InspectRequest, data)
         model = self._catalog.resolve(request.model, request.model_version, request.expected_fingerprint)
         call = codec.decode_inspect_call(request, model)
+        span = spans.current()
         with model.in_use():
             async with model.inspect(call) as reply:
+                began = self._clock.now()
                 try:
                     async with asyncio.timeout(_ANSWER_SECONDS):
                         await self._send(model, call, reply, context)
                 except TimeoutError:
                     raise DeadlineExpired(f"the answer was not read within {_ANSWER_SECONDS:.0f} s") from None
+                finally:
+                    if span is not None:
+                        span.stage("send", began, self._clock.now())
 
     async def _send(self, model: ServedModel, call: InspectCall, reply: InspectReply, context: Context) -> None:
         """Sends an inspection's answer, each chunk when the one before has left."""
@@ -186,11 +191,15 @@ class EncoderService:
 
     async def _build(self, model: ServedModel, reply: EncodeReply, build: Callable[[], list[Part]]) -> bytes:
         """Serialises a response, in a thread if it is large."""
+        span = spans.current()
 
         def timed() -> bytes:
-            began = time.perf_counter()
+            began = self._clock.now()
             data = b"".join(build())  # the one copy of the rows
-            model.metrics.encode_seconds.observe(time.perf_counter() - began)
+            ended = self._clock.now()
+            model.metrics.encode_seconds.observe(ended - began)
+            if span is not None:
+                span.stage("encode", began, ended)
             limit = model.limits.max_response_bytes
             if len(data) > limit:  # the estimate was wrong; gRPC would answer with an error of its own
                 raise ResponseTooLarge("inputs", f"the reply takes {len(data)} bytes, over the limit of {limit}")
@@ -205,15 +214,23 @@ class EncoderService:
         """One stream request's answer, an error included."""
         request = codec.parse(pb.EncodeStreamRequest, data)
         request_id = request.request_id
+        span = spans.begin_request(request_id)
+        code, reason = grpc.StatusCode.CANCELLED, ""
         try:
             size = len(request_id.encode())
             if not 1 <= size <= _MAX_REQUEST_ID_BYTES:
                 raise InvalidField("request_id", f"must be 1 to {_MAX_REQUEST_ID_BYTES} bytes; was {size}")
-            return await self._encode(request.request, deadline, request_id)
+            response = await self._encode(request.request, deadline, request_id)
+            code = grpc.StatusCode.OK
+            return response
         except Exception as error:  # one request's error is its own answer
             failure = to_failure(error)
+            code, reason = failure.code, failure.reason
             self._metrics.refused.labels(failure.reason).inc()
             return codec.encode_stream_error(request_id, failure).SerializeToString()
+        finally:
+            if span is not None:
+                span.end(code.name, reason)
 
 
 def _next_chunk(chunks: Iterator[pb.InspectResponse]) -> bytes:

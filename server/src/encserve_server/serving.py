@@ -9,10 +9,17 @@ from encserve_server.metrics import Metrics
 from encserve_server.models import RequestLimits, ServedModel
 from encserve_server.scheduler import Scheduler, SchedulerLimits
 from encserve_server.settings import MIB, Settings
+from encserve_server.spans import Tracer
 
 
 def serve_model(
-    loaded: LoadedModel, settings: Settings, metrics: Metrics, *, clock: Clock, on_health_change: Callable[[], None]
+    loaded: LoadedModel,
+    settings: Settings,
+    metrics: Metrics,
+    *,
+    clock: Clock,
+    on_health_change: Callable[[], None],
+    tracer: Tracer | None = None,
 ) -> ServedModel:
     """Starts a model's scheduler, and gives what takes calls. To be called on the event loop."""
     bundle, info = loaded.bundle, loaded.engine.info
@@ -38,6 +45,7 @@ def serve_model(
         observer=own,
         on_health_change=on_health_change,
         probe=bundle.sample(1),
+        tracer=None if tracer is None else tracer.for_model(bundle.name, bundle.version),
     )
     scheduler.start()
     lane = None

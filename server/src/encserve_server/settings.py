@@ -7,6 +7,7 @@ that a setting is declared once: the flag of `max_batch_tokens` is `--max-batch-
 
 import dataclasses
 import math
+import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -156,6 +157,18 @@ class Settings:
     stall_seconds: float = _setting(60.0, "How long one batch may run before health says NOT_SERVING.", minimum=0.1)
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least severe log lines to write.")
     log_format: Literal["json", "text"] = _setting("json", "One JSON object a line, or text for people.")
+    trace_endpoint: str | None = _setting(
+        None,
+        "Where traces are sent by OTLP over gRPC: http://HOST:PORT, or https:// for TLS. Needs "
+        "encserve-server[tracing]. Default: no tracing.",
+    )
+    trace_sample_ratio: float = _setting(
+        1.0,
+        "How many requests are traced, from 0 to 1, of those whose callers do not say. A caller's own decision, in its "
+        "traceparent, is kept.",
+        minimum=0,
+        maximum=1,
+    )
     reflection: bool = _setting(True, "Whether to serve gRPC reflection, so that grpcurl and its kind need no .proto.")
 
     def __post_init__(self) -> None:
@@ -178,10 +191,20 @@ class Settings:
             raise ValueError("precision bfloat16 needs engine openvino; onnxruntime computes in what the bundle has")
         if self.device == "cuda" and self.engine == "openvino":
             raise ValueError("device cuda needs engine onnxruntime; openvino runs on the CPU only")
+        self._check_trace_endpoint()
         if not self.host:
             raise ValueError("host must not be empty; 0.0.0.0 is every address")
         if self.grpc_port and self.grpc_port == self.metrics_port:
             raise ValueError(f"grpc_port and metrics_port must differ; both were {self.grpc_port}")
+
+    def _check_trace_endpoint(self) -> None:
+        if not self.trace_endpoint:
+            return
+        url = urllib.parse.urlsplit(self.trace_endpoint)
+        if url.scheme not in ("http", "https") or not url.netloc or url.path.strip("/"):
+            raise ValueError(
+                f"trace_endpoint must be http://HOST:PORT or https://HOST:PORT; was {self.trace_endpoint!r}"
+            )
 
     def batch_tokens_for(self, device: str) -> int:
         """The budget of padded tokens on "cpu" or "cuda"."""

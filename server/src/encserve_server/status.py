@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2, status_pb2
 from encserve_server import errors
 from encserve_server.errors import EncserveError, QueueFull, RequestError
 from encserve_server.metrics import Metrics
+from encserve_server.spans import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -146,18 +147,20 @@ class RpcGuard:
         self._labels = {name: (kind, service, name) for name, kind in methods.items()}
         metrics.zero(self._labels.values(), map(code_label, grpc.StatusCode), REASONS)
 
-    def wrap(self, method: str, inner: Handler) -> Handler:
-        """A method's handler that counts what `inner` does and turns its errors into statuses."""
+    def wrap(self, method: str, inner: Handler, tracer: Tracer | None = None) -> Handler:
+        """A method's handler that counts and traces what `inner` does, and turns its errors into statuses."""
         metrics, labels = self._metrics, self._labels[method]
         started = metrics.started.labels(*labels)
         handling_seconds = metrics.handling_seconds.labels(*labels)
+        full_name = "/".join(labels[1:])
         handled = {code: metrics.handled.labels(*labels, code_label(code)) for code in grpc.StatusCode}
 
         @functools.wraps(inner)
         async def wrapped(request: Any, context: "grpc.aio.ServicerContext[Any, Any]") -> Any:
             began = time.perf_counter()
             started.inc()
-            code = grpc.StatusCode.OK
+            code, reason = grpc.StatusCode.OK, ""
+            span = None if tracer is None else tracer.begin(full_name, context.invocation_metadata() or ())
             self._count_active(1)
             try:
                 return await inner(request, context)
@@ -170,13 +173,15 @@ class RpcGuard:
                 raise
             except Exception as error:  # everything must become a status; gRPC would send the exception's text
                 failure = to_failure(error)
-                code = failure.code
-                metrics.refused.labels(failure.reason).inc()
+                code, reason = failure.code, failure.reason
+                metrics.refused.labels(reason).inc()
                 await context.abort(code, failure.text, failure.trailers)
             finally:
                 self._count_active(-1)
                 handled[code].inc()
                 handling_seconds.observe(time.perf_counter() - began)
+                if span is not None:
+                    span.end(code.name, reason)
 
         return wrapped
 

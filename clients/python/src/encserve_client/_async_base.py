@@ -12,6 +12,7 @@ from encserve_client._base import BaseClient, shown
 from encserve_client._exceptions import CallCancelledError, ClientClosedError
 from encserve_client._inputs import Input
 from encserve_client._stream_run import StreamRun
+from encserve_client._tracing import with_trace
 from encserve_client._wire_async import AsyncWire
 from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
 
@@ -51,7 +52,7 @@ class AsyncBase(BaseClient):
             else:
                 self._channel = grpc.aio.secure_channel(self._target, self._credentials, self._channel_options)
             self._stub = EncoderServiceStub(self._channel)
-        return AsyncWire(self._stub, self._metadata, time.monotonic, _iterate(inputs))
+        return AsyncWire(self._stub, with_trace(self._metadata), time.monotonic, _iterate(inputs))
 
     async def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:

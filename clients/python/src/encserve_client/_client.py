@@ -23,6 +23,8 @@ class EncoderClient(SyncBase):
             rows = client.encode(["a text", [101, 2023, 102]])  # a (seq, d_model) array for each
             vectors = client.embed(["a text", "another"])       # (2, d_model)
 
+    Where OpenTelemetry's current span is the caller's, its context goes along with every call.
+
     Every method raises an `EncserveError`, whose subclasses say what happened, and nothing of gRPC's. Calls that are
     too large for one message are cut up and sent in several; see `RetryPolicy` for what is sent again.
 

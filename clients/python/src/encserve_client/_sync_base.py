@@ -11,6 +11,7 @@ from encserve_client._base import BaseClient, shown
 from encserve_client._exceptions import CallCancelledError, ClientClosedError
 from encserve_client._inputs import Input
 from encserve_client._stream_run import StreamRun
+from encserve_client._tracing import with_trace
 from encserve_client._wire import run_without_loop
 from encserve_client._wire_sync import SyncWire
 from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
@@ -48,7 +49,7 @@ class SyncBase(BaseClient):
 
     def _wire(self, inputs: Iterable[Input] = ()) -> SyncWire:
         self._check_open()
-        return SyncWire(self._stub, self._metadata, time.monotonic, iter(inputs))
+        return SyncWire(self._stub, with_trace(self._metadata), time.monotonic, iter(inputs))
 
     def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
         try:

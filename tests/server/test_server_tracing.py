@@ -1,0 +1,437 @@
+"""Traces: the caller's context is continued, and an OTLP receiver gets spans that fit together."""
+
+import asyncio
+import itertools
+import json
+import logging
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
+from hypothesis import given
+from hypothesis import strategies as st
+from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
+from otlp_receiver import ERROR, SERVER_KIND, OtlpReceiver, ReceivedSpan, otlp_receiver
+
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server import logs, spans
+from encserve_server.clock import FakeClock, MonotonicClock
+from encserve_server.engine.fake import FakeEngine
+from encserve_server.errors import StartupError
+from encserve_server.settings import Settings
+from encserve_server.tracing import tracer as tracer_module
+from encserve_server.tracing.tracer import Anchor
+
+TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SAMPLED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"), ("tracestate", "congo=t61rcWkgMzE"))
+UNSAMPLED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-00"),)
+ENCODE = f"{SERVICE}/Encode"
+
+Traced = tuple[FakeServer, OtlpReceiver]
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
+    """A receiver that gets spans soon."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    with otlp_receiver() as it:
+        yield it
+
+
+@pytest.fixture
+async def traced(receiver: OtlpReceiver, start_server: StartServer) -> Traced:
+    return await start_server(trace_endpoint=receiver.endpoint), receiver
+
+
+async def received(receiver: OtlpReceiver, enough: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
+    return await asyncio.to_thread(receiver.wait_for, enough)
+
+
+def named(received: list[ReceivedSpan], name: str) -> list[ReceivedSpan]:
+    return [span for span in received if span.name == name]
+
+
+def has(*names: str) -> Callable[[list[ReceivedSpan]], bool]:
+    """Whether there are so many spans of each name."""
+    return lambda got: all(len(named(got, name)) >= names.count(name) for name in names)
+
+
+async def test_the_callers_trace_is_continued(traced: Traced) -> None:
+    server, receiver = traced
+    await server.encode("hello brave new world", metadata=SAMPLED)
+    got = await received(receiver, has(ENCODE, "batch"))
+    (span,) = named(got, ENCODE)
+    assert (span.trace_id, span.parent_id, span.kind) == (TRACE_ID, PARENT_ID, SERVER_KIND)
+    assert span.trace_state == "congo=t61rcWkgMzE"
+    assert span.attributes == {
+        "rpc.system.name": "grpc",
+        "rpc.method": ENCODE,
+        "rpc.response.status_code": "OK",
+        "encserve.model": "tiny",
+        "encserve.model_version": "2",
+        "encserve.sequences": 1,
+        "encserve.tokens": 6,
+    }
+    assert span.status != ERROR
+    assert span.schema_url == "https://opentelemetry.io/schemas/1.44.0"
+    assert span.resource["service.name"] == "encserve"
+    assert {"service.version", "service.instance.id"} <= set(span.resource)
+
+
+async def test_the_parts_of_a_request_lie_in_it_one_after_the_other(traced: Traced) -> None:
+    server, receiver = traced
+    began = time.time_ns()
+    await server.encode("hello", metadata=SAMPLED)
+    ended = time.time_ns()
+    got = await received(receiver, has(ENCODE, "batch"))
+    (parent,) = named(got, ENCODE)
+    parts = [named(got, name)[0] for name in ("tokenize", "queue", "compute", "encode")]
+    assert {(part.trace_id, part.parent_id) for part in parts} == {(TRACE_ID, parent.span_id)}
+    times = [t for part in parts for t in (part.start_ns, part.end_ns)]
+    assert [parent.start_ns, *times, parent.end_ns] == sorted([parent.start_ns, *times, parent.end_ns])
+    # What is made of the monotonic clock agrees with the wall's.
+    assert began - 50e6 < parent.start_ns
+    assert parent.end_ns < ended + 50e6
+    assert len(got) == 6
+
+
+async def test_ids_are_not_tokenized(traced: Traced) -> None:
+    server, receiver = traced
+    await server.encode([1, 2, 3], metadata=SAMPLED)
+    got = await received(receiver, has(ENCODE, "batch"))
+    assert sorted(span.name for span in got) == sorted(["queue", "compute", "encode", ENCODE, "batch"])
+
+
+async def test_compute_links_to_the_batch_and_the_batch_to_its_requests(traced: Traced) -> None:
+    server, receiver = traced
+    server.engine.hold()
+    first = asyncio.create_task(server.encode([1], metadata=SAMPLED))
+    await asyncio.to_thread(server.engine.started.acquire)
+    others = [asyncio.create_task(server.encode([1, 2, 3], metadata=SAMPLED)) for _ in range(2)]
+    unsampled = asyncio.create_task(server.encode([1, 2], metadata=UNSAMPLED))
+    while server.sample("encserve_queue_sequences", model="tiny", version="2") < 3:
+        await asyncio.sleep(0)
+    server.engine.let_go()
+    await asyncio.gather(first, *others, unsampled)
+    got = await received(receiver, has(*[ENCODE] * 3, "batch", "batch"))
+    batches = {(it.trace_id, it.span_id): it for it in named(got, "batch")}
+    requests = {it.span_id: it for it in named(got, ENCODE)}
+    assert len(requests) == 3
+    for compute in named(got, "compute"):
+        (link,) = compute.links
+        batch = batches[link]
+        assert (TRACE_ID, compute.parent_id) in batch.links
+        assert abs(batch.start_ns - compute.start_ns) < 50e6
+        assert abs(batch.end_ns - compute.end_ns) < 50e6
+    two = next(it for it in batches.values() if len(it.links) == 2)
+    assert two.parent_id == ""
+    assert two.trace_id != TRACE_ID
+    seconds = [two.attributes.pop(f"encserve.batch.{part}_seconds") for part in ("collate", "compute", "split")]
+    assert seconds[1] == 0.001
+    assert two.attributes == {
+        "encserve.model": "tiny",
+        "encserve.model_version": "2",
+        "encserve.batch.sequences": 3,
+        "encserve.batch.tokens": 8,
+        "encserve.batch.padded_tokens": 9,
+        "encserve.batch.closed_by": "drained",
+        "encserve.batch.lane": 0,
+        "encserve.batch.alone": True,
+        "encserve.batch.traced_requests": 2,
+    }
+
+
+async def test_a_request_of_several_batches_has_a_compute_span_for_each(
+    receiver: OtlpReceiver, start_server: StartServer
+) -> None:
+    """And no more than a bound: the last one then stands for all that are left."""
+    server = await start_server(trace_endpoint=receiver.endpoint, max_batch_sequences=1)
+    most = tracer_module.MAX_COMPUTE_SPANS
+    await server.encode(*[[1]] * (most + 4), metadata=SAMPLED)
+    got = await received(receiver, has(ENCODE, *["batch"] * (most + 4)))
+    computed = sorted(named(got, "compute"), key=lambda span: span.start_ns)
+    assert [len(span.links) for span in computed] == [1] * (most - 1) + [5]
+    batches = {(it.trace_id, it.span_id) for it in named(got, "batch")}
+    assert set(itertools.chain.from_iterable(span.links for span in computed)) == batches
+    (queue,) = named(got, "queue")
+    assert queue.end_ns <= computed[0].start_ns
+
+
+async def test_an_unsampled_request_makes_no_spans(traced: Traced) -> None:
+    server, receiver = traced
+    await server.encode("hello", metadata=UNSAMPLED)
+    await server.encode([1], metadata=SAMPLED)  # what came before it would have come by now
+    got = await received(receiver, has(ENCODE, "batch"))
+    assert len(named(got, ENCODE)) == len(named(got, "batch")) == 1
+    assert not named(got, "tokenize")
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1.0])
+async def test_the_ratio_is_for_those_who_do_not_say(
+    receiver: OtlpReceiver, start_server: StartServer, ratio: float
+) -> None:
+    server = await start_server(trace_endpoint=receiver.endpoint, trace_sample_ratio=ratio)
+    for _ in range(5):
+        await server.encode([1])
+    await server.encode([1], metadata=SAMPLED)
+    got = await received(receiver, lambda got: any(it.trace_id == TRACE_ID for it in named(got, ENCODE)))
+    assert len({it.trace_id for it in named(got, ENCODE)}) == 1 + 5 * ratio
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "reason", "is_error"),
+    [
+        (pb.EncodeRequest(), "INVALID_ARGUMENT", "INVALID_FIELD", False),
+        (pb.EncodeRequest(inputs=[make_input([7])]), "INTERNAL", "INFERENCE_FAILED", True),
+        (pb.EncodeRequest(model="none", inputs=[make_input([1])]), "NOT_FOUND", "MODEL_NOT_FOUND", False),
+    ],
+)
+async def test_a_failed_request_says_why(
+    receiver: OtlpReceiver, start_server: StartServer, request_: Any, code: str, reason: str, is_error: bool
+) -> None:
+    """An error of the caller's is none of the server's, as the semantic conventions have it."""
+    server = await start_server(FakeEngine(D_MODEL, poison=7), trace_endpoint=receiver.endpoint)
+    with pytest.raises(Failed):
+        await server.call("Encode", request_, metadata=SAMPLED)
+    got = await received(receiver, has(ENCODE))
+    (span,) = named(got, ENCODE)
+    assert (span.attributes["rpc.response.status_code"], span.attributes["encserve.reason"]) == (code, reason)
+    assert (span.status == ERROR, span.attributes.get("error.type")) == (is_error, code if is_error else None)
+
+
+async def test_who_waited_in_vain_was_queued(traced: Traced) -> None:
+    """A request whose caller goes while it waits has a queue span, no compute span, and what became of it."""
+    server, receiver = traced
+    server.engine.hold()
+    first = asyncio.create_task(server.encode([1], metadata=UNSAMPLED))
+    await asyncio.to_thread(server.engine.started.acquire)
+    with pytest.raises(Failed):
+        await server.encode([1, 2], metadata=SAMPLED, timeout=0.2)
+    server.engine.let_go()
+    await first
+    got = await received(receiver, has(ENCODE))
+    assert sorted(span.name for span in got) == [ENCODE, "queue"]
+    (span,) = named(got, ENCODE)
+    assert span.attributes["rpc.response.status_code"] == "DEADLINE_EXCEEDED"
+    assert named(got, "queue")[0].end_ns - named(got, "queue")[0].start_ns > 100e6
+
+
+async def stream_requests(server: FakeServer, count: int, **options: Any) -> None:
+    rpc: Any = server.channel.stream_stream(f"/{SERVICE}/EncodeStream")
+    call = rpc(metadata=SAMPLED, **options)
+    for i in range(count):
+        request = pb.EncodeRequest(inputs=[make_input([i if i else -1])])
+        await call.write(pb.EncodeStreamRequest(request_id=f"r{i}", request=request).SerializeToString())
+    await call.done_writing()
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def test_each_request_of_a_stream_has_a_span_in_the_streams(traced: Traced) -> None:
+    server, receiver = traced
+    await stream_requests(server, 3)
+    got = await received(receiver, has(f"{SERVICE}/EncodeStream", *["batch"]))
+    (stream,) = named(got, f"{SERVICE}/EncodeStream")
+    assert (stream.trace_id, stream.parent_id) == (TRACE_ID, PARENT_ID)
+    assert stream.attributes["encserve.requests"] == 3
+    requests = {it.attributes["encserve.request_id"]: it for it in named(got, "request")}
+    assert set(requests) == {"r0", "r1", "r2"}
+    assert {it.parent_id for it in requests.values()} == {stream.span_id}
+    assert [requests[f"r{i}"].attributes["rpc.response.status_code"] for i in range(3)] == [
+        "INVALID_ARGUMENT", "OK", "OK",
+    ]  # fmt: skip
+    for request in requests.values():
+        assert stream.start_ns <= request.start_ns <= request.end_ns <= stream.end_ns
+    for name in ("queue", "compute", "encode"):
+        assert {it.parent_id for it in named(got, name)} == {requests[f"r{i}"].span_id for i in (1, 2)}
+
+
+async def test_a_long_stream_does_not_make_a_trace_without_end(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracer_module, "MAX_STREAM_REQUESTS", 2)
+    server, receiver = traced
+    await stream_requests(server, 5)
+    got = await received(receiver, has(f"{SERVICE}/EncodeStream"))
+    assert len(named(got, "request")) == 2
+    (stream,) = named(got, f"{SERVICE}/EncodeStream")
+    assert stream.attributes["encserve.requests"] == 5
+    assert not [it for it in got if it.parent_id == stream.span_id and it.name != "request"]
+
+
+async def test_an_inspection_has_its_parts(traced: Traced) -> None:
+    server, receiver = traced
+    await server.inspect(pb.InspectRequest(input=make_input("hello")), metadata=SAMPLED)
+    got = await received(receiver, has(f"{SERVICE}/Inspect"))
+    (parent,) = named(got, f"{SERVICE}/Inspect")
+    parts = [named(got, name)[0] for name in ("tokenize", "queue", "compute", "send")]
+    assert {part.parent_id for part in parts} == {parent.span_id}
+    starts = [parent.start_ns, *(part.start_ns for part in parts)]
+    assert starts == sorted(starts)
+    assert max(part.end_ns for part in parts) <= parent.end_ns
+
+
+@pytest.mark.parametrize("log_format", ["json", "text"])
+async def test_log_lines_carry_the_trace(traced: Traced, log_format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of unexpected errors, whether the caller is sampled or not; those outside of requests carry none."""
+    server, _ = traced
+    server.inspector.broken = True
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    try:
+        logs.configure("info", log_format)
+        logging.getLogger("encserve_server.test").info("before")
+        for metadata in (SAMPLED, UNSAMPLED):
+            with pytest.raises(Failed):
+                await server.inspect(pb.InspectRequest(input=make_input("hello")), metadata=metadata)
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    lines = capsys.readouterr().err.splitlines()
+    assert "trace_id" not in next(line for line in lines if "before" in line)
+    errors = [line for line in lines if "unexpected error" in line]
+    assert len(errors) == 2
+    for line in errors:
+        if log_format == "json":
+            fields = json.loads(line)
+            assert fields["trace_id"] == TRACE_ID
+            assert len(fields["span_id"]) == 16
+            assert len(fields["error_id"]) == 16
+        else:
+            assert f"trace_id={TRACE_ID} span_id=" in line
+
+
+async def test_the_sdks_environment_variables_are_heeded(
+    receiver: OtlpReceiver, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "vectors")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=test,service.version=mine")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-api-key=secret")
+    server = await start_server(trace_endpoint=receiver.endpoint)
+    await server.encode([1], metadata=SAMPLED)
+    got = await received(receiver, has(ENCODE))
+    wanted = {"service.name": "vectors", "deployment.environment.name": "test", "service.version": "mine"}
+    assert wanted.items() <= got[0].resource.items()
+    assert receiver.headers[0]["x-api-key"] == "secret"
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """An endpoint that takes connections and never says a word, the worst kind of receiver."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+async def test_a_dead_receiver_hurts_nobody(
+    start_server: StartServer, nobody: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests are answered, what cannot be sent is dropped and counted, and the end comes within a bound."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "10")
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
+    monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
+    monkeypatch.setattr(tracer_module, "FLUSH_SECONDS", 0.2)
+    server = await start_server(trace_endpoint=nobody)
+    for _ in range(20):
+        await server.encode([1], metadata=SAMPLED)
+    assert server.sample("encserve_trace_spans_total", outcome="dropped") > 20
+    assert server.sample("encserve_trace_spans_total", outcome="exported") == 0
+    async with asyncio.timeout(60):
+        assert await server.app.stop()
+    made = 20 * 5
+    counted = [server.sample("encserve_trace_spans_total", outcome=it) for it in ("dropped", "failed")]
+    assert sum(counted) == made
+
+
+async def test_what_was_sent_is_counted(traced: Traced) -> None:
+    server, receiver = traced
+    await server.encode([1], metadata=SAMPLED)
+    await received(receiver, has(ENCODE, "batch"))
+    await server.app.stop()
+    assert server.sample("encserve_trace_spans_total", outcome="exported") == len(receiver.spans) == 5
+
+
+async def test_the_end_sends_what_is_left(
+    receiver: OtlpReceiver, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "3600000")
+    server = await start_server(trace_endpoint=receiver.endpoint)
+    await server.encode([1], metadata=SAMPLED)
+    assert receiver.spans == []
+    await server.app.stop()
+    assert len(receiver.spans) == 5
+
+
+def test_without_tracing_opentelemetry_is_not_even_imported(tmp_path: Path) -> None:
+    code = """
+import asyncio, pathlib, sys
+from fake_server import start_fake_server
+
+async def main():
+    server = await start_fake_server(pathlib.Path(sys.argv[1]))
+    await server.encode("hello", metadata=(("traceparent", "00-" + "1" * 32 + "-" + "2" * 16 + "-01"),))
+    await server.channel.close()
+    await server.app.stop()
+
+asyncio.run(main())
+print(sorted(name for name in sys.modules if name.startswith("opentelemetry")))
+"""
+    path = f"sys.path.append({str(Path(__file__).parent.parent / 'support')!r})"
+    command = [sys.executable, "-c", f"import sys; {path}\n{code}", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_tracing_without_its_extra_says_what_to_install(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['opentelemetry'] = None; from encserve_server.__main__ import main; main()"
+    flags = ["--model-repository", str(tmp_path), "--trace-endpoint", "http://127.0.0.1:4317", "--grpc-port", "0"]
+    command = [sys.executable, "-c", code, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    (line,) = [line for line in map(json.loads, done.stderr.splitlines()) if line["level"] == "ERROR"]
+    assert "install encserve-server[tracing]" in line["message"]
+    assert "Traceback" not in done.stderr
+
+
+def test_a_wrong_variable_of_the_sdk_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "many")
+    from prometheus_client import CollectorRegistry
+
+    from encserve_server.metrics import Metrics
+
+    settings = Settings(model_repository=Path(), trace_endpoint="http://127.0.0.1:4317")
+    with pytest.raises(StartupError, match="many"):
+        spans.open_tracer(settings, MonotonicClock(), Metrics(CollectorRegistry()))
+
+
+@pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host", "http://", "http://host:4317/v1/traces"])
+def test_a_wrong_endpoint_stops_the_start(endpoint: str) -> None:
+    with pytest.raises(ValueError, match="trace_endpoint must be http://HOST:PORT"):
+        Settings(model_repository=Path(), trace_endpoint=endpoint)
+
+
+METADATA_TEXT = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=600)
+
+
+@given(st.lists(st.tuples(st.sampled_from(["traceparent", "tracestate", "other"]), METADATA_TEXT), max_size=4))
+async def test_no_header_of_a_caller_breaks_a_request(metadata: list[tuple[str, str]]) -> None:
+    from opentelemetry.sdk.resources import Resource
+
+    tracer = tracer_module.OtlpTracer(None, None, ALWAYS_OFF, Resource({}), FakeClock())  # type: ignore[arg-type]
+    assert tracer.begin(ENCODE, metadata) is None
+    ids = spans.current_ids()
+    assert ids is not None
+    assert len(ids.trace_id) == 32
+
+
+def test_moments_keep_their_order_and_distance() -> None:
+    """Nanoseconds since 1970 of what a clock says that has been running for a year."""
+    anchor = Anchor(3.1e7, 1_795_000_000_000_000_000)
+    assert anchor.ns(3.1e7) == 1_795_000_000_000_000_000
+    assert anchor.ns(3.1e7 + 0.25) == 1_795_000_000_250_000_000
+    assert anchor.ns(3.1e7 - 1.5) == 1_794_999_998_500_000_000

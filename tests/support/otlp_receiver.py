@@ -1,0 +1,123 @@
+"""An OTLP receiver in this process: it keeps every span, with what its resource says of the sender."""
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+SERVER_KIND = trace_pb2.Span.SPAN_KIND_SERVER
+ERROR = trace_pb2.Status.STATUS_CODE_ERROR
+
+
+class ReceivedSpan:
+    """One span as it was received.
+
+    Attributes:
+        name: Its name.
+        kind: Its kind, a number of the protobuf enum.
+        trace_id: 32 hexadecimal digits.
+        span_id: 16 hexadecimal digits.
+        parent_id: 16 hexadecimal digits; empty for none.
+        start_ns: When it started, in nanoseconds since 1970.
+        end_ns: When it ended.
+        attributes: By name.
+        links: (trace id, span id) of each.
+        status: Its status code, a number of the protobuf enum.
+        resource: The sender's attributes, by name.
+        schema_url: Of its names.
+    """
+
+    def __init__(self, span: Any, resource: dict[str, Any], schema_url: str) -> None:
+        self.name: str = span.name
+        self.kind = span.kind
+        self.trace_id: str = span.trace_id.hex()
+        self.span_id: str = span.span_id.hex()
+        self.parent_id: str = span.parent_span_id.hex()
+        self.trace_state: str = span.trace_state
+        self.start_ns: int = span.start_time_unix_nano
+        self.end_ns: int = span.end_time_unix_nano
+        self.attributes = _values(span.attributes)
+        self.links = [(link.trace_id.hex(), link.span_id.hex()) for link in span.links]
+        self.status = span.status.code
+        self.resource = resource
+        self.schema_url = schema_url
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {self.span_id} in {self.parent_id or self.trace_id}>"
+
+
+class OtlpReceiver:
+    """A receiver that is running.
+
+    Attributes:
+        endpoint: Where it listens, as a URL.
+        headers: The metadata of every call so far.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._spans: list[ReceivedSpan] = []
+        self.headers: list[dict[str, str]] = []
+        self._server = grpc.server(ThreadPoolExecutor(2))
+        add: Any = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+        add(_Servicer(self), self._server)
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self._server.start()
+
+    @property
+    def spans(self) -> list[ReceivedSpan]:
+        """Those received so far."""
+        with self._changed:
+            return list(self._spans)
+
+    def wait_for(self, enough: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
+        """The spans received, once they are enough; blocks. Fails if they are not within half a minute."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: enough(self._spans), timeout=30), self._spans
+            return list(self._spans)
+
+    def receive(self, request: Any, headers: dict[str, str]) -> None:
+        """Keeps what was sent."""
+        received = [
+            ReceivedSpan(span, _values(of_resource.resource.attributes), of_scope.schema_url)
+            for of_resource in request.resource_spans
+            for of_scope in of_resource.scope_spans
+            for span in of_scope.spans
+        ]
+        with self._changed:
+            self._spans += received
+            self.headers.append(headers)
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Stops at once."""
+        self._server.stop(None).wait()
+
+
+class _Servicer(trace_service_pb2_grpc.TraceServiceServicer):
+    def __init__(self, receiver: OtlpReceiver) -> None:
+        self._receiver = receiver
+
+    def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
+        """Takes spans."""
+        self._receiver.receive(request, {it.key: it.value for it in context.invocation_metadata()})
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {it.key: getattr(it.value, it.value.WhichOneof("value")) for it in attributes}
+
+
+@contextmanager
+def otlp_receiver() -> Iterator[OtlpReceiver]:
+    """Runs a receiver."""
+    receiver = OtlpReceiver()
+    try:
+        yield receiver
+    finally:
+        receiver.stop()
