@@ -129,22 +129,6 @@ async def test_twenty_switches_under_load(
     assert memory[-1] <= 1.05 * memory[0], [f"{it / 2**20:.0f} MiB" for it in memory]
 
 
-async def test_a_large_call_is_of_one_version(
-    server: RealServer, repository: Path, drafts: Path, wanted: dict[str, list[Any]]
-) -> None:
-    """It takes many messages; where a switch falls between them they are all sent again."""
-    inputs = INPUTS * 80
-    async with AsyncEncoderClient(server.target) as client:
-        for number in range(1, 6):
-            calls = [asyncio.create_task(client.run(inputs)) for _ in range(4)]
-            publish(drafts, repository, str(number))
-            server.process.send_signal(signal.SIGHUP)
-            for result in await asyncio.gather(*calls):
-                want = wanted[result.version] * 80
-                for rows, its in zip(result.outputs[0].arrays(), want, strict=True):
-                    assert worst_relative_error(rows, its) <= 1e-5
-
-
 def test_a_bad_version_is_refused_and_the_old_one_serves_on(server: RealServer, repository: Path, drafts: Path) -> None:
     publish(drafts, repository, "1")
     path = repository / "m" / "1" / "model.onnx.data"

@@ -1,0 +1,106 @@
+"""Vectors of different models never meet: in one call, in one stream, or in one client that says what it expects."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import numpy as np
+import pytest
+
+from encserve_client import FingerprintError, InvalidInputError
+from encserve_proto.v1 import encoder_pb2 as pb
+from tests.client.conftest import Refused
+
+if TYPE_CHECKING:
+    from tests.client.conftest import Caller, FakeEncoder
+
+TEXTS = ["one", "two words", "and three words"]
+
+
+def switch_after(service: FakeEncoder, *counts: int) -> None:
+    """Has the service become another version after so many requests, and again after so many more."""
+    versions = [version for version, count in enumerate(counts) for _ in range(count)]
+    coming = itertools.chain(versions, itertools.repeat(len(counts)))
+
+    async def before(request: pb.EncodeRequest) -> None:
+        del request
+        service.fingerprint = f"version {next(coming)}"
+
+    service.before = before
+
+
+async def test_a_call_that_a_switch_cuts_in_two_is_made_again(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+    """All of it: what was answered by the old version is of no use."""
+    service.max_request_sequences = 1
+    switch_after(service, 2)
+    client = caller.connect(max_concurrent_messages=1)
+    result = await caller(client.run, TEXTS)
+    assert result.fingerprint == "version 1"
+    np.testing.assert_array_equal(result.outputs[0].arrays()[0], rows([1, 3, 2]))
+    assert len(service.requests) == result.timings.attempts == 6
+
+
+async def test_a_model_that_changes_again_and_again_is_said(caller: Caller, service: FakeEncoder) -> None:
+    service.max_request_sequences = 1
+    switch_after(service, 1, 2, 2, 2, 2)
+    client = caller.connect(max_concurrent_messages=1)
+    with pytest.raises(FingerprintError, match="answers of one call have different fingerprints"):
+        await caller(client.encode, TEXTS)
+    assert len(service.requests) == 9  # three rounds, and no more
+
+
+async def test_what_is_known_of_a_model_is_asked_again_after_a_switch(caller: Caller, service: FakeEncoder) -> None:
+    """Its limits, and what no inputs at all are answered with, are another version's."""
+    client = caller.connect()
+    await caller(client.encode, TEXTS)
+    assert service.n_get_model == 1
+    service.fingerprint = "new"
+    await caller(client.encode, TEXTS)
+    assert (await caller(client.run, [])).fingerprint == "new"
+    assert service.n_get_model == 2
+
+
+async def test_every_request_says_what_is_expected(caller: Caller, service: FakeEncoder) -> None:
+    service.max_request_sequences = 2
+    client = caller.connect(expected_fingerprint=service.fingerprint)
+    await caller(client.encode, TEXTS)
+    await caller(client.embed, TEXTS)
+    assert len(service.requests) == 4
+    assert {request.expected_fingerprint for request in service.requests} == {service.fingerprint}
+
+
+async def test_a_refusal_is_a_fingerprint_error(caller: Caller, service: FakeEncoder) -> None:
+    """And is not tried again: the answer would be the same."""
+
+    async def refuse(request: pb.EncodeRequest) -> None:
+        text = f"expected_fingerprint: {request.expected_fingerprint!r} is expected"
+        raise Refused(grpc.StatusCode.FAILED_PRECONDITION, text, "FINGERPRINT_MISMATCH")
+
+    service.before = refuse
+    client = caller.connect(expected_fingerprint="mine")
+    with pytest.raises(FingerprintError, match="'mine' is expected") as caught:
+        await caller(client.encode, TEXTS)
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "FINGERPRINT_MISMATCH")
+    assert len(service.requests) == 1
+
+
+async def test_a_server_that_does_not_know_the_field_is_not_believed(caller: Caller, service: FakeEncoder) -> None:
+    """An older one ignores it and answers."""
+    client = caller.connect(expected_fingerprint="mine")
+    for call in (client.encode, client.embed, client.run):
+        with pytest.raises(FingerprintError, match="fingerprint mine is expected, but the answer has ffff"):
+            await caller(call, TEXTS)
+    with pytest.raises(FingerprintError, match="fingerprint mine is expected, but the answer has ffff"):
+        await caller(client.inspect, TEXTS[0])
+
+
+async def test_nothing_is_expected_by_default(caller: Caller, service: FakeEncoder) -> None:
+    await caller(caller.connect().encode, TEXTS)
+    assert service.requests[0].expected_fingerprint == ""
+
+
+def test_a_fingerprint_is_text(caller: Caller) -> None:
+    with pytest.raises(InvalidInputError, match="expected_fingerprint must be a str or None; was int"):
+        caller.connect(expected_fingerprint=7)
