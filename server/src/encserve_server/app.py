@@ -22,6 +22,7 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
 
+from encserve_server.catalog import Catalog
 from encserve_server.clock import MonotonicClock
 from encserve_server.errors import StartupError
 from encserve_server.gpus import watch_gpus
@@ -30,7 +31,7 @@ from encserve_server.lag import watch_lag
 from encserve_server.loading import LoadedModel, load_model
 from encserve_server.manager import Loader, ModelManager
 from encserve_server.metrics import Metrics
-from encserve_server.models import Catalog, ServedModel
+from encserve_server.models import ServedModel
 from encserve_server.service import METHODS, SERVICE_NAME, EncoderService
 from encserve_server.serving import serve_model
 from encserve_server.settings import MIB, Settings

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from encserve_server import memory
+from encserve_server.catalog import Catalog
 from encserve_server.errors import BundleError, StartupError
 from encserve_server.loading import LoadedModel
 from encserve_server.metrics import LoadOutcome, Metrics
-from encserve_server.models import Catalog, ServedModel
+from encserve_server.models import ServedModel
 from encserve_server.repository import Candidate, Slot, find_slots
 from encserve_server.settings import Settings
 

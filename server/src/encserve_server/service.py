@@ -11,10 +11,11 @@ import grpc
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import codec, spans
+from encserve_server.catalog import Catalog
 from encserve_server.clock import Clock
 from encserve_server.errors import DeadlineExpired, Draining, InvalidField, ResponseTooLarge
 from encserve_server.metrics import Metrics
-from encserve_server.models import Catalog, EncodeReply, InspectCall, InspectReply, ServedModel
+from encserve_server.models import EncodeReply, InspectCall, InspectReply, ServedModel
 from encserve_server.status import RpcGuard, to_failure
 from encserve_server.wire import Part
 
