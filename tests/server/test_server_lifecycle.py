@@ -1,19 +1,26 @@
 """Health, readiness, draining and metrics of a whole server with a fake engine."""
 
 import asyncio
+import os
+import sys
+import threading
 import urllib.request
+from concurrent.futures import Executor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
-from fake_server import SERVICE, Failed, FakeServer, StartServer
+from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, fake_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
+from encserve_server.engine.fake import FakeEngine
 from encserve_server.errors import BundleError, StartupError
+from encserve_server.loading import LoadedModel
 from encserve_server.settings import Settings
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -316,3 +323,30 @@ async def test_other_loopback_addresses(start_server: StartServer, host: str) ->
     async with grpc.aio.insecure_channel(f"{'[::1]' if ':' in host else host}:{server.app.grpc_port}") as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/ListModels")
         assert await rpc(b"")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux knows priorities of threads")
+async def test_threads_that_compute_leave_the_cpu_to_the_event_loop(start_server: StartServer) -> None:
+    """Whatever an engine makes of threads while it is loaded does so too."""
+    seen: dict[str, int] = {}
+
+    def look(where: str) -> None:
+        seen[where] = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    class Engine(FakeEngine):
+        def run(self, *args: Any, **kwargs: Any) -> Any:
+            look("run")
+            return super().run(*args, **kwargs)
+
+    def load(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+        del settings
+        maker = threading.Thread(target=look, args=("a thread of the engine",))
+        maker.start()
+        maker.join()
+        return fake_model(directory, tokenize_pool, Engine(D_MODEL))
+
+    server = await start_server(load=load)
+    await server.encode([1])
+    look("the event loop")
+    before = seen.pop("the event loop")
+    assert seen == {"run": before + 5, "a thread of the engine": before + 5}

@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 
 from encserve_server.catalog import Catalog
 from encserve_server.clock import MonotonicClock
+from encserve_server.cpus import step_back
 from encserve_server.errors import StartupError
 from encserve_server.gpus import watch_gpus
 from encserve_server.health import Health
@@ -63,7 +64,8 @@ class App:
         self._guard = RpcGuard(self.metrics, SERVICE_NAME, METHODS)
         self._clock = MonotonicClock()
         self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
-        self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load")
+        # Loading is in no hurry, and the threads that engines make are made here.
+        self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=step_back)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
         self._health = Health(SERVICE_NAME)
         self._service = EncoderService(

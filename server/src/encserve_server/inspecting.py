@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from encserve_server.cpus import step_back
 from encserve_server.engine.base import Inspector
 from encserve_server.errors import InferenceFailed, QueueFull
 from encserve_server.metrics import ModelMetrics
@@ -59,7 +60,7 @@ class InspectLane:
         self._closed = False
         self._last_seconds = _TYPICAL_SECONDS
         self._inspector: Inspector | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encserve-inspect")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encserve-inspect", initializer=step_back)
         # The callers wait here, not in the thread's own queue, which would keep the inputs of those that went.
         self._turn = asyncio.Lock()
 

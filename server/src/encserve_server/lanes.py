@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from encserve_server.batching import BatchPolicy
 from encserve_server.clock import Clock
+from encserve_server.cpus import step_back
 from encserve_server.engine.base import Engine
 from encserve_server.pending import Entry, PendingQueue
 from encserve_server.runs import BusyTime, Checked, run_checked
@@ -181,6 +182,7 @@ class Lanes:
 
     def _live(self, lane: _Lane, ended: "asyncio.Future[None]") -> None:
         """A thread's life: waits for something to do, and does it."""
+        step_back()
         while (job := self._jobs.get()) is not None:
             try:
                 job(lane)
