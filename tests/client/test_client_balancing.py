@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 from dns_server import DnsServer
 from fake_server import FakeServer, start_fake_server
 from grpc_health.v1 import health_pb2
+from ports import free_port
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError, RetryPolicy, Tls
 from encserve_client._channel import channel_options
@@ -60,13 +60,6 @@ async def call_until(client: AsyncEncoderClient, done: Callable[[], bool]) -> No
     async with asyncio.timeout(15):
         while not done():
             await client.encode([IDS])
-
-
-def free_port() -> int:
-    """A port that is free on every loopback address."""
-    with socket.socket() as it:
-        it.bind(("", 0))
-        return int(it.getsockname()[1])
 
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
@@ -126,8 +119,8 @@ async def test_one_address_has_its_calls_whatever_its_health_says(start: Start) 
 
 async def test_one_that_stops_and_comes_back_costs_no_call(start: Start) -> None:
     """The other may go as soon as it is back."""
-    one, other = await start(), await start()
-    port = one.app.grpc_port
+    port = free_port()
+    one, other = await start(grpc_port=port), await start()
     async with AsyncEncoderClient([address(one), address(other)]) as client:
         await call_until(client, lambda: answered(one) > 0 and answered(other) > 0)
         stopping = asyncio.ensure_future(stop(one))
