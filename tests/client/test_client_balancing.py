@@ -149,6 +149,19 @@ async def test_a_name_stands_for_all_of_its_addresses(start: Start) -> None:
             await stopping
 
 
+async def test_a_server_that_is_added_gets_calls_when_connections_are_renewed(start: Start) -> None:
+    """No server went away, so nothing but the connection's age makes the client look the name up again."""
+    port = free_port()
+    one = await start(host="127.0.0.1", grpc_port=port, max_connection_age_seconds=1.0)
+    with DnsServer("127.0.0.1") as dns:
+        target = f"dns://127.0.0.1:{dns.port}/encserve.test:{port}"
+        async with AsyncEncoderClient(target, retry=RetryPolicy(max_attempts=1)) as client:
+            await call_until(client, lambda: answered(one) > 0)
+            added = await start(host="127.0.0.2", grpc_port=port)
+            dns.addresses = ("127.0.0.1", "127.0.0.2")
+            await call_until(client, lambda: answered(added) > 20)
+
+
 async def test_a_stream_goes_on_with_another_server(start: Start) -> None:
     """Every input is answered, in order, when the server of the stream stops in the middle."""
     servers = [await start(), await start()]
