@@ -59,6 +59,21 @@ def test_only_what_time_may_mend_is_retried(failure: Failure, expected: bool) ->
     assert (wait is not None) is expected
 
 
+@pytest.mark.parametrize("code", [Code.UNKNOWN, Code.INTERNAL])
+def test_a_call_that_a_proxy_cuts_off_is_sent_again(code: grpc.StatusCode) -> None:
+    """All that gRPC has to say of it is a text; an error of the server's has a reason."""
+    text = "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"
+    cut_off = failure_of_status(code, text, ())
+    assert cut_off.code is Code.UNAVAILABLE
+    assert is_retryable(cut_off)
+    for other in (
+        failure_of_status(code, text, [("encserve-error-reason", "INTERNAL")]),
+        failure_of_status(code, "Exception iterating responses", ()),
+        failure_of_status(Code.INVALID_ARGUMENT, text, ()),
+    ):
+        assert not is_retryable(other)
+
+
 def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
     """With the largest draw the waits are the bounds themselves."""
     waits = [seconds_until_retry(POLICY, DOWN, attempts, 100.0, always(1.0)) for attempts in (1, 2, 3, 4)]

@@ -1,6 +1,7 @@
 """Two replicas, behind a real Envoy or with the client taking turns: they stop, die and come back under load."""
 
 import contextlib
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -115,3 +116,18 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
             was_stopping = call.began < stopped + NOTICE_SECONDS and call.ended > stopping
             was_dying = call.began < killed + NOTICE_SECONDS and call.ended > killing
             assert was_stopping or was_dying, call
+
+
+def test_a_replica_that_hangs(replicas: Replicas, target: Any) -> None:
+    """It says nothing and keeps its connections, as a machine does that has lost its network. No call is lost."""
+    one, other = replicas.one, replicas.other
+    with Callers("async", target, TEXTS, replicas.want) as callers:
+        callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer")
+        one.server.process.send_signal(signal.SIGSTOP)
+        hanging = time.monotonic()
+        # Every caller that was with it is back, streams too: nobody waits for it any more.
+        callers.wait_until(lambda: callers.all_answered_since(hanging), "every caller goes on with the other")
+        one.server.process.send_signal(signal.SIGCONT)
+        before = one.answered
+        callers.wait_until(lambda: one.answered > before + 100, "it gets calls again")
+    assert callers.failed == []

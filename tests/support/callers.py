@@ -47,6 +47,8 @@ class Callers:
         self.calls: list[Call] = []
         self.n_streamed = 0
         self.failed: list[str] = []
+        # When each got its last answer: callers by their numbers, from 0, and streams by theirs, below 0.
+        self._last = dict.fromkeys(range(-N_STREAMS, n_callers), 0.0)
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -65,12 +67,16 @@ class Callers:
             assert time.monotonic() < ends, f"not within {seconds} s: {what}"
             time.sleep(0.05)
 
+    def all_answered_since(self, moment: float) -> bool:
+        """Whether every caller and every stream has got an answer since then."""
+        return min(self._last.values(), default=0.0) > moment
+
     def _run_sync(self) -> None:
         with EncoderClient(self._target) as client, ThreadPoolExecutor(self._n_callers + N_STREAMS) as threads:
             for caller in range(self._n_callers):
                 threads.submit(self._guard, self._call_sync, client, caller)
-            for _ in range(N_STREAMS):
-                threads.submit(self._guard, self._stream_sync, client)
+            for stream in range(-N_STREAMS, 0):
+                threads.submit(self._guard, self._stream_sync, client, stream)
 
     def _run_async(self) -> None:
         asyncio.run(self._gather())
@@ -79,8 +85,8 @@ class Callers:
         async with AsyncEncoderClient(self._target) as client, asyncio.TaskGroup() as group:
             for caller in range(self._n_callers):
                 group.create_task(self._guard_async(self._call_async, client, caller))
-            for _ in range(N_STREAMS):
-                group.create_task(self._guard_async(self._stream_async, client))
+            for stream in range(-N_STREAMS, 0):
+                group.create_task(self._guard_async(self._stream_async, client, stream))
 
     def _guard(self, work: Callable[..., None], *args: Any) -> None:
         try:
@@ -102,7 +108,7 @@ class Callers:
             except EncserveError as error:
                 self._book_failure(error, began)
             else:
-                self._book(turn, result, began)
+                self._book(caller, turn, result, began)
 
     async def _call_async(self, client: AsyncEncoderClient, caller: int) -> None:
         for turn in itertools.takewhile(lambda _: not self._stop.is_set(), itertools.count(caller)):
@@ -112,16 +118,16 @@ class Callers:
             except EncserveError as error:
                 self._book_failure(error, began)
             else:
-                self._book(turn, result, began)
+                self._book(caller, turn, result, began)
 
-    def _stream_sync(self, client: EncoderClient) -> None:
+    def _stream_sync(self, client: EncoderClient, stream: int) -> None:
         for turn, rows in enumerate(client.encode_stream(self._endless(), max_in_flight=4)):
-            self._check_streamed(turn, rows)
+            self._book_streamed(stream, turn, rows)
 
-    async def _stream_async(self, client: AsyncEncoderClient) -> None:
+    async def _stream_async(self, client: AsyncEncoderClient, stream: int) -> None:
         turn = 0
         async for rows in client.encode_stream(self._endless_async(), max_in_flight=4):
-            self._check_streamed(turn, rows)
+            self._book_streamed(stream, turn, rows)
             turn += 1
 
     def _endless(self) -> Iterator[str]:
@@ -131,14 +137,16 @@ class Callers:
         for text in self._endless():
             yield text
 
-    def _book(self, turn: int, result: Any, began: float) -> None:
-        self.calls.append(Call(began, time.monotonic(), result.timings.attempts))
+    def _book(self, caller: int, turn: int, result: Any, began: float) -> None:
+        self._last[caller] = time.monotonic()
+        self.calls.append(Call(began, self._last[caller], result.timings.attempts))
         self._check("a call", turn, result.outputs[0].arrays()[0])
 
     def _book_failure(self, error: EncserveError, began: float) -> None:
         self.failed.append(f"began at {began:.3f}, failed at {time.monotonic():.3f}: {error!r}")
 
-    def _check_streamed(self, turn: int, rows: Any) -> None:
+    def _book_streamed(self, stream: int, turn: int, rows: Any) -> None:
+        self._last[stream] = time.monotonic()
         self.n_streamed += 1
         self._check("a stream", turn, rows)
 

@@ -51,6 +51,12 @@ def balancing_options() -> dict[str, str | int]:
         # A name is looked up again when a connection is lost, but by default no sooner than 30 s after the last time:
         # servers replaced one after another, with new addresses, could all be unknown until then.
         "grpc.dns_min_time_between_resolutions_ms": 1000,
+        # A machine that goes down says nothing. Within 20 s its connections are given up, early enough for its calls to
+        # be sent to another within the default timeout. Servers allow a ping every 10 s. The third is for the pings by
+        # which gRPC measures bandwidth: while one is out, which may be 60 s, there is none to keep alive.
+        "grpc.keepalive_time_ms": 12_000,
+        "grpc.keepalive_timeout_ms": 8_000,
+        "grpc.http2.ping_timeout_ms": 8_000,
     }
 
 
