@@ -86,7 +86,9 @@ def test_both_clients_have_the_same_methods() -> None:
 
 def test_channel_options() -> None:
     """Ours switch gRPC's retries off and raise its limits; the caller's go before them."""
-    options = dict(channel_options(5, Tls(server_name="encoder"), {"grpc.max_send_message_length": 7, "x": "y"}))
+    options = dict(
+        channel_options("encoder:1", 5, Tls(server_name="encoder"), {"grpc.max_send_message_length": 7, "x": "y"})
+    )
     assert options["grpc.enable_retries"] == 0
     assert options["grpc.max_receive_message_length"] == 5
     assert options["grpc.max_send_message_length"] == 7
@@ -112,7 +114,7 @@ def test_metadata_that_cannot_be_sent_is_refused(client: Any, settings: dict[str
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"target": None}, "target must be a str such as 'localhost:50051'; was NoneType"),
+        ({"target": None}, "target must be a str such as 'localhost:50051', or a list of addresses; was NoneType"),
         ({"target": ""}, "target must be a str such as 'localhost:50051'; was empty"),
         ({"tls": "ca.pem"}, "tls must be a Tls or a bool; was str"),
         ({"credentials": "ca.pem"}, "credentials must be grpc.ChannelCredentials or None; was str"),

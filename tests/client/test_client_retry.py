@@ -59,6 +59,21 @@ def test_only_what_time_may_mend_is_retried(failure: Failure, expected: bool) ->
     assert (wait is not None) is expected
 
 
+@pytest.mark.parametrize("code", [Code.UNKNOWN, Code.INTERNAL])
+def test_a_call_that_a_proxy_cuts_off_is_sent_again(code: grpc.StatusCode) -> None:
+    """All that gRPC has to say of it is a text; an error of the server's has a reason."""
+    text = "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"
+    cut_off = failure_of_status(code, text, ())
+    assert cut_off.code is Code.UNAVAILABLE
+    assert is_retryable(cut_off)
+    for other in (
+        failure_of_status(code, text, [("encserve-error-reason", "INTERNAL")]),
+        failure_of_status(code, "Exception iterating responses", ()),
+        failure_of_status(Code.INVALID_ARGUMENT, text, ()),
+    ):
+        assert not is_retryable(other)
+
+
 def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
     """With the largest draw the waits are the bounds themselves."""
     waits = [seconds_until_retry(POLICY, DOWN, attempts, 100.0, always(1.0)) for attempts in (1, 2, 3, 4)]
@@ -67,13 +82,13 @@ def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
 
 def test_the_servers_delay_is_the_least() -> None:
     """Jitter only adds to what the server asked for."""
-    assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(0.0)) == 1.5
+    assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(0.0)) == pytest.approx(1.55)
     assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(1.0)) == pytest.approx(1.6)
 
 
 def test_no_wait_is_begun_that_ends_after_the_deadline() -> None:
-    assert seconds_until_retry(POLICY, FULL, 1, 1.4, always(0.0)) is None
-    assert seconds_until_retry(POLICY, FULL, 1, 1.6, always(0.0)) == 1.5
+    assert seconds_until_retry(POLICY, FULL, 1, 1.54, always(0.0)) is None
+    assert seconds_until_retry(POLICY, FULL, 1, 1.6, always(0.0)) == pytest.approx(1.55)
 
 
 @given(

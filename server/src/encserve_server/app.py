@@ -173,6 +173,7 @@ class App:
                 # Clients may ping an idle connection this often; the default of 5 minutes ends their connection.
                 ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
                 ("grpc.keepalive_permit_without_calls", 1),
+                *_connection_age(settings.max_connection_age_seconds),
             ],
         )
         server.add_generic_rpc_handlers((self._service.handler(self._guard, self._tracer),))
@@ -232,3 +233,8 @@ def _report_start(starting: "asyncio.Task[None]") -> bool:
     elif error is not None:
         logger.error("cannot start: unexpected error", exc_info=error)
     return error is not None
+
+
+def _connection_age(seconds: float | None) -> list[tuple[str, int]]:
+    """GRPC's option for how long a connection may last. Calls on it are finished, however long they take."""
+    return [] if seconds is None else [("grpc.max_connection_age_ms", round(seconds * 1000))]

@@ -154,6 +154,13 @@ class Settings:
         "notice first. It is not part of grace_seconds.",
         minimum=0,
     )
+    max_connection_age_seconds: float | None = _setting(
+        None,
+        "How long a caller may keep one connection, give or take a tenth; then it is asked to make a new one, which no "
+        "call notices. Clients that take turns among the addresses of a DNS name look for new servers only then. "
+        "Default: for ever.",
+        minimum=1,
+    )
     stall_seconds: float = _setting(60.0, "How long one batch may run before health says NOT_SERVING.", minimum=0.1)
     log_level: Literal["debug", "info", "warning", "error"] = _setting("info", "Least severe log lines to write.")
     log_format: Literal["json", "text"] = _setting("json", "One JSON object a line, or text for people.")

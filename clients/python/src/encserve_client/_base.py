@@ -15,6 +15,7 @@ from encserve_client._options import Array, DType, Options, Output, Pooling, poo
 from encserve_client._retry import RetryPolicy
 from encserve_client._stream import StreamBooks
 from encserve_client._stream_run import Result, StreamRun
+from encserve_client._target import as_target
 from encserve_client._wire import Wire
 
 MIB = 1024 * 1024
@@ -44,7 +45,7 @@ class BaseClient:
 
     def __init__(
         self,
-        target: str = "localhost:50051",
+        target: str | Sequence[str] = "localhost:50051",
         *,
         tls: Tls | bool = False,
         credentials: grpc.ChannelCredentials | None = None,
@@ -57,20 +58,22 @@ class BaseClient:
         expected_fingerprint: str | None = None,
         channel_arguments: Mapping[str, str | int] | None = None,
     ) -> None:
-        self._target = want("target", target, str, "a str such as 'localhost:50051'")
-        if not target:
-            raise InvalidInputError("target must be a str such as 'localhost:50051'; was empty")
+        self._target = as_target(target)
         settings = Settings(
             as_float("timeout_seconds", timeout_seconds),
             as_int("max_message_bytes", max_message_bytes),
             as_int("max_concurrent_messages", max_concurrent_messages),
             RetryPolicy() if retry is None else want("retry", retry, RetryPolicy, "a RetryPolicy"),
-            target=target,
+            target=self._target,
             expected_fingerprint=want("expected_fingerprint", expected_fingerprint or "", str, "a str or None"),
         )
         self._core = Core(settings)
         checked_tls, self._credentials = channel_credentials(tls, credentials)
-        self._channel_options = channel_options(settings.max_message_bytes, checked_tls, channel_arguments)
+        if checked_tls is not None and checked_tls.server_name is None and not isinstance(target, str):
+            raise ValueError("several addresses need tls=Tls(server_name=…), the one name that their certificates have")
+        self._channel_options = channel_options(
+            self._target, settings.max_message_bytes, checked_tls, channel_arguments
+        )
         self._metadata = call_metadata(token, metadata)
         self._closed = False
         self._set_up()

@@ -9,6 +9,7 @@ import grpc
 
 from encserve_client._arguments import want
 from encserve_client._exceptions import InvalidInputError
+from encserve_client._target import balancing_options, is_balanced
 from encserve_client._wire_sync import Metadata
 
 ChannelOption = tuple[str, str | int]
@@ -48,9 +49,9 @@ class Tls:
 
 
 def channel_options(
-    max_message_bytes: int, tls: Tls | None, extra: Mapping[str, str | int] | None
+    target: str, max_message_bytes: int, tls: Tls | None, extra: Mapping[str, str | int] | None
 ) -> list[ChannelOption]:
-    """The channel's options; `extra` has the last word."""
+    """The options of a channel to a gRPC target; `extra` has the last word."""
     options: dict[str, str | int] = {
         "grpc.max_receive_message_length": max_message_bytes,
         "grpc.max_send_message_length": max_message_bytes,
@@ -62,6 +63,7 @@ def channel_options(
         "grpc.initial_reconnect_backoff_ms": 100,
         "grpc.max_reconnect_backoff_ms": 5000,
         "grpc.primary_user_agent": "encserve-client",
+        **(balancing_options() if is_balanced(target) else {}),
     }
     if tls is not None and tls.server_name is not None:
         options["grpc.ssl_target_name_override"] = tls.server_name

@@ -29,7 +29,10 @@ class EncoderClient(SyncBase):
     too large for one message are cut up and sent in several; see `RetryPolicy` for what is sent again.
 
     Args:
-        target: The server, as host:port, or any name that gRPC resolves: "dns:///encoder:50051", "unix:///run/e.sock".
+        target: The server, as host:port, or as any name that gRPC resolves, such as "unix:///run/e.sock". Or several,
+            which take turns call by call while their health service says SERVING: all addresses of a DNS name,
+            "dns:///encoder:50051", or a list, ["10.0.0.7:50051", "10.0.0.8:50051"]. One `encode_stream` stays with one
+            of them until that one stops.
         tls: True to encrypt and check the server's certificate, or a `Tls` with files. Default: plaintext.
         credentials: gRPC channel credentials, for what `tls` cannot say. Not both.
         token: Sent with every call as "authorization: Bearer …". Readable by anyone on the way unless `tls` is used.

@@ -10,6 +10,7 @@ import grpc
 from encserve_client import _exceptions as errors
 from encserve_proto.v1 import encoder_pb2 as pb
 
+_CUT_OFF_CODES = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
 REASON_TRAILER = "encserve-error-reason"
 PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 
@@ -124,8 +125,14 @@ class Failure:
 def failure_of_status(
     code: grpc.StatusCode, message: str | None, trailers: Iterable[tuple[str, str | bytes]] | None
 ) -> Failure:
-    """Reads the status and the trailers of an RPC that failed."""
+    """Reads the status and the trailers of an RPC that failed.
+
+    A call that a proxy cuts off, because its server died after the answer had begun, has no status but gRPC's own for
+    HTTP/2's RST_STREAM. It counts as what it is: UNAVAILABLE.
+    """
     texts = {key: value for key, value in trailers or () if isinstance(value, str)}
+    if code in _CUT_OFF_CODES and not texts.get(REASON_TRAILER) and "RST_STREAM" in (message or ""):
+        code = grpc.StatusCode.UNAVAILABLE
     pushback = texts.get(PUSHBACK_TRAILER)
     delay = _pushback_seconds(pushback)
     # A pushback that is negative or no number means "do not retry" (gRFC A6).

@@ -15,9 +15,10 @@ class RetryPolicy:
 
     Sent again are messages that failed with UNAVAILABLE, with RESOURCE_EXHAUSTED where the server said that its queue
     is full, and those that the other side cancelled. Nothing else is: the answer would be the same. Encoding has no
-    side effects, so sending twice is always safe. The wait before attempt n + 1 is drawn evenly from 0 to
-    min(initial_backoff_seconds · backoff_multiplier^(n - 1), max_backoff_seconds), after the delay that the server
-    asked for. A wait that would end after the caller's deadline is not begun: the error is raised at once.
+    side effects, so sending twice is always safe. The wait before attempt n + 1 is at most
+    min(initial_backoff_seconds · backoff_multiplier^(n - 1), max_backoff_seconds) and at least half of that, drawn
+    evenly, after the delay that the server asked for. A wait that would end after the caller's deadline is not begun:
+    the error is raised at once.
 
     RetryPolicy(max_attempts=1)  # never try again
 
@@ -82,5 +83,6 @@ def seconds_until_retry(
         return None
     # The exponent is capped so that many attempts cannot overflow a float.
     longest = policy.initial_backoff_seconds * policy.backoff_multiplier ** min(attempts - 1, 64)
-    wait = (failure.retry_delay_seconds or 0.0) + random() * min(longest, policy.max_backoff_seconds)
+    # Never less than half, so that all attempts together outlast the time in which a server that is back is noticed.
+    wait = (failure.retry_delay_seconds or 0.0) + (0.5 + random() / 2) * min(longest, policy.max_backoff_seconds)
     return wait if wait < remaining_seconds else None

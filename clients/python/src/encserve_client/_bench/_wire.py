@@ -49,7 +49,10 @@ class Connection:
     def open(self) -> grpc.aio.Channel:
         """A channel of one's own, on the running loop. One is enough: several made no difference."""
         tls = Tls() if self.tls is True else self.tls or None
-        options = [*channel_options(_LARGEST_MESSAGE_BYTES, tls, None), ("grpc.use_local_subchannel_pool", 1)]
+        options = [
+            *channel_options(self.target, _LARGEST_MESSAGE_BYTES, tls, None),
+            ("grpc.use_local_subchannel_pool", 1),
+        ]
         if tls is None:
             return grpc.aio.insecure_channel(self.target, options=options)
         return grpc.aio.secure_channel(self.target, tls.credentials(), options=options)

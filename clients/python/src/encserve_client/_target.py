@@ -1,0 +1,80 @@
+"""What `target=` names: one server, or several that take turns."""
+
+import ipaddress
+import json
+from collections.abc import Sequence
+
+from encserve_client._arguments import want
+from encserve_client._exceptions import InvalidInputError
+from encserve_proto.v1 import encoder_pb2 as pb
+
+SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
+
+
+def as_target(target: str | Sequence[str]) -> str:
+    """The gRPC target of one name, or of several addresses.
+
+    Raises:
+        InvalidInputError: It is neither a name nor a list of addresses that gRPC can have in one target.
+    """
+    if isinstance(target, str):
+        if not target:
+            raise InvalidInputError("target must be a str such as 'localhost:50051'; was empty")
+        return target
+    words = "a str such as 'localhost:50051', or a list of addresses"
+    addresses = want("target", target, (list, tuple), words)
+    if not addresses:
+        raise InvalidInputError(f"target must be {words}; was empty")
+    schemes = {_scheme(index, address) for index, address in enumerate(addresses)}
+    if len(schemes) > 1:
+        raise InvalidInputError("target must have IPv4 addresses or IPv6 addresses; had both")
+    return f"{schemes.pop()}:{','.join(addresses)}"
+
+
+def is_balanced(target: str) -> bool:
+    """Whether calls take turns among all addresses of a gRPC target: of several, and of a name given as "dns:"."""
+    return target.startswith("dns:") or (target.startswith(("ipv4:", "ipv6:")) and "," in target)
+
+
+def balancing_options() -> dict[str, str | int]:
+    """The channel arguments that send call after call to the next server that says it is serving."""
+    config = {
+        "loadBalancingConfig": [{"round_robin": {}}],
+        # gRPC watches the health service of each server. One that says NOT_SERVING, because it is loading or stopping
+        # or because its engine fails, gets no calls.
+        "healthCheckConfig": {"serviceName": SERVICE_NAME},
+    }
+    return {
+        "grpc.service_config": json.dumps(config),
+        # A server that is back must be noticed before the retries of a call are used up: the others may go next.
+        "grpc.max_reconnect_backoff_ms": 500,
+        # A name is looked up again when a connection is lost, but by default no sooner than 30 s after the last time:
+        # servers replaced one after another, with new addresses, could all be unknown until then.
+        "grpc.dns_min_time_between_resolutions_ms": 1000,
+        # A machine that goes down says nothing. Within 20 s its connections are given up, early enough for its calls to
+        # be sent to another within the default timeout. Servers allow a ping every 10 s. The third is for the pings by
+        # which gRPC measures bandwidth: while one is out, which may be 60 s, there is none to keep alive.
+        "grpc.keepalive_time_ms": 12_000,
+        "grpc.keepalive_timeout_ms": 8_000,
+        "grpc.http2.ping_timeout_ms": 8_000,
+    }
+
+
+def _scheme(index: int, address: object) -> str:
+    """How gRPC calls the kind of an address: ipv4 or ipv6."""
+    name = f"target[{index}]"
+    host, colon, port = want(name, address, str, "a str such as '10.0.0.7:50051'").rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    try:
+        if not colon or not (port.isascii() and port.isdigit() and int(port) < 65536):
+            raise ValueError
+        version = ipaddress.ip_address(host[1:-1] if bracketed else host).version
+        if bracketed is not (version == 6):
+            raise ValueError
+    except ValueError:
+        # gRPC takes one name in a target, and what it means now, looked up once, would soon be out of date.
+        raise InvalidInputError(
+            f"{name} must be an IP address with a port, such as '10.0.0.7:50051' or '[fd00::7]:50051'; was {address!r}."
+            " Servers that have names: give one DNS name that has the addresses of all, 'dns:///NAME:PORT'"
+        ) from None
+    return f"ipv{version}"

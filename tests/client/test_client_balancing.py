@@ -1,0 +1,228 @@
+"""Several servers behind one client: who gets calls, and who gets none. Real servers with a fake engine."""
+
+import asyncio
+import contextlib
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from dns_server import DnsServer
+from fake_server import FakeServer, start_fake_server
+from grpc_health.v1 import health_pb2
+from ports import free_port
+
+from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError, RetryPolicy, Tls
+from encserve_client._channel import channel_options
+from encserve_client._target import SERVICE_NAME, is_balanced
+
+IDS = [1, 2, 3]
+Start = Callable[..., Awaitable[FakeServer]]
+
+
+@pytest.fixture
+async def start(tmp_path: Path) -> AsyncIterator[Start]:
+    """Starts servers and stops them at the end."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start_one(**settings: Any) -> FakeServer:
+            server = await start_fake_server(Path(tempfile.mkdtemp(dir=tmp_path)), **settings)
+            stack.push_async_callback(server.channel.close)
+            stack.push_async_callback(stop, server)
+            return server
+
+        yield start_one
+
+
+async def stop(server: FakeServer) -> None:
+    """As on SIGTERM; a second time does nothing."""
+    if not getattr(server, "stopped", False):
+        server.stopped = True  # type: ignore[attr-defined]
+        await server.app.stop()
+
+
+def address(server: FakeServer) -> str:
+    return f"{server.app.settings.host}:{server.app.grpc_port}"
+
+
+def answered(server: FakeServer) -> int:
+    labels = {"grpc_type": "unary", "grpc_service": SERVICE_NAME, "grpc_method": "Encode", "grpc_code": "OK"}
+    return int(server.sample("grpc_server_handled_total", **labels))
+
+
+async def set_health(server: FakeServer, status: int) -> None:
+    await server.app._health.servicer.set(SERVICE_NAME, status)
+
+
+async def call_until(client: AsyncEncoderClient, done: Callable[[], bool]) -> None:
+    """Calls until something has come about; no call may fail."""
+    async with asyncio.timeout(15):
+        while not done():
+            await client.encode([IDS])
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_several_addresses_take_turns(start: Start, kind: str) -> None:
+    servers = [await start(), await start()]
+    targets = [address(server) for server in servers]
+
+    def ask() -> None:
+        with EncoderClient(targets) as client:
+            for _ in range(200):
+                client.encode([IDS])
+
+    if kind == "sync":
+        await asyncio.to_thread(ask)
+    else:
+        async with AsyncEncoderClient(targets) as client:
+            for _ in range(200):
+                await client.encode([IDS])
+    counts = [answered(server) for server in servers]
+    # The first calls may find only one connection ready; from then on it is call by call.
+    assert sum(counts) == 200
+    assert min(counts) >= 50, counts
+
+
+async def test_whoever_is_not_serving_gets_no_calls(start: Start) -> None:
+    one, other = await start(), await start()
+    async with AsyncEncoderClient([address(one), address(other)]) as client:
+        await call_until(client, lambda: answered(one) > 0 and answered(other) > 0)
+        await set_health(one, health_pb2.HealthCheckResponse.NOT_SERVING)
+        await _calls_reach_only(client, other, one)
+        await set_health(one, health_pb2.HealthCheckResponse.SERVING)
+        seen = answered(one)
+        await call_until(client, lambda: answered(one) > seen)
+
+
+async def _calls_reach_only(client: AsyncEncoderClient, chosen: FakeServer, shunned: FakeServer) -> None:
+    """The client learns of it within moments; then a hundred calls in a row go to one."""
+
+    async def a_hundred_in_a_row() -> bool:
+        before = answered(chosen), answered(shunned)
+        for _ in range(100):
+            await client.encode([IDS])
+        return (answered(chosen), answered(shunned)) == (before[0] + 100, before[1])
+
+    async with asyncio.timeout(30):
+        while not await a_hundred_in_a_row():
+            pass
+
+
+async def test_one_address_has_its_calls_whatever_its_health_says(start: Start) -> None:
+    """There is nobody else to ask, and the server itself knows best what it refuses."""
+    server = await start()
+    async with AsyncEncoderClient(address(server), retry=RetryPolicy(max_attempts=1)) as client:
+        await set_health(server, health_pb2.HealthCheckResponse.NOT_SERVING)
+        assert (await client.encode([IDS]))[0].shape == (3, 4)
+
+
+async def test_one_that_stops_and_comes_back_costs_no_call(start: Start) -> None:
+    """The other may go as soon as it is back."""
+    port = free_port()
+    one, other = await start(grpc_port=port), await start()
+    async with AsyncEncoderClient([address(one), address(other)]) as client:
+        await call_until(client, lambda: answered(one) > 0 and answered(other) > 0)
+        stopping = asyncio.ensure_future(stop(one))
+        await call_until(client, stopping.done)
+        again = await start(grpc_port=port)
+        await stop(other)  # nobody called meanwhile, so nothing told the client but its own looking
+        await call_until(client, lambda: answered(again) > 20)
+
+
+async def test_a_name_stands_for_all_of_its_addresses(start: Start) -> None:
+    """They change while the client lives: one is replaced by another, and then the only other one goes."""
+    port = free_port()
+    one, other = [await start(host=host, grpc_port=port) for host in ("127.0.0.1", "127.0.0.2")]
+    with DnsServer("127.0.0.1", "127.0.0.2") as dns:
+        async with AsyncEncoderClient(f"dns://127.0.0.1:{dns.port}/encserve.test:{port}") as client:
+            await call_until(client, lambda: answered(one) > 0 and answered(other) > 0)
+            new = await start(host="127.0.0.3", grpc_port=port)
+            dns.addresses = ("127.0.0.2", "127.0.0.3")
+            stopping = asyncio.ensure_future(stop(one))
+            await call_until(client, lambda: answered(new) > 0)
+            await stopping
+            newest = await start(host="127.0.0.4", grpc_port=port)
+            dns.addresses = ("127.0.0.3", "127.0.0.4")
+            stopping = asyncio.ensure_future(stop(other))
+            await call_until(client, lambda: answered(newest) > 0)
+            await stopping
+
+
+async def test_a_server_that_is_added_gets_calls_when_connections_are_renewed(start: Start) -> None:
+    """No server went away, so nothing but the connection's age makes the client look the name up again."""
+    port = free_port()
+    one = await start(host="127.0.0.1", grpc_port=port, max_connection_age_seconds=1.0)
+    with DnsServer("127.0.0.1") as dns:
+        target = f"dns://127.0.0.1:{dns.port}/encserve.test:{port}"
+        async with AsyncEncoderClient(target, retry=RetryPolicy(max_attempts=1)) as client:
+            await call_until(client, lambda: answered(one) > 0)
+            added = await start(host="127.0.0.2", grpc_port=port)
+            dns.addresses = ("127.0.0.1", "127.0.0.2")
+            await call_until(client, lambda: answered(added) > 20)
+
+
+async def test_a_stream_goes_on_with_another_server(start: Start) -> None:
+    """Every input is answered, in order, when the server of the stream stops in the middle."""
+    servers = [await start(), await start()]
+    async with AsyncEncoderClient([address(server) for server in servers]) as client:
+        shapes = []
+        stopping = None
+        async for rows in client.encode_stream([[1 + i % 9] * (1 + i % 7) for i in range(2000)], max_in_flight=8):
+            shapes.append(rows.shape)
+            if len(shapes) == 500:
+                labels = {"grpc_type": "bidi_stream", "grpc_service": SERVICE_NAME, "grpc_method": "EncodeStream"}
+                (its_server,) = [it for it in servers if it.sample("grpc_server_started_total", **labels)]
+                stopping = asyncio.ensure_future(stop(its_server))
+        assert stopping is not None
+        await stopping
+    assert shapes == [(1 + i % 7, 4) for i in range(2000)]
+    assert all(server.sample("grpc_server_started_total", **labels) == 1 for server in servers)
+
+
+@pytest.mark.parametrize(
+    ("target", "balanced"),
+    [
+        ("localhost:50051", False),
+        ("unix:///run/e.sock", False),
+        ("ipv4:10.0.0.7:50051", False),
+        ("dns:///encoder:50051", True),
+        ("dns:encoder:50051", True),
+        ("ipv4:10.0.0.7:50051,10.0.0.8:50051", True),
+    ],
+)
+def test_which_targets_are_balanced(target: str, balanced: bool) -> None:
+    assert is_balanced(target) is balanced
+    assert ("grpc.service_config" in dict(channel_options(target, 1, None, None))) is balanced
+
+
+def test_a_callers_own_service_config_goes_first() -> None:
+    options = channel_options("dns:///encoder:50051", 1, None, {"grpc.service_config": "{}"})
+    assert dict(options)["grpc.service_config"] == "{}"
+
+
+@pytest.mark.parametrize(
+    ("target", "text"),
+    [
+        ([], "target must be a str such as 'localhost:50051', or a list of addresses; was empty"),
+        (["10.0.0.7:1", 5], r"target\[1\] must be a str such as '10.0.0.7:50051'; was int"),
+        (["10.0.0.7:1", "encoder:1"], r"target\[1\] must be an IP address with a port.*; was 'encoder:1'.*dns:///NAME:PORT"),
+        (["10.0.0.7"], r"target\[0\] must be an IP address with a port.*; was '10.0.0.7'"),
+        (["10.0.0.7:99999"], r"target\[0\] must be an IP address with a port.*; was '10.0.0.7:99999'"),
+        (["fd00::7:1"], r"target\[0\] must be an IP address with a port.*; was 'fd00::7:1'"),
+        (["[10.0.0.7]:1"], r"target\[0\] must be an IP address with a port.*; was '\[10.0.0.7\]:1'"),
+        (["10.0.0.7:1", "[fd00::7]:1"], "target must have IPv4 addresses or IPv6 addresses; had both"),
+        ({"10.0.0.7:1"}, "target must be a str such as 'localhost:50051', or a list of addresses; was set"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("client", [EncoderClient, AsyncEncoderClient])
+def test_what_is_no_list_of_addresses(client: Any, target: Any, text: str) -> None:
+    with pytest.raises(InvalidInputError, match=text):
+        client(target)
+
+
+def test_several_addresses_have_no_one_name_for_their_certificates() -> None:
+    with pytest.raises(ValueError, match="several addresses need tls=Tls\\(server_name=…\\)"):
+        EncoderClient(["10.0.0.7:1", "10.0.0.8:1"], tls=True)
+    with EncoderClient(["[fd00::7]:1", "[fd00::8]:1"], tls=Tls(server_name="encoder")) as client:
+        assert repr(client) == "<EncoderClient ipv6:[fd00::7]:1,[fd00::8]:1 [open]>"

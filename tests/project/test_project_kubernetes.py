@@ -1,0 +1,124 @@
+"""The files of deploy/kubernetes and deploy/envoy: valid, and in step with the server and with each other."""
+
+import copy
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+from prometheus_client import CollectorRegistry
+
+from encserve_server.manager import _CLOSE_SECONDS
+from encserve_server.metrics import Metrics
+from encserve_server.service import SERVICE_NAME
+from encserve_server.settings import MIB, Settings
+
+ROOT = Path(__file__).parent.parent.parent
+FOLDER = ROOT / "deploy" / "kubernetes"
+RESOURCES = sorted({path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml", "prometheus-adapter.yaml"})
+DEFAULTS: dict[str, Any] = {
+    f"--{field.name.replace('_', '-')}": field.default for field in dataclasses.fields(Settings)
+}
+
+
+def load(name: str) -> Any:
+    return yaml.safe_load((FOLDER / name).read_text())
+
+
+@pytest.fixture
+def pod() -> Any:
+    return load("deployment.yaml")["spec"]["template"]
+
+
+@pytest.fixture
+def container(pod: Any) -> Any:
+    (only,) = pod["spec"]["containers"]
+    return only
+
+
+def setting(container: Any, flag: str) -> Any:
+    """What a flag of the container's command line says, or the server's default."""
+    given = dict(argument.split("=") for argument in container["args"])
+    return given.get(flag, DEFAULTS[flag])
+
+
+@pytest.mark.parametrize("version", ["1.31", "1.37"])
+@pytest.mark.parametrize("name", RESOURCES)
+def test_every_resource_is_valid(name: str, version: str) -> None:
+    kubernetes_validate.validate(load(name), version, strict=True)
+
+
+def test_a_misspelt_field_would_be_noticed(container: Any) -> None:
+    deployment = load("deployment.yaml")
+    wrong = copy.deepcopy(deployment)
+    wrong["spec"]["template"]["spec"]["terminationGracePeriod"] = 45
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, "1.37", strict=True)
+
+
+def test_kustomization_has_them_all() -> None:
+    kustomization = load("kustomization.yaml")
+    assert sorted(kustomization["resources"]) == RESOURCES
+    (image,) = kustomization["images"]
+    assert image["name"] == load("deployment.yaml")["spec"]["template"]["spec"]["containers"][0]["image"]
+
+
+def test_the_servers_flags_are_its_own(container: Any) -> None:
+    assert all(argument.split("=")[0] in DEFAULTS for argument in container["args"])
+    mount = next(it["mountPath"] for it in container["volumeMounts"] if it["name"] == "models")
+    assert setting(container, "--model-repository") == mount
+
+
+def test_a_server_that_stops_is_not_killed_in_the_middle(pod: Any, container: Any) -> None:
+    longest = float(setting(container, "--drain-delay-seconds")) + float(setting(container, "--grace-seconds"))
+    assert pod["spec"]["terminationGracePeriodSeconds"] > longest + _CLOSE_SECONDS
+
+
+def test_ports_and_probes_are_the_servers(pod: Any, container: Any) -> None:
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    assert ports == {"grpc": setting(container, "--grpc-port"), "metrics": setting(container, "--metrics-port")}
+    assert pod["metadata"]["annotations"]["prometheus.io/port"] == str(ports["metrics"])
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["grpc"]["port"] == ports["grpc"]
+        assert container[probe]["grpc"].get("service", "") in ("", SERVICE_NAME)
+    assert [port["targetPort"] for port in load("service.yaml")["spec"]["ports"]] == ["grpc"]
+    allowed = [it["port"] for rule in load("network-policy.yaml")["spec"]["ingress"] for it in rule["ports"]]
+    assert sorted(allowed) == ["grpc", "metrics"]
+
+
+def test_a_failing_engine_has_time_to_come_back_before_a_restart(container: Any) -> None:
+    """The server itself waits this long until it calls a batch stuck."""
+    liveness, readiness = container["livenessProbe"], container["readinessProbe"]
+    assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 2 * DEFAULTS["--stall-seconds"]
+    assert readiness["periodSeconds"] * readiness["failureThreshold"] <= 15
+
+
+def test_everything_selects_the_servers_pods(pod: Any) -> None:
+    labels = pod["metadata"]["labels"]
+    assert load("deployment.yaml")["spec"]["selector"]["matchLabels"] == labels
+    assert load("service.yaml")["spec"]["selector"] == labels
+    assert load("disruption-budget.yaml")["spec"]["selector"]["matchLabels"] == labels
+    assert load("network-policy.yaml")["spec"]["podSelector"]["matchLabels"] == labels
+    assert load("autoscaler.yaml")["spec"]["scaleTargetRef"]["name"] == load("deployment.yaml")["metadata"]["name"]
+
+
+def test_the_autoscaler_asks_for_metrics_that_exist() -> None:
+    (rule,) = load("prometheus-adapter.yaml")["rules"]["external"]
+    (wanted,) = load("autoscaler.yaml")["spec"]["metrics"]
+    assert wanted["external"]["metric"]["name"] == rule["name"]["as"]
+    registry = CollectorRegistry()
+    Metrics(registry)
+    exported = {family.name for family in registry.collect()}
+    assert set(re.findall(r"encserve_\w+", f"{rule['metricsQuery']} {rule['seriesQuery']}")) <= exported
+    assert rule["metricsQuery"] in (ROOT / "docs/operations.md").read_text()
+
+
+def test_envoy_knows_the_servers_limits() -> None:
+    text = (ROOT / "deploy/envoy/envoy.yaml").read_text()
+    assert f"grpc_health_check: {{ service_name: {SERVICE_NAME} }}" in text
+    (kept,) = re.findall(r"request_body_buffer_limit: (\d+)", text)
+    assert int(kept) > DEFAULTS["--max-request-mib"] * MIB
+    assert text.count(f"port_value: {DEFAULTS['--grpc-port']} ") == 3

