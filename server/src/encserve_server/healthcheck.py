@@ -7,6 +7,7 @@ imports nothing but gRPC and the health service's messages.
 
 import os
 import sys
+from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,8 +28,9 @@ def check(target: str, deadline_seconds: float = _DEADLINE_SECONDS) -> str:
     """What the server says of itself as a whole: SERVING, NOT_SERVING, or why it could not be asked."""
     # A proxy of the environment is for the world outside.
     with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         try:
-            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=deadline_seconds)
+            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=deadline_seconds)
         except grpc.RpcError as error:
             return f"{error.code().name}: {error.details()}"
     return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
