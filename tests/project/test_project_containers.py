@@ -53,7 +53,7 @@ def test_a_container_is_confined(service: dict[str, Any]) -> None:
 @each_service
 def test_only_loopback_is_published(service: dict[str, Any]) -> None:
     for port in service.get("ports", []):
-        assert re.fullmatch(r"127\.0\.0\.1:\d+:\d+", port), port
+        assert re.fullmatch(r"127\.0\.0\.1:\$\{[A-Z]+_PORT:-\d+\}:\d+", port), port
 
 
 @each_service
@@ -120,7 +120,8 @@ def test_profiles() -> None:
         profile: [
             name
             for name, service in SERVICES.items()
-            if profile in service.get("profiles", [profile]) and "127.0.0.1:50051:50051" in service.get("ports", [])
+            if profile in service.get("profiles", [profile])
+            and "127.0.0.1:${GRPC_PORT:-50051}:50051" in service.get("ports", [])
         ]
         for profile in ("cpu", "gpu", "replicas")
     }
