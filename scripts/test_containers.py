@@ -221,15 +221,15 @@ def check_alone(engine: Engine, services: list[str]) -> None:
     done = engine.run("exec", engine.container("server"), "python", "-c", CONFINED, check=False)
     expect(done.returncode == 0, f"the container {done.stderr}")
     step("Prometheus has scraped it")
-    until(lambda: query(engine, "up{job='encserve'}") == {"server": 1}, "up", 60)
+    until(lambda: query(engine, "up{job='encserve'}") == {"server:9464": 1}, "up", 60)
     until(lambda: sum(query(engine, "encserve_tokens_total").values()) > 0, "encserve_tokens_total", 60)
     step("up again: the model is there, so nothing is exported")
     began = engine.inspect("export")["State"]["StartedAt"]
     engine.compose("cpu", "up", "--detach", "--no-build", "export")
     until(lambda: not engine.inspect("export")["State"]["Running"], "export has ended", 60)
-    log = engine.run("logs", engine.container("export"))
+    said = engine.run("logs", engine.container("export")).stdout
     expect(engine.inspect("export")["State"]["StartedAt"] != began, "export did not run again")
-    expect("is there" in (log.stdout + log.stderr).splitlines()[-1], f"export said {log.stdout}")
+    expect(said.endswith("is there\n"), f"export said {said}")
     step("the server is restarted under load: 8 callers with the client's defaults, 8 patient ones")
     patient = RetryPolicy(max_attempts=1000, max_backoff_seconds=0.5)
     with Load(engine.ports["grpc"], 8) as usual, Load(engine.ports["grpc"], 8, patient) as waiting:
@@ -250,13 +250,15 @@ def check_alone(engine: Engine, services: list[str]) -> None:
 def check_replicas(engine: Engine) -> None:
     """Two servers behind Envoy, restarted one after the other: nobody notices."""
     step("docker compose --profile replicas up: two servers behind Envoy")
-    services = ["export", "prometheus", "server-a", "server-b", "envoy"]
+    services = ["export", "prometheus-replicas", "server-a", "server-b", "envoy"]
     engine.compose("replicas", "up", "--detach", "--no-build", *services, timeout=400)
     for service in services[1:]:
         until(partial(engine.healthy, service), f"{service} is healthy", 120)
-    check_rows(engine.ports["grpc"])
-    both = {"server-a": 1.0, "server-b": 1.0}
+    both = {"server-a:9464": 1.0, "server-b:9464": 1.0}
     until(lambda: query(engine, "up{job='encserve'}") == both, "up", 60)
+    balanced = "envoy_cluster_membership_healthy{envoy_cluster_name='encserve'}"
+    until(lambda: query(engine, balanced) == {"envoy:9902": 2.0}, "Envoy has two healthy servers", 60)
+    check_rows(engine.ports["grpc"])
     with Load(engine.ports["grpc"], 16) as load:
         load.more(100)
         for service in ("server-a", "server-b"):

@@ -84,6 +84,7 @@ def test_configurations_are_found_where_they_are_mounted() -> None:
     """Each path that a command or a variable names, through the mounts, is a file of the checkout."""
     named = {
         "prometheus": ["/etc/prometheus/compose.yml"],
+        "prometheus-replicas": ["/etc/prometheus/compose-replicas.yml"],
         "envoy": ["/etc/envoy/envoy.yaml"],
         "grafana": [
             "/etc/encserve/provisioning/datasources/prometheus.yml",
@@ -96,7 +97,6 @@ def test_configurations_are_found_where_they_are_mounted() -> None:
         for path in paths:
             (local,) = [folder / Path(path).relative_to(at) for at, folder in folders.items() if path.startswith(at)]
             assert local.is_file(), f"{name}: {path}"
-    assert "--config.file=/etc/prometheus/compose.yml" in SERVICES["prometheus"]["command"]
     assert "/etc/envoy/envoy.yaml" in SERVICES["envoy"]["command"]
 
 
@@ -130,10 +130,26 @@ def test_profiles() -> None:
     assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
 
 
-def test_prometheus_scrapes_every_server() -> None:
-    config = yaml.safe_load((ROOT / "deploy/prometheus/compose.yml").read_text())
-    (job,) = [job for job in config["scrape_configs"] if job["job_name"] == "encserve"]
-    assert {name for discovery in job["dns_sd_configs"] for name in discovery["names"]} == set(SERVERS)
+@pytest.mark.parametrize("profile", ["cpu", "gpu", "replicas"])
+def test_prometheus_scrapes_every_server_of_a_profile(profile: str) -> None:
+    """By names that a service has in that profile, on the port where metrics are."""
+    services = {name: it for name, it in SERVICES.items() if profile in it.get("profiles", [profile])}
+    (prometheus,) = [name for name in services if name.startswith("prometheus")]
+    (flag,) = [it for it in services[prometheus]["command"] if it.startswith("--config.file=/etc/prometheus/")]
+    config = yaml.safe_load((ROOT / "deploy/prometheus" / Path(flag).name).read_text())
+    targets = {
+        job["job_name"]: [target for static in job["static_configs"] for target in static["targets"]]
+        for job in config["scrape_configs"]
+    }
+    names = {
+        name: {name, *it.get("networks", {}).get("default", {}).get("aliases", [])} for name, it in services.items()
+    }
+    scraped = [
+        owner for target in targets["encserve"] for owner, own in names.items() if target[: -len(":9464")] in own
+    ]
+    assert sorted(scraped) == sorted(services.keys() & SERVERS.keys())
+    assert targets.get("envoy", []) == (["envoy:9902"] if "envoy" in services else [])
+    assert "prometheus" in names[prometheus], "where Grafana looks for it"
 
 
 @each_dockerfile
