@@ -216,4 +216,5 @@ def test_no_server_image_has_torch_and_none_has_two_onnx_runtimes() -> None:
         "nvidia-cuda-nvrtc",  # cublas depends on it
         "nvidia-cuda-runtime",
         "nvidia-curand",
+        "nvidia-ml-py",  # reads the GPU's memory; pure Python
     }
