@@ -7,6 +7,7 @@ and Envoy are left out, with a word, where their images cannot be had.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -296,6 +297,7 @@ def main() -> int:
         print("SKIPPED, not passed: there is neither docker with compose nor podman with podman-compose here.")
         return 1 if os.environ.get("ENCSERVE_REQUIRE_CONTAINERS") == "1" else 0
     step(f"with {engine.command}, as the project {engine.project}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it is taken down then too
     began = time.monotonic()
     try:
         left_out = check(engine)
