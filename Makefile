@@ -13,10 +13,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := proto/src export/src server/src clients/python/src
 CHECKED := $(SOURCES) tests scripts bench
 
-.PHONY: help install demo serve test lint format types proto check-proto unit bench bench-peers bench-scaling dashboards screenshots wheels clean
+.PHONY: help install demo serve test lint format types proto check-proto unit lock test-containers bench bench-peers bench-scaling dashboards screenshots wheels clean
 
 help:  ## Say what there is.
-	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
 
 install: $(VENV)/.installed  ## Make the virtual environment and install everything into it.
 
@@ -60,6 +60,12 @@ check-proto:  ## Check that the committed stubs are those of proto/encserve.
 
 unit: $(VENV)/.installed  ## Run the tests.
 	$(BIN)/python -m pytest
+
+test-containers: $(VENV)/.installed  ## Build the images, bring docker-compose.yml up, use it, take it down; needs docker or podman.
+	$(BIN)/python scripts/test_containers.py
+
+lock: $(VENV)/.installed  ## Pin what the images install, with hashes, as constraints.txt and the pyproject.toml files have it.
+	UV=$(BIN)/uv scripts/lock-requirements.sh
 
 bench: $(BUNDLE)  ## Compare the server with what the model can do at best, and with PyTorch; BENCH="--rounds 8" for more.
 	$(BIN)/python bench/compare.py $(MODELS) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)

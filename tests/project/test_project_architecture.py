@@ -15,7 +15,7 @@ PARTS = {
     "encserve_client": ROOT / "clients/python/src/encserve_client",
 }
 # In the server only these speak gRPC and protobuf: batching, scheduling and engines know neither.
-TRANSPORT = {"app.py", "codec.py", "health.py", "service.py", "status.py"}
+TRANSPORT = {"app.py", "codec.py", "health.py", "healthcheck.py", "service.py", "status.py"}
 
 
 def modules() -> Iterator[tuple[str, Path]]:

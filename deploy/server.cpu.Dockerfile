@@ -1,0 +1,47 @@
+# The server, on the CPU: docker build -f deploy/server.cpu.Dockerfile -t encserve-server:cpu .
+# Serves the bundles in /models on port 50051, metrics on 9464. ENGINE=openvino adds that engine (--engine openvino).
+ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
+
+# hadolint ignore=DL3006
+FROM ${PYTHON_IMAGE} AS build
+ARG ENGINE=cpu
+ARG PIP_INDEX_URL=https://pypi.org/simple
+WORKDIR /build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+RUN python -m venv --without-pip /opt/encserve && python -m venv tools
+COPY deploy/wheels wheels
+COPY deploy/requirements requirements
+RUN pip --python /opt/encserve/bin/python install --require-hashes --only-binary :all: --find-links wheels \
+        -r "requirements/server-${ENGINE}.txt" \
+    && tools/bin/pip install --require-hashes --only-binary :all: --find-links wheels -r requirements/build.txt
+# The code comes last: a change of it leaves the layers above as they are.
+COPY proto proto
+COPY server server
+RUN tools/bin/pip wheel --no-deps --no-build-isolation --no-index --wheel-dir dist ./proto ./server \
+    && pip --python /opt/encserve/bin/python install --no-deps --no-index dist/*.whl
+
+# hadolint ignore=DL3006
+FROM ${PYTHON_IMAGE}
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="encserve-server" \
+      org.opencontainers.image.description="Serves transformer encoders over gRPC, on the CPU" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+# A new volume takes the owner of this folder.
+RUN install --directory --owner=10001 --group=10001 /models
+COPY --from=build /opt/encserve /opt/encserve
+ENV PATH=/opt/encserve/bin:${PATH} \
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    ENCSERVE_HOST=0.0.0.0 \
+    ENCSERVE_MODEL_REPOSITORY=/models
+WORKDIR /models
+USER 10001:10001
+EXPOSE 50051 9464
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
+    CMD ["python", "-m", "encserve_server.healthcheck"]
+ENTRYPOINT ["encserve-server"]

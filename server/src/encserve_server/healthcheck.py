@@ -1,0 +1,47 @@
+"""`python -m encserve_server.healthcheck [TARGET]`: asks a server's health, for a container's HEALTHCHECK.
+
+The exit status is 0 if the server says SERVING and 1 if it does not, or cannot be reached. Without a target it asks the
+one that the environment describes, as the server itself reads it. It runs every few seconds beside the server, so it
+imports nothing but gRPC and the health service's messages.
+"""
+
+import os
+import sys
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+_DEADLINE_SECONDS = 3.0
+_EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
+
+
+def own_target() -> str:
+    """Where the server of this container listens, from `ENCSERVE_HOST` and `ENCSERVE_GRPC_PORT`."""
+    host = os.environ.get("ENCSERVE_HOST") or "127.0.0.1"
+    host = _EVERY_ADDRESS.get(host, host)
+    port = os.environ.get("ENCSERVE_GRPC_PORT") or "50051"
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def check(target: str, deadline_seconds: float = _DEADLINE_SECONDS) -> str:
+    """What the server says of itself as a whole: SERVING, NOT_SERVING, or why it could not be asked."""
+    # A proxy of the environment is for the world outside.
+    with grpc.insecure_channel(target, options=[("grpc.enable_http_proxy", 0)]) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        try:
+            reply = stub.Check(health_pb2.HealthCheckRequest(), timeout=deadline_seconds)
+        except grpc.RpcError as error:
+            return f"{error.code().name}: {error.details()}"
+    return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
+
+
+def main(arguments: list[str]) -> int:
+    """Prints what the server says, and returns the exit status."""
+    said = check(arguments[0] if arguments else own_target())
+    print(said)  # noqa: T201 - the engine keeps it with the container's health
+    return 0 if said == "SERVING" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

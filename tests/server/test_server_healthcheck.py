@@ -1,0 +1,77 @@
+"""What a container's HEALTHCHECK says of a server."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_server import Failed, FakeServer
+from real_server import real_server
+from tiny_bundle import write_bundle
+
+from encserve_server import healthcheck
+
+
+def run(*arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit status and the output of the command as a container runs it."""
+    command = [sys.executable, "-m", "encserve_server.healthcheck", *arguments]
+    done = subprocess.run(
+        command, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert not done.stderr
+    return done.returncode, done.stdout.strip()
+
+
+def test_of_a_real_server(tmp_path: Path) -> None:
+    """It finds the server by the server's own settings, or by an argument; gone, it is not healthy."""
+    write_bundle(tmp_path)
+    with real_server(tmp_path) as server:
+        own = {"ENCSERVE_HOST": "0.0.0.0", "ENCSERVE_GRPC_PORT": str(server.grpc_port)}  # noqa: S104 - not bound
+        assert run(**own) == (0, "SERVING")
+        assert run(server.target, ENCSERVE_GRPC_PORT="1") == (0, "SERVING")
+    status, said = run(**own)
+    assert (status, said.partition(":")[0]) == (1, "UNAVAILABLE")
+
+
+async def test_it_follows_the_engine(server: FakeServer) -> None:
+    target = f"127.0.0.1:{server.app.grpc_port}"
+    server.engine.broken = True
+    for _ in range(3):
+        with pytest.raises(Failed):
+            await server.encode([1])
+    while (said := await asyncio.to_thread(healthcheck.check, target)) == "SERVING":
+        await asyncio.sleep(0.02)
+    assert said == "NOT_SERVING"
+    assert await asyncio.to_thread(healthcheck.main, [target]) == 1
+
+
+def test_a_server_that_does_not_answer() -> None:
+    """The deadline ends the wait for a process that is there and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        said = healthcheck.check(f"127.0.0.1:{silent.getsockname()[1]}", deadline_seconds=0.2)
+    assert said.startswith(("DEADLINE_EXCEEDED", "UNAVAILABLE"))
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "target"),
+    [
+        ("", "", "127.0.0.1:50051"),
+        ("0.0.0.0", "6000", "127.0.0.1:6000"),  # noqa: S104 - not bound
+        ("::", "6000", "[::1]:6000"),
+        ("10.0.0.7", "6000", "10.0.0.7:6000"),
+    ],
+)
+def test_where_the_server_listens(monkeypatch: pytest.MonkeyPatch, host: str, port: str, target: str) -> None:
+    monkeypatch.setenv("ENCSERVE_HOST", host)
+    monkeypatch.setenv("ENCSERVE_GRPC_PORT", port)
+    assert healthcheck.own_target() == target
+
+
+def test_it_is_light() -> None:
+    """It runs every few seconds: nothing of the model, the arrays or the command line is loaded for it."""
+    code = "import sys, encserve_server.healthcheck; print(*{name.partition('.')[0] for name in sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert not set(done.stdout.split()) & {"click", "numpy", "onnxruntime", "prometheus_client", "tokenizers", "uvloop"}
