@@ -51,7 +51,7 @@ class Server:
 
     def __init__(self, encode: Encode, **limits: Any) -> None:
         self.encode = encode
-        self.info = pb.ModelInfo(name="m", d_model=1, max_sequence_tokens=512, **limits)
+        self.info = pb.ModelInfo(fingerprint="f", name="m", d_model=1, max_sequence_tokens=512, **limits)
         self.sizes: list[int] = []
         self.n_get_model = 0
         self.wire = FakeWire(self._answer)
@@ -212,7 +212,10 @@ def test_a_model_is_asked_for_once() -> None:
 
 def test_asking_for_the_model_is_retried_too() -> None:
     """With the same deadline as the call's."""
-    answers: list[Outcome] = [(0.0, DOWN), (0.0, pb.GetModelResponse(model=pb.ModelInfo(name="m", d_model=1)))]
+    answers: list[Outcome] = [
+        (0.0, DOWN),
+        (0.0, pb.GetModelResponse(model=pb.ModelInfo(fingerprint="f", name="m", d_model=1))),
+    ]
     wire = FakeWire(lambda rpc, request: answers.pop(0) if rpc == "GetModel" else (0.0, echo(request)))
     result = run_without_loop(core_of().encode(wire, [[1]], ("", ""), Options(), None))
     assert ids_in(result) == [[1]]
