@@ -89,16 +89,16 @@ def step(text: str) -> None:
 
 @contextmanager
 def torch_wheel() -> Iterator[bool]:
-    """Puts PyTorch's CPU build where the image's build finds it, if pip has it on this machine; gives whether it has.
+    """Puts PyTorch's CPU build where the image's build finds it, if pip's settings name a folder that has it.
 
-    PyPI does not, so this fails at once for most people, whose build takes it from PyTorch's own index.
+    Gives whether it is there. If not, the build takes it from PyTorch's own index, or from TORCH_INDEX_URL.
     """
     before = set(WHEELS.glob("*.whl"))
     lock = ROOT / "deploy/requirements/torch.txt"
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--quiet", "--no-deps"]
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "download", "--no-index", "--no-deps"]
     done = subprocess.run(
         [*pip, "--require-hashes", "--only-binary", ":all:", "--dest", WHEELS, "-r", lock],
-        capture_output=True, timeout=600, check=False,
+        capture_output=True, timeout=120, check=False,
     )  # fmt: skip
     try:
         yield done.returncode == 0
@@ -110,14 +110,14 @@ def torch_wheel() -> Iterator[bool]:
 def build(engine: Engine) -> None:
     """Builds the images of the profiles cpu and replicas."""
     common = ["--network", "host"] + (["--format", "docker"] if engine.is_podman else [])
-    if index := os.environ.get("PIP_INDEX_URL"):
-        common += ["--build-arg", f"PIP_INDEX_URL={index}"]
+    indexes = {name: os.environ[name] for name in ("PIP_INDEX_URL", "TORCH_INDEX_URL") if name in os.environ}
     with torch_wheel() as have_torch:
         for image, (dockerfile, target) in BUILT.items():
             began = time.monotonic()
             flags = ["--target", target] if target else []
-            if "export" in image and have_torch:
-                flags += ["--build-arg", "TORCH_INDEX_URL="]
+            known = indexes | ({"TORCH_INDEX_URL": ""} if have_torch else {})
+            for name in (name for name in known if f"ARG {name}=" in (ROOT / dockerfile).read_text()):
+                flags += ["--build-arg", f"{name}={known[name]}"]
             engine.run("build", *common, *flags, "--file", dockerfile, "--tag", image, ".", timeout=1200)
             mib = int(engine.run("image", "inspect", "--format", "{{.Size}}", image).stdout) / 2**20
             step(f"built {image}: {mib:.0f} MiB in {time.monotonic() - began:.0f} s")
