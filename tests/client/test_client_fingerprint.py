@@ -51,15 +51,25 @@ async def test_a_model_that_changes_again_and_again_is_said(caller: Caller, serv
     assert len(service.requests) == 9  # three rounds, and no more
 
 
-async def test_what_is_known_of_a_model_is_asked_again_after_a_switch(caller: Caller, service: FakeEncoder) -> None:
-    """Its limits, and what no inputs at all are answered with, are another version's."""
+async def test_servers_of_different_versions_are_not_asked_about_their_model_every_time(
+    caller: Caller, service: FakeEncoder
+) -> None:
+    """While a new version is rolled out, answers come from both in turns."""
+    client = caller.connect()
+    for version in ("old", "new") * 5:
+        service.fingerprint = version
+        await caller(client.encode, TEXTS)
+    assert service.n_get_model == 1
+
+
+async def test_no_inputs_are_answered_as_of_now(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect()
     await caller(client.encode, TEXTS)
-    assert service.n_get_model == 1
     service.fingerprint = "new"
-    await caller(client.encode, TEXTS)
     assert (await caller(client.run, [])).fingerprint == "new"
-    assert service.n_get_model == 2
+    client = caller.connect(expected_fingerprint="mine")
+    with pytest.raises(FingerprintError, match="fingerprint mine is expected, but the answer has new"):
+        await caller(client.run, [])
 
 
 async def test_every_request_says_what_is_expected(caller: Caller, service: FakeEncoder) -> None:

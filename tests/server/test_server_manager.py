@@ -2,6 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
+import os
+import threading
+import weakref
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Executor
 from pathlib import Path
@@ -80,7 +84,7 @@ async def serve(repository: Repository, start_server: StartServer) -> AsyncItera
 
     async def start(**settings: Any) -> FakeServer:
         chosen = {"model_repository": repository.path, "model": (), "model_poll_seconds": 0.0, **settings}
-        return await start_server(load=repository.load, **chosen)
+        return await start_server(**{"load": repository.load, **chosen})
 
     yield start
     for engine in repository.engines:
@@ -182,7 +186,8 @@ async def test_an_engine_that_does_not_finish_is_given_up(repository: Repository
     assert await version_of(server) == "tiny@2 b"
     old.let_go()
     await looking
-    assert old.closed
+    while not old.closed:
+        await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize("content", [BAD, CRASHES, NO_DEVICE])
@@ -233,7 +238,7 @@ async def test_the_repository_is_followed_without_being_asked(repository: Reposi
 
 
 async def test_a_version_replaced_in_place(repository: Repository, serve: Serve) -> None:
-    """The new content serves under the old name, the old engine is closed, and counts begin anew."""
+    """The new content serves under the old name, the old engine is closed, and the metrics go on."""
     repository.put("1", "a")
     server = await serve()
     assert await version_of(server) == "tiny@1 a"
@@ -241,7 +246,7 @@ async def test_a_version_replaced_in_place(repository: Repository, serve: Serve)
     await look(server)
     assert await version_of(server) == "tiny@1 b"
     assert [engine.closed for engine in repository.engines] == [True, False]
-    assert server.sample("encserve_tokens_total", model="tiny", version="1") == len(ONE)
+    assert server.sample("encserve_tokens_total", model="tiny", version="1") == 2 * len(ONE)
     infos = [
         sample.labels["fingerprint"].lstrip("0")
         for family in server.app.registry.collect()
@@ -380,6 +385,9 @@ async def test_metrics_of_a_version_go_with_it(repository: Repository, serve: Se
     before = {sample.name for family in server.app.registry.collect() for sample in family.samples}
     repository.put("2", "b")
     await look(server)
+    while not repository.engines[0].closed:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)
     samples = [sample for family in server.app.registry.collect() for sample in family.samples]
     assert {sample.labels.get("version") for sample in samples if sample.labels.get("model") == "tiny"} == {"2", None}
     assert {sample.name for sample in samples} == before
@@ -432,3 +440,198 @@ async def test_an_expected_fingerprint(repository: Repository, serve: Serve) -> 
         await server.inspect(inspect)
     inspect.expected_fingerprint = "b".rjust(32, "0")
     assert (await server.inspect(inspect))[0].header.model_version == "2"
+
+
+async def test_a_refused_version_leaves_nothing_in_memory(
+    repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error knows the frames that it came through, and those the engine that failed to warm up."""
+    held: list[weakref.ref[FakeEngine]] = []
+
+    def load(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+        if (directory / "manifest.json").read_text() == "not finite":
+            engine = FakeEngine(D_MODEL)
+            held.append(weakref.ref(engine))
+            raise BundleError("numbers that are not finite")
+        return repository.load(directory, settings, tokenize_pool)
+
+    repository.put("1", "a")
+    server = await serve()
+    monkeypatch.setattr(server.app.manager, "_load", load)
+    repository.put("2", "not finite")
+    await look(server)
+    while held[0]() is not None:  # the thread drops its last reference a moment later
+        await asyncio.sleep(0.01)
+
+
+async def test_a_missing_model_does_not_hold_up_the_others(repository: Repository, serve: Serve) -> None:
+    repository.put("1", "a", name="one")
+    repository.put("1", "b", name="two")
+    server = await serve(model=("one", "two@1"))
+    repository.remove("1", name="two")
+    repository.put("2", "c", name="one")
+    await look(server)
+    assert await listed(server) == ["one@2*", "two@1"]
+
+
+@pytest.mark.parametrize("what", ["a model's folder", "a version's folder", "the served version's folder"])
+async def test_a_folder_that_cannot_be_read_changes_nothing(
+    repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Somebody's upload with other rights, lost+found, or a network volume that stutters."""
+    repository.put("1", "a")
+    server = await serve()
+    if what == "a model's folder":
+        closed = repository.put("1", BAD, name="other").parent
+    elif what == "a version's folder":
+        closed = repository.put("3", BAD)
+    else:
+        closed = repository.path / "tiny" / "1"
+    real = os.scandir
+
+    def scandir(path: Any = ".") -> Any:
+        if Path(path).is_relative_to(closed):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    await look(server)
+    assert await listed(server) == ["tiny@1*"]
+    assert len(repository.engines) == 1
+    repository.put("2", "b")
+    await look(server)
+    assert await listed(server) == ["tiny@2*"]
+
+
+async def test_health_is_followed_once_however_often_models_change(repository: Repository, serve: Serve) -> None:
+    """A second follower would say ready again in the middle of the end."""
+    repository.put("1", "a")
+    server = await serve()
+    repository.put("2", "b")
+    await look(server)
+    assert [task.get_name() for task in asyncio.all_tasks()].count("encserve-health") == 1
+
+
+@pytest.mark.parametrize("version", ["1", "2"])
+async def test_a_model_that_cannot_be_served_changes_nothing(
+    repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    """It was loaded, but no thread can be started: refused like any other, closed, and not tried again."""
+    repository.put("1", "a")
+    server = await serve()
+    manager: Any = server.app.manager
+    serving = manager._serve
+
+    def fail(loaded: LoadedModel) -> None:
+        del loaded
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(manager, "_serve", fail)
+    repository.put(version, "b")
+    for _ in range(3):
+        await manager._look(at_once=False)
+    assert repository.loads == ["tiny@1: a", f"tiny@{version}: b"]
+    assert [engine.closed for engine in repository.engines] == [False, True]
+    monkeypatch.setattr(manager, "_serve", serving)
+    repository.put("1", "c", name="other")
+    await manager._look(at_once=False)
+    await manager._look(at_once=False)
+    assert await listed(server) == ["tiny@1*", "other@1"]
+    assert await version_of(server, model="tiny") == "tiny@1 a"
+    assert server.sample("encserve_ready", model="tiny", version="1") == 1
+    assert loads(server, "refused") == 1
+
+
+async def test_the_same_content_anew_changes_nothing(repository: Repository, serve: Serve) -> None:
+    """A file that was only touched, or a folder that was copied back."""
+    directory = repository.put("1", "a")
+    server = await serve()
+    os.utime(directory / "manifest.json", ns=(0, 0))
+    for _ in range(3):
+        await look(server)
+    assert [engine.closed for engine in repository.engines] == [False, True]
+    assert await version_of(server) == "tiny@1 a"
+    assert not [line for line in await listed(server) if line != "tiny@1*"]
+
+
+async def test_a_model_that_retires_holds_up_no_other(repository: Repository, serve: Serve) -> None:
+    """And says meanwhile that it is neither the default nor ready, so that nothing is counted twice."""
+    repository.put("1", "a")
+    server = await serve()
+    with server.app.catalog.all()[0].in_use():
+        repository.put("2", "b")
+        await look(server)
+        for metric in ("encserve_model_default", "encserve_ready"):
+            await_value = {"1": 0, "2": 1}
+            while {it: server.sample(metric, model="tiny", version=it) for it in "12"} != await_value:
+                await asyncio.sleep(0.01)
+        repository.put("1", "n", name="new")
+        await look(server)
+        assert await listed(server) == ["tiny@2*", "new@1"]
+        assert not repository.engines[0].closed
+    while not repository.engines[0].closed:
+        await asyncio.sleep(0.01)
+
+
+async def test_a_version_replaced_in_place_is_counted_until_it_is_gone(repository: Repository, serve: Serve) -> None:
+    """While the second of two is still being loaded, callers get the old first one, and it counts."""
+    repository.put("1", "a")
+    repository.put("2", "b")
+    server = await serve(latest_versions=2)
+    gate = threading.Event()
+    loading = repository.load
+
+    def load(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+        if directory.name == "1":
+            gate.wait(10)
+        return loading(directory, settings, tokenize_pool)
+
+    server.app.manager._load = load
+    repository.put("1", "aa")
+    repository.put("2", "bb")
+    server.app.manager.look_now()
+    while loads(server, "loaded") < 3:
+        await asyncio.sleep(0.01)
+    assert await version_of(server) == "tiny@2 b"
+    labels = {"model": "tiny", "version": "2"}
+    assert server.sample("encserve_model_default", **labels) == 1
+    assert server.sample("encserve_tokens_total", **labels) == len(ONE)
+    gate.set()
+    while await version_of(server) != "tiny@2 bb":
+        await asyncio.sleep(0.01)
+
+
+async def test_stuck_engines_are_given_up_together(
+    repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Orchestrators give a server so long to stop; it must not depend on how many models it has."""
+    monkeypatch.setattr("encserve_server.manager._CLOSE_SECONDS", 1.0)
+    for name in "abc":
+        repository.put("1", name, name=name)
+    server = await serve(grace_seconds=0.0)
+    calls = []
+    for name, engine in zip("abc", repository.engines, strict=True):
+        engine.hold()
+        calls.append(asyncio.create_task(version_of(server, model=name)))
+        await asyncio.to_thread(engine.started.acquire)
+    async with asyncio.timeout(2.5):
+        assert not await server.app.stop()
+    for engine in repository.engines:
+        engine.let_go()
+    await asyncio.gather(*calls, return_exceptions=True)
+
+
+async def test_an_inspection_of_a_version_whose_folder_is_gone(repository: Repository, serve: Serve) -> None:
+    """Its second graph was never loaded, and cannot be now: no bug, so no INTERNAL."""
+
+    def load(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+        def load_inspector() -> FakeInspector:
+            raise BundleError(f"{directory}: cannot be read")
+
+        return dataclasses.replace(repository.load(directory, settings, tokenize_pool), load_inspector=load_inspector)
+
+    repository.put("1", "a")
+    server = await serve(load=load)
+    with pytest.raises(Failed, match="cannot be inspected: its graph for it cannot be loaded") as caught:
+        await server.inspect(pb.InspectRequest(input=pb.Input(token_ids=pb.TokenIds(ids=ONE))))
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "INSPECT_UNAVAILABLE")

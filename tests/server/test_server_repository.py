@@ -7,7 +7,7 @@ import pytest
 from tiny_bundle import write_bundle
 
 from encserve_server.errors import BundleError
-from encserve_server.repository import Candidate, find_slots, version_key
+from encserve_server.repository import Candidate, find_slots, require, version_key
 
 
 def newest(repository: Path, *wanted: str) -> list[Path]:
@@ -58,12 +58,12 @@ def test_only_bundles_are_found(tmp_path: Path) -> None:
 def test_a_wanted_model_that_is_not_there(tmp_path: Path, wanted: str, problem: str) -> None:
     write_bundle(tmp_path)
     with pytest.raises(BundleError, match=problem):
-        find_slots(tmp_path, (wanted,))
+        require(tmp_path, find_slots(tmp_path, (wanted,)))
 
 
 def test_an_empty_or_missing_repository(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="no bundle in it; expected <name>/<version>/manifest.json"):
-        find_slots(tmp_path, ())
+        require(tmp_path, find_slots(tmp_path, ()))
     with pytest.raises(BundleError, match="nowhere: no such directory"):
         find_slots(tmp_path / "nowhere", ())
 
@@ -79,7 +79,7 @@ def test_a_missing_model_is_told_what_there_is(tmp_path: Path) -> None:
     write_bundle(tmp_path, "b")
     write_bundle(tmp_path, "a")
     with pytest.raises(BundleError, match="nope: no bundle in it; .*; the repository holds a, b"):
-        find_slots(tmp_path, ("nope",))
+        require(tmp_path, find_slots(tmp_path, ("nope",)))
 
 
 def test_all_versions_are_candidates_the_newest_first(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import logging
 import os
+import signal
 import types
 import typing
 from collections.abc import Callable
@@ -55,6 +56,7 @@ def main(**values: Any) -> None:
         settings = Settings(**values)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can look again
     memory.limit_arenas()
     logs.configure(settings.log_level, settings.log_format)
     leave(uvloop.run(serve(settings)))

@@ -38,10 +38,11 @@ class Health:
         await self._say({"": False, self._service_name: False})
 
     def watch(self, models: Sequence[ServedModel]) -> None:
-        """Follows these models from now on."""
+        """Follows these models, and no others, from now on."""
         self._models = models
         self._changed.set()
-        self._task = asyncio.get_running_loop().create_task(self._follow(), name="encserve-health")
+        if self._task is None:
+            self._task = asyncio.get_running_loop().create_task(self._follow(), name="encserve-health")
 
     def changed(self) -> None:
         """To be called when a model's readiness may have changed."""

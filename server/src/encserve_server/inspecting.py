@@ -12,7 +12,7 @@ import numpy as np
 
 from encserve_server.cpus import step_back
 from encserve_server.engine.base import Inspector
-from encserve_server.errors import InferenceFailed, QueueFull
+from encserve_server.errors import BundleError, InferenceFailed, InspectUnavailable, QueueFull
 from encserve_server.metrics import ModelMetrics
 from encserve_server.types import InspectKind, InspectTensor, ModelInput
 
@@ -20,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 Wanted = Sequence[tuple[InspectKind, tuple[int, ...]]]
 
+_NOT_LOADABLE = "the model cannot be inspected: its graph for it cannot be loaded any more; the server's log says why"
 # Until one has run, when trying again may help.
 _TYPICAL_SECONDS = 0.2
 
@@ -75,6 +76,7 @@ class InspectLane:
         Raises:
             QueueFull: Too many are pending.
             InferenceFailed: The model gives numbers that are not finite.
+            InspectUnavailable: The graph cannot be loaded: the bundle's files are gone or altered.
             Exception: Whatever loading or running raises.
         """
         if self._pending >= self._max_pending:
@@ -106,7 +108,11 @@ class InspectLane:
     def _run(self, sequence: ModelInput, wanted: Wanted, came_at: float) -> Inspection:
         if self._inspector is None:
             began = time.perf_counter()
-            self._inspector = self._load()
+            try:
+                self._inspector = self._load()
+            except BundleError as error:  # its files are gone or altered since the model was loaded
+                logger.error("the graph for inspections cannot be loaded", extra={"error": str(error)})
+                raise InspectUnavailable(_NOT_LOADABLE) from None
             logger.info("inspector loaded", extra={"load_seconds": round(time.perf_counter() - began, 3)})
         queue_seconds = time.perf_counter() - came_at
         tensors, compute_seconds = self._inspector.run(sequence, wanted)

@@ -68,11 +68,15 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
         intra_op_threads=threads,
         parallel_runs=settings.parallel_batches,
     )
-    if advice := precision_advice(engine.info.precision, engine.info.device):
-        logger.warning(advice, extra={"model": bundle.name, "precision": engine.info.precision})
-    loaded = time.perf_counter()
-    warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
-    max_batch_tokens = _tune(engine, bundle, settings, directory, threads)
+    try:
+        if advice := precision_advice(engine.info.precision, engine.info.device):
+            logger.warning(advice, extra={"model": bundle.name, "precision": engine.info.precision})
+        loaded = time.perf_counter()
+        warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
+        max_batch_tokens = _tune(engine, bundle, settings, directory, threads)
+    except BaseException:
+        engine.close()  # at once: the device may be full
+        raise
     warm = time.perf_counter()
     logger.info(
         "model loaded",

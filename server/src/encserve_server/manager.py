@@ -11,11 +11,11 @@ from pathlib import Path
 
 from encserve_server import memory
 from encserve_server.catalog import Catalog
-from encserve_server.errors import BundleError, StartupError
+from encserve_server.errors import BundleError
 from encserve_server.loading import LoadedModel
 from encserve_server.metrics import LoadOutcome, Metrics
 from encserve_server.models import ServedModel
-from encserve_server.repository import Candidate, Slot, find_slots
+from encserve_server.repository import Candidate, Slot, find_slots, require
 from encserve_server.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,15 @@ class ModelManager:
     - Of each model the newest `latest_versions` good versions are served, or the pinned one; the newest is its default.
     - A new version is loaded, verified and warmed up beside what is served, one at a time. Then, in one turn of the
       event loop, it takes over; a version that it pushes out of the newest is closed when the requests that it had are
-      answered, or after `grace_seconds`. So for that time both are in memory.
+      answered, or after `grace_seconds`. So for that time both are in memory. The next version of the same model waits
+      for that, other models do not.
     - A version that cannot be loaded is refused: logged, counted, and tried again only when a file of it changes, or on
       `look_now`. What was served is served on, and the next older version counts as the newest. At the start, too: but
       a model of which no version is good stops the start.
     - A version that has vanished from the repository is unloaded if another takes its place. The last version of a
       model stays until the server ends, and so does the order of models: the default model never changes.
-    - A folder that changes is left alone until two looks in a row find the same: somebody may still be copying.
+    - A folder that changes is left alone until two looks in a row find the same: somebody may still be copying. One
+      that holds again what is served changes nothing, nor does one that cannot be read.
 
     Who owns what: everything here belongs to the event loop. Loading blocks, so it runs in `load_pool`.
     """
@@ -88,12 +90,13 @@ class ModelManager:
         self._tokenize_pool = tokenize_pool
         self._slots: dict[Key, list[Key]] = {}  # what each slot has chosen, the first its default; in their order
         self._served: dict[Key, _Served] = {}
-        self._refused: dict[Key, tuple[Candidate, StartupError]] = {}
+        self._refused: dict[Key, tuple[Candidate, BundleError]] = {}
         self._seen: dict[Key, Candidate] = {}  # at the last look
-        self._problem = ""  # why the last look failed
+        self._problems: list[str] = []  # what the last look did not find
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._retiring: set[ServedModel] = set()
+        self._retiring: list[ServedModel] = []  # replaced in place, and not yet told
+        self._retirements: dict[asyncio.Task[None], ServedModel] = {}
 
     async def start(self) -> None:
         """Loads what the repository holds, publishes it, and begins to follow the repository.
@@ -101,7 +104,7 @@ class ModelManager:
         Raises:
             StartupError: Something wanted is not there, or is not usable.
         """
-        for slot in await self._find_slots():
+        for slot in require(self._settings.model_repository, await self._find_slots()):
             await self._choose(slot, settled=True)
             if not self._slots[slot.key]:
                 raise self._refused[slot.candidates[0].key][1]
@@ -121,8 +124,13 @@ class ModelManager:
 
     async def close(self) -> bool:
         """Closes every model. Returns whether all ended; an engine that is stuck does not."""
-        models = [*(served.model for served in self._served.values()), *self._retiring]
-        return all([await _close(model) for model in models])
+        models = [
+            *(served.model for served in self._served.values()),
+            *self._retiring,
+            *self._retirements.values(),
+        ]
+        # All at once: how long this takes must not depend on how many there are.
+        return all(await asyncio.gather(*map(_close, models)))
 
     async def _follow(self) -> None:
         """Looks again and again."""
@@ -145,15 +153,20 @@ class ModelManager:
         try:
             slots = await self._find_slots()
         except (BundleError, OSError) as error:
-            if str(error) != self._problem:
-                logger.error("the model repository cannot be read; what is served stays", extra={"error": str(error)})
-            self._problem = str(error)
+            self._tell_problems([str(error)])
             return
-        self._problem = ""
+        self._tell_problems([slot.problem for slot in slots if slot.problem])
         for slot in slots:
             if await self._choose(slot, settled=at_once):
                 await self._publish()
         self._seen = {it.key: it for slot in slots for it in slot.candidates}
+
+    def _tell_problems(self, problems: list[str]) -> None:
+        """Logs what was found at the look before."""
+        for problem in problems:
+            if problem not in self._problems:
+                logger.error("not in the model repository; what is served stays", extra={"error": problem})
+        self._problems = problems
 
     async def _find_slots(self) -> list[Slot]:
         settings = self._settings
@@ -185,28 +198,47 @@ class ModelManager:
     def _is_new(self, candidate: Candidate) -> bool:
         """Whether a candidate is neither served as it is nor known to be bad."""
         served, refused = self._served.get(candidate.key), self._refused.get(candidate.key)
+        if served is not None and candidate.state is None:  # a volume that stutters is no new version
+            return False
         return (served is None or served.candidate != candidate) and (refused is None or refused[0] != candidate)
 
     async def _try(self, candidate: Candidate) -> bool:
         """Loads a candidate and has it take over its own key. Returns whether it did."""
-        key = name, version = candidate.key
-        settings = self._settings_for(name)
+        name, _ = candidate.key
+        while retiring := [task for task, model in self._retirements.items() if model.key[0] == name]:
+            await asyncio.wait(retiring)  # or there would be more than one too many in memory
         self._metrics.zero_loads(name)
+        if await self._load_and_serve(candidate):
+            return True
+        await asyncio.get_running_loop().run_in_executor(self._load_pool, memory.give_back)
+        return False
+
+    async def _load_and_serve(self, candidate: Candidate) -> bool:
+        """Loads a candidate, and serves it unless it is bad, or what is served already."""
+        name, version = key = candidate.key
+        loop, pool = asyncio.get_running_loop(), self._load_pool
+        loaded: LoadedModel | None = None
+        served = self._served.get(key)
         try:
             # Not the event loop's own threads: those are waited for at the end, and a signal must not wait for a load.
-            loaded = await asyncio.get_running_loop().run_in_executor(
-                self._load_pool, self._load, candidate.directory, settings, self._tokenize_pool
+            loaded = await loop.run_in_executor(
+                pool, self._load, candidate.directory, self._settings_for(name), self._tokenize_pool
             )
+            if served is not None and served.model.bundle.fingerprint == loaded.bundle.fingerprint:
+                self._served[key] = _Served(served.model, candidate)  # touched, or copied back
+                await loop.run_in_executor(pool, loaded.engine.close)
+                return False
+            model = self._serve(loaded)
         except Exception as error:
             self._refuse(candidate, error)
+            if loaded is not None:
+                await loop.run_in_executor(pool, loaded.engine.close)
             return False
         self._metrics.model_loads.labels(name, LoadOutcome.LOADED.value).inc()
-        replaced = self._served.get(key)
-        if replaced is not None:
+        if served is not None:
             logger.warning("a version was replaced in place", extra={"model": name, "version": version})
-            replaced.model.metrics.remove()  # they have the labels of those that come now
-            self._retiring.add(replaced.model)
-        self._served[key] = _Served(self._serve(loaded), candidate)
+            self._retiring.append(served.model)
+        self._served[key] = _Served(model, candidate)
         return True
 
     def _settings_for(self, name: str) -> Settings:
@@ -228,33 +260,34 @@ class ModelManager:
         self._metrics.model_loads.labels(name, LoadOutcome.REFUSED.value).inc()
         if not isinstance(error, BundleError) and not self._catalog.all():
             raise error
-        refusal = error if isinstance(error, StartupError) else StartupError(f"{candidate.directory}: {error!r}")
+        # Without its traceback, which would hold what was loaded.
+        refusal = type(error)(str(error)) if isinstance(error, BundleError) else BundleError(repr(error))
         self._refused[candidate.key] = candidate, refusal
         logger.error(
             "a model version was refused",
             extra={"model": name, "version": version, "error": str(refusal)},
-            exc_info=None if isinstance(error, StartupError) else error,
+            exc_info=None if isinstance(error, BundleError) else error,
         )
 
     async def _publish(self) -> None:
         """Has what was chosen take over, and retires the rest."""
         keys = list(dict.fromkeys(key for chosen in self._slots.values() for key in chosen))
         models = [self._served[key].model for key in keys]
-        self._retiring |= {self._served.pop(key).model for key in self._served.keys() - set(keys)}
+        retiring, self._retiring = self._retiring, []
+        retiring += [self._served.pop(key).model for key in self._served.keys() - set(keys)]
         self._catalog.publish(models)
         self._on_models_change(models)
+        for model in retiring:
+            if model.key not in keys:
+                model.metrics.ready.set(0)
+                model.metrics.default.set(0)
         for model in models:
             model.metrics.default.set(self._catalog.is_default_version(model))
         logger.info("models", extra={"models": [f"{name}@{version}" for name, version in keys]})
-        if self._retiring:
-            await self._retire_all()
-            await asyncio.get_running_loop().run_in_executor(self._load_pool, memory.give_back)
-
-    async def _retire_all(self) -> None:
-        while self._retiring:
-            model = next(iter(self._retiring))
-            await self._retire(model)
-            self._retiring.discard(model)
+        for model in retiring:
+            task = asyncio.create_task(self._retire(model), name="encserve-retire")
+            self._retirements[task] = model
+            task.add_done_callback(self._retired)
 
     async def _retire(self, model: ServedModel) -> None:
         """Waits until a model's requests are answered, and closes it."""
@@ -264,9 +297,19 @@ class ModelManager:
                 await model.unused()
         except TimeoutError:
             logger.warning("a model is closed with requests in flight", extra={"model": name, "version": version})
-        model.metrics.remove()
-        if await _close(model):
+        closed = await _close(model)
+        successor = self._served.get(model.key)
+        model.metrics.remove(None if successor is None else successor.model.metrics)
+        if closed:
             logger.info("model unloaded", extra={"model": name, "version": version})
+
+    def _retired(self, task: "asyncio.Task[None]") -> None:
+        """Gives back the memory of a model that nobody knows any more."""
+        del self._retirements[task]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.error("unloading a model failed", exc_info=error)
+        with contextlib.suppress(RuntimeError):  # the server has ended
+            self._load_pool.submit(memory.give_back)
 
 
 async def _close(model: ServedModel) -> bool:

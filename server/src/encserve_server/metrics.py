@@ -242,13 +242,15 @@ class ModelMetrics:
         info = (fingerprint, precision, provider, device, requested_device, runtime)
         self._child(self._metrics.model_info, *info).set(1)
 
-    def remove(self) -> None:
+    def remove(self, successor: "ModelMetrics | None" = None) -> None:
         """Takes everything of this version off the page, because it is unloaded; what is counted later goes nowhere.
 
-        The counts of the model's loads stay. Call it before the same version is loaded anew.
+        The counts of the model's loads stay, and so does what a successor has too: the same version, replaced in place.
         """
+        kept = set() if successor is None else {(id(metric), labels) for metric, labels in successor._children}
         for metric, labels in self._children:
-            metric.remove(*labels)
+            if (id(metric), labels) not in kept:
+                metric.remove(*labels)
         self._children.clear()
 
     def queue_changed(self, requests: int, sequences: int, tokens: int) -> None:

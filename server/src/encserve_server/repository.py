@@ -1,8 +1,8 @@
 """What lies in the model repository, and which of it is to be served. Looks at names and dates, never into a bundle."""
 
+import contextlib
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,10 +21,11 @@ class Candidate:
     Attributes:
         directory: MODELS/<name>/<version>.
         state: Of each of its files the size, the time of change and the inode: differs when anything was replaced.
+            None where it cannot be read now.
     """
 
     directory: Path
-    state: tuple[_FileState, ...]
+    state: tuple[_FileState, ...] | None
 
     @property
     def key(self) -> tuple[str, str]:
@@ -41,12 +42,14 @@ class Slot:
         pinned: The version to serve; empty for the newest.
         count: How many versions to serve: the first so many of `candidates` that are good.
         candidates: The versions that there are, the newest first; only the pinned one where there is one.
+        problem: Why there are none, for people; empty where there are some.
     """
 
     name: str
     pinned: str
     count: int
     candidates: tuple[Candidate, ...]
+    problem: str = ""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -55,7 +58,7 @@ class Slot:
 
 
 def find_slots(repository: Path, wanted: tuple[str, ...], latest_versions: int = 1) -> list[Slot]:
-    """The models to serve.
+    """The models to serve. What cannot be read is left out: one such folder must not hide the others.
 
     Args:
         repository: The directory that holds `<name>/<version>/`.
@@ -63,7 +66,8 @@ def find_slots(repository: Path, wanted: tuple[str, ...], latest_versions: int =
         latest_versions: How many of the newest versions to serve where none is named.
 
     Raises:
-        BundleError: The repository or something wanted is not there.
+        BundleError: The repository is not there, or what is wanted makes no sense.
+        OSError: It cannot be read.
     """
     if not repository.is_dir():
         raise BundleError(f"--model-repository {repository}: no such directory")
@@ -72,13 +76,24 @@ def find_slots(repository: Path, wanted: tuple[str, ...], latest_versions: int =
             if text in wanted[:i]:
                 raise BundleError(f"--model {text}: it is named twice")
         return [_find_slot(repository, *_split_wanted(text), latest_versions) for text in wanted]
-    names = [model.name for model in sorted(repository.iterdir()) if _versions(model)]
-    if not names:
+    return [_find_slot(repository, name, "", latest_versions) for name in _models(repository)]
+
+
+def require(repository: Path, slots: list[Slot]) -> list[Slot]:
+    """The same slots, if there is anything and each has something.
+
+    Raises:
+        BundleError: There is nothing, or nothing for one of them.
+    """
+    if not slots:
         raise BundleError(
             f"--model-repository {repository}: no bundle in it; expected <name>/<version>/{MANIFEST_NAME} "
             "(encserve-export writes them)"
         )
-    return [_find_slot(repository, name, "", latest_versions) for name in names]
+    for slot in slots:
+        if not slot.candidates:
+            raise BundleError(slot.problem)
+    return slots
 
 
 def newest_bundle(repository: Path, model: str | None) -> Path:
@@ -87,7 +102,7 @@ def newest_bundle(repository: Path, model: str | None) -> Path:
     Raises:
         BundleError: It is not there.
     """
-    return find_slots(repository, (model,) if model else ())[0].candidates[0].directory
+    return require(repository, find_slots(repository, (model,) if model else ()))[0].candidates[0].directory
 
 
 def version_key(version: str) -> list[tuple[int, int, str]]:
@@ -106,45 +121,69 @@ def _split_wanted(text: str) -> tuple[str, str]:
 
 
 def _find_slot(repository: Path, name: str, pinned: str, latest_versions: int) -> Slot:
-    versions = _versions(repository / name)
+    count = 1 if pinned else latest_versions
+    try:
+        versions = _versions(repository / name)
+    except OSError as error:
+        return Slot(name, pinned, count, (), f"{repository / name}: cannot be read: {error.strerror}")
     if not versions:
-        raise BundleError(
-            f"{repository / name}: no bundle in it; expected <version>/{MANIFEST_NAME}{_others(repository)}"
-        )
+        problem = f"{repository / name}: no bundle in it; expected <version>/{MANIFEST_NAME}"
+        others = ", ".join(_models(repository))
+        return Slot(name, pinned, count, (), f"{problem}; the repository holds {others}" if others else problem)
     if pinned and pinned not in versions:
-        raise BundleError(f"{repository / name}: no version {pinned}; there are {', '.join(versions)}")
-    candidates = []
-    for version in [pinned] if pinned else reversed(versions):
-        directory = repository / name / version
-        candidates.append(Candidate(directory, tuple(sorted(_file_states(directory)))))
-    return Slot(name, pinned, 1 if pinned else latest_versions, tuple(candidates))
+        return Slot(
+            name, pinned, count, (), f"{repository / name}: no version {pinned}; there are {', '.join(versions)}"
+        )
+    directories = [repository / name / version for version in ([pinned] if pinned else reversed(versions))]
+    return Slot(name, pinned, count, tuple(Candidate(it, _state(it)) for it in directories))
 
 
-def _others(repository: Path) -> str:
-    """What there is, for an error that says what there is not."""
-    names = [model.name for model in sorted(repository.iterdir()) if _versions(model)]
-    return f"; the repository holds {', '.join(names)}" if names else ""
+def _models(repository: Path) -> list[str]:
+    """The names of the models that there are; not of those that cannot be read."""
+    names = []
+    for name in sorted(_names(repository)):
+        with contextlib.suppress(OSError):
+            if _versions(repository / name):
+                names.append(name)
+    return names
 
 
 def _versions(model: Path) -> list[str]:
     """A model's versions, oldest first: numbers in them compare as numbers, so 10 comes after 9."""
-    if not model.is_dir() or not _VALID_NAME.fullmatch(model.name):
+    try:
+        names = _names(model)
+    except (FileNotFoundError, NotADirectoryError):
         return []
-    versions = [
-        entry.name
-        for entry in model.iterdir()
-        if _VALID_NAME.fullmatch(entry.name) and (entry / MANIFEST_NAME).is_file()
-    ]
-    return sorted(versions, key=version_key)
+    return sorted((name for name in names if _may_be_a_bundle(model / name)), key=version_key)
 
 
-def _file_states(directory: Path) -> Iterator[_FileState]:
-    """The state of every file below a directory; nothing for one that vanishes meanwhile."""
-    for parent, _, names in os.walk(directory):
-        for name in names:
-            path = Path(parent, name)
-            try:
-                stat = path.stat()
-            except OSError:
-                continue
-            yield str(path.relative_to(directory)), stat.st_size, stat.st_mtime_ns, stat.st_ino
+def _names(directory: Path) -> list[str]:
+    """The valid names in a directory."""
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries if _VALID_NAME.fullmatch(entry.name)]
+
+
+def _may_be_a_bundle(directory: Path) -> bool:
+    """Whether there is a manifest in it, or nobody can tell."""
+    try:
+        return (directory / MANIFEST_NAME).is_file()
+    except OSError:
+        return True
+
+
+def _state(directory: Path) -> tuple[_FileState, ...] | None:
+    """The state of every file below a directory; None where it cannot be read."""
+    states: list[_FileState] = []
+    try:
+        for parent, _, names in os.walk(directory, onerror=_raise):
+            for name in names:
+                stat = Path(parent, name).stat()
+                path = Path(parent, name).relative_to(directory)
+                states.append((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    except OSError:
+        return None
+    return tuple(sorted(states))
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -145,9 +145,11 @@ class Core:
         self, wire: Wire, inputs: Sequence[Input], key: ModelKey, options: Options, deadline: Deadline, describe: bool
     ) -> EncodeResult:
         started = wire.now()
-        info = self._models.get(key) or await self._fetch_model(wire, key, deadline)
-        if not inputs:
+        if not inputs:  # the answer is all about the model, so what is remembered of it will not do
+            info = await self._fetch_model(wire, key, deadline)
+            check_expected(self.settings.expected_fingerprint, info.fingerprint)
             return empty_result(info, options, wire.now() - started)
+        info = self._models.get(key) or await self._fetch_model(wire, key, deadline)
         parts: list[Part] = []
         attempts = 0
         for _ in range(_MOST_ROUNDS):
@@ -156,8 +158,6 @@ class Core:
             parts = [part for _, part in sorted(dispatch.answers, key=lambda answer: answer[0])]
             if len({part.fingerprint for part in parts}) == 1:
                 break
-        if parts[0].fingerprint != info.fingerprint:  # another version has come: what is known of it is out of date
-            self._models.pop(key, None)
         result = merge_parts(parts, wire.now() - started, attempts)
         check_expected(self.settings.expected_fingerprint, result.fingerprint)
         return result
