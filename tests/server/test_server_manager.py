@@ -474,6 +474,28 @@ async def test_a_missing_model_does_not_hold_up_the_others(repository: Repositor
     assert await listed(server) == ["one@2*", "two@1"]
 
 
+async def test_a_repository_that_cannot_be_followed_is_told(repository: Repository, serve: Serve) -> None:
+    """What is wanted is missing: nothing fails, so a number has to say it."""
+    repository.put("1", "a")
+    server = await serve(model=("tiny@1",), model_poll_seconds=0.02)
+    for _ in range(5):
+        assert server.sample("encserve_repository_overdue_seconds") < 1
+        await asyncio.sleep(0.02)
+    repository.remove("1")
+    while server.sample("encserve_repository_overdue_seconds") < 1:
+        await asyncio.sleep(0.02)
+    repository.put("1", "a")
+    while server.sample("encserve_repository_overdue_seconds") >= 1:
+        await asyncio.sleep(0.02)
+
+
+async def test_without_polling_nothing_is_overdue(repository: Repository, serve: Serve) -> None:
+    repository.put("1", "a")
+    server = await serve()
+    await asyncio.sleep(0.02)
+    assert server.sample("encserve_repository_overdue_seconds") == 0
+
+
 @pytest.mark.parametrize("what", ["a model's folder", "a version's folder", "the served version's folder"])
 async def test_a_folder_that_cannot_be_read_changes_nothing(
     repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch, what: str

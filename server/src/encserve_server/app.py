@@ -79,6 +79,7 @@ class App:
             settings,
             self.catalog,
             self.metrics,
+            clock=self._clock,
             load=load,
             serve=self._serve_model,
             on_models_change=self._health.watch,

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from encserve_server import memory
 from encserve_server.catalog import Catalog
+from encserve_server.clock import Clock
 from encserve_server.errors import BundleError
 from encserve_server.loading import LoadedModel
 from encserve_server.metrics import LoadOutcome, Metrics
@@ -62,6 +64,7 @@ class ModelManager:
         catalog: Catalog,
         metrics: Metrics,
         *,
+        clock: Clock,
         load: Loader,
         serve: Callable[[LoadedModel], ServedModel],
         on_models_change: Callable[[Sequence[ServedModel]], None],
@@ -74,6 +77,7 @@ class ModelManager:
             settings: Which models, how often to look, and what loading needs.
             catalog: Where models are published.
             metrics: Where loads are counted.
+            clock: Tells whether a look is overdue.
             load: Turns a bundle's directory into a model; blocks.
             serve: Puts a loaded model behind a scheduler; on the event loop.
             on_models_change: Is told of all models that are served, whenever those change.
@@ -83,6 +87,7 @@ class ModelManager:
         self._settings = settings
         self._catalog = catalog
         self._metrics = metrics
+        self._clock = clock
         self._load = load
         self._serve = serve
         self._on_models_change = on_models_change
@@ -93,6 +98,7 @@ class ModelManager:
         self._refused: dict[Key, tuple[Candidate, BundleError]] = {}
         self._seen: dict[Key, Candidate] = {}  # at the last look
         self._problems: list[str] = []  # what the last look did not find
+        self._looked_at = math.inf  # when the last look had found all that is wanted
         self._wanted = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._retiring: list[ServedModel] = []  # replaced in place, and not yet told
@@ -109,6 +115,8 @@ class ModelManager:
             if not self._slots[slot.key]:
                 raise self._refused[slot.candidates[0].key][1]
         await self._publish()
+        self._looked_at = self._clock.now()
+        self._metrics.repository_overdue_seconds.set_function(self._overdue_seconds)
         self._task = asyncio.get_running_loop().create_task(self._follow(), name="encserve-models")
 
     def look_now(self) -> None:
@@ -160,6 +168,13 @@ class ModelManager:
             if await self._choose(slot, settled=at_once):
                 await self._publish()
         self._seen = {it.key: it for slot in slots for it in slot.candidates}
+        if not self._problems:
+            self._looked_at = self._clock.now()
+
+    def _overdue_seconds(self) -> float:
+        """How long ago a look should have found all that is wanted; called by the thread of the metrics page."""
+        poll_seconds = self._settings.model_poll_seconds
+        return max(self._clock.now() - self._looked_at - poll_seconds, 0.0) if poll_seconds else 0.0
 
     def _tell_problems(self, problems: list[str]) -> None:
         """Logs what was found at the look before."""

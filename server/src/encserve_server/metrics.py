@@ -140,6 +140,12 @@ class Metrics:
             "encserve_model_loads", "Bundles that were to be loaded, by what became of them.", ("model", "outcome"),
             registry=registry,
         )  # fmt: skip
+        self.repository_overdue_seconds = Gauge(
+            "encserve_repository_overdue_seconds",
+            "How long ago the model repository should have been looked into, and all that is wanted found in it. More "
+            "than 0 while a load takes long, or what is wanted cannot be read; 0 with --model-poll-seconds 0.",
+            registry=registry,
+        )
         self.model_default = Gauge(
             "encserve_model_default", "1 for the version that requests without one get, else 0.", _MODEL,
             registry=registry,
