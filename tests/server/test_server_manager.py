@@ -474,10 +474,13 @@ async def test_a_missing_model_does_not_hold_up_the_others(repository: Repositor
     assert await listed(server) == ["one@2*", "two@1"]
 
 
-async def test_a_repository_that_cannot_be_followed_is_told(repository: Repository, serve: Serve) -> None:
+@pytest.mark.parametrize("model", [("tiny@1",), ("tiny",), ()])
+async def test_a_repository_that_cannot_be_followed_is_told(
+    repository: Repository, serve: Serve, model: tuple[str, ...]
+) -> None:
     """What is wanted is missing: nothing fails, so a number has to say it."""
     repository.put("1", "a")
-    server = await serve(model=("tiny@1",), model_poll_seconds=0.02)
+    server = await serve(model=model, model_poll_seconds=0.02)
     for _ in range(5):
         assert server.sample("encserve_repository_overdue_seconds") < 1
         await asyncio.sleep(0.02)

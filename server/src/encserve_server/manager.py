@@ -114,7 +114,7 @@ class ModelManager:
             await self._choose(slot, settled=True)
             if not self._slots[slot.key]:
                 raise self._refused[slot.candidates[0].key][1]
-        await self._publish()
+        self._publish()
         self._looked_at = self._clock.now()
         self._metrics.repository_overdue_seconds.set_function(self._overdue_seconds)
         self._task = asyncio.get_running_loop().create_task(self._follow(), name="encserve-models")
@@ -163,10 +163,14 @@ class ModelManager:
         except (BundleError, OSError) as error:
             self._tell_problems([str(error)])
             return
-        self._tell_problems([slot.problem for slot in slots if slot.problem])
+        gone = self._slots.keys() - {slot.key for slot in slots}
+        self._tell_problems(
+            [slot.problem for slot in slots if slot.problem]
+            + [f"{self._settings.model_repository / name}: no bundle in it any more" for name, _ in sorted(gone)]
+        )
         for slot in slots:
             if await self._choose(slot, settled=at_once):
-                await self._publish()
+                self._publish()
         self._seen = {it.key: it for slot in slots for it in slot.candidates}
         if not self._problems:
             self._looked_at = self._clock.now()
@@ -177,7 +181,7 @@ class ModelManager:
         return max(self._clock.now() - self._looked_at - poll_seconds, 0.0) if poll_seconds else 0.0
 
     def _tell_problems(self, problems: list[str]) -> None:
-        """Logs what was found at the look before."""
+        """Logs what is not as it should be, unless it was so at the look before."""
         for problem in problems:
             if problem not in self._problems:
                 logger.error("not in the model repository; what is served stays", extra={"error": problem})
@@ -284,7 +288,7 @@ class ModelManager:
             exc_info=None if isinstance(error, BundleError) else error,
         )
 
-    async def _publish(self) -> None:
+    def _publish(self) -> None:
         """Has what was chosen take over, and retires the rest."""
         keys = list(dict.fromkeys(key for chosen in self._slots.values() for key in chosen))
         models = [self._served[key].model for key in keys]
