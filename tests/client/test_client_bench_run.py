@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import re
 import sys
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from tiny_bundle import LONGEST, write_bundle
 
 from encserve_client import EncoderClient, ServerUnavailableError
 from encserve_client._bench import Call, LoadResult, closed_loop, make_calls, open_loop
+from encserve_client._bench._crew import _listen
 from encserve_client._cli._commands import cli
 from encserve_client._options import Options, Output
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -311,3 +313,15 @@ def test_a_result_may_be_made_by_hand() -> None:
     )
     assert (result.sequences_per_second, result.tokens_per_second) == (4.0, 40.0)
     assert result.latency_percentile_seconds(50) == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("says_something", [True, False])
+def test_a_parent_that_goes_when_all_is_done_is_no_news(says_something: bool) -> None:
+    """A generator's thread outlives its event loop by a moment; it has nobody to tell, and must not say so."""
+    loop = asyncio.new_event_loop()
+    loop.close()
+    near, far = multiprocessing.Pipe()
+    if says_something:
+        near.send(1.0)
+    near.close()
+    _listen(far, loop, asyncio.Queue())

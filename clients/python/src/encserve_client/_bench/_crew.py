@@ -90,6 +90,16 @@ def _work(pipe: "Pipe[Any, Any]", connection: Connection, calls: Sequence[Call],
     asyncio.run(_generate(pipe, connection, calls, plan))
 
 
+def _listen(pipe: "Pipe[Any, Any]", loop: asyncio.AbstractEventLoop, told: "asyncio.Queue[float | None]") -> None:
+    """Hands over what the parent says, and None when it is gone; in a thread, until nobody listens any more."""
+    with contextlib.suppress(RuntimeError):  # the loop is closed: all is done
+        try:
+            while True:
+                loop.call_soon_threadsafe(told.put_nowait, pipe.recv())
+        except (EOFError, OSError):  # the parent is gone
+            loop.call_soon_threadsafe(told.put_nowait, None)
+
+
 async def _generate(pipe: "Pipe[Any, Any]", connection: Connection, calls: Sequence[Call], plan: LoadPlan) -> None:
     loop = asyncio.get_running_loop()
     generator = Generator(calls, plan)
@@ -103,18 +113,7 @@ async def _generate(pipe: "Pipe[Any, Any]", connection: Connection, calls: Seque
             return
         pipe.send(None)
         told: asyncio.Queue[float | None] = asyncio.Queue()
-
-        def listen() -> None:
-            try:
-                while True:
-                    loop.call_soon_threadsafe(told.put_nowait, pipe.recv())
-            except (EOFError, OSError):  # the parent is gone
-                pass
-            except RuntimeError:  # the loop is closed: all is done
-                return
-            loop.call_soon_threadsafe(told.put_nowait, None)
-
-        threading.Thread(target=listen, daemon=True).start()
+        threading.Thread(target=_listen, args=(pipe, loop, told), daemon=True).start()
         begin = await told.get()
         if begin is None:
             return
