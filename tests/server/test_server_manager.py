@@ -109,6 +109,12 @@ async def look(server: FakeServer) -> None:
     manager._look = looking
 
 
+async def retired() -> None:
+    """Waits until no model is about to be unloaded."""
+    while any(task.get_name() == "encserve-retire" for task in asyncio.all_tasks()):
+        await asyncio.sleep(0.01)
+
+
 async def version_of(server: FakeServer, **request: Any) -> str:
     """The version and content that a request gets, as the reply names them."""
     data = pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=ONE))], **request)
@@ -133,6 +139,7 @@ async def test_a_new_version_takes_over_and_the_old_one_is_closed(repository: Re
     await look(server)
     assert await version_of(server) == "tiny@2 b"
     assert await listed(server) == ["tiny@2*"]
+    await retired()
     assert [engine.closed for engine in repository.engines] == [True, False]
     with pytest.raises(Failed, match="no version '1' of tiny; there are 2") as caught:
         await version_of(server, model_version="1")
@@ -186,8 +193,8 @@ async def test_an_engine_that_does_not_finish_is_given_up(repository: Repository
     assert await version_of(server) == "tiny@2 b"
     old.let_go()
     await looking
-    while not old.closed:
-        await asyncio.sleep(0.01)
+    await retired()
+    assert old.closed
 
 
 @pytest.mark.parametrize("content", [BAD, CRASHES, NO_DEVICE])
@@ -245,6 +252,7 @@ async def test_a_version_replaced_in_place(repository: Repository, serve: Serve)
     repository.put("1", "b")
     await look(server)
     assert await version_of(server) == "tiny@1 b"
+    await retired()
     assert [engine.closed for engine in repository.engines] == [True, False]
     assert server.sample("encserve_tokens_total", model="tiny", version="1") == 2 * len(ONE)
     infos = [
@@ -385,9 +393,7 @@ async def test_metrics_of_a_version_go_with_it(repository: Repository, serve: Se
     before = {sample.name for family in server.app.registry.collect() for sample in family.samples}
     repository.put("2", "b")
     await look(server)
-    while not repository.engines[0].closed:
-        await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)
+    await retired()
     samples = [sample for family in server.app.registry.collect() for sample in family.samples]
     assert {sample.labels.get("version") for sample in samples if sample.labels.get("model") == "tiny"} == {"2", None}
     assert {sample.name for sample in samples} == before
