@@ -206,9 +206,39 @@ async def test_a_bad_version_changes_nothing(repository: Repository, serve: Serv
     assert await version_of(server) == "tiny@1 a"
     assert not repository.engines[0].closed
     assert (loads(server, "loaded"), loads(server, "refused")) == (1, 1)
+    assert server.sample("encserve_refused_versions", model="tiny") == 1
     repository.put("2", "mended")
     await look(server)
     assert await version_of(server) == "tiny@2 mended"
+    assert server.sample("encserve_refused_versions", model="tiny") == 0
+
+
+async def test_a_bad_version_that_is_taken_away_is_no_longer_told(repository: Repository, serve: Serve) -> None:
+    """Not before: it may be weeks until the next restart finds it."""
+    repository.put("1", "a")
+    repository.put("2", BAD)
+    server = await serve()
+    for _ in range(3):
+        await server.app.manager._look(at_once=False)
+        assert server.sample("encserve_refused_versions", model="tiny") == 1
+    repository.remove("2")
+    await server.app.manager._look(at_once=False)
+    assert server.sample("encserve_refused_versions", model="tiny") == 0
+
+
+async def test_a_new_folder_that_is_no_newer_is_told(
+    repository: Repository, serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Words sort before numbers, so v4 is older than 3; who put it there sees why nothing happens."""
+    caplog.set_level("INFO")
+    repository.put("2", "a")
+    repository.put("3", "b")
+    server = await serve()
+    repository.put("v4", "c")
+    for _ in range(3):
+        await server.app.manager._look(at_once=False)
+    told = [record for record in caplog.records if record.message == "a version is older than what is served"]
+    assert [vars(record)["version"] for record in told] == ["v4"]
 
 
 async def test_a_refused_version_is_tried_again_when_asked_to(repository: Repository, serve: Serve) -> None:

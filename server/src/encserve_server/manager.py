@@ -110,11 +110,13 @@ class ModelManager:
         Raises:
             StartupError: Something wanted is not there, or is not usable.
         """
-        for slot in require(self._settings.model_repository, await self._find_slots()):
+        slots = require(self._settings.model_repository, await self._find_slots())
+        for slot in slots:
             await self._choose(slot, settled=True)
             if not self._slots[slot.key]:
                 raise self._refused[slot.candidates[0].key][1]
         self._publish()
+        self._remember(slots)
         self._looked_at = self._clock.now()
         self._metrics.repository_overdue_seconds.set_function(self._overdue_seconds)
         self._task = asyncio.get_running_loop().create_task(self._follow(), name="encserve-models")
@@ -171,9 +173,21 @@ class ModelManager:
         for slot in slots:
             if await self._choose(slot, settled=at_once):
                 self._publish()
-        self._seen = {it.key: it for slot in slots for it in slot.candidates}
+        self._remember(slots)
         if not self._problems:
             self._looked_at = self._clock.now()
+
+    def _remember(self, slots: Sequence[Slot]) -> None:
+        """Notes down what this look found, for the next one and for whoever watches."""
+        for slot in slots:
+            for candidate in slot.candidates[slot.count :]:
+                if self._seen and candidate.key not in self._seen:  # somebody may wonder why nothing happens
+                    name, version = candidate.key
+                    logger.info("a version is older than what is served", extra={"model": name, "version": version})
+        self._seen = {it.key: it for slot in slots for it in slot.candidates}
+        for name in {name for name, _ in (*self._seen, *self._refused)}:
+            bad = [key for key, (it, _) in self._refused.items() if key[0] == name and self._seen.get(key) == it]
+            self._metrics.refused_versions.labels(name).set(len(bad))
 
     def _overdue_seconds(self) -> float:
         """How long ago a look should have found all that is wanted; called by the thread of the metrics page."""
@@ -185,6 +199,8 @@ class ModelManager:
         for problem in problems:
             if problem not in self._problems:
                 logger.error("not in the model repository; what is served stays", extra={"error": problem})
+        if self._problems and not problems:
+            logger.info("all that is wanted is in the model repository again")
         self._problems = problems
 
     async def _find_slots(self) -> list[Slot]:

@@ -140,6 +140,10 @@ class Metrics:
             "encserve_model_loads", "Bundles that were to be loaded, by what became of them.", ("model", "outcome"),
             registry=registry,
         )  # fmt: skip
+        self.refused_versions = Gauge(
+            "encserve_refused_versions", "Versions in the model repository that could not be loaded.", ("model",),
+            registry=registry,
+        )  # fmt: skip
         self.repository_overdue_seconds = Gauge(
             "encserve_repository_overdue_seconds",
             "How long ago the model repository should have been looked into, and all that is wanted found in it. More "
@@ -147,8 +151,8 @@ class Metrics:
             registry=registry,
         )
         self.model_default = Gauge(
-            "encserve_model_default", "1 for the version that requests without one get, else 0.", _MODEL,
-            registry=registry,
+            "encserve_model_default", "1 for the version of its model that requests without a version get, else 0.",
+            _MODEL, registry=registry,
         )  # fmt: skip
         self.model_info = Gauge(
             "encserve_model_info",
@@ -187,6 +191,7 @@ class Metrics:
         """Creates the counts of a model's loads at zero; call before its first load begins."""
         for outcome in LoadOutcome:
             self.model_loads.labels(model, outcome.value)
+        self.refused_versions.labels(model)
 
     def for_model(self, model: str, version: str) -> "ModelMetrics":
         """The metrics of one version of a model, every label set created at zero."""
