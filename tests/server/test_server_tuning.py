@@ -126,6 +126,13 @@ def test_a_few_disturbed_runs_change_nothing(bundle: Bundle, tmp_path: Path) -> 
     assert tuned.max_batch_tokens == 512
 
 
+def test_what_is_remembered_is_readable_by_the_next_server_whoever_runs_it(bundle: Bundle, tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    device = Device(cached(520))
+    tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now)
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
 def test_it_is_remembered_for_this_model_and_machine_only(bundle: Bundle, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
 
