@@ -45,6 +45,8 @@ EXAMPLE = (torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 1], [1, 1,
 
 # Other ways of writing the encoder. Each replaces a method of Padding or SelfAttention.
 
+NO_WEIGHTS = torch.empty(0)  # in place of the attention weights, which the graph that is served does not give
+
 
 def keep_rows(_: Padding, x: Tensor) -> Tensor:
     """Leaves padding in: all layers run on (batch·seq, n)."""
@@ -62,16 +64,16 @@ def heads_of(attention: SelfAttention, x: Tensor, padding: Padding) -> Tensor:
     return x.reshape(bias.shape[0], bias.shape[3], attention.n_heads, attention.d_k).transpose(1, 2)
 
 
-def attend_separately(self: SelfAttention, x: Tensor, padding: Padding) -> Tensor:
+def attend_separately(self: SelfAttention, x: Tensor, padding: Padding) -> tuple[Tensor, Tensor]:
     """Makes Q, K and V by a linear layer each."""
     layers = zip(self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True)
     q, k, v = (heads_of(self, padding.restore(functional.linear(x, *layer)), padding) for layer in layers)
     heads = torch.softmax(q @ k.transpose(2, 3) / math.sqrt(self.d_k) + padding.bias, dim=-1) @ v
     y: Tensor = self.output(padding.remove(heads.transpose(1, 2).reshape(-1, self.d_model)))  # (tokens, d_model)
-    return y
+    return y, NO_WEIGHTS
 
 
-def attend_sdpa(self: SelfAttention, x: Tensor, padding: Padding) -> Tensor:
+def attend_sdpa(self: SelfAttention, x: Tensor, padding: Padding) -> tuple[Tensor, Tensor]:
     """Calls PyTorch's own attention, which becomes one Attention operator from opset 23 on."""
     parts = torch.split(padding.restore(self.qkv(x)), self.d_model, dim=-1)
     q, k, v = (heads_of(self, part, padding) for part in parts)
@@ -79,7 +81,7 @@ def attend_sdpa(self: SelfAttention, x: Tensor, padding: Padding) -> Tensor:
     bias = padding.bias.expand(-1, -1, padding.bias.shape[3], -1)  # (batch, 1, seq, seq)
     heads = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
     y: Tensor = self.output(padding.remove(heads.transpose(1, 2).reshape(-1, self.d_model)))  # (tokens, d_model)
-    return y
+    return y, NO_WEIGHTS
 
 
 class ContribAttention(torch.autograd.Function):
@@ -98,14 +100,14 @@ class ContribAttention(torch.autograd.Function):
         return attended
 
 
-def attend_contrib(self: SelfAttention, x: Tensor, padding: Padding) -> Tensor:
+def attend_contrib(self: SelfAttention, x: Tensor, padding: Padding) -> tuple[Tensor, Tensor]:
     """Calls ONNX Runtime's operator, which adds the bias of Q, K and V itself."""
     projected = keep_shape(padding, padding.restore(functional.linear(x, self.qkv.weight)))  # (batch, seq, 3·d_model)
     q, k, v = torch.split(projected, self.d_model, dim=-1)  # (batch, seq, d_model) each
     mask = (padding.bias[:, 0, 0, :] == 0).int()  # (batch, seq)
     heads: Tensor = ContribAttention.apply(q, k, v, self.qkv.bias, mask, self.n_heads)  # type: ignore[no-untyped-call]
     y: Tensor = self.output(padding.remove(heads.reshape(-1, self.d_model)))  # (tokens, d_model)
-    return y
+    return y, NO_WEIGHTS
 
 
 # Ways of turning it into a file.
