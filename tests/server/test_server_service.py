@@ -1,6 +1,7 @@
 """A real gRPC server on loopback with a fake engine: what callers get, for good input and for bad."""
 
 import asyncio
+import gc
 from dataclasses import replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from fake_server import D_MODEL, LONGEST, VOCAB_SIZE, Failed, FakeServer, StartS
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import codec
 from encserve_server.engine.fake import FakeEngine, fake_rows
+from encserve_server.errors import InvalidField
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 KINDS = (pb.OUTPUT_KIND_TOKENS, pb.OUTPUT_KIND_MEAN, pb.OUTPUT_KIND_CLS, pb.OUTPUT_KIND_MAX)
@@ -231,6 +233,20 @@ async def test_one_bad_request_disturbs_nobody(server: FakeServer) -> None:
             np.testing.assert_array_equal(rows_of(result)[0], expected(*[i + 1] * (1 + i % 5)))
         else:
             assert isinstance(result, Failed)
+
+
+async def test_a_refused_call_is_freed_at_once(server: FakeServer) -> None:
+    """Under overload most calls are refused: what they leave behind the cycle collector would have to find."""
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(20):
+            with pytest.raises(Failed):
+                await server.encode([-1])
+        left = [it for it in gc.get_objects() if type(it) is InvalidField]
+    finally:
+        gc.enable()
+    assert not left
 
 
 async def test_a_reply_over_the_limit_is_refused_before_any_compute(start_server: StartServer) -> None:

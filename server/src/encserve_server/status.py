@@ -175,7 +175,11 @@ class RpcGuard:
                 failure = to_failure(error)
                 code, reason = failure.code, failure.reason
                 metrics.refused.labels(reason).inc()
-                await context.abort(code, failure.text, failure.trailers)
+                # Not by `abort`: its exception, the call and all frames between would wait for the cycle collector.
+                context.set_code(code)
+                context.set_details(failure.text)
+                context.set_trailing_metadata(failure.trailers)
+                return b""  # not sent
             finally:
                 self._count_active(-1)
                 handled[code].inc()
