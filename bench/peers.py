@@ -31,7 +31,7 @@ from comparison.arguments import common_parser
 from comparison.load import load_process, make_calls, make_text_calls
 from comparison.machine import OtherWork, cpu_seconds, describe_machine, load_average, process_tree
 from comparison.peer_report import peers_json, precision_of, print_missing, print_peers
-from comparison.peers import PEERS_BY_NAME, VECTORS, Given, Setting, opened
+from comparison.peers import AS_IT_COMES, PEERS_BY_NAME, VECTORS, Given, Setting, opened
 from comparison.programs import PeerUnavailable
 from comparison.report import summarise, warnings
 from comparison.rounds import NO_PATIENCE, Measurement, Patience, Side, measure
@@ -210,7 +210,7 @@ def open_peers(
         sides += best.sides
         for setting in settings:
             if setting.as_it_comes and setting is not best:
-                sides += [dataclasses.replace(it, name=f"{it.name}-as-it-comes") for it in setting.sides]
+                sides += [dataclasses.replace(it, name=it.name + AS_IT_COMES) for it in setting.sides]
         opened_peers[peer] = {
             "versions": best.versions,
             "setting": best.name,

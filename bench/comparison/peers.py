@@ -6,7 +6,7 @@ A peer has several settings that may be its best. All are tried before anything 
 import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from comparison.texts import Texts
 from encserve_server.types import Graph
 
 INFINITY, SENTENCES, TRITON = "infinity", "sentence-transformers", "triton"
+AS_IT_COMES = "-as-it-comes"  # behind a peer's name: in the setting of somebody who sets nothing
 TRITON_METHOD = "/inference.GRPCInferenceService/ModelInfer"
 ROWS, VECTORS = "rows", "vectors"  # what a side gives: (seq, d_model) or (1, d_model) for each sequence
 
@@ -108,7 +109,7 @@ def _triton(given: Given, stack: ExitStack) -> Iterator[Setting]:
         client = own.enter_context(running(TRITON, command, given.folder / f"triton-calls-{instances}.log"))
         client.read(START_SECONDS)
         name = f"{instances} × {given.threads // instances} threads"
-        yield _triton_setting(given, own, client, target, name, versions)
+        yield replace(_triton_setting(given, own, client, target, name, versions), as_it_comes=instances == 1)
 
 
 def _triton_setting(
@@ -135,11 +136,13 @@ def _triton_setting(
 
 # infinity.
 
-INFINITY_AS_IT_COMES = "BetterTransformer, batches of 32"
+# What `pip install infinity-emb[all]` gives: it brings optimum 2, which no longer has BetterTransformer.
+INFINITY_AS_IT_COMES = "no BetterTransformer, batches of 32"
 INFINITY_SETTINGS: Mapping[str, Sequence[Any]] = {
     "BetterTransformer, batches of 8": ("--bettertransformer", "--batch-size", 8),
-    INFINITY_AS_IT_COMES: ("--bettertransformer", "--batch-size", 32),
+    "BetterTransformer, batches of 32": ("--bettertransformer", "--batch-size", 32),
     "no BetterTransformer, batches of 8": ("--no-bettertransformer", "--batch-size", 8),
+    INFINITY_AS_IT_COMES: ("--no-bettertransformer", "--batch-size", 32),
 }
 
 

@@ -190,11 +190,11 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
         calls = bench.calls(server)
 
         def measure(factor: float, number: int) -> dict[str, Any]:
-            saturation = bench.closed(server, calls, CALLERS).calls_per_second
+            saturation = bench.closed(server, calls, CALLERS)
             result = open_loop(
                 server.target,
                 calls,
-                rate_per_second=factor * saturation,
+                rate_per_second=factor * saturation.calls_per_second,
                 seconds=max(bench.seconds, 10.0),
                 max_outstanding=4096,
                 seed=bench.seed + 1000 * number,
@@ -202,11 +202,14 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
             refused = result.error_latency_seconds
             return {
                 "factor": factor,
-                "saturation_per_second": saturation,
-                "goodput_share": result.calls_per_second / saturation,
+                "saturation_per_second": saturation.calls_per_second,
+                "goodput_share": result.calls_per_second / saturation.calls_per_second,
+                # A queue that is nearly full has room for a short sequence sooner than for a long one.
+                "goodput_tokens_share": result.tokens_per_second / saturation.tokens_per_second,
                 "refused": len(refused),
                 "refused_p50_seconds": percentile(refused, 50),
                 "refused_p99_seconds": percentile(refused, 99),
+                "lateness_p99_seconds": percentile(result.lateness_seconds, 99),
                 "p99_seconds": result.latency_percentile_seconds(99),
                 "errors": dict(result.errors),
             }

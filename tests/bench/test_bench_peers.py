@@ -11,7 +11,7 @@ import pytest
 from comparison.agreement import lowest_cosine, some_places, worst_difference
 from comparison.machine import cpu_seconds, process_tree
 from comparison.peer_report import peer_targets, print_missing, ratios_to_peers
-from comparison.peers import INFINITY, SENTENCES, TRITON, Setting
+from comparison.peers import AS_IT_COMES, INFINITY, SENTENCES, TRITON, Setting
 from comparison.programs import PEERS, PeerUnavailable, Program, ensure_environment, free_ports
 from comparison.rounds import Measurement, Side, Spread
 from comparison.sides import MANY
@@ -101,6 +101,15 @@ def test_targets_are_those_of_the_precision() -> None:
         ("≥ 4.5", 5.0, True),
         ("≥ 3", 2.8, False),
         ("≥ 8", 7.0, False),
+    ]
+
+
+def test_a_peer_is_held_against_us_as_it_comes_and_at_its_best() -> None:
+    found = {MANY: rates(20), TRITON: rates(16), TRITON + AS_IT_COMES: rates(10)}
+    targets = peer_targets(found, {MANY: "float32"})
+    assert [(it.text.rpartition(" ")[2], it.measured.median, it.met) for it in targets] == [
+        ("triton-as-it-comes", 2.0, True),
+        ("triton", 1.25, False),
     ]
 
 
