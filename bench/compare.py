@@ -28,26 +28,28 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from comparison.agreement import AGREEING, check_agreement
 from comparison.arguments import common_parser
-from comparison.empty_server import empty_calls, empty_server
 from comparison.load import load_process
-from comparison.machine import OtherWork, describe_machine, load_average
+from comparison.machine import OtherWork, describe_machine, load_average, process_tree
 from comparison.report import print_report, to_json, warnings
 from comparison.rounds import Measurement, Patience, Side, measure
 from comparison.sides import (
     CEILING,
+    EMPTY,
+    MINIMAL,
     NAIVE,
     WINDOW,
     calls_of,
-    empty_side,
     encserve_sides,
     engine_sides,
     naive_side,
     padding_graph,
     read_encoder,
     run_side_by_side,
+    small_sides,
     sweep_budgets,
     torch_sides,
 )
+from comparison.small_servers import empty_calls, empty_server, minimal_calls, minimal_server
 from comparison.workload import LENGTHS, Workload, read_workload
 from real_server import real_server
 
@@ -88,7 +90,8 @@ def announce(bundle: Bundle, machine: Mapping[str, Any], workload: Workload) -> 
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
     load_before, machine = load_average(), describe_machine()
-    bundle = read_bundle(newest_bundle(options.models, options.model))
+    directory = newest_bundle(options.models, options.model)
+    bundle = read_bundle(directory)
     if bundle.graph.takes_vectors:
         raise SystemExit(f"{bundle.name} takes vectors; this compares models that take token ids")
     workload = read_workload(
@@ -105,12 +108,13 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     server = stack.enter_context(real_server(options.models, *flags))
     load = stack.enter_context(load_process(server.target, calls_of(workload)))
     first = workload.sequences[:AGREEING]
-    empty = stack.enter_context(
-        load_process(stack.enter_context(empty_server()), {"empty": empty_calls(workload.sequences, bundle.d_model)})
-    )
+    nothing = {EMPTY: empty_calls(workload.sequences, bundle.d_model)}
+    empty = stack.enter_context(load_process(stack.enter_context(empty_server()), nothing))
+    small = stack.enter_context(minimal_server(directory, usable_cpus()))
+    minimal = stack.enter_context(load_process(small, {MINIMAL: minimal_calls(workload.sequences)}))
     with EncoderClient(server.target) as client:
         rows = {"encserve": list(client.encode(first))}
-    pids = (os.getpid(), server.process.pid, load.pid, empty.pid)
+    pids = process_tree(os.getpid())
     others, patience = OtherWork(pids), Patience(options.patience, lambda: OtherWork(pids).share)
 
     budgets = sweep_budgets(engine, workload, options.seed)
@@ -131,7 +135,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         sides += of_torch
     else:
         console.print("PyTorch and the naive batcher are left out: --checkpoint names no directory")
-    sides += [empty_side(empty, workload), *encserve_sides(load, workload)]
+    sides += [*small_sides(empty, minimal, workload), *encserve_sides(load, workload)]
     agreement = check_agreement(engine, rows, workload)
     found = measure(chosen(sides, options.only), options.rounds, options.seed, show_round, patience)
     share = others.share()

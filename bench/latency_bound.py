@@ -1,6 +1,6 @@
 """The least p99 that any scheduler can have under open-loop load, whatever it does, even if it knew the future.
 
-    python bench/latency_bound.py [--tokens-per-second 8446] [--saturation 7741] [--load 0.5 0.8] [--lengths FILE]
+    python bench/latency_bound.py [--tokens-per-second 8579] [--saturation 7741] [--load 0.5 0.8] [--lengths FILE]
 
 Requests come at random times (Poisson) with the lengths of real texts. A device that computes at most so many tokens a
 second, in whatever batches, side by side or not, cannot finish more work in any span of time than that rate allows. So
@@ -9,8 +9,9 @@ that machine the least number of late requests is known exactly, as all may take
 the order in which they come (`least_late`). The p99 cannot be below the latency at which 1 % of them are late.
 
 Nothing is charged for batches, padding, gRPC or the cost of attention, which grows with the square: a real server is
-above the bound. `--tokens-per-second` is what the device gives with everything known beforehand (the sides `ceiling`
-and `parallel` of bench/compare.py), `--saturation` what callers get at most, of which the load is a share.
+above the bound, provided that `--tokens-per-second` is no less than the device can compute, of whatever length. The
+default is the best round of all batches known beforehand, side by side (`parallel` of bench/compare.py).
+`--saturation` is what callers get at most, of which the load is a share.
 """
 
 import argparse
@@ -93,7 +94,7 @@ def draw(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the bound for each load."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens-per-second", type=float, default=8446, help="what the device computes at most")
+    parser.add_argument("--tokens-per-second", type=float, default=8579, help="what the device computes at most")
     parser.add_argument("--saturation", type=float, default=7741, help="tokens/s that callers get at most")
     parser.add_argument("--load", type=float, nargs="+", default=[0.2, 0.5, 0.8, 0.9], help="shares of the saturation")
     parser.add_argument("--lengths", type=Path, default=LENGTHS, help="JSON with a histogram: tokens -> texts")

@@ -29,7 +29,7 @@ PASSES = 2  # times that 64 callers ask for everything: less of it is beginning 
 
 # What the other sides are a ratio of.
 CEILING, NAIVE, NAIVE_PACKED, PARALLEL = "ceiling", "naive", "naive-packed", "parallel"
-BARE, ONE, EMPTY = "bare", "encserve-1", "empty"
+BARE, ONE, EMPTY, MINIMAL = "bare", "encserve-1", "empty", "minimal"
 LARGE, MANY, POOLED = "encserve-4x256", "encserve-64", "encserve-64-pooled"
 
 
@@ -184,10 +184,13 @@ def calls_of(workload: Workload) -> dict[str, Any]:
     }
 
 
-def empty_side(load: LoadProcess, workload: Workload) -> Side:
-    """Calls of the same sizes that nothing is computed for; their latency is what counts."""
+def small_sides(empty: LoadProcess, minimal: LoadProcess, workload: Workload) -> list[Side]:
+    """One caller of gRPC servers of a few lines: one that computes nothing, and one that runs the model."""
     count = min(SLICE, len(workload.sequences))
-    return Side(EMPTY, "an empty gRPC call of that size, 1 caller", lambda: load.ask("empty", callers=1, count=count))
+    return [
+        Side(EMPTY, "an empty gRPC call of that size, 1 caller", lambda: empty.ask(EMPTY, callers=1, count=count)),
+        Side(MINIMAL, "the smallest gRPC server, 1 caller", lambda: minimal.ask(MINIMAL, callers=1, count=count)),
+    ]
 
 
 def encserve_sides(load: LoadProcess, workload: Workload) -> list[Side]:

@@ -1,17 +1,15 @@
-"""What the garbage collector searches, and what is given back."""
+"""What the garbage collector searches."""
 
-import asyncio
 import gc
-import os
-import signal
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
-from encserve_server import app, memory
-from encserve_server.errors import StartupError
+from encserve_server import logs, memory
+from encserve_server.__main__ import main
 from encserve_server.settings import Settings
 
 
@@ -22,60 +20,33 @@ class Node:
         self.itself = self
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def unsettled() -> Iterator[None]:
     """Before a server starts, and again after the test."""
-    assert gc.get_freeze_count() == 0
+    gc.unfreeze()
     yield
     gc.unfreeze()
 
 
-@pytest.mark.usefixtures("unsettled")
-def test_what_was_there_at_the_start_is_not_searched() -> None:
+def test_the_libraries_are_not_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """From before anything is loaded: what belongs to a model must be found when it goes."""
+    aside: list[int] = []
+
+    async def serve(_: Settings) -> int:
+        aside.append(gc.get_freeze_count())
+        return 0
+
+    monkeypatch.setattr("encserve_server.__main__.serve", serve)
+    monkeypatch.setattr("encserve_server.__main__.leave", lambda _: None)
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
+    CliRunner().invoke(main, ["--model-repository", str(tmp_path)], catch_exceptions=False)
+    assert aside[0] > 10_000
+
+
+def test_what_came_later_is_given_back() -> None:
     memory.settle()
-    was_there = gc.get_freeze_count()
-    gc.collect()
-    assert gc.get_freeze_count() == was_there > 10_000
-    assert len(gc.get_objects()) < was_there / 10
-
-
-@pytest.mark.usefixtures("unsettled")
-def test_garbage_of_a_model_that_goes_is_found_all_the_same() -> None:
-    """It was there when the server started, and nobody would look at it again."""
     node = Node()
     found = weakref.ref(node)
-    memory.settle()
     del node
-    gc.collect()
-    assert found() is not None
     memory.give_back()
     assert found() is None
-    assert gc.get_freeze_count() > 10_000  # and the rest is left alone again
-
-
-@pytest.mark.usefixtures("unsettled")
-def test_before_the_start_nothing_is_set_aside() -> None:
-    """So that what a failed load leaves is searched like everything else."""
-    memory.give_back()
-    assert gc.get_freeze_count() == 0
-
-
-@pytest.mark.parametrize("error", [None, StartupError("no model")])
-async def test_the_server_settles_when_it_has_started(
-    error: StartupError | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    happened: list[str] = []
-
-    async def start(_: app.App) -> None:
-        happened.append("start")
-        if error is not None:
-            raise error
-
-    def settle() -> None:
-        happened.append("settle")
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    monkeypatch.setattr(app.App, "start", start)
-    monkeypatch.setattr(memory, "settle", settle)
-    status = await asyncio.wait_for(app.serve(Settings(model_repository=tmp_path)), 60)
-    assert (happened, status) == ((["start", "settle"], 0) if error is None else (["start"], 1))

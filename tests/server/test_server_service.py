@@ -2,13 +2,15 @@
 
 import asyncio
 import gc
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import grpc
 import numpy as np
 import pytest
-from fake_server import D_MODEL, LONGEST, VOCAB_SIZE, Failed, FakeServer, StartServer, make_input
+from fake_server import D_MODEL, LONGEST, SERVICE, VOCAB_SIZE, Failed, FakeServer, StartServer, make_input
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import codec
@@ -233,6 +235,32 @@ async def test_one_bad_request_disturbs_nobody(server: FakeServer) -> None:
             np.testing.assert_array_equal(rows_of(result)[0], expected(*[i + 1] * (1 + i % 5)))
         else:
             assert isinstance(result, Failed)
+
+
+@pytest.mark.parametrize("method", ["Encode", "ListModels", "GetModel", "Inspect", "EncodeStream"])
+async def test_grpc_retries_what_is_refused_by_itself(server: FakeServer, method: str) -> None:
+    """It does, and so does Envoy, only if nothing was sent before the status: not even an empty message."""
+    policy = {
+        "maxAttempts": 3,
+        "initialBackoff": "0.01s",
+        "maxBackoff": "0.02s",
+        "backoffMultiplier": 1,
+        "retryableStatusCodes": ["UNAVAILABLE"],
+    }
+    config = json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": policy}]})
+    server.app._service.drain()
+    target = f"127.0.0.1:{server.app.grpc_port}"
+    channel: Any = grpc.aio.insecure_channel(target, options=[("grpc.service_config", config)])
+    async with channel:
+        name = f"/{SERVICE}/{method}"
+        calls: dict[str, Callable[[], Any]] = {
+            "Inspect": lambda: channel.unary_stream(name)(b"").read(),
+            "EncodeStream": lambda: channel.stream_stream(name)(iter(())).read(),
+        }
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await calls.get(method, lambda: channel.unary_unary(name)(b""))()
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert server.sample("encserve_refused_total", reason="DRAINING") == 3
 
 
 async def test_a_refused_call_is_freed_at_once(server: FakeServer) -> None:

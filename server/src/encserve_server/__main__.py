@@ -58,6 +58,7 @@ def main(**values: Any) -> None:
         raise click.UsageError(str(error)) from error
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can look again
     memory.limit_arenas()
+    memory.settle()
     logs.configure(settings.log_level, settings.log_format)
     leave(uvloop.run(serve(settings)))
 

@@ -22,7 +22,6 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
 
-from encserve_server import memory
 from encserve_server.catalog import Catalog
 from encserve_server.clock import MonotonicClock
 from encserve_server.cpus import step_back
@@ -220,8 +219,6 @@ async def serve(settings: Settings) -> int:
     await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
     failed = _report_start(starting)
     if not failed:
-        if starting.done():
-            memory.settle()
         await stopping
         logger.info("stopping", extra={"grace_seconds": settings.grace_seconds})
     starting.cancel()

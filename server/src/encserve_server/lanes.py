@@ -72,16 +72,18 @@ class LaneListener(Protocol):
 
 @dataclass(slots=True)
 class _Lane:
-    """One thread's state, written by it alone.
+    """One thread; its state is written by it alone.
 
     Attributes:
         number: Which one it is, from 0.
+        jobs: What it is to do, one after another; None ends it.
         entries: The batch that runs, whole, even while it is run again in parts; empty while nothing runs, so that no
             result is kept.
         started_at: When that began; None while nothing runs.
     """
 
     number: int
+    jobs: "SimpleQueue[Callable[[_Lane], None] | None]" = field(default_factory=SimpleQueue)
     entries: list[Entry] = field(default_factory=list)
     started_at: float | None = None
 
@@ -90,7 +92,8 @@ class Lanes:
     """As many threads as the engine can run batches at once.
 
     Threads run only while there is something pending: `wake` sets one going, and one that leaves something behind sets
-    the next going. `_lock` guards every decision of who takes; it is never held while the engine runs.
+    the next going. Of several it is the one that ran last, whose data are still in its CPU's caches. `_lock` guards
+    every decision of who takes; it is never held while the engine runs.
     """
 
     def __init__(
@@ -114,9 +117,8 @@ class Lanes:
         self._failures_before_probe = failures_before_probe
         self._lanes = [_Lane(number) for number in range(engine.max_parallel_runs)]
         self._busy = BusyTime()
-        self._jobs: SimpleQueue[Callable[[_Lane], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._active = 0  # lanes that have taken something
+        self._idle = self._lanes[::-1]  # those that wait to be set going; the last one ran last
         self._waking = False  # whether a lane is about to take
         self._alone = False  # whether the only active lane has the whole device
         self._stopped = False  # whether this is closed, or a lane has crashed: nobody takes any more, for good
@@ -164,7 +166,9 @@ class Lanes:
         def run(lane: _Lane) -> None:
             self._tell(_answer, answer, self._probe(lane))
 
-        self._jobs.put(run)
+        with self._lock:
+            lane = self._idle[-1] if self._idle else self._lanes[0]
+        lane.jobs.put(run)
         return await answer
 
     def stop(self) -> None:
@@ -174,8 +178,8 @@ class Lanes:
 
     async def ended(self) -> None:
         """Ends the threads, and waits for what runs in them."""
-        for _ in self._lanes:
-            self._jobs.put(None)
+        for lane in self._lanes:
+            lane.jobs.put(None)
         await asyncio.wait(self._ended)
 
     # In the lanes' threads
@@ -183,7 +187,7 @@ class Lanes:
     def _live(self, lane: _Lane, ended: "asyncio.Future[None]") -> None:
         """A thread's life: waits for something to do, and does it."""
         step_back()
-        while (job := self._jobs.get()) is not None:
+        while (job := lane.jobs.get()) is not None:
             try:
                 job(lane)
             except BaseException as error:  # a bug: whoever waits must not wait for ever
@@ -194,30 +198,30 @@ class Lanes:
 
     def _work(self, lane: _Lane) -> None:
         """Runs batches until nothing is pending; between two of them it does not wait for the event loop."""
-        run = self._take(first=True)
+        run = self._take(lane, first=True)
         while run is not None:
             lane.entries = run.entries
             self._run_parts(lane, run)
             lane.entries = []
-            run = self._take(first=False)
+            run = self._take(lane, first=False)
 
-    def _take(self, *, first: bool) -> Run | None:
+    def _take(self, lane: _Lane, *, first: bool) -> Run | None:
         """Takes the next batch, or leaves the active lanes."""
         with self._lock:
             if first:
                 self._waking = False
-                self._active += 1
             self._alone = False  # only this lane can have had the device to itself
             # Looking is cheaper than taking, and while this thread computes, the event loop cannot deliver.
+            only = len(self._idle) == len(self._lanes) - 1  # nobody else runs, or is about to take
             nothing = self._stopped or self._broken or not self._pending.sequences
             taken = None if nothing else self._pending.take(self._policy, self._clock.now())
             if taken is not None and taken.batch:
-                self._alone = self._engine.widens and self._active == 1 and not self._waking and not taken.left
+                self._alone = self._engine.widens and only and not taken.left
                 run = Run(taken.batch, taken.closed_by, self._alone)
                 if taken.left:
                     self._wake()
             else:
-                self._active -= 1
+                self._idle.append(lane)
                 run = None
         if taken is not None and taken.expired:
             self._tell(self._listener.on_expired, taken.expired)
@@ -225,9 +229,9 @@ class Lanes:
 
     def _wake(self) -> None:
         """Sets a lane going unless that is of no use; under the lock."""
-        if not (self._stopped or self._broken or self._waking or self._alone or self._active == len(self._lanes)):
+        if self._idle and not (self._stopped or self._broken or self._waking or self._alone):
             self._waking = True
-            self._jobs.put(self._work)
+            self._idle.pop().jobs.put(self._work)
 
     def _run_parts(self, lane: _Lane, run: Run) -> None:
         """Runs a batch, and if that fails its halves and theirs, so that only the culprit fails."""

@@ -128,6 +128,19 @@ def code_label(code: grpc.StatusCode) -> str:
 Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 
 
+async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", failure: Failure) -> None:
+    """Ends a call with an error; the handler is to return at once, and gRPC then raises what `abort` raised again.
+
+    Only `abort` sends a status without a message before it, which gRPC's and Envoy's own retries depend on. But gRPC
+    keeps its exception beside the call: with a traceback, the call and the frames that handled it would be a cycle,
+    which only the collector can free, for every call that is refused.
+    """
+    try:
+        await context.abort(failure.code, failure.text, failure.trailers)
+    except grpc.aio.AbortError as aborted:
+        aborted.__traceback__ = None
+
+
 class RpcGuard:
     """Turns errors into statuses and counts RPCs, for the methods of one service.
 
@@ -160,6 +173,7 @@ class RpcGuard:
             began = time.perf_counter()
             started.inc()
             code, reason = grpc.StatusCode.OK, ""
+            failure: Failure | None = None
             span = None if tracer is None else tracer.begin(full_name, context.invocation_metadata() or ())
             self._count_active(1)
             try:
@@ -175,17 +189,15 @@ class RpcGuard:
                 failure = to_failure(error)
                 code, reason = failure.code, failure.reason
                 metrics.refused.labels(reason).inc()
-                # Not by `abort`: its exception, the call and all frames between would wait for the cycle collector.
-                context.set_code(code)
-                context.set_details(failure.text)
-                context.set_trailing_metadata(failure.trailers)
-                return b""  # not sent
             finally:
                 self._count_active(-1)
                 handled[code].inc()
                 handling_seconds.observe(time.perf_counter() - began)
                 if span is not None:
                     span.end(code.name, reason)
+            if failure is not None:
+                await _abort(context, failure)
+            return b""  # not sent
 
         return wrapped
 
