@@ -444,6 +444,18 @@ async def test_a_batch_with_nobody_beside_it_has_the_whole_device(two_lanes: Ben
     assert two_lanes.engine.alone == [True, True]
 
 
+async def test_a_probe_does_not_wait_behind_runs_that_may_never_end(two_lanes: Bench) -> None:
+    lanes = two_lanes.scheduler._lanes
+    two_lanes.engine.hold()
+    call = asyncio.create_task(two_lanes.scheduler.encode([np.full(10, i, np.int64) for i in (1, 2, 3)]))
+    await until(lambda: not lanes._idle)
+    assert not await asyncio.wait_for(lanes.probe(), 30)
+    two_lanes.engine.let_go()
+    await call
+    await until(lambda: len(lanes._idle) == 2)
+    assert await asyncio.wait_for(lanes.probe(), 30)
+
+
 async def test_the_thread_that_ran_last_runs_next(two_lanes: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its CPU has the data still in its caches; taking turns costs one caller some tenths of a millisecond."""
     lanes, run = two_lanes.scheduler._lanes, two_lanes.engine.run

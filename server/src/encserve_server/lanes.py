@@ -160,15 +160,16 @@ class Lanes:
         return self._busy.take(self._clock.now())
 
     async def probe(self) -> bool:
-        """Whether the engine can compute what any model can."""
+        """Whether the engine can compute what any model can, and a thread is free to ask it."""
         answer: asyncio.Future[bool] = self._event_loop.create_future()
 
         def run(lane: _Lane) -> None:
             self._tell(_answer, answer, self._probe(lane))
 
         with self._lock:
-            lane = self._idle[-1] if self._idle else self._lanes[0]
-        lane.jobs.put(run)
+            if not self._idle:  # not behind a run that may never end
+                return False
+            self._idle[-1].jobs.put(run)
         return await answer
 
     def stop(self) -> None:
