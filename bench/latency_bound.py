@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from comparison.workload import LENGTHS, read_histogram
+from comparison.workload import LENGTHS, draw_lengths, read_histogram
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -84,11 +84,10 @@ def draw(
     histogram: dict[int, int], rate: float, tokens_per_second: float, count: int, seed: int
 ) -> tuple[Seconds, Seconds]:
     """Arrivals of so many tokens a second, and how long each runs."""
-    random = np.random.default_rng(seed)
-    lengths = np.array(list(histogram), np.float64)
-    shares = np.array(list(histogram.values()), np.float64) / sum(histogram.values())
-    gaps = random.exponential(float(lengths @ shares) / rate, count)
-    return np.cumsum(gaps), random.choice(lengths, count, p=shares) / tokens_per_second
+    lengths = np.array(draw_lengths(histogram, count=count, seed=seed, longest=max(histogram)), np.float64)  # (count)
+    random = np.random.default_rng((seed, 1))  # not the numbers that the lengths' order came from
+    gaps = random.exponential(lengths.mean() / rate, count)  # (count)
+    return np.cumsum(gaps), lengths / tokens_per_second
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

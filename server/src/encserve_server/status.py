@@ -173,7 +173,6 @@ class RpcGuard:
             began = time.perf_counter()
             started.inc()
             code, reason = grpc.StatusCode.OK, ""
-            failure: Failure | None = None
             span = None if tracer is None else tracer.begin(full_name, context.invocation_metadata() or ())
             self._count_active(1)
             try:
@@ -195,8 +194,7 @@ class RpcGuard:
                 handling_seconds.observe(time.perf_counter() - began)
                 if span is not None:
                     span.end(code.name, reason)
-            if failure is not None:
-                await _abort(context, failure)
+            await _abort(context, failure)
             return b""  # not sent
 
         return wrapped

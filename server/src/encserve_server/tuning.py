@@ -196,9 +196,8 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
             temporary = file.name
             json.dump(content, file)
-        Path(temporary).chmod(
-            0o644
-        )  # temporary files are readable by their owner alone; the next server may be another
+        # Temporary files are readable by their owner alone; the next server may be another.
+        Path(temporary).chmod(0o644)
         Path(temporary).replace(path)
     except OSError as error:
         logger.info("the batch budget cannot be remembered", extra={"reason": error.strerror})
