@@ -70,13 +70,15 @@ class Case:
     seconds: list[list[float]]
 
 
-def as_batches(sequences: Sequence[Any], budget: int, multiple: int) -> list[list[Any]]:
+def as_batches(
+    sequences: Sequence[Any], budget: int, multiple: int = 1, *, waiting: int = WAITING, most_padding: float = 0.25
+) -> list[list[Any]]:
     """The batches that the server would make, the longest of each extended to a multiple of so many tokens."""
     batches: list[list[Any]] = []
-    for window in windows(sequences, WAITING):
+    for window in windows(sequences, waiting):
         pending = [Waiting(it, len(it)) for it in window]
         while pending:
-            taken = take_batch(pending, BatchPolicy(budget, 256, 0.25), now=0.0)
+            taken = take_batch(pending, BatchPolicy(budget, 256, most_padding), now=0.0)
             inputs = sorted((it.input for it in taken.batch), key=len)
             longest = inputs[-1]
             more = -len(longest) % multiple

@@ -79,6 +79,22 @@ def test_the_budget_is_where_the_device_is_fastest(bundle: Bundle, tmp_path: Pat
     assert set(tuned.tokens_per_second) == set(BUDGETS_TOKENS["cpu"])
 
 
+@pytest.mark.parametrize(("limit", "budget"), [(4096, 4096), (9000, 8192), (40000, 32768)])
+def test_a_gpu_is_given_as_much_as_fills_its_budgets(bundle: Bundle, tmp_path: Path, limit: int, budget: int) -> None:
+    """64 texts would fit into the least of its budgets, and one text says little of how fast it is."""
+    device = Device(lambda padded, _: 2e-3 + padded * (1e-7 if padded <= limit else 4e-7))
+    device.info = replace(device.info, device="cuda")
+    tuned = tune(
+        device,
+        bundle,
+        lambda tokens: BatchPolicy(tokens, 4096, 0.5),
+        path=tmp_path / "t.json",
+        machine=MACHINE,
+        now=device.now,
+    )
+    assert tuned.max_batch_tokens == budget
+
+
 def test_a_smaller_budget_that_is_nearly_as_fast_is_taken() -> None:
     assert choose({256: 90.0, 384: 98.5, 512: 100.0, 1024: 99.0}) == 384
 

@@ -2,7 +2,8 @@
 
 More tokens a batch mean fewer runs, until activations leave the device's cache; where that is depends on the model and
 the machine, and a wrong constant costs up to a quarter of the throughput. So the budgets are tried on what traffic
-looks like: texts of usual lengths, of which 64 wait, batched the way the scheduler batches.
+looks like: texts of usual lengths, of which 64 wait, or as many as fill the largest budget of a GPU a few times,
+batched the way the scheduler batches.
 
 Others on the machine spoil the figures, and would do so for good, since they are remembered. So every batch is run
 several times, and unless the times of most of them agree nothing is concluded.
@@ -44,7 +45,9 @@ _MAX_SPREAD = 0.1
 # One try of one budget should take no longer than this; on a slow machine fewer texts are tried.
 _TRY_SECONDS = 0.3
 _LEAST_TEXTS = 8
-_FORMAT = 1
+# How many batches of the largest budget there are to try, at least, where there is time.
+_FILLED = 2.5
+_FORMAT = 2  # 1 was measured on too few texts for a GPU
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +142,9 @@ def measure(
     """Runs usual texts under each policy, in turns."""
     alone = engine.max_parallel_runs == 1  # what matters when much is waiting
     lengths = [min(length, bundle.max_sequence_tokens) for length in USUAL_LENGTHS]
-    lengths = _affordable(lengths, engine, bundle, alone=alone)
+    budgets = [policy.max_batch_tokens for policy in policies]
+    lengths *= math.ceil(_FILLED * max(budgets) / sum(lengths))
+    lengths = _affordable(lengths, engine, bundle, min(budgets), alone=alone)
     batches = {policy.max_batch_tokens: _batches(lengths, policy) for policy in policies}
     seconds: dict[int, list[list[float]]] = {budget: [[] for _ in its] for budget, its in batches.items()}
     began, rounds = now(), 0
@@ -157,11 +162,12 @@ def measure(
     )
 
 
-def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, *, alone: bool) -> list[int]:
-    """As many of the texts as one try has time for, by the speed of one text of usual length."""
+def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, budget: int, *, alone: bool) -> list[int]:
+    """As many of the texts as one try has time for, by the speed of a batch of the least budget."""
     usual = min(43, bundle.max_sequence_tokens)
-    seconds = min(engine.run([bundle.sample(usual)], alone=alone).compute_seconds for _ in range(2))
-    tokens = _TRY_SECONDS * usual / seconds
+    batch = [bundle.sample(usual)] * max(budget // usual, 1)
+    seconds = min(engine.run(batch, alone=alone).compute_seconds for _ in range(2))
+    tokens = _TRY_SECONDS * usual * len(batch) / seconds
     count = round(len(lengths) * tokens / sum(lengths))
     return lengths[: max(min(count, len(lengths)), _LEAST_TEXTS)]
 
