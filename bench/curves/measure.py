@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from real_server import RealServer, real_server
 
+from curves.light_load import LightResult, light_closed_loop, light_open_loop
 from encserve_client import EncoderClient
 from encserve_client._bench import (
     Call,
     LoadResult,
     closed_loop,
     make_calls,
-    open_loop,
     real_text_lengths,
     sample_lengths,
 )
@@ -89,6 +90,14 @@ class Bench:
         """So many callers, until each has had a reply and then for as long as is measured."""
         warmup = max(1.0, 1.2 * callers * _USUAL_TOKENS / _SLOWEST_TOKENS_PER_SECOND)
         return closed_loop(server.target, calls, concurrency=callers, seconds=self.seconds, warmup_seconds=warmup)
+
+    def light(self, server: RealServer, calls: Sequence[Call], callers: int) -> LightResult:
+        """The same by the generator that takes next to no CPU."""
+        return light_closed_loop(server.target, calls, callers=callers, seconds=self.seconds, warmup_seconds=1.5)
+
+
+def _percentile(seconds: Sequence[float], percent: float) -> float | None:
+    return percentile(np.array(seconds), percent)
 
 
 def _brief(value: Any) -> str:
@@ -165,20 +174,19 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
 
         def measure(load: float, number: int) -> dict[str, Any]:
             if number not in saturation:
-                saturation[number] = bench.closed(server, calls, CALLERS).calls_per_second
+                saturation[number] = bench.light(server, calls, CALLERS).calls_per_second
             rate = load * saturation[number]
-            alone = bench.closed(server, calls, 1).latency_percentile_seconds(50)
+            alone = bench.light(server, calls, 1)
             seconds = max(bench.seconds, 10.0)  # a p99 needs some hundred calls
-            result = open_loop(
-                server.target, calls, rate_per_second=rate, seconds=seconds, seed=bench.seed + 1000 * number
-            )
+            seed = bench.seed + 1000 * number
+            result = light_open_loop(server.target, calls, rate_per_second=rate, seconds=seconds, seed=seed)
             return {
                 "load": load,
                 "rate_per_second": rate,
-                "p50_seconds": result.latency_percentile_seconds(50),
-                "p99_seconds": result.latency_percentile_seconds(99),
-                "alone_p50_seconds": alone,
-                "errors": sum(result.errors.values()),
+                "p50_seconds": _percentile(result.latencies, 50),
+                "p99_seconds": _percentile(result.latencies, 99),
+                "alone_p50_seconds": _percentile(alone.latencies, 50),
+                "errors": result.errors.total() + len(result.refused),
             }
 
         return bench.interleaved(LOADS, measure)
@@ -190,27 +198,26 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
         calls = bench.calls(server)
 
         def measure(factor: float, number: int) -> dict[str, Any]:
-            saturation = bench.closed(server, calls, CALLERS)
-            result = open_loop(
+            saturation = bench.light(server, calls, CALLERS)
+            result = light_open_loop(
                 server.target,
                 calls,
                 rate_per_second=factor * saturation.calls_per_second,
                 seconds=max(bench.seconds, 10.0),
-                max_outstanding=4096,
                 seed=bench.seed + 1000 * number,
             )
-            refused = result.error_latency_seconds
             return {
                 "factor": factor,
                 "saturation_per_second": saturation.calls_per_second,
                 "goodput_share": result.calls_per_second / saturation.calls_per_second,
                 # A queue that is nearly full has room for a short sequence sooner than for a long one.
                 "goodput_tokens_share": result.tokens_per_second / saturation.tokens_per_second,
-                "refused": len(refused),
-                "refused_p50_seconds": percentile(refused, 50),
-                "refused_p99_seconds": percentile(refused, 99),
-                "lateness_p99_seconds": percentile(result.lateness_seconds, 99),
-                "p99_seconds": result.latency_percentile_seconds(99),
+                "refused": len(result.refused),
+                "refused_p50_seconds": _percentile(result.refused, 50),
+                "refused_p99_seconds": _percentile(result.refused, 99),
+                "lateness_p99_seconds": _percentile(result.lateness, 99),
+                "generator_cpu_share": result.cpu_seconds / result.seconds,
+                "p99_seconds": _percentile(result.latencies, 99),
                 "errors": dict(result.errors),
             }
 

@@ -1,0 +1,178 @@
+"""Loads that leave the machine to the server: a closed and an open loop over `LightConnection`."""
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+
+import numpy as np
+from comparison.load import METHOD
+from grpc import StatusCode
+
+from curves.http2 import Answer, LightConnection
+from encserve_client._bench import Call
+
+CHECKED_ONE_IN = 100  # answers; the first is always checked
+_PATIENCE_SECONDS = 60.0  # for the last answers
+
+
+@dataclass(slots=True)
+class LightResult:
+    """What a load gave, of the calls that were answered (closed loop) or due (open loop) while it was measured.
+
+    Attributes:
+        seconds: How long it was measured.
+        latencies: Seconds of the good calls; in an open loop from when a call was due.
+        tokens: Those of the good calls.
+        refused: Seconds of the calls that were answered with RESOURCE_EXHAUSTED.
+        errors: All other calls, by status.
+        lateness: How many seconds after it was due each call was sent; open loop only.
+        cpu_seconds: What making the load took.
+    """
+
+    seconds: float
+    latencies: list[float] = field(default_factory=list)
+    tokens: int = 0
+    refused: list[float] = field(default_factory=list)
+    errors: Counter[str] = field(default_factory=Counter)
+    lateness: list[float] = field(default_factory=list)
+    cpu_seconds: float = 0.0
+
+    @property
+    def calls_per_second(self) -> float:
+        """Good ones."""
+        return len(self.latencies) / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of good calls."""
+        return self.tokens / self.seconds
+
+    def add(self, call: Call, code: StatusCode, seconds: float) -> None:
+        """Counts a call."""
+        if code is StatusCode.OK:
+            self.latencies.append(seconds)
+            self.tokens += call.tokens
+        elif code is StatusCode.RESOURCE_EXHAUSTED:
+            self.refused.append(seconds)
+        else:
+            self.errors[code.name] += 1
+
+
+class _Checks:
+    """Reads an answer in so many; the others are only counted.
+
+    Attributes:
+        answers: How many good answers there were.
+    """
+
+    def __init__(self) -> None:
+        self.answers = 0
+
+    def see(self, call: Call, answer: Answer) -> None:
+        """Looks at an answer, or not.
+
+        Raises:
+            ProtocolError: It is none to this call.
+        """
+        if answer.code is StatusCode.OK:
+            if self.answers % CHECKED_ONE_IN == 0:
+                call.check(answer.message)
+            self.answers += 1
+
+
+def light_closed_loop(
+    target: str, calls: Sequence[Call], *, callers: int, seconds: float, warmup_seconds: float
+) -> LightResult:
+    """So many callers, each of whom sends the next call when the last one is answered."""
+    result, checks = LightResult(seconds), _Checks()
+    out: dict[int, tuple[Call, float]] = {}
+    with closing(LightConnection(target, METHOD)) as connection:
+
+        def send(number: int) -> None:
+            call = calls[number % len(calls)]
+            out[connection.send(call.data)] = (call, time.perf_counter())
+
+        for number in range(callers):
+            send(number)
+        number = callers
+        begin = time.perf_counter() + warmup_seconds
+        end = begin + seconds
+        cpu = _CpuTime(begin)
+        while (now := time.perf_counter()) < end:
+            cpu.look(now)
+            for answer in connection.answers(end - now):
+                call, sent = out.pop(answer.stream)
+                now = time.perf_counter()
+                checks.see(call, answer)
+                if begin <= now < end:
+                    result.add(call, answer.code, now - sent)
+                send(number)
+                number += 1
+        result.cpu_seconds = cpu.seconds()
+    return result
+
+
+def light_open_loop(
+    target: str,
+    calls: Sequence[Call],
+    *,
+    rate_per_second: float,
+    seconds: float,
+    seed: int,
+    warmup_seconds: float = 2.0,
+) -> LightResult:
+    """Calls at random times (Poisson) whatever became of those before; waits for all answers.
+
+    Raises:
+        TimeoutError: Some never came.
+    """
+    result, checks = LightResult(seconds), _Checks()
+    whole = warmup_seconds + seconds
+    gaps = np.random.default_rng(seed).exponential(1 / rate_per_second, int(2 * whole * rate_per_second) + 100)
+    due = np.cumsum(gaps)
+    due = due[due < whole]
+    out: dict[int, int] = {}
+    with closing(LightConnection(target, METHOD)) as connection:
+        begin = time.perf_counter()
+        cpu = _CpuTime(begin + warmup_seconds)
+        number = 0
+        while number < len(due) or out:
+            now = time.perf_counter() - begin
+            cpu.look(now + begin)
+            while number < len(due) and due[number] <= now:
+                out[connection.send(calls[number % len(calls)].data)] = number
+                if due[number] >= warmup_seconds:
+                    result.lateness.append(now - due[number])
+                number += 1
+                now = time.perf_counter() - begin
+            if now > whole + _PATIENCE_SECONDS:
+                raise TimeoutError(f"{len(out)} calls were never answered")
+            answers = connection.answers(due[number] - now if number < len(due) else 1.0)
+            now = time.perf_counter() - begin
+            for answer in answers:
+                which = out.pop(answer.stream)
+                call = calls[which % len(calls)]
+                checks.see(call, answer)
+                if due[which] >= warmup_seconds:
+                    result.add(call, answer.code, now - due[which])
+        result.cpu_seconds = cpu.seconds()
+    return result
+
+
+class _CpuTime:
+    """This process' CPU time from a moment on."""
+
+    def __init__(self, begin: float) -> None:
+        self._begin = begin
+        self._before: float | None = None
+
+    def look(self, now: float) -> None:
+        """Notes the beginning, once."""
+        if self._before is None and now >= self._begin:
+            self._before = time.process_time()
+
+    def seconds(self) -> float:
+        """Since then."""
+        return 0.0 if self._before is None else time.process_time() - self._before
