@@ -24,6 +24,8 @@ _LARGEST_WINDOW = 2**31 - 1
 _INITIAL_WINDOW = 65_535  # of every connection and stream, until somebody says otherwise
 _FRAME_BYTES = 16_384  # what every server takes
 _RECEIVE_BYTES = 2**20
+# What HTTP/2's reasons for a reset mean in gRPC, where that is not INTERNAL.
+_RESET = {7: StatusCode.UNAVAILABLE, 8: StatusCode.CANCELLED, 11: StatusCode.RESOURCE_EXHAUSTED}
 _CODES: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
 
 
@@ -138,8 +140,8 @@ class LightConnection:
                 self._read = 0
         elif kind == _HEADERS and flags & _END_STREAM:
             self._end(stream, _status(payload))
-        elif kind == _RST_STREAM:
-            self._end(stream, StatusCode.INTERNAL)
+        elif kind == _RST_STREAM and stream in self._bodies:  # one that has ended is reset if it was not read whole
+            self._end(stream, _RESET.get(int.from_bytes(payload, "big"), StatusCode.INTERNAL))
         elif kind == _SETTINGS and not flags & _ACK:
             self._socket.sendall(_frame(_SETTINGS, _ACK, 0))
         elif kind == _PING and not flags & _ACK:

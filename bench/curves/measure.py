@@ -46,6 +46,7 @@ class Bench:
         model: NAME or NAME@VERSION; the repository's first without it.
         rounds: How often each point is measured.
         seconds: How long each time.
+        tail_seconds: How long at least where a p99 is measured, which needs some hundred calls.
         seed: Of the order and of arrival times.
         say: Tells people how it goes.
     """
@@ -56,6 +57,7 @@ class Bench:
     seconds: float
     seed: int
     say: Report
+    tail_seconds: float = 10.0
     _random: random.Random = field(init=False)
 
     def __post_init__(self) -> None:
@@ -177,7 +179,7 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
                 saturation[number] = bench.light(server, calls, CALLERS).calls_per_second
             rate = load * saturation[number]
             alone = bench.light(server, calls, 1)
-            seconds = max(bench.seconds, 10.0)  # a p99 needs some hundred calls
+            seconds = max(bench.seconds, bench.tail_seconds)
             seed = bench.seed + 1000 * number
             result = light_open_loop(server.target, calls, rate_per_second=rate, seconds=seconds, seed=seed)
             return {
@@ -203,7 +205,7 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
                 server.target,
                 calls,
                 rate_per_second=factor * saturation.calls_per_second,
-                seconds=max(bench.seconds, 10.0),
+                seconds=max(bench.seconds, bench.tail_seconds),
                 seed=bench.seed + 1000 * number,
             )
             return {

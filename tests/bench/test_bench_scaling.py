@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from curves import measure
 from curves.plots import draw, spread_by
 from tiny_bundle import write_bundle
 
@@ -50,6 +51,29 @@ def test_it_measures_and_keeps_what_was_measured_before(tmp_path: Path) -> None:
     assert {point["round"] for point in found["threads"]} == {0, 1}
     assert all(point["tokens_per_second"] > 0 for point in found["threads"])
     assert found["machine"]["threads"]["rounds"] == 2
+
+
+def test_load_and_overload_are_told_with_all_that_the_documents_say(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = write_bundle(tmp_path / "models").parents[1]
+    monkeypatch.setattr(measure, "LOADS", (0.2, 0.4))
+    said: list[str] = []
+    bench = measure.Bench(models, None, rounds=1, seconds=0.3, seed=0, say=said.append, tail_seconds=0.3)
+    points = measure.by_load(bench)
+    assert {point["load"] for point in points} == {0.2, 0.4}
+    for point in points:
+        assert point["errors"] == 0
+        assert 0 < point["p50_seconds"] <= point["p99_seconds"]
+        assert point["alone_p50_seconds"] > 0
+    (over,) = measure.overload(bench)
+    assert over["saturation_per_second"] > 0
+    assert over["goodput_share"] > 0
+    assert over["goodput_tokens_share"] > 0
+    # A model of a few nodes is faster than gRPC's intake, which drops what it cannot keep.
+    assert set(over["errors"]) <= {"CANCELLED"}
+    assert 0 < over["generator_cpu_share"] <= 2
+    assert len(said) == 3
 
 
 @pytest.mark.parametrize("wrong", [["--only", "nothing"], ["--rounds", "0"]])
