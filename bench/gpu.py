@@ -94,14 +94,15 @@ class Gpu:
         self._device = device
         self._random = np.random.default_rng(seed)
         self.bundles = {f"{it.name}@{it.version}": it for it in bundles}
-        self._stack = contextlib.ExitStack()
         self._engines: dict[tuple[str, int, str], OnnxEngine] = {}
         longest, size = (min(getattr(it, name) for it in bundles) for name in ("max_sequence_tokens", "vocab_size"))
         self.work = read_workload(LENGTHS, count=sequences, seed=seed, vocab_size=size, longest=longest)
 
     def close(self) -> None:
         """Closes the engines."""
-        self._stack.close()
+        for engine in self._engines.values():
+            engine.close()
+        self._engines.clear()
 
     def engine(self, model: str, lanes: int = USUAL_LANES, results: str = RESULTS[0]) -> OnnxEngine:
         """A model on the device."""
@@ -115,11 +116,15 @@ class Gpu:
                 parallel_runs=lanes,
                 results=memory,
             )
-            self._engines[key] = self._stack.enter_context(contextlib.closing(engine))
+            self._engines[key] = engine
         return self._engines[key]
 
     def compare(self, title: str, sides: Sequence[Side], rounds: int) -> dict[Side, Found]:
-        """Runs all sides in turns and prints a table; the first round warms up and does not count."""
+        """Runs all sides in turns and prints a table; the first round warms up and does not count.
+
+        What other comparisons have opened is closed first, since a device may not hold everything at once.
+        """
+        self.close()
         found = {side: Found() for side in sides}
         for number in range(rounds + 1):
             for i in self._random.permutation(len(sides)):
@@ -199,13 +204,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         gpu.print_agreement()
         compare: Callable[[str, Sequence[Side]], dict[Side, Found]] = partial(gpu.compare, rounds=options.rounds)
-        found = compare("The budget", [Side(model, budget) for model in gpu.bundles for budget in options.budgets])
-        best = {model: best_budget(found, model) for model in gpu.bundles}
-        found |= compare("Batches at once", [Side(it, best[it], lanes) for it in best for lanes in options.lanes])
-        found |= compare("Results", [Side(it, best[it], results=results) for it in best for results in RESULTS])
+        budgets_found = compare("The budget", [Side(it, budget) for it in gpu.bundles for budget in options.budgets])
+        best = {model: best_budget(budgets_found, model) for model in gpu.bundles}
+        results = [Side(it, best[it], results=results) for it in best for results in RESULTS]
+        lanes = [Side(it, best[it], lanes) for it in best for lanes in options.lanes]
+        found = {
+            "budget": budgets_found,
+            "results": compare("Results", results),
+            "lanes": compare("Batches at once", lanes),
+        }
     if options.json:
         content: dict[str, Any] = {"machine": describe_machine(), "engine": asdict(info)}
-        content["sides"] = [asdict(side) | asdict(its) for side, its in found.items()]
+        for section, sides in found.items():
+            content[section] = [asdict(side) | asdict(its) for side, its in sides.items()]
         options.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

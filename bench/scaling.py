@@ -3,8 +3,9 @@
     python bench/scaling.py measure MODELS FILE [--only PART ...] [--rounds 3] [--seconds 5]
     python bench/scaling.py draw FILE FOLDER
 
-`measure` starts servers, loads them with `encserve bench`'s generator, and writes every figure to FILE as JSON; a part
-that FILE has already is replaced by what is measured now. `draw` makes the plots of docs/performance.md of it.
+`measure` starts servers, loads them with `encserve bench`'s generator, or for `load` and `overload` with one that takes
+next to no CPU (`curves.light_load`), and writes every figure to FILE as JSON; a part that FILE has already is replaced
+by what is measured now. `draw` makes the plots of docs/performance.md of it.
 """
 
 import json

@@ -19,21 +19,26 @@ _PATIENCE_SECONDS = 60.0  # for the last answers
 
 @dataclass(slots=True)
 class LightResult:
-    """What a load gave, of the calls that were answered (closed loop) or due (open loop) while it was measured.
+    """What a load gave.
+
+    Throughput counts the calls that were answered while it was measured; everything else counts those that were due
+    then, or in a closed loop answered, and however late: so a backlog that grows flatters neither.
 
     Attributes:
         seconds: How long it was measured.
+        answered: How many good calls were answered in that time.
+        answered_tokens: Those that they had.
         latencies: Seconds of the good calls; in an open loop from when a call was due.
-        tokens: Those of the good calls.
-        refused: Seconds of the calls that were answered with RESOURCE_EXHAUSTED.
+        refused: Seconds of the calls that ended with RESOURCE_EXHAUSTED.
         errors: All other calls, by status.
         lateness: How many seconds after it was due each call was sent; open loop only.
-        cpu_seconds: What making the load took.
+        cpu_seconds: What making the load took in that time.
     """
 
     seconds: float
+    answered: int = 0
+    answered_tokens: int = 0
     latencies: list[float] = field(default_factory=list)
-    tokens: int = 0
     refused: list[float] = field(default_factory=list)
     errors: Counter[str] = field(default_factory=Counter)
     lateness: list[float] = field(default_factory=list)
@@ -42,18 +47,23 @@ class LightResult:
     @property
     def calls_per_second(self) -> float:
         """Good ones."""
-        return len(self.latencies) / self.seconds
+        return self.answered / self.seconds
 
     @property
     def tokens_per_second(self) -> float:
         """Of good calls."""
-        return self.tokens / self.seconds
+        return self.answered_tokens / self.seconds
 
-    def add(self, call: Call, code: StatusCode, seconds: float) -> None:
-        """Counts a call."""
+    def answer(self, call: Call, code: StatusCode) -> None:
+        """Counts a call that is answered now."""
+        if code is StatusCode.OK:
+            self.answered += 1
+            self.answered_tokens += call.tokens
+
+    def end(self, code: StatusCode, seconds: float) -> None:
+        """Counts how a call ended, and after how long."""
         if code is StatusCode.OK:
             self.latencies.append(seconds)
-            self.tokens += call.tokens
         elif code is StatusCode.RESOURCE_EXHAUSTED:
             self.refused.append(seconds)
         else:
@@ -99,7 +109,7 @@ def light_closed_loop(
         number = callers
         begin = time.perf_counter() + warmup_seconds
         end = begin + seconds
-        cpu = _CpuTime(begin)
+        cpu = _CpuTime(begin, end)
         while (now := time.perf_counter()) < end:
             cpu.look(now)
             for answer in connection.answers(end - now):
@@ -107,7 +117,8 @@ def light_closed_loop(
                 now = time.perf_counter()
                 checks.see(call, answer)
                 if begin <= now < end:
-                    result.add(call, answer.code, now - sent)
+                    result.answer(call, answer.code)
+                    result.end(answer.code, now - sent)
                 send(number)
                 number += 1
         result.cpu_seconds = cpu.seconds()
@@ -136,7 +147,7 @@ def light_open_loop(
     out: dict[int, int] = {}
     with closing(LightConnection(target, METHOD)) as connection:
         begin = time.perf_counter()
-        cpu = _CpuTime(begin + warmup_seconds)
+        cpu = _CpuTime(begin + warmup_seconds, begin + whole)
         number = 0
         while number < len(due) or out:
             now = time.perf_counter() - begin
@@ -155,24 +166,27 @@ def light_open_loop(
                 which = out.pop(answer.stream)
                 call = calls[which % len(calls)]
                 checks.see(call, answer)
+                if warmup_seconds <= now < whole:
+                    result.answer(call, answer.code)
                 if due[which] >= warmup_seconds:
-                    result.add(call, answer.code, now - due[which])
+                    result.end(answer.code, now - due[which])
         result.cpu_seconds = cpu.seconds()
     return result
 
 
 class _CpuTime:
-    """This process' CPU time from a moment on."""
+    """This process' CPU time between two moments."""
 
-    def __init__(self, begin: float) -> None:
-        self._begin = begin
-        self._before: float | None = None
+    def __init__(self, begin: float, end: float) -> None:
+        self._begin, self._end = begin, end
+        self._times: list[float] = []
 
     def look(self, now: float) -> None:
-        """Notes the beginning, once."""
-        if self._before is None and now >= self._begin:
-            self._before = time.process_time()
+        """Notes the beginning and the end, each once; to be called often."""
+        if now >= (self._begin, self._end, float("inf"))[len(self._times)]:
+            self._times.append(time.process_time())
 
     def seconds(self) -> float:
-        """Since then."""
-        return 0.0 if self._before is None else time.process_time() - self._before
+        """Between them, or until now."""
+        first, last, *_ = [*self._times, time.process_time(), time.process_time()]
+        return last - first

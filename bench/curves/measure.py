@@ -188,6 +188,7 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
                 "p50_seconds": _percentile(result.latencies, 50),
                 "p99_seconds": _percentile(result.latencies, 99),
                 "alone_p50_seconds": _percentile(alone.latencies, 50),
+                "lateness_p99_seconds": _percentile(result.lateness, 99),
                 "errors": result.errors.total() + len(result.refused),
             }
 

@@ -1,6 +1,7 @@
 """The measurement for a GPU runs from end to end; on a CPU here, so that it works when there is one."""
 
 import json
+import re
 from pathlib import Path
 
 import gpu
@@ -15,13 +16,17 @@ def test_it_measures_every_side_and_writes_it_down(tmp_path: Path, capsys: pytes
     arguments = [str(tmp_path / "models"), "--model", "one", "--model", "two", "--device", "cpu", "--json", str(out)]
     gpu.main([*arguments, "--sequences", "40", "--rounds", "2", "--budgets", "64", "128", "--lanes", "1", "2"])
     content = json.loads(out.read_text())
-    sides = {(it["model"], it["budget"], it["lanes"], it["results"]): it for it in content["sides"]}
-    assert {it[0] for it in sides} == {"one@1", "two@1"}
-    assert {it[1] for it in sides} == {64, 128}
-    assert {it[2] for it in sides} == {1, 2}
-    assert {it[3] for it in sides} == {"as served", "ordinary"}
-    assert all(len(it["tokens_per_second"]) == 2 and it["batches"] for it in sides.values())
-    assert "1.000000" in capsys.readouterr().out  # every row agrees with the CPU's
+    sections = {name: content[name] for name in ("budget", "results", "lanes")}
+    assert [len(its) for its in sections.values()] == [4, 4, 4]  # two models, two of each
+    assert {(it["model"], it["budget"]) for it in content["budget"]} == {
+        (model, budget) for model in ("one@1", "two@1") for budget in (64, 128)
+    }
+    assert {it["results"] for it in content["results"]} == {"as served", "ordinary"}
+    assert {it["lanes"] for it in content["lanes"]} == {1, 2}
+    for its in sections.values():
+        assert all(len(it["tokens_per_second"]) == 2 and it["batches"] for it in its)
+    cosines = re.findall(r"\b[01]\.\d{6}\b", capsys.readouterr().out)
+    assert cosines == ["1.000000"] * 6  # every row agrees with the CPU's
 
 
 def test_the_best_budget_is_that_of_the_model_asked_for() -> None:

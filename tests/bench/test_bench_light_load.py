@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -116,7 +117,7 @@ def test_a_server_that_goes_away_is_an_error() -> None:
         connection = LightConnection(target, METHOD)
         connection.send(b"1")
         collect(connection, 1)
-    with contextlib.closing(connection), pytest.raises(OSError, match=r"closed|ends"):
+    with contextlib.closing(connection), pytest.raises(OSError):  # noqa: PT011 - which of them is up to the kernel
         collect(connection, 1)
 
 
@@ -144,7 +145,7 @@ def test_a_closed_loop_counts_what_encserve_answers(real: tuple[str, list[Call]]
     count = len(result.latencies)
     assert count > 20
     assert result.calls_per_second == count / 0.5
-    assert abs(result.tokens / count - 31 / 4) < 2  # the calls take turns
+    assert abs(result.answered_tokens / count - 31 / 4) < 2  # the calls take turns
     assert not result.errors
     assert not result.refused
     assert all(0 < seconds < 0.6 for seconds in result.latencies)
@@ -157,9 +158,7 @@ def test_an_open_loop_counts_every_call_that_was_due(real: tuple[str, list[Call]
     count = len(result.latencies)
     assert 140 < count < 260  # Poisson, of 200
     assert len(result.lateness) == count
-    assert min(result.lateness) >= 0
-    # Both count from when a call was due.
-    assert max(result.latencies) >= max(result.lateness)
+    assert abs(result.answered - count) < 20  # those that were due before and answered after are few
     again = light_open_loop(target, calls, rate_per_second=200, seconds=1.0, seed=1, warmup_seconds=0.2)
     assert len(again.latencies) == count  # the same times
 
@@ -192,9 +191,38 @@ def test_refusals_and_errors_are_counted_apart(real: tuple[str, list[Call]], rep
     assert len(result.latencies) + len(result.refused) + unavailable == len(result.lateness)
     assert abs(len(result.refused) - unavailable) <= 1
     assert abs(len(result.latencies) - 2 * unavailable) <= 2
-    assert result.tokens == 3 * len(result.latencies)
+    assert result.answered <= len(result.latencies)
+    assert result.answered_tokens == 3 * result.answered
     assert closed.refused
     assert set(closed.errors) == {"UNAVAILABLE"}
+
+
+def test_what_is_answered_after_the_end_is_no_throughput(real: tuple[str, list[Call]], reply: bytes) -> None:
+    """Three times what a server stands: in the end every call is answered, but the server was no faster for it."""
+
+    def answer(*_: Any) -> bytes:
+        time.sleep(0.02)  # at most 50 a second
+        return reply
+
+    with server(answer, threads=1) as target:
+        result = light_open_loop(target, real[1][:1], rate_per_second=150, seconds=1.0, seed=0, warmup_seconds=0.3)
+    assert len(result.latencies) > 100
+    assert result.calls_per_second <= 51
+    assert max(result.latencies) > 1.0
+
+
+def test_frames_that_it_does_not_know_are_an_error_and_no_wrong_reply() -> None:
+    """gRPC's servers do not pad. One that did would have its padding taken for the reply."""
+    padded = b"\0\0\x0a" + b"\0\x08" + b"\0\0\0\1" + b"\x04" + b"\0\0\0\0\0" + b"\0" * 4
+    split = b"\0\0\0" + b"\1\1" + b"\0\0\0\1"
+    for frames in (padded, split):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            target = f"127.0.0.1:{listener.getsockname()[1]}"
+            with contextlib.closing(LightConnection(target, METHOD)) as connection, listener.accept()[0] as peer:
+                connection.send(b"1")
+                peer.sendall(frames)
+                with pytest.raises(ConnectionError, match="pads or splits"):
+                    collect(connection, 1)
 
 
 def test_a_wrong_answer_is_no_good_call(real: tuple[str, list[Call]], reply: bytes) -> None:

@@ -66,13 +66,14 @@ def test_load_and_overload_are_told_with_all_that_the_documents_say(
         assert point["errors"] == 0
         assert 0 < point["p50_seconds"] <= point["p99_seconds"]
         assert point["alone_p50_seconds"] > 0
+        assert point["lateness_p99_seconds"] >= 0
     (over,) = measure.overload(bench)
     assert over["saturation_per_second"] > 0
     assert over["goodput_share"] > 0
     assert over["goodput_tokens_share"] > 0
     # A model of a few nodes is faster than gRPC's intake, which drops what it cannot keep.
     assert set(over["errors"]) <= {"CANCELLED"}
-    assert 0 < over["generator_cpu_share"] <= 2
+    assert over["generator_cpu_share"] > 0
     assert len(said) == 3
 
 

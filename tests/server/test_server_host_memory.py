@@ -20,6 +20,7 @@ from encserve_server.engine.host_memory import CudaAllocator, HostMemory, page_l
 from encserve_server.engine.onnx import OnnxEngine
 
 KIB = 1024
+WARNING = "page-locked memory cannot be had: copies from the GPU are slower"
 
 
 class Pages:
@@ -88,14 +89,33 @@ def test_arrays_that_live_at_the_same_time_share_nothing(shapes: list[tuple[int,
     assert memory.taken_bytes == sum(map(len, pages.taken.values()))
 
 
-def test_beyond_its_bound_memory_is_ordinary() -> None:
+def test_beyond_its_bound_memory_is_ordinary(caplog: pytest.LogCaptureFixture) -> None:
     pages = Pages()
     memory = HostMemory(pages, most_bytes=100 * KIB)
     kept = [memory.lend((10, 10)) for _ in range(3)]
     assert [inside(array, pages) for array in kept] == [True, False, False]
+    (record,) = caplog.records  # once
+    assert record.message == WARNING
+    assert getattr(record, "reason", "") == "65536 bytes are in use, of at most 102400"
     assert inside(HostMemory(pages).lend((1,)), pages)
     assert not inside(HostMemory(pages, most_bytes=0).lend((1,)), pages)
     assert memory.lend((0, 4)).shape == (0, 4)
+
+
+def test_blocks_of_one_size_make_room_for_another() -> None:
+    """Or many small batches would make every large one slow, for good."""
+    pages = Pages()
+    memory = HostMemory(pages, most_bytes=1024 * KIB)
+    small = [memory.lend((10, 10)) for _ in range(16)]
+    kept = small.pop()
+    kept[...] = 7
+    del small
+    large = memory.lend((300, 400))
+    assert inside(large, pages)
+    large[...] = 1
+    assert (kept == 7).all()
+    assert memory.taken_bytes == sum(map(len, pages.taken.values())) <= 1024 * KIB
+    assert not inside(memory.lend((300, 400)), pages)
 
 
 def test_where_no_more_can_be_locked_it_goes_on_without(caplog: pytest.LogCaptureFixture) -> None:
@@ -105,7 +125,7 @@ def test_where_no_more_can_be_locked_it_goes_on_without(caplog: pytest.LogCaptur
         kept = [memory.lend((10, 10)) for _ in range(4)]
     assert [inside(array, pages) for array in kept] == [True, False, False, False]
     (record,) = caplog.records  # and is not asked for again
-    assert (record.message, pages.asked) == ("no more page-locked memory: copies from the GPU are slower", 2)
+    assert (record.message, pages.asked) == (WARNING, 2)
     del kept
     assert inside(memory.lend((10, 10)), pages)
 
@@ -221,19 +241,21 @@ def test_the_library_is_asked_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_library_that_locks_nothing_is_a_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(host_memory, "_open_library", lambda: FakeCuda(most_bytes=0))
+    library = FakeCuda(most_bytes=0)
+    monkeypatch.setattr(host_memory, "_open_library", lambda: library)
     memory = page_locked_memory()
     assert memory is not None
     assert memory.lend((4, 4)).shape == (4, 4)
+    assert library.last_error == 0, "the next kernel of this thread would take it for its own"
     (record,) = caplog.records
-    assert getattr(record, "error", "") == "cudaHostAlloc of 65536 bytes: out of memory (2)"
+    assert getattr(record, "reason", "") == "cudaHostAlloc of 65536 bytes: out of memory (2)"
 
 
 def test_without_the_library_there_is_none(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(host_memory, "_LIBRARIES", ("libabsent.so.13", "libabsent.so.12"))
     assert page_locked_memory() is None
     (record,) = caplog.records
-    assert "libabsent.so.12" in getattr(record, "error", "")
+    assert getattr(record, "reason", "") == "cannot load libabsent.so.13 or libabsent.so.12"
 
 
 class FakeCuda:
@@ -248,6 +270,7 @@ class FakeCuda:
     def __init__(self, most_bytes: int = 1 << 40) -> None:
         self.pages = Pages(most_bytes)
         self.asked: list[tuple[int, int]] = []
+        self.last_error = 0  # as each thread has one: it stays until somebody asks for it
         self.cudaGetErrorString = self._Function()
 
     def cudaHostAlloc(self, address: object, size: ctypes.c_size_t, flags: ctypes.c_uint) -> int:  # noqa: N802
@@ -255,8 +278,13 @@ class FakeCuda:
         try:
             address._obj.value = self.pages.allocate(size.value)  # type: ignore[attr-defined]
         except OSError:
+            self.last_error = 2
             return 2
         return 0
+
+    def cudaGetLastError(self) -> int:  # noqa: N802
+        error, self.last_error = self.last_error, 0
+        return error
 
     def cudaFreeHost(self, address: ctypes.c_void_p) -> int:  # noqa: N802
         assert address.value is not None

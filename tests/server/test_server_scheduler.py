@@ -143,6 +143,23 @@ async def test_a_full_queue_refuses_at_once_and_all_of_a_call(bench: Bench) -> N
     await asyncio.gather(first, waiting)
 
 
+async def test_whoever_was_refused_is_not_overtaken_by_a_shorter_call(bench: Bench) -> None:
+    """Otherwise short calls, which always find room, would keep long ones out while there is too much to do."""
+    first = await bench.busy()
+    waiting = [asyncio.create_task(bench.scheduler.encode([ids(*range(1, 31))])) for _ in range(3)]
+    await until(lambda: bench.seen.queue == (3, 90))
+    with pytest.raises(QueueFull, match=r"holds 90 of at most 100 tokens and this request has 11; try again"):
+        await bench.scheduler.encode([ids(*range(1, 12))])
+    with pytest.raises(QueueFull, match=r"90 .* 100 .* has 2; once full it takes nothing before it holds at most 88;"):
+        await bench.scheduler.encode([ids(1, 2)])
+    waiting.pop().cancel()
+    await until(lambda: bench.seen.queue == (2, 60))
+    again = asyncio.create_task(bench.scheduler.encode([ids(*range(1, 12))]))
+    await until(lambda: bench.seen.queue == (3, 71))
+    bench.engine.let_go()
+    await asyncio.gather(first, *waiting, again)
+
+
 async def test_more_than_the_whole_queue_is_the_callers_mistake(bench: Bench) -> None:
     with pytest.raises(RequestTooLarge, match="at most 100 tokens in all .*; was 101"):
         await bench.scheduler.encode([np.ones(101, np.int64)])

@@ -95,6 +95,60 @@ def test_a_gpu_is_given_as_much_as_fills_its_budgets(bundle: Bundle, tmp_path: P
     assert tuned.max_batch_tokens == budget
 
 
+def gpu(seconds: Callable[[int, int], float]) -> Device:
+    device = Device(seconds)
+    device.info = replace(device.info, device="cuda")
+    return device
+
+
+def small(padded: int, most: int) -> float:
+    """A device whose memory is full beyond so many tokens."""
+    if padded > most:
+        raise RuntimeError(f"out of memory for {padded} tokens")
+    return 1e-3 + padded * 1e-7
+
+
+@pytest.mark.parametrize(("most", "budget"), [(20_000, 16384), (5000, 4096)])
+def test_a_budget_that_the_device_cannot_hold_is_left_out(
+    bundle: Bundle, tmp_path: Path, most: int, budget: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The model was loaded and works; it must not fail for being tried."""
+    device = gpu(lambda padded, _: small(padded, most))
+    tuned = tune(
+        device,
+        bundle,
+        lambda tokens: BatchPolicy(tokens, 4096, 0.5),
+        path=tmp_path / "t.json",
+        machine=MACHINE,
+        now=device.now,
+    )
+    assert tuned.max_batch_tokens == budget
+    assert "a batch budget cannot be had" in caplog.messages
+
+
+def test_where_no_budget_can_be_had_nothing_is_concluded(bundle: Bundle, tmp_path: Path) -> None:
+    device = gpu(lambda padded, ran: small(padded, 40_000 if ran <= 2 else 0))
+    tuned = tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
+    assert tuned.max_batch_tokens is None
+    assert not list(tmp_path.glob("*.json"))
+
+
+@pytest.mark.parametrize("most_sequences", [1, 8, 32, 256])
+def test_it_takes_a_few_seconds_however_small_batches_must_be(
+    bundle: Bundle, tmp_path: Path, most_sequences: int
+) -> None:
+    device = gpu(lambda padded, _: 3e-3 + padded * 1e-6)
+    tune(
+        device,
+        bundle,
+        lambda tokens: BatchPolicy(tokens, most_sequences, 0.5),
+        path=tmp_path / "t.json",
+        machine=MACHINE,
+        now=device.now,
+    )
+    assert device.clock < 8
+
+
 def test_a_smaller_budget_that_is_nearly_as_fast_is_taken() -> None:
     assert choose({256: 90.0, 384: 98.5, 512: 100.0, 1024: 99.0}) == 384
 

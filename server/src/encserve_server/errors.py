@@ -79,13 +79,18 @@ class QueueFull(EncserveError):
         retry_delay_s: After how many seconds trying again makes sense.
     """
 
-    def __init__(self, unit: str, asked: int, queued: int, limit: int, retry_delay_s: float) -> None:
-        """Takes what is counted, how much is asked for, queued and allowed, and when to try again."""
+    def __init__(
+        self, unit: str, asked: int, queued: int, limit: int, retry_delay_s: float, reopens_at: int | None = None
+    ) -> None:
+        """Takes what is counted, how much is asked for, queued and allowed, and when to try again.
+
+        `reopens_at` is how much a queue that was full may hold before it takes anything again.
+        """
         self.retry_delay_s = retry_delay_s
-        super().__init__(
-            f"the queue is full: it holds {queued} of at most {limit} {unit} and this request has {asked}; "
-            f"try again in {retry_delay_s:.2f} s"
-        )
+        why = f"it holds {queued} of at most {limit} {unit} and this request has {asked}"
+        if reopens_at is not None and queued + asked <= limit:
+            why += f"; once full it takes nothing before it holds at most {reopens_at}"
+        super().__init__(f"the queue is full: {why}; try again in {retry_delay_s:.2f} s")
 
 
 class DeadlineExpired(EncserveError):

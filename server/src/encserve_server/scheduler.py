@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from encserve_server import spans
+from encserve_server.admission import Admission
 from encserve_server.batching import BatchPolicy
 from encserve_server.clock import Clock
 from encserve_server.engine.base import Engine
@@ -75,7 +76,8 @@ class Scheduler:
     The contract:
 
     - `encode` never blocks the event loop. It is admitted or refused at once: the pending tokens of all calls never
-      exceed `max_queue_tokens` (QueueFull), and all sequences of a call are admitted or none.
+      exceed `max_queue_tokens` (QueueFull), and all sequences of a call are admitted or none. Once a call has been
+      refused for want of room, so is everybody until an eighth of the queue is free (see `admission`).
     - There is no timer. When the engine is free, whatever is pending is batched and run; while it runs, more gathers.
       The engine's threads take the next batch themselves the moment that one is done; the event loop delivers
       meanwhile. An engine that can runs several batches at once (see `lanes`).
@@ -115,6 +117,7 @@ class Scheduler:
         self._on_health_change = on_health_change
         self._tracer = tracer
         self._pending = PendingQueue(observer)
+        self._admission = Admission(limits.max_queue_tokens)
         self._lanes = Lanes(
             engine,
             self._pending,
@@ -195,8 +198,9 @@ class Scheduler:
         tokens, queued, limit = sum(map(len, sequences)), self._pending.tokens, self._limits.max_queue_tokens
         if tokens > limit:
             raise RequestTooLarge("inputs", f"must be at most {limit} tokens in all (max_queue_tokens); was {tokens}")
-        if queued + tokens > limit:
-            raise QueueFull("tokens", tokens, queued, limit, self._throughput.seconds_for(queued + tokens - limit))
+        if excess := self._admission.excess(tokens, queued):
+            delay_s = self._throughput.seconds_for(excess)
+            raise QueueFull("tokens", tokens, queued, limit, delay_s, self._admission.reopens_at_tokens)
         now = self._clock.now()
         if deadline <= now:
             for _ in sequences:

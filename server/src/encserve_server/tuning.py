@@ -2,8 +2,8 @@
 
 More tokens a batch mean fewer runs, until activations leave the device's cache; where that is depends on the model and
 the machine, and a wrong constant costs up to a quarter of the throughput. So the budgets are tried on what traffic
-looks like: texts of usual lengths, of which 64 wait, or as many as fill the largest budget of a GPU a few times,
-batched the way the scheduler batches.
+looks like: texts of usual lengths, of which 64 wait, on a GPU as many as fill its largest budget a few times, batched
+the way the scheduler batches.
 
 Others on the machine spoil the figures, and would do so for good, since they are remembered. So every batch is run
 several times, and unless the times of most of them agree nothing is concluded.
@@ -45,8 +45,9 @@ _MAX_SPREAD = 0.1
 # One try of one budget should take no longer than this; on a slow machine fewer texts are tried.
 _TRY_SECONDS = 0.3
 _LEAST_TEXTS = 8
-# How many batches of the largest budget there are to try, at least, where there is time.
+# On a GPU there are texts for so many batches of the largest budget, where there is time.
 _FILLED = 2.5
+_MOST_TEXTS = 4096
 _FORMAT = 2  # 1 was measured on too few texts for a GPU
 
 
@@ -70,7 +71,7 @@ class Measured:
     """What the runs gave.
 
     Attributes:
-        tokens_per_second: By budget, from the shortest time of each batch.
+        tokens_per_second: By budget, from the shortest time of each batch; without those that the engine cannot run.
         spread: How much longer the second shortest times were, as a share.
     """
 
@@ -123,7 +124,7 @@ def tune(
         return Tuned(remembered, {}, remembered=True)
     measured = measure(engine, bundle, [policy_for(budget) for budget in budgets], now)
     rates = measured.tokens_per_second
-    if measured.spread > _MAX_SPREAD:
+    if not rates or measured.spread > _MAX_SPREAD:
         return Tuned(None, rates, remembered=False)
     best = choose(rates)
     _write(path, key | {"max_batch_tokens": best, "tokens_per_second": {str(b): round(r) for b, r in rates.items()}})
@@ -142,34 +143,41 @@ def measure(
     """Runs usual texts under each policy, in turns."""
     alone = engine.max_parallel_runs == 1  # what matters when much is waiting
     lengths = [min(length, bundle.max_sequence_tokens) for length in USUAL_LENGTHS]
-    budgets = [policy.max_batch_tokens for policy in policies]
-    lengths *= math.ceil(_FILLED * max(budgets) / sum(lengths))
-    lengths = _affordable(lengths, engine, bundle, min(budgets), alone=alone)
+    if engine.info.device == "cuda":
+        most = max(policy.max_batch_tokens for policy in policies)
+        lengths = (lengths * math.ceil(_FILLED * most / sum(lengths)))[:_MOST_TEXTS]
+    lengths = _affordable(lengths, engine, bundle, policies[0], alone=alone)
     batches = {policy.max_batch_tokens: _batches(lengths, policy) for policy in policies}
     seconds: dict[int, list[list[float]]] = {budget: [[] for _ in its] for budget, its in batches.items()}
     began, rounds = now(), 0
-    while rounds < _LEAST_ROUNDS or now() - began < _MAX_SECONDS:
-        for budget, its in batches.items():
-            for times, batch in zip(seconds[budget], its, strict=True):
-                times.append(engine.run([bundle.sample(it) for it in batch], alone=alone).compute_seconds)
+    while batches and (rounds < _LEAST_ROUNDS or now() - began < _MAX_SECONDS):
+        for budget in list(batches):
+            try:
+                for times, batch in zip(seconds[budget], batches[budget], strict=True):
+                    times.append(engine.run([bundle.sample(it) for it in batch], alone=alone).compute_seconds)
+            except Exception as error:  # whatever the runtime raises: memory for so many tokens cannot be had, mostly
+                logger.warning("a batch budget cannot be had", extra={"max_batch_tokens": budget, "error": repr(error)})
+                batches = {smaller: its for smaller, its in batches.items() if smaller < budget}
+                break
         rounds += 1
     shortest, second = (
-        {budget: sum(sorted(times)[place] for times in its) for budget, its in seconds.items()} for place in (0, 1)
+        {budget: sum(sorted(times)[place] for times in seconds[budget]) for budget in batches} for place in (0, 1)
     )
     return Measured(
         {budget: sum(lengths) / total for budget, total in shortest.items()},
-        sum(second.values()) / sum(shortest.values()) - 1,
+        sum(second.values()) / sum(shortest.values()) - 1 if batches else math.inf,
     )
 
 
-def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, budget: int, *, alone: bool) -> list[int]:
+def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, least: BatchPolicy, *, alone: bool) -> list[int]:
     """As many of the texts as one try has time for, by the speed of a batch of the least budget."""
     usual = min(43, bundle.max_sequence_tokens)
-    batch = [bundle.sample(usual)] * max(budget // usual, 1)
+    count = max(min(least.max_batch_tokens // usual, least.max_batch_sequences), 1)
+    batch = [bundle.sample(usual)] * count
     seconds = min(engine.run(batch, alone=alone).compute_seconds for _ in range(2))
-    tokens = _TRY_SECONDS * usual * len(batch) / seconds
-    count = round(len(lengths) * tokens / sum(lengths))
-    return lengths[: max(min(count, len(lengths)), _LEAST_TEXTS)]
+    tokens = _TRY_SECONDS * usual * count / seconds
+    affordable = round(len(lengths) * tokens / sum(lengths))
+    return lengths[: max(min(affordable, len(lengths)), _LEAST_TEXTS)]
 
 
 def _batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:

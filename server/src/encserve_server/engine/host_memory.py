@@ -4,9 +4,11 @@ Memory that the operating system may move has to be copied twice: into a page-lo
 there by the CPU. Locking pages takes milliseconds, so what has been locked is lent again and again.
 """
 
+import contextlib
 import ctypes
 import logging
 import math
+import os
 import threading
 import weakref
 from collections import deque
@@ -57,22 +59,26 @@ class CudaAllocator:
         address = ctypes.c_void_p()
         code = self._library.cudaHostAlloc(ctypes.byref(address), ctypes.c_size_t(n_bytes), ctypes.c_uint(_PORTABLE))
         if code or address.value is None:
+            # Otherwise the next kernel of this thread would find the error, and count it as its own.
+            self._library.cudaGetLastError()
             text = self._library.cudaGetErrorString(code) or b"no address"
             raise OSError(f"cudaHostAlloc of {n_bytes} bytes: {text.decode()} ({code})")
         return address.value
 
     def free(self, address: int) -> None:
         """Unlocks them."""
-        self._library.cudaFreeHost(ctypes.c_void_p(address))
+        if self._library.cudaFreeHost(ctypes.c_void_p(address)):
+            self._library.cudaGetLastError()
 
 
 def _open_library() -> ctypes.CDLL:
-    for name in _LIBRARIES[:-1]:
-        try:
-            return ctypes.CDLL(name)
-        except OSError:
-            continue
-    return ctypes.CDLL(_LIBRARIES[-1])
+    """The one that is loaded already, for there may be several; else the first that can be."""
+    if_loaded = getattr(os, "RTLD_NOLOAD", 0)  # not on Windows, where none of these names is found
+    for mode in (if_loaded | ctypes.DEFAULT_MODE, ctypes.DEFAULT_MODE):
+        for name in _LIBRARIES:
+            with contextlib.suppress(OSError):
+                return ctypes.CDLL(name, mode)
+    raise OSError(f"cannot load {' or '.join(_LIBRARIES)}")
 
 
 class HostMemory:
@@ -92,10 +98,11 @@ class HostMemory:
         # middle of whatever that thread does: so without the lock.
         self._free: dict[int, deque[int]] = {size: deque() for size in _SIZES}
         self._closed = False
+        self._told = False  # whether it has been logged that there is no more
 
     @property
     def taken_bytes(self) -> int:
-        """How much memory has been taken and not given back, lent or not."""
+        """How much has been taken and not freed, lent or not; until `close`."""
         return self._taken_bytes
 
     def lend(self, shape: tuple[int, ...]) -> Numbers:
@@ -114,7 +121,8 @@ class HostMemory:
         """Frees what is not lent; what is lent is freed when it comes back."""
         self._closed = True
         for blocks in self._free.values():
-            _free_all(self._allocator, blocks)
+            while _free_one(self._allocator, blocks):
+                pass
 
     def _take(self, size: int) -> int | None:
         """A block of this size, or None where there is no more."""
@@ -124,22 +132,35 @@ class HostMemory:
         except IndexError:
             pass
         with self._lock:
-            if self._taken_bytes + size > self._most_bytes:
+            if self._taken_bytes + size > self._most_bytes and not self._make_room(size):
                 return None
             try:
                 address = self._allocator.allocate(size)
             except OSError as error:
                 self._most_bytes = self._taken_bytes  # asking again would take time with every batch
-                _warn(error)
+                self._told = True
+                _warn(str(error))
                 return None
             self._taken_bytes += size
             return address
 
+    def _make_room(self, size: int) -> bool:
+        """Frees blocks of other sizes that nobody uses, until so much fits; under the lock."""
+        for other, blocks in self._free.items():
+            while self._taken_bytes + size > self._most_bytes and blocks:
+                self._taken_bytes -= other * _free_one(self._allocator, blocks)
+        if self._taken_bytes + size <= self._most_bytes:
+            return True
+        if not self._told:
+            self._told = True
+            _warn(f"{self._taken_bytes} bytes are in use, of at most {self._most_bytes}")
+        return False
+
     def _give_back(self, size: int, address: int) -> None:
         blocks = self._free[size]
         blocks.append(address)
-        if self._closed:
-            _free_all(self._allocator, blocks)
+        while self._closed and _free_one(self._allocator, blocks):
+            pass
 
 
 def page_locked_memory() -> HostMemory | None:
@@ -147,18 +168,19 @@ def page_locked_memory() -> HostMemory | None:
     try:
         return HostMemory(CudaAllocator())
     except OSError as error:
-        _warn(error)
+        _warn(str(error))
         return None
 
 
-def _warn(error: OSError) -> None:
-    logger.warning("no more page-locked memory: copies from the GPU are slower", extra={"error": str(error)})
+def _warn(why: str) -> None:
+    logger.warning("page-locked memory cannot be had: copies from the GPU are slower", extra={"reason": why})
 
 
-def _free_all(allocator: Allocator, blocks: "deque[int]") -> None:
-    while True:
-        try:
-            address = blocks.pop()
-        except IndexError:
-            return
-        allocator.free(address)
+def _free_one(allocator: Allocator, blocks: "deque[int]") -> bool:
+    """Frees a block that is not lent, if there is one; somebody else may take it meanwhile."""
+    try:
+        address = blocks.pop()
+    except IndexError:
+        return False
+    allocator.free(address)
+    return True

@@ -1,0 +1,40 @@
+"""Which calls the queue takes. Pure: no clock, no queue of its own."""
+
+# The share of the queue that must be free before a queue that was full takes calls again.
+_REOPENS_FREE = 8  # an eighth
+
+
+class Admission:
+    """The door of a queue that is bounded in tokens.
+
+    A queue that is nearly full has room for a short call sooner than for a long one: if each was taken as soon as it
+    fits, the short ones that keep coming would leave no room for a long one, for as long as there is more to do than
+    can be done. So a door that has turned a call away stays shut, for everybody, until an eighth of the queue is free.
+    What then comes is taken in the order in which it comes.
+    """
+
+    def __init__(self, limit_tokens: int) -> None:
+        """Takes the most tokens that may wait."""
+        self.limit_tokens = limit_tokens
+        self._free_tokens = limit_tokens // _REOPENS_FREE
+        self._shut = False
+
+    @property
+    def reopens_at_tokens(self) -> int | None:
+        """How many tokens may wait, at most, when the door opens again; None while it is open."""
+        return self.limit_tokens - self._free_tokens if self._shut else None
+
+    def excess(self, tokens: int, queued_tokens: int) -> int:
+        """Decides about a call; to be asked once for each.
+
+        Args:
+            tokens: What it would add.
+            queued_tokens: What waits now.
+
+        Returns:
+            How many tokens must leave the queue before it can be taken; 0 if it is.
+        """
+        room = max(tokens, self._free_tokens) if self._shut else tokens
+        excess = max(queued_tokens + room - self.limit_tokens, 0)
+        self._shut = excess > 0
+        return excess
