@@ -18,7 +18,7 @@ from encserve_server.bundle import Bundle, read_bundle
 from encserve_server.engine.base import BatchResult, EngineInfo
 from encserve_server.loading import load_model
 from encserve_server.settings import Settings
-from encserve_server.tuning import BUDGETS_TOKENS, USUAL_LENGTHS, choose, tune
+from encserve_server.tuning import BUDGETS_TOKENS, USUAL_LENGTHS, Tuned, choose, tune
 from encserve_server.types import ModelInput
 
 MACHINE = {"cpu": "a CPU", "intra_op_threads": 2, "runtime": "fake 1"}
@@ -79,26 +79,30 @@ def test_the_budget_is_where_the_device_is_fastest(bundle: Bundle, tmp_path: Pat
     assert set(tuned.tokens_per_second) == set(BUDGETS_TOKENS["cpu"])
 
 
-@pytest.mark.parametrize(("limit", "budget"), [(4096, 4096), (9000, 8192), (40000, 32768)])
-def test_a_gpu_is_given_as_much_as_fills_its_budgets(bundle: Bundle, tmp_path: Path, limit: int, budget: int) -> None:
-    """64 texts would fit into the least of its budgets, and one text says little of how fast it is."""
-    device = Device(lambda padded, _: 2e-3 + padded * (1e-7 if padded <= limit else 4e-7))
+def tune_gpu(
+    bundle: Bundle, path: Path, seconds: Callable[[int, int], float], most_sequences: int = 4096
+) -> tuple[Tuned, Device]:
+    """What is found on a GPU, and the GPU."""
+    device = Device(seconds)
     device.info = replace(device.info, device="cuda")
-    tuned = tune(
+    found = tune(
         device,
         bundle,
-        lambda tokens: BatchPolicy(tokens, 4096, 0.5),
-        path=tmp_path / "t.json",
+        lambda tokens: BatchPolicy(tokens, most_sequences, 0.5),
+        path=path,
         machine=MACHINE,
         now=device.now,
     )
+    return found, device
+
+
+@pytest.mark.parametrize(("limit", "budget"), [(4096, 4096), (9000, 8192), (40000, 32768)])
+def test_a_gpu_is_given_as_much_as_fills_its_budgets(bundle: Bundle, tmp_path: Path, limit: int, budget: int) -> None:
+    """64 texts would fit into the least of its budgets, and one text says little of how fast it is."""
+    tuned, _ = tune_gpu(
+        bundle, tmp_path / "t.json", lambda padded, _: 2e-3 + padded * (1e-7 if padded <= limit else 4e-7)
+    )
     assert tuned.max_batch_tokens == budget
-
-
-def gpu(seconds: Callable[[int, int], float]) -> Device:
-    device = Device(seconds)
-    device.info = replace(device.info, device="cuda")
-    return device
 
 
 def small(padded: int, most: int) -> float:
@@ -113,22 +117,14 @@ def test_a_budget_that_the_device_cannot_hold_is_left_out(
     bundle: Bundle, tmp_path: Path, most: int, budget: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The model was loaded and works; it must not fail for being tried."""
-    device = gpu(lambda padded, _: small(padded, most))
-    tuned = tune(
-        device,
-        bundle,
-        lambda tokens: BatchPolicy(tokens, 4096, 0.5),
-        path=tmp_path / "t.json",
-        machine=MACHINE,
-        now=device.now,
-    )
+    tuned, _ = tune_gpu(bundle, tmp_path / "t.json", lambda padded, _: small(padded, most))
     assert tuned.max_batch_tokens == budget
     assert "a batch budget cannot be had" in caplog.messages
 
 
 def test_where_no_budget_can_be_had_nothing_is_concluded(bundle: Bundle, tmp_path: Path) -> None:
-    device = gpu(lambda padded, ran: small(padded, 40_000 if ran <= 2 else 0))
-    tuned = tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
+    path = tmp_path / "t.json"
+    tuned, _ = tune_gpu(bundle, path, lambda padded, ran: small(padded, 40_000 if ran <= 2 else 0))
     assert tuned.max_batch_tokens is None
     assert not list(tmp_path.glob("*.json"))
 
@@ -137,15 +133,7 @@ def test_where_no_budget_can_be_had_nothing_is_concluded(bundle: Bundle, tmp_pat
 def test_it_takes_a_few_seconds_however_small_batches_must_be(
     bundle: Bundle, tmp_path: Path, most_sequences: int
 ) -> None:
-    device = gpu(lambda padded, _: 3e-3 + padded * 1e-6)
-    tune(
-        device,
-        bundle,
-        lambda tokens: BatchPolicy(tokens, most_sequences, 0.5),
-        path=tmp_path / "t.json",
-        machine=MACHINE,
-        now=device.now,
-    )
+    _, device = tune_gpu(bundle, tmp_path / "t.json", lambda padded, _: 3e-3 + padded * 1e-6, most_sequences)
     assert device.clock < 8
 
 
