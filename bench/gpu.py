@@ -128,11 +128,18 @@ class Gpu:
         found = {side: Found() for side in sides}
         for number in range(rounds + 1):
             for i in self._random.permutation(len(sides)):
-                self._run(sides[i], found[sides[i]], counts=number > 0)
+                if (side := sides[i]) in found:
+                    try:
+                        self._run(side, found[side], counts=number > 0)
+                    except Exception as error:  # whatever the runtime raises: the device is full, mostly
+                        console.print(f"left out: {side}: {error}")
+                        del found[side]
+        if not found:
+            raise SystemExit(f"{title}: nothing could be measured")
         table = Table(
             "model", "budget", "lanes", "results", "batches", "tokens/s", "ratio", "ms laid out", "run", "cut"
         )
-        first = found[sides[0]].tokens_per_second
+        first = next(iter(found.values())).tokens_per_second
         for side, it in found.items():
             ratio = np.median(np.array(it.tokens_per_second) / np.array(first))
             stages = (f"{1000 * seconds:.2f}" for seconds in np.median(it.stages, axis=0))
@@ -190,8 +197,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
-    budgets = [1024, 2048, 4096, 8192, 16384, 32768]
-    parser.add_argument("--budgets", type=int, nargs="+", default=budgets, metavar="TOKENS")
+    tried = [1024, 2048, 4096, 8192, 16384, 32768]
+    parser.add_argument("--budgets", type=int, nargs="+", default=tried, metavar="TOKENS")
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
     options = parser.parse_args(arguments)
@@ -204,20 +211,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
         gpu.print_agreement()
         compare: Callable[[str, Sequence[Side]], dict[Side, Found]] = partial(gpu.compare, rounds=options.rounds)
-        budgets_found = compare("The budget", [Side(it, budget) for it in gpu.bundles for budget in options.budgets])
-        best = {model: best_budget(budgets_found, model) for model in gpu.bundles}
-        results = [Side(it, best[it], results=results) for it in best for results in RESULTS]
-        lanes = [Side(it, best[it], lanes) for it in best for lanes in options.lanes]
-        found = {
-            "budget": budgets_found,
-            "results": compare("Results", results),
-            "lanes": compare("Batches at once", lanes),
-        }
-    if options.json:
         content: dict[str, Any] = {"machine": describe_machine(), "engine": asdict(info)}
-        for section, sides in found.items():
-            content[section] = [asdict(side) | asdict(its) for side, its in sides.items()]
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+        def keep(section: str, found: dict[Side, Found]) -> dict[Side, Found]:
+            """Writes down what there is so far."""
+            content[section] = [asdict(side) | asdict(its) for side, its in found.items()]
+            if options.json:
+                options.json.write_text(json.dumps(content, indent=1) + "\n")
+            return found
+
+        budgets = [Side(it, budget) for it in gpu.bundles for budget in options.budgets]
+        found = keep("budget", compare("The budget", budgets))
+        best = {model: best_budget(found, model) for model in {side.model: None for side in found}}
+        keep("results", compare("Results", [Side(it, best[it], results=how) for it in best for how in RESULTS]))
+        keep("lanes", compare("Batches at once", [Side(it, best[it], lanes) for it in best for lanes in options.lanes]))
 
 
 if __name__ == "__main__":

@@ -213,7 +213,7 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
                 "factor": factor,
                 "saturation_per_second": saturation.calls_per_second,
                 "goodput_share": result.calls_per_second / saturation.calls_per_second,
-                # A queue that is nearly full has room for a short sequence sooner than for a long one.
+                # Calls that are refused need not be as long as those that are not.
                 "goodput_tokens_share": result.tokens_per_second / saturation.tokens_per_second,
                 "refused": len(result.refused),
                 "refused_p50_seconds": _percentile(result.refused, 50),

@@ -96,7 +96,7 @@ def test_beyond_its_bound_memory_is_ordinary(caplog: pytest.LogCaptureFixture) -
     assert [inside(array, pages) for array in kept] == [True, False, False]
     (record,) = caplog.records  # once
     assert record.message == WARNING
-    assert getattr(record, "reason", "") == "65536 bytes are in use, of at most 102400"
+    assert getattr(record, "reason", "") == "65536 bytes are taken, of at most 102400"
     assert inside(HostMemory(pages).lend((1,)), pages)
     assert not inside(HostMemory(pages, most_bytes=0).lend((1,)), pages)
     assert memory.lend((0, 4)).shape == (0, 4)
@@ -116,6 +116,30 @@ def test_blocks_of_one_size_make_room_for_another() -> None:
     assert (kept == 7).all()
     assert memory.taken_bytes == sum(map(len, pages.taken.values())) <= 1024 * KIB
     assert not inside(memory.lend((300, 400)), pages)
+
+
+def test_nothing_is_freed_where_it_cannot_be_enough() -> None:
+    """Each block costs milliseconds to lock."""
+    pages = Pages()
+    memory = HostMemory(pages, most_bytes=1024 * KIB)
+    kept = [memory.lend((200, 256)) for _ in range(3)]  # 3 x 256 KiB
+    for _ in range(20):
+        assert inside(memory.lend((10, 10)), pages)
+        assert not inside(memory.lend((400, 256)), pages)
+    assert (pages.asked, pages.freed) == (4, 0)
+    del kept
+
+
+def test_a_larger_block_serves_where_there_is_no_other() -> None:
+    pages = Pages()
+    memory = HostMemory(pages, most_bytes=600 * KIB)
+    address = memory.lend((400, 256)).ctypes.data  # 512 KiB, given back at once
+    held = [memory.lend((10, 10))]
+    lent = memory.lend((200, 256))
+    assert lent.ctypes.data == address
+    assert lent.shape == (200, 256)
+    assert (pages.asked, pages.freed) == (2, 0)
+    del held
 
 
 def test_where_no_more_can_be_locked_it_goes_on_without(caplog: pytest.LogCaptureFixture) -> None:

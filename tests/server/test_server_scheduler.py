@@ -150,7 +150,7 @@ async def test_whoever_was_refused_is_not_overtaken_by_a_shorter_call(bench: Ben
     await until(lambda: bench.seen.queue == (3, 90))
     with pytest.raises(QueueFull, match=r"holds 90 of at most 100 tokens and this request has 11; try again"):
         await bench.scheduler.encode([ids(*range(1, 12))])
-    with pytest.raises(QueueFull, match=r"90 .* 100 .* has 2; once full it takes nothing before it holds at most 88;"):
+    with pytest.raises(QueueFull, match=r"90 .* 100 .* has 2; once full it takes nothing before it holds at most 75;"):
         await bench.scheduler.encode([ids(1, 2)])
     waiting.pop().cancel()
     await until(lambda: bench.seen.queue == (2, 60))
@@ -277,9 +277,14 @@ async def test_a_broken_engine_is_unhealthy_and_comes_back_by_itself(bench: Benc
         await bench.scheduler.encode([ids(1)])
     assert "the device is lost" not in str(caught.value), "the engine's own text reached the caller"
     bench.engine.broken = False
-    await until(lambda: bool(bench.clock._sleepers))
-    bench.clock.advance(1.0)
-    await until(lambda: bench.scheduler.not_ready_reason() == "")
+
+    def a_second_passes() -> bool:
+        """Whether it is ready; a probe that finds the lane not yet at rest is made again a second later."""
+        if bench.clock._sleepers:
+            bench.clock.advance(1.0)
+        return bench.scheduler.not_ready_reason() == ""
+
+    await until(a_second_passes)
     assert right([ids(1)], await bench.scheduler.encode([ids(1)]))
     assert bench.health_changes == 2
 

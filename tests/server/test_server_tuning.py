@@ -116,15 +116,17 @@ def small(padded: int, most: int) -> float:
 def test_a_budget_that_the_device_cannot_hold_is_left_out(
     bundle: Bundle, tmp_path: Path, most: int, budget: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The model was loaded and works; it must not fail for being tried."""
+    """The model was loaded and works; it must not fail for being tried. What was short may be there the next time."""
     tuned, _ = tune_gpu(bundle, tmp_path / "t.json", lambda padded, _: small(padded, most))
     assert tuned.max_batch_tokens == budget
+    assert not list(tmp_path.glob("*.json"))
     assert "a batch budget cannot be had" in caplog.messages
 
 
-def test_where_no_budget_can_be_had_nothing_is_concluded(bundle: Bundle, tmp_path: Path) -> None:
+@pytest.mark.parametrize("good_runs", [0, 2])
+def test_where_no_budget_can_be_had_nothing_is_concluded(bundle: Bundle, tmp_path: Path, good_runs: int) -> None:
     path = tmp_path / "t.json"
-    tuned, _ = tune_gpu(bundle, path, lambda padded, ran: small(padded, 40_000 if ran <= 2 else 0))
+    tuned, _ = tune_gpu(bundle, path, lambda padded, ran: small(padded, 40_000 if ran <= good_runs else 0))
     assert tuned.max_batch_tokens is None
     assert not list(tmp_path.glob("*.json"))
 

@@ -77,7 +77,7 @@ class Scheduler:
 
     - `encode` never blocks the event loop. It is admitted or refused at once: the pending tokens of all calls never
       exceed `max_queue_tokens` (QueueFull), and all sequences of a call are admitted or none. Once a call has been
-      refused for want of room, so is everybody until an eighth of the queue is free (see `admission`).
+      refused for want of room, so is everybody until a quarter of the queue is free (see `admission`).
     - There is no timer. When the engine is free, whatever is pending is batched and run; while it runs, more gathers.
       The engine's threads take the next batch themselves the moment that one is done; the event loop delivers
       meanwhile. An engine that can runs several batches at once (see `lanes`).

@@ -89,7 +89,7 @@ class Settings:
     )
     max_queue_tokens: int = _setting(
         65536,
-        "Most tokens waiting, per model; more are refused with RESOURCE_EXHAUSTED, and then everything until an eighth "
+        "Most tokens waiting, per model; more are refused with RESOURCE_EXHAUSTED, and then everything until a quarter "
         "of the queue is free, so that short calls do not keep long ones out. It bounds the wait; too low refuses "
         "bursts that could have been served.",
         minimum=1,

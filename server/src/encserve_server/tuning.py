@@ -124,7 +124,11 @@ def tune(
         return Tuned(remembered, {}, remembered=True)
     measured = measure(engine, bundle, [policy_for(budget) for budget in budgets], now)
     rates = measured.tokens_per_second
-    if not rates or measured.spread > _MAX_SPREAD:
+    if not rates:
+        return Tuned(None, rates, remembered=False)
+    if len(rates) < len(budgets):  # the memory that was short may be there the next time
+        return Tuned(choose(rates), rates, remembered=False)
+    if measured.spread > _MAX_SPREAD:
         return Tuned(None, rates, remembered=False)
     best = choose(rates)
     _write(path, key | {"max_batch_tokens": best, "tokens_per_second": {str(b): round(r) for b, r in rates.items()}})
@@ -146,7 +150,11 @@ def measure(
     if engine.info.device == "cuda":
         most = max(policy.max_batch_tokens for policy in policies)
         lengths = (lengths * math.ceil(_FILLED * most / sum(lengths)))[:_MOST_TEXTS]
-    lengths = _affordable(lengths, engine, bundle, policies[0], alone=alone)
+    try:
+        lengths = _affordable(lengths, engine, bundle, policies[0], alone=alone)
+    except Exception as error:  # as below
+        logger.warning("the batch budget cannot be measured", extra={"error": repr(error)})
+        return Measured({}, math.inf)
     batches = {policy.max_batch_tokens: _batches(lengths, policy) for policy in policies}
     seconds: dict[int, list[list[float]]] = {budget: [[] for _ in its] for budget, its in batches.items()}
     began, rounds = now(), 0

@@ -99,6 +99,7 @@ class HostMemory:
         self._free: dict[int, deque[int]] = {size: deque() for size in _SIZES}
         self._closed = False
         self._told = False  # whether it has been logged that there is no more
+        self._exhausted = False  # whether the allocator has had no more
 
     @property
     def taken_bytes(self) -> int:
@@ -108,10 +109,10 @@ class HostMemory:
     def lend(self, shape: tuple[int, ...]) -> Numbers:
         """A float32 array of this shape; what is in it is left over from before."""
         count = math.prod(shape)
-        size = next((it for it in _SIZES if it >= count * _ITEM_BYTES), None)
-        address = None if size is None else self._take(size)
-        if size is None or address is None:
+        taken = self._take(count * _ITEM_BYTES)
+        if taken is None:
             return np.empty(shape, np.float32)
+        size, address = taken
         whole: Numbers = np.frombuffer(memoryview((ctypes.c_byte * size).from_address(address)), np.float32)
         # Views refer to `whole`, so it goes with the last of them. At the process' end there is nothing to give back.
         weakref.finalize(whole, self._give_back, size, address).atexit = False
@@ -121,46 +122,68 @@ class HostMemory:
         """Frees what is not lent; what is lent is freed when it comes back."""
         self._closed = True
         for blocks in self._free.values():
-            while _free_one(self._allocator, blocks):
-                pass
+            self._free_all(blocks)
 
-    def _take(self, size: int) -> int | None:
-        """A block of this size, or None where there is no more."""
-        blocks = self._free[size]
-        try:
-            return blocks.pop()
-        except IndexError:
-            pass
+    def _take(self, n_bytes: int) -> tuple[int, int] | None:
+        """A block that holds so much: its size and address; None where there is no more."""
+        sizes = [size for size in _SIZES if size >= n_bytes]
+        if not sizes:
+            return None
+        least = sizes[0]
+        if (address := _pop(self._free[least])) is not None or (address := self._allocate(least)) is not None:
+            return least, address
+        for size in sizes[1:]:  # larger than needed, and at once
+            if (address := _pop(self._free[size])) is not None:
+                return size, address
+        address = self._allocate(least, make_room=True)
+        return None if address is None else (least, address)
+
+    def _allocate(self, size: int, *, make_room: bool = False) -> int | None:
+        """A new block, for which idle ones of other sizes may have to go."""
         with self._lock:
-            if self._taken_bytes + size > self._most_bytes and not self._make_room(size):
+            if self._exhausted:
+                return None
+            if self._taken_bytes + size > self._most_bytes and not (make_room and self._make_room(size)):
+                if make_room:
+                    self._tell(f"{self._taken_bytes} bytes are taken, of at most {self._most_bytes}")
                 return None
             try:
                 address = self._allocator.allocate(size)
             except OSError as error:
-                self._most_bytes = self._taken_bytes  # asking again would take time with every batch
-                self._told = True
-                _warn(str(error))
+                self._exhausted = True  # asking again would take time with every batch
+                self._tell(str(error))
                 return None
             self._taken_bytes += size
             return address
 
     def _make_room(self, size: int) -> bool:
-        """Frees blocks of other sizes that nobody uses, until so much fits; under the lock."""
-        for other, blocks in self._free.items():
-            while self._taken_bytes + size > self._most_bytes and blocks:
-                self._taken_bytes -= other * _free_one(self._allocator, blocks)
-        if self._taken_bytes + size <= self._most_bytes:
-            return True
+        """Frees idle blocks, largest first, until so much may be taken; none if that is not enough. Under the lock."""
+        idle_bytes = sum(other * len(blocks) for other, blocks in self._free.items())
+        if self._taken_bytes - idle_bytes + size > self._most_bytes:
+            return False
+        for other in reversed(_SIZES):
+            while self._taken_bytes + size > self._most_bytes:
+                if (address := _pop(self._free[other])) is None:
+                    break
+                self._allocator.free(address)
+                self._taken_bytes -= other
+        return self._taken_bytes + size <= self._most_bytes
+
+    def _tell(self, why: str) -> None:
+        """Logs, once, that there is no more."""
         if not self._told:
             self._told = True
-            _warn(f"{self._taken_bytes} bytes are in use, of at most {self._most_bytes}")
-        return False
+            _warn(why)
 
     def _give_back(self, size: int, address: int) -> None:
         blocks = self._free[size]
         blocks.append(address)
-        while self._closed and _free_one(self._allocator, blocks):
-            pass
+        if self._closed:
+            self._free_all(blocks)
+
+    def _free_all(self, blocks: "deque[int]") -> None:
+        while (address := _pop(blocks)) is not None:
+            self._allocator.free(address)
 
 
 def page_locked_memory() -> HostMemory | None:
@@ -176,11 +199,9 @@ def _warn(why: str) -> None:
     logger.warning("page-locked memory cannot be had: copies from the GPU are slower", extra={"reason": why})
 
 
-def _free_one(allocator: Allocator, blocks: "deque[int]") -> bool:
-    """Frees a block that is not lent, if there is one; somebody else may take it meanwhile."""
+def _pop(blocks: "deque[int]") -> int | None:
+    """A block that is not lent, if there is one."""
     try:
-        address = blocks.pop()
+        return blocks.pop()
     except IndexError:
-        return False
-    allocator.free(address)
-    return True
+        return None
