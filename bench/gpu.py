@@ -94,6 +94,7 @@ class Gpu:
         self._device = device
         self._random = np.random.default_rng(seed)
         self.bundles = {f"{it.name}@{it.version}": it for it in bundles}
+        self._made: dict[int, list[list[Sequence64]]] = {}
         self._engines: dict[tuple[str, int, str], OnnxEngine] = {}
         longest, size = (min(getattr(it, name) for it in bundles) for name in ("max_sequence_tokens", "vocab_size"))
         self.work = read_workload(LENGTHS, count=sequences, seed=seed, vocab_size=size, longest=longest)
@@ -150,9 +151,15 @@ class Gpu:
         console.print(table)
         return found
 
+    def _batches(self, budget: int) -> list[list[Sequence64]]:
+        """The batches of a budget, made when they are first needed."""
+        if budget not in self._made:
+            self._made[budget] = as_batches(self.work.sequences, budget, waiting=WAITING, most_padding=0.5)
+        return self._made[budget]
+
     def _run(self, side: Side, found: Found, *, counts: bool) -> None:
         engine = self.engine(side.model, side.lanes, side.results)
-        batches = as_batches(self.work.sequences, side.budget, waiting=WAITING, most_padding=0.5)
+        batches = self._batches(side.budget)
 
         def run(batch: list[Sequence64]) -> tuple[float, float, float]:
             result = engine.run(batch, alone=False)

@@ -1,19 +1,20 @@
 """Loads that leave the machine to the server: a closed and an open loop over `LightConnection`."""
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
-import numpy as np
 from comparison.load import METHOD
 from grpc import StatusCode
 
 from curves.http2 import Answer, LightConnection
 from encserve_client._bench import Call
+from encserve_client._bench._generate import CHECKED_ONE_IN
+from encserve_client._bench._schedule import poisson_times
 
-CHECKED_ONE_IN = 100  # answers; the first is always checked
 _PATIENCE_SECONDS = 60.0  # for the last answers
 
 
@@ -97,16 +98,16 @@ def light_closed_loop(
 ) -> LightResult:
     """So many callers, each of whom sends the next call when the last one is answered."""
     result, checks = LightResult(seconds), _Checks()
+    order = itertools.cycle(calls)
     out: dict[int, tuple[Call, float]] = {}
     with closing(LightConnection(target, METHOD)) as connection:
 
-        def send(number: int) -> None:
-            call = calls[number % len(calls)]
+        def send() -> None:
+            call = next(order)
             out[connection.send(call.data)] = (call, time.perf_counter())
 
-        for number in range(callers):
-            send(number)
-        number = callers
+        for _ in range(callers):
+            send()
         begin = time.perf_counter() + warmup_seconds
         end = begin + seconds
         cpu = _CpuTime(begin, end)
@@ -119,8 +120,7 @@ def light_closed_loop(
                 if begin <= now < end:
                     result.answer(call, answer.code)
                     result.end(answer.code, now - sent)
-                send(number)
-                number += 1
+                send()
         result.cpu_seconds = cpu.seconds()
     return result
 
@@ -141,9 +141,7 @@ def light_open_loop(
     """
     result, checks = LightResult(seconds), _Checks()
     whole = warmup_seconds + seconds
-    gaps = np.random.default_rng(seed).exponential(1 / rate_per_second, int(2 * whole * rate_per_second) + 100)
-    due = np.cumsum(gaps)
-    due = due[due < whole]
+    due = poisson_times(rate_per_second, whole, seed)
     out: dict[int, int] = {}
     with closing(LightConnection(target, METHOD)) as connection:
         begin = time.perf_counter()

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from real_server import RealServer, real_server
 
 from curves.light_load import LightResult, light_closed_loop, light_open_loop
@@ -98,10 +97,6 @@ class Bench:
         return light_closed_loop(server.target, calls, callers=callers, seconds=self.seconds, warmup_seconds=1.5)
 
 
-def _percentile(seconds: Sequence[float], percent: float) -> float | None:
-    return percentile(np.array(seconds), percent)
-
-
 def _brief(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
@@ -185,10 +180,10 @@ def by_load(bench: Bench) -> list[dict[str, Any]]:
             return {
                 "load": load,
                 "rate_per_second": rate,
-                "p50_seconds": _percentile(result.latencies, 50),
-                "p99_seconds": _percentile(result.latencies, 99),
-                "alone_p50_seconds": _percentile(alone.latencies, 50),
-                "lateness_p99_seconds": _percentile(result.lateness, 99),
+                "p50_seconds": percentile(result.latencies, 50),
+                "p99_seconds": percentile(result.latencies, 99),
+                "alone_p50_seconds": percentile(alone.latencies, 50),
+                "lateness_p99_seconds": percentile(result.lateness, 99),
                 "errors": result.errors.total() + len(result.refused),
             }
 
@@ -216,11 +211,11 @@ def overload(bench: Bench) -> list[dict[str, Any]]:
                 # Calls that are refused need not be as long as those that are not.
                 "goodput_tokens_share": result.tokens_per_second / saturation.tokens_per_second,
                 "refused": len(result.refused),
-                "refused_p50_seconds": _percentile(result.refused, 50),
-                "refused_p99_seconds": _percentile(result.refused, 99),
-                "lateness_p99_seconds": _percentile(result.lateness, 99),
+                "refused_p50_seconds": percentile(result.refused, 50),
+                "refused_p99_seconds": percentile(result.refused, 99),
+                "lateness_p99_seconds": percentile(result.lateness, 99),
                 "generator_cpu_share": result.cpu_seconds / result.seconds,
-                "p99_seconds": _percentile(result.latencies, 99),
+                "p99_seconds": percentile(result.latencies, 99),
                 "errors": dict(result.errors),
             }
 

@@ -115,7 +115,7 @@ class LoadResult:
         return percentile(self.latency_seconds, percent)
 
 
-def percentile(values: Seconds, percent: float) -> float | None:
+def percentile(values: Seconds | Sequence[float], percent: float) -> float | None:
     """Interpolated between samples; None without any."""
     return float(np.percentile(values, percent)) if len(values) else None
 
