@@ -28,6 +28,8 @@ from encserve_server.cpus import step_back
 from encserve_server.errors import StartupError
 from encserve_server.gpus import watch_gpus
 from encserve_server.health import Health
+from encserve_server.http2.connection import Limits
+from encserve_server.http2.server import Http2Server
 from encserve_server.lag import watch_lag
 from encserve_server.loading import LoadedModel, load_model
 from encserve_server.manager import Loader, ModelManager
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 # Room for what a stream puts around a reply that is just within the limit.
 _MESSAGE_HEADROOM_BYTES = 64 * 1024
+# Calls that a caller may have open on one connection; gRPC's clients wait with more by themselves.
+_MAX_CONNECTION_CALLS = 10_000
 _ENCODE_THREADS = 2
 # How long new calls are refused before gRPC stops.
 _REFUSING_SECONDS = 0.5
@@ -165,18 +169,7 @@ class App:
 
     async def _start_grpc(self) -> None:
         settings = self.settings
-        server = grpc.aio.server(
-            options=[
-                # On by default: a second server on a taken port would start in silence and take half the calls.
-                ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", settings.max_request_mib * MIB),
-                ("grpc.max_send_message_length", settings.max_response_mib * MIB + _MESSAGE_HEADROOM_BYTES),
-                # Clients may ping an idle connection this often; the default of 5 minutes ends their connection.
-                ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-                ("grpc.keepalive_permit_without_calls", 1),
-                *_connection_age(settings.max_connection_age_seconds),
-            ],
-        )
+        server = _make_server(settings)
         server.add_generic_rpc_handlers((self._service.handler(self._guard, self._tracer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         if settings.reflection:
@@ -234,6 +227,30 @@ def _report_start(starting: "asyncio.Task[None]") -> bool:
     elif error is not None:
         logger.error("cannot start: unexpected error", exc_info=error)
     return error is not None
+
+
+def _make_server(settings: Settings) -> grpc.aio.Server:
+    """Ours, or Google's."""
+    if settings.grpc_server == "encserve":
+        return Http2Server(
+            Limits(
+                max_message_bytes=settings.max_request_mib * MIB,
+                max_calls=_MAX_CONNECTION_CALLS,
+                max_age_seconds=settings.max_connection_age_seconds,
+            )
+        )
+    return grpc.aio.server(
+        options=[
+            # On by default: a second server on a taken port would start in silence and take half the calls.
+            ("grpc.so_reuseport", 0),
+            ("grpc.max_receive_message_length", settings.max_request_mib * MIB),
+            ("grpc.max_send_message_length", settings.max_response_mib * MIB + _MESSAGE_HEADROOM_BYTES),
+            # Clients may ping an idle connection this often; the default of 5 minutes ends their connection.
+            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+            ("grpc.keepalive_permit_without_calls", 1),
+            *_connection_age(settings.max_connection_age_seconds),
+        ],
+    )
 
 
 def _connection_age(seconds: float | None) -> list[tuple[str, int]]:

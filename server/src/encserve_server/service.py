@@ -92,6 +92,7 @@ class EncoderService:
 
         A place is given back only when an answer has been written, so a caller that does not read stops being read.
         """
+        self._refuse_while_draining()
         places = asyncio.Semaphore(self._max_stream_in_flight)
         writing = asyncio.Lock()
         deadline = self._deadline(context)

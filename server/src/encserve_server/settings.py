@@ -66,6 +66,11 @@ class Settings:
         "Address for gRPC and metrics. Loopback by default, because neither is authenticated; 0.0.0.0 in a container.",
     )
     grpc_port: int = _setting(50051, "Port for gRPC; 0 takes a free one.", minimum=0, maximum=65535)
+    grpc_server: Literal["encserve", "grpcio"] = _setting(
+        "encserve",
+        "Whose implementation of gRPC takes calls. encserve's takes a fraction of the CPU time for each; grpcio is "
+        "Google's, for whoever prefers what everybody uses.",
+    )
     metrics_port: int = _setting(9464, "Port for /metrics over HTTP; 0 takes a free one.", minimum=0, maximum=65535)
     max_batch_tokens: int | None = _setting(
         None,

@@ -1,0 +1,171 @@
+"""Bytes to frames and back (RFC 9113, section 4)."""
+
+import struct
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+FRAME_HEADER_BYTES = 9
+# The least that an end may allow, and what we allow (section 6.5.2).
+FRAME_BYTES = 16_384
+LARGEST_WINDOW = 2**31 - 1
+FIRST_WINDOW = 65_535
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
+# Flags; END_STREAM of data and headers is ACK of settings and pings.
+END_STREAM = ACK = 0x1
+END_HEADERS = 0x4
+PADDED = 0x8
+HAS_PRIORITY = 0x20
+
+HEADER_TABLE_SIZE, ENABLE_PUSH, MAX_CONCURRENT_STREAMS, INITIAL_WINDOW_SIZE, MAX_FRAME_SIZE, MAX_HEADER_LIST_SIZE = (
+    range(1, 7)
+)
+
+
+class ErrorCode(IntEnum):
+    """Why a stream or a connection ends (section 7)."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    INTERNAL_ERROR = 2
+    FLOW_CONTROL_ERROR = 3
+    SETTINGS_TIMEOUT = 4
+    STREAM_CLOSED = 5
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    ENHANCE_YOUR_CALM = 11
+
+
+class ConnectionFault(Exception):
+    """The other end broke the protocol, and nothing it sends can be trusted any more.
+
+    Attributes:
+        code: What GOAWAY says.
+    """
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        """Takes the code and what was wrong, with the numbers."""
+        self.code = code
+        super().__init__(text)
+
+
+class StreamFault(Exception):
+    """The other end broke the protocol within one stream; the others go on.
+
+    Attributes:
+        code: What RST_STREAM says.
+    """
+
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        """Takes the code and what was wrong, with the numbers."""
+        self.code = code
+        super().__init__(text)
+
+
+class Frame(NamedTuple):
+    """One frame, without its length."""
+
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+
+
+def frame_head(length: int, kind: int, flags: int, stream: int) -> bytes:
+    """The nine octets before a payload of `length` bytes."""
+    return struct.pack(">BHBBI", length >> 16, length & 0xFFFF, kind, flags, stream)
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
+    """A whole frame."""
+    return frame_head(len(payload), kind, flags, stream) + payload
+
+
+def settings_frame(settings: dict[int, int]) -> bytes:
+    """A SETTINGS frame of these identifiers and values."""
+    return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *pair) for pair in settings.items()))
+
+
+def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
+    """The identifiers and values of a SETTINGS frame.
+
+    Raises:
+        ConnectionFault: It is not made of six octets each.
+    """
+    if len(payload) % 6:
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"SETTINGS of {len(payload)} bytes are not six octets each")
+    yield from struct.iter_unpack(">HI", payload)
+
+
+def read_number(it: Frame) -> int:
+    """The one number of a WINDOW_UPDATE or RST_STREAM frame.
+
+    Raises:
+        ConnectionFault: It is not four octets.
+    """
+    if len(it.payload) != 4:
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"frame of kind {it.kind} has {len(it.payload)} bytes, not 4")
+    return int.from_bytes(it.payload, "big")
+
+
+def unpadded(it: Frame) -> bytes:
+    """The payload of DATA or HEADERS without padding and priority.
+
+    Raises:
+        ConnectionFault: There is more padding than payload.
+    """
+    payload, begin, end = it.payload, 0, len(it.payload)
+    if it.flags & PADDED:
+        if not payload:
+            raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "a padded frame has no length of its padding")
+        begin, end = 1, end - payload[0]
+    if it.kind == HEADERS and it.flags & HAS_PRIORITY:
+        begin += 5
+    if begin > end:
+        raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"{len(payload)} bytes are too few for padding and priority")
+    return payload[begin:end] if begin or end != len(payload) else payload
+
+
+class FrameReader:
+    """Cuts what arrives into frames."""
+
+    def __init__(self) -> None:
+        """Expects a client's preface first."""
+        self._buffer = bytearray()
+        self._begun = False
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The frames that are whole now.
+
+        Raises:
+            ConnectionFault: It is no HTTP/2, or a frame is longer than allowed.
+        """
+        buffer = self._buffer
+        buffer += data
+        at = 0
+        if not self._begun:
+            seen = bytes(buffer[: len(PREFACE)])
+            if not PREFACE.startswith(seen):
+                raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"not HTTP/2: it begins with {seen!r}")
+            if len(seen) < len(PREFACE):
+                return
+            self._begun, at = True, len(PREFACE)
+        try:
+            while len(buffer) - at >= FRAME_HEADER_BYTES:
+                begin = at + FRAME_HEADER_BYTES
+                high, low, kind, flags, stream = struct.unpack_from(">BHBBI", buffer, at)
+                length = high << 16 | low
+                if length > FRAME_BYTES:
+                    raise ConnectionFault(
+                        ErrorCode.FRAME_SIZE_ERROR, f"a frame has {length} bytes; at most {FRAME_BYTES} are allowed"
+                    )
+                if begin + length > len(buffer):
+                    break
+                at = begin + length
+                yield Frame(kind, flags, stream & LARGEST_WINDOW, bytes(buffer[begin:at]))
+        finally:
+            del buffer[:at]

@@ -1,0 +1,182 @@
+"""What one connection is to send, as the other end's windows allow it (RFC 9113, section 5.2)."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from encserve_server.http2.frames import (
+    DATA,
+    FIRST_WINDOW,
+    FRAME_BYTES,
+    LARGEST_WINDOW,
+    ConnectionFault,
+    ErrorCode,
+    StreamFault,
+    frame_head,
+)
+
+# Longer frames than the least that everybody takes save a little; much longer ones hold up the others.
+_MOST_FRAME_BYTES = 64 * 1024
+# A stream sends so much before the next has its turn. A usual reply leaves whole: sharing would make all of them late.
+_TURN_BYTES = 256 * 1024
+
+Sent = Callable[[], None]
+
+
+class _Flow:
+    """One stream's part: data as memoryviews, frames that need no window as bytes, and whom to tell in between."""
+
+    __slots__ = ("queue", "window")
+
+    def __init__(self, window: int) -> None:
+        self.queue: deque[memoryview | bytes | Sent] = deque()
+        self.window = window
+
+
+class Outgoing:
+    """The streams of a connection that have something to send. They take turns."""
+
+    def __init__(self) -> None:
+        """Begins with the windows that both ends assume before any SETTINGS."""
+        self._window = FIRST_WINDOW
+        self._first_window = FIRST_WINDOW
+        self._frame_bytes = FRAME_BYTES
+        self._flows: dict[int, _Flow] = {}
+        self._turns: dict[int, None] = {}  # those that could send, in order
+        self._held_up: dict[int, None] = {}  # those that only wait for the connection's window
+
+    def open(self, stream: int) -> None:
+        """A stream that may send from now on."""
+        self._flows[stream] = _Flow(self._first_window)
+
+    def drop(self, stream: int) -> None:
+        """Forgets a stream and what it had to send; nobody is told."""
+        self._flows.pop(stream, None)
+        self._turns.pop(stream, None)
+        self._held_up.pop(stream, None)
+
+    def clear(self, stream: int) -> None:
+        """Forgets what a stream has to send, and goes on with it."""
+        flow = self._flows[stream]
+        flow.queue.clear()
+
+    def put(self, stream: int, data: Sequence[bytes], sent: Sent | None = None) -> None:
+        """Data to be sent in order; `sent` is called when the last of it is on its way."""
+        queue = self._flows[stream].queue
+        queue.extend(memoryview(piece) for piece in data if piece)
+        if sent is not None:
+            queue.append(sent)
+        self._turns[stream] = None
+
+    def put_frame(self, stream: int, frame: bytes, sent: Sent | None = None) -> None:
+        """A whole frame that needs no window, after what is already to be sent."""
+        queue = self._flows[stream].queue
+        queue.append(frame)
+        if sent is not None:
+            queue.append(sent)
+        self._turns[stream] = None
+
+    def take(self, most_bytes: int) -> list[bytes | memoryview]:
+        """What can be sent now, in order: about so much of it, more only by one frame."""
+        taken: list[bytes | memoryview] = []
+        while self._turns and most_bytes > 0:
+            stream = next(iter(self._turns))
+            del self._turns[stream]
+            flow = self._flows[stream]
+            most_bytes -= self._turn(stream, flow, taken, min(most_bytes, _TURN_BYTES))
+            if not flow.queue or stream not in self._flows:
+                continue
+            if not isinstance(flow.queue[0], memoryview) or (flow.window > 0 and self._window > 0):
+                self._turns[stream] = None
+            elif flow.window > 0:
+                self._held_up[stream] = None
+        return taken
+
+    def grow(self, stream: int, more: int) -> None:
+        """A WINDOW_UPDATE; stream 0 is the connection.
+
+        Raises:
+            ConnectionFault: The connection's window would become too large.
+            StreamFault: The stream's window would.
+        """
+        if stream == 0:
+            if self._window + more > LARGEST_WINDOW:
+                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {self._window} cannot grow by {more}")
+            self._window += more
+            self._turns = {**self._held_up, **self._turns}
+            self._held_up.clear()
+        elif (flow := self._flows.get(stream)) is not None:
+            if flow.window + more > LARGEST_WINDOW:
+                raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {flow.window} cannot grow by {more}")
+            flow.window += more
+            if flow.queue:
+                self._turns[stream] = None
+
+    def set_first_window(self, size: int) -> None:
+        """SETTINGS_INITIAL_WINDOW_SIZE: streams that are open gain or lose the difference (section 6.9.2).
+
+        Raises:
+            ConnectionFault: It is too large, or makes a stream's window so.
+        """
+        if size > LARGEST_WINDOW:
+            raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE of {size} is too large")
+        change, self._first_window = size - self._first_window, size
+        for stream, flow in self._flows.items():
+            flow.window += change
+            if flow.window > LARGEST_WINDOW:
+                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, f"stream {stream} has a window of {flow.window}")
+            if flow.queue:
+                self._turns[stream] = None
+
+    def set_frame_bytes(self, size: int) -> None:
+        """SETTINGS_MAX_FRAME_SIZE.
+
+        Raises:
+            ConnectionFault: It is not within what the protocol allows.
+        """
+        if not FRAME_BYTES <= size < 2**24:
+            raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"MAX_FRAME_SIZE of {size} is not allowed")
+        self._frame_bytes = min(size, _MOST_FRAME_BYTES)
+
+    def _turn(self, stream: int, flow: _Flow, taken: list[bytes | memoryview], most_bytes: int) -> int:
+        """Takes from one stream; returns how many bytes."""
+        used = 0
+        queue = flow.queue
+        while queue and used < most_bytes:
+            item = queue[0]
+            if isinstance(item, memoryview):
+                size = self._data_frame(stream, flow, taken)
+                if not size:
+                    break
+                used += size
+                continue
+            queue.popleft()
+            if isinstance(item, bytes):
+                taken.append(item)
+                used += len(item)
+            else:
+                item()
+        while queue and not isinstance(queue[0], (memoryview, bytes)):
+            queue.popleft()()  # type: ignore[operator]
+        return used
+
+    def _data_frame(self, stream: int, flow: _Flow, taken: list[bytes | memoryview]) -> int:
+        """Takes one DATA frame, as large as windows and frames may be; returns its bytes, 0 if it must wait."""
+        room = min(self._window, flow.window, self._frame_bytes)
+        if room <= 0:
+            return 0
+        queue, size = flow.queue, 0
+        head_at = len(taken)
+        taken.append(b"")
+        while queue and size < room and isinstance(item := queue[0], memoryview):
+            if len(item) <= room - size:
+                taken.append(item)
+                queue.popleft()
+                size += len(item)
+            else:
+                taken.append(item[: room - size])
+                queue[0] = item[room - size :]
+                size = room
+        taken[head_at] = frame_head(size, DATA, 0, stream)
+        self._window -= size
+        flow.window -= size
+        return size
