@@ -9,8 +9,11 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 FRAME_HEADER_BYTES = 9
 # The least that an end may allow, and what we allow (section 6.5.2).
 FRAME_BYTES = 16_384
+_MOST_TEXT_BYTES = 500
 LARGEST_WINDOW = 2**31 - 1
 FIRST_WINDOW = 65_535
+
+_HEAD = struct.Struct(">BHBBI")  # length in 8 + 16 bits, kind, flags, stream
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE, CONTINUATION = range(10)
 # Flags; END_STREAM of data and headers is ACK of settings and pings.
@@ -77,7 +80,7 @@ class Frame(NamedTuple):
 
 def frame_head(length: int, kind: int, flags: int, stream: int) -> bytes:
     """The nine octets before a payload of `length` bytes."""
-    return struct.pack(">BHBBI", length >> 16, length & 0xFFFF, kind, flags, stream)
+    return _HEAD.pack(length >> 16, length & 0xFFFF, kind, flags, stream)
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
@@ -88,6 +91,21 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
 def settings_frame(settings: dict[int, int]) -> bytes:
     """A SETTINGS frame of these identifiers and values."""
     return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *pair) for pair in settings.items()))
+
+
+def window_update(stream: int, more: int) -> bytes:
+    """A WINDOW_UPDATE frame."""
+    return frame(WINDOW_UPDATE, 0, stream, struct.pack(">I", more))
+
+
+def reset(stream: int, code: ErrorCode) -> bytes:
+    """An RST_STREAM frame."""
+    return frame(RST_STREAM, 0, stream, struct.pack(">I", code))
+
+
+def goaway(last_stream: int, code: ErrorCode, text: str = "") -> bytes:
+    """A GOAWAY frame, with a text for people."""
+    return frame(GOAWAY, 0, 0, struct.pack(">II", last_stream, code) + text.encode()[:_MOST_TEXT_BYTES])
 
 
 def read_settings(payload: bytes) -> Iterator[tuple[int, int]]:
@@ -135,7 +153,7 @@ class FrameReader:
 
     def __init__(self) -> None:
         """Expects a client's preface first."""
-        self._buffer = bytearray()
+        self._rest = b""
         self._begun = False
 
     def feed(self, data: bytes) -> Iterator[Frame]:
@@ -144,28 +162,27 @@ class FrameReader:
         Raises:
             ConnectionFault: It is no HTTP/2, or a frame is longer than allowed.
         """
-        buffer = self._buffer
-        buffer += data
+        if self._rest:
+            data = self._rest + data
         at = 0
         if not self._begun:
-            seen = bytes(buffer[: len(PREFACE)])
+            seen = data[: len(PREFACE)]
             if not PREFACE.startswith(seen):
                 raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"not HTTP/2: it begins with {seen!r}")
             if len(seen) < len(PREFACE):
+                self._rest = data
                 return
             self._begun, at = True, len(PREFACE)
-        try:
-            while len(buffer) - at >= FRAME_HEADER_BYTES:
-                begin = at + FRAME_HEADER_BYTES
-                high, low, kind, flags, stream = struct.unpack_from(">BHBBI", buffer, at)
-                length = high << 16 | low
-                if length > FRAME_BYTES:
-                    raise ConnectionFault(
-                        ErrorCode.FRAME_SIZE_ERROR, f"a frame has {length} bytes; at most {FRAME_BYTES} are allowed"
-                    )
-                if begin + length > len(buffer):
-                    break
-                at = begin + length
-                yield Frame(kind, flags, stream & LARGEST_WINDOW, bytes(buffer[begin:at]))
-        finally:
-            del buffer[:at]
+        while len(data) - at >= FRAME_HEADER_BYTES:
+            high, low, kind, flags, stream = _HEAD.unpack_from(data, at)
+            length = high << 16 | low
+            if length > FRAME_BYTES:
+                raise ConnectionFault(
+                    ErrorCode.FRAME_SIZE_ERROR, f"a frame has {length} bytes; at most {FRAME_BYTES} are allowed"
+                )
+            begin = at + FRAME_HEADER_BYTES
+            if begin + length > len(data):
+                break
+            at = begin + length
+            yield Frame(kind, flags, stream & LARGEST_WINDOW, data[begin:at])
+        self._rest = data[at:]

@@ -5,6 +5,8 @@ from collections import deque
 
 import grpc
 
+from encserve_server.http2.frames import ErrorCode, StreamFault
+
 _PREFIX_BYTES = 5
 # How zlib reads what is called so; identity is not compressed.
 _WINDOW_BITS = {"deflate": zlib.MAX_WBITS, "gzip": zlib.MAX_WBITS | 16}
@@ -38,14 +40,14 @@ class Incoming:
         ended: Whether the caller has sent all it will.
     """
 
-    __slots__ = ("_buffer", "_encoding", "_limit", "_owed", "ended", "messages")
+    __slots__ = ("_allowed", "_buffer", "_encoding", "_limit", "ended", "messages")
 
     def __init__(self, limit_bytes: int, encoding: str) -> None:
         """Takes the most bytes that a message may have, and the call's grpc-encoding, one of ENCODINGS."""
         self._limit = limit_bytes
         self._encoding = encoding
         self._buffer = bytearray()
-        self._owed = 0  # bytes of the stream's window that are to be given back
+        self._allowed = WINDOW_BYTES  # bytes that the caller may send
         self.messages: deque[bytes] = deque()
         self.ended = False
 
@@ -54,8 +56,11 @@ class Incoming:
 
         Raises:
             MessageFault: A message is too large, or compressed in a way that was not announced.
+            StreamFault: It is more than the caller was allowed to send.
         """
-        self._owed += window_bytes
+        self._allowed -= window_bytes
+        if self._allowed < 0:
+            raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, f"{-self._allowed} bytes over the window of {WINDOW_BYTES}")
         buffer = self._buffer
         buffer += data
         at = 0
@@ -88,9 +93,10 @@ class Incoming:
 
     def credit(self) -> int:
         """How many more bytes the caller may send now, once they are many; each is told once."""
-        if self.messages or self.ended or self._owed < _CREDIT_BYTES:
+        owed = WINDOW_BYTES - self._allowed
+        if self.messages or self.ended or owed < _CREDIT_BYTES:
             return 0
-        owed, self._owed = self._owed, 0
+        self._allowed += owed
         return owed
 
     def _message(self, flag: int, data: bytes) -> bytes:

@@ -23,8 +23,8 @@ class Http2Server(grpc.aio.Server):
         self._methods: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         self._sockets: list[socket.socket] = []
         self._listening: list[asyncio.Server] = []
-        self._shared = Shared(self._find, limits, self._look_idle)
-        self._idle = asyncio.Event()
+        self._closed = asyncio.Event()
+        self._shared = Shared(self._find, limits, self._closed.set)
         self._stopped = asyncio.Event()
 
     def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[Any]) -> None:
@@ -78,14 +78,10 @@ class Http2Server(grpc.aio.Server):
             connection.leave()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace or 0):
-                while any(it.n_calls for it in self._shared.open):
-                    self._idle.clear()
-                    await self._idle.wait()
+                await self._all_closed()
         for connection in list(self._shared.open):
             connection.cancel_calls()
-        while self._shared.open:
-            self._idle.clear()
-            await self._idle.wait()
+        await self._all_closed()
         self._stopped.set()
 
     async def wait_for_termination(self, timeout: float | None = None) -> bool:
@@ -107,8 +103,11 @@ class Http2Server(grpc.aio.Server):
                 self._methods[path] = found  # at most one for each method that there is
         return found
 
-    def _look_idle(self) -> None:
-        self._idle.set()
+    async def _all_closed(self) -> None:
+        """Waits until there are no connections; those that are to leave do so when their calls are over."""
+        while self._shared.open:
+            self._closed.clear()
+            await self._closed.wait()
 
 
 class _Details(grpc.HandlerCallDetails):
