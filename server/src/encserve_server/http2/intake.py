@@ -7,7 +7,7 @@ from typing import Protocol
 from encserve_server.http2 import frames
 from encserve_server.http2.calls import Call
 from encserve_server.http2.frames import ConnectionFault, ErrorCode, Frame, FrameReader, StreamFault, frame
-from encserve_server.http2.headers import UNSUPPORTED_MEDIA_TYPE, HeaderReader, RequestHead, read_head
+from encserve_server.http2.headers import UNSUPPORTED_MEDIA_TYPE, HeaderReader, RequestHead
 from encserve_server.http2.outgoing import Outgoing
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ class Intake:
 
     def _begin(self, it: Frame, block: bytes) -> None:
         """A call begins, or what it sends ends with headers."""
-        fields = self._headers.read(block)  # of refused calls too: later blocks refer to it
+        head = self._headers.read_head(block)  # of refused calls too: later blocks refer to it
         stream, ended = it.stream, bool(it.flags & frames.END_STREAM)
         call = self._host.calls.get(stream)
         if call is not None:
@@ -141,7 +141,6 @@ class Intake:
                 ErrorCode.PROTOCOL_ERROR, f"stream {stream} cannot begin after stream {self.last_stream}"
             )
         self.last_stream = stream
-        head = read_head(fields)
         if not head.is_grpc:
             flags = frames.END_HEADERS | frames.END_STREAM
             self._host.post(frame(frames.HEADERS, flags, stream, UNSUPPORTED_MEDIA_TYPE))
