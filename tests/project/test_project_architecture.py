@@ -60,16 +60,29 @@ def test_heavy_libraries_stay_where_they_belong(part: str, path: Path) -> None:
         assert "openvino" not in names
     if part == "encserve_server" and path.parent.name != "tracing":
         assert "opentelemetry" not in names
+    if part == "encserve_server" and path.parent.name != "http2":
+        assert "hpack" not in names
     assert "transformers" not in names
 
 
 @pytest.mark.parametrize("path", [path for part, path in modules() if part == "encserve_server"], ids=lambda p: p.name)
 def test_in_the_server_only_the_transport_speaks_grpc(path: Path) -> None:
     names = imported(path)
-    if path.name not in TRANSPORT:
+    if path.name not in TRANSPORT and path.parent.name != "http2":
         assert not top(names) & {"grpc", "grpc_health", "grpc_reflection"}
         if path.name != "bundle.py":  # the manifest is a contract too
             assert not {name for name in names if name.startswith(("encserve_proto", "google."))}
+
+
+def test_the_own_grpc_server_knows_nothing_of_encoders() -> None:
+    """It could serve anything: gRPC's types, HPACK, and itself."""
+    allowed = {"grpc", "hpack"} | sys.stdlib_module_names
+    for path in (PARTS["encserve_server"] / "http2").glob("*.py"):
+        names = imported(path)
+        assert {name for name in names if name.startswith("encserve")} <= {
+            name for name in names if name.startswith("encserve_server.http2")
+        }
+        assert top(names) - {"encserve_server"} <= allowed
 
 
 def test_the_client_needs_three_packages() -> None:
