@@ -22,6 +22,12 @@ KINDS = (pb.OUTPUT_KIND_TOKENS, pb.OUTPUT_KIND_MEAN, pb.OUTPUT_KIND_CLS, pb.OUTP
 POOLED = pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING)
 
 
+@pytest.fixture(params=["encserve", "grpcio"])
+def grpc_server(request: pytest.FixtureRequest) -> Any:
+    """What callers see must not depend on whose gRPC it is."""
+    return request.param
+
+
 def rows_of(response: Any, output: int = 0) -> list[Any]:
     """A response's output, cut into one array a sequence."""
     tensor = response.outputs[output]

@@ -14,6 +14,12 @@ from encserve_server import codec, wire
 from encserve_server.engine.fake import FakeEngine, fake_rows
 
 
+@pytest.fixture(params=["encserve", "grpcio"])
+def grpc_server(request: pytest.FixtureRequest) -> Any:
+    """What callers see must not depend on whose gRPC it is."""
+    return request.param
+
+
 class Stream:
     """One open stream."""
 
