@@ -82,13 +82,15 @@ class Outgoing:
             stream = next(iter(self._turns))
             del self._turns[stream]
             flow = self._flows[stream]
-            most_bytes -= self._turn(stream, flow, taken, min(most_bytes, _TURN_BYTES))
+            used = self._turn(stream, flow, taken, min(most_bytes, _TURN_BYTES))
+            most_bytes -= used
             if not flow.queue or stream not in self._flows:
                 continue
             if not isinstance(flow.queue[0], memoryview) or (flow.window > 0 and self._window > 0):
                 self._turns[stream] = None
             elif flow.window > 0:
-                self._held_up[stream] = None
+                # One that has just sent goes behind those that have not, or it would always be the first.
+                (self._turns if used else self._held_up)[stream] = None
         return taken
 
     def grow(self, stream: int, more: int) -> None:
@@ -102,8 +104,9 @@ class Outgoing:
             if self._window + more > LARGEST_WINDOW:
                 raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {self._window} cannot grow by {more}")
             self._window += more
-            self._turns = {**self._held_up, **self._turns}
-            self._held_up.clear()
+            if self._held_up:
+                self._turns = {**self._held_up, **self._turns}
+                self._held_up.clear()
         elif (flow := self._flows.get(stream)) is not None:
             if flow.window + more > LARGEST_WINDOW:
                 raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {flow.window} cannot grow by {more}")
