@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import grpc
 
-from encserve_server.http2.frames import END_HEADERS, END_STREAM, HEADERS, ErrorCode, frame
+from encserve_server.http2.frames import END_STREAM, ErrorCode, header_frames
 from encserve_server.http2.headers import RESPONSE_HEAD, Metadata, RequestHead, write_metadata, write_status
 from encserve_server.http2.incoming import ENCODINGS, Incoming, MessageFault
 
@@ -151,7 +151,10 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
                 await self._reading
             finally:
                 self._reading = None
-        data = incoming.messages.popleft()
+        try:
+            data = incoming.take()
+        except MessageFault as fault:
+            await self.abort(fault.code, str(fault))
         if more := incoming.credit():
             self._link.credit(self.stream, more)
         deserialize = self._handler.request_deserializer
@@ -320,7 +323,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         if not self._head_queued:
             block = RESPONSE_HEAD + write_metadata(metadata or ())
             self._head_queued = True
-            self._link.send_frame(self.stream, frame(HEADERS, END_HEADERS, self.stream, block), self._sent_head)
+            self._link.send_frame(self.stream, header_frames(0, self.stream, block), self._sent_head)
 
     def _sent_head(self) -> None:
         self._head_left = True
@@ -343,7 +346,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._code, self._details = code, text
         block = b"" if self._head_queued else RESPONSE_HEAD
         block += write_status(code.value[0], text) + write_metadata(self._trailers)
-        last = frame(HEADERS, END_HEADERS | END_STREAM, self.stream, block)
+        last = header_frames(END_STREAM, self.stream, block)
         self._link.send_frame(self.stream, last, self._sent_all)
 
     def _sent_all(self) -> None:
