@@ -26,6 +26,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNIT_SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _NAME = re.compile(r"[0-9a-z_.-]+")
+_NO_VALUE = re.compile(r"[\0\r\n]")  # RFC 9113, section 8.2.1
 _CONTENT_TYPE = re.compile(r"application/grpc([+;]|$)")
 # Fields that are the call's own and no metadata.
 _OWN = {
@@ -88,7 +89,9 @@ def read_head(fields: Iterable[tuple[str, str]]) -> RequestHead:
     size = 0
     for name, value in fields:
         size += len(name) + len(value) + _FIELD_OVERHEAD_BYTES
-        if name in _OWN:
+        if _NO_VALUE.search(value):
+            problems.append(f"the value of {name[:100]!r} has a line's end or a zero")
+        elif name in _OWN:
             if name in own:
                 problems.append(f"{name} is given twice")
             own[name] = value
@@ -96,7 +99,8 @@ def read_head(fields: Iterable[tuple[str, str]]) -> RequestHead:
             problems.append(f"a field must not be named {name[:100]!r}")
         elif name.endswith("-bin"):
             try:
-                metadata.append((name, _decode_binary(value)))
+                # Several of a name may have been joined on their way, with commas, which base64 has none of.
+                metadata += ((name, _decode_binary(piece.strip(" "))) for piece in value.split(","))
             except ValueError:
                 problems.append(f"{name[:100]} must be in base64")
         else:
@@ -193,7 +197,7 @@ def write_status(code: int, text: str) -> bytes:
     """The fields that every call ends with."""
     fields = _STATUS_FIELDS.get(code) or literal("grpc-status", str(code))
     if text:
-        fields += literal("grpc-message", urllib.parse.quote(text, safe=_MESSAGE_SAFE))
+        fields += literal("grpc-message", urllib.parse.quote(text, safe=_MESSAGE_SAFE, errors="replace"))
     return fields
 
 
