@@ -160,8 +160,7 @@ class Sending(RuleBasedStateMachine):
         """One frame leaves the model."""
         model = self.models[it.stream]
         queue = model.queue
-        while isinstance(queue[0], int):
-            expected.append(queue.pop(0))  # type: ignore[arg-type]
+        self.skip(queue, expected)
         if it.kind != frames.DATA:
             assert queue.pop(0) == it
         else:
@@ -177,8 +176,14 @@ class Sending(RuleBasedStateMachine):
                 if len(piece) > len(rest):
                     queue.insert(0, piece[len(rest) :])
                 rest = rest[len(piece) :]
-        while queue and isinstance(queue[0], int):  # with the last of what came before it
-            expected.append(queue.pop(0))
+        self.skip(queue, expected)  # with the last of what came before it
+
+    @staticmethod
+    def skip(queue: list[bytes | Frame | int], expected: list[int]) -> None:
+        """Those who are told now."""
+        while queue and isinstance(number := queue[0], int):
+            expected.append(number)
+            del queue[0]
 
     def nothing_stays_back(self) -> None:
         for stream, model in self.models.items():

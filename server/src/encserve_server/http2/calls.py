@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import grpc
 
 from encserve_server.http2.frames import END_STREAM, ErrorCode, header_frames
-from encserve_server.http2.headers import RESPONSE_HEAD, Metadata, RequestHead, write_metadata, write_status
+from encserve_server.http2.headers import NO_TABLE, RESPONSE_HEAD, Metadata, RequestHead, write_metadata, write_status
 from encserve_server.http2.incoming import ENCODINGS, Incoming, MessageFault
 
 logger = logging.getLogger(__name__)
@@ -344,7 +344,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         """Sends the status; what is to be sent before it still is."""
         self._over, self._flushing = True, True
         self._code, self._details = code, text
-        block = b"" if self._head_queued else RESPONSE_HEAD
+        block = NO_TABLE if self._head_queued else RESPONSE_HEAD
         block += write_status(code.value[0], text) + write_metadata(self._trailers)
         last = header_frames(END_STREAM, self.stream, block)
         self._link.send_frame(self.stream, last, self._sent_all)

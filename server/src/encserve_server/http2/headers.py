@@ -158,15 +158,19 @@ def literal(name: str, value: str) -> bytes:
     return b"\0" + b"".join(_integer(len(part), 7) + part for part in parts)
 
 
+# Every block begins with this: our table has no entries. A client that allows a smaller table than usual wants to be
+# told so in the next block (RFC 9113, section 4.3.1), and one octet is less than to remember which block that is.
+NO_TABLE = _integer(0, 5, 0x20)
 # ":status: 200" is number 8 of the static table, "content-type" number 31 (RFC 7541, appendix A).
 RESPONSE_HEAD = (
-    _integer(8, 7, 0x80)
+    NO_TABLE
+    + _integer(8, 7, 0x80)
     + _integer(31, 4)
     + _integer(len(b"application/grpc"), 7)
     + b"application/grpc"
     + literal("grpc-accept-encoding", "identity,deflate,gzip")
 )
-UNSUPPORTED_MEDIA_TYPE = _integer(8, 4) + _integer(3, 7) + b"415"  # ":status: 415"
+UNSUPPORTED_MEDIA_TYPE = NO_TABLE + _integer(8, 4) + _integer(3, 7) + b"415"  # ":status: 415"
 
 
 def write_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
