@@ -58,6 +58,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._reading: asyncio.Future[None] | None = None
         self._head_queued = False
         self._head_left = False
+        self._stopped = False  # the handler was cancelled
         self._over = False  # nothing more can be sent
         self._flushing = False  # what was to be sent is still on its way
         self._closed = False  # nothing more happens at all
@@ -99,7 +100,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             if ended:
                 incoming.end()
         except MessageFault as fault:
-            self._cut(fault.code, str(fault))
+            self.end(fault.code, str(fault))
             return
         if more := incoming.credit():
             self._link.credit(self.stream, more)
@@ -122,7 +123,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._over, self._flushing = True, False
         self._link.discard(self.stream)
         if self._task is not None:
-            self._task.cancel()  # it closes the call when it has ended
+            self._stop(self._task)  # it closes the call when it has ended
         else:
             self._close(None)
 
@@ -131,7 +132,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         if not self._over:
             self._cut(code, text)
         if self._task is not None:
-            self._task.cancel()
+            self._stop(self._task)
 
     @property
     def half_open(self) -> bool:
@@ -175,7 +176,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> Any:
         """Ends the call with an error, without what is still to be sent; raises AbortError."""
         if not self._over:
-            self._trailers = tuple(trailing_metadata)
+            self.set_trailing_metadata(trailing_metadata)
             self._cut(code, details)
         raise grpc.aio.AbortError("Locally aborted.")
 
@@ -192,8 +193,14 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         return self._head.metadata
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """What goes with the status."""
-        self._trailers = tuple(trailing_metadata)
+        """What goes with the status.
+
+        Raises:
+            ValueError: It cannot be sent.
+        """
+        trailers = tuple(trailing_metadata)
+        write_metadata(trailers)  # while somebody can still do something about it
+        self._trailers = trailers
 
     def trailing_metadata(self) -> Metadata:  # type: ignore[override]
         """What will go with the status."""
@@ -255,6 +262,12 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._task = self._link.loop.create_task(self._handle())
         # Not at the end of the coroutine: a task that is cancelled before its first step never enters it.
         self._task.add_done_callback(self._has_run)
+
+    def _stop(self, task: "asyncio.Task[None]") -> None:
+        """Cancels the handler, once: what it does at its end is not cancelled again."""
+        if not self._stopped:
+            self._stopped = True
+            task.cancel()
 
     def _has_run(self, task: "asyncio.Task[None]") -> None:
         del task
@@ -342,10 +355,10 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def _finish(self, code: grpc.StatusCode, text: str) -> None:
         """Sends the status; what is to be sent before it still is."""
-        self._over, self._flushing = True, True
-        self._code, self._details = code, text
         block = NO_TABLE if self._head_queued else RESPONSE_HEAD
         block += write_status(code.value[0], text) + write_metadata(self._trailers)
+        self._over, self._flushing = True, True
+        self._code, self._details = code, text
         last = header_frames(END_STREAM, self.stream, block)
         self._link.send_frame(self.stream, last, self._sent_all)
 
@@ -364,5 +377,9 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             self._timer.cancel()
             self._timer = None
         self._link.close(self, code)
-        for callback in self._done_callbacks:
-            callback(self)
+        callbacks, self._done_callbacks = self._done_callbacks, []
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:  # the connection goes on, whatever it is
+                logger.exception("unexpected error in a callback of a call")
