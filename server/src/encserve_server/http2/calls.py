@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 _PLAIN = b"\0"  # the flag of a message that is not compressed
 _NOT_FOUND = "Method not found!"  # gRPC's own words, here and below
+_NOT_READABLE = "Exception deserializing request!"
 
 
 class Link(Protocol):
@@ -159,7 +160,13 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         if more := incoming.credit():
             self._link.credit(self.stream, more)
         deserialize = self._handler.request_deserializer
-        return data if deserialize is None else deserialize(data)
+        if deserialize is None:
+            return data
+        try:
+            return deserialize(data)
+        except Exception as error:
+            logger.debug("a message cannot be read: %s", error, extra={"peer": self._link.peer})
+            await self.abort(grpc.StatusCode.INTERNAL, _NOT_READABLE)
 
     async def write(self, message: Any) -> None:
         """Sends a message, and waits until it is on its way."""
