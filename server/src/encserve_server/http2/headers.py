@@ -89,7 +89,7 @@ def read_head(fields: Iterable[tuple[str, str]]) -> RequestHead:
     size = 0
     for name, value in fields:
         size += len(name) + len(value) + _FIELD_OVERHEAD_BYTES
-        if _NO_VALUE.search(value):
+        if not value.isprintable() and _NO_VALUE.search(value):
             problems.append(f"the value of {name[:100]!r} has a line's end or a zero")
         elif name in _OWN:
             if name in own:
