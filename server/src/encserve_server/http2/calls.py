@@ -8,14 +8,15 @@ from typing import Any, Protocol
 
 import grpc
 
-from encserve_server.http2.frames import END_HEADERS, END_STREAM, HEADERS, ErrorCode, frame
-from encserve_server.http2.headers import RESPONSE_HEAD, Metadata, RequestHead, write_metadata, write_status
+from encserve_server.http2.frames import END_STREAM, ErrorCode, header_frames
+from encserve_server.http2.headers import NO_TABLE, RESPONSE_HEAD, Metadata, RequestHead, write_metadata, write_status
 from encserve_server.http2.incoming import ENCODINGS, Incoming, MessageFault
 
 logger = logging.getLogger(__name__)
 
 _PLAIN = b"\0"  # the flag of a message that is not compressed
 _NOT_FOUND = "Method not found!"  # gRPC's own words, here and below
+_NOT_READABLE = "Exception deserializing request!"
 
 
 class Link(Protocol):
@@ -58,6 +59,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._reading: asyncio.Future[None] | None = None
         self._head_queued = False
         self._head_left = False
+        self._stopped = False  # the handler was cancelled
         self._over = False  # nothing more can be sent
         self._flushing = False  # what was to be sent is still on its way
         self._closed = False  # nothing more happens at all
@@ -99,7 +101,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             if ended:
                 incoming.end()
         except MessageFault as fault:
-            self._cut(fault.code, str(fault))
+            self.end(fault.code, str(fault))
             return
         if more := incoming.credit():
             self._link.credit(self.stream, more)
@@ -122,7 +124,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._over, self._flushing = True, False
         self._link.discard(self.stream)
         if self._task is not None:
-            self._task.cancel()  # it closes the call when it has ended
+            self._stop(self._task)  # it closes the call when it has ended
         else:
             self._close(None)
 
@@ -131,7 +133,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         if not self._over:
             self._cut(code, text)
         if self._task is not None:
-            self._task.cancel()
+            self._stop(self._task)
 
     @property
     def half_open(self) -> bool:
@@ -151,11 +153,20 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
                 await self._reading
             finally:
                 self._reading = None
-        data = incoming.messages.popleft()
+        try:
+            data = incoming.take()
+        except MessageFault as fault:
+            await self.abort(fault.code, str(fault))
         if more := incoming.credit():
             self._link.credit(self.stream, more)
         deserialize = self._handler.request_deserializer
-        return data if deserialize is None else deserialize(data)
+        if deserialize is None:
+            return data
+        try:
+            return deserialize(data)
+        except Exception as error:
+            logger.debug("a message cannot be read: %s", error, extra={"peer": self._link.peer})
+            await self.abort(grpc.StatusCode.INTERNAL, _NOT_READABLE)
 
     async def write(self, message: Any) -> None:
         """Sends a message, and waits until it is on its way."""
@@ -172,7 +183,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     async def abort(self, code: grpc.StatusCode, details: str = "", trailing_metadata: Any = ()) -> Any:
         """Ends the call with an error, without what is still to be sent; raises AbortError."""
         if not self._over:
-            self._trailers = tuple(trailing_metadata)
+            self.set_trailing_metadata(trailing_metadata)
             self._cut(code, details)
         raise grpc.aio.AbortError("Locally aborted.")
 
@@ -189,8 +200,14 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         return self._head.metadata
 
     def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """What goes with the status."""
-        self._trailers = tuple(trailing_metadata)
+        """What goes with the status.
+
+        Raises:
+            ValueError: It cannot be sent.
+        """
+        trailers = tuple(trailing_metadata)
+        write_metadata(trailers)  # while somebody can still do something about it
+        self._trailers = trailers
 
     def trailing_metadata(self) -> Metadata:  # type: ignore[override]
         """What will go with the status."""
@@ -252,6 +269,12 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._task = self._link.loop.create_task(self._handle())
         # Not at the end of the coroutine: a task that is cancelled before its first step never enters it.
         self._task.add_done_callback(self._has_run)
+
+    def _stop(self, task: "asyncio.Task[None]") -> None:
+        """Cancels the handler, once: what it does at its end is not cancelled again."""
+        if not self._stopped:
+            self._stopped = True
+            task.cancel()
 
     def _has_run(self, task: "asyncio.Task[None]") -> None:
         del task
@@ -320,7 +343,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         if not self._head_queued:
             block = RESPONSE_HEAD + write_metadata(metadata or ())
             self._head_queued = True
-            self._link.send_frame(self.stream, frame(HEADERS, END_HEADERS, self.stream, block), self._sent_head)
+            self._link.send_frame(self.stream, header_frames(0, self.stream, block), self._sent_head)
 
     def _sent_head(self) -> None:
         self._head_left = True
@@ -339,11 +362,11 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def _finish(self, code: grpc.StatusCode, text: str) -> None:
         """Sends the status; what is to be sent before it still is."""
+        block = NO_TABLE if self._head_queued else RESPONSE_HEAD
+        block += write_status(code.value[0], text) + write_metadata(self._trailers)
         self._over, self._flushing = True, True
         self._code, self._details = code, text
-        block = b"" if self._head_queued else RESPONSE_HEAD
-        block += write_status(code.value[0], text) + write_metadata(self._trailers)
-        last = frame(HEADERS, END_HEADERS | END_STREAM, self.stream, block)
+        last = header_frames(END_STREAM, self.stream, block)
         self._link.send_frame(self.stream, last, self._sent_all)
 
     def _sent_all(self) -> None:
@@ -361,5 +384,9 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             self._timer.cancel()
             self._timer = None
         self._link.close(self, code)
-        for callback in self._done_callbacks:
-            callback(self)
+        callbacks, self._done_callbacks = self._done_callbacks, []
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:  # the connection goes on, whatever it is
+                logger.exception("unexpected error in a callback of a call")

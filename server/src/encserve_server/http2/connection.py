@@ -168,7 +168,7 @@ class Connection(asyncio.Protocol):
         """Ends every call, and the connection with them."""
         for call in list(self.calls.values()):
             call.end(grpc.StatusCode.UNAVAILABLE, "the server has stopped")
-        self._control.append(frames.goaway(self._intake.last_stream, ErrorCode.NO_ERROR))
+        self._say_goodbye(ErrorCode.NO_ERROR)
         self._flush()
         self._hang_up()
 
@@ -257,17 +257,22 @@ class Connection(asyncio.Protocol):
     def _fail(self, fault: ConnectionFault) -> None:
         """Ends the connection, and says why."""
         logger.debug("a connection broke the protocol: %s", fault, extra={"peer": self.peer})
-        self._control.append(frames.goaway(self._intake.last_stream, fault.code, str(fault)))
+        self._say_goodbye(fault.code, str(fault))
         self._flush()
         for call in list(self.calls.values()):
             call.cancel()
         self._hang_up()
 
+    def _say_goodbye(self, code: ErrorCode, text: str = "") -> None:
+        """GOAWAY with the last call that was taken, which must not become a later one."""
+        last = self._intake.last_stream if self._last_taken is None else self._last_taken
+        self._control.append(frames.goaway(last, code, text))
+
     def _left(self) -> None:
         """The client has read that it should begin nothing more."""
         if self._last_taken is None:
             self._last_taken = self._intake.last_stream
-            self._control.append(frames.goaway(self._intake.last_stream, ErrorCode.NO_ERROR))
+            self._say_goodbye(ErrorCode.NO_ERROR)
             self._flush()
             self._hang_up_if_left()
 

@@ -88,6 +88,18 @@ def frame(kind: int, flags: int, stream: int, payload: bytes = b"") -> bytes:
     return frame_head(len(payload), kind, flags, stream) + payload
 
 
+def header_frames(flags: int, stream: int, block: bytes) -> bytes:
+    """A header block, in as many frames as it takes."""
+    if len(block) <= FRAME_BYTES:
+        return frame(HEADERS, flags | END_HEADERS, stream, block)
+    rest = range(FRAME_BYTES, len(block), FRAME_BYTES)
+    pieces = [frame(HEADERS, flags, stream, block[:FRAME_BYTES])]
+    pieces += (
+        frame(CONTINUATION, END_HEADERS if at == rest[-1] else 0, stream, block[at : at + FRAME_BYTES]) for at in rest
+    )
+    return b"".join(pieces)
+
+
 def settings_frame(settings: dict[int, int]) -> bytes:
     """A SETTINGS frame of these identifiers and values."""
     return frame(SETTINGS, 0, 0, b"".join(struct.pack(">HI", *pair) for pair in settings.items()))

@@ -30,6 +30,7 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNIT_SECONDS = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 _NAME = re.compile(r"[0-9a-z_.-]+")
+_NO_VALUE = re.compile(r"[\0\r\n]")  # RFC 9113, section 8.2.1
 _CONTENT_TYPE = re.compile(r"application/grpc([+;]|$)")
 # Fields that are the call's own and no metadata.
 _OWN = {
@@ -134,7 +135,9 @@ def read_head(fields: Iterable[tuple[str, str]]) -> RequestHead:
     size = 0
     for name, value in fields:
         size += len(name) + len(value) + _FIELD_OVERHEAD_BYTES
-        if name in _OWN:
+        if not value.isprintable() and _NO_VALUE.search(value):
+            problems.append(f"the value of {name[:100]!r} has a line's end or a zero")
+        elif name in _OWN:
             if name in own:
                 problems.append(f"{name} is given twice")
             own[name] = value
@@ -142,7 +145,8 @@ def read_head(fields: Iterable[tuple[str, str]]) -> RequestHead:
             problems.append(f"a field must not be named {name[:100]!r}")
         elif name.endswith("-bin"):
             try:
-                metadata.append((name, _decode_binary(value)))
+                # Several of a name may have been joined on their way, with commas, which base64 has none of.
+                metadata += ((name, _decode_binary(piece.strip(" "))) for piece in value.split(","))
             except ValueError:
                 problems.append(f"{name[:100]} must be in base64")
         else:
@@ -200,15 +204,19 @@ def literal(name: str, value: str) -> bytes:
     return b"\0" + b"".join(_integer(len(part), 7) + part for part in parts)
 
 
+# Every block begins with this: our table has no entries. A client that allows a smaller table than usual wants to be
+# told so in the next block (RFC 9113, section 4.3.1), and one octet is less than to remember which block that is.
+NO_TABLE = _integer(0, 5, 0x20)
 # ":status: 200" is number 8 of the static table, "content-type" number 31 (RFC 7541, appendix A).
 RESPONSE_HEAD = (
-    _integer(8, 7, 0x80)
+    NO_TABLE
+    + _integer(8, 7, 0x80)
     + _integer(31, 4)
     + _integer(len(b"application/grpc"), 7)
     + b"application/grpc"
     + literal("grpc-accept-encoding", "identity,deflate,gzip")
 )
-UNSUPPORTED_MEDIA_TYPE = _integer(8, 4) + _integer(3, 7) + b"415"  # ":status: 415"
+UNSUPPORTED_MEDIA_TYPE = NO_TABLE + _integer(8, 4) + _integer(3, 7) + b"415"  # ":status: 415"
 
 
 def write_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
@@ -239,7 +247,7 @@ def write_status(code: int, text: str) -> bytes:
     """The fields that every call ends with."""
     fields = _STATUS_FIELDS.get(code) or literal("grpc-status", str(code))
     if text:
-        fields += literal("grpc-message", urllib.parse.quote(text, safe=_MESSAGE_SAFE))
+        fields += literal("grpc-message", urllib.parse.quote(text, safe=_MESSAGE_SAFE, errors="replace"))
     return fields
 
 

@@ -36,7 +36,7 @@ class Incoming:
     taken those that are whole: so an unread call holds one message and one window, not all that its caller has.
 
     Attributes:
-        messages: Those that are whole and not yet taken.
+        messages: Those that are whole and not yet taken, each with its flag, as they came.
         ended: Whether the caller has sent all it will.
     """
 
@@ -48,14 +48,14 @@ class Incoming:
         self._encoding = encoding
         self._buffer = bytearray()
         self._allowed = WINDOW_BYTES  # bytes that the caller may send
-        self.messages: deque[bytes] = deque()
+        self.messages: deque[tuple[int, bytes]] = deque()
         self.ended = False
 
     def feed(self, data: bytes, window_bytes: int) -> None:
         """Takes a frame's payload, which used so much of the stream's window.
 
         Raises:
-            MessageFault: A message is too large, or compressed in a way that was not announced.
+            MessageFault: A message is too large.
             StreamFault: It is more than the caller was allowed to send.
         """
         self._allowed -= window_bytes
@@ -74,7 +74,7 @@ class Incoming:
             end = at + _PREFIX_BYTES + size
             if end > len(buffer):
                 break
-            self.messages.append(self._message(buffer[at], bytes(buffer[at + _PREFIX_BYTES : end])))
+            self.messages.append((buffer[at], bytes(buffer[at + _PREFIX_BYTES : end])))
             at = end
         if at:
             del buffer[:at]
@@ -99,7 +99,13 @@ class Incoming:
         self._allowed += owed
         return owed
 
-    def _message(self, flag: int, data: bytes) -> bytes:
+    def take(self) -> bytes:
+        """The next message. It is decompressed only now: a window full of small ones may be a thousand times as large.
+
+        Raises:
+            MessageFault: It is too large, or compressed in a way that was not announced.
+        """
+        flag, data = self.messages.popleft()
         if flag == 0:
             return data
         bits = _WINDOW_BITS.get(self._encoding)

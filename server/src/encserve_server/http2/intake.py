@@ -132,10 +132,15 @@ class Intake:
         stream, ended = it.stream, bool(it.flags & frames.END_STREAM)
         call = self._host.calls.get(stream)
         if call is not None:
-            if not call.half_open or not ended:
+            if not call.half_open:
+                raise StreamFault(ErrorCode.STREAM_CLOSED, f"stream {stream} has headers after its end")
+            if not ended:
                 raise StreamFault(ErrorCode.PROTOCOL_ERROR, f"stream {stream} has headers where none can be")
             call.receive(b"", 0, ended=True)
             return
+        if stream <= self.last_stream and ended and not any(name.startswith(":") for name, _ in fields):
+            self._check_not_idle(it)
+            return  # the end of what was sent to a call that has ended
         if stream <= self.last_stream or stream % 2 == 0:
             raise ConnectionFault(
                 ErrorCode.PROTOCOL_ERROR, f"stream {stream} cannot begin after stream {self.last_stream}"

@@ -1,6 +1,6 @@
 """What one connection is to send, as the other end's windows allow it (RFC 9113, section 5.2)."""
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from encserve_server.http2.frames import (
@@ -41,8 +41,9 @@ class Outgoing:
         self._first_window = FIRST_WINDOW
         self._frame_bytes = FRAME_BYTES
         self._flows: dict[int, _Flow] = {}
-        self._turns: dict[int, None] = {}  # those that could send, in order
-        self._held_up: dict[int, None] = {}  # those that only wait for the connection's window
+        # Not dicts: to find the first of one from which many first ones were taken, all of these are passed.
+        self._turns: OrderedDict[int, None] = OrderedDict()  # those that could send, in order
+        self._held_up: OrderedDict[int, None] = OrderedDict()  # those that only wait for the connection's window
 
     def open(self, stream: int) -> None:
         """A stream that may send from now on."""
@@ -79,16 +80,17 @@ class Outgoing:
         """What can be sent now, in order: about so much of it, more only by one frame."""
         taken: list[bytes | memoryview] = []
         while self._turns and most_bytes > 0:
-            stream = next(iter(self._turns))
-            del self._turns[stream]
+            stream, _ = self._turns.popitem(last=False)
             flow = self._flows[stream]
-            most_bytes -= self._turn(stream, flow, taken, min(most_bytes, _TURN_BYTES))
+            used = self._turn(stream, flow, taken, min(most_bytes, _TURN_BYTES))
+            most_bytes -= used
             if not flow.queue or stream not in self._flows:
                 continue
             if not isinstance(flow.queue[0], memoryview) or (flow.window > 0 and self._window > 0):
                 self._turns[stream] = None
             elif flow.window > 0:
-                self._held_up[stream] = None
+                # One that has just sent goes behind those that have not, or it would always be the first.
+                (self._turns if used else self._held_up)[stream] = None
         return taken
 
     def grow(self, stream: int, more: int) -> None:
@@ -102,8 +104,9 @@ class Outgoing:
             if self._window + more > LARGEST_WINDOW:
                 raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {self._window} cannot grow by {more}")
             self._window += more
-            self._turns = {**self._held_up, **self._turns}
-            self._held_up.clear()
+            if self._held_up:
+                self._held_up.update(self._turns)
+                self._turns, self._held_up = self._held_up, OrderedDict()
         elif (flow := self._flows.get(stream)) is not None:
             if flow.window + more > LARGEST_WINDOW:
                 raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {flow.window} cannot grow by {more}")

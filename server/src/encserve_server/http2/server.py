@@ -74,6 +74,9 @@ class Http2Server(grpc.aio.Server):
         for listening in self._listening:
             listening.close()
         self._listening.clear()
+        for bound in self._sockets:
+            bound.close()  # also where nobody has listened yet
+        self._sockets.clear()
         for connection in list(self._shared.open):
             connection.leave()
         with contextlib.suppress(TimeoutError):
