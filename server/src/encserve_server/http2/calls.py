@@ -1,9 +1,10 @@
 """One call: it collects what the caller sends, runs the handler, and ends with a status."""
 
 import asyncio
+import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import Any, Protocol
 
 import grpc
@@ -66,6 +67,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._code = grpc.StatusCode.OK
         self._details = ""
         self._trailers: Metadata = ()
+        self._trailer_block = b""
         self._done_callbacks: list[Callable[[Any], None]] = []
 
     # ── From the connection ──────────────────────────────────────────────────────────────────────────────────────────
@@ -206,7 +208,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             ValueError: It cannot be sent.
         """
         trailers = tuple(trailing_metadata)
-        write_metadata(trailers)  # while somebody can still do something about it
+        self._trailer_block = write_metadata(trailers)  # now, while somebody can still do something about it
         self._trailers = trailers
 
     def trailing_metadata(self) -> Metadata:  # type: ignore[override]
@@ -313,9 +315,10 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             else (handler.stream_unary if handler.request_streaming else handler.unary_unary)
         )
         answer = method(request, self)
-        if hasattr(answer, "__aiter__"):
-            async for message in answer:
-                await self.write(message)
+        if isinstance(answer, AsyncGenerator):
+            async with contextlib.aclosing(answer):
+                async for message in answer:
+                    await self.write(message)
             return
         message = await answer
         if not handler.response_streaming and not self._over:
@@ -363,7 +366,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
     def _finish(self, code: grpc.StatusCode, text: str) -> None:
         """Sends the status; what is to be sent before it still is."""
         block = NO_TABLE if self._head_queued else RESPONSE_HEAD
-        block += write_status(code.value[0], text) + write_metadata(self._trailers)
+        block += write_status(code.value[0], text) + self._trailer_block
         self._over, self._flushing = True, True
         self._code, self._details = code, text
         last = header_frames(END_STREAM, self.stream, block)

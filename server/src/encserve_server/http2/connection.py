@@ -57,12 +57,14 @@ class Shared:
         limits: What each may do.
         open: Those that are open.
         closed: Called when one has ended.
+        stopping: Whether new ones should go elsewhere at once.
     """
 
     lookup: Lookup
     limits: Limits
     closed: Callable[[], None]
     open: "set[Connection]" = field(default_factory=set)
+    stopping: bool = False
 
 
 class Connection(asyncio.Protocol):
@@ -108,6 +110,8 @@ class Connection(asyncio.Protocol):
         if limits.max_age_seconds is not None:
             spread = random.uniform(0.9, 1.1)  # noqa: S311 - so that clients do not all come back at once
             self._timers.append(self.loop.call_later(spread * limits.max_age_seconds, self.leave))
+        if self._shared.stopping:
+            self.leave()
         self._flush()
 
     def data_received(self, data: bytes) -> None:
@@ -246,7 +250,7 @@ class Connection(asyncio.Protocol):
             if not ready:
                 break
             transport.writelines(ready)
-        if self._paused and transport.get_write_buffer_size() > _UNREAD_BYTES:
+        if self._paused and not transport.is_closing() and transport.get_write_buffer_size() > _UNREAD_BYTES:
             logger.warning("a client asks and never reads", extra={"peer": self.peer})
             transport.abort()
 

@@ -19,7 +19,7 @@ from encserve_server.http2.frames import ConnectionFault, ErrorCode
 
 # Above the first a call is refused, as gRPC does by default; above the second the connection ends.
 MAX_HEADER_LIST_BYTES = 16 * 1024
-_MOST_HEADER_LIST_BYTES = 256 * 1024
+_MOST_HEADER_LIST_BYTES = 64 * 1024
 _FIELD_OVERHEAD_BYTES = 32  # as section 4.1 counts
 # How many blocks are remembered, and the longest that is.
 _MOST_KNOWN_BLOCKS = 64

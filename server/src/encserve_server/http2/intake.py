@@ -12,11 +12,12 @@ from encserve_server.http2.outgoing import Outgoing
 
 logger = logging.getLogger(__name__)
 
-# How far all callers of a connection may be ahead together, and after how much they are told that they may send more.
+# How much a client may send before it is told that it may send more, and how often it is. Each call has a window of its
+# own, so this is given back at once: small, it would let calls that are half sent keep each other from their ends.
 CONNECTION_WINDOW_BYTES = 64 * 1024 * 1024
 _CREDIT_BYTES = CONNECTION_WINDOW_BYTES // 8
 # A header block in several frames; far more than a list of the size that is allowed can take.
-_MOST_BLOCK_BYTES = 64 * 1024
+_MOST_BLOCK_BYTES = 32 * 1024
 
 
 class Host(Protocol):
@@ -138,7 +139,7 @@ class Intake:
                 raise StreamFault(ErrorCode.PROTOCOL_ERROR, f"stream {stream} has headers where none can be")
             call.receive(b"", 0, ended=True)
             return
-        if stream <= self.last_stream and ended and not any(name.startswith(":") for name, _ in fields):
+        if stream <= self.last_stream and ended and not head.path:
             self._check_not_idle(it)
             return  # the end of what was sent to a call that has ended
         if stream <= self.last_stream or stream % 2 == 0:
@@ -175,7 +176,7 @@ class Intake:
             if it.payload:
                 raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "an acknowledgement has settings")
             return
-        for name, value in frames.read_settings(it.payload):
+        for name, value in dict(frames.read_settings(it.payload)).items():  # of several of a name the last one holds
             if name == frames.INITIAL_WINDOW_SIZE:
                 self._host.outgoing.set_first_window(value)
             elif name == frames.MAX_FRAME_SIZE:

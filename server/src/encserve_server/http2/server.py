@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterable
@@ -12,6 +13,8 @@ import grpc
 from encserve_server.http2.connection import Connection, Limits, Shared
 
 _BACKLOG = 1024
+# A name may have addresses that this machine lacks, IPv6's mostly.
+_NOT_HERE = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT}
 
 
 class Http2Server(grpc.aio.Server):
@@ -36,19 +39,28 @@ class Http2Server(grpc.aio.Server):
         self._methods.update({f"/{service_name}/{name}": handler for name, handler in method_handlers.items()})
 
     def add_insecure_port(self, address: str) -> int:
-        """Binds "HOST:PORT" or "[IPV6]:PORT", all of HOST's addresses; returns the port.
+        """Binds "HOST:PORT" or "[IPV6]:PORT", all of HOST's addresses that this machine has; returns the port.
 
         Raises:
             RuntimeError: It cannot be bound.
         """
         host, _, port_text = address.rpartition(":")
         port = int(port_text)
+        missing: OSError | None = None
         try:
             found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, where in dict.fromkeys((it[0], it[4]) for it in found):
-                bound = _listen(family, (where[0], port, *where[2:]))
+                try:
+                    bound = _listen(family, (where[0], port, *where[2:]))
+                except OSError as error:
+                    if error.errno not in _NOT_HERE:
+                        raise
+                    missing = error
+                    continue
                 self._sockets.append(bound)
                 port = bound.getsockname()[1]
+            if not self._sockets and missing is not None:
+                raise missing
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
             raise RuntimeError(f"{address}: {reason}") from error
@@ -77,6 +89,7 @@ class Http2Server(grpc.aio.Server):
         for bound in self._sockets:
             bound.close()  # also where nobody has listened yet
         self._sockets.clear()
+        self._shared.stopping = True
         for connection in list(self._shared.open):
             connection.leave()
         with contextlib.suppress(TimeoutError):
