@@ -184,7 +184,8 @@ def test_it_runs_and_writes_what_it_found(tmp_path: Path) -> None:
     checkpoint = ROOT / "tests/data/hf-bert"
     export(["hf", str(checkpoint), "--output", str(tmp_path / "models"), "--name", "tiny"], standalone_mode=False)
     command = [sys.executable, "bench/compare.py", str(tmp_path / "models"), "--json", str(tmp_path / "found.json")]
-    command += ["--checkpoint", str(checkpoint), "--rounds", "1", "--sequences", "70"]
+    command += ["--checkpoint", str(checkpoint), "--rounds", "1", "--sequences", "70", "--patience", "0"]
+    command += ["--server-flags=--no-tune-batches"]  # that takes seconds
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "ratio to ceiling" in done.stdout

@@ -1,9 +1,7 @@
-"""The light generator against real gRPC servers: statuses, replies of every size, flow control, and what it counts."""
+"""The light generator against real gRPC servers: statuses, replies of every size, flow control, and both loops."""
 
 import contextlib
-import itertools
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ from tiny_bundle import write_bundle
 
 from encserve_client import EncoderClient, ProtocolError
 from encserve_client._bench import Call, make_calls
+from encserve_client._bench._schedule import poisson_times
 
 Handler = Callable[[bytes, Any], bytes]
 
@@ -139,76 +138,24 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, list[C
         yield it.target, make_calls([3, 1, 20, 7], info)
 
 
-def test_a_closed_loop_counts_what_encserve_answers(real: tuple[str, list[Call]]) -> None:
+def test_encserve_answers_a_closed_loop(real: tuple[str, list[Call]]) -> None:
+    """What is counted of it, and when, is known on a clock that can be trusted: test_bench_light_counts.py."""
     target, calls = real
-    result = light_closed_loop(target, calls, callers=4, seconds=0.5, warmup_seconds=0.1)
-    count = len(result.latencies)
-    assert count > 20
-    assert result.calls_per_second == count / 0.5
-    assert abs(result.answered_tokens / count - 31 / 4) < 2  # the calls take turns
-    assert not result.errors
-    assert not result.refused
-    assert all(0 < seconds < 0.6 for seconds in result.latencies)
-    assert 0 < result.cpu_seconds <= 0.7
+    result = light_closed_loop(target, calls, callers=4, seconds=1.0, warmup_seconds=0.1)
+    assert result.answered == len(result.latencies) > 0
+    assert min(result.latencies) > 0
+    assert (result.refused, result.errors.total()) == ([], 0)
+    assert result.cpu_seconds > 0
 
 
-def test_an_open_loop_counts_every_call_that_was_due(real: tuple[str, list[Call]]) -> None:
+def test_encserve_answers_an_open_loop(real: tuple[str, list[Call]]) -> None:
     target, calls = real
-    result = light_open_loop(target, calls, rate_per_second=200, seconds=1.0, seed=1, warmup_seconds=0.2)
-    count = len(result.latencies)
-    assert 140 < count < 260  # Poisson, of 200
-    assert len(result.lateness) == count
-    assert abs(result.answered - count) < 20  # those that were due before and answered after are few
-    again = light_open_loop(target, calls, rate_per_second=200, seconds=1.0, seed=1, warmup_seconds=0.2)
-    assert len(again.latencies) == count  # the same times
-
-
-@pytest.fixture
-def reply(real: tuple[str, list[Call]]) -> bytes:
-    """What encserve answers to the first call."""
-    target, calls = real
-    with grpc.insecure_channel(target) as channel:
-        send: Any = channel.unary_unary(METHOD)
-        data: bytes = send(calls[0].data)
-    return data
-
-
-def test_refusals_and_errors_are_counted_apart(real: tuple[str, list[Call]], reply: bytes) -> None:
-    numbers = itertools.count()
-    codes = [None, grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE, None]
-
-    def answer(_: bytes, context: Any) -> bytes:
-        code = codes[next(numbers) % len(codes)]
-        if code is not None:
-            context.abort(code, "not now")
-        return reply
-
-    with server(answer, threads=1) as target:
-        result = light_open_loop(target, real[1][:1], rate_per_second=100, seconds=0.8, seed=0, warmup_seconds=0)
-        closed = light_closed_loop(target, real[1][:1], callers=2, seconds=0.4, warmup_seconds=0)
-    unavailable = result.errors.pop("UNAVAILABLE")
-    assert not result.errors
-    assert len(result.latencies) + len(result.refused) + unavailable == len(result.lateness)
-    assert abs(len(result.refused) - unavailable) <= 1
-    assert abs(len(result.latencies) - 2 * unavailable) <= 2
-    assert result.answered <= len(result.latencies)
-    assert result.answered_tokens == 3 * result.answered
-    assert closed.refused
-    assert set(closed.errors) == {"UNAVAILABLE"}
-
-
-def test_what_is_answered_after_the_end_is_no_throughput(real: tuple[str, list[Call]], reply: bytes) -> None:
-    """Three times what a server stands: in the end every call is answered, but the server was no faster for it."""
-
-    def answer(*_: Any) -> bytes:
-        time.sleep(0.02)  # at most 50 a second
-        return reply
-
-    with server(answer, threads=1) as target:
-        result = light_open_loop(target, real[1][:1], rate_per_second=150, seconds=1.0, seed=0, warmup_seconds=0.3)
-    assert len(result.latencies) > 100
-    assert result.calls_per_second <= 51
-    assert max(result.latencies) > 1.0
+    result = light_open_loop(target, calls, rate_per_second=100, seconds=1.0, seed=1, warmup_seconds=0.1)
+    due = (poisson_times(100, 1.1, seed=1) >= 0.1).sum()
+    assert len(result.latencies) == len(result.lateness) == due
+    assert min(result.latencies) > 0
+    assert min(result.lateness) >= 0
+    assert (result.refused, result.errors.total()) == ([], 0)
 
 
 def test_frames_that_it_does_not_know_are_an_error_and_no_wrong_reply() -> None:
@@ -225,23 +172,10 @@ def test_frames_that_it_does_not_know_are_an_error_and_no_wrong_reply() -> None:
                     collect(connection, 1)
 
 
-def test_a_wrong_answer_is_no_good_call(real: tuple[str, list[Call]], reply: bytes) -> None:
-    with server(lambda *_: reply[: len(reply) // 2]) as target, pytest.raises(ProtocolError):
-        light_closed_loop(target, real[1][:1], callers=1, seconds=0.2, warmup_seconds=0)
-
-
-def test_latency_counts_from_when_a_call_was_due(real: tuple[str, list[Call]], reply: bytes) -> None:
-    """A server that stands still for a while makes everybody wait who was due meanwhile."""
-    still = threading.Event()
-
-    def answer(*_: Any) -> bytes:
-        if not still.is_set():
-            still.set()
-            time.sleep(0.5)
-        return reply
-
-    with server(answer, threads=1) as target:
-        result = light_open_loop(target, real[1][:1], rate_per_second=100, seconds=1.0, seed=3, warmup_seconds=0)
-    waited = sorted(result.latencies, reverse=True)
-    assert waited[0] >= 0.5
-    assert waited[10] > 0.3  # of some 50 that were due in that time
+def test_a_wrong_answer_is_no_good_call(real: tuple[str, list[Call]]) -> None:
+    target, calls = real
+    with grpc.insecure_channel(target) as channel:
+        send: Any = channel.unary_unary(METHOD)
+        reply: bytes = send(calls[0].data)
+    with server(lambda *_: reply[: len(reply) // 2]) as wrong, pytest.raises(ProtocolError):
+        light_closed_loop(wrong, calls[:1], callers=1, seconds=60, warmup_seconds=0)  # ends with the first answer

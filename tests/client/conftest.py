@@ -130,6 +130,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     metadata: list[dict[str, str]] = field(default_factory=list)
     n_streams: int = 0
     n_open_streams: int = 0
+    n_open_inspections: int = 0
     n_get_model: int = 0
     n_cancelled: int = 0
     target: str = ""
@@ -238,6 +239,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
 
     async def Inspect(self, request: pb.InspectRequest, context: Any) -> None:  # noqa: N802
         self.inspect_requests.append(request)
+        self.n_open_inspections += 1
         self.metadata.append(dict(context.invocation_metadata()))
         try:
             if self.inspect is None:
@@ -252,6 +254,8 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         except asyncio.CancelledError:
             self.n_cancelled += 1
             raise
+        finally:
+            self.n_open_inspections -= 1
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
         return pb.ListModelsResponse(models=[self.info()])
@@ -282,7 +286,7 @@ class Caller:
     def connect(self, **settings: Any) -> Any:
         """A client; its retries wait little unless the settings say otherwise."""
         settings.setdefault("retry", RetryPolicy(initial_backoff_seconds=0.01, max_backoff_seconds=0.05))
-        settings.setdefault("timeout_seconds", 10.0)
+        settings.setdefault("timeout_seconds", 60.0)
         settings.setdefault("target", self.service.target)
         client = (EncoderClient if self.kind == "sync" else AsyncEncoderClient)(**settings)
         self.clients.append(client)

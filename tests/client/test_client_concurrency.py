@@ -9,20 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from waiting import until
 
 from encserve_client import AsyncEncoderClient, EncoderClient
 
 if TYPE_CHECKING:
     from tests.client.conftest import FakeEncoder
-
-
-async def until(condition: Any) -> None:
-    """Waits for something that is about to happen."""
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("did not happen within 5 s")
 
 
 async def test_threads_share_a_client(service: FakeEncoder, rows: Any) -> None:

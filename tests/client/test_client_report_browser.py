@@ -34,8 +34,6 @@ WIDER = """() => [...document.querySelectorAll("main *")]
     .filter((it) => !it.closest("svg") && it.getBoundingClientRect().right > window.innerWidth + 0.5)
     .map((it) => it.outerHTML.slice(0, 90))"""
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:

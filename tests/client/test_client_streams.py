@@ -6,13 +6,14 @@ import asyncio
 import gc
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
 import pytest
+from waiting import until
 
 from encserve_client import EncserveError, InvalidInputError, InvalidRequestError, RetryPolicy, ServerUnavailableError
 from encserve_client._wire_async import failure_of_stream
@@ -34,15 +35,6 @@ async def jitter(*_: object) -> None:
     await asyncio.sleep(random.uniform(0, 0.005))
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    """Waits for something that is about to happen."""
-    for _ in range(500):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("did not happen within 5 s")
-
-
 async def test_results_come_in_the_order_of_the_inputs(caller: Caller, service: FakeEncoder, rows: Any) -> None:
     """However they come in; only as many as allowed are under way."""
     service.before_stream = jitter
@@ -55,13 +47,20 @@ async def test_results_come_in_the_order_of_the_inputs(caller: Caller, service: 
 
 
 async def test_results_come_as_they_are_ready_if_asked(caller: Caller, service: FakeEncoder, rows: Any) -> None:
-    async def first_is_slow(request: Any, _: object) -> None:
-        await asyncio.sleep(0.2 if request.request_id == "0" else 0)
+    others_are_there = asyncio.Event()
 
-    service.before_stream = first_is_slow
-    found = await caller.all_of(caller.connect(), [[i] for i in range(1, 20)], ordered=False)
-    assert sorted(index for index, _ in found) == list(range(19))
+    async def first_waits(request: Any, _: object) -> None:
+        if request.request_id == "0":
+            await others_are_there.wait()
+
+    service.before_stream = first_waits
+    stream = caller.connect().encode_stream([[i] for i in range(1, 20)], ordered=False)
+    found = [await caller.first_of(stream) for _ in range(18)]
+    assert sorted(index for index, _ in found) == list(range(1, 19))
+    others_are_there.set()
+    found.append(await caller.first_of(stream))
     assert found[-1][0] == 0
+    await caller.close(stream)
     for index, array in found:
         np.testing.assert_array_equal(array, rows([index + 1]))
 
@@ -76,7 +75,7 @@ async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, ser
     """The server is killed in the middle and comes back on the same port."""
     service.before_stream = jitter
     port = int(service.target.rpartition(":")[2])
-    client = caller.connect(retry=RetryPolicy(max_attempts=50, max_backoff_seconds=0.2))
+    client = caller.connect(retry=RetryPolicy(max_attempts=1000, max_backoff_seconds=0.2))
     inputs = [[i] for i in range(1, 400)]
     call = asyncio.create_task(caller.all_of(client, inputs))
     await until(lambda: len(service.stream_requests) > 100)
@@ -227,11 +226,15 @@ async def test_arguments_are_checked_before_anything_is_read(caller: Caller) -> 
 
 
 async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, service: FakeEncoder) -> None:
-    async def first_never(request: Any, _: object) -> None:
-        await asyncio.sleep(30 if request.request_id == "0" else 0)
+    """The others are not; they have a second to be answered, on a connection that is there."""
 
+    async def first_never(request: Any, _: object) -> None:
+        await asyncio.sleep(300 if request.request_id == "0" else 0)
+
+    client = caller.connect()
+    await caller.all_of(client, [[1]])
     service.before_stream = first_never
-    found = await caller.all_of(caller.connect(), [[1], [2]], timeout_seconds=0.2, return_exceptions=True)
+    found = await caller.all_of(client, [[1], [2]], timeout_seconds=1.0, return_exceptions=True)
     assert [isinstance(it, EncserveError) for it in found] == [True, False]
 
 

@@ -53,7 +53,7 @@ async def envoys(fakes: list[FakeServer], tmp_path: Path) -> AsyncIterator[list[
         for name in ("envoy-a", "envoy-b"):
             (folder := tmp_path / name).mkdir()
             started.append(await asyncio.to_thread(stack.enter_context, real_envoy(folder, addresses(fakes))))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             for envoy in started:
                 while await asyncio.to_thread(healthy_servers, envoy) < 2:
                     await asyncio.sleep(0.05)
@@ -120,9 +120,9 @@ async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], en
     async with AsyncEncoderClient(envoy.target) as client:
         await client.models()
         with pytest.raises(DeadlineError):
-            await client.encode(["hello"], timeout_seconds=0.5)
+            await client.encode(["hello"], timeout_seconds=1.5)
     labels = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while not any(
             server.sample("grpc_server_handled_total", **labels, grpc_code=code)
             for server in fakes

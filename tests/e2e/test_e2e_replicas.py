@@ -18,7 +18,7 @@ from encserve_client import EncoderClient
 
 TEXTS = [f"{word} text of {'many ' * (n % 7)}words, with number {n}" for n in range(24) for word in ("A", "Another")]
 # A server's end and a client's notice of it are not the same moment.
-NOTICE_SECONDS = 1.0
+NOTICE_SECONDS = 3.0
 
 
 class Replica:

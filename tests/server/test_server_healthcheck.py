@@ -42,7 +42,7 @@ async def test_it_follows_the_engine(server: FakeServer) -> None:
     for _ in range(3):
         with pytest.raises(Failed):
             await server.encode([1])
-    while (said := await asyncio.to_thread(healthcheck.check, target)) == "SERVING":
+    while (said := await asyncio.to_thread(healthcheck.check, target, 60.0)) == "SERVING":
         await asyncio.sleep(0.02)
     assert said == "NOT_SERVING"
     assert await asyncio.to_thread(healthcheck.main, [target]) == 1

@@ -171,7 +171,7 @@ async def test_the_model_tells_what_can_be_seen(server: FakeServer) -> None:
 async def test_encoding_does_not_wait_for_it(server: FakeServer) -> None:
     server.inspector.hold()
     inspecting = asyncio.create_task(server.inspect(request([1])))
-    await asyncio.to_thread(server.inspector.started.acquire, timeout=10)
+    await asyncio.to_thread(server.inspector.started.acquire, timeout=60)
     for _ in range(10):
         await server.encode([1, 2, 3])
     assert not inspecting.done()
@@ -183,7 +183,7 @@ async def test_its_queue_is_small_and_full_is_said(start_server: StartServer) ->
     server = await start_server(max_inspections=2)
     server.inspector.hold()
     admitted = [asyncio.create_task(server.inspect(request([1]))) for _ in range(2)]
-    await asyncio.to_thread(server.inspector.started.acquire, timeout=10)
+    await asyncio.to_thread(server.inspector.started.acquire, timeout=60)
     while server.sample("encserve_inspections", model="tiny", version="2") < 2:
         await asyncio.sleep(0.01)
     with pytest.raises(Failed, match=r"holds 2 of at most 2 inspections and this request has 1; try") as caught:
@@ -198,7 +198,7 @@ async def test_its_queue_is_small_and_full_is_said(start_server: StartServer) ->
 async def test_a_caller_that_goes_while_it_waits_is_forgotten(server: FakeServer) -> None:
     server.inspector.hold()
     running = asyncio.create_task(server.inspect(request([1])))
-    await asyncio.to_thread(server.inspector.started.acquire, timeout=10)
+    await asyncio.to_thread(server.inspector.started.acquire, timeout=60)
     waiting = asyncio.create_task(server.inspect(request([1, 2])))
     while server.sample("encserve_inspections", model="tiny", version="2") < 2:
         await asyncio.sleep(0.01)
@@ -217,7 +217,7 @@ async def test_callers_that_go_leave_nothing_behind_and_a_run_keeps_its_place(st
     assert lane is not None
     server.inspector.hold()
     running = asyncio.create_task(server.inspect(request([1])))
-    await asyncio.to_thread(server.inspector.started.acquire, timeout=10)
+    await asyncio.to_thread(server.inspector.started.acquire, timeout=60)
     running.cancel()
     for _ in range(5):
         waiting = asyncio.create_task(server.inspect(request([1, 2])))
@@ -237,11 +237,11 @@ async def test_callers_that_go_leave_nothing_behind_and_a_run_keeps_its_place(st
 async def test_a_deadline_ends_the_wait(server: FakeServer) -> None:
     server.inspector.hold()
     running = asyncio.create_task(server.inspect(request([1])))
-    await asyncio.to_thread(server.inspector.started.acquire, timeout=10)
+    await asyncio.to_thread(server.inspector.started.acquire, timeout=60)
     with pytest.raises(Failed) as caught:
         await server.inspect(request([1, 2]), timeout=0.2)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
-    async with asyncio.timeout(10):  # the caller's own clock may be a little ahead of the server's
+    async with asyncio.timeout(60):  # the caller's own clock may be a little ahead of the server's
         while server.sample("encserve_inspections", model="tiny", version="2") > 1:
             await asyncio.sleep(0.01)
     server.inspector.let_go()
@@ -322,8 +322,8 @@ async def test_a_caller_that_does_not_even_read_the_header_is_given_up_on(
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=options) as channel:
         rpc: Any = channel.unary_stream(f"/{SERVICE}/Inspect")
         call = rpc(request([1] * LONGEST, spec(STATES, 0)).SerializeToString())
-        await asyncio.to_thread(server.inspector.started.acquire, timeout=10)
-        async with asyncio.timeout(10):
+        await asyncio.to_thread(server.inspector.started.acquire, timeout=60)
+        async with asyncio.timeout(60):
             while server.sample("encserve_inspections", model="tiny", version="2"):
                 await asyncio.sleep(0.05)
         call.cancel()
@@ -340,7 +340,7 @@ async def test_a_caller_that_goes_while_it_is_written_to_is_no_error_of_ours(
         assert await call.read() is not grpc.aio.EOF
         await asyncio.sleep(0.05)  # by now a write waits for it
         await channel.close()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while server.sample("encserve_inspections", model="tiny", version="2"):
             await asyncio.sleep(0.05)
     labels = {"grpc_type": "server_stream", "grpc_service": SERVICE, "grpc_method": "Inspect"}
@@ -360,7 +360,7 @@ async def test_a_caller_that_reads_too_slowly_is_given_up_on(
     rpc: Any = server.channel.unary_stream(f"/{SERVICE}/Inspect")
     call = rpc(request([1] * LONGEST, spec(ATTENTION)).SerializeToString())
     while server.sample("encserve_inspections", model="tiny", version="2") or not server.inspector.lengths:
-        await asyncio.wait_for(call.read(), 10)
+        await asyncio.wait_for(call.read(), 60)
         await asyncio.sleep(0.05)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read_all(call)
@@ -386,7 +386,7 @@ async def test_stopping_waits_for_a_running_one(start_server: StartServer) -> No
     server = await start_server()
     server.inspector.hold()
     running = asyncio.create_task(server.inspect(request([1])))
-    await asyncio.to_thread(server.inspector.started.acquire, timeout=10)
+    await asyncio.to_thread(server.inspector.started.acquire, timeout=60)
     stopping = asyncio.create_task(server.app.stop())
     await asyncio.sleep(0.05)
     server.inspector.let_go()

@@ -5,6 +5,7 @@ import os
 import sys
 import threading
 import urllib.request
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, fake_
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
+from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
@@ -22,6 +24,8 @@ from encserve_server.engine.fake import FakeEngine
 from encserve_server.errors import BundleError, StartupError
 from encserve_server.loading import LoadedModel
 from encserve_server.settings import Settings
+from encserve_server.tokenizing import TextTokenizer
+from encserve_server.types import TokenizedText
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -77,7 +81,7 @@ async def test_a_stuck_batch_turns_health(start_server: StartServer) -> None:
 
 
 async def test_a_watcher_sees_the_drain_before_calls_are_refused(start_server: StartServer) -> None:
-    server = await start_server(drain_delay_seconds=0.5)
+    server = await start_server(drain_delay_seconds=1.5)
     await becomes(server, SERVING)
     stopping = asyncio.create_task(server.app.stop())
     await becomes(server, NOT_SERVING)
@@ -224,7 +228,7 @@ async def test_a_stop_right_after_a_change_of_health_ends(start_server: StartSer
     for _ in range(20):
         server = await start_server()
         server.app._health.changed()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             assert await server.app.stop()
 
 
@@ -248,33 +252,66 @@ async def test_a_request_over_the_limit_is_grpcs_to_refuse(server: FakeServer) -
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "")
 
 
-async def test_text_that_waits_is_bounded(start_server: StartServer) -> None:
+@pytest.fixture
+def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], threading.Event]]:
+    """How long each text was, in the order in which their turns began; none ends before the event is set."""
+    lengths: list[int] = []
+    go_on = threading.Event()
+    real = TextTokenizer._tokenize
+
+    def tokenize(self: TextTokenizer, texts: Sequence[str], max_tokens: int) -> list[TokenizedText]:
+        lengths.extend(map(len, texts))
+        assert go_on.wait(60)
+        return real(self, texts, max_tokens)
+
+    monkeypatch.setattr(TextTokenizer, "_tokenize", tokenize)
+    yield lengths, go_on
+    go_on.set()
+
+
+def queued_text_bytes(server: FakeServer) -> float:
+    return server.sample("encserve_queue_text_bytes", model="tiny", version="2")
+
+
+CUT = pb.EncodeOptions(truncation=pb.TRUNCATION_END)
+
+
+async def test_text_that_waits_is_bounded(
+    start_server: StartServer, tokenized: tuple[list[int], threading.Event]
+) -> None:
     """A tokenizer that is busy refuses further text at once; token ids pass."""
     server = await start_server(max_queue_text_mib=1)
     texts = ["hello " * 40_000] * 4
-    cut = pb.EncodeOptions(truncation=pb.TRUNCATION_END)
-    results = await asyncio.gather(
-        *(server.encode(*texts, options=cut) for _ in range(6)), server.encode([1]), return_exceptions=True
-    )
-    refused = [result for result in results[:-1] if isinstance(result, Failed)]
-    assert refused
-    assert {(failed.code, failed.reason) for failed in refused} == {(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")}
-    assert "bytes of text" in refused[0].text
-    assert not isinstance(results[-1], BaseException)
+    first = asyncio.create_task(server.encode(*texts, options=CUT))
+    await until(lambda: queued_text_bytes(server) == 4 * 240_000)
+    refused = await asyncio.gather(*(server.encode(*texts, options=CUT) for _ in range(5)), return_exceptions=True)
+    for failed in refused:
+        assert isinstance(failed, Failed)
+        assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert "bytes of text" in failed.text
+    await server.encode([1])
+    tokenized[1].set()
+    assert len((await first).sequences) == 4
     await server.encode("hello")
 
 
-async def test_a_short_text_does_not_wait_for_a_long_request(server: FakeServer) -> None:
+async def test_a_short_text_does_not_wait_for_a_long_request(
+    server: FakeServer, tokenized: tuple[list[int], threading.Event]
+) -> None:
     """Long requests take turns with others, and the first text that is too long ends them."""
-    long = ["hello " * 40_000] * 16
-    slow = asyncio.create_task(server.encode(*long, options=pb.EncodeOptions(truncation=pb.TRUNCATION_END)))
-    await asyncio.sleep(0.05)
-    await server.encode("hello world")
-    assert not slow.done(), "the long request was too short to tell"
-    slow.cancel()
+    lengths, go_on = tokenized
+    long = ["hello " * 40_000] * 3
+    slow = asyncio.create_task(server.encode(*long, options=CUT))
+    await until(lambda: queued_text_bytes(server) == 3 * 240_000)
+    quick = asyncio.create_task(server.encode("hello world"))
+    await until(lambda: queued_text_bytes(server) > 3 * 240_000)
+    go_on.set()
+    await asyncio.gather(slow, quick)
+    assert lengths == [240_000, len("hello world"), 240_000, 240_000]
     with pytest.raises(Failed) as caught:
         await server.encode(*long)
     assert caught.value.text.startswith("inputs[0].text: must be at most 32 tokens")
+    assert len(lengths) == 5
 
 
 async def test_an_engine_that_gives_nan_for_everything_is_unhealthy(start_server: StartServer) -> None:
@@ -304,7 +341,7 @@ async def test_callers_that_keep_calling_are_never_cancelled_by_a_stop(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nothing in flight at the signal, gRPC must not stop before callers have been told to go elsewhere."""
-    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.5)
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 1.5)
     server = await start_server()
     stopping = asyncio.create_task(server.app.stop())
     await asyncio.sleep(0.05)
@@ -314,6 +351,7 @@ async def test_callers_that_keep_calling_are_never_cancelled_by_a_stop(
             (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         }
     assert await stopping
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)  # the second stop, after the test
 
 
 @pytest.mark.parametrize("host", ["::1", "localhost"])

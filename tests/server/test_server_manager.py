@@ -104,7 +104,7 @@ async def look(server: FakeServer) -> None:
 
     manager._look = look_and_tell
     manager.look_now()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         await done.wait()
     manager._look = looking
 
@@ -365,7 +365,7 @@ async def test_a_new_model_is_served_but_never_by_default(repository: Repository
     assert await listed(server) == ["m@1*", "a@1"]
     channel: Any = server.channel
     stub: Any = health_pb2_grpc.HealthStub(channel)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
                 response = await stub.Check(health_pb2.HealthCheckRequest(service=f"{SERVICE}/a"))
@@ -517,8 +517,7 @@ async def test_a_repository_that_cannot_be_followed_is_told(
     """What is wanted is missing: nothing fails, so a number has to say it."""
     repository.put("1", "a")
     server = await serve(model=model, model_poll_seconds=0.02)
-    for _ in range(5):
-        assert server.sample("encserve_repository_overdue_seconds") < 1
+    while server.sample("encserve_repository_overdue_seconds") >= 1:  # at first, or where a look comes late
         await asyncio.sleep(0.02)
     repository.remove("1")
     while server.sample("encserve_repository_overdue_seconds") < 1:
@@ -644,7 +643,7 @@ async def test_a_version_replaced_in_place_is_counted_until_it_is_gone(repositor
 
     def load(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
         if directory.name == "1":
-            gate.wait(10)
+            gate.wait(60)
         return loading(directory, settings, tokenize_pool)
 
     server.app.manager._load = load
@@ -667,15 +666,16 @@ async def test_stuck_engines_are_given_up_together(
 ) -> None:
     """Orchestrators give a server so long to stop; it must not depend on how many models it has."""
     monkeypatch.setattr("encserve_server.manager._CLOSE_SECONDS", 1.0)
-    for name in "abc":
+    names = "abcdefgh"  # one after the other they would take eight seconds
+    for name in names:
         repository.put("1", name, name=name)
     server = await serve(grace_seconds=0.0)
     calls = []
-    for name, engine in zip("abc", repository.engines, strict=True):
+    for name, engine in zip(names, repository.engines, strict=True):
         engine.hold()
         calls.append(asyncio.create_task(version_of(server, model=name)))
         await asyncio.to_thread(engine.started.acquire)
-    async with asyncio.timeout(2.5):
+    async with asyncio.timeout(7):
         assert not await server.app.stop()
     for engine in repository.engines:
         engine.let_go()

@@ -30,7 +30,7 @@ MODEL = {"model": "tiny", "version": "2"}
 def page(server: FakeServer, accept: str = "text/plain") -> str:
     url = f"http://127.0.0.1:{server.app.metrics_port}/metrics"
     request = urllib.request.Request(url, headers={"Accept": accept})
-    with urllib.request.urlopen(request, timeout=10) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         assert answer.headers["Content-Type"].startswith(accept)
         text: str = answer.read().decode()
     return text
@@ -55,7 +55,7 @@ async def test_the_queue_counts_requests_apart_from_their_sequences(start_server
     server = await start_server()
     server.engine.hold()
     first = asyncio.create_task(server.encode([1]))
-    assert await asyncio.to_thread(server.engine.started.acquire, timeout=10)
+    assert await asyncio.to_thread(server.engine.started.acquire, timeout=60)
     waiting = [asyncio.create_task(server.encode([1], [2], [3])) for _ in range(2)]
     while server.sample("encserve_queue_sequences", **MODEL) < 6:
         await asyncio.sleep(0)

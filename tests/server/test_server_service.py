@@ -11,6 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from fake_server import D_MODEL, LONGEST, SERVICE, VOCAB_SIZE, Failed, FakeServer, StartServer, make_input
+from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import codec
@@ -328,8 +329,10 @@ async def test_a_deadline_that_passes_in_the_queue_costs_no_compute(server: Fake
     running = asyncio.create_task(server.encode([1]))
     await asyncio.to_thread(server.engine.started.acquire)
     with pytest.raises(Failed) as caught:
-        await server.encode([2, 2, 2], timeout=0.05)
+        await server.encode([2, 2, 2], timeout=0.2)
     assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    # The caller's own clock may be a little ahead of the server's.
+    await until(lambda: server.sample("encserve_queue_sequences", model="tiny", version="2") == 0)
     server.engine.let_go()
     await running
     await server.encode([4])

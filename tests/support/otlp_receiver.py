@@ -76,9 +76,9 @@ class OtlpReceiver:
             return list(self._spans)
 
     def wait_for(self, enough: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
-        """The spans received, once they are enough; blocks. Fails if they are not within half a minute."""
+        """The spans received, once they are enough; blocks. Fails if they are not within a minute."""
         with self._changed:
-            assert self._changed.wait_for(lambda: enough(self._spans), timeout=30), self._spans
+            assert self._changed.wait_for(lambda: enough(self._spans), timeout=60), self._spans
             return list(self._spans)
 
     def receive(self, request: Any, headers: dict[str, str]) -> None:

@@ -45,7 +45,7 @@ class Prometheus:
         """The data of an answer; AssertionError with Prometheus' own words where it is an error."""
         url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
-            with urllib.request.urlopen(url, timeout=10) as answer:
+            with urllib.request.urlopen(url, timeout=60) as answer:
                 data = json.load(answer)["data"]
         except urllib.error.HTTPError as error:
             raise AssertionError(f"{parameters}: {error.read().decode()}") from error
@@ -91,7 +91,7 @@ def running_prometheus(committed: Path, folder: Path, target: str, *, interval: 
     with (folder / "log").open("w") as log, subprocess.Popen(command, stderr=log) as process:
         try:
             prometheus = Prometheus(f"http://{address}")
-            ends = time.monotonic() + 30
+            ends = time.monotonic() + 60
             while not prometheus.ready():
                 if process.poll() is not None or time.monotonic() > ends:
                     pytest.fail(f"Prometheus did not start: {(folder / 'log').read_text()}")

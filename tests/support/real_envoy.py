@@ -49,10 +49,10 @@ class RealEnvoy:
         self.process = process
         self.target = f"127.0.0.1:{grpc_port}"
         self._metrics = f"http://127.0.0.1:{metrics_port}"
-        ends = time.monotonic() + 30
+        ends = time.monotonic() + 60
         while not self._is_ready():
             assert process.poll() is None, "envoy did not start"
-            assert time.monotonic() < ends, "envoy was not ready within 30 s"
+            assert time.monotonic() < ends, "envoy was not ready within 60 s"
             time.sleep(0.05)
 
     def _is_ready(self) -> bool:

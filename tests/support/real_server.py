@@ -64,7 +64,7 @@ class RealServer:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that have these labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=10) as page:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60) as page:
             families = list(text_string_to_metric_families(page.read().decode()))
         return sum(
             sample.value
