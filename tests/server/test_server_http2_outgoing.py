@@ -31,7 +31,7 @@ def cut(taken: list[bytes | memoryview]) -> list[Frame]:
 
 def is_empty(outgoing: Outgoing) -> bool:
     """Whether nothing is remembered of any stream."""
-    return not (outgoing._flows or outgoing._turns or outgoing._held_up)
+    return not (outgoing._flows or outgoing._turns or outgoing._held_up or outgoing._shut)
 
 
 class Model:

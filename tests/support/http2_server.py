@@ -181,7 +181,7 @@ class Bench:
         """Waits until no call is left, and sees that nothing else of one is."""
         await self.until(lambda: not self.service.running and not any(it.calls for it in self.connections))
         for it in self.connections:
-            assert not {**it.outgoing._flows, **it.outgoing._turns, **it.outgoing._held_up}
+            assert not {**it.outgoing._flows, **it.outgoing._turns, **it.outgoing._held_up, **it.outgoing._shut}
 
     async def close(self) -> None:
         self.service.gate.set()

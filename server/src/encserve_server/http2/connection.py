@@ -23,6 +23,8 @@ logger = logging.getLogger(__name__)
 # What may wait in the transport before data is held back, and before the other end is taken for one that never reads.
 _HIGH_WATER_BYTES = 1024 * 1024
 _UNREAD_BYTES = 16 * 1024 * 1024
+# After so much at once the others have their turn: uvloop reads up to 8 MB of one connection in a row.
+_TURN_BYTES = 64 * 1024
 _HANDSHAKE_SECONDS = 20.0
 # How long a client may take to learn that it should not begin new calls here.
 _GOAWAY_SECONDS = 1.0
@@ -127,6 +129,13 @@ class Connection(asyncio.Protocol):
             self._fail(ConnectionFault(ErrorCode.INTERNAL_ERROR, "internal error"))
         else:
             self._flush()
+            if len(data) >= _TURN_BYTES and not self._transport.is_closing():
+                self._transport.pause_reading()
+                self.loop.call_soon(self._read_on)
+
+    def _read_on(self) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
 
     def eof_received(self) -> bool:
         """The client sends nothing more, and as with gRPC's own server its calls end."""

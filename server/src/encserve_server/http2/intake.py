@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 CONNECTION_WINDOW_BYTES = 64 * 1024 * 1024
 _CREDIT_BYTES = CONNECTION_WINDOW_BYTES // 8
 # A header block in several frames; far more than a list of the size that is allowed can take.
-_MOST_BLOCK_BYTES = 32 * 1024
+_MOST_BLOCK_BYTES = 64 * 1024
 
 
 class Host(Protocol):
@@ -118,7 +118,7 @@ class Intake:
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"stream {it.stream} goes on with headers that never began")
         first, block = self._block
         block += it.payload
-        if len(block) > _MOST_BLOCK_BYTES or not it.payload:
+        if len(block) > _MOST_BLOCK_BYTES or not (it.payload or it.flags & frames.END_HEADERS):
             raise ConnectionFault(
                 ErrorCode.ENHANCE_YOUR_CALM,
                 f"a header block of {len(block)} bytes, the last frame of {len(it.payload)}",

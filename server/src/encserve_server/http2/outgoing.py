@@ -25,11 +25,11 @@ Sent = Callable[[], None]
 class _Flow:
     """One stream's part: data as memoryviews, frames that need no window as bytes, and whom to tell in between."""
 
-    __slots__ = ("queue", "window")
+    __slots__ = ("extra", "queue")
 
-    def __init__(self, window: int) -> None:
+    def __init__(self) -> None:
         self.queue: deque[memoryview | bytes | Sent] = deque()
-        self.window = window
+        self.extra = 0  # its window, less the one that streams begin with
 
 
 class Outgoing:
@@ -44,16 +44,22 @@ class Outgoing:
         # Not dicts: to find the first of one from which many first ones were taken, all of these are passed.
         self._turns: OrderedDict[int, None] = OrderedDict()  # those that could send, in order
         self._held_up: OrderedDict[int, None] = OrderedDict()  # those that only wait for the connection's window
+        self._shut: OrderedDict[int, None] = OrderedDict()  # those that wait for their own
+        # Looked at when something is taken: however often windows change until then, streams are passed once.
+        self._connection_grew = False
+        self._first_window_grew = False
+        self._most_extra = 0  # no stream has ever had more
 
     def open(self, stream: int) -> None:
         """A stream that may send from now on."""
-        self._flows[stream] = _Flow(self._first_window)
+        self._flows[stream] = _Flow()
 
     def drop(self, stream: int) -> None:
         """Forgets a stream and what it had to send; nobody is told."""
         self._flows.pop(stream, None)
         self._turns.pop(stream, None)
         self._held_up.pop(stream, None)
+        self._shut.pop(stream, None)
 
     def clear(self, stream: int) -> None:
         """Forgets what a stream has to send, and goes on with it."""
@@ -79,6 +85,12 @@ class Outgoing:
     def take(self, most_bytes: int) -> list[bytes | memoryview]:
         """What can be sent now, in order: about so much of it, more only by one frame."""
         taken: list[bytes | memoryview] = []
+        if self._connection_grew:
+            self._connection_grew = False
+            self._wake(self._held_up)
+        if self._first_window_grew:
+            self._first_window_grew = False
+            self._wake(self._shut)
         while self._turns and most_bytes > 0:
             stream, _ = self._turns.popitem(last=False)
             flow = self._flows[stream]
@@ -86,12 +98,21 @@ class Outgoing:
             most_bytes -= used
             if not flow.queue or stream not in self._flows:
                 continue
-            if not isinstance(flow.queue[0], memoryview) or (flow.window > 0 and self._window > 0):
+            if not isinstance(flow.queue[0], memoryview):
                 self._turns[stream] = None
-            elif flow.window > 0:
+            elif self._first_window + flow.extra <= 0:
+                self._shut[stream] = None
+            else:
                 # One that has just sent goes behind those that have not, or it would always be the first.
-                (self._turns if used else self._held_up)[stream] = None
+                (self._turns if used or self._window > 0 else self._held_up)[stream] = None
         return taken
+
+    def _wake(self, waiting: OrderedDict[int, None]) -> None:
+        """Those that could not send may be able to; they have waited for longer than those whose turn is to come."""
+        for stream in reversed(waiting):
+            self._turns[stream] = None
+            self._turns.move_to_end(stream, last=False)
+        waiting.clear()
 
     def grow(self, stream: int, more: int) -> None:
         """A WINDOW_UPDATE; stream 0 is the connection.
@@ -104,13 +125,13 @@ class Outgoing:
             if self._window + more > LARGEST_WINDOW:
                 raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {self._window} cannot grow by {more}")
             self._window += more
-            if self._held_up:
-                self._held_up.update(self._turns)
-                self._turns, self._held_up = self._held_up, OrderedDict()
+            self._connection_grew = True
         elif (flow := self._flows.get(stream)) is not None:
-            if flow.window + more > LARGEST_WINDOW:
-                raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {flow.window} cannot grow by {more}")
-            flow.window += more
+            window = self._first_window + flow.extra
+            if window + more > LARGEST_WINDOW:
+                raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, f"a window of {window} cannot grow by {more}")
+            flow.extra += more
+            self._most_extra = max(self._most_extra, flow.extra)
             if flow.queue:
                 self._turns[stream] = None
 
@@ -122,13 +143,14 @@ class Outgoing:
         """
         if size > LARGEST_WINDOW:
             raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE of {size} is too large")
-        change, self._first_window = size - self._first_window, size
-        for stream, flow in self._flows.items():
-            flow.window += change
-            if flow.window > LARGEST_WINDOW:
-                raise ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, f"stream {stream} has a window of {flow.window}")
-            if flow.queue:
-                self._turns[stream] = None
+        if size + self._most_extra > LARGEST_WINDOW:
+            self._most_extra = max((flow.extra for flow in self._flows.values()), default=0)
+            if size + self._most_extra > LARGEST_WINDOW:
+                raise ConnectionFault(
+                    ErrorCode.FLOW_CONTROL_ERROR, f"a stream would have a window of {size + self._most_extra}"
+                )
+        self._first_window_grew |= size > self._first_window
+        self._first_window = size
 
     def set_frame_bytes(self, size: int) -> None:
         """SETTINGS_MAX_FRAME_SIZE.
@@ -164,7 +186,7 @@ class Outgoing:
 
     def _data_frame(self, stream: int, flow: _Flow, taken: list[bytes | memoryview]) -> int:
         """Takes one DATA frame, as large as windows and frames may be; returns its bytes, 0 if it must wait."""
-        room = min(self._window, flow.window, self._frame_bytes)
+        room = min(self._window, self._first_window + flow.extra, self._frame_bytes)
         if room <= 0:
             return 0
         queue, size = flow.queue, 0
@@ -181,5 +203,5 @@ class Outgoing:
                 size = room
         taken[head_at] = frame_head(size, DATA, 0, stream)
         self._window -= size
-        flow.window -= size
+        flow.extra -= size
         return size
