@@ -1,12 +1,14 @@
 """What the server can do at most if its engine takes no time: what gRPC and Python cost a call."""
 
 import asyncio
+import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import uvloop
 from comparison.child import serving
@@ -20,19 +22,29 @@ SEQUENCE_TOKENS = 20
 _QUEUE_TOKENS = 2 * CALLERS * SEQUENCES_PER_CALL[-1] * SEQUENCE_TOKENS
 
 
+class FakeEngineServer(NamedTuple):
+    """Where it is to be asked, its process, and its metrics page."""
+
+    target: str
+    pid: int
+    metrics_url: str
+
+
 @contextmanager
-def fake_engine_server() -> Iterator[tuple[str, str]]:
-    """A whole server whose engine answers at once, in a process of its own; its target and its metrics page."""
-    with serving(_serve) as (grpc_port, metrics_port):
-        yield f"127.0.0.1:{grpc_port}", f"http://127.0.0.1:{metrics_port}/metrics"
+def fake_engine_server(grpc_server: str) -> Iterator[FakeEngineServer]:
+    """A whole server whose engine answers at once, in a process of its own."""
+    with serving(partial(_serve, grpc_server=grpc_server)) as found:
+        yield found
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, grpc_server: str) -> None:
     from fake_server import start_fake_server
 
     async def serve() -> None:
-        server = await start_fake_server(Path(tempfile.mkdtemp()), max_queue_tokens=_QUEUE_TOKENS)
-        pipe.send((server.app.grpc_port, server.app.metrics_port))
+        directory = Path(tempfile.mkdtemp())
+        app = (await start_fake_server(directory, max_queue_tokens=_QUEUE_TOKENS, grpc_server=grpc_server)).app
+        metrics_url = f"http://127.0.0.1:{app.metrics_port}/metrics"
+        pipe.send(FakeEngineServer(f"127.0.0.1:{app.grpc_port}", os.getpid(), metrics_url))
         await asyncio.Event().wait()
 
     uvloop.run(serve())
@@ -40,7 +52,7 @@ def _serve(pipe: Connection) -> None:
 
 def by_sequences_per_call(bench: Bench) -> list[dict[str, Any]]:
     """Calls and sequences a second, and the server's CPU time for a call, 64 callers."""
-    with fake_engine_server() as (target, metrics_url):
+    with fake_engine_server("encserve") as (target, _, metrics_url):
         with EncoderClient(target) as client:
             info = client.model()
 

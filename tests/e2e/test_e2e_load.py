@@ -41,15 +41,19 @@ async def test_of_64_callers_one_cancels_and_one_is_in_a_hurry(
     want = [client.encode([ids])[0] for ids in callers]
     async with grpc.aio.insecure_channel(server.target) as channel:
         rpc: Any = channel.unary_unary(METHOD)
-        for round_number in range(3):
-            calls = [rpc(request(ids), timeout=0.001 if i == 20 else 60) for i, ids in enumerate(callers)]
+        cancelled = 0
+        for round_number in range(20):
+            calls = [rpc(request(ids), timeout=0.001 if i == 20 else 120) for i, ids in enumerate(callers)]
             answers = [asyncio.ensure_future(call) for call in calls]
-            # In mid-batch: some of this round's sequences have been run, most have not.
+            # In mid-batch: some of this round's sequences have been run, most have not. Where this process was held up,
+            # all may have been.
             await asyncio.wait(answers[:20] + answers[21:], return_when=asyncio.FIRST_COMPLETED)
-            going = max(i for i, answer in enumerate(answers) if not answer.done() and i != 20)
-            calls[going].cancel()
+            going = max((i for i, answer in enumerate(answers) if not answer.done() and i != 20), default=None)
+            if going is not None:
+                calls[going].cancel()
             results = await asyncio.gather(*answers, return_exceptions=True)
-            assert isinstance(results[going], asyncio.CancelledError)
+            if going is not None:
+                assert isinstance(results[going], asyncio.CancelledError)
             hurried = results[20]
             assert isinstance(hurried, grpc.aio.AioRpcError)
             assert hurried.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -57,6 +61,10 @@ async def test_of_64_callers_one_cancels_and_one_is_in_a_hurry(
                 if i not in (20, going):
                     assert isinstance(result, bytes), f"round {round_number}, caller {i}: {result!r}"
                     assert worst_relative_error(rows_of(result), want[i]) <= 1e-5
+            cancelled += going is not None
+            if cancelled == 3:
+                break
+        assert cancelled == 3
         assert rows_of(await rpc(request(callers[0]))).shape == want[0].shape
 
 
