@@ -118,6 +118,7 @@ class RawClient:
                 high, low, kind, flags, stream = struct.unpack(">BHBBI", head)
                 it = Frame(kind, flags, stream, await self.reader.readexactly(high << 16 | low))
         except (asyncio.IncompleteReadError, ConnectionError):
+            self.writer.close()  # as clients do when the server has ended its half
             return None
         if self.acknowledges and not it.flags & frames.ACK and it.kind in {frames.SETTINGS, frames.PING}:
             self.send(frame(it.kind, frames.ACK, 0, it.payload if it.kind == frames.PING else b""))

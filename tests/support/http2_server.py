@@ -22,6 +22,7 @@ class Service(grpc.GenericRpcHandler):
         running: Handlers that run, and those of asynchronous generators that are not yet finished.
         contexts: The context of each call that has begun.
         gate: What `wait` waits for.
+        taken: What handlers note.
     """
 
     def __init__(self) -> None:
@@ -32,7 +33,9 @@ class Service(grpc.GenericRpcHandler):
         self.taken: list[bytes] = []
         methods = {
             **dict.fromkeys(("echo", "wait", "fail", "abort", "trailers"), grpc.unary_unary_rpc_method_handler),
-            **dict.fromkeys(("many", "big_abort", "head_abort", "endless"), grpc.unary_stream_rpc_method_handler),
+            **dict.fromkeys(
+                ("many", "big_abort", "cut_write", "head_abort", "endless"), grpc.unary_stream_rpc_method_handler
+            ),
             **dict.fromkeys(("chat", "deaf", "early", "gated"), grpc.stream_stream_rpc_method_handler),
             "count": grpc.stream_unary_rpc_method_handler,
         }
@@ -111,6 +114,16 @@ class Service(grpc.GenericRpcHandler):
                 await context.abort(grpc.StatusCode.ABORTED, "cut")
             finally:
                 writing.cancel()
+
+    async def cut_write(self, request: bytes, context: Any) -> None:
+        """Aborts while a task of its own writes what nobody reads, and waits for that task."""
+        with self._counted(context):
+            writing = asyncio.ensure_future(context.write(bytes(int(request))))
+            await self.gate.wait()
+            with contextlib.suppress(grpc.aio.AbortError):
+                await context.abort(grpc.StatusCode.ABORTED, "cut")
+            await asyncio.wait([writing])
+            self.taken.append(b"the write has ended")
 
     async def head_abort(self, request: bytes, context: Any) -> None:
         del request

@@ -38,3 +38,5 @@ def configure(level: str, log_format: str) -> None:
         handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)-7s %(message)s"))
     handler.addFilter(_add_ids)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    # It writes down every field that callers send, their credentials among them.
+    logging.getLogger("hpack").setLevel(logging.WARNING)

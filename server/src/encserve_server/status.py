@@ -141,6 +141,16 @@ async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", failure: Failure
         aborted.__traceback__ = None
 
 
+def _ended_with(context: "grpc.aio.ServicerContext[Any, Any]") -> grpc.StatusCode:
+    """The status of a call that has ended before its handler."""
+    code: Any = context.code()  # grpcio knows a number, which is 0
+    if isinstance(code, grpc.StatusCode) and code is not grpc.StatusCode.OK:
+        return code
+    remaining_s = context.time_remaining()
+    expired = remaining_s is not None and remaining_s <= 0
+    return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
+
+
 class RpcGuard:
     """Turns errors into statuses and counts RPCs, for the methods of one service.
 
@@ -177,10 +187,8 @@ class RpcGuard:
             self._count_active(1)
             try:
                 return await inner(request, context)
-            except (asyncio.CancelledError, grpc.aio.InternalError) as error:
-                remaining_s = context.time_remaining()
-                expired = remaining_s is not None and remaining_s <= 0
-                code = grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
+            except (asyncio.CancelledError, grpc.aio.AbortError, grpc.aio.InternalError) as error:
+                code = _ended_with(context)
                 if isinstance(error, grpc.aio.InternalError):  # so a write fails if the caller went in the middle of it
                     raise asyncio.CancelledError from error
                 raise

@@ -6,6 +6,7 @@ What each module owns:
     connection.py  one connection: its calls, its frames out, its end
     intake.py      one connection's frames in, and what they may not be
     calls.py       one call: handler, deadline, status, and what the handler sees of it
+    context.py     the part of that which does not depend on the connection
     outgoing.py    what is to be sent, as windows allow it (pure)
     incoming.py    a call's messages as they arrive (pure)
     headers.py     header blocks: HPACK in and out, gRPC's names and values (pure)

@@ -4,11 +4,12 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any, Protocol
 
 import grpc
 
+from encserve_server.http2.context import PlainContext
 from encserve_server.http2.frames import END_STREAM, ErrorCode, header_frames
 from encserve_server.http2.headers import NO_TABLE, RESPONSE_HEAD, Metadata, RequestHead, write_metadata, write_status
 from encserve_server.http2.incoming import ENCODINGS, Incoming, MessageFault
@@ -42,13 +43,14 @@ class Link(Protocol):
         """The call is over; a code resets the stream."""
 
 
-class Call(grpc.aio.ServicerContext[Any, Any]):
+class Call(PlainContext):
     """A call, which is also what its handler knows as its context."""
 
     def __init__(
         self, link: Link, stream: int, head: RequestHead, handler: "grpc.RpcMethodHandler[Any, Any] | None", limit: int
     ) -> None:
         """Takes its connection, what it began with, its handler if there is one, and the most bytes of a message."""
+        super().__init__()
         self.stream = stream
         self._link = link
         self._head = head
@@ -58,16 +60,13 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         self._timer: asyncio.TimerHandle | None = None
         self._deadline = math.inf
         self._reading: asyncio.Future[None] | None = None
+        self._writing: set[asyncio.Future[None]] = set()
         self._head_queued = False
         self._head_left = False
         self._stopped = False  # the handler was cancelled
         self._over = False  # nothing more can be sent
         self._flushing = False  # what was to be sent is still on its way
         self._closed = False  # nothing more happens at all
-        self._code = grpc.StatusCode.OK
-        self._details = ""
-        self._trailers: Metadata = ()
-        self._trailer_block = b""
         self._done_callbacks: list[Callable[[Any], None]] = []
 
     # ── From the connection ──────────────────────────────────────────────────────────────────────────────────────────
@@ -108,8 +107,8 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         if more := incoming.credit():
             self._link.credit(self.stream, more)
         if self._handler.request_streaming:
-            if self._reading is not None and (incoming.messages or incoming.ended) and not self._reading.done():
-                self._reading.set_result(None)
+            if incoming.messages or incoming.ended:
+                _wake(self._reading)
         elif ended and len(incoming.messages) != 1:
             self._finish(
                 grpc.StatusCode.UNIMPLEMENTED, f"the method takes one message; there were {len(incoming.messages)}"
@@ -124,7 +123,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         if not self._over:
             self._code = grpc.StatusCode.CANCELLED
         self._over, self._flushing = True, False
-        self._link.discard(self.stream)
+        self._drop_unsent()
         if self._task is not None:
             self._stop(self._task)  # it closes the call when it has ended
         else:
@@ -159,7 +158,7 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
             data = incoming.take()
         except MessageFault as fault:
             await self.abort(fault.code, str(fault))
-        if more := incoming.credit():
+        if not self._over and (more := incoming.credit()):
             self._link.credit(self.stream, more)
         deserialize = self._handler.request_deserializer
         if deserialize is None:
@@ -174,8 +173,12 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         """Sends a message, and waits until it is on its way."""
         self._check_open()
         sent = self._link.loop.create_future()
-        self._send_message(message, lambda: None if sent.done() else sent.set_result(None))
-        await sent
+        self._writing.add(sent)
+        try:
+            self._send_message(message, lambda: _wake(sent))
+            await sent
+        finally:
+            self._writing.discard(sent)
 
     async def send_initial_metadata(self, initial_metadata: Any) -> None:
         """Sends what comes before the first message."""
@@ -201,57 +204,9 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
         """The caller's own fields."""
         return self._head.metadata
 
-    def set_trailing_metadata(self, trailing_metadata: Any) -> None:
-        """What goes with the status.
-
-        Raises:
-            ValueError: It cannot be sent.
-        """
-        trailers = tuple(trailing_metadata)
-        self._trailer_block = write_metadata(trailers)  # now, while somebody can still do something about it
-        self._trailers = trailers
-
-    def trailing_metadata(self) -> Metadata:  # type: ignore[override]
-        """What will go with the status."""
-        return self._trailers
-
-    def set_code(self, code: grpc.StatusCode) -> None:
-        """The status if the handler returns."""
-        self._code = code
-
-    def code(self) -> grpc.StatusCode:
-        """The status."""
-        return self._code
-
-    def set_details(self, details: str) -> None:
-        """The status' text."""
-        self._details = details
-
-    def details(self) -> str:
-        """The status' text."""
-        return self._details
-
-    def set_compression(self, compression: grpc.Compression) -> None:
-        """Nothing that is sent is compressed."""
-
-    def disable_next_message_compression(self) -> None:
-        """Nothing that is sent is compressed."""
-
     def peer(self) -> str:
         """The caller's address, as gRPC writes it."""
         return self._link.peer
-
-    def peer_identities(self) -> Iterable[bytes] | None:
-        """None: connections are not authenticated."""
-        return None
-
-    def peer_identity_key(self) -> str | None:
-        """None: connections are not authenticated."""
-        return None
-
-    def auth_context(self) -> dict[str, Iterable[bytes]]:
-        """Nothing: connections are not authenticated."""
-        return {}
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """To be called with this context when the call is over."""
@@ -359,9 +314,16 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
 
     def _cut(self, code: grpc.StatusCode, text: str) -> None:
         """Ends the call at once, without what is still to be sent."""
-        self._link.discard(self.stream)
+        self._drop_unsent()
         self._head_queued = self._head_left
         self._finish(code, text)
+
+    def _drop_unsent(self) -> None:
+        """Nothing of what is to be sent will be; tasks of the handler that wait for it do so no longer."""
+        self._link.discard(self.stream)
+        for waiting in (self._reading, *self._writing):
+            if waiting is not None:
+                waiting.cancel()
 
     def _finish(self, code: grpc.StatusCode, text: str) -> None:
         """Sends the status; what is to be sent before it still is."""
@@ -393,3 +355,9 @@ class Call(grpc.aio.ServicerContext[Any, Any]):
                 callback(self)
             except Exception:  # the connection goes on, whatever it is
                 logger.exception("unexpected error in a callback of a call")
+
+
+def _wake(waiting: "asyncio.Future[None] | None") -> None:
+    """Ends a wait, if anybody still waits."""
+    if waiting is not None and not waiting.done():
+        waiting.set_result(None)

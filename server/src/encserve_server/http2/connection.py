@@ -1,9 +1,14 @@
-"""One connection: its frames in, what they may not do, and its end."""
+"""One connection: its calls, its frames out, its end."""
 
 import asyncio
+import contextlib
+import fcntl
 import logging
+import math
 import random
 import socket
+import sys
+import termios
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -23,6 +28,8 @@ logger = logging.getLogger(__name__)
 # What may wait in the transport before data is held back, and before the other end is taken for one that never reads.
 _HIGH_WATER_BYTES = 1024 * 1024
 _UNREAD_BYTES = 16 * 1024 * 1024
+# After so many times the first others have their turn.
+_FLUSH_TURNS = 4
 # After so much at once the others have their turn: uvloop reads up to 8 MB of one connection in a row.
 _TURN_BYTES = 64 * 1024
 _HANDSHAKE_SECONDS = 20.0
@@ -60,6 +67,7 @@ class Shared:
         open: Those that are open.
         closed: Called when one has ended.
         stopping: Whether new ones should go elsewhere at once.
+        stopped: Whether nothing is taken any more.
     """
 
     lookup: Lookup
@@ -67,6 +75,7 @@ class Shared:
     closed: Callable[[], None]
     open: "set[Connection]" = field(default_factory=set)
     stopping: bool = False
+    stopped: bool = False
 
 
 class Connection(asyncio.Protocol):
@@ -83,7 +92,8 @@ class Connection(asyncio.Protocol):
         self._intake = Intake(self)
         self._control: list[bytes] = []
         self._paused = False
-        self._flushing = False
+        self._flush_scheduled = False
+        self._ended = False  # nothing more is taken, and nothing more than what is written is sent
         self._leaving = False  # the client knows that it should begin no calls
         self._last_taken: int | None = None  # the last stream that is still answered, once that is settled
         self._timers: list[asyncio.TimerHandle] = []
@@ -97,6 +107,9 @@ class Connection(asyncio.Protocol):
         self.peer = _peer(transport.get_extra_info("peername"))
         self._transport.set_write_buffer_limits(high=_HIGH_WATER_BYTES)
         self._shared.open.add(self)
+        if self._shared.stopped:
+            self._transport.abort()
+            return
         limits = self._shared.limits
         self._control.append(
             frames.settings_frame(
@@ -118,7 +131,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Takes what has come."""
-        if self._transport.is_closing():
+        if self._over:
             return
         try:
             self._intake.feed(data)
@@ -129,7 +142,7 @@ class Connection(asyncio.Protocol):
             self._fail(ConnectionFault(ErrorCode.INTERNAL_ERROR, "internal error"))
         else:
             self._flush()
-            if len(data) >= _TURN_BYTES and not self._transport.is_closing():
+            if len(data) >= _TURN_BYTES and not self._over:
                 self._transport.pause_reading()
                 self.loop.call_soon(self._read_on)
 
@@ -139,6 +152,7 @@ class Connection(asyncio.Protocol):
 
     def eof_received(self) -> bool:
         """The client sends nothing more, and as with gRPC's own server its calls end."""
+        self._abort_if_unread(math.inf)
         return False
 
     def pause_writing(self) -> None:
@@ -169,7 +183,7 @@ class Connection(asyncio.Protocol):
         Two GOAWAYs, as RFC 9113, section 6.8 has it: the last call's number is only known when the client has read the
         first one.
         """
-        if self._leaving or self._transport.is_closing():
+        if self._leaving or self._over:
             return
         self._leaving = True
         self._control.append(frames.goaway(frames.LARGEST_WINDOW, ErrorCode.NO_ERROR))
@@ -184,6 +198,7 @@ class Connection(asyncio.Protocol):
         self._say_goodbye(ErrorCode.NO_ERROR)
         self._flush()
         self._hang_up()
+        self._timers.append(self.loop.call_later(_CLOSE_SECONDS, self._transport.abort))  # read or not
 
     # ── For calls: calls.Link ────────────────────────────────────────────────────────────────────────────────────────
 
@@ -242,15 +257,17 @@ class Connection(asyncio.Protocol):
 
     def _flush_soon(self) -> None:
         """Writes once for all that is sent meanwhile."""
-        if not self._flushing:
-            self._flushing = True
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
             self.loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         """Writes what can be written now."""
-        self._flushing = False
+        self._flush_scheduled = False
         transport = self._transport
-        while not transport.is_closing():
+        for _ in range(_FLUSH_TURNS):
+            if self._over:
+                break
             # What a call's end adds to these while it is taken comes after its last frame.
             ready: list[bytes | memoryview] = [*self._control]
             self._control.clear()
@@ -259,7 +276,9 @@ class Connection(asyncio.Protocol):
             if not ready:
                 break
             transport.writelines(ready)
-        if self._paused and not transport.is_closing() and transport.get_write_buffer_size() > _UNREAD_BYTES:
+        else:
+            self._flush_soon()  # a client that reads as fast as we write would keep everybody else waiting
+        if self._paused and not self._over and transport.get_write_buffer_size() > _UNREAD_BYTES:
             logger.warning("a client asks and never reads", extra={"peer": self.peer})
             transport.abort()
 
@@ -293,25 +312,56 @@ class Connection(asyncio.Protocol):
         if self._last_taken is not None and not self.calls:
             self._hang_up()
 
+    @property
+    def _over(self) -> bool:
+        return self._ended or self._transport.is_closing()
+
     def _hang_up(self) -> None:
-        """Closes the connection once everything is written, and in any case soon."""
-        if not self._transport.is_closing():
-            self._transport.close()
-            self._timers.append(self.loop.call_later(_CLOSE_SECONDS, self._transport.abort))
+        """Ends our half once everything is written; the connection ends when the client has read that, or soon.
+
+        Closed at once, the system would answer whatever the client still sends, such as credit for what it reads, by
+        throwing away what it has not read yet.
+        """
+        if not self._over:
+            self._ended = True
+            with contextlib.suppress(OSError):  # the client has gone
+                self._transport.write_eof()
+            self._abort_if_unread(math.inf)
+
+    def _abort_if_unread(self, before: float) -> None:
+        """Gives up on a client that has read nothing of what is left since it was last looked."""
+        connected = self._transport.get_extra_info("socket")
+        unread = self._transport.get_write_buffer_size() + _unread_bytes(connected)
+        if unread < before:  # at first in any case
+            self._timers.append(self.loop.call_later(_CLOSE_SECONDS, self._abort_if_unread, unread))
+        else:
+            self._transport.abort()
+
+
+def _unread_bytes(connected: Any) -> int:
+    """What the system holds that the other end has not acknowledged."""
+    try:
+        return int.from_bytes(fcntl.ioctl(connected.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+    except (OSError, ValueError):
+        return 0
 
 
 def _keep_alive(connected: Any) -> None:
     """Has the system notice clients that vanish, within two minutes."""
     if connected is not None and connected.family in (socket.AF_INET, socket.AF_INET6):
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in (("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)):
+        # The first three for those of whom nothing is awaited, in seconds; the last one for what is not acknowledged.
+        for name, value in (
+            *(("TCP_KEEPIDLE", 60), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 4)),
+            ("TCP_USER_TIMEOUT", 120_000),
+        ):
             if hasattr(socket, name):  # macOS lacks the first
                 connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def _peer(address: Any) -> str:
-    """An address as gRPC writes it."""
-    if not isinstance(address, tuple):
-        return f"unix:{address}"
+    """An address much as gRPC writes it."""
+    if not isinstance(address, tuple):  # it has gone already
+        return "unknown"
     host, port = address[:2]
     return f"ipv6:[{host}]:{port}" if ":" in host else f"ipv4:{host}:{port}"

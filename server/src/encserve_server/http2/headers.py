@@ -106,7 +106,7 @@ class HeaderReader:
             head = read_head(self.read(block))
             if self._table.changed or len(self._known) >= _MOST_KNOWN_BLOCKS:
                 self._known.clear()
-            if not self._table.changed and len(block) <= _MOST_KNOWN_BYTES:
+            if not self._table.changed and head.problem is None and len(block) <= _MOST_KNOWN_BYTES:
                 self._known[block] = head
         return head
 

@@ -14,6 +14,8 @@ ENCODINGS = {"identity", *_WINDOW_BITS}
 # How far a caller may be ahead within one call, and after how much of it it is told that it may send more.
 WINDOW_BYTES = 1024 * 1024
 _CREDIT_BYTES = WINDOW_BYTES // 4
+# Each takes more than its bytes; a window of empty ones would take fourteen times as much.
+_MOST_MESSAGES = 32_768
 
 
 class MessageFault(Exception):
@@ -74,8 +76,13 @@ class Incoming:
             end = at + _PREFIX_BYTES + size
             if end > len(buffer):
                 break
-            self.messages.append((buffer[at], bytes(buffer[at + _PREFIX_BYTES : end])))
+            with memoryview(buffer) as view:
+                self.messages.append((buffer[at], bytes(view[at + _PREFIX_BYTES : end])))
             at = end
+            if len(self.messages) > _MOST_MESSAGES:
+                raise MessageFault(
+                    grpc.StatusCode.RESOURCE_EXHAUSTED, f"more than {_MOST_MESSAGES} messages wait to be looked at"
+                )
         if at:
             del buffer[:at]
 

@@ -47,23 +47,26 @@ class Http2Server(grpc.aio.Server):
         host, _, port_text = address.rpartition(":")
         port = int(port_text)
         missing: OSError | None = None
+        listening: list[socket.socket] = []
         try:
             found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
             for family, where in dict.fromkeys((it[0], it[4]) for it in found):
                 try:
-                    bound = _listen(family, (where[0], port, *where[2:]))
+                    listening.append(_listen(family, (where[0], port, *where[2:])))
                 except OSError as error:
                     if error.errno not in _NOT_HERE:
                         raise
                     missing = error
-                    continue
-                self._sockets.append(bound)
-                port = bound.getsockname()[1]
-            if not self._sockets and missing is not None:
+                else:
+                    port = listening[-1].getsockname()[1]
+            if missing is not None and not listening:
                 raise missing
         except OSError as error:
+            for bound in listening:
+                bound.close()
             reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
             raise RuntimeError(f"{address}: {reason}") from error
+        self._sockets += listening
         return port
 
     def add_secure_port(self, address: str, server_credentials: Any) -> int:
@@ -95,6 +98,7 @@ class Http2Server(grpc.aio.Server):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace or 0):
                 await self._all_closed()
+        self._shared.stopped = True
         for connection in list(self._shared.open):
             connection.cancel_calls()
         await self._all_closed()
