@@ -142,7 +142,7 @@ class EncoderService:
 
     async def _send(self, model: ServedModel, call: InspectCall, reply: InspectReply, context: Context) -> None:
         """Sends an inspection's answer, each chunk when the one before has left."""
-        # By itself, since gRPC cannot answer with an error while it is under way with the first message.
+        # By itself, since grpcio cannot answer with an error while it is under way with the first message.
         await _soon(context.send_initial_metadata(()))
         await _soon(context.write(codec.encode_inspect_header(model, call, reply).SerializeToString()))
         chunks = codec.encode_chunks(reply.inspection.tensors, call.data_type)
@@ -203,7 +203,7 @@ class EncoderService:
             if span is not None:
                 span.stage("encode", began, ended)
             limit = model.limits.max_response_bytes
-            if len(data) > limit:  # the estimate was wrong; gRPC would answer with an error of its own
+            if len(data) > limit:  # the estimate was wrong; callers' own limits would fail the call without a reason
                 raise ResponseTooLarge("inputs", f"the reply takes {len(data)} bytes, over the limit of {limit}")
             model.metrics.response_bytes.observe(len(data))
             return data

@@ -129,9 +129,9 @@ Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[Any]]
 
 
 async def _abort(context: "grpc.aio.ServicerContext[Any, Any]", failure: Failure) -> None:
-    """Ends a call with an error; the handler is to return at once, and gRPC then raises what `abort` raised again.
+    """Ends a call with an error; the handler is to return at once, and grpcio then raises what `abort` raised again.
 
-    Only `abort` sends a status without a message before it, which gRPC's and Envoy's own retries depend on. But gRPC
+    Only `abort` sends a status without a message before it, which gRPC's and Envoy's own retries depend on. But grpcio
     keeps its exception beside the call: with a traceback, the call and the frames that handled it would be a cycle,
     which only the collector can free, for every call that is refused.
     """
