@@ -78,12 +78,15 @@ def slow_client(port: int, size: int) -> int:
         while chunk := connected.recv(65536):
             count += len(chunk)
             connected.sendall(frames.window_update(0, 1))
-            time.sleep(0.001)
+            time.sleep(0.005)
     return count
 
 
-async def test_a_reply_that_is_being_read_is_not_cut_off_by_a_stop(bench: Bench) -> None:
+async def test_a_reply_that_is_being_read_is_not_cut_off_by_a_stop(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It has left for the system, which throws it away if we close a connection on which the client still speaks."""
+    monkeypatch.setattr(connection, "_GOAWAY_SECONDS", 0.05)
     reading = asyncio.ensure_future(asyncio.to_thread(slow_client, bench.port, 16 * MIB))
     await bench.until(lambda: bool(bench.service.contexts))
     async with asyncio.timeout(PATIENCE_SECONDS):
