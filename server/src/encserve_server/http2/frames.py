@@ -43,11 +43,11 @@ class ErrorCode(IntEnum):
     ENHANCE_YOUR_CALM = 11
 
 
-class ConnectionFault(Exception):
-    """The other end broke the protocol, and nothing it sends can be trusted any more.
+class Fault(Exception):
+    """The other end broke the protocol.
 
     Attributes:
-        code: What GOAWAY says.
+        code: What it is told.
     """
 
     def __init__(self, code: ErrorCode, text: str) -> None:
@@ -56,17 +56,12 @@ class ConnectionFault(Exception):
         super().__init__(text)
 
 
-class StreamFault(Exception):
-    """The other end broke the protocol within one stream; the others go on.
+class ConnectionFault(Fault):
+    """Nothing that it sends can be trusted any more: the connection ends with GOAWAY."""
 
-    Attributes:
-        code: What RST_STREAM says.
-    """
 
-    def __init__(self, code: ErrorCode, text: str) -> None:
-        """Takes the code and what was wrong, with the numbers."""
-        self.code = code
-        super().__init__(text)
+class StreamFault(Fault):
+    """Within one stream, which ends with RST_STREAM; the others go on."""
 
 
 class Frame(NamedTuple):
