@@ -140,8 +140,8 @@ class App:
     async def _drain(self, server: grpc.aio.Server) -> None:
         """Refuses new calls, lets those in flight finish, and stops gRPC.
 
-        grpcio's own stop answers calls that it has read but not begun with CANCELLED, which nobody retries. So new calls
-        are first refused by us, with UNAVAILABLE, for long enough that callers have gone elsewhere.
+        grpcio's own stop answers calls that it has read but not begun with CANCELLED, which nobody retries. So new
+        calls are first refused by us, with UNAVAILABLE, for long enough that callers have gone elsewhere.
         """
         self._service.drain()
         grace_ends = self._clock.now() + self.settings.grace_seconds
