@@ -205,6 +205,20 @@ async def test_an_expired_call_is_counted_as_expired_however_early_its_timer_is(
     await counted(server, "DeadlineExceeded")
 
 
+@pytest.mark.parametrize(("remaining_seconds", "code"), [(0.4, "DeadlineExceeded"), (0.5, "Canceled")])
+async def test_a_caller_that_goes_at_its_deadline_is_counted_as_expired(
+    server: FakeServer, raw: RawClient, monkeypatch: pytest.MonkeyPatch, remaining_seconds: float, code: str
+) -> None:
+    """By its own clock, which is a little ahead: 2 % of 20 s and 10 ms are taken for that."""
+    monkeypatch.setattr("encserve_server.http2.calls.Call.time_remaining", lambda _: remaining_seconds)
+    raw.send(raw.head(1, STREAM, ("grpc-timeout", "20S")))
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        while not server.sample("grpc_server_started_total", **LABELS):
+            await asyncio.sleep(0.001)
+    raw.send(frames.reset(1, frames.ErrorCode.CANCEL))
+    await counted(server, code)
+
+
 async def test_calls_that_a_stop_ends_are_counted_as_unavailable(start_server: StartServer) -> None:
     fake = await start_server(grace_seconds=0.0)
     client = await RawClient.connect(fake.app.grpc_port)

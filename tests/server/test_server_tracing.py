@@ -222,7 +222,8 @@ async def test_who_waited_in_vain_was_queued(traced: Traced) -> None:
     got = await received(receiver, has(ENCODE))
     assert sorted(span.name for span in got) == [ENCODE, "queue"]
     (span,) = named(got, ENCODE)
-    assert span.attributes["rpc.response.status_code"] == "DEADLINE_EXCEEDED"
+    # Where the request took long to arrive, the caller is gone well before the server's own clock says so.
+    assert span.attributes["rpc.response.status_code"] in {"DEADLINE_EXCEEDED", "CANCELLED"}
     assert named(got, "queue")[0].end_ns - named(got, "queue")[0].start_ns > 100e6
 
 

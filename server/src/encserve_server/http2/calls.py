@@ -19,6 +19,9 @@ logger = logging.getLogger(__name__)
 _PLAIN = b"\0"  # the flag of a message that is not compressed
 _NOT_FOUND = "Method not found!"  # gRPC's own words, here and below
 _NOT_READABLE = "Exception deserializing request!"
+# How much later a deadline is here than for its caller: what it takes to arrive, and grpc-timeout has few digits.
+_SLACK_SECONDS = 0.01
+_SLACK_SHARE = 0.02
 
 
 class Link(Protocol):
@@ -119,9 +122,11 @@ class Call(PlainContext):
             self._finish(grpc.StatusCode.UNIMPLEMENTED, "the method takes one message; there were more")
 
     def cancel(self) -> None:
-        """The caller has gone, or the server must end."""
+        """The caller has gone. One that goes about when its deadline passes says no more than that, and is expired."""
         if not self._over:
-            self._code = grpc.StatusCode.CANCELLED
+            remaining = self.time_remaining()
+            expired = remaining is not None and remaining <= _SLACK_SECONDS + _SLACK_SHARE * self._head.timeout_seconds
+            self._code = grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED
         self._over, self._flushing = True, False
         self._drop_unsent()
         if self._task is not None:
