@@ -30,7 +30,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
-from comparison.machine import cpu_seconds, describe_machine
+from comparison.machine import cpu_seconds, cpu_ticks, describe_machine
 from comparison.rounds import spread
 from curves.front_end import SEQUENCE_TOKENS, fake_engine_server
 from curves.light_load import light_closed_loop, light_open_loop
@@ -91,7 +91,7 @@ def steal_share() -> Callable[[], float]:
     """Begins to watch; tells which share of the CPUs' time the host has taken since."""
 
     def read() -> tuple[int, int]:
-        times = [int(it) for it in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+        times = cpu_ticks()
         return times[7], sum(times)
 
     began = read()

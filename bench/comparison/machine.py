@@ -75,6 +75,11 @@ def cpu_seconds(pids: Iterable[int]) -> float:
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
+def cpu_ticks() -> list[int]:
+    """What all CPUs have done so far, in Linux's ticks: user, nice, system, idle, iowait, irq, softirq, steal."""
+    return [int(it) for it in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+
+
 class OtherWork:
     """Tells which share of the CPUs others have used, from Linux's own books.
 
@@ -97,7 +102,7 @@ class OtherWork:
     def _read(self) -> tuple[int, int, int] | None:
         """Ticks of all CPUs so far: in all, busy, and ours."""
         try:
-            times = [int(it) for it in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+            times = cpu_ticks()
             own = 0
             for pid in self._pids:
                 # The name, in brackets, may hold spaces.

@@ -26,10 +26,8 @@ LIMIT = 8 * MIB
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    it = Bench(Limits(max_message_bytes=LIMIT, max_calls=20))
-    await it.server.start()
-    yield it
-    await it.close()
+    async with Bench(Limits(max_message_bytes=LIMIT, max_calls=20)) as it:
+        yield it
 
 
 def number(code: grpc.StatusCode) -> int:

@@ -26,10 +26,8 @@ LABELS = {"grpc_type": "bidi_stream", "grpc_service": SERVICE_NAME, "grpc_method
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    it = Bench(Limits(max_message_bytes=8 * MIB, max_calls=1000))
-    await it.server.start()
-    yield it
-    await it.close()
+    async with Bench(Limits(max_message_bytes=8 * MIB, max_calls=1000)) as it:
+        yield it
 
 
 @pytest.fixture

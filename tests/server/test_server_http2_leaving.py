@@ -17,17 +17,14 @@ from encserve_server.http2.frames import ErrorCode
 E = ErrorCode
 
 
-async def make_bench(**limits: Any) -> Bench:
-    it = Bench(Limits(max_message_bytes=8 * MIB, max_calls=1000, **limits))
-    await it.server.start()
-    return it
+def make_bench(**limits: Any) -> Bench:
+    return Bench(Limits(max_message_bytes=8 * MIB, max_calls=1000, **limits))
 
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    it = await make_bench()
-    yield it
-    await it.close()
+    async with make_bench() as it:
+        yield it
 
 
 async def last_streams(client: RawClient) -> list[int]:
@@ -69,14 +66,11 @@ async def test_stopping_waits_for_calls(bench: Bench) -> None:
 
 
 async def test_a_connection_s_age() -> None:
-    bench = await make_bench(max_age_seconds=0.05)
-    try:
+    async with make_bench(max_age_seconds=0.05) as bench:
         client = await bench.connect()
         client.call(1, "/t.T/wait", b"early")
         await leaves(bench, client)
         await (await bench.connect()).ping()
-    finally:
-        await bench.close()
 
 
 async def test_stopping_at_once_ends_calls_with_a_status(bench: Bench) -> None:

@@ -19,10 +19,8 @@ ECHO = "/t.T/echo"
 
 @pytest.fixture
 async def bench() -> AsyncIterator[Bench]:
-    it = Bench(Limits(max_message_bytes=8 * MIB, max_calls=100))
-    await it.server.start()
-    yield it
-    await it.close()
+    async with Bench(Limits(max_message_bytes=8 * MIB, max_calls=100)) as it:
+        yield it
 
 
 async def echoes(client: RawClient, stream: int) -> None:

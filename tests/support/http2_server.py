@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import Any
+from typing import Any, Self
 
 import grpc
 from http2_client import PATIENCE_SECONDS, RawClient
@@ -175,6 +175,15 @@ class Bench:
         self.server.add_generic_rpc_handlers((self.service,))
         self.port = self.server.add_insecure_port("127.0.0.1:0")
         self.clients: list[RawClient] = []
+
+    async def __aenter__(self) -> Self:
+        """Starts the server."""
+        await self.server.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Ends clients and server."""
+        await self.close()
 
     async def connect(self, settings: dict[int, int] | None = None, *, greets: bool = True) -> RawClient:
         self.clients.append(await RawClient.connect(self.port, settings, greets=greets))

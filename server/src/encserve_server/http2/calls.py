@@ -292,7 +292,6 @@ class Call(PlainContext):
         """The caller's deadline has passed."""
         self._timer = None
         if self._flushing:  # an answer that nobody has read
-            self._link.discard(self.stream)
             self._close(ErrorCode.CANCEL)
         self.end(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
 
@@ -341,7 +340,6 @@ class Call(PlainContext):
 
     def _sent_all(self) -> None:
         """The status is on its way. A caller that is still sending is told to stop (RFC 9113, section 8.1)."""
-        self._flushing = False
         self._close(ErrorCode.NO_ERROR if self.half_open else None)
 
     def _close(self, code: ErrorCode | None) -> None:

@@ -68,16 +68,15 @@ class Outgoing:
 
     def put(self, stream: int, data: Sequence[bytes], sent: Sent | None = None) -> None:
         """Data to be sent in order; `sent` is called when the last of it is on its way."""
-        queue = self._flows[stream].queue
-        queue.extend(memoryview(piece) for piece in data if piece)
-        if sent is not None:
-            queue.append(sent)
-        self._turns[stream] = None
+        self._put(stream, [memoryview(piece) for piece in data if piece], sent)
 
     def put_frame(self, stream: int, frame: bytes, sent: Sent | None = None) -> None:
         """A whole frame that needs no window, after what is already to be sent."""
+        self._put(stream, [frame], sent)
+
+    def _put(self, stream: int, items: Sequence[memoryview | bytes], sent: Sent | None) -> None:
         queue = self._flows[stream].queue
-        queue.append(frame)
+        queue.extend(items)
         if sent is not None:
             queue.append(sent)
         self._turns[stream] = None
