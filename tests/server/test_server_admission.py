@@ -49,6 +49,24 @@ def test_who_comes_back_when_so_much_has_left_is_taken(
         assert admission.excess(tokens, queued - excess) == 0
 
 
+@given(events=events, limit=st.integers(1, LIMIT))
+def test_what_is_said_of_all_holds_for_each(events: list[int], limit: int) -> None:
+    """Whoever is turned away unseen would have been turned away, for no longer, and the door is as it was."""
+    admission, queued = Admission(limit), 0
+    for event in events:
+        if event < 0:
+            queued = max(queued + event, 0)
+            continue
+        tokens = min(event, limit)
+        for_all = admission.excess_for_all(queued)
+        assert admission.excess_for_all(queued) == for_all <= queued
+        excess = admission.excess(tokens, queued)
+        assert excess >= for_all
+        if for_all and tokens <= limit // 4:
+            assert excess == for_all
+        queued += 0 if excess else tokens
+
+
 @given(tokens=st.integers(1, LIMIT))
 def test_an_empty_queue_takes_whatever_it_can_hold(tokens: int) -> None:
     admission = Admission(LIMIT)

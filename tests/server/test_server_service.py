@@ -324,6 +324,42 @@ async def test_a_full_queue_says_when_to_come_back(start_server: StartServer) ->
     assert server.sample("encserve_refused_total", reason="QUEUE_FULL") == 1
 
 
+async def test_a_queue_that_is_shut_to_all_turns_calls_away_unseen(start_server: StartServer) -> None:
+    """What refusing costs must not depend on what is refused: nothing is decoded, checked or tokenized."""
+    server = await start_server(max_queue_tokens=40)
+    server.engine.hold()
+    running = asyncio.create_task(server.encode([1]))
+    await asyncio.to_thread(server.engine.started.acquire)
+    waiting = asyncio.create_task(server.encode([2] * 31))
+    while server.sample("encserve_queue_tokens", model="tiny", version="2") < 31:
+        await asyncio.sleep(0.01)
+    with pytest.raises(Failed, match="and this request has 10;"):
+        await server.encode([3] * 10)  # from now on nobody is taken
+    for unseen in ("hello", [VOCAB_SIZE], [3]):
+        with pytest.raises(Failed, match="it holds 31 of at most 40 tokens; once full .* at most 30; try") as caught:
+            await server.encode(unseen)
+        assert caught.value.reason == "QUEUE_FULL"
+        assert caught.value.pushback_ms
+    assert server.sample("encserve_stage_seconds_count", model="tiny", version="2", stage="tokenize") == 0
+    server.engine.let_go()
+    await asyncio.gather(running, waiting)
+    assert len((await server.encode("hello")).sequences) == 1
+
+
+async def test_an_engine_that_fails_turns_calls_away_unseen(start_server: StartServer) -> None:
+    server = await start_server()
+    server.engine.broken = True
+    reasons = []
+    for _ in range(5):
+        with pytest.raises(Failed) as caught:
+            await server.encode([1])
+        reasons.append(caught.value.reason)
+    assert reasons[-1] == "ENGINE_UNHEALTHY"
+    with pytest.raises(Failed) as caught:
+        await server.encode([VOCAB_SIZE])
+    assert caught.value.reason == "ENGINE_UNHEALTHY"
+
+
 async def test_a_deadline_that_passes_in_the_queue_costs_no_compute(server: FakeServer) -> None:
     server.engine.hold()
     running = asyncio.create_task(server.encode([1]))

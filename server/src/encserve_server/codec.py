@@ -1,7 +1,7 @@
 """Protobuf to what the server works with, and back."""
 
 from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from google.protobuf.message import DecodeError, Message
@@ -22,6 +22,14 @@ M = TypeVar("M", bound=Message)
 _OUTPUTS = pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
 _DATA = pb.RaggedTensor.DATA_FIELD_NUMBER
 _RESPONSE = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER
+
+# By the numbers that callers send, 0 standing for a default. Looking them up in the descriptors takes longer than all
+# else that is done for a short call.
+_OUTPUT_KINDS = {kind.value: kind for kind in OutputKind}
+_OUTPUT_KIND_NAMES = {kind: pb.OutputKind.Name(kind.value) for kind in OutputKind}
+_DATA_TYPES = {0: DataType.FLOAT32} | {data_type.value: data_type for data_type in DataType}
+_DATA_TYPE_NAMES = {data_type: pb.DataType.Name(data_type.value) for data_type in DataType}
+_TRUNCATES: dict[int, bool] = {pb.TRUNCATION_UNSPECIFIED: False, pb.TRUNCATION_REFUSE: False, pb.TRUNCATION_END: True}
 
 # Small enough that sending one holds nobody up, large enough that there are few.
 _CHUNK_BYTES = 256 * 1024
@@ -82,9 +90,9 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> li
     for output in call.outputs:
         ragged = build_output(rows, special, output, call.data_type)
         tensor = pb.RaggedTensor(
-            kind=pb.OutputKind.Name(output.kind.value),
+            kind=_OUTPUT_KIND_NAMES[output.kind],
             l2_normalized=output.l2_normalize,
-            data_type=pb.DataType.Name(call.data_type.value),
+            data_type=_DATA_TYPE_NAMES[call.data_type],
             width=model.bundle.d_model,
             lengths=ragged.lengths,
         )
@@ -150,7 +158,7 @@ def _decode_input(field: str, it: pb.Input, longest: int) -> SentInput:
         return it.text
     if which == "token_ids":
         ids = it.token_ids.ids
-        return SentIds(np.array(ids[:longest], np.int64), len(ids))
+        return SentIds(np.array(ids if len(ids) <= longest else ids[:longest], np.int64), len(ids))
     if which == "embeddings":
         return _decode_vectors(f"{field}.embeddings", it.embeddings, longest)
     raise InvalidField(field, "must be token_ids, text or embeddings; was none of them")
@@ -188,27 +196,27 @@ def _decode_outputs(specs: Sequence[pb.OutputSpec], bundle: Bundle) -> tuple[Out
             if bundle.pooling is None:
                 raise InvalidField(f"{field}.kind", f"model {bundle.name} does not say how it was trained to pool")
             outputs.append(Output(bundle.pooling.kind, bundle.pooling.l2_normalize or spec.l2_normalize))
-        elif kind in pb.OutputKind.values():
-            outputs.append(Output(OutputKind(kind), spec.l2_normalize))
+        elif kind in _OUTPUT_KINDS:
+            outputs.append(Output(_OUTPUT_KINDS[kind], spec.l2_normalize))
         else:
-            raise _unknown_value(f"{field}.kind", kind, "OutputKind", len(pb.OutputKind.values()))
+            raise _unknown_value(f"{field}.kind", kind, pb.OutputKind)
     return tuple(outputs)
 
 
 def _decode_data_type(field: str, value: int) -> DataType:
-    if value not in pb.DataType.values():
-        raise _unknown_value(field, value, "DataType", len(pb.DataType.values()))
-    return DataType(value or pb.DATA_TYPE_FLOAT32)
+    if value not in _DATA_TYPES:
+        raise _unknown_value(field, value, pb.DataType)
+    return _DATA_TYPES[value]
 
 
 def _decode_truncation(field: str, value: int) -> bool:
-    if value not in pb.Truncation.values():
-        raise _unknown_value(field, value, "Truncation", len(pb.Truncation.values()))
-    return value == pb.TRUNCATION_END
+    if value not in _TRUNCATES:
+        raise _unknown_value(field, value, pb.Truncation)
+    return _TRUNCATES[value]
 
 
-def _unknown_value(field: str, value: int, enum: str, count: int) -> InvalidField:
-    return InvalidField(field, f"must be a value of {enum}, 0 to {count - 1}; was {value}")
+def _unknown_value(field: str, value: int, enum: Any) -> InvalidField:
+    return InvalidField(field, f"must be a value of {enum.DESCRIPTOR.name}, 0 to {max(enum.values())}; was {value}")
 
 
 def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> InspectCall:
@@ -247,7 +255,7 @@ def encode_inspect_header(model: ServedModel, call: InspectCall, reply: InspectR
             kind=pb.InspectKind.Name(tensor.kind.value),
             layers=tensor.layers,
             shape=tensor.shape,
-            data_type=pb.DataType.Name(call.data_type.value),
+            data_type=_DATA_TYPE_NAMES[call.data_type],
         )
     return pb.InspectResponse(header=header)
 

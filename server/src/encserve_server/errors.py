@@ -80,15 +80,18 @@ class QueueFull(EncserveError):
     """
 
     def __init__(
-        self, unit: str, asked: int, queued: int, limit: int, retry_delay_s: float, reopens_at: int | None = None
+        self, unit: str, asked: int | None, queued: int, limit: int, retry_delay_s: float, reopens_at: int | None = None
     ) -> None:
         """Takes what is counted, how much is asked for, queued and allowed, and when to try again.
 
-        `reopens_at` is how much a queue that was full may hold before it takes anything again.
+        `asked` is None where nobody looked. `reopens_at` is how much a queue that was full may hold before it takes
+        anything again.
         """
         self.retry_delay_s = retry_delay_s
-        why = f"it holds {queued} of at most {limit} {unit} and this request has {asked}"
-        if reopens_at is not None and queued + asked <= limit:
+        why = f"it holds {queued} of at most {limit} {unit}"
+        if asked is not None:
+            why += f" and this request has {asked}"
+        if reopens_at is not None and queued + (asked or 0) <= limit:
             why += f"; once full it takes nothing before it holds at most {reopens_at}"
         super().__init__(f"the queue is full: {why}; try again in {retry_delay_s:.2f} s")
 

@@ -123,9 +123,9 @@ class InputChecker:
             raise InvalidField(field, "must hold at least 1 id; was empty")
         self._check_length(field, sent.count, longest)
         ids = sent.ids[: longest.tokens]  # (seq,)
-        outside = (ids < 0) | (ids >= self._bundle.vocab_size)  # (seq,)
-        if outside.any():
-            at = int(np.argmax(outside))
+        # One pass for both bounds: read without their sign, numbers below 0 are the largest.
+        if int(ids.view(np.uint64).max()) >= self._bundle.vocab_size:
+            at = int(np.argmax((ids < 0) | (ids >= self._bundle.vocab_size)))
             raise InvalidField(
                 f"{field}.ids[{at}]",
                 f"must be from 0 to {self._bundle.vocab_size - 1} (the vocabulary of {self._bundle.name}); "

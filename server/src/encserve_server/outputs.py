@@ -38,9 +38,10 @@ def build_output(rows: Sequence[Rows], special: Sequence[Mask | None], output: O
         parts = [_pool(its, output.kind) for its in rows]
     if output.l2_normalize:
         parts = [_normalize(part) for part in parts]
-    with np.errstate(over="ignore"):
-        # `astype` copies nothing where the type is right already.
-        typed = [np.ascontiguousarray(part.astype(data_type.dtype, copy=False)) for part in parts]
+    if data_type is not DataType.FLOAT32:
+        with np.errstate(over="ignore"):
+            parts = [part.astype(data_type.dtype) for part in parts]
+    typed = [np.ascontiguousarray(part, data_type.dtype) for part in parts]  # copies nothing that is right already
     return Ragged([len(part) for part in parts], [part.reshape(-1).view(np.uint8).data for part in typed])
 
 

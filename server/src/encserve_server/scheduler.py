@@ -162,6 +162,17 @@ class Scheduler:
                 return f"a batch has been running for {running_s:.0f} s"
         return ""
 
+    def check_open(self) -> None:
+        """Returns unless every call would be refused now, whatever is in it, so that nobody looks into it for nothing.
+
+        Raises:
+            QueueFull: No room for anybody.
+            EngineUnhealthy: The engine fails for everything.
+        """
+        self._check_ready()
+        if excess := self._admission.excess_for_all(self._pending.tokens):
+            raise self._queue_full(None, excess)
+
     async def encode(self, sequences: Sequence[ModelInput], deadline: float = math.inf) -> list[EncodedSequence]:
         """Runs sequences and returns what the engine made of each, in order.
 
@@ -193,14 +204,12 @@ class Scheduler:
 
     def _admit(self, sequences: Sequence[ModelInput], deadline: float) -> Ticket:
         """Queues all sequences of a call, or refuses it."""
-        if reason := self.not_ready_reason():
-            raise EngineUnhealthy(f"the model is not available: {reason}")
-        tokens, queued, limit = sum(map(len, sequences)), self._pending.tokens, self._limits.max_queue_tokens
+        self._check_ready()
+        tokens, limit = sum(map(len, sequences)), self._limits.max_queue_tokens
         if tokens > limit:
             raise RequestTooLarge("inputs", f"must be at most {limit} tokens in all (max_queue_tokens); was {tokens}")
-        if excess := self._admission.excess(tokens, queued):
-            delay_s = self._throughput.seconds_for(excess)
-            raise QueueFull("tokens", tokens, queued, limit, delay_s, self._admission.reopens_at_tokens)
+        if excess := self._admission.excess(tokens, self._pending.tokens):
+            raise self._queue_full(tokens, excess)
         now = self._clock.now()
         if deadline <= now:
             for _ in sequences:
@@ -210,6 +219,16 @@ class Scheduler:
         self._pending.add(ticket)
         self._lanes.wake()
         return ticket
+
+    def _check_ready(self) -> None:
+        if reason := self.not_ready_reason():
+            raise EngineUnhealthy(f"the model is not available: {reason}")
+
+    def _queue_full(self, tokens: int | None, excess: int) -> QueueFull:
+        """The refusal of a call of so many tokens, or of any, that so many must make room for."""
+        queued, delay_s = self._pending.tokens, self._throughput.seconds_for(excess)
+        limit = self._limits.max_queue_tokens
+        return QueueFull("tokens", tokens, queued, limit, delay_s, self._admission.reopens_at_tokens)
 
     def _tell_queued(self, ticket: Ticket) -> None:
         """Tells a call's span how long it was queued: until its first batch was taken, or it gave up."""

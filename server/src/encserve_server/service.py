@@ -181,6 +181,7 @@ class EncoderService:
     async def _encode(self, request: pb.EncodeRequest, deadline: float, stream_request_id: str | None = None) -> bytes:
         """The bytes of an EncodeResponse, or with a stream's request id of an EncodeStreamResponse around it."""
         model = self._catalog.resolve(request.model, request.model_version, request.expected_fingerprint)
+        model.scheduler.check_open()  # before the inputs are looked at, which would make refusing as dear as tokenizing
         call = codec.decode_call(request, model)
         with model.in_use():
             reply = await model.encode(call, deadline)

@@ -43,12 +43,18 @@ class DataType(Enum):
     @property
     def dtype(self) -> np.dtype[np.floating[Any]]:
         """The type as NumPy has it, little-endian whatever this machine is."""
-        return np.dtype("<f4") if self is DataType.FLOAT32 else np.dtype("<f2")
+        return _DTYPES[self]
 
     @property
     def itemsize(self) -> int:
         """Bytes a number."""
         return self.dtype.itemsize
+
+
+_DTYPES: dict[DataType, np.dtype[np.floating[Any]]] = {
+    DataType.FLOAT32: np.dtype("<f4"),
+    DataType.FLOAT16: np.dtype("<f2"),
+}
 
 
 @dataclass(frozen=True, slots=True)

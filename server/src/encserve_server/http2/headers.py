@@ -5,6 +5,8 @@ fields, written as literals that nobody has to remember, so that no state is kep
 """
 
 import base64
+import binascii
+import functools
 import math
 import re
 import urllib.parse
@@ -200,8 +202,13 @@ def _integer(number: int, bits: int, first: int = 0) -> bytes:
 
 def literal(name: str, value: str) -> bytes:
     """A field that is not to be remembered (section 6.2.2), in plain octets."""
-    parts = (name.encode("latin-1"), value.encode("latin-1"))
-    return b"\0" + b"".join(_integer(len(part), 7) + part for part in parts)
+    return b"\0" + _string(name) + _string(value)
+
+
+def _string(text: str) -> bytes:
+    """A text's octets, with their number before them (section 5.2)."""
+    octets = text.encode("latin-1")
+    return _integer(len(octets), 7) + octets
 
 
 # Every block begins with this: our table has no entries. A client that allows a smaller table than usual wants to be
@@ -227,28 +234,41 @@ def write_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
     """
     fields = []
     for name, value in metadata:
-        if not _NAME.fullmatch(name) or (name.startswith("grpc-") and name not in _ALLOWED_GRPC):
-            raise ValueError(f"metadata must not be named {name!r}")
+        fields.append(_field_name(name))
         if name.endswith("-bin"):
             data = value if isinstance(value, bytes) else value.encode()
-            text = base64.b64encode(data).rstrip(b"=").decode()
+            octets = binascii.b2a_base64(data, newline=False).rstrip(b"=")
+            fields.append(_integer(len(octets), 7) + octets)
         else:
             text = value.decode("latin-1") if isinstance(value, bytes) else value
             if not text.isascii() or not text.isprintable():
                 raise ValueError(f"metadata {name} must be printable ASCII; was {text!r}")
-        fields.append(literal(name, text))
+            fields.append(_string(text))
     return b"".join(fields)
 
 
 _ALLOWED_GRPC = {"grpc-retry-pushback-ms", "grpc-status-details-bin"}
 
 
+@functools.lru_cache(maxsize=64)
+def _field_name(name: str) -> bytes:
+    """How a field of a handler's begins (section 6.2.2); handlers have few."""
+    if not _NAME.fullmatch(name) or (name.startswith("grpc-") and name not in _ALLOWED_GRPC):
+        raise ValueError(f"metadata must not be named {name!r}")
+    return b"\0" + _string(name)
+
+
 def write_status(code: int, text: str) -> bytes:
     """The fields that every call ends with."""
     fields = _STATUS_FIELDS.get(code) or literal("grpc-status", str(code))
     if text:
-        fields += literal("grpc-message", urllib.parse.quote(text, safe=_MESSAGE_SAFE, errors="replace"))
+        if not text.isascii() or not text.isprintable() or "%" in text:
+            text = urllib.parse.quote(text, safe=_MESSAGE_SAFE, errors="replace")
+        fields += _MESSAGE + _string(text)
     return fields
+
+
+_MESSAGE = b"\0" + _string("grpc-message")
 
 
 _STATUS_FIELDS = {code: literal("grpc-status", str(code)) for code in range(17)}
