@@ -24,7 +24,9 @@ _FRAME_HEADER_BYTES = 9
 _LARGEST_WINDOW = 2**31 - 1
 _INITIAL_WINDOW = 65_535  # of every connection and stream, until somebody says otherwise
 _FRAME_BYTES = 16_384  # what every server takes
-_RECEIVE_BYTES = 2**20
+_MOST_FRAME_BYTES = 2**17  # what we take
+_RECEIVE_BYTES = 2 * _MOST_FRAME_BYTES
+_MESSAGE_HEAD_BYTES = 5
 # What HTTP/2's reasons for a reset mean in gRPC, where that is not INTERNAL.
 _RESET = {7: StatusCode.UNAVAILABLE, 8: StatusCode.CANCELLED, 11: StatusCode.RESOURCE_EXHAUSTED}
 _CODES: dict[int, StatusCode] = {code.value[0]: code for code in StatusCode}
@@ -37,12 +39,17 @@ class Answer:
     Attributes:
         stream: Which call, as `send` named it.
         code: Its status.
-        message: The reply; empty where there is none.
+        body: What came with it, as it came.
     """
 
     stream: int
     code: StatusCode
-    message: bytes
+    body: bytearray
+
+    @property
+    def message(self) -> bytes:
+        """The reply; empty where there is none."""
+        return bytes(self.body[_MESSAGE_HEAD_BYTES:])
 
 
 class LightConnection:
@@ -69,10 +76,15 @@ class LightConnection:
         self._stream = -1
         self._window = _INITIAL_WINDOW  # bytes that the server still takes
         self._read = 0  # bytes that it has not been told were read
-        self._buffer = bytearray()
+        self._buffer = memoryview(bytearray(_RECEIVE_BYTES))
+        self._filled = 0  # bytes of it that are the beginning of a frame
         self._bodies: dict[int, bytearray] = {}  # of the calls that are out
         self._ended: list[Answer] = []
-        settings = ((_HEADER_TABLE_SIZE, 0), (_INITIAL_WINDOW_SIZE, _LARGEST_WINDOW), (_MAX_FRAME_SIZE, 2**24 - 1))
+        settings = (
+            (_HEADER_TABLE_SIZE, 0),
+            (_INITIAL_WINDOW_SIZE, _LARGEST_WINDOW),
+            (_MAX_FRAME_SIZE, _MOST_FRAME_BYTES),
+        )
         self._socket.sendall(
             _PREFACE
             + _frame(_SETTINGS, 0, 0, b"".join(struct.pack(">HI", *it) for it in settings))
@@ -115,23 +127,25 @@ class LightConnection:
 
     def _receive(self) -> None:
         """Reads what is there, or waits for something."""
-        chunk = self._socket.recv(_RECEIVE_BYTES)
-        if not chunk:
-            raise ConnectionError("the server has closed the connection")
         buffer = self._buffer
-        buffer += chunk
-        at = 0
-        while len(buffer) - at >= _FRAME_HEADER_BYTES:
+        received = self._socket.recv_into(buffer[self._filled :])
+        if not received:
+            raise ConnectionError("the server has closed the connection")
+        at, filled = 0, self._filled + received
+        while filled - at >= _FRAME_HEADER_BYTES:
             begin = at + _FRAME_HEADER_BYTES
             end = begin + int.from_bytes(buffer[at : at + 3], "big")
-            if end > len(buffer):
+            if end - begin > _MOST_FRAME_BYTES:
+                raise ConnectionError(f"a frame has {end - begin} bytes; at most {_MOST_FRAME_BYTES} are taken")
+            if end > filled:
                 break
             stream = int.from_bytes(buffer[at + 5 : begin], "big")
             self._handle(buffer[at + 3], buffer[at + 4], stream, buffer[begin:end])
             at = end
-        del buffer[:at]
+        self._filled = filled - at
+        buffer[: self._filled] = buffer[at:filled]
 
-    def _handle(self, kind: int, flags: int, stream: int, payload: bytearray) -> None:
+    def _handle(self, kind: int, flags: int, stream: int, payload: memoryview) -> None:
         """One frame."""
         if kind in (_DATA, _HEADERS) and (flags & _PADDED or (kind == _HEADERS and not flags & _END_HEADERS)):
             raise ConnectionError(f"the server pads or splits frames (kind {kind}, flags {flags:#x})")
@@ -152,14 +166,13 @@ class LightConnection:
         elif kind == _WINDOW_UPDATE and stream == 0:
             self._window += int.from_bytes(payload, "big")
         elif kind == _GOAWAY:
-            raise ConnectionError(f"the server ends the connection: {bytes(payload[8:]).decode(errors='replace')}")
+            raise ConnectionError(f"the server ends the connection: {str(payload[8:], errors='replace')}")
 
     def _end(self, stream: int, code: StatusCode) -> None:
-        body = self._bodies.pop(stream)
-        self._ended.append(Answer(stream, code, bytes(body[5:])))
+        self._ended.append(Answer(stream, code, self._bodies.pop(stream)))
 
 
-def _frame(kind: int, flags: int, stream: int, payload: bytes | bytearray = b"") -> bytes:
+def _frame(kind: int, flags: int, stream: int, payload: bytes | memoryview = b"") -> bytes:
     return len(payload).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
 
 
@@ -171,7 +184,7 @@ def _literal(name: str, value: str) -> bytes:
     return b"\0" + b"".join(bytes((len(part),)) + part for part in parts)
 
 
-def _status(block: bytearray) -> StatusCode:
+def _status(block: memoryview) -> StatusCode:
     """The gRPC status in a block of trailers (RFC 7541, section 6), in which no header refers to an earlier block."""
     at = 0
     while at < len(block):
@@ -189,7 +202,7 @@ def _status(block: bytearray) -> StatusCode:
     raise ConnectionError("the server's trailers have no status that can be read")
 
 
-def _integer(block: bytearray, at: int, bits: int) -> tuple[int, int]:
+def _integer(block: memoryview, at: int, bits: int) -> tuple[int, int]:
     """A number that begins in the low bits of an octet (section 5.1), and where it ends."""
     most = (1 << bits) - 1
     number, at = block[at] & most, at + 1
@@ -204,7 +217,7 @@ def _integer(block: bytearray, at: int, bits: int) -> tuple[int, int]:
     return number, at
 
 
-def _string(block: bytearray, at: int) -> tuple[bytes, int]:
+def _string(block: memoryview, at: int) -> tuple[bytes, int]:
     """Octets as they are sent, compressed or not (section 5.2), and where they end."""
     length, at = _integer(block, at, 7)
     return bytes(block[at : at + length]), at + length

@@ -64,7 +64,7 @@ class World:
         there = sorted((at, number) for number, at in self.due.items() if at <= self.now)
         for _, number in there:
             del self.due[number]
-        return [Answer(number, self.code(number), self.sent[number]) for _, number in there]
+        return [Answer(number, self.code(number), bytearray(5) + self.sent[number]) for _, number in there]
 
     def close(self) -> None:
         self.is_closed = True
