@@ -50,21 +50,20 @@ def test_who_comes_back_when_so_much_has_left_is_taken(
 
 
 @given(events=events, limit=st.integers(1, LIMIT))
-def test_what_is_said_of_all_holds_for_each(events: list[int], limit: int) -> None:
-    """Whoever is turned away unseen would have been turned away, for no longer, and the door is as it was."""
+def test_shut_to_all_is_shut_to_each(events: list[int], limit: int) -> None:
+    """Just while a door that has turned somebody away would turn away the shortest call too; asking changes nothing."""
     admission, queued = Admission(limit), 0
     for event in events:
         if event < 0:
             queued = max(queued + event, 0)
             continue
-        tokens = min(event, limit)
-        for_all = admission.excess_for_all(queued)
-        assert admission.excess_for_all(queued) == for_all <= queued
-        excess = admission.excess(tokens, queued)
-        assert excess >= for_all
-        if for_all and tokens <= limit // 4:
-            assert excess == for_all
-        queued += 0 if excess else tokens
+        reopens_at = admission.reopens_at_tokens
+        shut_to_all = admission.shut_to_all(queued)
+        assert shut_to_all == (reopens_at is not None and queued > reopens_at)
+        assert admission.reopens_at_tokens == reopens_at
+        excess = admission.excess(min(event, limit), queued)
+        assert excess or not shut_to_all
+        queued += 0 if excess else min(event, limit)
 
 
 @given(tokens=st.integers(1, LIMIT))

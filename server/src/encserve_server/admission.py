@@ -25,9 +25,9 @@ class Admission:
         """How many tokens may wait, at most, when the door opens again; None while it is open."""
         return self.limit_tokens - self._free_tokens if self._shut else None
 
-    def excess_for_all(self, queued_tokens: int) -> int:
-        """How many tokens must leave the queue before anybody at all is taken; 0 if it depends on the call."""
-        return max(queued_tokens + self._free_tokens - self.limit_tokens, 0) if self._shut else 0
+    def shut_to_all(self, queued_tokens: int) -> bool:
+        """Whether nobody is taken now, however little a call would add."""
+        return self._shut and queued_tokens + self._free_tokens > self.limit_tokens
 
     def excess(self, tokens: int, queued_tokens: int) -> int:
         """Decides about a call; to be asked once for each.

@@ -49,17 +49,14 @@ def parse(message_type: type[M], data: bytes) -> M:
 
 
 def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
-    """Decodes a request, filling in every default.
+    """Decodes a request whose inputs are not too many (`ServedModel.check_count`), filling in every default.
 
-    What can be refused by a count is refused before anything is copied: a request of a few MiB may hold a million
-    inputs or ids.
+    Of each input no more is copied than the model can take: a request of a few MiB may hold a million ids.
 
     Raises:
-        TooManyInputs: More inputs than one request may hold.
-        InvalidField: There is no input, an enum has a value that this server does not know, an output is asked for
-            twice, an input is empty or malformed, or the model's own pooling is wanted but not known.
+        InvalidField: An enum has a value that this server does not know, an output is asked for twice, an input is
+            empty or malformed, or the model's own pooling is wanted but not known.
     """
-    model.check_count(len(request.inputs))
     options, bundle = request.options, model.bundle
     return EncodeCall(
         inputs=[_decode_input(f"inputs[{i}]", it, bundle.max_sequence_tokens) for i, it in enumerate(request.inputs)],
@@ -69,6 +66,13 @@ def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
         exclude_special_tokens=options.exclude_special_tokens,
         include_token_strings=options.include_token_strings,
     )
+
+
+def count_tokens(request: pb.EncodeRequest, longest: int) -> int | None:
+    """How many tokens a request has if each input has at most `longest`; None where that takes more than counting."""
+    if not all(it.HasField("token_ids") for it in request.inputs):
+        return None
+    return sum(min(len(it.token_ids.ids), longest) for it in request.inputs)
 
 
 def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> list[Part]:

@@ -202,7 +202,7 @@ class ServedModel:
                 if span is not None:
                     span.stage("tokenize", began, began + tokenize_seconds)
         if span is not None:
-            span.about(self.bundle.name, self.bundle.version, [len(it.input) for it in sequences])
+            span.counted(sum(len(it.input) for it in sequences))
         estimated_bytes = self._check_reply_size(call, sequences)
         encoded = await self.scheduler.encode([sequence.input for sequence in sequences], deadline)
         return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
@@ -229,7 +229,7 @@ class ServedModel:
         tokenize_seconds = self._clock.now() - began
         span = spans.current()
         if span is not None:
-            span.about(self.bundle.name, self.bundle.version, [len(sequence.input)])
+            span.counted(len(sequence.input))
             if isinstance(call.input, str):
                 span.stage("tokenize", began, began + tokenize_seconds)
         came_at = self._clock.now()

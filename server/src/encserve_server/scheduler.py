@@ -162,16 +162,21 @@ class Scheduler:
                 return f"a batch has been running for {running_s:.0f} s"
         return ""
 
-    def check_open(self) -> None:
+    def check_open(self, count_tokens: Callable[[], int | None]) -> None:
         """Returns unless every call would be refused now, whatever is in it, so that nobody looks into it for nothing.
+
+        Args:
+            count_tokens: Tells how many tokens the call has, None if that takes more than counting; for the answer.
 
         Raises:
             QueueFull: No room for anybody.
+            RequestTooLarge: More tokens than the whole queue may hold.
             EngineUnhealthy: The engine fails for everything.
         """
         self._check_ready()
-        if excess := self._admission.excess_for_all(self._pending.tokens):
-            raise self._queue_full(None, excess)
+        queued = self._pending.tokens
+        if self._admission.shut_to_all(queued):
+            self._check_room(count_tokens(), queued)
 
     async def encode(self, sequences: Sequence[ModelInput], deadline: float = math.inf) -> list[EncodedSequence]:
         """Runs sequences and returns what the engine made of each, in order.
@@ -205,11 +210,7 @@ class Scheduler:
     def _admit(self, sequences: Sequence[ModelInput], deadline: float) -> Ticket:
         """Queues all sequences of a call, or refuses it."""
         self._check_ready()
-        tokens, limit = sum(map(len, sequences)), self._limits.max_queue_tokens
-        if tokens > limit:
-            raise RequestTooLarge("inputs", f"must be at most {limit} tokens in all (max_queue_tokens); was {tokens}")
-        if excess := self._admission.excess(tokens, self._pending.tokens):
-            raise self._queue_full(tokens, excess)
+        self._check_room(sum(map(len, sequences)), self._pending.tokens)
         now = self._clock.now()
         if deadline <= now:
             for _ in sequences:
@@ -224,11 +225,14 @@ class Scheduler:
         if reason := self.not_ready_reason():
             raise EngineUnhealthy(f"the model is not available: {reason}")
 
-    def _queue_full(self, tokens: int | None, excess: int) -> QueueFull:
-        """The refusal of a call of so many tokens, or of any, that so many must make room for."""
-        queued, delay_s = self._pending.tokens, self._throughput.seconds_for(excess)
+    def _check_room(self, tokens: int | None, queued: int) -> None:
+        """Decides about a call of so many tokens, None for at least one."""
         limit = self._limits.max_queue_tokens
-        return QueueFull("tokens", tokens, queued, limit, delay_s, self._admission.reopens_at_tokens)
+        if tokens is not None and tokens > limit:
+            raise RequestTooLarge("inputs", f"must be at most {limit} tokens in all (max_queue_tokens); was {tokens}")
+        if excess := self._admission.excess(tokens or 1, queued):
+            delay_s = self._throughput.seconds_for(excess)
+            raise QueueFull("tokens", tokens, queued, limit, delay_s, self._admission.reopens_at_tokens)
 
     def _tell_queued(self, ticket: Ticket) -> None:
         """Tells a call's span how long it was queued: until its first batch was taken, or it gave up."""

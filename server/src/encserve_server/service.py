@@ -126,8 +126,9 @@ class EncoderService:
         self._refuse_while_draining()
         request = codec.parse(pb.InspectRequest, data)
         model = self._catalog.resolve(request.model, request.model_version, request.expected_fingerprint)
+        if (span := spans.current()) is not None:
+            span.about(model.bundle.name, model.bundle.version, 1)
         call = codec.decode_inspect_call(request, model)
-        span = spans.current()
         with model.in_use():
             async with model.inspect(call) as reply:
                 began = self._clock.now()
@@ -181,7 +182,11 @@ class EncoderService:
     async def _encode(self, request: pb.EncodeRequest, deadline: float, stream_request_id: str | None = None) -> bytes:
         """The bytes of an EncodeResponse, or with a stream's request id of an EncodeStreamResponse around it."""
         model = self._catalog.resolve(request.model, request.model_version, request.expected_fingerprint)
-        model.scheduler.check_open()  # before the inputs are looked at, which would make refusing as dear as tokenizing
+        if (span := spans.current()) is not None:
+            span.about(model.bundle.name, model.bundle.version, len(request.inputs))
+        model.check_count(len(request.inputs))
+        # Before the inputs are decoded: refusing a call must not take what answering it does.
+        model.scheduler.check_open(lambda: codec.count_tokens(request, model.bundle.max_sequence_tokens))
         call = codec.decode_call(request, model)
         with model.in_use():
             reply = await model.encode(call, deadline)

@@ -57,8 +57,11 @@ class RanBatch:
 class RequestSpan(Protocol):
     """One request that is traced. What is told once it has ended is forgotten."""
 
-    def about(self, model: str, version: str, lengths: Sequence[int]) -> None:
-        """What is asked for: a model, and the tokens of each sequence."""
+    def about(self, model: str, version: str, sequences: int) -> None:
+        """What is asked for: a model, and how many sequences."""
+
+    def counted(self, tokens: int) -> None:
+        """How many tokens these have."""
 
     def stage(self, name: str, began_at: float, ended_at: float) -> None:
         """A part of the work has been done."""

@@ -214,14 +214,17 @@ class _RequestSpan:
         self._requests = 0  # of a stream
         self._ended = False
 
-    def about(self, model: str, version: str, lengths: Sequence[int]) -> None:
+    def about(self, model: str, version: str, sequences: int) -> None:
         """See `spans.RequestSpan`."""
         self._attributes |= {
             "encserve.model": model,
             "encserve.model_version": version,
-            "encserve.sequences": len(lengths),
-            "encserve.tokens": sum(lengths),
+            "encserve.sequences": sequences,
         }
+
+    def counted(self, tokens: int) -> None:
+        """See `spans.RequestSpan`."""
+        self._attributes["encserve.tokens"] = tokens
 
     def stage(self, name: str, began_at: float, ended_at: float) -> None:
         """See `spans.RequestSpan`."""
