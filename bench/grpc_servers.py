@@ -1,6 +1,6 @@
 """What a call costs by whose gRPC server takes it: `--grpc-server encserve` and `grpcio`, asked in turns.
 
-    python bench/grpc_servers.py MODELS [--model NAME] [--rounds 5] [--seconds 5] [--json FILE]
+    python bench/grpc_servers.py MODELS [--model NAME] [--rounds 5] [--seconds 5] [--patience SECONDS] [--json FILE]
 
 Both sides are whole servers, the same in everything else. They are asked by the generator that leaves the machine to
 them (curves/light_load.py):
@@ -12,7 +12,8 @@ them (curves/light_load.py):
                 refused, whether any failed in another way, and how late the generator itself is
 
 Medians over rounds with their quartiles, and the ratio of the two sides, round by round. What the host takes from a
-virtual machine is printed too (steal, in /proc/stat): with more than a few per cent of it times mean little.
+virtual machine is printed too (steal, in /proc/stat): with more than a few per cent of it times mean little. With
+`--patience` a side is then measured again, and the least disturbed try counts.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from rich.table import Table
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 from comparison.machine import cpu_seconds, cpu_ticks, describe_machine
-from comparison.rounds import spread
+from comparison.rounds import Patience, spread
 from curves.front_end import SEQUENCE_TOKENS, fake_engine_server
 from curves.light_load import light_closed_loop, light_open_loop
 from curves.measure import CALLERS, OVERLOAD, Bench
@@ -129,12 +130,13 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
         measured[side] = both
     figures: dict[str, dict[str, list[float]]] = {side: defaultdict(list) for side in SIDES}
 
+    patience = Patience(options.patience, steal_share)
+
     def measure(side: str, number: int) -> dict[str, Any]:
-        stolen = steal_share()
-        found = measured[side](options.seed + number)
+        found, steal = patience.quietest(lambda: measured[side](options.seed + number))
         for name, value in found.items():
             figures[side][name].append(value)
-        return {"side": side, **found, "steal": stolen()}
+        return {"side": side, **found, "steal": steal}
 
     points = bench.interleaved(SIDES, measure)
     return {"machine": describe_machine(), "steal": [it["steal"] for it in points], "sides": figures}
@@ -169,6 +171,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=5.0, help="how long each measurement takes, about")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="how much longer to take, in all, for measuring again what the host disturbed",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
     options = parser.parse_args()
     with ExitStack() as stack:

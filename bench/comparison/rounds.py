@@ -9,8 +9,11 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
+
+T = TypeVar("T")
 
 # Threads that spin after their last run, as OpenMP's do, are asleep after this.
 PAUSE_SECONDS = 0.2
@@ -85,16 +88,23 @@ class Patience:
         self._watch = watch
 
     def run(self, side: Side) -> Measurement:
-        """Runs a side, again while it was disturbed and there is patience left; gives the least disturbed."""
-        tries: list[Measurement] = []
+        """Runs a side, see `quietest`."""
+        measurement, share = self.quietest(side.run)
+        return dataclasses.replace(measurement, others=share)
+
+    def quietest(self, run: Callable[[], T]) -> tuple[T, float | None]:
+        """Runs something, again while it was disturbed and there is patience left.
+
+        Returns:
+            What the least disturbed run gave, and the share of the CPUs that others used meanwhile, None if not known.
+        """
+        tries: list[tuple[T, float | None]] = []
         while True:
             time.sleep(PAUSE_SECONDS)
             began, others = time.monotonic(), self._watch()
-            measurement = side.run()
-            share = others()
-            tries.append(dataclasses.replace(measurement, others=share))
+            tries.append((run(), share := others()))
             if share is None or share <= QUIET_SHARE or len(tries) == TRIES or self._seconds <= 0:
-                return min(tries, key=lambda it: it.others or 0.0)
+                return min(tries, key=lambda it: it[1] or 0.0)
             # What the next try will cost.
             self._seconds -= time.monotonic() - began
 
