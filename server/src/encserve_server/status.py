@@ -117,7 +117,7 @@ def _error_info(reason: str) -> any_pb2.Any:
 
 
 def _packed(message: Any) -> any_pb2.Any:
-    """What `Any.Pack` does, in a third of the time: under overload it is done for most calls."""
+    """What `Any.Pack` does, with fewer steps: under overload it is done for most calls."""
     url = f"type.googleapis.com/{message.DESCRIPTOR.full_name}"
     return any_pb2.Any(type_url=url, value=message.SerializeToString())
 
