@@ -13,6 +13,7 @@ import pytest
 from fake_server import FakeServer, StartServer
 from http2_client import PATIENCE_SECONDS, RawClient, data_frame, message
 from http2_server import MIB, Bench
+from waiting import until
 
 from encserve_server import logs
 from encserve_server.http2 import connection, frames, incoming, server
@@ -156,9 +157,7 @@ async def raw(server: FakeServer) -> AsyncIterator[RawClient]:
 
 async def counted(fake: FakeServer, code: str) -> None:
     """Waits until one call is counted so, and sees that none is left."""
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not handled(fake, code):
-            await asyncio.sleep(0.001)
+    await until(lambda: handled(fake, code))
     assert handled(fake, code) == 1
     assert fake.sample("grpc_server_started_total", **LABELS) == 1
     assert fake.sample("encserve_in_flight_requests") == 0
@@ -183,9 +182,7 @@ async def test_a_bad_message_in_a_stream_is_counted_as_it_is_answered(
 ) -> None:
     """And is no unexpected error: anybody can send one."""
     raw.send(raw.head(1, STREAM, *fields))
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not server.sample("grpc_server_started_total", **LABELS):
-            await asyncio.sleep(0.001)
+    await until(lambda: server.sample("grpc_server_started_total", **LABELS))
     raw.send(data_frame(1, data))
     assert (await raw.answer(1)).trailers["grpc-status"] == str(status.value[0])
     await counted(server, code)
@@ -210,9 +207,7 @@ async def test_a_caller_that_goes_at_its_deadline_is_counted_as_expired(
     """By its own clock, which is a little ahead: 2 % of 20 s and 10 ms are taken for that."""
     monkeypatch.setattr("encserve_server.http2.calls.Call.time_remaining", lambda _: remaining_seconds)
     raw.send(raw.head(1, STREAM, ("grpc-timeout", "20S")))
-    async with asyncio.timeout(PATIENCE_SECONDS):
-        while not server.sample("grpc_server_started_total", **LABELS):
-            await asyncio.sleep(0.001)
+    await until(lambda: server.sample("grpc_server_started_total", **LABELS))
     raw.send(frames.reset(1, frames.ErrorCode.CANCEL))
     await counted(server, code)
 

@@ -306,53 +306,39 @@ async def test_more_tokens_than_the_queue(start_server: StartServer) -> None:
 
 async def test_a_full_queue_says_when_to_come_back(start_server: StartServer) -> None:
     server = await start_server(max_queue_tokens=40)
-    server.engine.hold()
-    running = asyncio.create_task(server.encode([1]))
-    await asyncio.to_thread(server.engine.started.acquire)
-    waiting = asyncio.create_task(server.encode([2] * 30))
-    while server.sample("encserve_queue_tokens", model="tiny", version="2") < 30:
-        await asyncio.sleep(0.01)
-    with pytest.raises(Failed, match="the queue is full: it holds 30 of at most 40 tokens") as caught:
-        await server.encode([3] * 11)
-    failed = caught.value
-    assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
-    delay_s = failed.details["google.rpc.RetryInfo"].retry_delay.ToTimedelta().total_seconds()
-    assert 0 < delay_s <= 5
-    assert int(failed.pushback_ms or 0) == round(delay_s * 1000)
-    server.engine.let_go()
-    await asyncio.gather(running, waiting)
+    async with server.queue_of(30):
+        with pytest.raises(Failed, match="the queue is full: it holds 30 of at most 40 tokens") as caught:
+            await server.encode([3] * 11)
+        failed = caught.value
+        assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        delay_s = failed.details["google.rpc.RetryInfo"].retry_delay.ToTimedelta().total_seconds()
+        assert 0 < delay_s <= 5
+        assert int(failed.pushback_ms or 0) == round(delay_s * 1000)
     assert server.sample("encserve_refused_total", reason="QUEUE_FULL") == 1
 
 
 async def test_a_queue_that_is_shut_to_all_turns_calls_away_unseen(start_server: StartServer) -> None:
     """What refusing costs must not depend on what is refused: nothing is decoded, checked or tokenized."""
     server = await start_server(max_queue_tokens=40, max_request_sequences=999)
-    server.engine.hold()
-    running = asyncio.create_task(server.encode([1]))
-    await asyncio.to_thread(server.engine.started.acquire)
-    waiting = asyncio.create_task(server.encode([2] * 31))
-    while server.sample("encserve_queue_tokens", model="tiny", version="2") < 31:
-        await asyncio.sleep(0.01)
-    with pytest.raises(Failed, match="and this request has 10;"):
-        await server.encode([3] * 10)  # from now on nobody is taken
-    for unseen, has in (("hello", ""), ([VOCAB_SIZE], " and this request has 1"), ([], " and this request has 0")):
-        text = f"it holds 31 of at most 40 tokens{has}; once full it takes nothing before it holds at most 30; try"
-        with pytest.raises(Failed, match=text) as caught:
-            await server.encode(unseen)
-        assert caught.value.reason == "QUEUE_FULL"
-        assert caught.value.pushback_ms
-    # What can be told by counting is, since it would be in vain to try it again.
-    for never, reason in (
-        ([], "INVALID_FIELD"),
-        ([[1]] * 1000, "TOO_MANY_INPUTS"),
-        ([[1] * 30] * 2, "REQUEST_TOO_LARGE"),
-    ):
-        with pytest.raises(Failed) as caught:
-            await server.encode(*never)
-        assert (caught.value.code, caught.value.reason) == (INVALID, reason)
-    assert server.sample("encserve_stage_seconds_count", model="tiny", version="2", stage="tokenize") == 0
-    server.engine.let_go()
-    await asyncio.gather(running, waiting)
+    async with server.queue_of(31):
+        with pytest.raises(Failed, match="and this request has 10;"):
+            await server.encode([3] * 10)  # from now on nobody is taken
+        for unseen, has in (("hello", ""), ([VOCAB_SIZE], " and this request has 1"), ([], " and this request has 0")):
+            text = f"it holds 31 of at most 40 tokens{has}; once full it takes nothing before it holds at most 30; try"
+            with pytest.raises(Failed, match=text) as caught:
+                await server.encode(unseen)
+            assert caught.value.reason == "QUEUE_FULL"
+            assert caught.value.pushback_ms
+        # What can be told by counting is, since it would be in vain to try it again.
+        for never, reason in (
+            ([], "INVALID_FIELD"),
+            ([[1]] * 1000, "TOO_MANY_INPUTS"),
+            ([[1] * 30] * 2, "REQUEST_TOO_LARGE"),
+        ):
+            with pytest.raises(Failed) as caught:
+                await server.encode(*never)
+            assert (caught.value.code, caught.value.reason) == (INVALID, reason)
+        assert server.sample("encserve_stage_seconds_count", model="tiny", version="2", stage="tokenize") == 0
     assert len((await server.encode("hello")).sequences) == 1
 
 

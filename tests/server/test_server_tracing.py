@@ -209,22 +209,16 @@ async def test_a_failed_request_says_why(
 
 async def test_who_is_refused_unseen_is_still_told_by_model(receiver: OtlpReceiver, start_server: StartServer) -> None:
     server = await start_server(FakeEngine(D_MODEL), trace_endpoint=receiver.endpoint, max_queue_tokens=40)
-    server.engine.hold()
-    running = asyncio.create_task(server.encode([1]))
-    await asyncio.to_thread(server.engine.started.acquire)
-    waiting = asyncio.create_task(server.encode([2] * 31))
-    await until(lambda: server.sample("encserve_queue_tokens", model="tiny", version="2") == 31)
-    for tokens, parent in ((10, UNSAMPLED), (1, SAMPLED)):  # the first shuts the door, the second finds it shut
-        with pytest.raises(Failed):
-            await server.encode([3] * tokens, metadata=parent)
+    async with server.queue_of(31):
+        for tokens, parent in ((10, UNSAMPLED), (1, SAMPLED)):  # the first shuts the door, the second finds it shut
+            with pytest.raises(Failed):
+                await server.encode([3] * tokens, metadata=parent)
     got = await received(receiver, lambda got: any(it.trace_id == TRACE_ID for it in named(got, ENCODE)))
     (unseen,) = [it for it in named(got, ENCODE) if it.trace_id == TRACE_ID]
     assert unseen.attributes["encserve.reason"] == "QUEUE_FULL"
     assert (unseen.attributes["encserve.model"], unseen.attributes["encserve.model_version"]) == ("tiny", "2")
     assert unseen.attributes["encserve.sequences"] == 1
     assert "encserve.tokens" not in unseen.attributes
-    server.engine.let_go()
-    await asyncio.gather(running, waiting)
 
 
 async def test_who_waited_in_vain_was_queued(traced: Traced) -> None:

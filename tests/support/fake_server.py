@@ -1,6 +1,8 @@
 """A whole server on a free loopback port with a fake engine: everything else is real."""
 
-from collections.abc import Awaitable, Callable
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import grpc
 import numpy as np
 from google.rpc import error_details_pb2, status_pb2
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
@@ -83,6 +86,20 @@ class FakeServer:
         """Encodes texts and lists of ids."""
         request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options)
         return pb.EncodeResponse.FromString(await self.call("Encode", request, **call))
+
+    @contextlib.asynccontextmanager
+    async def queue_of(self, tokens: int) -> AsyncIterator[None]:
+        """Within this block the engine is held by one call, and another of so many tokens waits."""
+        self.engine.hold()
+        running = asyncio.create_task(self.encode([1]))
+        await asyncio.to_thread(self.engine.started.acquire)
+        waiting = asyncio.create_task(self.encode([2] * tokens))
+        try:
+            await until(lambda: self.sample("encserve_queue_tokens", model="tiny", version="2") == tokens)
+            yield
+        finally:
+            self.engine.let_go()
+            await asyncio.gather(running, waiting)
 
     async def inspect(self, request: Any, **options: Any) -> list[pb.InspectResponse]:
         """Sends an inspection, a message or raw bytes; gives all messages of its answer, raises Failed."""

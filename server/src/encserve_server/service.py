@@ -125,10 +125,9 @@ class EncoderService:
         """What happens inside a model: the header, then the numbers in chunks."""
         self._refuse_while_draining()
         request = codec.parse(pb.InspectRequest, data)
-        model = self._catalog.resolve(request.model, request.model_version, request.expected_fingerprint)
-        if (span := spans.current()) is not None:
-            span.about(model.bundle.name, model.bundle.version, 1)
+        model = self._resolve(request, 1)
         call = codec.decode_inspect_call(request, model)
+        span = spans.current()
         with model.in_use():
             async with model.inspect(call) as reply:
                 began = self._clock.now()
@@ -174,6 +173,13 @@ class EncoderService:
     def _info(self, model: ServedModel) -> pb.ModelInfo:
         return codec.encode_model_info(model, is_default=self._catalog.is_default(model))
 
+    def _resolve(self, request: pb.EncodeRequest | pb.InspectRequest, sequences: int) -> ServedModel:
+        """The model that so many sequences are for; tells the request's span of it."""
+        model = self._catalog.resolve(request.model, request.model_version, request.expected_fingerprint)
+        if (span := spans.current()) is not None:
+            span.about(model.bundle.name, model.bundle.version, sequences)
+        return model
+
     def _deadline(self, context: Context) -> float:
         """The caller's deadline on our clock; infinity where there is none."""
         remaining_s = context.time_remaining()
@@ -181,9 +187,7 @@ class EncoderService:
 
     async def _encode(self, request: pb.EncodeRequest, deadline: float, stream_request_id: str | None = None) -> bytes:
         """The bytes of an EncodeResponse, or with a stream's request id of an EncodeStreamResponse around it."""
-        model = self._catalog.resolve(request.model, request.model_version, request.expected_fingerprint)
-        if (span := spans.current()) is not None:
-            span.about(model.bundle.name, model.bundle.version, len(request.inputs))
+        model = self._resolve(request, len(request.inputs))
         model.check_count(len(request.inputs))
         # Before the inputs are decoded: refusing a call must not take what answering it does.
         model.scheduler.check_open(lambda: codec.count_tokens(request, model.bundle.max_sequence_tokens))

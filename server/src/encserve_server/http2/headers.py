@@ -5,7 +5,6 @@ fields, written as literals that nobody has to remember, so that no state is kep
 """
 
 import base64
-import binascii
 import functools
 import math
 import re
@@ -205,9 +204,9 @@ def literal(name: str, value: str) -> bytes:
     return b"\0" + _string(name) + _string(value)
 
 
-def _string(text: str) -> bytes:
+def _string(text: str | bytes) -> bytes:
     """A text's octets, with their number before them (section 5.2)."""
-    octets = text.encode("latin-1")
+    octets = text if isinstance(text, bytes) else text.encode("latin-1")
     return _integer(len(octets), 7) + octets
 
 
@@ -219,11 +218,10 @@ RESPONSE_HEAD = (
     NO_TABLE
     + _integer(8, 7, 0x80)
     + _integer(31, 4)
-    + _integer(len(b"application/grpc"), 7)
-    + b"application/grpc"
+    + _string("application/grpc")
     + literal("grpc-accept-encoding", "identity,deflate,gzip")
 )
-UNSUPPORTED_MEDIA_TYPE = NO_TABLE + _integer(8, 4) + _integer(3, 7) + b"415"  # ":status: 415"
+UNSUPPORTED_MEDIA_TYPE = NO_TABLE + _integer(8, 4) + _string("415")  # ":status: 415"
 
 
 def write_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
@@ -237,8 +235,7 @@ def write_metadata(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
         fields.append(_field_name(name))
         if name.endswith("-bin"):
             data = value if isinstance(value, bytes) else value.encode()
-            octets = binascii.b2a_base64(data, newline=False).rstrip(b"=")
-            fields.append(_integer(len(octets), 7) + octets)
+            fields.append(_string(base64.b64encode(data).rstrip(b"=")))
         else:
             text = value.decode("latin-1") if isinstance(value, bytes) else value
             if not text.isascii() or not text.isprintable():
@@ -264,11 +261,8 @@ def write_status(code: int, text: str) -> bytes:
     if text:
         if not text.isascii() or not text.isprintable() or "%" in text:
             text = urllib.parse.quote(text, safe=_MESSAGE_SAFE, errors="replace")
-        fields += _MESSAGE + _string(text)
+        fields += literal("grpc-message", text)
     return fields
-
-
-_MESSAGE = b"\0" + _string("grpc-message")
 
 
 _STATUS_FIELDS = {code: literal("grpc-status", str(code)) for code in range(17)}
