@@ -105,8 +105,8 @@ def to_failure(error: Exception) -> Failure:
 def _failure(mapping: Mapping, text: str, retry_delay_s: float | None, more: list[Any]) -> Failure:
     details = [_error_info(mapping.reason), *map(_packed, more)]
     if retry_delay_s is not None:
-        delay = duration_pb2.Duration()
-        delay.FromNanoseconds(round(retry_delay_s * 1e9))
+        seconds, nanos = divmod(round(retry_delay_s * 1e9), 10**9)
+        delay = duration_pb2.Duration(seconds=seconds, nanos=nanos)
         details.append(_packed(error_details_pb2.RetryInfo(retry_delay=delay)))
     return Failure(mapping.code, mapping.reason, text, retry_delay_s, details)
 
@@ -117,9 +117,9 @@ def _error_info(reason: str) -> any_pb2.Any:
 
 
 def _packed(message: Any) -> any_pb2.Any:
-    packed = any_pb2.Any()
-    packed.Pack(message)
-    return packed
+    """What `Any.Pack` does. That and `FromNanoseconds` are Python, and take a quarter more of a refusal's CPU time."""
+    url = f"type.googleapis.com/{message.DESCRIPTOR.full_name}"
+    return any_pb2.Any(type_url=url, value=message.SerializeToString())
 
 
 def code_label(code: grpc.StatusCode) -> str:
