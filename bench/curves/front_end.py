@@ -14,8 +14,8 @@ import uvloop
 from comparison.child import serving
 
 from curves.measure import CALLERS, Bench
+from encserve_cli.load import closed_loop, make_calls
 from encserve_client import EncoderClient
-from encserve_client._bench import closed_loop, make_calls
 
 SEQUENCES_PER_CALL = (1, 4, 16, 64)
 SEQUENCE_TOKENS = 20

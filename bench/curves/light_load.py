@@ -11,9 +11,9 @@ from comparison.load import METHOD
 from grpc import StatusCode
 
 from curves.http2 import Answer, LightConnection
-from encserve_client._bench import Call
-from encserve_client._bench._generate import CHECKED_ONE_IN
-from encserve_client._bench._schedule import poisson_times
+from encserve_cli.load import Call
+from encserve_cli.load.generate import CHECKED_ONE_IN
+from encserve_cli.load.schedule import poisson_times
 
 _PATIENCE_SECONDS = 60.0  # for the last answers
 

@@ -11,8 +11,7 @@ from typing import Any
 from real_server import RealServer, real_server
 
 from curves.light_load import LightResult, light_closed_loop, light_open_loop
-from encserve_client import EncoderClient
-from encserve_client._bench import (
+from encserve_cli.load import (
     Call,
     LoadResult,
     closed_loop,
@@ -20,7 +19,8 @@ from encserve_client._bench import (
     real_text_lengths,
     sample_lengths,
 )
-from encserve_client._bench._samples import percentile
+from encserve_cli.load.samples import percentile
+from encserve_client import EncoderClient
 
 CALLERS = 64
 SEQUENCE_TOKENS = (8, 16, 32, 64, 128, 256, 512)

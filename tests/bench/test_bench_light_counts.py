@@ -11,8 +11,8 @@ from curves.http2 import Answer
 from curves.light_load import light_closed_loop, light_open_loop
 from grpc import StatusCode
 
-from encserve_client._bench._generate import CHECKED_ONE_IN
-from encserve_client._bench._schedule import poisson_times
+from encserve_cli.load.generate import CHECKED_ONE_IN
+from encserve_cli.load.schedule import poisson_times
 
 SMALLEST_WAIT = 2.0**-20  # seconds; times are sums of floats, so a wait for a moment may end next to it
 CLOSE = 1e-4

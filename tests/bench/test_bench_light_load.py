@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from real_server import real_server
 from tiny_bundle import write_bundle
 
+from encserve_cli.load import Call, make_calls
+from encserve_cli.load.schedule import poisson_times
 from encserve_client import EncoderClient, ProtocolError
-from encserve_client._bench import Call, make_calls
-from encserve_client._bench._schedule import poisson_times
 
 Handler = Callable[[bytes, Any], bytes]
 

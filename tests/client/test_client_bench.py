@@ -9,16 +9,15 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client.parser import text_string_to_metric_families
 
-from encserve_client._bench import _server_view as view
-from encserve_client._bench._calls import Call, Expected, make_calls, make_text_calls
-from encserve_client._bench._lengths import parse_lengths, read_lengths, real_text_lengths, sample_lengths
-from encserve_client._bench._samples import NOT_SENT, LoadResult, Samples, merge_samples, percentile
-from encserve_client._bench._schedule import LoadPlan, poisson_times, split_plan
-from encserve_client._bench._wire import CallFailed, split_stream_response, stream_request
-from encserve_client._bench._workload import Request, workload_of_lengths, workload_of_texts
-from encserve_client._cli._bench import default_metrics_url
+from encserve_cli.bench import default_metrics_url
+from encserve_cli.load import server_view as view
+from encserve_cli.load.calls import Call, Expected, make_calls, make_text_calls
+from encserve_cli.load.lengths import parse_lengths, read_lengths, real_text_lengths, sample_lengths
+from encserve_cli.load.samples import NOT_SENT, LoadResult, Samples, merge_samples, percentile
+from encserve_cli.load.schedule import LoadPlan, poisson_times, split_plan
+from encserve_cli.load.wire import CallFailed, split_stream_response, stream_request
+from encserve_cli.load.workload import Request, workload_of_lengths, workload_of_texts
 from encserve_client._exceptions import ProtocolError
 from encserve_client._options import Options, Output
 from encserve_client._results import ModelInfo
@@ -272,7 +271,7 @@ process_cpu_seconds_total %(noise)d
 
 
 def page(**numbers: int) -> view.Reading:
-    return view.read_page(PAGE % numbers, text_string_to_metric_families)
+    return view.read_page(PAGE % numbers)
 
 
 def test_the_servers_view_is_a_difference() -> None:

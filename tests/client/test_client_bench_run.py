@@ -6,7 +6,6 @@ import asyncio
 import json
 import multiprocessing
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +17,10 @@ from click.testing import CliRunner, Result
 from real_server import RealServer, real_server
 from tiny_bundle import LONGEST, write_bundle
 
+from encserve_cli.commands import cli
+from encserve_cli.load import Call, LoadResult, closed_loop, make_calls, open_loop
+from encserve_cli.load.crew import _listen
 from encserve_client import EncoderClient, ServerUnavailableError
-from encserve_client._bench import Call, LoadResult, closed_loop, make_calls, open_loop
-from encserve_client._bench._crew import _listen
-from encserve_client._cli._commands import cli
 from encserve_client._options import Options, Output
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
@@ -229,13 +228,6 @@ def test_tables(server: RealServer) -> None:
     assert "calls/s 30: the generator sent calls late by" in text
     elsewhere = bench(server, "--concurrency", "1", "--metrics-url", "http://127.0.0.1:1/metrics")
     assert "the server's own view is missing: http://127.0.0.1:1/metrics: " in " ".join(elsewhere.stdout.split())
-
-
-def test_without_prometheus_client(server: RealServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "prometheus_client.parser", None)
-    result = bench(server, "--concurrency", "1", "--metrics-url", metrics(server))
-    assert result.exit_code == 0
-    assert "pip install 'encserve-client[bench]'" in " ".join(result.stdout.split())
 
 
 async def test_texts(service: FakeEncoder, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from encserve_client._cli._commands import cli
+from encserve_cli.commands import cli
 
 if TYPE_CHECKING:
     from tests.client.conftest import FakeEncoder

@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fake_wire import FakeWire, Outcome
 
 from encserve_client import (
     DeadlineError,
@@ -22,7 +23,6 @@ from encserve_client._failure import Failure
 from encserve_client._inputs import Input
 from encserve_client._options import Options
 from encserve_client._wire import Rpc, run_without_loop
-from encserve_client._wire_fake import FakeWire, Outcome
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode

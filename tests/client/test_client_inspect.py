@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import numpy as np
 import pytest
+from fake_wire import FakeWire
 from hypothesis import given
 from hypothesis import strategies as st
 from inspections import N_LAYERS, inspection, tensor_of
@@ -35,7 +36,6 @@ from encserve_client._inspect_answer import Gathering
 from encserve_client._inspect_request import inspect_request
 from encserve_client._inspection import InspectResult
 from encserve_client._wire import run_without_loop
-from encserve_client._wire_fake import FakeWire
 from encserve_proto.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -13,8 +12,8 @@ import pytest
 from click.testing import CliRunner, Result
 from made_inspections import make_inspection
 
+from encserve_cli import commands
 from encserve_client import EncserveError
-from encserve_client._cli import _commands
 from encserve_client._inspection import InspectResult
 from encserve_client._results import ModelInfo
 
@@ -49,13 +48,13 @@ class StubClient:
 def stub(monkeypatch: pytest.MonkeyPatch) -> StubClient:
     """A model of 3 layers and 2 heads, in place of any server."""
     client = StubClient(*make_inspection(n_layers=3, n_heads=2, d_model=16, max_sequence_tokens=32))
-    monkeypatch.setattr(_commands, "EncoderClient", lambda *args, **kwargs: client)
+    monkeypatch.setattr(commands, "EncoderClient", lambda *args, **kwargs: client)
     return client
 
 
 def inspect(*arguments: str) -> Result:
     """Runs the command, 80 columns wide."""
-    result = CliRunner().invoke(_commands.cli, ["inspect", *arguments], env={"COLUMNS": "80"})
+    result = CliRunner().invoke(commands.cli, ["inspect", *arguments], env={"COLUMNS": "80"})
     assert max(map(len, result.stdout.splitlines()), default=0) <= 80 or "--json" in arguments
     return result
 
@@ -165,15 +164,3 @@ def test_errors(
     result = inspect(*arguments)
     assert (result.exit_code, result.stdout) == (status, "")
     assert text in result.stderr
-
-
-def test_without_plotly(stub: StubClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One line, before anything is computed; the tables need no plotly."""
-    for name in [it for it in sys.modules if it.partition(".")[0] == "plotly" or "_report._" in it]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "plotly", None)
-    monkeypatch.delattr("encserve_client._report._page", raising=False)
-    result = inspect("a text", "--html", str(tmp_path / "report.html"))
-    assert (result.exit_code, stub.asked) == (1, {})
-    assert result.stderr == "Error: --html needs plotly: pip install 'encserve-client[report]'\n"
-    assert inspect("a text").exit_code == 0

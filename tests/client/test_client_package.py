@@ -35,15 +35,6 @@ def test_importing_needs_only_what_is_declared() -> None:
     assert (done.stdout.strip(), done.stderr) == ("[]", "")
 
 
-@pytest.mark.parametrize("missing", ["click", "rich"])
-def test_the_command_without_its_extra_says_what_to_install(missing: str) -> None:
-    done = in_a_new_process(
-        f"import sys; sys.modules[{missing!r}] = None; from encserve_client._cli import main; main()"
-    )
-    assert done.returncode == 1
-    assert done.stderr == f"encserve needs {missing}: pip install 'encserve-client[cli]'\n"
-
-
 def test_public_names_are_all_there() -> None:
     assert encserve_client.__all__ == sorted(encserve_client.__all__)
     assert all(hasattr(encserve_client, name) for name in encserve_client.__all__)

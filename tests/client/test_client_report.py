@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 from made_inspections import make_inspection, make_model
 
-from encserve_client._report import _figures as figures
-from encserve_client._report import _labels as labels
-from encserve_client._report import _numbers as numbers
-from encserve_client._report import _stacks as stacks
-from encserve_client._report._page import build_page
+from encserve_cli.report import figures, labels, numbers, stacks
+from encserve_cli.report.page import build_page
 from encserve_client._results import Timings
 
 

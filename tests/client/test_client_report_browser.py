@@ -9,8 +9,8 @@ from browser import OpenPage, Scheme, chromium
 from made_inspections import make_inspection
 from playwright.sync_api import Browser
 
-from encserve_client._report._numbers import cosine_similarity
-from encserve_client._report._page import build_page
+from encserve_cli.report.numbers import cosine_similarity
+from encserve_cli.report.page import build_page
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",

@@ -6,6 +6,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fake_wire import FakeWire, Outcome
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +25,6 @@ from encserve_client._options import Options
 from encserve_client._stream import StreamBooks
 from encserve_client._stream_run import StreamRun
 from encserve_client._wire import run_without_loop
-from encserve_client._wire_fake import FakeWire, Outcome
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode

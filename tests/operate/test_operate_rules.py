@@ -11,7 +11,7 @@ from boards import ALERTS, ROOT, RULES, metric_names
 from dashboards.parts import FAILED, LATENCY_OBJECTIVE
 from prometheus import promtool
 
-from encserve_server.metrics import SECONDS_BUCKETS
+from encserve_server.telemetry.metrics import SECONDS_BUCKETS
 
 PROMETHEUS = ROOT / "deploy/prometheus"
 TESTS = sorted(PROMETHEUS.glob("tests/*.yml"))

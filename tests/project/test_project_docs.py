@@ -8,9 +8,9 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from encserve_export.layouts import known_layouts
-from encserve_server.metrics import Metrics
+from encserve_server.rpc.status import ERROR_TABLE
 from encserve_server.settings import Settings
-from encserve_server.status import ERROR_TABLE
+from encserve_server.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from encserve_server.manager import _CLOSE_SECONDS
-from encserve_server.metrics import Metrics
-from encserve_server.service import SERVICE_NAME
+from encserve_server.repository.manager import _CLOSE_SECONDS
+from encserve_server.rpc.service import SERVICE_NAME
 from encserve_server.settings import MIB, Settings
+from encserve_server.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "deploy" / "kubernetes"

@@ -15,18 +15,12 @@ def _stop_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def grpc_server() -> str:
-    """Whose implementation of gRPC servers have; modules that want both make it a fixture with parameters."""
-    return "encserve"
-
-
-@pytest.fixture
-async def start_server(tmp_path: Path, grpc_server: str) -> AsyncIterator[StartServer]:
+async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
     """Starts servers; keyword arguments are settings. All are stopped at the end."""
     servers: list[FakeServer] = []
 
     async def start(*args: Any, **settings: Any) -> FakeServer:
-        servers.append(await start_fake_server(tmp_path, *args, **{"grpc_server": grpc_server, **settings}))
+        servers.append(await start_fake_server(tmp_path, *args, **settings))
         return servers[-1]
 
     yield start

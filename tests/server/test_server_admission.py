@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encserve_server.admission import Admission
+from encserve_server.scheduling.admission import Admission
 
 LIMIT = 800
 # What happens at the door: a call of so many tokens comes, or (negative) so many leave the queue.

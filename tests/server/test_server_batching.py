@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encserve_server.batching import BatchPolicy, Taken, take_batch
+from encserve_server.scheduling.batching import BatchPolicy, Taken, take_batch
 from encserve_server.types import ClosedBy
 
 

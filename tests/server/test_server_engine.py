@@ -16,10 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_bundle import VOCAB_SIZE, expected_rows, write_bundle
 
-from encserve_server.bundle import Bundle, read_bundle
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.errors import BundleError, DeviceError
-from encserve_server.loading import warm_up
+from encserve_server.repository.bundle import read_bundle
+from encserve_server.repository.loading import warm_up
+from encserve_server.types import Bundle
 
 sequences = st.lists(
     st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40).map(lambda ids: np.array(ids, np.int64)),
@@ -157,7 +158,7 @@ def test_nothing_is_reported_to_anybody(bundle: Bundle, tmp_path: Path) -> None:
     """ONNX Runtime by itself would leave an identifier in the home directory and report from this machine."""
     program = f"""
 from pathlib import Path
-from encserve_server.bundle import read_bundle
+from encserve_server.repository.bundle import read_bundle
 from encserve_server.engine.onnx import OnnxEngine
 OnnxEngine(read_bundle(Path({str(bundle.graph.path.parent)!r})).graph, device="cpu", intra_op_threads=1)
 """

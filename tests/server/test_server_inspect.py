@@ -9,10 +9,10 @@ import pytest
 from fake_server import D_MODEL, LONGEST, N_HEADS, N_LAYERS, SERVICE, Failed, FakeServer, StartServer, make_input
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server import service
 from encserve_server.engine import fake
 from encserve_server.engine.fake import FakeInspector, fake_numbers
 from encserve_server.errors import BundleError
+from encserve_server.rpc import service
 from encserve_server.types import InspectKind
 
 ATTENTION, STATES, POSITIONS = (
@@ -81,7 +81,7 @@ async def test_vectors_have_no_ids_and_no_tokens(start_server: StartServer) -> N
 
 
 async def test_large_tensors_come_in_chunks(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.codec._CHUNK_BYTES", 100)
+    monkeypatch.setattr("encserve_server.rpc.codec._CHUNK_BYTES", 100)
     server = await start_server()
     parts = await server.inspect(request([1] * 20))
     # 20 x 20 x 2 heads x 4 bytes a layer: 32 chunks each; 20 x 4 x 4 bytes a state: 3 full ones and a rest.

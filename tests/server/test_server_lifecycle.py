@@ -22,9 +22,9 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
 from encserve_server.engine.fake import FakeEngine
 from encserve_server.errors import BundleError, StartupError
-from encserve_server.loading import LoadedModel
+from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.repository.activation import LoadedModel
 from encserve_server.settings import Settings
-from encserve_server.tokenizing import TextTokenizer
 from encserve_server.types import TokenizedText
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -106,7 +106,7 @@ async def test_what_is_in_flight_is_finished(server: FakeServer) -> None:
 
 async def test_the_grace_period_ends(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that is stuck keeps neither callers nor the process waiting for ever, and the stop says so."""
-    monkeypatch.setattr("encserve_server.manager._CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr("encserve_server.repository.manager._CLOSE_SECONDS", 0.2)
     server = await start_server(grace_seconds=0.2)
     server.engine.hold()
     call = asyncio.create_task(server.encode([1]))

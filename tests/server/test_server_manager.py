@@ -20,7 +20,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
 from encserve_server.engine.fake import FakeEngine, FakeInspector
 from encserve_server.errors import BundleError, DeviceError
-from encserve_server.loading import LoadedModel
+from encserve_server.repository.activation import LoadedModel
 from encserve_server.settings import Settings
 
 BAD, CRASHES, NO_DEVICE = "bad", "crashes", "no device"
@@ -665,7 +665,7 @@ async def test_stuck_engines_are_given_up_together(
     repository: Repository, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Orchestrators give a server so long to stop; it must not depend on how many models it has."""
-    monkeypatch.setattr("encserve_server.manager._CLOSE_SECONDS", 1.0)
+    monkeypatch.setattr("encserve_server.repository.manager._CLOSE_SECONDS", 1.0)
     names = "abcdefgh"  # one after the other they would take eight seconds
     for name in names:
         repository.put("1", name, name=name)

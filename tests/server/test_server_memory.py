@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from encserve_server import logs, memory
 from encserve_server.__main__ import main
 from encserve_server.settings import Settings
+from encserve_server.system import memory
+from encserve_server.telemetry import logs
 
 
 class Node:

@@ -13,16 +13,16 @@ from prometheus import promtool
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from encserve_server.batching import BatchPolicy
-from encserve_server.clock import FakeClock
 from encserve_server.engine.fake import FakeEngine
-from encserve_server.gpus import watch_gpus
-from encserve_server.lag import watch_lag
-from encserve_server.metrics import Metrics
-from encserve_server.runs import BusyTime
-from encserve_server.scheduler import Scheduler, SchedulerLimits
-from encserve_server.service import METHODS, SERVICE_NAME
-from encserve_server.status import REASONS
+from encserve_server.rpc.service import METHODS, SERVICE_NAME
+from encserve_server.rpc.status import REASONS
+from encserve_server.scheduling.batching import BatchPolicy
+from encserve_server.scheduling.runs import BusyTime
+from encserve_server.scheduling.scheduler import Scheduler, SchedulerLimits
+from encserve_server.system.clock import FakeClock
+from encserve_server.telemetry.gpus import watch_gpus
+from encserve_server.telemetry.lag import watch_lag
+from encserve_server.telemetry.metrics import Metrics
 
 MODEL = {"model": "tiny", "version": "2"}
 

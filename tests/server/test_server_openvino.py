@@ -18,13 +18,13 @@ from onnx import TensorProto
 from onnx_files import build, node_of, save, save_with_data, value
 from tiny_bundle import VOCAB_SIZE, expected_rows, write_bundle
 
-from encserve_server.bundle import Bundle, read_bundle
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.engine.opening import open_engine
 from encserve_server.engine.openvino import OpenVinoEngine
 from encserve_server.errors import BundleError, DeviceError
-from encserve_server.loading import warm_up
-from encserve_server.types import Graph
+from encserve_server.repository.bundle import read_bundle
+from encserve_server.repository.loading import warm_up
+from encserve_server.types import Bundle, Graph
 
 sequences = st.lists(
     st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40).map(lambda ids: np.array(ids, np.int64)),
@@ -221,7 +221,7 @@ def in_a_process(code: str, home: Path, *arguments: str) -> "subprocess.Complete
 LOAD = """
 import sys, threading
 from pathlib import Path
-from encserve_server.loading import load_model
+from encserve_server.repository.loading import load_model
 from encserve_server.settings import Settings
 settings = Settings(model_repository=Path(), engine=sys.argv[1], tune_batches=False)
 print(load_model(Path(sys.argv[2]), settings, None).engine.info.provider)

@@ -15,12 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server import cpus, errors, loading, logs, status, wire
+from encserve_server import errors
 from encserve_server.__main__ import main
 from encserve_server.errors import BundleError, EncserveError, InvalidField, QueueFull
-from encserve_server.outputs import build_output
+from encserve_server.models.pooling import build_output
+from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.repository import loading
+from encserve_server.rpc import status, wire
 from encserve_server.settings import Settings
-from encserve_server.tokenizing import TextTokenizer
+from encserve_server.system import cpus
+from encserve_server.telemetry import logs
 from encserve_server.types import DataType, Output, OutputKind, TokenizedText
 
 

@@ -7,7 +7,7 @@ import pytest
 from tiny_bundle import write_bundle
 
 from encserve_server.errors import BundleError
-from encserve_server.repository import Candidate, find_slots, require, version_key
+from encserve_server.repository.scan import Candidate, find_slots, require, version_key
 
 
 def newest(repository: Path, *wanted: str) -> list[Path]:

@@ -10,8 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from encserve_server.batching import BatchPolicy
-from encserve_server.clock import FakeClock
 from encserve_server.engine.base import BatchResult
 from encserve_server.engine.fake import FakeEngine, fake_rows
 from encserve_server.errors import (
@@ -21,7 +19,9 @@ from encserve_server.errors import (
     QueueFull,
     RequestTooLarge,
 )
-from encserve_server.scheduler import Scheduler, SchedulerLimits
+from encserve_server.scheduling.batching import BatchPolicy
+from encserve_server.scheduling.scheduler import Scheduler, SchedulerLimits
+from encserve_server.system.clock import FakeClock
 from encserve_server.types import BatchSeconds, ClosedBy, EncodedSequence, TokenIds
 
 POISON, NAN = 666, 777
@@ -374,7 +374,7 @@ async def test_an_engine_that_gives_wrong_rows_has_failed(bench: Bench, monkeypa
 async def test_a_loop_that_dies_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """No bug in the scheduler may leave a server that hangs and looks healthy."""
     first = await bench.busy()
-    monkeypatch.setattr("encserve_server.pending.take_batch", lambda *_: 1 / 0)
+    monkeypatch.setattr("encserve_server.scheduling.pending.take_batch", lambda *_: 1 / 0)
     waiting = asyncio.create_task(bench.scheduler.encode([ids(2)]))
     await until(lambda: bench.seen.queue[0] == 1)
     bench.engine.let_go()

@@ -14,19 +14,13 @@ from fake_server import D_MODEL, LONGEST, SERVICE, VOCAB_SIZE, Failed, FakeServe
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server import codec
 from encserve_server.engine.fake import FakeEngine, fake_rows
 from encserve_server.errors import InvalidField
+from encserve_server.rpc import codec
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 KINDS = (pb.OUTPUT_KIND_TOKENS, pb.OUTPUT_KIND_MEAN, pb.OUTPUT_KIND_CLS, pb.OUTPUT_KIND_MAX)
 POOLED = pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING)
-
-
-@pytest.fixture(params=["encserve", "grpcio"])
-def grpc_server(request: pytest.FixtureRequest) -> Any:
-    """What callers see must not depend on whose gRPC it is."""
-    return request.param
 
 
 def rows_of(response: Any, output: int = 0) -> list[Any]:
@@ -388,7 +382,7 @@ async def test_an_unknown_error_becomes_a_fixed_text_and_an_id(
     def explode(*_: object) -> None:
         raise KeyError("/secret/path")
 
-    monkeypatch.setattr("encserve_server.codec.decode_call", explode)
+    monkeypatch.setattr("encserve_server.rpc.codec.decode_call", explode)
     with pytest.raises(Failed, match=r"internal error; the server's log has it under the id [0-9a-f]{16}") as caught:
         await server.encode([1])
     assert caught.value.code is grpc.StatusCode.INTERNAL
@@ -428,7 +422,7 @@ async def test_a_reply_that_turns_out_too_large_is_ours_to_refuse(
     server = await start_server(
         FakeEngine(D_MODEL), max_response_mib=1, max_request_sequences=4000, max_queue_tokens=10**6
     )
-    monkeypatch.setattr("encserve_server.models.ServedModel._check_reply_size", lambda *_: 0)
+    monkeypatch.setattr("encserve_server.models.served.ServedModel._check_reply_size", lambda *_: 0)
     with pytest.raises(Failed, match="the reply takes .* bytes, over the limit of 1048576") as caught:
         await server.encode(*[[1] * LONGEST] * 4000)
     assert caught.value.reason == "RESPONSE_TOO_LARGE"

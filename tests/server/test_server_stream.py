@@ -10,14 +10,8 @@ import pytest
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server import codec, wire
 from encserve_server.engine.fake import FakeEngine, fake_rows
-
-
-@pytest.fixture(params=["encserve", "grpcio"])
-def grpc_server(request: pytest.FixtureRequest) -> Any:
-    """What callers see must not depend on whose gRPC it is."""
-    return request.param
+from encserve_server.rpc import codec, wire
 
 
 class Stream:

@@ -22,13 +22,14 @@ from otlp_receiver import ERROR, SERVER_KIND, OtlpReceiver, ReceivedSpan, otlp_r
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server import logs, spans
-from encserve_server.clock import FakeClock, MonotonicClock
+from encserve_server.app import _open_tracer
 from encserve_server.engine.fake import FakeEngine
 from encserve_server.errors import StartupError
 from encserve_server.settings import Settings
-from encserve_server.tracing import tracer as tracer_module
-from encserve_server.tracing.tracer import Anchor
+from encserve_server.system.clock import FakeClock, MonotonicClock
+from encserve_server.telemetry import logs, spans
+from encserve_server.telemetry import tracer as tracer_module
+from encserve_server.telemetry.tracer import Anchor
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"), ("tracestate", "congo=t61rcWkgMzE"))
@@ -420,11 +421,11 @@ def test_a_wrong_variable_of_the_sdk_stops_the_start(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "many")
     from prometheus_client import CollectorRegistry
 
-    from encserve_server.metrics import Metrics
+    from encserve_server.telemetry.metrics import Metrics
 
     settings = Settings(model_repository=Path(), trace_endpoint="http://127.0.0.1:4317")
     with pytest.raises(StartupError, match="many"):
-        spans.open_tracer(settings, MonotonicClock(), Metrics(CollectorRegistry()))
+        _open_tracer(settings, MonotonicClock(), Metrics(CollectorRegistry()))
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4317", "ftp://host", "http://", "http://host:4317/v1/traces"])

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_bundle import write_bundle
 
-from encserve_server.batching import BatchPolicy
-from encserve_server.bundle import Bundle, read_bundle
 from encserve_server.engine.base import BatchResult, EngineInfo
-from encserve_server.loading import load_model
+from encserve_server.repository.bundle import read_bundle
+from encserve_server.repository.loading import load_model
+from encserve_server.repository.tuning import BUDGETS_TOKENS, USUAL_LENGTHS, Tuned, choose, tune
+from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.settings import Settings
-from encserve_server.tuning import BUDGETS_TOKENS, USUAL_LENGTHS, Tuned, choose, tune
-from encserve_server.types import ModelInput
+from encserve_server.types import Bundle, ModelInput
 
 MACHINE = {"cpu": "a CPU", "intra_op_threads": 2, "runtime": "fake 1"}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encserve_server.batching import BatchPolicy, take_batch
+from encserve_server.scheduling.batching import BatchPolicy, take_batch
 
 
 @dataclass(eq=False)

@@ -15,13 +15,12 @@ from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
-from encserve_server.bundle import Bundle
 from encserve_server.engine.fake import FakeEngine, FakeInspector
-from encserve_server.loading import LoadedModel
-from encserve_server.manager import Loader
+from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.repository.activation import LoadedModel
+from encserve_server.repository.manager import Loader
 from encserve_server.settings import Settings
-from encserve_server.tokenizing import TextTokenizer
-from encserve_server.types import Graph, InspectGraph, InspectKind, Output, OutputKind
+from encserve_server.types import Bundle, Graph, InspectGraph, InspectKind, Output, OutputKind
 
 D_MODEL, VOCAB_SIZE, LONGEST = 4, 1000, 32
 N_LAYERS, N_HEADS = 3, 2

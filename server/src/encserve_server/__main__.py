@@ -13,9 +13,11 @@ from typing import Any
 import click
 import uvloop
 
-from encserve_server import __version__, logs, memory
+from encserve_server import __version__
 from encserve_server.app import serve
 from encserve_server.settings import Settings
+from encserve_server.system import memory
+from encserve_server.telemetry import logs
 
 
 def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:

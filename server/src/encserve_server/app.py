@@ -22,31 +22,26 @@ from grpc_health.v1 import health, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
 
-from encserve_server.catalog import Catalog
-from encserve_server.clock import MonotonicClock
-from encserve_server.cpus import step_back
 from encserve_server.errors import StartupError
-from encserve_server.gpus import watch_gpus
-from encserve_server.health import Health
-from encserve_server.http2.connection import Limits
-from encserve_server.http2.server import Http2Server
-from encserve_server.lag import watch_lag
-from encserve_server.loading import LoadedModel, load_model
-from encserve_server.manager import Loader, ModelManager
-from encserve_server.metrics import Metrics
-from encserve_server.models import ServedModel
-from encserve_server.service import METHODS, SERVICE_NAME, EncoderService
-from encserve_server.serving import serve_model
-from encserve_server.settings import MIB, Settings
-from encserve_server.spans import Tracer, open_tracer
-from encserve_server.status import RpcGuard
+from encserve_server.models.catalog import Catalog
+from encserve_server.models.served import ServedModel
+from encserve_server.repository.activation import LoadedModel, serve_model
+from encserve_server.repository.loading import load_model
+from encserve_server.repository.manager import Loader, ModelManager
+from encserve_server.rpc.health import Health
+from encserve_server.rpc.server import make_server
+from encserve_server.rpc.service import METHODS, SERVICE_NAME, EncoderService
+from encserve_server.rpc.status import RpcGuard
+from encserve_server.settings import Settings
+from encserve_server.system.clock import Clock, MonotonicClock
+from encserve_server.system.cpus import step_back
+from encserve_server.telemetry.gpus import watch_gpus
+from encserve_server.telemetry.lag import watch_lag
+from encserve_server.telemetry.metrics import Metrics
+from encserve_server.telemetry.spans import Tracer
 
 logger = logging.getLogger(__name__)
 
-# Room for what a stream puts around a reply that is just within the limit.
-_MESSAGE_HEADROOM_BYTES = 64 * 1024
-# Calls that a caller may have open on one connection; gRPC's clients wait with more by themselves.
-_MAX_CONNECTION_CALLS = 10_000
 _ENCODE_THREADS = 2
 # How long new calls are refused before gRPC stops.
 _REFUSING_SECONDS = 0.5
@@ -101,7 +96,7 @@ class App:
         Raises:
             StartupError: A port is taken, a bundle or the device is not usable, or tracing cannot be had.
         """
-        self._tracer = open_tracer(self.settings, self._clock, self.metrics)
+        self._tracer = _open_tracer(self.settings, self._clock, self.metrics)
         await self._start_metrics()
         await self._start_grpc()
         await self.manager.start()
@@ -169,7 +164,7 @@ class App:
 
     async def _start_grpc(self) -> None:
         settings = self.settings
-        server = _make_server(settings)
+        server = make_server(settings)
         server.add_generic_rpc_handlers((self._service.handler(self._guard, self._tracer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
         if settings.reflection:
@@ -229,30 +224,21 @@ def _report_start(starting: "asyncio.Task[None]") -> bool:
     return error is not None
 
 
-def _make_server(settings: Settings) -> grpc.aio.Server:
-    """Ours, or Google's."""
-    if settings.grpc_server == "encserve":
-        return Http2Server(
-            Limits(
-                max_message_bytes=settings.max_request_mib * MIB,
-                max_calls=_MAX_CONNECTION_CALLS,
-                max_age_seconds=settings.max_connection_age_seconds,
-            )
-        )
-    return grpc.aio.server(
-        options=[
-            # On by default: a second server on a taken port would start in silence and take half the calls.
-            ("grpc.so_reuseport", 0),
-            ("grpc.max_receive_message_length", settings.max_request_mib * MIB),
-            ("grpc.max_send_message_length", settings.max_response_mib * MIB + _MESSAGE_HEADROOM_BYTES),
-            # Clients may ping an idle connection this often; the default of 5 minutes ends their connection.
-            ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-            *_connection_age(settings.max_connection_age_seconds),
-        ],
-    )
+def _open_tracer(settings: Settings, clock: Clock, metrics: Metrics) -> Tracer | None:
+    """What traces, or None where nobody asked for it.
 
-
-def _connection_age(seconds: float | None) -> list[tuple[str, int]]:
-    """GRPC's option for how long a connection may last. Calls on it are finished, however long they take."""
-    return [] if seconds is None else [("grpc.max_connection_age_ms", round(seconds * 1000))]
+    Raises:
+        StartupError: OpenTelemetry is not installed, or its own settings are wrong.
+    """
+    if not settings.trace_endpoint:
+        return None
+    try:
+        from encserve_server.telemetry.tracing import open_otlp
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "opentelemetry":
+            raise
+        raise StartupError(
+            "--trace-endpoint: the Python package opentelemetry is not installed, or not all of it; install "
+            "encserve-server[tracing]"
+        ) from error
+    return open_otlp(settings.trace_endpoint, settings.trace_sample_ratio, clock, metrics)

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from encserve_server.batching import BatchPolicy
-
 MIB = 1024 * 1024
 
 
@@ -66,11 +64,6 @@ class Settings:
         "Address for gRPC and metrics. Loopback by default, because neither is authenticated; 0.0.0.0 in a container.",
     )
     grpc_port: int = _setting(50051, "Port for gRPC; 0 takes a free one.", minimum=0, maximum=65535)
-    grpc_server: Literal["encserve", "grpcio"] = _setting(
-        "encserve",
-        "Whose implementation of gRPC takes calls. encserve's takes a fraction of the CPU time for each; grpcio is "
-        "Google's, for whoever prefers what everybody uses.",
-    )
     metrics_port: int = _setting(9464, "Port for /metrics over HTTP; 0 takes a free one.", minimum=0, maximum=65535)
     max_batch_tokens: int | None = _setting(
         None,
@@ -222,14 +215,6 @@ class Settings:
     def batch_tokens_for(self, device: str) -> int:
         """The budget of padded tokens on "cpu" or "cuda"."""
         return self.max_batch_tokens or {"cpu": 512, "cuda": 16384}[device]
-
-    def policy_for(self, device: str, max_batch_tokens: int | None = None) -> BatchPolicy:
-        """The bounds of a batch on "cpu" or "cuda", with a budget or with the device's own."""
-        return BatchPolicy(
-            max_batch_tokens=max_batch_tokens or self.batch_tokens_for(device),
-            max_batch_sequences=self.max_batch_sequences,
-            max_padding_fraction=self.padding_fraction_for(device),
-        )
 
     def padding_fraction_for(self, device: str) -> float:
         """The greatest share of padding on "cpu" or "cuda"."""

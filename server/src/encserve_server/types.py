@@ -212,3 +212,50 @@ class InspectTensor:
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole."""
         return (len(self.layers), *self.parts[0].shape) if self.layers else self.parts[0].shape
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """A bundle whose files all have the size and SHA-256 that its manifest names.
+
+    Attributes:
+        name: The model's name.
+        version: The model's version.
+        fingerprint: Identifies the vector space.
+        d_model: The width of a row.
+        n_layers: The encoder's blocks.
+        n_heads: The heads of a block.
+        vocab_size: One more than the largest id; 0 where the model takes vectors.
+        max_sequence_tokens: The longest sequence.
+        pad_token_id: What fills a short sequence of a batch.
+        special_token_ids: Ids that the tokenizer puts around a text, and the padding id.
+        pooling: How the model was trained to pool, or None where the manifest does not say.
+        tokenizer_file: The tokenizer, or None where the model takes ids only.
+        graph: The ONNX file and its interface.
+        inspect_graph: The ONNX file that gives what happens inside, or None where there is none.
+        position: Where a token's place comes from; empty where the manifest does not say.
+        parameters: How many numbers the model has, by part.
+    """
+
+    name: str
+    version: str
+    fingerprint: str
+    d_model: int
+    n_layers: int
+    n_heads: int
+    vocab_size: int
+    max_sequence_tokens: int
+    pad_token_id: int
+    special_token_ids: tuple[int, ...]
+    pooling: Output | None
+    tokenizer_file: Path | None
+    graph: Graph
+    inspect_graph: InspectGraph | None
+    position: str
+    parameters: Mapping[str, int]
+
+    def sample(self, length: int, *, last: bool = False) -> ModelInput:
+        """A sequence that the model can compute: of its first id or its last, or of vectors of 0 or 1."""
+        if self.graph.takes_vectors:
+            return np.full((length, self.d_model), float(last), np.float32)
+        return np.full(length, self.vocab_size - 1 if last else 0, np.int64)

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
-from encserve_server.engine.host_memory import HostMemory, page_locked_memory
-from encserve_server.engine.padding import Feeds, cut, feeds_of, lay_out
+from encserve_server.engine.padding import cut, feeds_of, lay_out
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.types import Graph, InspectGraph, InspectKind, InspectTensor, ModelInput, Numbers
 
@@ -29,8 +28,7 @@ class OnnxEngine:
 
     On the CPU there are two sessions of it where batches run side by side: a *wide* one, whose threads share the batch
     that runs alone, and a *narrow* one, in which each of several batches has a part of the threads. A session cannot
-    change its threads from run to run. On CUDA all batches run in one session, and results are copied from the device
-    into page-locked memory (see `host_memory`).
+    change its threads from run to run. On CUDA all batches run in one session.
     """
 
     def __init__(
@@ -40,7 +38,6 @@ class OnnxEngine:
         device: str,
         intra_op_threads: int,
         parallel_runs: int | None = 1,
-        results: HostMemory | None = None,
     ) -> None:
         """Loads the model.
 
@@ -51,8 +48,6 @@ class OnnxEngine:
             intra_op_threads: The CPU's threads that run batches.
             parallel_runs: How many batches run at once, on the CPU no more than there are threads; None for what suits
                 the device.
-            results: Where results are written; closed with the engine. None for what suits the device: page-locked
-                memory with CUDA, and on the CPU whatever ONNX Runtime takes.
 
         Raises:
             DeviceError: CUDA was asked for and does not load; ONNX Runtime alone would fall back in silence.
@@ -68,7 +63,6 @@ class OnnxEngine:
             runtime=f"onnxruntime {ort.__version__}",
         )
         _check_interface(self._wide, graph)
-        self._results = page_locked_memory() if results is None and self.info.device == "cuda" else results
         self.max_parallel_runs = _parallel_runs(parallel_runs, self.info.device, intra_op_threads)
         self.widens = self.info.device == "cpu" and self.max_parallel_runs > 1
         if self.widens:
@@ -82,11 +76,7 @@ class OnnxEngine:
         feeds, lengths = lay_out(self._graph, sequences)
         laid_out = time.perf_counter()
         session = self._wide if alone else self._narrow
-        if self._results is None:
-            (output,) = session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
-        else:
-            output = self._results.lend((len(lengths), int(lengths.max()), self._graph.d_model))
-            _run_into(session, feeds, self._graph.output_name, output)
+        (output,) = session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
         ran = time.perf_counter()
         rows = cut(self._graph, output, lengths)
         return BatchResult(
@@ -100,8 +90,6 @@ class OnnxEngine:
     def close(self) -> None:
         """Frees the sessions and their memory."""
         del self._wide, self._narrow
-        if self._results is not None:
-            self._results.close()
 
 
 class OnnxInspector:
@@ -141,15 +129,6 @@ class OnnxInspector:
     def close(self) -> None:
         """Frees the session and its memory."""
         del self._session
-
-
-def _run_into(session: ort.InferenceSession, feeds: Feeds, output_name: str, output: Numbers) -> None:
-    """Runs a graph; its result is written into `output`, which must have its shape."""
-    binding = session.io_binding()
-    for name, feed in feeds.items():
-        binding.bind_cpu_input(name, feed)
-    binding.bind_output(output_name, "cpu", 0, np.float32, output.shape, output.ctypes.data)
-    session.run_with_iobinding(binding)
 
 
 def _parallel_runs(asked: int | None, device: str, threads: int) -> int:

@@ -1,6 +1,5 @@
 """Opens the engine that the settings name. What runs it is imported here, so a server needs only what it uses."""
 
-import importlib
 from types import ModuleType
 
 from encserve_server.engine.base import Engine, Inspector
@@ -79,7 +78,13 @@ def _module(name: str) -> ModuleType:
     """The engine's module, imported when it is first needed."""
     package, extras = _NEEDS[name]
     try:
-        return importlib.import_module(f"encserve_server.engine.{name}")
+        if name == "openvino":
+            from encserve_server.engine import openvino
+
+            return openvino
+        from encserve_server.engine import onnx
+
+        return onnx
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != package:
             raise

@@ -1,0 +1,3 @@
+"""The command `encserve`: asks a server, looks into models, and measures."""
+
+__version__ = "0.1.0"

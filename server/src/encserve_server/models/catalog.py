@@ -1,0 +1,73 @@
+"""The map of all models that are served."""
+
+from collections.abc import Sequence
+
+from encserve_server.errors import FingerprintMismatch, ModelNotFound, NotReady
+from encserve_server.models.served import ServedModel
+
+
+class Catalog:
+    """The models by name and version. A name is only ever a key of this map, never a path."""
+
+    def __init__(self) -> None:
+        """Starts empty: every call gets NotReady until `publish`."""
+        self._models: dict[tuple[str, str], ServedModel] = {}
+        self._default_version: dict[str, str] = {}
+        self._default_name = ""
+
+    def publish(self, models: Sequence[ServedModel]) -> None:
+        """Makes these models available, and no others.
+
+        The first is the default, and the first of a name is that name's default version.
+        """
+        self._models = {model.key: model for model in models}
+        self._default_name = models[0].bundle.name
+        self._default_version = {}
+        for name, version in self._models:
+            self._default_version.setdefault(name, version)
+
+    def resolve(self, name: str, version: str, expected_fingerprint: str = "") -> ServedModel:
+        """The model of a name and version, either empty for its default.
+
+        Raises:
+            NotReady: The models are still being loaded.
+            ModelNotFound: There is none.
+            FingerprintMismatch: It has another fingerprint than expected; an empty one expects nothing.
+        """
+        if not self._models:
+            raise NotReady("the server is still loading its models")
+        name = name or self._default_name
+        if name not in self._default_version:
+            raise ModelNotFound("model", f"no model {_shown(name)}; there are {', '.join(self._default_version)}")
+        version = version or self._default_version[name]
+        model = self._models.get((name, version))
+        if model is None:
+            versions = ", ".join(v for n, v in self._models if n == name)
+            raise ModelNotFound("model_version", f"no version {_shown(version)} of {name}; there are {versions}")
+        if expected_fingerprint and expected_fingerprint != model.bundle.fingerprint:
+            raise FingerprintMismatch(
+                f"expected_fingerprint: {_shown(expected_fingerprint)} is expected, but {name}@{version} has "
+                f"{model.bundle.fingerprint}: its vectors do not belong into one space with those"
+            )
+        return model
+
+    def all(self) -> list[ServedModel]:
+        """Every model, the default one first, then by name and version."""
+        return sorted(
+            self._models.values(),
+            key=lambda model: (not self.is_default(model), model.bundle.name, model.bundle.version),
+        )
+
+    def is_default(self, model: ServedModel) -> bool:
+        """Whether requests that name no model get this one."""
+        return model.bundle.name == self._default_name and self.is_default_version(model)
+
+    def is_default_version(self, model: ServedModel) -> bool:
+        """Whether requests that name the model but no version get this one."""
+        name, version = model.key
+        return self._default_version.get(name) == version
+
+
+def _shown(text: str) -> str:
+    """A caller's text, quoted and cut to what an error can hold."""
+    return repr(text if len(text) <= 64 else text[:64] + "…")

@@ -1,0 +1,134 @@
+"""Looking into a model: a lane of its own, so that it never holds up encoding."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from encserve_server.engine.base import Inspector
+from encserve_server.errors import BundleError, InferenceFailed, InspectUnavailable, QueueFull
+from encserve_server.system.cpus import step_back
+from encserve_server.telemetry.metrics import ModelMetrics
+from encserve_server.types import InspectKind, InspectTensor, ModelInput
+
+logger = logging.getLogger(__name__)
+
+Wanted = Sequence[tuple[InspectKind, tuple[int, ...]]]
+
+_NOT_LOADABLE = "the model cannot be inspected: its graph for it cannot be loaded any more; the server's log says why"
+# Until one has run, when trying again may help.
+_TYPICAL_SECONDS = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What an inspection gave.
+
+    Attributes:
+        tensors: One for each kind that was wanted.
+        queue_seconds: How long it waited for its turn; of the first one the model's second graph was loaded meanwhile.
+        compute_seconds: How long the model ran.
+    """
+
+    tensors: list[InspectTensor]
+    queue_seconds: float
+    compute_seconds: float
+
+
+class InspectLane:
+    """Runs inspections of one model, one at a time, in a thread and a session of their own.
+
+    - An inspection is admitted or refused at once: no more than `max_pending` are waiting, running, or being sent to
+      their callers, whose memory this bounds too.
+    - The graph is loaded when the first one comes; if that fails, so does the inspection, and the next one tries again.
+    - A caller that goes while it waits is forgotten at once; a run is never interrupted, and keeps its place.
+
+    Everything here belongs to the event loop but `_inspector`, which only the one thread of `_thread` touches.
+    """
+
+    def __init__(self, load: Callable[[], Inspector], max_pending: int, metrics: ModelMetrics) -> None:
+        """Takes what loads the graph; it blocks, and is called in the lane's thread."""
+        self._load = load
+        self._max_pending = max_pending
+        self._metrics = metrics
+        metrics.inspections_limit.set(max_pending)
+        self._pending = 0
+        self._closed = False
+        self._last_seconds = _TYPICAL_SECONDS
+        self._inspector: Inspector | None = None
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encserve-inspect", initializer=step_back)
+        # The callers wait here, not in the thread's own queue, which would keep the inputs of those that went.
+        self._turn = asyncio.Lock()
+
+    @contextlib.asynccontextmanager
+    async def inspect(self, sequence: ModelInput, wanted: Wanted) -> AsyncGenerator[Inspection]:
+        """Runs one sequence; its place in the lane is given back when the block ends, and nothing of it runs any more.
+
+        Args:
+            sequence: (seq,) int64 ids or (seq, d_model) float32 vectors, checked by the caller.
+            wanted: Kinds that the model has, each with its layers.
+
+        Raises:
+            QueueFull: Too many are pending.
+            InferenceFailed: The model gives numbers that are not finite.
+            InspectUnavailable: The graph cannot be loaded: the bundle's files are gone or altered.
+            Exception: Whatever loading or running raises.
+        """
+        if self._pending >= self._max_pending:
+            raise QueueFull("inspections", 1, self._pending, self._max_pending, self._last_seconds)
+        self._count(1)
+        run: asyncio.Future[Inspection] | None = None
+        try:
+            came_at = time.perf_counter()
+            await self._turn.acquire()
+            run = asyncio.get_running_loop().run_in_executor(self._thread, self._run, sequence, wanted, came_at)
+            run.add_done_callback(lambda _: self._turn.release())
+            inspection = await asyncio.shield(run)
+            self._last_seconds = min(max(inspection.compute_seconds, 0.01), 5.0)
+            self._metrics.inspect_seconds.observe(inspection.compute_seconds)
+            yield inspection
+        finally:
+            if run is None or run.done():
+                self._count(-1)
+            else:
+                run.add_done_callback(lambda _: self._count(-1))
+
+    async def close(self) -> None:
+        """Waits for what runs, but not for a load, and frees the session; nobody waits any more. Callable again."""
+        if not self._closed and self._inspector is not None:
+            await asyncio.wrap_future(self._thread.submit(self._inspector.close))
+        self._closed = True
+        self._thread.shutdown(wait=False)
+
+    def _run(self, sequence: ModelInput, wanted: Wanted, came_at: float) -> Inspection:
+        if self._inspector is None:
+            began = time.perf_counter()
+            try:
+                self._inspector = self._load()
+            except BundleError as error:  # its files are gone or altered since the model was loaded
+                logger.error("the graph for inspections cannot be loaded", extra={"error": str(error)})
+                raise InspectUnavailable(_NOT_LOADABLE) from None
+            logger.info("inspector loaded", extra={"load_seconds": round(time.perf_counter() - began, 3)})
+        queue_seconds = time.perf_counter() - came_at
+        tensors, compute_seconds = self._inspector.run(sequence, wanted)
+        _check_finite(tensors)
+        return Inspection(tensors, queue_seconds, compute_seconds)
+
+    def _count(self, change: int) -> None:
+        self._pending += change
+        self._metrics.inspections.set(self._pending)
+
+
+def _check_finite(tensors: Sequence[InspectTensor]) -> None:
+    """Refuses NaN and infinity, and says of which tensor and layer; in the lane's thread, because it takes time."""
+    for tensor in tensors:
+        for i, part in enumerate(tensor.parts):
+            if not np.isfinite(part).all():
+                layer = f" of layer {tensor.layers[i]}" if tensor.layers else ""
+                what = tensor.kind.name.lower().replace("_", " ")
+                raise InferenceFailed(f"input: the model's numbers for it are not finite: {what}{layer}")

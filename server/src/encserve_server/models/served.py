@@ -1,0 +1,324 @@
+"""What is served: one model's way from checked call to rows. Knows no gRPC."""
+
+import asyncio
+import contextlib
+import math
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+
+from encserve_server.engine.base import EngineInfo
+from encserve_server.errors import (
+    InspectUnavailable,
+    InvalidField,
+    ResponseTooLarge,
+    TooManyInputs,
+)
+from encserve_server.models.inputs import InputChecker, Longest, SentInput
+from encserve_server.models.inspecting import Inspection, InspectLane, Wanted
+from encserve_server.models.pooling import output_rows
+from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.scheduling.scheduler import Scheduler
+from encserve_server.system.clock import Clock
+from encserve_server.telemetry import spans
+from encserve_server.telemetry.metrics import ModelMetrics
+from encserve_server.types import Bundle, CheckedSequence, DataType, EncodedSequence, Output
+
+# What a reply holds besides its rows, at most: an id, two offsets and a flag for each token, and a little more.
+_INFO_BYTES_PER_TOKEN = 24
+_STRING_OVERHEAD_BYTES = 6
+_INFO_BYTES_PER_SEQUENCE = 64
+_INFO_BYTES_PER_REPLY = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The bounds of one request.
+
+    Attributes:
+        max_sequences: The most inputs.
+        max_text_bytes: The longest text, in bytes of UTF-8.
+        max_request_bytes: The largest request; gRPC holds it, and callers are told.
+        max_response_bytes: The largest reply.
+        max_tokens: The most tokens: the bound of the queue.
+        max_inspect_tokens: The longest sequence that is looked into.
+    """
+
+    max_sequences: int
+    max_text_bytes: int
+    max_request_bytes: int
+    max_response_bytes: int
+    max_tokens: int
+    max_inspect_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeCall:
+    """One request, decoded but not checked against its model.
+
+    Attributes:
+        inputs: Texts, ids, or vectors.
+        outputs: What to return, every default filled in; never empty.
+        data_type: The type of the numbers returned.
+        truncate: Whether an over-long input is cut instead of refused.
+        exclude_special_tokens: Whether special tokens have no rows in OutputKind.TOKENS.
+        include_token_strings: Whether the reply holds the vocabulary's strings.
+    """
+
+    inputs: Sequence[SentInput]
+    outputs: tuple[Output, ...]
+    data_type: DataType
+    truncate: bool
+    exclude_special_tokens: bool
+    include_token_strings: bool
+
+
+@dataclass(frozen=True, slots=True)
+class EncodeReply:
+    """What a model made of a call, one of each for each input, in order.
+
+    Attributes:
+        sequences: The sequences as the model saw them.
+        encoded: What the engine made of them.
+        tokenize_seconds: How long tokenizing took, waiting for its thread included.
+        estimated_bytes: The reply's size, at most.
+    """
+
+    sequences: Sequence[CheckedSequence]
+    encoded: Sequence[EncodedSequence]
+    tokenize_seconds: float
+    estimated_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class InspectCall:
+    """One inspection, decoded but its input not yet checked.
+
+    Attributes:
+        input: A text, ids, or vectors.
+        wanted: Kinds that the model has, each with its layers.
+        data_type: The type of the numbers returned.
+        truncate: Whether an over-long input is cut instead of refused.
+    """
+
+    input: SentInput
+    wanted: Wanted
+    data_type: DataType
+    truncate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class InspectReply:
+    """What a model did with one input.
+
+    Attributes:
+        sequence: The sequence as the model saw it.
+        inspection: What happened inside.
+        tokenize_seconds: How long tokenizing took, waiting for its thread included.
+    """
+
+    sequence: CheckedSequence
+    inspection: Inspection
+    tokenize_seconds: float
+
+
+class ServedModel:
+    """One loaded model: checks a call, tokenizes it, and has it scheduled."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        tokenizer: TextTokenizer | None,
+        scheduler: Scheduler,
+        engine_info: EngineInfo,
+        limits: RequestLimits,
+        *,
+        clock: Clock,
+        metrics: ModelMetrics,
+        inspect_lane: InspectLane | None = None,
+        max_batch_tokens: int = 0,
+    ) -> None:
+        """Takes the parts, all of the same bundle; without a lane nobody looks into the model."""
+        self.bundle = bundle
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        self.engine_info = engine_info
+        self.limits = limits
+        self._clock = clock
+        self.metrics = metrics
+        self.inspect_lane = inspect_lane
+        self.max_batch_tokens = max_batch_tokens
+        if tokenizer is not None:  # read when the page is, so that a request costs nothing
+            metrics.queue_text_bytes.set_function(lambda: tokenizer.queued_bytes)
+            metrics.queue_limit_text_bytes.set(tokenizer.max_queue_bytes)
+        self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes)
+        self._users = 0
+        self._unused = asyncio.Event()
+        self._unused.set()
+        self._closing: asyncio.Future[None] | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Its name and version."""
+        return self.bundle.name, self.bundle.version
+
+    @contextlib.contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within this block the model is not closed, even if another takes its place."""
+        self._users += 1
+        self._unused.clear()
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                self._unused.set()
+
+    async def unused(self) -> None:
+        """Returns when no request uses the model."""
+        await self._unused.wait()
+
+    async def encode(self, call: EncodeCall, deadline: float = math.inf) -> EncodeReply:
+        """Checks every input, and only then runs them.
+
+        Raises:
+            RequestError: The call cannot succeed; the text names the input and the numbers.
+            EncserveError: Whatever `Scheduler.encode` raises.
+        """
+        self._check_call(call)
+        span = spans.current()
+        began = self._clock.now()
+        try:
+            sequences = await self._checker.check(
+                call.inputs,
+                [f"inputs[{i}]" for i in range(len(call.inputs))],
+                self._longest(truncate=call.truncate),
+                mark_special=call.exclude_special_tokens,
+            )
+        finally:
+            tokenize_seconds = self._clock.now() - began
+            if any(isinstance(it, str) for it in call.inputs):
+                self.metrics.tokenize_seconds.observe(tokenize_seconds)
+                if span is not None:
+                    span.stage("tokenize", began, began + tokenize_seconds)
+        if span is not None:
+            span.counted(sum(len(it.input) for it in sequences))
+        estimated_bytes = self._check_reply_size(call, sequences)
+        encoded = await self.scheduler.encode([sequence.input for sequence in sequences], deadline)
+        return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
+
+    @property
+    def max_inspect_tokens(self) -> int:
+        """The longest sequence that can be looked into; 0 where none can."""
+        return 0 if self.inspect_lane is None else min(self.limits.max_inspect_tokens, self.bundle.max_sequence_tokens)
+
+    @contextlib.asynccontextmanager
+    async def inspect(self, call: InspectCall) -> AsyncGenerator[InspectReply]:
+        """Looks into what the model does with one input; the reply's memory is given back when the block ends.
+
+        Raises:
+            InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
+            RequestError: The call cannot succeed; the text names the field and the numbers.
+            QueueFull: Too many inspections are pending.
+            InferenceFailed: The model gives numbers that are not finite.
+        """
+        lane = self.check_inspectable()
+        longest = Longest(self.max_inspect_tokens, f"max_inspect_tokens of {self.bundle.name}", call.truncate)
+        began = self._clock.now()
+        (sequence,) = await self._checker.check([call.input], ["input"], longest)
+        tokenize_seconds = self._clock.now() - began
+        span = spans.current()
+        if span is not None:
+            span.counted(len(sequence.input))
+            if isinstance(call.input, str):
+                span.stage("tokenize", began, began + tokenize_seconds)
+        came_at = self._clock.now()
+        async with lane.inspect(sequence.input, call.wanted) as inspection:
+            if span is not None:
+                began = came_at + inspection.queue_seconds
+                span.stage("queue", came_at, began)
+                span.stage("compute", began, began + inspection.compute_seconds)
+            yield InspectReply(sequence, inspection, tokenize_seconds)
+
+    async def close(self) -> None:
+        """Stops the engines; waits for what runs in them. Callable again, also if it was not waited for."""
+        if self._closing is None:
+            self._closing = asyncio.ensure_future(self._close())
+        await asyncio.shield(self._closing)
+
+    async def _close(self) -> None:
+        await self.scheduler.close()
+        if self.inspect_lane is not None:
+            await self.inspect_lane.close()
+
+    def check_inspectable(self) -> InspectLane:
+        """The lane of inspections.
+
+        Raises:
+            InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
+        """
+        if self.inspect_lane is None:
+            why = "its bundle holds no graph for it" if self.bundle.inspect_graph is None else "this server has it off"
+            raise InspectUnavailable(f"model {self.bundle.name} cannot be inspected: {why}")
+        return self.inspect_lane
+
+    def check_count(self, count: int) -> None:
+        """Refuses a number of inputs that no request may have.
+
+        Raises:
+            InvalidField: There are none.
+            TooManyInputs: There are too many.
+        """
+        if count == 0:
+            raise InvalidField("inputs", "must hold at least 1 sequence; was empty")
+        if count > self.limits.max_sequences:
+            raise TooManyInputs(
+                "inputs",
+                f"must hold at most {self.limits.max_sequences} sequences (max_request_sequences); was {count}",
+            )
+
+    def _check_call(self, call: EncodeCall) -> None:
+        """Refuses what can be refused without looking into the inputs."""
+        if call.include_token_strings and self.tokenizer is None:
+            raise InvalidField(
+                "options.include_token_strings", f"model {self.bundle.name} has no tokenizer, so no strings for its ids"
+            )
+        has_texts_only = all(isinstance(it, str) for it in call.inputs)
+        if call.exclude_special_tokens and not has_texts_only and not self.bundle.special_token_ids:
+            raise InvalidField(
+                "options.exclude_special_tokens", f"model {self.bundle.name} does not say which tokens are special"
+            )
+
+    def _longest(self, *, truncate: bool) -> Longest:
+        return Longest(self.bundle.max_sequence_tokens, f"max_sequence_tokens of {self.bundle.name}", truncate)
+
+    def _check_reply_size(self, call: EncodeCall, sequences: Sequence[CheckedSequence]) -> int:
+        """The reply's size in bytes, at most; refuses one that would not fit, before any compute."""
+        limit = self.limits.max_response_bytes
+        total, fitting = _INFO_BYTES_PER_REPLY, 0
+        for sequence in sequences:
+            total += self._sequence_bytes(call, sequence)
+            if total <= limit:
+                fitting += 1
+        if total > limit:
+            raise ResponseTooLarge(
+                "inputs",
+                f"the reply would take {total} bytes, over the limit of {limit} (max_response_bytes); the first "
+                f"{fitting} of {len(sequences)} inputs would fit, and float16 or pooled outputs take less",
+            )
+        return total
+
+    def _sequence_bytes(self, call: EncodeCall, sequence: CheckedSequence) -> int:
+        """What one sequence adds to a reply, in bytes, at most."""
+        tokens = token_rows = len(sequence.input)
+        if call.exclude_special_tokens and sequence.special is not None:
+            token_rows -= int(sequence.special.sum())
+        rows = sum(output_rows(output.kind, token_rows) for output in call.outputs)
+        strings = 0
+        if call.include_token_strings and self.tokenizer is not None:
+            strings = tokens * (self.tokenizer.max_token_bytes + _STRING_OVERHEAD_BYTES)
+        return (
+            rows * self.bundle.d_model * call.data_type.itemsize
+            + tokens * _INFO_BYTES_PER_TOKEN
+            + strings
+            + _INFO_BYTES_PER_SEQUENCE
+        )

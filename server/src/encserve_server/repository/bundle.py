@@ -1,0 +1,193 @@
+"""Reads a model bundle and verifies it: nothing of it is used before its checksum matched."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path, PurePosixPath
+
+from google.protobuf import json_format
+
+from encserve_proto.fingerprint import fingerprint
+from encserve_proto.v1 import manifest_pb2
+from encserve_server.errors import BundleError
+from encserve_server.types import Bundle, Graph, InspectGraph, InspectKind, Output, OutputKind
+
+FORMAT_VERSION = 1
+MANIFEST_NAME = "manifest.json"
+_POOLING = {
+    manifest_pb2.POOLING_MEAN: OutputKind.MEAN,
+    manifest_pb2.POOLING_CLS: OutputKind.CLS,
+    manifest_pb2.POOLING_MAX: OutputKind.MAX,
+}
+
+
+def read_bundle(directory: Path) -> Bundle:
+    """Reads and verifies the bundle in MODELS/<name>/<version>/.
+
+    Raises:
+        BundleError: A file is missing, altered, unreadable or contradicts itself; the text says which and how.
+    """
+    manifest = _read_manifest(directory / MANIFEST_NAME)
+    if (manifest.name, manifest.version) != (directory.parent.name, directory.name):
+        raise BundleError(
+            f"{directory / MANIFEST_NAME}: it is of {manifest.name}/{manifest.version} but lies in "
+            f"{directory.parent.name}/{directory.name}"
+        )
+    verified = {file.path: _verify_listed(directory, file) for file in manifest.files}
+    _refuse_unlisted(directory, set(verified.values()))
+    if manifest.fingerprint != fingerprint(manifest):
+        raise BundleError(
+            f"{directory / MANIFEST_NAME}: its fingerprint is {manifest.fingerprint!r}; what it describes has "
+            f"{fingerprint(manifest)!r}"
+        )
+    if manifest.pooling not in manifest_pb2.Pooling.values():
+        raise BundleError(f"{directory / MANIFEST_NAME}: pooling {manifest.pooling} is not known to this server")
+
+    def verified_path(field: str, path: str) -> Path:
+        if path not in verified:
+            raise BundleError(f"{directory / MANIFEST_NAME}: {field} names {path!r}, which `files` does not list")
+        return verified[path]
+
+    shape, graph = manifest.encoder, _graph(directory, manifest, verified_path("graph.file", manifest.graph.file))
+    for field in ("d_model", "max_sequence_tokens", *(() if graph.takes_vectors else ("vocab_size",))):
+        if getattr(shape, field) < 1:
+            raise BundleError(f"{directory / MANIFEST_NAME}: encoder.{field} must be >= 1; was {getattr(shape, field)}")
+    pooling = _POOLING.get(manifest.pooling)
+    return Bundle(
+        name=manifest.name,
+        version=manifest.version,
+        fingerprint=manifest.fingerprint,
+        d_model=shape.d_model,
+        n_layers=shape.n_layers,
+        n_heads=shape.n_heads,
+        vocab_size=shape.vocab_size,
+        max_sequence_tokens=shape.max_sequence_tokens,
+        pad_token_id=shape.pad_token_id,
+        special_token_ids=tuple(manifest.text.special_token_ids),
+        pooling=None if pooling is None else Output(pooling, manifest.l2_normalize),
+        tokenizer_file=(
+            verified_path("text.tokenizer_file", manifest.text.tokenizer_file) if manifest.HasField("text") else None
+        ),
+        graph=graph,
+        inspect_graph=(
+            _inspect_graph(directory, manifest, graph, verified_path) if manifest.HasField("inspect_graph") else None
+        ),
+        position=shape.position,
+        parameters={part.part: part.count for part in manifest.parameters},
+    )
+
+
+def _graph(directory: Path, manifest: manifest_pb2.Manifest, path: Path) -> Graph:
+    """The interface of the ONNX file."""
+    graph, shape = manifest.graph, manifest.encoder
+    if bool(graph.input_ids_name) == bool(graph.embeddings_name):
+        raise BundleError(
+            f"{directory / MANIFEST_NAME}: graph must name input_ids_name or embeddings_name; it names "
+            f"{graph.input_ids_name!r} and {graph.embeddings_name!r}"
+        )
+    return Graph(
+        path=path,
+        input_name=graph.embeddings_name or graph.input_ids_name,
+        takes_vectors=bool(graph.embeddings_name),
+        attention_mask_name=graph.attention_mask_name,
+        output_name=graph.output_name,
+        pad_token_id=shape.pad_token_id,
+        d_model=shape.d_model,
+        precision=graph.precision,
+        token_type_ids_name=graph.token_type_ids_name,
+    )
+
+
+def _inspect_graph(
+    directory: Path, manifest: manifest_pb2.Manifest, graph: Graph, verified_path: Callable[[str, str], Path]
+) -> InspectGraph:
+    """The interface of the ONNX file for inspections."""
+    inspect, n_layers, position = manifest.inspect_graph, manifest.encoder.n_layers, manifest.encoder.position
+    if n_layers < 1:
+        raise BundleError(f"{directory / MANIFEST_NAME}: inspect_graph needs encoder.n_layers >= 1; was {n_layers}")
+    if bool(inspect.positions_name) == (position == "none"):
+        due = "empty" if inspect.positions_name else "set"
+        raise BundleError(
+            f"{directory / MANIFEST_NAME}: inspect_graph.positions_name must be {due} for position {position!r}; was "
+            f"{inspect.positions_name!r}"
+        )
+    wanted = {"attention_weights_names": n_layers, "hidden_state_names": n_layers + 1}
+    for field, count in wanted.items():
+        if len(getattr(inspect, field)) != count:
+            raise BundleError(
+                f"{directory / MANIFEST_NAME}: inspect_graph.{field} must hold {count} names for n_layers {n_layers}; "
+                f"was {len(getattr(inspect, field))}"
+            )
+    names = {
+        InspectKind.ATTENTION_WEIGHTS: tuple(inspect.attention_weights_names),
+        InspectKind.HIDDEN_STATES: tuple(inspect.hidden_state_names),
+    }
+    if inspect.positions_name:
+        names[InspectKind.POSITIONS] = (inspect.positions_name,)
+    # Which of the other files hold its weights only ONNX Runtime knows; all are checked again before it is loaded.
+    files = {directory / file.path: file.sha256 for file in manifest.files}
+    path = verified_path("inspect_graph.file", inspect.file)
+    own = dataclasses.replace(graph, path=path, output_name=inspect.hidden_state_names[-1])
+    return InspectGraph(own, names, files)
+
+
+def verify_unchanged(files: Mapping[Path, str]) -> None:
+    """Checks files against their SHA-256 once more: a bundle may have been replaced since it was read.
+
+    Raises:
+        BundleError: One is gone or altered.
+    """
+    for path, sha256 in files.items():
+        _verify_sha256(path, sha256)
+
+
+def _read_manifest(path: Path) -> manifest_pb2.Manifest:
+    """Parses a manifest and checks that this server knows its format."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BundleError(f"{path}: cannot be read: {error}") from error
+    try:
+        # The version is looked at first: a later format may have fields that this parser does not know.
+        version = json.loads(text).get("format_version")
+        if version != FORMAT_VERSION:
+            raise BundleError(f"{path}: format_version must be {FORMAT_VERSION} for this server; was {version}")
+        return json_format.Parse(text, manifest_pb2.Manifest())
+    except (ValueError, AttributeError, RecursionError, json_format.ParseError) as error:
+        raise BundleError(f"{path}: not a manifest: {error}") from error
+
+
+def _verify_listed(directory: Path, file: manifest_pb2.BundleFile) -> Path:
+    """The path of a listed file, once it is there, inside the bundle, and unaltered."""
+    relative = PurePosixPath(file.path)
+    if not file.path or relative.is_absolute() or ".." in relative.parts:
+        raise BundleError(f"{directory / MANIFEST_NAME}: files lists {file.path!r}, which is outside the bundle")
+    path = directory / relative
+    try:
+        if not path.resolve().is_relative_to(directory.resolve()):
+            raise BundleError(f"{path}: it leads outside the bundle")
+        size_bytes = path.stat().st_size
+        if size_bytes != file.size_bytes:
+            raise BundleError(f"{path}: {size_bytes} bytes; its manifest says {file.size_bytes}")
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror or error}") from error
+    _verify_sha256(path, file.sha256)
+    return path
+
+
+def _verify_sha256(path: Path, wanted: str) -> None:
+    try:
+        with path.open("rb") as stream:
+            sha256 = hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise BundleError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if sha256 != wanted:
+        raise BundleError(f"{path}: its sha256 is {sha256}; its manifest says {wanted}")
+
+
+def _refuse_unlisted(directory: Path, listed: set[Path]) -> None:
+    """Refuses files that no checksum covers: an ONNX file may read its weights from any file beside it."""
+    for path in sorted(directory.rglob("*")):
+        if not path.is_dir() and path not in listed and path != directory / MANIFEST_NAME:
+            raise BundleError(f"{path}: the manifest does not list it, so nothing vouches for it")

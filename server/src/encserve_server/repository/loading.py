@@ -1,0 +1,163 @@
+"""Bundle to served model: verify, load, warm up. Blocking; runs in a thread."""
+
+import functools
+import itertools
+import logging
+import time
+from concurrent.futures import Executor
+from pathlib import Path
+
+import numpy as np
+
+from encserve_server.engine.base import Engine, Inspector
+from encserve_server.engine.opening import check_installed, open_engine, open_inspector
+from encserve_server.errors import BundleError
+from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.repository.activation import LoadedModel, batch_policy
+from encserve_server.repository.bundle import read_bundle, verify_unchanged
+from encserve_server.repository.tuning import tune
+from encserve_server.settings import MIB, Settings
+from encserve_server.system.cpus import cpu_model, multiplies_bytes_exactly, usable_cpus
+from encserve_server.types import Bundle, InspectGraph
+
+logger = logging.getLogger(__name__)
+
+
+def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+    """Loads the bundle in a directory.
+
+    Raises:
+        BundleError: The bundle is missing, altered or unreadable, or its model cannot compute.
+        DeviceError: The device or the precision asked for cannot be had.
+        EngineMissing: What runs models is not installed.
+    """
+    began = time.perf_counter()
+    check_installed(settings.engine)
+    bundle = read_bundle(directory)
+    tokenizer = _load_tokenizer(bundle, settings, tokenize_pool) if bundle.tokenizer_file else None
+    threads = settings.intra_op_threads or usable_cpus()
+    engine = open_engine(
+        bundle.graph,
+        engine=settings.engine,
+        precision=settings.precision,
+        device=settings.device,
+        intra_op_threads=threads,
+        parallel_runs=settings.parallel_batches,
+    )
+    try:
+        if advice := precision_advice(engine.info.precision, engine.info.device):
+            logger.warning(advice, extra={"model": bundle.name, "precision": engine.info.precision})
+        loaded = time.perf_counter()
+        warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
+        max_batch_tokens = _tune(engine, bundle, settings, directory, threads)
+    except BaseException:
+        engine.close()  # at once: the device may be full
+        raise
+    warm = time.perf_counter()
+    logger.info(
+        "model loaded",
+        extra={
+            "model": bundle.name,
+            "version": bundle.version,
+            "fingerprint": bundle.fingerprint,
+            "provider": engine.info.provider,
+            "precision": engine.info.precision,
+            "runtime": engine.info.runtime,
+            "requested_device": settings.device,
+            "intra_op_threads": threads,
+            "parallel_batches": engine.max_parallel_runs,
+            "max_batch_tokens": max_batch_tokens,
+            "load_seconds": round(loaded - began, 3),
+            "warmup_seconds": round(warm - loaded, 3),
+        },
+    )
+    inspect = bundle.inspect_graph
+    load = None if inspect is None else functools.partial(load_inspector, inspect, engine.info.device)
+    return LoadedModel(bundle, tokenizer, engine, loaded - began, warm - loaded, load, max_batch_tokens)
+
+
+def precision_advice(precision: str, device: str) -> str:
+    """What speaks against running a model of this precision on this device; empty where nothing does."""
+    if precision == "float16" and device == "cpu":
+        return "a float16 bundle is for GPUs: this CPU casts every number and is slower than with float32"
+    if precision == "int8" and device == "cuda":
+        return "an int8 bundle is for CPUs: CUDA leaves its linear layers to the CPU; export float16"
+    if precision == "int8" and not multiplies_bytes_exactly():
+        return "this CPU has no VNNI: products of 8 bits may be cut off, and rows be less exact than the manifest says"
+    return ""
+
+
+def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, threads: int) -> int:
+    """The budget of padded tokens in a batch: what is set, what is measured, or a constant."""
+    device = engine.info.device
+    if settings.max_batch_tokens is not None or not settings.tune_batches:
+        return settings.batch_tokens_for(device)
+    tuned = tune(
+        engine,
+        bundle,
+        lambda budget: batch_policy(settings, device, budget),
+        path=directory.parent / f".{directory.name}.tuned.json",
+        machine={
+            "cpu": cpu_model(),
+            "intra_op_threads": threads,
+            "parallel_runs": engine.max_parallel_runs,
+            "runtime": engine.info.runtime,
+        },
+    )
+    what = "remembered" if tuned.remembered else "measured" if tuned.max_batch_tokens else "not measurable now"
+    logger.info(
+        "batch budget %s",
+        what,
+        extra={
+            "model": bundle.name,
+            "max_batch_tokens": tuned.max_batch_tokens,
+            "tokens_per_second": {budget: round(rate) for budget, rate in tuned.tokens_per_second.items()},
+        },
+    )
+    return tuned.max_batch_tokens or settings.batch_tokens_for(device)
+
+
+def load_inspector(inspect: InspectGraph, device: str) -> Inspector:
+    """Loads what looks into a model, on the device that the model runs on.
+
+    Raises:
+        BundleError: A file of the bundle has changed since the model was loaded, or is not usable.
+        EngineMissing: ONNX Runtime is not installed.
+    """
+    verify_unchanged(inspect.files)
+    return open_inspector(inspect, device=device)
+
+
+def _load_tokenizer(bundle: Bundle, settings: Settings, tokenize_pool: Executor) -> TextTokenizer:
+    """Loads a bundle's tokenizer, and refuses one whose ids the model does not have."""
+    assert bundle.tokenizer_file is not None  # noqa: S101 - the caller looked
+    tokenizer = TextTokenizer(bundle.tokenizer_file, tokenize_pool, settings.max_queue_text_mib * MIB)
+    if tokenizer.largest_id >= bundle.vocab_size:
+        raise BundleError(
+            f"{bundle.tokenizer_file}: it may give id {tokenizer.largest_id}, but the model's vocabulary ends at "
+            f"{bundle.vocab_size - 1}"
+        )
+    return tokenizer
+
+
+def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
+    """Runs the shapes that traffic will bring, so that the first caller does not pay for kernels and memory.
+
+    Raises:
+        BundleError: The model cannot compute, or gives numbers that are not finite.
+    """
+    longest = bundle.max_sequence_tokens
+    typical = max(1, min(32, longest))
+    batches = [[1], [typical] * max(1, batch_tokens // typical), [longest], [1, typical, longest]]
+    ways = [True, False] if engine.widens else [True]
+    for lengths, alone in itertools.product(batches, ways):
+        try:
+            # The first id and the last: a vocabulary larger than the model's table fails here, not for a caller.
+            sequences = [bundle.sample(length, last=i % 2 == 0) for i, length in enumerate(lengths)]
+            result = engine.run(sequences, alone=alone)
+        except Exception as error:  # whatever the runtime raises
+            raise BundleError(
+                f"{bundle.graph.path}: the model fails for sequences of {lengths} tokens: {error}"
+            ) from error
+        if not all(np.isfinite(rows).all() for rows in result.rows):
+            raise BundleError(f"{bundle.graph.path}: the model gives numbers that are not finite for {lengths} tokens")

@@ -1,0 +1,189 @@
+"""What lies in the model repository, and which of it is to be served. Looks at names and dates, never into a bundle."""
+
+import contextlib
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from encserve_server.errors import BundleError
+from encserve_server.repository.bundle import MANIFEST_NAME
+
+_VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+# A file's path in its bundle, size, time of change and inode.
+_FileState = tuple[str, int, int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A version of a model as it lies in the repository now.
+
+    Attributes:
+        directory: MODELS/<name>/<version>.
+        state: Of each of its files the size, the time of change and the inode: differs when anything was replaced.
+            None where it cannot be read now.
+    """
+
+    directory: Path
+    state: tuple[_FileState, ...] | None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """The model's name and its version."""
+        return self.directory.parent.name, self.directory.name
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A model that is to be served.
+
+    Attributes:
+        name: The model's name.
+        pinned: The version to serve; empty for the newest.
+        count: How many versions to serve: the first so many of `candidates` that are good.
+        candidates: The versions that there are, the newest first; only the pinned one where there is one.
+        problem: Why there are none, for people; empty where there are some.
+    """
+
+    name: str
+    pinned: str
+    count: int
+    candidates: tuple[Candidate, ...]
+    problem: str = ""
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What stays the same from one look into the repository to the next."""
+        return self.name, self.pinned
+
+
+def find_slots(repository: Path, wanted: tuple[str, ...], latest_versions: int = 1) -> list[Slot]:
+    """The models to serve. What cannot be read is left out: one such folder must not hide the others.
+
+    Args:
+        repository: The directory that holds `<name>/<version>/`.
+        wanted: Models as NAME (its newest versions) or NAME@VERSION; empty for the newest versions of every model.
+        latest_versions: How many of the newest versions to serve where none is named.
+
+    Raises:
+        BundleError: The repository is not there, or what is wanted makes no sense.
+        OSError: It cannot be read.
+    """
+    if not repository.is_dir():
+        raise BundleError(f"--model-repository {repository}: no such directory")
+    if wanted:
+        for i, text in enumerate(wanted):
+            if text in wanted[:i]:
+                raise BundleError(f"--model {text}: it is named twice")
+        return [_find_slot(repository, *_split_wanted(text), latest_versions) for text in wanted]
+    return [_find_slot(repository, name, "", latest_versions) for name in _models(repository)]
+
+
+def require(repository: Path, slots: list[Slot]) -> list[Slot]:
+    """The same slots, if there is anything and each has something.
+
+    Raises:
+        BundleError: There is nothing, or nothing for one of them.
+    """
+    if not slots:
+        raise BundleError(
+            f"--model-repository {repository}: no bundle in it; expected <name>/<version>/{MANIFEST_NAME} "
+            "(encserve-export writes them)"
+        )
+    for slot in slots:
+        if not slot.candidates:
+            raise BundleError(slot.problem)
+    return slots
+
+
+def newest_bundle(repository: Path, model: str | None) -> Path:
+    """The directory of one model's newest version, or of NAME@VERSION; without a model of the first by name.
+
+    Raises:
+        BundleError: It is not there.
+    """
+    return require(repository, find_slots(repository, (model,) if model else ()))[0].candidates[0].directory
+
+
+def version_key(version: str) -> list[tuple[int, int, str]]:
+    """A sort key for which 1.9 < 1.10 and 1.0-rc1 < 1.0; the text itself settles what is left."""
+    parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", version)]
+    return [*parts, (1, 0, version)]
+
+
+def _split_wanted(text: str) -> tuple[str, str]:
+    """NAME or NAME@VERSION as (name, version), the version empty for the newest."""
+    name, at, version = text.partition("@")
+    for part in (name, *([version] if at else [])):
+        if not _VALID_NAME.fullmatch(part):
+            raise BundleError(f"--model {text}: expected NAME or NAME@VERSION of letters, digits, '.', '_' and '-'")
+    return name, version
+
+
+def _find_slot(repository: Path, name: str, pinned: str, latest_versions: int) -> Slot:
+    count = 1 if pinned else latest_versions
+    try:
+        versions = _versions(repository / name)
+    except OSError as error:
+        return Slot(name, pinned, count, (), f"{repository / name}: cannot be read: {error.strerror}")
+    if not versions:
+        problem = f"{repository / name}: no bundle in it; expected <version>/{MANIFEST_NAME}"
+        others = ", ".join(_models(repository))
+        return Slot(name, pinned, count, (), f"{problem}; the repository holds {others}" if others else problem)
+    if pinned and pinned not in versions:
+        return Slot(
+            name, pinned, count, (), f"{repository / name}: no version {pinned}; there are {', '.join(versions)}"
+        )
+    directories = [repository / name / version for version in ([pinned] if pinned else reversed(versions))]
+    return Slot(name, pinned, count, tuple(Candidate(it, _state(it)) for it in directories))
+
+
+def _models(repository: Path) -> list[str]:
+    """The names of the models that there are; not of those that cannot be read."""
+    names = []
+    for name in sorted(_names(repository)):
+        with contextlib.suppress(OSError):
+            if _versions(repository / name):
+                names.append(name)
+    return names
+
+
+def _versions(model: Path) -> list[str]:
+    """A model's versions, oldest first: numbers in them compare as numbers, so 10 comes after 9."""
+    try:
+        names = _names(model)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return sorted((name for name in names if _may_be_a_bundle(model / name)), key=version_key)
+
+
+def _names(directory: Path) -> list[str]:
+    """The valid names in a directory."""
+    with os.scandir(directory) as entries:
+        return [entry.name for entry in entries if _VALID_NAME.fullmatch(entry.name)]
+
+
+def _may_be_a_bundle(directory: Path) -> bool:
+    """Whether there is a manifest in it, or nobody can tell."""
+    try:
+        return (directory / MANIFEST_NAME).is_file()
+    except OSError:
+        return True
+
+
+def _state(directory: Path) -> tuple[_FileState, ...] | None:
+    """The state of every file below a directory; None where it cannot be read."""
+    states: list[_FileState] = []
+    try:
+        for parent, _, names in os.walk(directory, onerror=_raise):
+            for name in names:
+                stat = Path(parent, name).stat()
+                path = Path(parent, name).relative_to(directory)
+                states.append((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino))
+    except OSError:
+        return None
+    return tuple(sorted(states))
+
+
+def _raise(error: OSError) -> None:
+    raise error

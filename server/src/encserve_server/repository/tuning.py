@@ -1,0 +1,227 @@
+"""Finds how many tokens a batch should hold: short measured runs when a model is loaded, remembered beside its bundle.
+
+More tokens a batch mean fewer runs, until activations leave the device's cache; where that is depends on the model and
+the machine, and a wrong constant costs up to a quarter of the throughput. So the budgets are tried on what traffic
+looks like: texts of usual lengths, of which 64 wait, on a GPU as many as fill its largest budget a few times, batched
+the way the scheduler batches.
+
+Others on the machine spoil the figures, and would do so for good, since they are remembered. So every batch is run
+several times, and unless the times of most of them agree nothing is concluded.
+"""
+
+import json
+import logging
+import math
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from encserve_server.engine.base import Engine
+from encserve_server.scheduling.batching import BatchPolicy, take_batch
+from encserve_server.types import Bundle
+
+logger = logging.getLogger(__name__)
+
+BUDGETS_TOKENS: Mapping[str, tuple[int, ...]] = {
+    "cpu": (256, 384, 512, 768, 1024),
+    "cuda": (4096, 8192, 16384, 32768),
+}
+# Lengths in tokens of 64 English texts, spread evenly over those of a large sample: median 27, mean 43, longest 256.
+USUAL_LENGTHS = (
+    18, 30, 24, 14, 40, 22, 64, 11, 104, 53, 15, 9, 37, 29, 20, 45, 16, 92, 31, 20, 19, 165,
+    10, 8, 26, 22, 19, 43, 21, 30, 25, 39, 6, 13, 21, 23, 56, 47, 204, 27, 23, 75, 15, 32,
+    120, 60, 35, 17, 16, 13, 42, 33, 256, 12, 50, 17, 69, 25, 36, 141, 82, 28, 18, 27,
+)  # fmt: skip
+# The least budget within this share of the best one is taken: a smaller batch makes whoever comes next wait less.
+_GOOD_ENOUGH = 0.98
+# Budgets are tried again, in turns, for so long; the shortest time of each batch counts, since others only disturb.
+_MAX_SECONDS = 2.0
+_LEAST_ROUNDS = 3
+# The figures count only if the second shortest times are, in sum, at most so much longer than the shortest.
+_MAX_SPREAD = 0.1
+# One try of one budget should take no longer than this; on a slow machine fewer texts are tried.
+_TRY_SECONDS = 0.3
+_LEAST_TEXTS = 8
+# On a GPU there are texts for so many batches of the largest budget, where there is time.
+_FILLED = 2.5
+_MOST_TEXTS = 4096
+_FORMAT = 2  # 1 was measured on too few texts for a GPU
+
+
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """What was found.
+
+    Attributes:
+        max_batch_tokens: The budget to use; None where the machine was too busy to tell.
+        tokens_per_second: What each budget gave.
+        remembered: Whether this is from an earlier start.
+    """
+
+    max_batch_tokens: int | None
+    tokens_per_second: Mapping[int, float]
+    remembered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What the runs gave.
+
+    Attributes:
+        tokens_per_second: By budget, from the shortest time of each batch; without those that the engine cannot run.
+        spread: How much longer the second shortest times were, as a share.
+    """
+
+    tokens_per_second: Mapping[int, float]
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A sequence that waits, as `take_batch` sees it."""
+
+    length: int
+    deadline: float = math.inf
+    gone: bool = False
+
+
+def tune(
+    engine: Engine,
+    bundle: Bundle,
+    policy_for: Callable[[int], BatchPolicy],
+    *,
+    path: Path,
+    machine: Mapping[str, Any],
+    now: Callable[[], float] = time.perf_counter,
+) -> Tuned:
+    """Takes what is remembered for this very model and machine, or measures, and remembers that if it can.
+
+    Args:
+        engine: A model that is loaded and warm.
+        bundle: What it is.
+        policy_for: The policy for a budget.
+        path: Where it is remembered; a file that cannot be read or written changes nothing but the time this takes.
+        machine: What else the result depends on, as JSON can hold it.
+        now: A clock, in seconds.
+    """
+    budgets = BUDGETS_TOKENS[engine.info.device]
+    some = policy_for(budgets[0])
+    key = {
+        "format": _FORMAT,
+        "fingerprint": bundle.fingerprint,
+        "provider": engine.info.provider,
+        "precision": engine.info.precision,
+        "max_batch_sequences": some.max_batch_sequences,
+        "max_padding_fraction": some.max_padding_fraction,
+        "budgets": list(budgets),
+        **machine,
+    }
+    remembered = _read(path, key)
+    if remembered is not None:
+        return Tuned(remembered, {}, remembered=True)
+    measured = measure(engine, bundle, [policy_for(budget) for budget in budgets], now)
+    rates = measured.tokens_per_second
+    if not rates:
+        return Tuned(None, rates, remembered=False)
+    if len(rates) < len(budgets):  # the memory that was short may be there the next time
+        return Tuned(choose(rates), rates, remembered=False)
+    if measured.spread > _MAX_SPREAD:
+        return Tuned(None, rates, remembered=False)
+    best = choose(rates)
+    _write(path, key | {"max_batch_tokens": best, "tokens_per_second": {str(b): round(r) for b, r in rates.items()}})
+    return Tuned(best, rates, remembered=False)
+
+
+def choose(tokens_per_second: Mapping[int, float]) -> int:
+    """The least budget that is nearly as fast as the fastest."""
+    enough = _GOOD_ENOUGH * max(tokens_per_second.values())
+    return min(budget for budget, rate in tokens_per_second.items() if rate >= enough)
+
+
+def measure(
+    engine: Engine, bundle: Bundle, policies: Sequence[BatchPolicy], now: Callable[[], float] = time.perf_counter
+) -> Measured:
+    """Runs usual texts under each policy, in turns."""
+    alone = engine.max_parallel_runs == 1  # what matters when much is waiting
+    lengths = [min(length, bundle.max_sequence_tokens) for length in USUAL_LENGTHS]
+    if engine.info.device == "cuda":
+        most = max(policy.max_batch_tokens for policy in policies)
+        lengths = (lengths * math.ceil(_FILLED * most / sum(lengths)))[:_MOST_TEXTS]
+    try:
+        lengths = _affordable(lengths, engine, bundle, policies[0], alone=alone)
+    except Exception as error:  # as below
+        logger.warning("the batch budget cannot be measured", extra={"error": repr(error)})
+        return Measured({}, math.inf)
+    batches = {policy.max_batch_tokens: _batches(lengths, policy) for policy in policies}
+    seconds: dict[int, list[list[float]]] = {budget: [[] for _ in its] for budget, its in batches.items()}
+    began, rounds = now(), 0
+    while batches and (rounds < _LEAST_ROUNDS or now() - began < _MAX_SECONDS):
+        for budget in list(batches):
+            try:
+                for times, batch in zip(seconds[budget], batches[budget], strict=True):
+                    times.append(engine.run([bundle.sample(it) for it in batch], alone=alone).compute_seconds)
+            except Exception as error:  # whatever the runtime raises: memory for so many tokens cannot be had, mostly
+                logger.warning("a batch budget cannot be had", extra={"max_batch_tokens": budget, "error": repr(error)})
+                batches = {smaller: its for smaller, its in batches.items() if smaller < budget}
+                break
+        rounds += 1
+    shortest, second = (
+        {budget: sum(sorted(times)[place] for times in seconds[budget]) for budget in batches} for place in (0, 1)
+    )
+    return Measured(
+        {budget: sum(lengths) / total for budget, total in shortest.items()},
+        sum(second.values()) / sum(shortest.values()) - 1 if batches else math.inf,
+    )
+
+
+def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, least: BatchPolicy, *, alone: bool) -> list[int]:
+    """As many of the texts as one try has time for, by the speed of a batch of the least budget."""
+    usual = min(43, bundle.max_sequence_tokens)
+    count = max(min(least.max_batch_tokens // usual, least.max_batch_sequences), 1)
+    batch = [bundle.sample(usual)] * count
+    seconds = min(engine.run(batch, alone=alone).compute_seconds for _ in range(2))
+    tokens = _TRY_SECONDS * usual * count / seconds
+    affordable = round(len(lengths) * tokens / sum(lengths))
+    return lengths[: max(min(affordable, len(lengths)), _LEAST_TEXTS)]
+
+
+def _batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
+    """The lengths in the batches that the scheduler would make of them."""
+    pending = [_Waiting(length) for length in lengths]
+    batches = []
+    while pending:
+        taken = take_batch(pending, policy, now=0.0)
+        batches.append([it.length for it in taken.batch])
+        pending = taken.left
+    return batches
+
+
+def _read(path: Path, key: Mapping[str, Any]) -> int | None:
+    """The budget that is remembered for this key, or None."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or any(found.get(name) != value for name, value in key.items()):
+        return None
+    budget = found.get("max_batch_tokens")
+    return budget if budget in key["budgets"] else None
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes the file whole or not at all; a repository may well be read-only."""
+    temporary = ""
+    try:
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=".", delete=False, encoding="utf-8") as file:
+            temporary = file.name
+            json.dump(content, file)
+        # Temporary files are readable by their owner alone; the next server may be another.
+        Path(temporary).chmod(0o644)
+        Path(temporary).replace(path)
+    except OSError as error:
+        logger.info("the batch budget cannot be remembered", extra={"reason": error.strerror})
+        if temporary:
+            Path(temporary).unlink(missing_ok=True)

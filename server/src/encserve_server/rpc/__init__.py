@@ -1,0 +1,1 @@
+"""gRPC: the server, the service and its codec, errors to statuses, the guard around every RPC, health."""

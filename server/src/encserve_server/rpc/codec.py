@@ -1,0 +1,335 @@
+"""Protobuf to what the server works with, and back."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+from google.protobuf.message import DecodeError, Message
+
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.errors import InvalidField, MalformedRequest
+from encserve_server.models.inputs import SentIds, SentInput, SentVectors
+from encserve_server.models.pooling import build_output
+from encserve_server.models.served import EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
+from encserve_server.rpc.status import Failure
+from encserve_server.rpc.wire import Part, field
+from encserve_server.types import Bundle, CheckedSequence, DataType, InspectKind, InspectTensor, Output, OutputKind
+
+M = TypeVar("M", bound=Message)
+
+# The fields that are written by hand, by their numbers.
+_OUTPUTS = pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
+_DATA = pb.RaggedTensor.DATA_FIELD_NUMBER
+_RESPONSE = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER
+
+# By the numbers that callers send, 0 standing for a default: looking them up in the descriptors takes 10 µs a call.
+_OUTPUT_KINDS = {kind.value: kind for kind in OutputKind}
+_OUTPUT_KIND_NAMES = {kind: pb.OutputKind.Name(kind.value) for kind in OutputKind}
+_DATA_TYPES = {0: DataType.FLOAT32} | {data_type.value: data_type for data_type in DataType}
+_DATA_TYPE_NAMES = {data_type: pb.DataType.Name(data_type.value) for data_type in DataType}
+_TRUNCATES: dict[int, bool] = {pb.TRUNCATION_UNSPECIFIED: False, pb.TRUNCATION_REFUSE: False, pb.TRUNCATION_END: True}
+
+# Small enough that sending one holds nobody up, large enough that there are few.
+_CHUNK_BYTES = 256 * 1024
+
+
+def parse(message_type: type[M], data: bytes) -> M:
+    """Parses a message.
+
+    Raises:
+        MalformedRequest: The bytes are not that message.
+    """
+    try:
+        return message_type.FromString(data)
+    except DecodeError as error:
+        name = message_type.DESCRIPTOR.full_name
+        raise MalformedRequest("", f"{len(data)} bytes that are not a {name}: {error}") from error
+
+
+def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
+    """Decodes a request whose inputs are not too many (`ServedModel.check_count`), filling in every default.
+
+    Of each input no more is copied than the model can take: a request of a few MiB may hold a million ids.
+
+    Raises:
+        InvalidField: An enum has a value that this server does not know, an output is asked for twice, an input is
+            empty or malformed, or the model's own pooling is wanted but not known.
+    """
+    options, bundle = request.options, model.bundle
+    return EncodeCall(
+        inputs=[_decode_input(f"inputs[{i}]", it, bundle.max_sequence_tokens) for i, it in enumerate(request.inputs)],
+        outputs=_decode_outputs(options.outputs, bundle),
+        data_type=_decode_data_type("options.data_type", options.data_type),
+        truncate=_decode_truncation("options.truncation", options.truncation),
+        exclude_special_tokens=options.exclude_special_tokens,
+        include_token_strings=options.include_token_strings,
+    )
+
+
+def count_tokens(request: pb.EncodeRequest, longest: int) -> int | None:
+    """How many tokens a request has if each input has at most `longest`; None where that takes more than counting."""
+    if not all(it.HasField("token_ids") for it in request.inputs):
+        return None
+    return sum(min(len(it.token_ids.ids), longest) for it in request.inputs)
+
+
+def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> list[Part]:
+    """Builds an EncodeResponse: the parts of its bytes, in which the rows have not been copied."""
+    rows = [encoded.rows for encoded in reply.encoded]
+    special = [sequence.special if call.exclude_special_tokens else None for sequence in reply.sequences]
+    response = pb.EncodeResponse(
+        model=model.bundle.name,
+        model_version=model.bundle.version,
+        fingerprint=model.bundle.fingerprint,
+        sequences=[_encode_sequence(sequence, call, model) for sequence in reply.sequences],
+        timings=pb.Timings(
+            tokenize_seconds=reply.tokenize_seconds,
+            queue_seconds=max(encoded.queue_seconds for encoded in reply.encoded),
+            compute_seconds=max(encoded.compute_seconds for encoded in reply.encoded),
+        ),
+    )
+    parts: list[Part] = [response.SerializeToString()]
+    for output in call.outputs:
+        ragged = build_output(rows, special, output, call.data_type)
+        tensor = pb.RaggedTensor(
+            kind=_OUTPUT_KIND_NAMES[output.kind],
+            l2_normalized=output.l2_normalize,
+            data_type=_DATA_TYPE_NAMES[call.data_type],
+            width=model.bundle.d_model,
+            lengths=ragged.lengths,
+        )
+        parts += field(_OUTPUTS, [tensor.SerializeToString(), *field(_DATA, ragged.parts)])
+    return parts
+
+
+def encode_stream_reply(request_id: str, response: list[Part]) -> list[Part]:
+    """Builds an EncodeStreamResponse around an EncodeResponse."""
+    return [pb.EncodeStreamResponse(request_id=request_id).SerializeToString(), *field(_RESPONSE, response)]
+
+
+def encode_stream_error(request_id: str, failure: Failure) -> pb.EncodeStreamResponse:
+    """One request's error as its answer in a stream."""
+    error = pb.StreamError(
+        code=failure.code.value[0],
+        message=failure.text,
+        reason=failure.reason,
+        retry_delay_seconds=failure.retry_delay_s or 0.0,
+        details=failure.details,
+    )
+    return pb.EncodeStreamResponse(request_id=request_id, error=error)
+
+
+def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
+    """Describes a model."""
+    bundle, limits = model.bundle, model.limits
+    reason = model.scheduler.not_ready_reason()
+    return pb.ModelInfo(
+        name=bundle.name,
+        version=bundle.version,
+        fingerprint=bundle.fingerprint,
+        is_default=is_default,
+        d_model=bundle.d_model,
+        n_layers=bundle.n_layers,
+        n_heads=bundle.n_heads,
+        vocab_size=bundle.vocab_size,
+        max_sequence_tokens=bundle.max_sequence_tokens,
+        has_tokenizer=model.tokenizer is not None,
+        special_token_ids=bundle.special_token_ids,
+        pooling=pb.OutputKind.Name(bundle.pooling.kind.value if bundle.pooling else 0),
+        l2_normalize=bundle.pooling.l2_normalize if bundle.pooling else False,
+        provider=model.engine_info.provider,
+        precision=model.engine_info.precision,
+        max_request_sequences=limits.max_sequences,
+        max_text_bytes=limits.max_text_bytes,
+        max_request_bytes=limits.max_request_bytes,
+        max_response_bytes=limits.max_response_bytes,
+        max_request_tokens=limits.max_tokens,
+        ready=not reason,
+        not_ready_reason=reason,
+        input_kind=pb.INPUT_KIND_EMBEDDINGS if bundle.graph.takes_vectors else pb.INPUT_KIND_TOKEN_IDS,
+        can_inspect=model.inspect_lane is not None,
+        max_inspect_tokens=model.max_inspect_tokens,
+        position=bundle.position,
+        parameters=[pb.PartParameters(part=part, count=count) for part, count in bundle.parameters.items()],
+    )
+
+
+def _decode_input(field: str, it: pb.Input, longest: int) -> SentInput:
+    which = it.WhichOneof("input")
+    if which == "text":
+        return it.text
+    if which == "token_ids":
+        ids = it.token_ids.ids
+        return SentIds(np.array(ids if len(ids) <= longest else ids[:longest], np.int64), len(ids))
+    if which == "embeddings":
+        return _decode_vectors(f"{field}.embeddings", it.embeddings, longest)
+    raise InvalidField(field, "must be token_ids, text or embeddings; was none of them")
+
+
+def _decode_vectors(field: str, it: pb.TokenEmbeddings, longest: int) -> SentVectors:
+    dtype = _decode_data_type(f"{field}.data_type", it.data_type).dtype
+    data, width = it.data, it.width
+    if width < 1:
+        raise InvalidField(f"{field}.width", f"must be at least 1; was {width}")
+    row_bytes = width * dtype.itemsize
+    if len(data) % row_bytes:
+        raise InvalidField(
+            f"{field}.data",
+            f"must be whole vectors of {width} x {dtype.itemsize} bytes; was {len(data)} bytes",
+        )
+    count = len(data) // row_bytes
+    numbers = np.frombuffer(data, dtype, min(count, longest) * width)
+    return SentVectors(numbers.astype(np.float32).reshape(-1, width), count)
+
+
+def _decode_outputs(specs: Sequence[pb.OutputSpec], bundle: Bundle) -> tuple[Output, ...]:
+    if not specs:
+        return (Output(OutputKind.TOKENS, l2_normalize=False),)
+    outputs: list[Output] = []
+    seen: dict[tuple[int, bool], int] = {}
+    for i, spec in enumerate(specs):
+        field = f"options.outputs[{i}]"
+        kind = spec.kind or pb.OUTPUT_KIND_TOKENS
+        key = (kind, spec.l2_normalize)
+        if key in seen:
+            raise InvalidField(field, f"asks for the same as options.outputs[{seen[key]}]")
+        seen[key] = i
+        if kind == pb.OUTPUT_KIND_MODEL_POOLING:
+            if bundle.pooling is None:
+                raise InvalidField(f"{field}.kind", f"model {bundle.name} does not say how it was trained to pool")
+            outputs.append(Output(bundle.pooling.kind, bundle.pooling.l2_normalize or spec.l2_normalize))
+        elif kind in _OUTPUT_KINDS:
+            outputs.append(Output(_OUTPUT_KINDS[kind], spec.l2_normalize))
+        else:
+            raise _unknown_value(f"{field}.kind", kind, pb.OutputKind)
+    return tuple(outputs)
+
+
+def _decode_data_type(field: str, value: int) -> DataType:
+    if value not in _DATA_TYPES:
+        raise _unknown_value(field, value, pb.DataType)
+    return _DATA_TYPES[value]
+
+
+def _decode_truncation(field: str, value: int) -> bool:
+    if value not in _TRUNCATES:
+        raise _unknown_value(field, value, pb.Truncation)
+    return _TRUNCATES[value]
+
+
+def _unknown_value(field: str, value: int, enum: Any) -> InvalidField:
+    return InvalidField(field, f"must be a value of {enum.DESCRIPTOR.name}, 0 to {max(enum.values())}; was {value}")
+
+
+def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> InspectCall:
+    """Decodes an inspection, filling in every default.
+
+    Raises:
+        InspectUnavailable: The model cannot be inspected; then its layers may not be known either.
+        InvalidField: There is no input, an enum has a value that this server does not know, or a kind or layer is asked
+            for twice or is not in the model.
+    """
+    model.check_inspectable()
+    return InspectCall(
+        input=_decode_input("input", request.input, model.bundle.max_sequence_tokens),
+        wanted=_decode_specs(request.tensors, model.bundle),
+        data_type=_decode_data_type("data_type", request.data_type),
+        truncate=_decode_truncation("truncation", request.truncation),
+    )
+
+
+def encode_inspect_header(model: ServedModel, call: InspectCall, reply: InspectReply) -> pb.InspectResponse:
+    """Builds the first message of an inspection's answer."""
+    bundle, inspection = model.bundle, reply.inspection
+    header = pb.InspectHeader(
+        model=bundle.name,
+        model_version=bundle.version,
+        fingerprint=bundle.fingerprint,
+        sequence=_sequence_info(reply.sequence, model, with_ids=True, with_strings=model.tokenizer is not None),
+        timings=pb.Timings(
+            tokenize_seconds=reply.tokenize_seconds,
+            queue_seconds=inspection.queue_seconds,
+            compute_seconds=inspection.compute_seconds,
+        ),
+    )
+    for tensor in inspection.tensors:
+        header.tensors.add(
+            kind=pb.InspectKind.Name(tensor.kind.value),
+            layers=tensor.layers,
+            shape=tensor.shape,
+            data_type=_DATA_TYPE_NAMES[call.data_type],
+        )
+    return pb.InspectResponse(header=header)
+
+
+def encode_chunks(tensors: Sequence[InspectTensor], data_type: DataType) -> Iterator[pb.InspectResponse]:
+    """Builds the other messages, each when it is asked for: the tensors' bytes, one after another."""
+    for i, tensor in enumerate(tensors):
+        for part in tensor.parts:
+            with np.errstate(over="ignore"):
+                numbers = np.ascontiguousarray(part.astype(data_type.dtype, copy=False))
+            data = numbers.data.cast("B")
+            for start in range(0, len(data), _CHUNK_BYTES):
+                chunk = pb.TensorChunk(tensor=i, data=bytes(data[start : start + _CHUNK_BYTES]))
+                yield pb.InspectResponse(chunk=chunk)
+
+
+def _decode_specs(specs: Sequence[pb.InspectSpec], bundle: Bundle) -> list[tuple[InspectKind, tuple[int, ...]]]:
+    if not specs:
+        default = (pb.INSPECT_KIND_ATTENTION_WEIGHTS, pb.INSPECT_KIND_HIDDEN_STATES)
+        specs = [pb.InspectSpec(kind=kind) for kind in default]
+    wanted: dict[InspectKind, tuple[int, ...]] = {}
+    for i, spec in enumerate(specs):
+        field = f"tensors[{i}]"
+        if spec.kind not in pb.InspectKind.values() or not spec.kind:
+            last = len(pb.InspectKind.values()) - 1
+            raise InvalidField(f"{field}.kind", f"must be a value of InspectKind, 1 to {last}; was {spec.kind}")
+        kind = InspectKind(spec.kind)
+        if kind in wanted:
+            raise InvalidField(field, f"asks for the same kind as tensors[{list(wanted).index(kind)}]")
+        wanted[kind] = _decode_layers(field, kind, spec.layers, bundle)
+    return list(wanted.items())
+
+
+def _decode_layers(field: str, kind: InspectKind, layers: Sequence[int], bundle: Bundle) -> tuple[int, ...]:
+    if kind is InspectKind.POSITIONS:
+        if bundle.position == "none":
+            raise InvalidField(f"{field}.kind", f"model {bundle.name} adds nothing for a token's place")
+        if layers:
+            raise InvalidField(f"{field}.layers", f"must be empty for positions; was {list(layers[:8])}")
+        return ()
+    count = bundle.n_layers + (kind is InspectKind.HIDDEN_STATES)
+    for i, layer in enumerate(layers):
+        if layer >= count:
+            raise InvalidField(f"{field}.layers[{i}]", f"must be from 0 to {count - 1}; was {layer}")
+        if i and layer <= layers[i - 1]:
+            raise InvalidField(
+                f"{field}.layers[{i}]", f"must be more than the one before, {layers[i - 1]}; was {layer}"
+            )
+    return tuple(layers) or tuple(range(count))
+
+
+def _encode_sequence(sequence: CheckedSequence, call: EncodeCall, model: ServedModel) -> pb.SequenceInfo:
+    with_strings = call.include_token_strings and model.tokenizer is not None
+    return _sequence_info(sequence, model, with_ids=sequence.text is not None, with_strings=with_strings)
+
+
+def _sequence_info(
+    sequence: CheckedSequence, model: ServedModel, *, with_ids: bool, with_strings: bool
+) -> pb.SequenceInfo:
+    info = pb.SequenceInfo(
+        token_count=len(sequence.input),
+        original_token_count=sequence.original_token_count,
+        truncated=sequence.truncated,
+    )
+    ids = sequence.token_ids if with_ids or with_strings else None
+    if sequence.special is not None:
+        info.special.extend(sequence.special.tolist())
+    if ids is not None and with_ids:
+        info.token_ids.extend(ids)
+    if sequence.text is not None:
+        info.char_starts.extend(sequence.text.char_starts)
+        info.char_ends.extend(sequence.text.char_ends)
+    if ids is not None and with_strings and model.tokenizer is not None:
+        info.tokens.extend(map(model.tokenizer.token_string, ids))
+    return info

@@ -1,0 +1,34 @@
+"""The gRPC server: grpcio's, with the options that this service needs."""
+
+import grpc
+
+from encserve_server.settings import MIB, Settings
+
+# Room for what a stream puts around a reply that is just within the limit.
+_MESSAGE_HEADROOM_BYTES = 64 * 1024
+# Calls that a caller may have open on one connection; gRPC's clients wait with more by themselves.
+_MAX_CONNECTION_CALLS = 10_000
+# Beyond so many calls that wait to be taken, gRPC would answer CANCELLED by itself. Admission is ours.
+_MAX_PENDING_CALLS = 1_000_000
+
+
+def make_server(settings: Settings) -> grpc.aio.Server:
+    """A server that listens nowhere yet."""
+    options = [
+        # On by default: a second server on a taken port would start in silence and take half the calls.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", settings.max_request_mib * MIB),
+        ("grpc.max_send_message_length", settings.max_response_mib * MIB + _MESSAGE_HEADROOM_BYTES),
+        ("grpc.max_concurrent_streams", _MAX_CONNECTION_CALLS),
+        ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
+        # Clients may ping an idle connection this often; the default of 5 minutes ends their connection.
+        ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # A caller that vanished without a word is noticed within two minutes.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+    ]
+    if settings.max_connection_age_seconds is not None:  # calls on it are finished, however long they take
+        options.append(("grpc.max_connection_age_ms", round(settings.max_connection_age_seconds * 1000)))
+    return grpc.aio.server(options=options)

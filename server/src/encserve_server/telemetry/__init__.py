@@ -1,0 +1,1 @@
+"""What is told about the server: metrics, log lines, spans."""

@@ -1,0 +1,40 @@
+"""Structured logs on standard error: one JSON object a line, or text for people."""
+
+import logging
+import sys
+
+from pythonjsonlogger.json import JsonFormatter
+
+from encserve_server.telemetry import spans
+
+_FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
+_STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
+
+
+class _TextFormatter(logging.Formatter):
+    """`time level message key=value …`, and on further lines a traceback."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+        line = super().formatMessage(record)
+        extras = " ".join(f"{key}={value}" for key, value in vars(record).items() if key not in _STANDARD)
+        return f"{line}  {extras}" if extras else line
+
+
+def _add_ids(record: logging.LogRecord) -> bool:
+    """Adds to a line the ids of the request that it is about, where requests are traced."""
+    if ids := spans.current_ids():
+        record.trace_id, record.span_id = ids
+    return True
+
+
+def configure(level: str, log_format: str) -> None:
+    """Sends every logger's lines of at least `level` to standard error, as "json" or "text"."""
+    handler = logging.StreamHandler(sys.stderr)
+    if log_format == "json":
+        handler.setFormatter(
+            JsonFormatter(_FIELDS, rename_fields={"asctime": "time", "levelname": "level", "name": "logger"})
+        )
+    else:
+        handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)-7s %(message)s"))
+    handler.addFilter(_add_ids)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -1,0 +1,136 @@
+"""A wire without a network, on a clock of its own: for tests of everything above it. Never suspends, never sleeps."""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from encserve_client._failure import Failure
+from encserve_client._inspect_answer import Gathering
+from encserve_client._message import Message
+from encserve_client._wire import Answered, Event, Failed, InputRead, InputsEnded, Rpc, StreamAnswered, StreamEnded
+from encserve_proto.v1 import encoder_pb2 as pb
+
+Outcome = tuple[float, Any]
+"""After how many seconds, and what: a response, to Inspect a list of them, or a `Failure`."""
+
+
+@dataclass
+class FakeWire:
+    """Does what two functions say. Its time passes only in `wait`.
+
+    Attributes:
+        answer: Says what becomes of a message, given the RPC and the request.
+        answer_stream: Says what becomes of a request on a stream, given the stream's number; a `Failure` ends the
+            stream, None is never answered.
+        inputs: What `read_input` reads.
+        time: Now, in seconds.
+        sent: When each message or request was sent.
+        most_out: The most messages that were out at a time.
+        n_streams: How many streams were opened.
+        is_closed: Whether `aclose` was called.
+    """
+
+    answer: Callable[[Rpc, Any], Outcome] | None = None
+    answer_stream: Callable[[int, pb.EncodeStreamRequest], Outcome | None] | None = None
+    inputs: Iterable[object] = ()
+    time: float = 0.0
+    sent: list[float] = field(default_factory=list)
+    most_out: int = 0
+    n_streams: int = 0
+    is_closed: bool = False
+
+    def __post_init__(self) -> None:
+        """Begins with nothing under way."""
+        self._events: list[tuple[float, int, Event]] = []  # a heap of (time, order, event)
+        self._order = itertools.count()
+        self._inputs = iter(self.inputs)
+        self._out = 0
+        self._over: set[int] = set()  # streams that have ended
+
+    def now(self) -> float:
+        """See `Wire`."""
+        return self.time
+
+    def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
+        """See `Wire`."""
+        assert self.answer is not None, "no unary answers were scripted"
+        delay, outcome = self.answer(rpc, message.request)
+        if timeout_seconds is not None and delay > timeout_seconds:
+            delay, outcome = timeout_seconds, Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
+        if isinstance(message.request, pb.InspectRequest) and not isinstance(outcome, Failure):
+            outcome = _gather(message.request, outcome)
+        event: Event = Failed(message, outcome) if isinstance(outcome, Failure) else Answered(message, outcome)
+        self.sent.append(self.time)
+        self._out += 1
+        self.most_out = max(self.most_out, self._out)
+        self._post(delay, event)
+
+    def open_stream(self) -> int:
+        """See `Wire`."""
+        self.n_streams += 1
+        return self.n_streams
+
+    def send(self, stream: int, request: pb.EncodeStreamRequest) -> None:
+        """See `Wire`."""
+        assert self.answer_stream is not None, "no stream answers were scripted"
+        self.sent.append(self.time)
+        outcome = self.answer_stream(stream, request) if stream not in self._over else None
+        if outcome is not None:
+            delay, what = outcome
+            is_end = isinstance(what, Failure)
+            self._post(delay, StreamEnded(stream, what) if is_end else StreamAnswered(stream, what))
+
+    def finish(self, stream: int) -> None:
+        """See `Wire`. The stream ends after its last answer."""
+        last = max((time for time, _, event in self._events if getattr(event, "stream", 0) == stream), default=0.0)
+        self._post(max(last - self.time, 0.0), StreamEnded(stream, None))
+
+    def read_input(self) -> None:
+        """See `Wire`."""
+        try:
+            self._post(0.0, InputRead(next(self._inputs)))
+        except StopIteration:
+            self._post(0.0, InputsEnded())
+
+    async def wait(self, seconds: float | None) -> Event | None:
+        """See `Wire`. Waiting for ever for nothing is an error."""
+        while self._events and (seconds is None or self._events[0][0] <= self.time + seconds):
+            time, _, event = heapq.heappop(self._events)
+            if seconds is not None:
+                seconds -= max(time - self.time, 0.0)
+            self.time = max(self.time, time)
+            if not self._is_stale(event):
+                return event
+        if seconds is None:
+            raise AssertionError("waits for ever: nothing is under way")
+        self.time += seconds
+        return None
+
+    async def aclose(self) -> None:
+        """See `Wire`."""
+        self.is_closed = True
+
+    def _is_stale(self, event: Event) -> bool:
+        """Whether nobody is to see an event: a broken stream's later answers. Counts what is out."""
+        if isinstance(event, Answered | Failed):
+            self._out -= 1
+        if isinstance(event, StreamAnswered | StreamEnded) and event.stream in self._over:
+            return True
+        if isinstance(event, StreamEnded):
+            self._over.add(event.stream)
+        return False
+
+    def _post(self, delay: float, event: Event) -> None:
+        heapq.heappush(self._events, (self.time + delay, next(self._order), event))
+
+
+def _gather(request: pb.InspectRequest, parts: Iterable[pb.InspectResponse]) -> Gathering:
+    gathering = Gathering(request)
+    for part in parts:
+        if not gathering.add(part):
+            break
+    return gathering
