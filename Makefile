@@ -1,5 +1,5 @@
 # One target per check; people, pre-commit and CI call the same ones.
-# `make demo` shows the whole thing, `make serve` leaves it running, `make test` runs every check.
+# `make demo` shows the whole thing, `make serve` leaves it running, `make test` is what to run after a change.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -12,8 +12,12 @@ CHECKPOINT = $$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec(
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
+# The tests that `make test` leaves to `make test-all`, by marker. Each of so many workers takes a file of tests at a time.
+TIERS := system or browser or operate or packaging or bench
+WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: help install demo serve test lint format types proto check-proto unit lock test-containers bench bench-peers bench-scaling dashboards screenshots wheels clean
+.PHONY: help install demo serve test test-all lint format types proto check-proto unit lock test-containers bench bench-peers bench-scaling dashboards screenshots wheels clean
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -37,7 +41,7 @@ demo: $(BUNDLE)  ## Export a real model, serve it, encode a sentence, compare a 
 serve: $(BUNDLE)  ## Serve the demo's model until Ctrl-C: gRPC on 50051, metrics on 9464.
 	$(BIN)/encserve-server --model-repository $(MODELS) --model $(MODEL) --log-format text
 
-test: lint types check-proto unit  ## Run every check and every test.
+test: lint types check-proto unit  ## Run every check and the fast tests.
 
 lint: $(VENV)/.installed  ## Check style, formatting and the contracts.
 	$(BIN)/ruff check .
@@ -59,8 +63,11 @@ check-proto:  ## Check that the committed stubs are those of proto/encserve.
 	rm -rf build/proto && PYTHON=$(PYTHON) scripts/generate-proto.sh build/proto
 	diff -ru --exclude=__init__.py --exclude=__pycache__ --exclude=py.typed --exclude=fingerprint.py build/proto proto/src
 
-unit: $(VENV)/.installed  ## Run the tests.
-	$(BIN)/python -m pytest
+unit: $(VENV)/.installed  ## Run the fast tests.
+	$(PYTEST) -m "not ($(TIERS))"
+
+test-all: $(VENV)/.installed  ## Run the tests that `make test` leaves out, or those of one tier: TIER=system.
+	$(PYTEST) -m "$(or $(TIER),$(TIERS))"
 
 test-containers: $(VENV)/.installed  ## Build the images, bring docker-compose.yml up, use it, take it down; needs docker or podman.
 	$(BIN)/python scripts/test_containers.py

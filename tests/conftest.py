@@ -1,7 +1,13 @@
 """What holds for all tests."""
 
+import os
+
 from hypothesis import HealthCheck, settings
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has one CPU, and torch would take all of them
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # A test says what is right, never how fast: a busy machine makes any example slow.
-settings.register_profile("encserve", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("encserve")
+settings.register_profile("local", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", settings.get_profile("local"), max_examples=100)
+settings.load_profile("ci" if os.environ.get("CI") else "local")

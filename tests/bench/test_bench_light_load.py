@@ -12,7 +12,7 @@ import pytest
 from comparison.load import METHOD
 from curves.http2 import Answer, LightConnection
 from curves.light_load import light_closed_loop, light_open_loop
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from real_server import real_server
 from tiny_bundle import write_bundle
@@ -80,7 +80,6 @@ def test_every_status_is_read_as_it_was_sent() -> None:
             assert all(answer.message == b"" for answer in answers.values())
 
 
-@settings(deadline=None, max_examples=30)
 @given(messages=st.lists(st.binary(max_size=3000), min_size=1, max_size=20))
 def test_each_call_gets_its_own_reply(echo: str, messages: list[bytes]) -> None:
     with contextlib.closing(LightConnection(echo, METHOD)) as connection:

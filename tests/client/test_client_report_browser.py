@@ -12,6 +12,8 @@ from playwright.sync_api import Browser
 from encserve_cli.report.numbers import cosine_similarity
 from encserve_cli.report.page import build_page
 
+pytestmark = pytest.mark.browser
+
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
     "</script><script>alert(2)</script>",

@@ -20,6 +20,8 @@ from real_server import RealServer
 
 from encserve_client import AsyncEncoderClient, DeadlineError, EncoderClient, RetryPolicy, ServerUnavailableError
 
+pytestmark = pytest.mark.system
+
 SERVICE = "encserve.v1.EncoderService"
 ONCE = RetryPolicy(max_attempts=1)
 

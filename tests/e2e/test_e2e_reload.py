@@ -18,6 +18,8 @@ from real_server import RealServer, real_server
 from encserve_client import AsyncEncoderClient, EncoderClient, FingerprintError
 from encserve_export import EncoderConfig, Target, export_init
 
+pytestmark = pytest.mark.system
+
 N_CALLERS, N_SWITCHES, N_MODELS = 32, 20, 3
 # The size of all-MiniLM-L6-v2.
 CONFIG = EncoderConfig(vocab_size=30_522, d_model=384, n_heads=12, d_ff=1536, n_layers=6, max_sequence_tokens=128)

@@ -16,6 +16,8 @@ from real_server import RealServer, real_server
 
 from encserve_client import EncoderClient
 
+pytestmark = pytest.mark.system
+
 TEXTS = [f"{word} text of {'many ' * (n % 7)}words, with number {n}" for n in range(24) for word in ("A", "Another")]
 # A server's end and a client's notice of it are not the same moment.
 NOTICE_SECONDS = 3.0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import BARE_GOLDENS, DATA, golden_embeddings, golden_fields
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from state_dicts import LAYOUTS, VARIANTS, state_dict
@@ -73,7 +73,6 @@ def test_rows_are_those_of_the_original_implementation(name: str) -> None:
         torch.testing.assert_close(rows, cases[f"out.{number}"])
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     layout=st.sampled_from(LAYOUTS),
     n_heads=st.integers(1, 4),
@@ -125,7 +124,6 @@ def test_a_layout_is_added_by_adding_a_file(tmp_path: Path, monkeypatch: pytest.
         known_layouts.cache_clear()
 
 
-@settings(max_examples=150, deadline=None)
 @given(data=st.data())
 def test_whatever_is_wrong_with_a_checkpoint_is_an_error_of_ours(data: st.DataObject) -> None:
     layout = data.draw(st.sampled_from(LAYOUTS))

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -140,7 +140,6 @@ def test_without_positions_order_does_not_matter(tiny: EncoderConfig) -> None:
     torch.testing.assert_close(encoder(ids, mask)[:, [2, 0, 1]], encoder(ids[:, [2, 0, 1]], mask))
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 24), min_size=1, max_size=5),
     filler=st.integers(0, 49),

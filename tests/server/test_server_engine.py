@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tiny_bundle import VOCAB_SIZE, expected_rows, write_bundle
 
@@ -39,7 +39,6 @@ def engine(bundle: Bundle) -> OnnxEngine:
     return OnnxEngine(bundle.graph, device="cpu", intra_op_threads=1)
 
 
-@settings(deadline=None)  # the first run of a shape takes longer, and so does a busy machine
 @given(batch=sequences)
 def test_each_sequence_gets_its_own_rows_without_padding(engine: OnnxEngine, batch: list[np.ndarray]) -> None:
     result = engine.run(batch)

@@ -12,7 +12,7 @@ import numpy as np
 import onnx
 import openvino as ov
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from onnx import TensorProto
 from onnx_files import build, node_of, save, save_with_data, value
@@ -62,7 +62,6 @@ def assert_as_in_onnx_runtime(graph: Graph, batch: list[np.ndarray]) -> None:
         np.testing.assert_allclose(rows, its, rtol=1e-5, atol=1e-6)
 
 
-@settings(deadline=None)  # the first run of a shape takes longer, and so does a busy machine
 @given(batch=sequences)
 def test_each_sequence_gets_its_own_rows_without_padding(engine: OpenVinoEngine, batch: list[np.ndarray]) -> None:
     result = engine.run(batch)
