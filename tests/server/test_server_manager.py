@@ -23,7 +23,7 @@ from encserve_server.errors import BundleError, DeviceError
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.settings import Settings
 
-BAD, CRASHES, NO_DEVICE = "bad", "crashes", "no device"
+BAD, CLOSED, CRASHES, NO_DEVICE = "bad", "closed", "crashes", "no device"
 ONE = [1, 2, 3]
 
 
@@ -49,12 +49,13 @@ class Repository:
         directory.rmdir()
 
     def load(self, directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
-        """A loader for the server."""
-        content = (directory / "manifest.json").read_text()
+        """A loader for the server; what its rights keep from others it cannot read either, even where tests may."""
+        manifest = directory / "manifest.json"
+        content = manifest.read_text() if manifest.stat().st_mode & 0o004 else CLOSED
         self.loads.append(f"{directory.parent.name}@{directory.name}: {content}")
         self.budgets.append(settings.max_batch_tokens if settings.tune_batches else 0)
-        if content == BAD:
-            raise BundleError(f"{directory}: altered")
+        if content in (BAD, CLOSED):
+            raise BundleError(f"{directory}: {content}")
         if content == CRASHES:
             raise ZeroDivisionError("a bug")
         if content == NO_DEVICE:
@@ -249,6 +250,48 @@ async def test_a_refused_version_is_tried_again_when_asked_to(repository: Reposi
     for _ in range(3):
         await look(server)
     assert loads(server, "refused") == 3
+
+
+async def test_a_refused_version_is_tried_again_once_its_rights_were_changed(
+    repository: Repository, serve: Serve
+) -> None:
+    repository.put("1", "a")
+    manifest = repository.put("2", "b") / "manifest.json"
+    manifest.chmod(0o600)
+    server = await serve()
+    for _ in range(3):
+        await server.app.manager._look(at_once=False)
+    manifest.chmod(0o644)
+    for _ in range(3):
+        await server.app.manager._look(at_once=False)
+    assert await version_of(server) == "tiny@2 b"
+    assert repository.loads == ["tiny@2: closed", "tiny@1: a", "tiny@2: b"]
+
+
+async def test_a_refused_version_is_tried_again_once_mended_though_its_date_was_kept(
+    repository: Repository, serve: Serve
+) -> None:
+    repository.put("1", "a")
+    manifest = repository.put("2", BAD) / "manifest.json"
+    os.utime(manifest, ns=(0, 0))
+    server = await serve()
+    manifest.write_text("mnd")  # in place, and as long as before
+    os.utime(manifest, ns=(0, 0))
+    for _ in range(3):
+        await server.app.manager._look(at_once=False)
+    assert await version_of(server) == "tiny@2 mnd"
+    assert repository.loads == ["tiny@2: bad", "tiny@1: a", "tiny@2: mnd"]
+
+
+async def test_other_rights_of_what_is_served_load_nothing(repository: Repository, serve: Serve) -> None:
+    """A volume whose rights are set anew for every pod that mounts it must not double everybody's memory."""
+    manifest = repository.put("1", "a") / "manifest.json"
+    server = await serve()
+    for mode in (0o600, 0o644):
+        manifest.chmod(mode)
+        for _ in range(3):
+            await server.app.manager._look(at_once=False)
+    assert repository.loads == ["tiny@1: a"]
 
 
 async def test_a_folder_that_still_changes_is_left_alone(repository: Repository, serve: Serve) -> None:

@@ -103,4 +103,18 @@ def test_a_candidate_differs_when_a_file_of_it_was_touched_replaced_or_added(tmp
     os.utime(directory / "new", ns=(0, 0))
     (directory / "new").rename(directory / "model.onnx")  # the same bytes and the same time
     replaced = candidate(tmp_path)
-    assert len({first, touched, added, replaced}) == 4
+    assert len({it.files for it in (first, touched, added, replaced)}) == 4
+
+
+def test_a_candidate_differs_when_a_file_of_it_was_mended_though_no_date_tells(tmp_path: Path) -> None:
+    """Its rights, or its bytes with the date put back: the files look the same, and yet something was done to them."""
+    file = write_bundle(tmp_path) / "model.onnx"
+    os.utime(file, ns=(0, 0))
+    seen = [candidate(tmp_path)]
+    file.chmod(0o600)
+    seen.append(candidate(tmp_path))
+    file.write_bytes(bytes(file.stat().st_size))
+    os.utime(file, ns=(0, 0))
+    seen.append(candidate(tmp_path))
+    assert len(set(seen)) == 3
+    assert len({it.files for it in seen}) == 1

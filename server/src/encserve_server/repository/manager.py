@@ -233,9 +233,9 @@ class ModelManager:
     def _is_new(self, candidate: Candidate) -> bool:
         """Whether a candidate is neither served as it is nor known to be bad."""
         served, refused = self._served.get(candidate.key), self._refused.get(candidate.key)
-        if served is not None and candidate.state is None:  # a volume that stutters is no new version
-            return False
-        return (served is None or served.candidate != candidate) and (refused is None or refused[0] != candidate)
+        if served is not None and candidate.files in (None, served.candidate.files):
+            return False  # other rights are no new version, nor is a volume that stutters
+        return refused is None or refused[0] != candidate
 
     async def _try(self, candidate: Candidate) -> bool:
         """Loads a candidate and has it take over its own key. Returns whether it did."""

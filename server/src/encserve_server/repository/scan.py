@@ -10,8 +10,8 @@ from encserve_server.errors import BundleError
 from encserve_server.repository.bundle import MANIFEST_NAME
 
 _VALID_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-# A file's path in its bundle, size, time of change and inode.
-_FileState = tuple[str, int, int, int]
+# A file's path in its bundle, size, date and inode.
+_File = tuple[str, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,13 +19,16 @@ class Candidate:
     """A version of a model as it lies in the repository now.
 
     Attributes:
-        directory: MODELS/<name>/<version>.
-        state: Of each of its files the size, the time of change and the inode: differs when anything was replaced.
-            None where it cannot be read now.
+        directory: <name>/<version>/ in the repository.
+        files: What each of its files looks like: differs when one was written or replaced. None where nobody can look
+            now.
+        changed_ns: When anything was last done to each of them, in the order of `files`: also differs when rights
+            were given, or a file was mended and its date put back.
     """
 
     directory: Path
-    state: tuple[_FileState, ...] | None
+    files: tuple[_File, ...] | None
+    changed_ns: tuple[int, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:
@@ -135,7 +138,7 @@ def _find_slot(repository: Path, name: str, pinned: str, latest_versions: int) -
             name, pinned, count, (), f"{repository / name}: no version {pinned}; there are {', '.join(versions)}"
         )
     directories = [repository / name / version for version in ([pinned] if pinned else reversed(versions))]
-    return Slot(name, pinned, count, tuple(Candidate(it, _state(it)) for it in directories))
+    return Slot(name, pinned, count, tuple(map(_candidate, directories)))
 
 
 def _models(repository: Path) -> list[str]:
@@ -171,18 +174,20 @@ def _may_be_a_bundle(directory: Path) -> bool:
         return True
 
 
-def _state(directory: Path) -> tuple[_FileState, ...] | None:
-    """The state of every file below a directory; None where it cannot be read."""
-    states: list[_FileState] = []
+def _candidate(directory: Path) -> Candidate:
+    """What every file below a directory looks like now."""
+    found: list[tuple[_File, int]] = []
     try:
         for parent, _, names in os.walk(directory, onerror=_raise):
             for name in names:
-                stat = Path(parent, name).stat()
-                path = Path(parent, name).relative_to(directory)
-                states.append((str(path), stat.st_size, stat.st_mtime_ns, stat.st_ino))
+                path = Path(parent, name)
+                stat = path.stat()
+                file = (str(path.relative_to(directory)), stat.st_size, stat.st_mtime_ns, stat.st_ino)
+                found.append((file, stat.st_ctime_ns))
     except OSError:
-        return None
-    return tuple(sorted(states))
+        return Candidate(directory, None)
+    found.sort()
+    return Candidate(directory, tuple(file for file, _ in found), tuple(changed_ns for _, changed_ns in found))
 
 
 def _raise(error: OSError) -> None:
