@@ -180,6 +180,7 @@ def test_a_noisy_machine_is_said_to_be_noisy() -> None:
 # That it runs.
 
 
+@pytest.mark.bench
 def test_it_runs_and_writes_what_it_found(tmp_path: Path) -> None:
     checkpoint = ROOT / "tests/data/hf-bert"
     export(["hf", str(checkpoint), "--output", str(tmp_path / "models"), "--name", "tiny"], standalone_mode=False)

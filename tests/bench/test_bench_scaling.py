@@ -41,6 +41,7 @@ def test_the_same_points_give_the_same_files(tmp_path: Path) -> None:
         assert b"<svg" in one.read_bytes()
 
 
+@pytest.mark.bench
 def test_it_measures_and_keeps_what_was_measured_before(tmp_path: Path) -> None:
     models, file = write_bundle(tmp_path / "models").parents[1], tmp_path / "found.json"
     file.write_text(json.dumps({"load": []}))
@@ -138,6 +139,7 @@ def test_overload_is_three_times_what_64_callers_get(tmp_path: Path, asked: list
     }
 
 
+@pytest.mark.bench
 def test_load_and_overload_of_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = write_bundle(tmp_path / "models").parents[1]
     monkeypatch.setattr(measure, "LOADS", (0.2,))
