@@ -96,4 +96,4 @@ wheels: $(VENV)/.installed  ## Build the five wheels into dist/.
 	for part in proto export server clients/python clients/cli; do $(BIN)/python -m build --no-isolation --wheel --outdir dist $$part || exit 1; done
 
 clean:  ## Remove what was built, but not the models.
-	rm -rf build dist $(VENV) .venv-proto .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist $(VENV) .venv-proto .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache

@@ -4,8 +4,8 @@ import os
 
 from hypothesis import HealthCheck, settings
 
-if "PYTEST_XDIST_WORKER" in os.environ:  # each worker has one CPU, and torch would take all of them
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+# For torch, which is not loaded yet: other workers run other files beside this one.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A test says what is right, never how fast: a busy machine makes any example slow.
 settings.register_profile("local", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])

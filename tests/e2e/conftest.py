@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from checkpoints import DATA, GOLDENS, MODEL, export_golden, minilm_directory
+from checkpoints import DATA, GOLDENS, MODEL, export_golden, export_minilm, minilm_directory
 from real_server import RealServer, real_server
 from tokenizers import Tokenizer
 
 from encserve_client import EncoderClient
-from encserve_export import Encoder, Target, export_hf
+from encserve_export import Encoder
 from encserve_export.layouts import hf_bert
 from encserve_export.weights import read_json, read_weights
 
@@ -19,7 +18,7 @@ from encserve_export.weights import read_json, read_weights
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of exported models: the real one, and a small one for each layout."""
     repository = tmp_path_factory.mktemp("models")
-    export_hf(minilm_directory(), Target(models=repository, name=MODEL))
+    export_minilm(repository)
     for name in GOLDENS:
         export_golden(name, repository)
     return repository
@@ -43,7 +42,6 @@ def client(server: RealServer) -> Iterator[EncoderClient]:
 def torch_encoder() -> Encoder:
     """all-MiniLM-L6-v2 in PyTorch."""
     directory = minilm_directory()
-    torch.set_num_threads(2)
     layout = hf_bert.read_layout(read_json(directory / "config.json"))
     return layout.load(hf_bert.plain_names(read_weights(directory).tensors)).eval()
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import DATA, MODEL, minilm_directory
+from checkpoints import DATA, MODEL, export_minilm
+from exporting import export_once
 from real_server import RealServer, real_server
 from safetensors.numpy import load_file
 
@@ -23,8 +24,9 @@ def rounded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSer
     """The real model and a small one, in each of the two."""
     repository = tmp_path_factory.mktemp("rounded")
     for precision in LEAST:
-        export_hf(minilm_directory(), Target(models=repository, name=f"{MODEL}-{precision}"), precision=precision)
-        export_hf(DATA / "hf-bert", Target(models=repository, name=f"hf-bert-{precision}"), precision=precision)
+        export_minilm(repository, f"{MODEL}-{precision}", precision)
+        small = Target(models=repository, name=f"hf-bert-{precision}")
+        export_once(export_hf, DATA / "hf-bert", target=small, precision=precision)
     with real_server(repository) as server:
         yield server
 

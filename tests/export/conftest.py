@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from checkpoints import DATA, GOLDENS, export_golden
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -101,8 +100,3 @@ def write_tokenizer() -> Callable[..., Path]:
         return path
 
     return write
-
-
-@pytest.fixture(autouse=True)
-def _two_threads() -> None:
-    torch.set_num_threads(2)

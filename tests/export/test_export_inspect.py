@@ -10,6 +10,7 @@ import pytest
 import torch
 from checkpoints import BARE_GOLDENS
 from click.testing import CliRunner
+from exporting import export_once
 
 from encserve_export import Encoder, EncoderConfig, Exported, Target, export_init
 from encserve_export.cli import main
@@ -77,7 +78,7 @@ def test_every_parameter_is_in_the_table(bundles: dict[str, Exported], name: str
 
 def test_equal_weights_count_once_for_each_layer(tiny: EncoderConfig, models: Path) -> None:
     """Fresh LayerNorms are all equal, and the graph keeps them once."""
-    exported = export_init(tiny, 0, Target(models=models, name="m"))
+    exported = export_once(export_init, tiny, 0, target=Target(models=models, name="m"))
     layers = count_by_layer(read_bundle(exported.path))
     assert [layer.counts.get("norm") for layer in layers] == [None, 64, 64]
 
@@ -152,7 +153,7 @@ def test_another_manifest_is_refused(tmp_path: Path, content: str, problem: str)
 
 
 def test_an_altered_file_is_refused(tiny: EncoderConfig, models: Path) -> None:
-    path = export_init(tiny, 0, Target(models=models, name="m")).path
+    path = export_once(export_init, tiny, 0, target=Target(models=models, name="m")).path
     data = bytearray((path / "model.onnx.data").read_bytes())
     data[-1] ^= 1
     (path / "model.onnx.data").write_bytes(data)
@@ -164,7 +165,7 @@ def test_an_altered_file_is_refused(tiny: EncoderConfig, models: Path) -> None:
 
 
 def test_a_bundle_without_a_graph_for_inspections(tiny: EncoderConfig, models: Path) -> None:
-    path = export_init(tiny, 0, Target(models=models, name="m")).path
+    path = export_once(export_init, tiny, 0, target=Target(models=models, name="m")).path
     fields = json.loads((path / "manifest.json").read_text())
     del fields["inspect_graph"]
     (path / "manifest.json").write_text(json.dumps(fields))
@@ -188,7 +189,7 @@ def test_what_no_checksum_covers_is_not_looked_into(
     tiny: EncoderConfig, models: Path, fields: dict[str, Any], problem: str
 ) -> None:
     """An ONNX file may name any file that its weights lie in."""
-    path = export_init(tiny, 3, Target(models=models, name="m")).path
+    path = export_once(export_init, tiny, 3, target=Target(models=models, name="m")).path
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | fields))
     if not fields:

@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from checkpoints import DATA, HF_GOLDENS, golden_embeddings, golden_fields
+from checkpoints import export_golden
 
 from encserve_export import (
     Encoder,
@@ -17,9 +17,7 @@ from encserve_export import (
     Exported,
     Source,
     Target,
-    export_checkpoint,
     export_encoder,
-    export_hf,
     graph,
     int8,
 )
@@ -62,27 +60,18 @@ def test_every_choice_in_the_formula_survives(
 
 @pytest.mark.parametrize("precision", ROUNDED)
 @pytest.mark.parametrize("name", ["hf-bert", "split-qkv", "torch-native-pre", "attention-only"])
-def test_golden_checkpoints(models: Path, name: str, precision: Precision) -> None:
-    exported = export(name, models, precision)
+def test_golden_checkpoints(bundles: dict[str, Exported], models: Path, name: str, precision: Precision) -> None:
+    exported = export_golden(name, models, precision)
     manifest, parity = exported.manifest, exported.manifest.parity
     assert manifest.graph.precision == precision
     assert parity.tolerance == 0
     assert 1 >= parity.min_cosine >= parity.required_min_cosine == {"float16": 0.999, "int8": 0.99}[precision]
     assert 1 >= parity.min_padding_cosine >= parity.required_min_padding_cosine == 0.999
-    same = count_by_layer(read_bundle(export(name, models / "same", "float32").path))
-    assert count_by_layer(read_bundle(exported.path)) == same
+    assert count_by_layer(read_bundle(exported.path)) == count_by_layer(read_bundle(bundles[name].path))
 
 
-def export(name: str, models: Path, precision: Precision) -> Exported:
-    target = Target(models=models, name=name)
-    if name in HF_GOLDENS:
-        return export_hf(DATA / name, target, precision=precision)
-    path, table = DATA / name / "checkpoint.safetensors", golden_embeddings(name)
-    return export_checkpoint(path, target, fields=golden_fields(name), embeddings=table, precision=precision)
-
-
-def test_float32_is_not_judged_by_cosines(models: Path) -> None:
-    parity = export("hf-bert", models, "float32").manifest.parity
+def test_float32_is_not_judged_by_cosines(bundles: dict[str, Exported]) -> None:
+    parity = bundles["hf-bert"].manifest.parity
     assert (parity.min_cosine, parity.required_min_cosine, parity.required_min_padding_cosine) == (0, 0, 0)
 
 

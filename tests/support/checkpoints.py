@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from exporting import export_once
 from safetensors.numpy import load_file
 
 from encserve_export import Exported, Target, export_checkpoint, export_hf
+from encserve_export.precision import Precision
 
 DATA = Path(__file__).parent.parent / "data"
 HF_GOLDENS = ("hf-bert", "hf-roberta", "hf-distilbert")
@@ -54,17 +56,22 @@ def export_golden_for_embeddings(name: str, models: Path) -> Exported:
         for key, value in golden_fields(name).items()
         if key not in {"vocab_size", "scale_embedding", "pad_token_id"}
     }
-    target = Target(models=models, name=f"{name}-vectors")
-    return export_checkpoint(DATA / name / "checkpoint.safetensors", target, fields=fields, model_input="embeddings")
+    path, target = DATA / name / "checkpoint.safetensors", Target(models=models, name=f"{name}-vectors")
+    return export_once(export_checkpoint, path, target=target, fields=fields, model_input="embeddings")
 
 
-def export_golden(name: str, models: Path) -> Exported:
+def export_golden(name: str, models: Path, precision: Precision = "float32") -> Exported:
     """Exports a golden checkpoint under its own name."""
     target = Target(models=models, name=name)
     if name in HF_GOLDENS:
-        return export_hf(DATA / name, target)
-    path = DATA / name / "checkpoint.safetensors"
-    return export_checkpoint(path, target, fields=golden_fields(name), embeddings=golden_embeddings(name))
+        return export_once(export_hf, DATA / name, target=target, precision=precision)
+    path, fields, table = DATA / name / "checkpoint.safetensors", golden_fields(name), golden_embeddings(name)
+    return export_once(export_checkpoint, path, target=target, fields=fields, embeddings=table, precision=precision)
+
+
+def export_minilm(models: Path, name: str = MODEL, precision: Precision = "float32") -> Exported:
+    """Exports the real all-MiniLM-L6-v2."""
+    return export_once(export_hf, minilm_directory(), target=Target(models=models, name=name), precision=precision)
 
 
 def golden_vectors(name: str) -> npt.NDArray[np.float32]:

@@ -1,0 +1,78 @@
+"""Exports that several tests read, kept on disk for as long as what makes them is the same."""
+
+import dataclasses
+import functools
+import hashlib
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import json_format
+
+from encserve_export import Exported, Target
+from encserve_proto.v1 import manifest_pb2
+
+ROOT = Path(__file__).parent.parent.parent
+KEPT = ROOT / ".cache" / "exports"
+KEPT_SECONDS = 24 * 3600
+PACKAGES = ("torch", "onnx", "onnxruntime", "numpy", "protobuf", "safetensors", "tokenizers")
+
+
+def export_once(export: Callable[..., Exported], *source: Any, target: Target, **options: Any) -> Exported:
+    """What `export(*source, target, **options)` makes: a copy of what an earlier run made, if there was one.
+
+    A file or folder counts by what is in it. Several processes may do this at once.
+    """
+    kept = _kept_by_this_exporter() / _digest(export.__name__, source, target.name, target.version, options)
+    if not kept.exists():
+        with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
+            made = Path(folder) / "models"
+            export(*source, dataclasses.replace(target, models=made), **options)
+            try:
+                made.rename(kept)
+            except OSError:  # another process was faster
+                assert kept.exists()
+    path = shutil.copytree(kept, target.models, dirs_exist_ok=True) / target.name / target.version
+    manifest = json_format.Parse((path / "manifest.json").read_text(), manifest_pb2.Manifest())
+    return Exported(path, manifest)
+
+
+@functools.cache
+def _kept_by_this_exporter() -> Path:
+    """The folder for exports by these sources with these packages. Those of others go, a day after they were made."""
+    sources = [path for part in ("export", "proto") for path in (ROOT / part / "src").rglob("*.py")]
+    versions = [f"{name} {version(name)}" for name in PACKAGES]
+    folder = KEPT / _digest(*sorted(sources), *versions, platform.python_version(), platform.processor())
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in KEPT.iterdir():
+        if other != folder and time.time() - other.stat().st_mtime > KEPT_SECONDS:
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
+def _digest(*parts: Any) -> str:
+    digest = hashlib.sha256()
+    for part in _flat(parts):
+        digest.update(hashlib.sha256(part).digest())
+    return digest.hexdigest()[:32]
+
+
+def _flat(parts: Iterable[Any]) -> Iterable[bytes]:
+    """Everything that a call depends on, as bytes; of files their names and what is in them."""
+    for part in parts:
+        if isinstance(part, dict):
+            yield from _flat(sorted(part.items()))
+        elif isinstance(part, tuple):
+            yield from _flat(part)
+        elif isinstance(part, Path) and part.is_dir():
+            yield from _flat(sorted(part.iterdir()))
+        elif isinstance(part, Path):
+            yield part.name.encode()
+            yield part.read_bytes()
+        else:
+            yield repr(part).encode()
