@@ -14,8 +14,7 @@ from grpc_health.v1 import health_pb2
 from ports import free_port
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError, RetryPolicy, Tls
-from encserve_client._channel import channel_options
-from encserve_client._target import SERVICE_NAME, is_balanced
+from encserve_client._grpc.channel import SERVICE_NAME, channel_options, is_balanced
 
 IDS = [1, 2, 3]
 Start = Callable[..., Awaitable[FakeServer]]

@@ -18,9 +18,9 @@ from encserve_cli.load.samples import NOT_SENT, LoadResult, Samples, merge_sampl
 from encserve_cli.load.schedule import LoadPlan, poisson_times, split_plan
 from encserve_cli.load.wire import CallFailed, split_stream_response, stream_request
 from encserve_cli.load.workload import Request, workload_of_lengths, workload_of_texts
-from encserve_client._exceptions import ProtocolError
-from encserve_client._options import Options, Output
-from encserve_client._results import ModelInfo
+from encserve_client.exceptions import ProtocolError
+from encserve_client.options import Options, Output
+from encserve_client.results import ModelInfo
 from encserve_proto.v1 import encoder_pb2 as pb
 
 ROOT = Path(__file__).parent.parent.parent

@@ -21,7 +21,7 @@ from encserve_cli.commands import cli
 from encserve_cli.load import Call, LoadResult, closed_loop, make_calls, open_loop
 from encserve_cli.load.crew import _listen
 from encserve_client import EncoderClient, ServerUnavailableError
-from encserve_client._options import Options, Output
+from encserve_client.options import Options, Output
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 from tests.client.conftest import Refused

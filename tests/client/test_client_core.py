@@ -18,11 +18,11 @@ from encserve_client import (
     RetryPolicy,
     ServerUnavailableError,
 )
-from encserve_client._core import Core, Settings
-from encserve_client._failure import Failure
-from encserve_client._inputs import Input
-from encserve_client._options import Options
-from encserve_client._wire import Rpc, run_without_loop
+from encserve_client._logic.calls import Core, Settings
+from encserve_client._logic.failures import Failure
+from encserve_client._logic.wire import Rpc, run_without_loop
+from encserve_client.inputs import Input
+from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode

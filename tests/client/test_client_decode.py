@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from encserve_client import FingerprintError, Output, ProtocolError
-from encserve_client._decode import decode_response, sequence_info
-from encserve_client._merge import merge_parts
-from encserve_client._options import Array, DType, Options
+from encserve_client._logic.answers import decode_response, merge_parts, sequence_info
+from encserve_client.options import Array, DType, Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
 

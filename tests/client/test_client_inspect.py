@@ -30,12 +30,11 @@ from encserve_client import (
     ServerError,
     ServerUnavailableError,
 )
-from encserve_client._core import Core, Settings
-from encserve_client._failure import Failure
-from encserve_client._inspect_answer import Gathering
-from encserve_client._inspect_request import inspect_request
-from encserve_client._inspection import InspectResult
-from encserve_client._wire import run_without_loop
+from encserve_client._logic.calls import Core, Settings
+from encserve_client._logic.failures import Failure
+from encserve_client._logic.inspecting import Gathering, inspect_request
+from encserve_client._logic.wire import run_without_loop
+from encserve_client.results import InspectResult
 from encserve_proto.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from made_inspections import make_inspection
 
 from encserve_cli import commands
 from encserve_client import EncserveError
-from encserve_client._inspection import InspectResult
-from encserve_client._results import ModelInfo
+from encserve_client.results import InspectResult, ModelInfo
 
 
 class StubClient:

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encserve_client import InvalidInputError, Output, OutputKind
-from encserve_client._decode import model_info
-from encserve_client._inputs import Input, check_inputs, pack_input
-from encserve_client._message import Message
-from encserve_client._options import Options
-from encserve_client._plan import Cost, Limits, cost_of, plan_messages
+from encserve_client._logic.answers import model_info
+from encserve_client._logic.planning import Cost, Limits, Message, cost_of, plan_messages
+from encserve_client.inputs import Input, check_inputs, pack_input
+from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
 KINDS: list[OutputKind] = ["tokens", "mean", "cls"]

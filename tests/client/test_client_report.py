@@ -12,7 +12,7 @@ from made_inspections import make_inspection, make_model
 
 from encserve_cli.report import figures, labels, numbers, stacks
 from encserve_cli.report.page import build_page
-from encserve_client._results import Timings
+from encserve_client.results import Timings
 
 
 def data_of(page: str) -> dict[str, Any]:

@@ -21,8 +21,13 @@ from encserve_client import (
     ServerError,
     ServerUnavailableError,
 )
-from encserve_client._failure import Failure, failure_of_status, failure_of_stream_error
-from encserve_client._retry import is_retryable, seconds_until_retry
+from encserve_client._logic.failures import (
+    Failure,
+    failure_of_status,
+    failure_of_stream_error,
+    is_retryable,
+    seconds_until_retry,
+)
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode

@@ -20,11 +20,10 @@ from encserve_client import (
     RetryPolicy,
     ServerUnavailableError,
 )
-from encserve_client._failure import Failure
-from encserve_client._options import Options
-from encserve_client._stream import StreamBooks
-from encserve_client._stream_run import StreamRun
-from encserve_client._wire import run_without_loop
+from encserve_client._logic.failures import Failure
+from encserve_client._logic.streams import StreamBooks, StreamRun
+from encserve_client._logic.wire import run_without_loop
+from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode

@@ -16,7 +16,7 @@ import pytest
 from waiting import until
 
 from encserve_client import EncserveError, InvalidInputError, InvalidRequestError, RetryPolicy, ServerUnavailableError
-from encserve_client._wire_async import failure_of_stream
+from encserve_client._grpc.async_wire import failure_of_stream
 
 if TYPE_CHECKING:
     from tests.client.conftest import Caller, FakeEncoder

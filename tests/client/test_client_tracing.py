@@ -11,7 +11,7 @@ from opentelemetry import baggage, trace
 from opentelemetry.context import attach, detach
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState
 
-from encserve_client._tracing import with_trace
+from encserve_client._grpc.metadata import with_trace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +64,7 @@ def test_nobody_imports_opentelemetry_for_the_caller() -> None:
     code = """
 import sys
 from encserve_client import EncoderClient
-from encserve_client._tracing import with_trace
+from encserve_client._grpc.metadata import with_trace
 assert with_trace((("a", "b"),)) == (("a", "b"),)
 print([name for name in sys.modules if name.startswith("opentelemetry")])
 """

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from encserve_client import InvalidInputError
-from encserve_client._inputs import Input, check_input, pack_input
-from encserve_client._message import Message
-from encserve_client._options import Options
-from encserve_client._plan import Limits, cost_of, plan_messages
+from encserve_client._logic.planning import Limits, Message, cost_of, plan_messages
+from encserve_client.inputs import Input, check_input, pack_input
+from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
 if TYPE_CHECKING:

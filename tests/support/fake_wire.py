@@ -8,10 +8,19 @@ from typing import Any
 
 import grpc
 
-from encserve_client._failure import Failure
-from encserve_client._inspect_answer import Gathering
-from encserve_client._message import Message
-from encserve_client._wire import Answered, Event, Failed, InputRead, InputsEnded, Rpc, StreamAnswered, StreamEnded
+from encserve_client._logic.failures import Failure
+from encserve_client._logic.inspecting import Gathering
+from encserve_client._logic.planning import Message
+from encserve_client._logic.wire import (
+    Answered,
+    Event,
+    Failed,
+    InputRead,
+    InputsEnded,
+    Rpc,
+    StreamAnswered,
+    StreamEnded,
+)
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Outcome = tuple[float, Any]

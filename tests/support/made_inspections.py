@@ -3,8 +3,7 @@
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client._inspection import InspectResult
-from encserve_client._results import ModelInfo, SequenceInfo, Timings
+from encserve_client.results import InspectResult, ModelInfo, SequenceInfo, Timings
 
 TOKENS = ("[CLS]", "i", "understand", "this", ",", "i", "think", "[SEP]")
 FINGERPRINT = "5f0c6d1f6bb84e4a9c3e7d2f8a1b0c9d"

@@ -18,9 +18,8 @@ from encserve_cli.load.load import closed_loop, open_loop
 from encserve_cli.load.samples import LoadResult
 from encserve_cli.load.wire import WRONG_ANSWER, Connection
 from encserve_cli.shared import calls_server, names_model
-from encserve_client._client import EncoderClient
-from encserve_client._options import DType, Options, Output, Pooling
-from encserve_client._results import ModelInfo
+from encserve_client import DType, EncoderClient, ModelInfo, Output, Pooling
+from encserve_client.options import Options
 
 _METRICS_PORT = 9464
 _MOST_SECONDS = 600

@@ -12,7 +12,7 @@ import grpc
 import encserve_client
 from encserve_cli.load.samples import PERCENTILES, LoadResult, percentile
 from encserve_cli.load.workload import Workload
-from encserve_client._results import ModelInfo
+from encserve_client import ModelInfo
 
 FORMAT_VERSION = 1
 _MODEL_FIELDS = ("name", "version", "fingerprint", "d_model", "max_sequence_tokens", "provider", "precision")

@@ -10,7 +10,7 @@ from encserve_cli.load.samples import PERCENTILES, LoadResult, percentile
 from encserve_cli.load.server_view import ServerView
 from encserve_cli.load.workload import Workload
 from encserve_cli.render import make_table
-from encserve_client._results import ModelInfo
+from encserve_client import ModelInfo
 
 _MIB = 2**20
 

@@ -13,10 +13,7 @@ from encserve_cli import render
 from encserve_cli.bench import bench
 from encserve_cli.inspect import inspect
 from encserve_cli.shared import calls_server, names_model
-from encserve_client._channel import Tls
-from encserve_client._client import EncoderClient
-from encserve_client._options import Pooling
-from encserve_client._results import EncodeResult
+from encserve_client import EncoderClient, EncodeResult, Pooling, Tls
 
 
 @click.group("encserve", context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ENCSERVE"})

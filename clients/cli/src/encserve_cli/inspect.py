@@ -14,8 +14,7 @@ from encserve_cli import render
 from encserve_cli.report import numbers
 from encserve_cli.report.labels import token_names
 from encserve_cli.shared import calls_server, names_model
-from encserve_client._inspection import InspectResult
-from encserve_client._results import ModelInfo
+from encserve_client import InspectResult, ModelInfo
 
 _TOKEN_WIDTH = 16
 

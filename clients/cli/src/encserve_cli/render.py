@@ -10,9 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from encserve_client._inspection import InspectResult
-from encserve_client._options import Array
-from encserve_client._results import EncodeResult, ModelInfo, SequenceInfo
+from encserve_client import Array, EncodeResult, InspectResult, ModelInfo, SequenceInfo
 
 _GAP = 2  # between two columns of a `make_table`
 _NUMBER_WIDTH = 7  # "-12.345"

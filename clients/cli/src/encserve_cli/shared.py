@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import click
 
-from encserve_client._exceptions import EncserveError
+from encserve_client import EncserveError
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -9,10 +9,9 @@
 `AsyncEncoderClient` is the same for asyncio.
 """
 
-from encserve_client._async_client import AsyncEncoderClient
-from encserve_client._channel import Tls
-from encserve_client._client import EncoderClient
-from encserve_client._exceptions import (
+from encserve_client.async_client import AsyncEncoderClient
+from encserve_client.client import EncoderClient
+from encserve_client.exceptions import (
     AccessDeniedError,
     CallCancelledError,
     ClientClosedError,
@@ -30,11 +29,11 @@ from encserve_client._exceptions import (
     ServerError,
     ServerUnavailableError,
 )
-from encserve_client._inputs import Input, TokenEmbeddings, TokenIds
-from encserve_client._inspection import InspectResult
-from encserve_client._options import Array, DType, Output, OutputKind, Pooling
-from encserve_client._results import Block, EncodedOutput, EncodeResult, ModelInfo, SequenceInfo, Timings
-from encserve_client._retry import RetryPolicy
+from encserve_client.inputs import Input, TokenEmbeddings, TokenIds
+from encserve_client.options import Array, DType, Output, OutputKind, Pooling
+from encserve_client.results import Block, EncodedOutput, EncodeResult, InspectResult, ModelInfo, SequenceInfo, Timings
+from encserve_client.retry import RetryPolicy
+from encserve_client.tls import Tls
 
 __version__ = "0.1.0"
 

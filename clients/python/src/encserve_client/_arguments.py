@@ -4,7 +4,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from encserve_client._exceptions import InvalidInputError
+from encserve_client.exceptions import InvalidInputError
 
 T = TypeVar("T")
 

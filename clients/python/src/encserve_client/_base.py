@@ -7,23 +7,22 @@ from typing import Any, TypedDict
 import grpc
 
 from encserve_client._arguments import as_float, as_int, want
-from encserve_client._channel import Tls, call_metadata, channel_credentials, channel_options
-from encserve_client._core import Core, ModelKey, Settings, request_template
-from encserve_client._exceptions import ClientClosedError, EncserveError, InvalidInputError
-from encserve_client._inputs import check_iterable
-from encserve_client._options import Array, DType, Options, Output, Pooling, pooled_output
-from encserve_client._retry import RetryPolicy
-from encserve_client._stream import StreamBooks
-from encserve_client._stream_run import Result, StreamRun
-from encserve_client._target import as_target
-from encserve_client._wire import Wire
+from encserve_client._grpc.channel import as_target, channel_credentials, channel_options
+from encserve_client._grpc.metadata import GivenMetadata, call_metadata
+from encserve_client._logic.calls import Core, ModelKey, Settings, request_template
+from encserve_client._logic.streams import Result, StreamBooks, StreamRun
+from encserve_client._logic.wire import Wire
+from encserve_client.exceptions import ClientClosedError, EncserveError, InvalidInputError
+from encserve_client.inputs import check_iterable
+from encserve_client.options import Array, DType, Options, Output, Pooling, pooled_output
+from encserve_client.retry import RetryPolicy
+from encserve_client.tls import Tls
 
 MIB = 1024 * 1024
 DEFAULT_TIMEOUT_SECONDS = 30.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 * MIB
 DEFAULT_MAX_CONCURRENT_MESSAGES = 4
 DEFAULT_MAX_IN_FLIGHT = 64
-Metadata = Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 class StreamOptions(TypedDict, total=False):
@@ -50,7 +49,7 @@ class BaseClient:
         tls: Tls | bool = False,
         credentials: grpc.ChannelCredentials | None = None,
         token: str | None = None,
-        metadata: Metadata | None = None,
+        metadata: GivenMetadata | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         max_concurrent_messages: int = DEFAULT_MAX_CONCURRENT_MESSAGES,

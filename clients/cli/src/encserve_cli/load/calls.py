@@ -6,12 +6,11 @@ from dataclasses import dataclass
 import numpy as np
 from google.protobuf.message import DecodeError
 
+from encserve_client import Input, ModelInfo, ProtocolError
 from encserve_client._base import model_key
-from encserve_client._decode import decode_response
-from encserve_client._exceptions import ProtocolError
-from encserve_client._inputs import Input, pack_input
-from encserve_client._options import Options
-from encserve_client._results import ModelInfo
+from encserve_client._logic.answers import decode_response
+from encserve_client.inputs import pack_input
+from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
 _TOKENS = Options()

@@ -17,7 +17,7 @@ from encserve_cli.load.generate import Generator
 from encserve_cli.load.samples import Samples
 from encserve_cli.load.schedule import LoadPlan
 from encserve_cli.load.wire import Connection
-from encserve_client._exceptions import ServerError, ServerUnavailableError
+from encserve_client import ServerError, ServerUnavailableError
 
 _CONNECT_SECONDS = 10.0
 _LEAVE_SECONDS = 5.0

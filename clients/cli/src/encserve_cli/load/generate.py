@@ -20,8 +20,8 @@ from encserve_cli.load.wire import (
     StreamSender,
     UnarySender,
 )
-from encserve_client._exceptions import ProtocolError
-from encserve_client._wire_sync import Metadata
+from encserve_client import ProtocolError
+from encserve_client._grpc.metadata import Metadata
 
 # One answer in so many is read and checked; the others are dropped as the bytes that they are.
 CHECKED_ONE_IN = 100

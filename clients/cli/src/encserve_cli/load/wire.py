@@ -12,9 +12,10 @@ import grpc
 import grpc.aio
 
 from encserve_cli.load.calls import Call
-from encserve_client._channel import Tls, call_metadata, channel_options
-from encserve_client._failure import REASON_TRAILER
-from encserve_client._wire_sync import Metadata
+from encserve_client import Tls
+from encserve_client._grpc.channel import channel_options
+from encserve_client._grpc.metadata import Metadata, call_metadata
+from encserve_client._logic.failures import REASON_TRAILER
 from encserve_proto.v1 import encoder_pb2 as pb
 
 _SERVICE = "/encserve.v1.EncoderService"

@@ -7,8 +7,8 @@ import numpy as np
 
 from encserve_cli.load.calls import Call, make_calls, make_text_calls
 from encserve_cli.load.lengths import sample_lengths
-from encserve_client._options import Options
-from encserve_client._results import ModelInfo
+from encserve_client import ModelInfo
+from encserve_client.options import Options
 
 # So many different sequences; a run that has sent them all begins again. At most so many bytes of vectors among them.
 _SEQUENCES = 4096

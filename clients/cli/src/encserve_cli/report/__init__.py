@@ -1,5 +1,5 @@
-"""A page about what a model did with one input: `_page.build_page`.
+"""A page about what a model did with one input: `page.build_page`.
 
-`_page` and `_figures` need plotly, the extra `report`. The numbers and names need NumPy alone, so nothing is imported
+`page` and `figures` import plotly, which takes a second; the numbers and names need NumPy alone. So nothing is imported
 here.
 """

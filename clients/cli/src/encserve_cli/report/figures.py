@@ -1,6 +1,6 @@
 """The figures of a report, with plotly. Colours are names here: the page puts in those of its light or dark theme.
 
-`layout.meta.scale` names a colour scale and `trace.meta` the colour of a line or bar; see `_palette`. Maps of tokens
+`layout.meta.scale` names a colour scale and `trace.meta` the colour of a line or bar; see `palette`. Maps of tokens
 come without their numbers: the page's script fills one figure with each matrix of a stack.
 """
 

@@ -2,7 +2,7 @@
 
 import unicodedata
 
-from encserve_client._results import SequenceInfo
+from encserve_client import SequenceInfo
 
 AXIS_COLUMNS = 14  # of a name beside a map
 HOVER_COLUMNS = 60

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client._options import Array
-from encserve_client._results import Timings
+from encserve_client import Array, Timings
 
 Float64 = npt.NDArray[np.float64]
 STEPS = 65535  # of a `quantise`d number: uint16

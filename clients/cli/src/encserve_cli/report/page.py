@@ -17,8 +17,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from encserve_cli.report import figures, labels, numbers, palette, sections, stacks
-from encserve_client._inspection import InspectResult
-from encserve_client._results import ModelInfo
+from encserve_client import InspectResult, ModelInfo
 
 TITLE_COLUMNS = 60
 

@@ -6,8 +6,7 @@ from html import escape
 import numpy as np
 
 from encserve_cli.report.figures import amount
-from encserve_client._inspection import InspectResult
-from encserve_client._results import ModelInfo, Timings
+from encserve_client import InspectResult, ModelInfo, Timings
 
 _LONG_TEXT = 90  # characters; a longer one is set smaller
 _MAX_TEXT = 2000

@@ -8,8 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from encserve_cli.report import numbers
-from encserve_client._inspection import InspectResult
-from encserve_client._options import Array
+from encserve_client import Array, InspectResult
 
 MAX_NUMBERS = 12_000_000  # of one stack: 32 MB of page. 12 layers × 12 heads × 256 tokens are 9.4 million.
 MAX_PLACES = 512

@@ -1,19 +1,38 @@
 """The client for asyncio. The same methods as `EncoderClient`, which has the full descriptions."""
 
-from collections.abc import AsyncGenerator, AsyncIterable, Iterable, Sequence
-from typing import Any, Literal, Unpack, overload
+import time
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Coroutine, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from encserve_client._async_base import AsyncBase
-from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, StreamOptions, model_key, stream_plan
-from encserve_client._exceptions import EncserveError
-from encserve_client._inputs import Input, check_inputs
-from encserve_client._inspect_request import Layers, inspect_request
-from encserve_client._inspection import InspectResult
-from encserve_client._options import Array, DType, Options, Output, OutputKind, Pooling, as_outputs, pooled_output
-from encserve_client._results import EncodeResult, ModelInfo
+import grpc
+import grpc.aio
+
+from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, BaseClient, StreamOptions, model_key, shown, stream_plan
+from encserve_client._grpc.async_wire import AsyncWire
+from encserve_client._grpc.metadata import with_trace
+from encserve_client._logic.inspecting import inspect_request
+from encserve_client._logic.streams import StreamRun
+from encserve_client.exceptions import CallCancelledError, ClientClosedError, EncserveError
+from encserve_client.inputs import Input, check_inputs
+from encserve_client.options import (
+    Array,
+    DType,
+    Layers,
+    Options,
+    Output,
+    OutputKind,
+    Pooling,
+    as_outputs,
+    pooled_output,
+)
+from encserve_client.results import EncodeResult, InspectResult, ModelInfo
+from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
+
+T = TypeVar("T")
 
 
-class AsyncEncoderClient(AsyncBase):
+class AsyncEncoderClient(BaseClient):
     """Asks an encserve server for vectors, from asyncio.
 
     One client holds one channel, which belongs to the event loop in which it is first used. Any number of tasks may
@@ -24,6 +43,28 @@ class AsyncEncoderClient(AsyncBase):
 
     Arguments, results and errors are those of `EncoderClient`.
     """
+
+    _channel: grpc.aio.Channel | None
+    _stub: Any
+
+    def _set_up(self) -> None:
+        self._channel = None  # made when first used, because it belongs to a loop
+        self._stub = None
+
+    async def __aenter__(self) -> Self:
+        self._check_open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Closes the channel. Calls that other tasks are still in raise `ClientClosedError`. May be called again."""
+        self._closed = True
+        if self._channel is not None:
+            await self._channel.close()
 
     async def encode(
         self,
@@ -203,3 +244,38 @@ class AsyncEncoderClient(AsyncBase):
             self._wire(), items, model_key(model, version), options, timeout_seconds, describe=describe
         )
         return await self._drive(call)
+
+    def _wire(self, inputs: Iterable[Input] | AsyncIterable[Input] = ()) -> AsyncWire:
+        self._check_open()
+        if self._channel is None:
+            if self._credentials is None:
+                self._channel = grpc.aio.insecure_channel(self._target, self._channel_options)
+            else:
+                self._channel = grpc.aio.secure_channel(self._target, self._credentials, self._channel_options)
+            self._stub = EncoderServiceStub(self._channel)
+        return AsyncWire(self._stub, with_trace(self._metadata), time.monotonic, _iterate(inputs))
+
+    async def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            return await coroutine
+        except CallCancelledError as error:  # gRPC cancels what is going on when the channel is closed
+            if self._closed:
+                raise ClientClosedError("the client was closed during the call") from error
+            raise
+
+    async def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> AsyncGenerator[Any, None]:
+        try:
+            while (result := await self._drive(run.next())) is not None:
+                yield shown(*result, ordered, return_exceptions)
+        finally:
+            await run.aclose()
+
+
+async def _iterate(inputs: Iterable[Input] | AsyncIterable[Input]) -> AsyncIterator[Input]:
+    """Makes any iterable an async one."""
+    if isinstance(inputs, AsyncIterable):
+        async for item in inputs:
+            yield item
+    else:
+        for item in inputs:
+            yield item

@@ -1,12 +1,8 @@
-"""When a failed message is sent again: a value and a pure function."""
+"""When a failed message is sent again."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-import grpc
-
 from encserve_client._arguments import as_float, as_int
-from encserve_client._failure import Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,39 +46,3 @@ class RetryPolicy:
                 "max_backoff_seconds must be >= initial_backoff_seconds; "
                 f"was {self.max_backoff_seconds} < {self.initial_backoff_seconds}"
             )
-
-
-def is_retryable(failure: Failure) -> bool:
-    """Whether sending the same message again may help."""
-    if failure.retry_forbidden:
-        return False
-    # A gRPC server that stops answers what it has read but not begun with CANCELLED. What the caller cancels never
-    # comes here.
-    if failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
-        return True
-    # gRPC itself answers RESOURCE_EXHAUSTED to oversize messages, and a proxy to whatever it likes: only our server's
-    # own word that it is a matter of time counts.
-    return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and (
-        failure.reason == "QUEUE_FULL" or failure.retry_delay_seconds is not None
-    )
-
-
-def seconds_until_retry(
-    policy: RetryPolicy, failure: Failure, attempts: int, remaining_seconds: float, random: Callable[[], float]
-) -> float | None:
-    """How long to wait before sending a message again; None for never.
-
-    Args:
-        policy: The policy.
-        failure: How the last attempt ended.
-        attempts: How often the message has been sent, 1 or more.
-        remaining_seconds: The time left until the caller's deadline.
-        random: Draws evenly from [0, 1).
-    """
-    if attempts >= policy.max_attempts or not is_retryable(failure):
-        return None
-    # The exponent is capped so that many attempts cannot overflow a float.
-    longest = policy.initial_backoff_seconds * policy.backoff_multiplier ** min(attempts - 1, 64)
-    # Never less than half, so that all attempts together outlast the time in which a server that is back is noticed.
-    wait = (failure.retry_delay_seconds or 0.0) + (0.5 + random() / 2) * min(longest, policy.max_backoff_seconds)
-    return wait if wait < remaining_seconds else None

@@ -7,11 +7,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from encserve_client._exceptions import ClientClosedError
-from encserve_client._failure import Failure, failure_of_crash, failure_of_status
-from encserve_client._inspect_answer import Gathering
-from encserve_client._message import Message
-from encserve_client._wire import (
+from encserve_client._grpc.metadata import Metadata
+from encserve_client._logic.failures import Failure, failure_of_crash, failure_of_status
+from encserve_client._logic.inspecting import Gathering
+from encserve_client._logic.planning import Message
+from encserve_client._logic.wire import (
     Answered,
     Event,
     Failed,
@@ -21,7 +21,7 @@ from encserve_client._wire import (
     StreamAnswered,
     StreamEnded,
 )
-from encserve_client._wire_sync import Metadata
+from encserve_client.exceptions import ClientClosedError
 from encserve_proto.v1 import encoder_pb2 as pb
 
 

@@ -1,6 +1,6 @@
 """What the logic needs of gRPC: the interface that is implemented once for threads, once for asyncio, once as a fake.
 
-The logic in `_core` is written once, as coroutines over this interface. The wire for threads never suspends in them, so
+The logic in `calls` is written once, as coroutines over this interface. The wire for threads never suspends in them, so
 that `run_without_loop` drives them to the end in the caller's own thread; the one for asyncio suspends as usual.
 """
 
@@ -8,8 +8,8 @@ from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
 
-from encserve_client._failure import Failure
-from encserve_client._message import Message
+from encserve_client._logic.failures import Failure
+from encserve_client._logic.planning import Message
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Rpc = Literal["Encode", "Inspect", "ListModels", "GetModel"]

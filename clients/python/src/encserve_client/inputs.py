@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client._exceptions import InvalidInputError
+from encserve_client.exceptions import InvalidInputError
 from encserve_proto.v1 import encoder_pb2 as pb
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]

@@ -1,19 +1,38 @@
 """The client for threads."""
 
-from collections.abc import Generator, Iterable, Sequence
-from typing import Any, Literal, Unpack, overload
+import time
+from collections.abc import Coroutine, Generator, Iterable, Sequence
+from types import TracebackType
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
-from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, StreamOptions, model_key, stream_plan
-from encserve_client._exceptions import EncserveError
-from encserve_client._inputs import Input, check_inputs
-from encserve_client._inspect_request import Layers, inspect_request
-from encserve_client._inspection import InspectResult
-from encserve_client._options import Array, DType, Options, Output, OutputKind, Pooling, as_outputs, pooled_output
-from encserve_client._results import EncodeResult, ModelInfo
-from encserve_client._sync_base import SyncBase
+import grpc
+
+from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, BaseClient, StreamOptions, model_key, shown, stream_plan
+from encserve_client._grpc.metadata import with_trace
+from encserve_client._grpc.sync_wire import SyncWire
+from encserve_client._logic.inspecting import inspect_request
+from encserve_client._logic.streams import StreamRun
+from encserve_client._logic.wire import run_without_loop
+from encserve_client.exceptions import CallCancelledError, ClientClosedError, EncserveError
+from encserve_client.inputs import Input, check_inputs
+from encserve_client.options import (
+    Array,
+    DType,
+    Layers,
+    Options,
+    Output,
+    OutputKind,
+    Pooling,
+    as_outputs,
+    pooled_output,
+)
+from encserve_client.results import EncodeResult, InspectResult, ModelInfo
+from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
+
+T = TypeVar("T")
 
 
-class EncoderClient(SyncBase):
+class EncoderClient(BaseClient):
     """Asks an encserve server for vectors.
 
     One client holds one channel, connects when it is first used, connects again by itself, and may be used by many
@@ -50,6 +69,31 @@ class EncoderClient(SyncBase):
         ValueError: A setting is out of bounds, or of the wrong type (an InvalidInputError, which is a ValueError too).
         OSError: A file of `tls` cannot be read.
     """
+
+    _channel: grpc.Channel
+    _stub: Any
+
+    def _set_up(self) -> None:
+        # A channel connects when it is first used.
+        if self._credentials is None:
+            self._channel = grpc.insecure_channel(self._target, self._channel_options)
+        else:
+            self._channel = grpc.secure_channel(self._target, self._credentials, self._channel_options)
+        self._stub = EncoderServiceStub(self._channel)
+
+    def __enter__(self) -> Self:
+        self._check_open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the channel. Calls that other threads are still in raise `ClientClosedError`. May be called again."""
+        self._closed = True
+        self._channel.close()
 
     def encode(
         self,
@@ -358,3 +402,22 @@ class EncoderClient(SyncBase):
             self._wire(), items, model_key(model, version), options, timeout_seconds, describe=describe
         )
         return self._drive(call)
+
+    def _wire(self, inputs: Iterable[Input] = ()) -> SyncWire:
+        self._check_open()
+        return SyncWire(self._stub, with_trace(self._metadata), time.monotonic, iter(inputs))
+
+    def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        try:
+            return run_without_loop(coroutine)
+        except CallCancelledError as error:  # gRPC cancels what is going on when the channel is closed
+            if self._closed:
+                raise ClientClosedError("the client was closed during the call") from error
+            raise
+
+    def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> Generator[Any, None, None]:
+        try:
+            while (result := self._drive(run.next())) is not None:
+                yield shown(*result, ordered, return_exceptions)
+        finally:
+            run_without_loop(run.aclose())

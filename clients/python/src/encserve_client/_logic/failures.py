@@ -1,13 +1,14 @@
-"""Why one message failed, in one form for both kinds of RPC, and the one table from that to exceptions."""
+"""Why one message failed, in one form for both kinds of RPC; which exception that is, and whether it is tried again."""
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import grpc
 
-from encserve_client import _exceptions as errors
+from encserve_client import exceptions as errors
+from encserve_client.retry import RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
 
 _CUT_OFF_CODES = frozenset({grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL})
@@ -152,6 +153,42 @@ def failure_of_stream_error(error: pb.StreamError) -> Failure:
         code = grpc.StatusCode.UNKNOWN
     delay = error.retry_delay_seconds if error.retry_delay_seconds > 0 else None
     return Failure(code, error.message, error.reason, delay)
+
+
+def is_retryable(failure: Failure) -> bool:
+    """Whether sending the same message again may help."""
+    if failure.retry_forbidden:
+        return False
+    # A gRPC server that stops answers what it has read but not begun with CANCELLED. What the caller cancels never
+    # comes here.
+    if failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return True
+    # gRPC itself answers RESOURCE_EXHAUSTED to oversize messages, and a proxy to whatever it likes: only our server's
+    # own word that it is a matter of time counts.
+    return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and (
+        failure.reason == "QUEUE_FULL" or failure.retry_delay_seconds is not None
+    )
+
+
+def seconds_until_retry(
+    policy: RetryPolicy, failure: Failure, attempts: int, remaining_seconds: float, random: Callable[[], float]
+) -> float | None:
+    """How long to wait before sending a message again; None for never.
+
+    Args:
+        policy: The policy.
+        failure: How the last attempt ended.
+        attempts: How often the message has been sent, 1 or more.
+        remaining_seconds: The time left until the caller's deadline.
+        random: Draws evenly from [0, 1).
+    """
+    if attempts >= policy.max_attempts or not is_retryable(failure):
+        return None
+    # The exponent is capped so that many attempts cannot overflow a float.
+    longest = policy.initial_backoff_seconds * policy.backoff_multiplier ** min(attempts - 1, 64)
+    # Never less than half, so that all attempts together outlast the time in which a server that is back is noticed.
+    wait = (failure.retry_delay_seconds or 0.0) + (0.5 + random() / 2) * min(longest, policy.max_backoff_seconds)
+    return wait if wait < remaining_seconds else None
 
 
 def _pushback_seconds(text: str | None) -> float | None:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client._exceptions import InvalidInputError
+from encserve_client.exceptions import InvalidInputError
 from encserve_proto.v1 import encoder_pb2 as pb
 
 DType = Literal["float32", "float16"]
@@ -15,6 +15,8 @@ Pooling = Literal["model", "mean", "cls", "max"]
 InputKind = Literal["token_ids", "embeddings"]
 OutputKind = Literal["tokens", "model", "mean", "cls", "max"]
 Array = npt.NDArray[np.floating[Any]]
+Layers: TypeAlias = bool | Sequence[int]
+"""True for every layer, False for none, or the layers from 0 in ascending order."""
 
 _KINDS: dict[OutputKind, pb.OutputKind] = {
     "tokens": pb.OUTPUT_KIND_TOKENS,

@@ -6,20 +6,24 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from encserve_client._arguments import as_float
-from encserve_client._decode import Part, decode_response, model_info
-from encserve_client._dispatch import Dispatch
-from encserve_client._exceptions import ProtocolError
-from encserve_client._failure import CallInfo
-from encserve_client._inputs import Input
-from encserve_client._inspect_answer import Gathering
-from encserve_client._inspection import InspectResult
-from encserve_client._merge import check_expected, empty_result, merge_parts
-from encserve_client._message import Message
-from encserve_client._options import Options
-from encserve_client._plan import Limits, plan_messages
-from encserve_client._results import EncodeResult, ModelInfo
-from encserve_client._retry import RetryPolicy
-from encserve_client._wire import Answered, Failed, Rpc, Wire
+from encserve_client._logic.answers import (
+    Part,
+    check_expected,
+    decode_response,
+    empty_result,
+    merge_parts,
+    model_info,
+)
+from encserve_client._logic.dispatch import Dispatch
+from encserve_client._logic.failures import CallInfo
+from encserve_client._logic.inspecting import Gathering
+from encserve_client._logic.planning import Limits, Message, plan_messages
+from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
+from encserve_client.exceptions import ProtocolError
+from encserve_client.inputs import Input
+from encserve_client.options import Options
+from encserve_client.results import EncodeResult, InspectResult, ModelInfo
+from encserve_client.retry import RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
 
 R = TypeVar("R")

@@ -1,4 +1,4 @@
-"""Cutting a call into messages that a server accepts. Pure.
+"""A call cut into messages that a server accepts. Pure.
 
 Token ids and vectors are counted exactly. A text's tokens are not known here: they are estimated as what texts
 typically have, so that messages do not become tiny for fear of a worst case that rarely comes. Where the estimate was
@@ -8,11 +8,12 @@ too low the server refuses the message before computing anything, and the caller
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from encserve_client._inputs import Input, pack_input
-from encserve_client._message import Message, request_like
-from encserve_client._options import Options, numpy_dtype
-from encserve_client._results import ModelInfo
+from encserve_client.inputs import Input, pack_input
+from encserve_client.options import Options, numpy_dtype
+from encserve_client.results import ModelInfo
 from encserve_proto.v1 import encoder_pb2 as pb
+
+Request = pb.EncodeRequest | pb.InspectRequest | pb.GetModelRequest | pb.ListModelsRequest
 
 # Room for what a message holds beside its inputs or rows: names, options, timings, framing.
 _MESSAGE_OVERHEAD_BYTES = 4096
@@ -24,6 +25,47 @@ _TOKEN_STRING_BYTES = 16
 # English has about 4.5 bytes a token, Chinese about 3, code in between.
 _TEXT_BYTES_PER_TOKEN = 3
 _TEXT_SPECIAL_TOKENS = 2
+
+
+@dataclass(slots=True, eq=False)
+class Message:
+    """One request and where its inputs belong.
+
+    Attributes:
+        request: The request.
+        first_index: The index of its first input among the caller's.
+        attempts: How often it has been sent; only `Dispatch` counts it up.
+    """
+
+    request: Request
+    first_index: int = 0
+    attempts: int = 0
+
+    @property
+    def n_inputs(self) -> int:
+        """How many inputs it holds."""
+        return len(self.request.inputs) if isinstance(self.request, pb.EncodeRequest) else 0
+
+    def halves(self) -> "list[Message]":
+        """The same inputs in two messages; none where there is one input or no inputs at all."""
+        if not isinstance(self.request, pb.EncodeRequest) or self.n_inputs < 2:
+            return []
+        inputs, middle = self.request.inputs, self.n_inputs // 2
+        return [
+            Message(request_like(self.request, inputs[:middle]), self.first_index),
+            Message(request_like(self.request, inputs[middle:]), self.first_index + middle),
+        ]
+
+
+def request_like(template: pb.EncodeRequest, inputs: Sequence[pb.Input]) -> pb.EncodeRequest:
+    """A request with other inputs."""
+    return pb.EncodeRequest(
+        model=template.model,
+        model_version=template.model_version,
+        options=template.options,
+        expected_fingerprint=template.expected_fingerprint,
+        inputs=inputs,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,17 @@
-"""What `target=` names: one server, or several that take turns."""
+"""The channel to a target, which is one server or several that take turns: its options and its credentials."""
 
 import ipaddress
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+
+import grpc
 
 from encserve_client._arguments import want
-from encserve_client._exceptions import InvalidInputError
+from encserve_client.exceptions import InvalidInputError
+from encserve_client.tls import Tls
 from encserve_proto.v1 import encoder_pb2 as pb
 
+ChannelOption = tuple[str, str | int]
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 
 
@@ -58,6 +62,51 @@ def balancing_options() -> dict[str, str | int]:
         "grpc.keepalive_timeout_ms": 8_000,
         "grpc.http2.ping_timeout_ms": 8_000,
     }
+
+
+def channel_options(
+    target: str, max_message_bytes: int, tls: Tls | None, extra: Mapping[str, str | int] | None
+) -> list[ChannelOption]:
+    """The options of a channel to a gRPC target; `extra` has the last word."""
+    options: dict[str, str | int] = {
+        "grpc.max_receive_message_length": max_message_bytes,
+        "grpc.max_send_message_length": max_message_bytes,
+        # gRPC's own retries stop without a word for requests above grpc.per_rpc_retry_buffer_size (256 KiB), which a
+        # batch of texts easily is, and know nothing of splitting. `_logic.dispatch` does it for every size.
+        "grpc.enable_retries": 0,
+        # While a connection is down gRPC fails calls at once and tries to connect again only after 1, 1.6, … 120 s: by
+        # then our retries would be used up, or a server that is back would go unnoticed for minutes.
+        "grpc.initial_reconnect_backoff_ms": 100,
+        "grpc.max_reconnect_backoff_ms": 5000,
+        "grpc.primary_user_agent": "encserve-client",
+        **(balancing_options() if is_balanced(target) else {}),
+    }
+    if tls is not None and tls.server_name is not None:
+        options["grpc.ssl_target_name_override"] = tls.server_name
+    for name, value in want("channel_arguments", {} if extra is None else extra, Mapping, "a dict").items():
+        want("a name in channel_arguments", name, str, "a str")
+        want(f"channel_arguments[{name!r}]", value, (str, int), "a str or an int")
+        options[name] = value
+    return list(options.items())
+
+
+def channel_credentials(
+    tls: Tls | bool | None, credentials: grpc.ChannelCredentials | None
+) -> tuple[Tls | None, grpc.ChannelCredentials | None]:
+    """What `tls=` and `credentials=` mean together; no credentials stand for plaintext.
+
+    Raises:
+        InvalidInputError: One of them is of the wrong type.
+        ValueError: Both are given.
+    """
+    want("tls", tls, (Tls, bool, type(None)), "a Tls or a bool")
+    want("credentials", credentials, (grpc.ChannelCredentials, type(None)), "grpc.ChannelCredentials or None")
+    settings = Tls() if tls is True else tls or None
+    if settings is None:
+        return None, credentials
+    if credentials is not None:
+        raise ValueError("give tls or credentials, not both")
+    return settings, settings.credentials()
 
 
 def _scheme(index: int, address: object) -> str:

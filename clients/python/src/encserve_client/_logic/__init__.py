@@ -1,0 +1,1 @@
+"""What a client decides, without I/O: messages, retries, answers, streams. gRPC is behind `wire.Wire`."""
