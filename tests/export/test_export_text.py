@@ -56,6 +56,16 @@ def test_a_vocabulary_larger_than_the_model_is_refused(
     assert not models.exists()
 
 
+def test_ids_around_a_text_count_too(tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:
+    """They stand in the rule that puts them there, whatever the vocabulary says."""
+    path = write_tokenizer(tmp_path / "tokenizer.json", 30)
+    content = json.loads(path.read_text())
+    content["post_processor"]["special_tokens"]["[SEP]"]["ids"] = [101]
+    path.write_text(json.dumps(content))
+    with pytest.raises(TokenizerError, match=r"gives token ids up to 101; the model's vocab_size is 101"):
+        read_tokenizer(path).check_fits(101)
+
+
 @pytest.mark.parametrize("content", ["", "{}", '{"version": "1.0", "model": 5}'])
 def test_an_unreadable_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"

@@ -153,6 +153,13 @@ def test_a_width_that_is_not_the_manifests_fails_in_warm_up(bundle: Bundle) -> N
         warm_up(engine, wrong, 512)
 
 
+def test_a_run_that_fails_writes_nothing_itself(engine: OnnxEngine, capfd: pytest.CaptureFixture[str]) -> None:
+    """What runs models would write past the log, whose every line is JSON."""
+    with pytest.raises(Exception, match="idx=99 must be within"):
+        engine.run([np.array([99])])
+    assert capfd.readouterr() == ("", "")
+
+
 def test_nothing_is_reported_to_anybody(bundle: Bundle, tmp_path: Path) -> None:
     """ONNX Runtime by itself would leave an identifier in the home directory and report from this machine."""
     program = f"""

@@ -8,6 +8,7 @@ import numpy as np
 import onnx
 from google.protobuf import json_format
 from onnx import TensorProto, helper, numpy_helper
+from tokenizers import Tokenizer
 
 from encserve_proto.fingerprint import fingerprint
 from encserve_proto.v1 import manifest_pb2
@@ -49,12 +50,17 @@ def write_graph(path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
-def write_bundle(repository: Path, name: str = "tiny", version: str = "1", **changes: Any) -> Path:
+def write_bundle(
+    repository: Path, name: str = "tiny", version: str = "1", tokenizer: Tokenizer | None = None, **changes: Any
+) -> Path:
     """Writes REPOSITORY/<name>/<version>/ and returns it; `changes` are fields of the manifest to set instead."""
     directory = repository / name / version
     directory.mkdir(parents=True)
     write_graph(directory / "model.onnx")
-    data = (directory / "model.onnx").read_bytes()
+    text = None
+    if tokenizer is not None:
+        tokenizer.save(str(directory / "tokenizer.json"))
+        text = manifest_pb2.TextInput(tokenizer_file="tokenizer.json")
     manifest = manifest_pb2.Manifest(
         format_version=1,
         name=name,
@@ -71,8 +77,11 @@ def write_bundle(repository: Path, name: str = "tiny", version: str = "1", **cha
             output_name="rows",
             precision="float32",
         ),
+        text=text,
         files=[
-            manifest_pb2.BundleFile(path="model.onnx", size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+            manifest_pb2.BundleFile(path=path.name, size_bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+            for path in sorted(directory.iterdir())
+            if (data := path.read_bytes())
         ],
     )
     for field, value in changes.items():
@@ -82,6 +91,5 @@ def write_bundle(repository: Path, name: str = "tiny", version: str = "1", **cha
             part = getattr(part, parent)
         setattr(part, last, value)
     manifest.fingerprint = fingerprint(manifest)
-    text = json_format.MessageToJson(manifest, preserving_proto_field_name=True)
-    (directory / "manifest.json").write_text(text)
+    (directory / "manifest.json").write_text(json_format.MessageToJson(manifest, preserving_proto_field_name=True))
     return directory

@@ -14,7 +14,7 @@ class TokenizerFile:
 
     Attributes:
         path: The file.
-        largest_id: The largest token id that it can give.
+        largest_id: The largest token id that it can give, of a text or around one.
         around_text: The ids that it puts around a text.
     """
 
@@ -50,4 +50,5 @@ def read_tokenizer(path: Path) -> TokenizerFile:
     ids = tokenizer.get_vocab(with_added_tokens=True).values()
     if not ids:
         raise TokenizerError(f"{path} has an empty vocabulary")
-    return TokenizerFile(path, max(ids), tuple(tokenizer.encode("").ids))
+    around_text = tuple(tokenizer.encode("").ids)
+    return TokenizerFile(path, max(*ids, *around_text), around_text)

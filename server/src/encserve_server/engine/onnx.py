@@ -212,5 +212,5 @@ def _session_options() -> ort.SessionOptions:
     options.inter_op_num_threads = 1
     # Between runs the threads sleep: spinning, they would take the cores from the event loop and from other models.
     options.add_session_config_entry("session.force_spinning_stop", "1")
-    options.log_severity_level = 3  # errors; a failed CUDA load is reported by us, once and in plain words
+    options.log_severity_level = 4  # what fails is raised as well, and reported by us, once and in a line of our own
     return options

@@ -21,7 +21,8 @@ class TextTokenizer:
     """A tokenizer.json, used as it was trained but without the truncation and padding baked into the file.
 
     Attributes:
-        largest_id: The largest id that it may give.
+        largest_id: The largest id that it may give; also of those that it puts around a text, which need not be in its
+            vocabulary.
         max_token_bytes: The longest string of its vocabulary, in bytes of UTF-8.
     """
 
@@ -44,7 +45,7 @@ class TextTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.largest_id: int = max(vocabulary.values(), default=0)
+        self.largest_id: int = max((*vocabulary.values(), *self._tokenizer.encode("").ids), default=0)
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=0)
         self._executor = executor
         self.max_queue_bytes = max_queue_bytes

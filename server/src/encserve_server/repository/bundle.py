@@ -53,6 +53,11 @@ def read_bundle(directory: Path) -> Bundle:
     for field in ("d_model", "max_sequence_tokens", *(() if graph.takes_vectors else ("vocab_size",))):
         if getattr(shape, field) < 1:
             raise BundleError(f"{directory / MANIFEST_NAME}: encoder.{field} must be >= 1; was {getattr(shape, field)}")
+    if not graph.takes_vectors and shape.pad_token_id >= shape.vocab_size:
+        raise BundleError(
+            f"{directory / MANIFEST_NAME}: encoder.pad_token_id must be below encoder.vocab_size, {shape.vocab_size}; "
+            f"was {shape.pad_token_id}"
+        )
     pooling = _POOLING.get(manifest.pooling)
     return Bundle(
         name=manifest.name,

@@ -134,8 +134,8 @@ def _load_tokenizer(bundle: Bundle, settings: Settings, tokenize_pool: Executor)
     tokenizer = TextTokenizer(bundle.tokenizer_file, tokenize_pool, settings.max_queue_text_mib * MIB)
     if tokenizer.largest_id >= bundle.vocab_size:
         raise BundleError(
-            f"{bundle.tokenizer_file}: it may give id {tokenizer.largest_id}, but the model's vocabulary ends at "
-            f"{bundle.vocab_size - 1}"
+            f"{bundle.tokenizer_file}: it gives ids up to {tokenizer.largest_id}, but the model's end at "
+            f"{bundle.vocab_size - 1}; it belongs to another model"
         )
     return tokenizer
 
