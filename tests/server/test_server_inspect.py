@@ -213,7 +213,7 @@ async def test_a_caller_that_goes_while_it_waits_is_forgotten(server: FakeServer
 
 async def test_callers_that_go_leave_nothing_behind_and_a_run_keeps_its_place(start_server: StartServer) -> None:
     server = await start_server(max_inspections=2)
-    lane = server.app.catalog.resolve("", "").inspect_lane
+    lane = server.app.catalog.resolve("", "")._inspect_lane
     assert lane is not None
     server.inspector.hold()
     running = asyncio.create_task(server.inspect(request([1])))

@@ -158,11 +158,11 @@ def test_a_version_that_is_unloaded_leaves_the_page() -> None:
 
     assert names("1") == names("2")
     before = names("2")
-    models["1"].remove()
+    metrics.forget_model("tiny", "1")
     assert names("1") == set()
     assert names("2") == before
     models["1"].batch_failed()  # a batch that ends late is no reason to come back
-    models["1"].remove()
+    metrics.forget_model("tiny", "1")
     assert names("1") == set()
     assert registry.get_sample_value("encserve_model_loads_total", {"model": "tiny", "outcome": "refused"}) == 0
 

@@ -98,9 +98,9 @@ async def test_a_sick_engine_is_probed_with_vectors(server: FakeServer) -> None:
         with pytest.raises(Failed):
             await server.encode(vectors(1))
     model = server.app.catalog.resolve("", "")
-    while not model.scheduler.not_ready_reason():
+    while not model.not_ready_reason():
         await server.app._clock.sleep(0.01)
     server.engine.broken = False
-    while model.scheduler.not_ready_reason():
+    while model.not_ready_reason():
         await server.app._clock.sleep(0.05)
     await server.encode(vectors(1))

@@ -66,7 +66,7 @@ class App:
         # Loading is in no hurry, and the threads that engines make are made here.
         self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=step_back)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
-        self._health = Health(SERVICE_NAME)
+        self._health = Health(SERVICE_NAME, self.metrics)
         self._service = EncoderService(
             self.catalog,
             self.metrics,

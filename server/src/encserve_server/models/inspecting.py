@@ -7,13 +7,13 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from encserve_server.engine.base import Inspector
 from encserve_server.errors import BundleError, InferenceFailed, InspectUnavailable, QueueFull
 from encserve_server.system.cpus import step_back
-from encserve_server.telemetry.metrics import ModelMetrics
 from encserve_server.types import InspectKind, InspectTensor, ModelInput
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,16 @@ Wanted = Sequence[tuple[InspectKind, tuple[int, ...]]]
 _NOT_LOADABLE = "the model cannot be inspected: its graph for it cannot be loaded any more; the server's log says why"
 # Until one has run, when trying again may help.
 _TYPICAL_SECONDS = 0.2
+
+
+class InspectObserver(Protocol):
+    """Who is told what becomes of inspections; called on the event loop."""
+
+    def inspections_changed(self, pending: int, limit: int) -> None:
+        """So many are waiting, running, or being sent now, of at most `limit`."""
+
+    def inspected(self, compute_seconds: float) -> None:
+        """One has run for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +61,13 @@ class InspectLane:
     Everything here belongs to the event loop but `_inspector`, which only the one thread of `_thread` touches.
     """
 
-    def __init__(self, load: Callable[[], Inspector], max_pending: int, metrics: ModelMetrics) -> None:
+    def __init__(self, load: Callable[[], Inspector], max_pending: int, observer: InspectObserver) -> None:
         """Takes what loads the graph; it blocks, and is called in the lane's thread."""
         self._load = load
         self._max_pending = max_pending
-        self._metrics = metrics
-        metrics.inspections_limit.set(max_pending)
+        self._observer = observer
         self._pending = 0
+        self._count(0)
         self._closed = False
         self._last_seconds = _TYPICAL_SECONDS
         self._inspector: Inspector | None = None
@@ -90,7 +100,7 @@ class InspectLane:
             run.add_done_callback(lambda _: self._turn.release())
             inspection = await asyncio.shield(run)
             self._last_seconds = min(max(inspection.compute_seconds, 0.01), 5.0)
-            self._metrics.inspect_seconds.observe(inspection.compute_seconds)
+            self._observer.inspected(inspection.compute_seconds)
             yield inspection
         finally:
             if run is None or run.done():
@@ -121,7 +131,7 @@ class InspectLane:
 
     def _count(self, change: int) -> None:
         self._pending += change
-        self._metrics.inspections.set(self._pending)
+        self._observer.inspections_changed(self._pending, self._max_pending)
 
 
 def _check_finite(tensors: Sequence[InspectTensor]) -> None:

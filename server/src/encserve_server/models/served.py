@@ -3,8 +3,9 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from encserve_server.engine.base import EngineInfo
 from encserve_server.errors import (
@@ -14,13 +15,12 @@ from encserve_server.errors import (
     TooManyInputs,
 )
 from encserve_server.models.inputs import InputChecker, Longest, SentInput
-from encserve_server.models.inspecting import Inspection, InspectLane, Wanted
+from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted
 from encserve_server.models.pooling import output_rows
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.scheduling.scheduler import Scheduler
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans
-from encserve_server.telemetry.metrics import ModelMetrics
 from encserve_server.types import Bundle, CheckedSequence, DataType, EncodedSequence, Output
 
 # What a reply holds besides its rows, at most: an id, two offsets and a flag for each token, and a little more.
@@ -28,6 +28,19 @@ _INFO_BYTES_PER_TOKEN = 24
 _STRING_OVERHEAD_BYTES = 6
 _INFO_BYTES_PER_SEQUENCE = 64
 _INFO_BYTES_PER_REPLY = 1024
+
+
+class ModelObserver(InspectObserver, Protocol):
+    """Who is told what a model does; called on the event loop, or in a thread that builds replies."""
+
+    def has_text_queue(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
+        """How much text waits can be asked for, by any thread; no more than so much may."""
+
+    def tokenized(self, seconds: float) -> None:
+        """The texts of a call have been tokenized, or refused."""
+
+    def answered(self, encode_seconds: float, response_bytes: int) -> None:
+        """A reply has been built."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,23 +146,22 @@ class ServedModel:
         limits: RequestLimits,
         *,
         clock: Clock,
-        metrics: ModelMetrics,
+        observer: ModelObserver,
         inspect_lane: InspectLane | None = None,
         max_batch_tokens: int = 0,
     ) -> None:
         """Takes the parts, all of the same bundle; without a lane nobody looks into the model."""
         self.bundle = bundle
         self.tokenizer = tokenizer
-        self.scheduler = scheduler
+        self._scheduler = scheduler
         self.engine_info = engine_info
         self.limits = limits
         self._clock = clock
-        self.metrics = metrics
-        self.inspect_lane = inspect_lane
+        self._observer = observer
+        self._inspect_lane = inspect_lane
         self.max_batch_tokens = max_batch_tokens
         if tokenizer is not None:  # read when the page is, so that a request costs nothing
-            metrics.queue_text_bytes.set_function(lambda: tokenizer.queued_bytes)
-            metrics.queue_limit_text_bytes.set(tokenizer.max_queue_bytes)
+            observer.has_text_queue(lambda: tokenizer.queued_bytes, tokenizer.max_queue_bytes)
         self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes)
         self._users = 0
         self._unused = asyncio.Event()
@@ -177,6 +189,18 @@ class ServedModel:
         """Returns when no request uses the model."""
         await self._unused.wait()
 
+    def not_ready_reason(self) -> str:
+        """Why the model cannot be relied on now, for people; empty if it can."""
+        return self._scheduler.not_ready_reason()
+
+    def check_open(self, count_tokens: Callable[[], int | None]) -> None:
+        """Returns unless every call would be refused now; see `Scheduler.check_open`."""
+        self._scheduler.check_open(count_tokens)
+
+    def answered(self, encode_seconds: float, response_bytes: int) -> None:
+        """To be told by whoever built a call's reply: how long that took, and how large it is."""
+        self._observer.answered(encode_seconds, response_bytes)
+
     async def encode(self, call: EncodeCall, deadline: float = math.inf) -> EncodeReply:
         """Checks every input, and only then runs them.
 
@@ -197,19 +221,19 @@ class ServedModel:
         finally:
             tokenize_seconds = self._clock.now() - began
             if any(isinstance(it, str) for it in call.inputs):
-                self.metrics.tokenize_seconds.observe(tokenize_seconds)
+                self._observer.tokenized(tokenize_seconds)
                 if span is not None:
                     span.stage("tokenize", began, began + tokenize_seconds)
         if span is not None:
             span.counted(sum(len(it.input) for it in sequences))
         estimated_bytes = self._check_reply_size(call, sequences)
-        encoded = await self.scheduler.encode([sequence.input for sequence in sequences], deadline)
+        encoded = await self._scheduler.encode([sequence.input for sequence in sequences], deadline)
         return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
 
     @property
     def max_inspect_tokens(self) -> int:
         """The longest sequence that can be looked into; 0 where none can."""
-        return 0 if self.inspect_lane is None else min(self.limits.max_inspect_tokens, self.bundle.max_sequence_tokens)
+        return 0 if self._inspect_lane is None else min(self.limits.max_inspect_tokens, self.bundle.max_sequence_tokens)
 
     @contextlib.asynccontextmanager
     async def inspect(self, call: InspectCall) -> AsyncGenerator[InspectReply]:
@@ -246,9 +270,9 @@ class ServedModel:
         await asyncio.shield(self._closing)
 
     async def _close(self) -> None:
-        await self.scheduler.close()
-        if self.inspect_lane is not None:
-            await self.inspect_lane.close()
+        await self._scheduler.close()
+        if self._inspect_lane is not None:
+            await self._inspect_lane.close()
 
     def check_inspectable(self) -> InspectLane:
         """The lane of inspections.
@@ -256,10 +280,10 @@ class ServedModel:
         Raises:
             InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
         """
-        if self.inspect_lane is None:
+        if self._inspect_lane is None:
             why = "its bundle holds no graph for it" if self.bundle.inspect_graph is None else "this server has it off"
             raise InspectUnavailable(f"model {self.bundle.name} cannot be inspected: {why}")
-        return self.inspect_lane
+        return self._inspect_lane
 
     def check_count(self, count: int) -> None:
         """Refuses a number of inputs that no request may have.

@@ -94,7 +94,7 @@ def serve_model(
         info,
         _request_limits(settings),
         clock=clock,
-        metrics=own,
+        observer=own,
         inspect_lane=lane,
         max_batch_tokens=policy.max_batch_tokens,
     )

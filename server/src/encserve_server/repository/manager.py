@@ -312,12 +312,8 @@ class ModelManager:
         retiring += [self._served.pop(key).model for key in self._served.keys() - set(keys)]
         self._catalog.publish(models)
         self._on_models_change(models)
-        for model in retiring:
-            if model.key not in keys:
-                model.metrics.ready.set(0)
-                model.metrics.default.set(0)
-        for model in models:
-            model.metrics.default.set(self._catalog.is_default_version(model))
+        for model in (*retiring, *models):
+            self._metrics.model_default.labels(*model.key).set(self._catalog.is_default_version(model))
         logger.info("models", extra={"models": [f"{name}@{version}" for name, version in keys]})
         for model in retiring:
             task = asyncio.create_task(self._retire(model), name="encserve-retire")
@@ -333,8 +329,8 @@ class ModelManager:
         except TimeoutError:
             logger.warning("a model is closed with requests in flight", extra={"model": name, "version": version})
         closed = await _close(model)
-        successor = self._served.get(model.key)
-        model.metrics.remove(None if successor is None else successor.model.metrics)
+        if model.key not in self._served:
+            self._metrics.forget_model(*model.key)
         if closed:
             logger.info("model unloaded", extra={"model": name, "version": version})
 

@@ -122,7 +122,7 @@ def encode_stream_error(request_id: str, failure: Failure) -> pb.EncodeStreamRes
 def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
     """Describes a model."""
     bundle, limits = model.bundle, model.limits
-    reason = model.scheduler.not_ready_reason()
+    reason = model.not_ready_reason()
     return pb.ModelInfo(
         name=bundle.name,
         version=bundle.version,
@@ -147,7 +147,7 @@ def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
         ready=not reason,
         not_ready_reason=reason,
         input_kind=pb.INPUT_KIND_EMBEDDINGS if bundle.graph.takes_vectors else pb.INPUT_KIND_TOKEN_IDS,
-        can_inspect=model.inspect_lane is not None,
+        can_inspect=model.max_inspect_tokens > 0,
         max_inspect_tokens=model.max_inspect_tokens,
         position=bundle.position,
         parameters=[pb.PartParameters(part=part, count=count) for part, count in bundle.parameters.items()],

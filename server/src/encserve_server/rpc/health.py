@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from grpc_health.v1 import health, health_pb2
 
 from encserve_server.models.served import ServedModel
+from encserve_server.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -21,13 +22,14 @@ class Health:
     """Keeps the health service in step with the models.
 
     Three kinds of names: "" and the encoder service, SERVING while every model is ready; and `SERVICE/MODEL` for each
-    model alone, for balancers that route by model.
+    model alone, for balancers that route by model. `encserve_ready` says the same of each version.
     """
 
-    def __init__(self, service_name: str) -> None:
+    def __init__(self, service_name: str, metrics: Metrics) -> None:
         """Starts with everything NOT_SERVING."""
         self.servicer = health.aio.HealthServicer()
         self._service_name = service_name
+        self._metrics = metrics
         self._models: Sequence[ServedModel] = ()
         self._changed = asyncio.Event()
         self._said: dict[str, bool] = {}
@@ -39,6 +41,8 @@ class Health:
 
     def watch(self, models: Sequence[ServedModel]) -> None:
         """Follows these models, and no others, from now on."""
+        for name, version in {it.key for it in self._models} - {it.key for it in models}:
+            self._metrics.ready.labels(name, version).set(0)
         self._models = models
         self._changed.set()
         if self._task is None:
@@ -55,7 +59,7 @@ class Health:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._task
         for model in self._models:
-            model.metrics.ready.set(0)
+            self._metrics.ready.labels(*model.key).set(0)
         await self.servicer.enter_graceful_shutdown()
 
     async def _follow(self) -> None:
@@ -70,10 +74,10 @@ class Health:
     async def _refresh(self) -> None:
         states: dict[str, bool] = {}
         for model in self._models:
-            reason = model.scheduler.not_ready_reason()
+            reason = model.not_ready_reason()
             name = f"{self._service_name}/{model.bundle.name}"
             states[name] = states.get(name, True) and not reason
-            model.metrics.ready.set(not reason)
+            self._metrics.ready.labels(*model.key).set(not reason)
             if reason and self._said.get(name):
                 logger.error("not serving", extra={"model": model.bundle.name, "reason": reason})
         all_ready = all(states.values())

@@ -191,7 +191,7 @@ class EncoderService:
         model = self._resolve(request, len(request.inputs))
         model.check_count(len(request.inputs))
         # Before the inputs are decoded: refusing a call must not take what answering it does.
-        model.scheduler.check_open(lambda: codec.count_tokens(request, model.bundle.max_sequence_tokens))
+        model.check_open(lambda: codec.count_tokens(request, model.bundle.max_sequence_tokens))
         call = codec.decode_call(request, model)
         with model.in_use():
             reply = await model.encode(call, deadline)
@@ -210,13 +210,12 @@ class EncoderService:
             began = self._clock.now()
             data = b"".join(build())  # the one copy of the rows
             ended = self._clock.now()
-            model.metrics.encode_seconds.observe(ended - began)
             if span is not None:
                 span.stage("encode", began, ended)
             limit = model.limits.max_response_bytes
             if len(data) > limit:  # the estimate was wrong; callers' own limits would fail the call without a reason
                 raise ResponseTooLarge("inputs", f"the reply takes {len(data)} bytes, over the limit of {limit}")
-            model.metrics.response_bytes.observe(len(data))
+            model.answered(ended - began, len(data))
             return data
 
         if reply.estimated_bytes <= _INLINE_REPLY_BYTES:

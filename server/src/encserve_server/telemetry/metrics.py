@@ -5,7 +5,7 @@ counted per batch or per sequence, never per token; `bench/metrics_cost.py` meas
 caller.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import StrEnum
 from typing import TypeVar
 
@@ -43,6 +43,7 @@ class Metrics:
         """Registers everything on `registry`."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # otherwise every child brings a `_created` series along
         self.registry = registry
+        self._models: dict[tuple[str, str], ModelMetrics] = {}
         self.started = Counter("grpc_server_started", "RPCs begun.", _METHOD, registry=registry)
         self.handled = Counter(
             "grpc_server_handled", "RPCs ended, by status code.", (*_METHOD, "grpc_code"), registry=registry
@@ -194,31 +195,40 @@ class Metrics:
         self.refused_versions.labels(model)
 
     def for_model(self, model: str, version: str) -> "ModelMetrics":
-        """The metrics of one version of a model, every label set created at zero."""
+        """The metrics of one version of a model, every label set created at zero; of one that is there already, its."""
         self.zero_loads(model)
-        return ModelMetrics(self, model, version)
+        key = model, version
+        if key not in self._models:
+            self._models[key] = ModelMetrics(self, model, version)
+        return self._models[key]
+
+    def forget_model(self, model: str, version: str) -> None:
+        """Takes all of a version off the page but the counts of its loads; what it counts later goes nowhere."""
+        if (gone := self._models.pop((model, version), None)) is not None:
+            gone.remove()
 
 
 class ModelMetrics:
-    """The children of `Metrics` for one version of a model; what a scheduler's observer is."""
+    """The children of `Metrics` for one version of a model: the observer of its calls and of its scheduler."""
 
     def __init__(self, metrics: Metrics, model: str, version: str) -> None:
         """Looks every child up once."""
         self._metrics = metrics
         self._model, self._version = model, version
+        self._info: tuple[str, ...] | None = None
         self._children: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
         child = self._child
         stages = {stage: child(metrics.stage_seconds, stage) for stage in STAGES}
-        self.tokenize_seconds = stages["tokenize"]
+        self._tokenize_seconds = stages["tokenize"]
         self._queue_seconds = stages["queue"]
         self._collate_seconds = stages["collate"]
         self._compute_seconds = stages["compute"]
         self._split_seconds = stages["split"]
-        self.encode_seconds = stages["encode"]
-        self.inspect_seconds = stages["inspect"]
-        self.response_bytes = child(metrics.response_bytes)
-        self.inspections = child(metrics.inspections)
-        self.inspections_limit = child(metrics.inspections_limit)
+        self._encode_seconds = stages["encode"]
+        self._inspect_seconds = stages["inspect"]
+        self._response_bytes = child(metrics.response_bytes)
+        self._inspections = child(metrics.inspections)
+        self._inspections_limit = child(metrics.inspections_limit)
         self._batch_sequences = child(metrics.batch_sequences)
         self._batch_tokens = child(metrics.batch_tokens)
         self._tokens = child(metrics.tokens)
@@ -233,10 +243,10 @@ class ModelMetrics:
         self._expired = child(metrics.expired)
         self.batch_limit_tokens = child(metrics.batch_limit_tokens)
         self.queue_limit_tokens = child(metrics.queue_limit_tokens)
-        self.queue_text_bytes = child(metrics.queue_text_bytes)
-        self.queue_limit_text_bytes = child(metrics.queue_limit_text_bytes)
-        self.ready = child(metrics.ready)
-        self.default = child(metrics.model_default)
+        self._queue_text_bytes = child(metrics.queue_text_bytes)
+        self._queue_limit_text_bytes = child(metrics.queue_limit_text_bytes)
+        child(metrics.ready)
+        child(metrics.model_default)
         self.load_seconds = child(metrics.load_seconds)
         self.warmup_seconds = child(metrics.warmup_seconds)
 
@@ -249,20 +259,41 @@ class ModelMetrics:
     def describe(
         self, *, fingerprint: str, precision: str, provider: str, device: str, requested_device: str, runtime: str
     ) -> None:
-        """Says what the model is and what it runs on."""
-        info = (fingerprint, precision, provider, device, requested_device, runtime)
-        self._child(self._metrics.model_info, *info).set(1)
+        """Says what the model is and what it runs on, in place of what was said before."""
+        if self._info is not None:
+            self._metrics.model_info.remove(*self._info)
+        self._info = self._model, self._version, fingerprint, precision, provider, device, requested_device, runtime
+        self._metrics.model_info.labels(*self._info).set(1)
 
-    def remove(self, successor: "ModelMetrics | None" = None) -> None:
-        """Takes everything of this version off the page, because it is unloaded; what is counted later goes nowhere.
-
-        The counts of the model's loads stay, and so does what a successor has too: the same version, replaced in place.
-        """
-        kept = set() if successor is None else {(id(metric), labels) for metric, labels in successor._children}
+    def remove(self) -> None:
+        """See `Metrics.forget_model`."""
         for metric, labels in self._children:
-            if (id(metric), labels) not in kept:
-                metric.remove(*labels)
-        self._children.clear()
+            metric.remove(*labels)
+        if self._info is not None:
+            self._metrics.model_info.remove(*self._info)
+
+    def has_text_queue(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
+        """How much text waits can be asked for, by any thread; no more than so much may."""
+        self._queue_text_bytes.set_function(queued_bytes)
+        self._queue_limit_text_bytes.set(limit_bytes)
+
+    def tokenized(self, seconds: float) -> None:
+        """The texts of a call have been tokenized, or refused."""
+        self._tokenize_seconds.observe(seconds)
+
+    def answered(self, encode_seconds: float, response_bytes: int) -> None:
+        """A reply has been built."""
+        self._encode_seconds.observe(encode_seconds)
+        self._response_bytes.observe(response_bytes)
+
+    def inspections_changed(self, pending: int, limit: int) -> None:
+        """So many are waiting, running, or being sent now, of at most `limit`."""
+        self._inspections.set(pending)
+        self._inspections_limit.set(limit)
+
+    def inspected(self, compute_seconds: float) -> None:
+        """One has run for so long."""
+        self._inspect_seconds.observe(compute_seconds)
 
     def queue_changed(self, requests: int, sequences: int, tokens: int) -> None:
         """So much is pending now."""
