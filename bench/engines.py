@@ -38,7 +38,7 @@ from encserve_server.types import Bundle, ModelInput
 ROOT = Path(__file__).parent.parent
 WAITING = 64  # as many callers wait
 SIDES = (("onnxruntime", "float32"), ("openvino", "float32"), ("openvino", "bfloat16"))
-TEXT_LENGTHS = (6, 9, 14, 22, 31, 47, 70, 110, 256, 512)  # tokens, special ones included
+TEXT_LENGTHS = (6, 9, 14, 22, 31, 47, 70, 110, 180, 256)  # tokens, special ones included
 
 console = Console(width=None if sys.stdout.isatty() else 120)
 

@@ -12,7 +12,7 @@ from real_server import RealServer
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-from encserve_client import AsyncEncoderClient, EncoderClient
+from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError
 from encserve_export import Encoder
 
 PYTORCH, NEIGHBOURS = 5e-5, 1e-5
@@ -21,7 +21,7 @@ TEXTS = [
     "The cat sleeps on the warm windowsill.",
     "",
     "Grüße aus Köln, 東京 и Москва: naïve café 🌍 — “quoted”.",
-    "a " * 300,
+    "a " * 240,
     "Licensed under the Apache License, Version 2.0; you may not use this file except in compliance with it. " * 9,
 ]
 
@@ -34,8 +34,8 @@ def in_pytorch(encoder: Encoder, ids: list[int]) -> Any:
 
 
 def lengths_to_try() -> list[int]:
-    """1 to 512: every short one, then ever fewer, and the last ones."""
-    return sorted({*range(1, 17), *(round(1.25**i) for i in range(13, 28)), 127, 128, 129, 255, 256, 500, 511, 512})
+    """1 to 256, the model's longest: every short one, then ever fewer, and the last ones."""
+    return sorted({*range(1, 17), *(round(1.25**i) for i in range(13, 25)), 127, 128, 129, 200, 254, 255, 256})
 
 
 @pytest.fixture(scope="module")
@@ -79,10 +79,10 @@ def test_texts(client: EncoderClient, torch_encoder: Encoder) -> None:
 
 def test_neighbours_change_nothing(client: EncoderClient, real_ids: list[int]) -> None:
     """Alone, and with 31 neighbours of other lengths: the same rows to 1e-5."""
-    for length in (1, 2, 9, 64, 200, 512):
+    for length in (1, 2, 9, 64, 200, 256):
         ids = real_ids[100 : 100 + length]
         alone = client.encode([ids])[0]
-        neighbours = [real_ids[i : i + 1 + (i * 37) % 300] for i in range(31)]
+        neighbours = [real_ids[i : i + 1 + (i * 37) % 250] for i in range(31)]
         for place in (0, 15, 31):
             crowd = [*neighbours[:place], ids, *neighbours[place:]]
             assert worst_relative_error(client.encode(crowd)[place], alone) <= NEIGHBOURS
@@ -136,8 +136,11 @@ def test_related_sentences_score_higher(client: EncoderClient) -> None:
     assert max(cat @ stocks, cat @ shares, kitten @ stocks, kitten @ shares) < 0.3
 
 
-def test_truncation_keeps_the_special_tokens(client: EncoderClient) -> None:
+def test_a_text_is_cut_where_sentence_transformers_cuts_it(client: EncoderClient) -> None:
+    """At max_seq_length, 256, though the model has 512 positions; and the special tokens stay."""
+    with pytest.raises(InvalidRequestError, match=r"must be at most 256 tokens .*; was 302"):
+        client.embed(["word " * 300])
     info = client.run(["word " * 1000], truncate=True).sequences[0]
-    assert (info.token_count, info.original_token_count, info.truncated) == (512, 1002, True)
+    assert (info.token_count, info.original_token_count, info.truncated) == (256, 1002, True)
     assert info.token_ids is not None
     assert (info.token_ids[0], info.token_ids[-1]) == (101, 102)

@@ -68,7 +68,7 @@ async def test_a_real_model_and_a_text(server: RealServer, client: EncoderClient
     rows = client.encode([*TEXTS, text])[-1]
     assert worst_relative_error(result.hidden_states[-1], rows) <= 1e-5
     assert np.abs(result.attention.sum(axis=-1) - 1).max() <= 1e-5
-    assert result.positions.shape == (512, 384)
+    assert result.positions.shape == (256, 384)
     async with AsyncEncoderClient(server.target) as asking:
         some = await asking.inspect(text, attention=[0, 5], hidden_states=[6], dtype="float16")
     assert some.attention is not None

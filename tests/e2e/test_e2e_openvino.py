@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from encserve_client import EncoderClient
 
 PYTORCH, NEIGHBOURS = 5e-5, 1e-5
-LENGTHS = (1, 2, 3, 5, 9, 14, 22, 30, 47, 64, 100, 128, 200, 256, 301, 400, 511, 512)
+LENGTHS = (1, 2, 3, 5, 9, 14, 22, 30, 47, 64, 78, 100, 128, 150, 200, 230, 255, 256)
 # Of a token's row in bfloat16 with the same row in float32, and of one computed alone with one among neighbours.
 MIN_COSINE, MIN_COSINE_OF_NEIGHBOURS = 0.999, 0.9995
 VECTORS = "raw-matrices"

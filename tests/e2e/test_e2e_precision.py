@@ -16,7 +16,7 @@ from encserve_export.precision import Precision
 
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
 ALONE = 0.999
-LENGTHS = (1, 2, 5, 9, 17, 33, 64, 128, 256, 300, 512)
+LENGTHS = (1, 2, 5, 9, 17, 33, 64, 128, 150, 200, 256)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -14,6 +15,9 @@ from safetensors.torch import load_file
 
 from encserve_export.cli import main
 from encserve_proto.v1 import manifest_pb2
+
+if TYPE_CHECKING:
+    from tests.export.conftest import Checkpoint
 
 TINY = {"vocab_size": 50, "d_model": 16, "n_heads": 2, "d_ff": 32, "n_layers": 1, "max_sequence_tokens": 20}
 
@@ -33,14 +37,20 @@ def read_manifest(bundle: Path) -> manifest_pb2.Manifest:
     return json_format.Parse((bundle / "manifest.json").read_text(), manifest_pb2.Manifest())
 
 
-def test_hf(data: Path, models: Path) -> None:
-    result = run("hf", data / "hf-bert", "--output", models, "--max-sequence-tokens", 20)
+def test_hf(bert: "Checkpoint", models: Path) -> None:
+    (bert.path / "sentence_bert_config.json").write_text('{"max_seq_length": 40}')
+    result = run("hf", bert.path, "--output", models, "--max-sequence-tokens", 20)
     assert result.exit_code == 0, result.output
-    manifest = read_manifest(models / "hf-bert" / "1")
+    manifest = read_manifest(models / "bert" / "1")
     assert manifest.encoder.max_sequence_tokens == 20
+    longest = (
+        "max_sequence_tokens is 20; the checkpoint's max_seq_length is 40, its positions are 66: for texts of more"
+    )
+    assert longest in result.stderr
+    assert f"longest      {longest}" in result.stdout
     for shown in ("embedding", "feed_forward", "100.0 %", "tolerance 5.0e-05", manifest.fingerprint):
         assert shown in result.stdout
-    assert f"bundle       {models / 'hf-bert' / '1'}\n" in result.stdout, "a path is never folded"
+    assert f"bundle       {models / 'bert' / '1'}\n" in result.stdout, "a path is never folded"
     assert "comparing ONNX Runtime with PyTorch" in result.stderr
     assert "comparing" not in result.stdout
 

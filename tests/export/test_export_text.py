@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from encserve_export import Target, export_hf
-from encserve_export.errors import CheckpointFileError, TokenizerError, UnsupportedModelError
-from encserve_export.sentence_transformers import SentenceVector, read_sentence_vector
+from encserve_export.errors import CheckpointFileError, ConfigError, TokenizerError, UnsupportedModelError
+from encserve_export.sentence_transformers import SentenceVector, read_max_seq_length, read_sentence_vector
 from encserve_export.text import read_tokenizer
 from encserve_proto.v1 import manifest_pb2
 
@@ -103,6 +103,77 @@ def test_pooling_without_normalising(bert: "Checkpoint", models: Path) -> None:
     assert (manifest.pooling, manifest.l2_normalize) == (manifest_pb2.POOLING_MEAN, False)
 
 
+def write_length(folder: Path, content: object, name: str = "sentence_bert_config.json") -> None:
+    (folder / name).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("usual", "asked", "longest", "said"),
+    [
+        (None, None, 66, ""),
+        (None, 20, 20, ""),
+        (66, None, 66, ""),
+        (40, None, 40, "max_sequence_tokens is 40; the checkpoint's max_seq_length is 40, its positions are 66"),
+        (70, None, 66, "max_sequence_tokens is 66; the checkpoint's max_seq_length is 70, its positions are 66"),
+        (40, 40, 40, "max_sequence_tokens is 40; the checkpoint's max_seq_length is 40, its positions are 66"),
+        (
+            40,
+            66,
+            66,
+            "max_sequence_tokens is 66; the checkpoint's max_seq_length is 40, its positions are 66: for texts of more "
+            "than 40 tokens sentence-transformers gives other vectors",
+        ),
+        (
+            40,
+            20,
+            20,
+            "max_sequence_tokens is 20; the checkpoint's max_seq_length is 40, its positions are 66: for texts of more "
+            "than 20 tokens sentence-transformers gives other vectors",
+        ),
+    ],
+)
+def test_the_longest_text_is_that_of_sentence_transformers(
+    bert: "Checkpoint", models: Path, usual: int | None, asked: int | None, longest: int, said: str
+) -> None:
+    """Beyond it rows are none that anybody compared the model by; another length is taken, and said aloud."""
+    write_length(bert.path, {"max_seq_length": usual, "do_lower_case": False})
+    steps: list[str] = []
+    target = Target(models=models, name="bert")
+    exported = export_hf(bert.path, target, max_sequence_tokens=asked, progress=steps.append)
+    assert exported.manifest.encoder.max_sequence_tokens == longest
+    assert exported.remark == said
+    assert [step for step in steps if "max_seq" in step] == ([said] if said else [])
+
+
+def test_a_length_beyond_the_positions_is_refused_whatever_the_checkpoint_says(
+    bert: "Checkpoint", models: Path
+) -> None:
+    write_length(bert.path, {"max_seq_length": 70})
+    with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 66 for this model; was 67"):
+        export_hf(bert.path, Target(models=models, name="bert"), max_sequence_tokens=67)
+
+
+@pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_roberta_config.json"])
+def test_the_length_has_had_several_files(tmp_path: Path, name: str) -> None:
+    write_length(tmp_path, {"max_seq_length": 128}, name)
+    assert read_max_seq_length(tmp_path) == 128
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"max_seq_length": "256"}, "must give max_seq_length as a number of tokens from 1; was '256'"),
+        ({"max_seq_length": 0}, "from 1; was 0"),
+        ({"max_seq_length": True}, "from 1; was True"),
+        (5, "must hold an object"),
+    ],
+)
+def test_a_length_that_is_none(tmp_path: Path, content: object, problem: str) -> None:
+    write_length(tmp_path, content)
+    with pytest.raises(CheckpointFileError, match=rf"sentence_bert_config\.json .*{problem}"):
+        read_max_seq_length(tmp_path)
+
+
 def test_without_modules_nothing_is_known(tmp_path: Path) -> None:
     assert read_sentence_vector(tmp_path) == SentenceVector(manifest_pb2.POOLING_UNSPECIFIED, l2_normalize=False)
 
@@ -125,6 +196,13 @@ def test_a_module_that_a_bundle_cannot_express_is_refused(tmp_path: Path) -> Non
     dense = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"}
     write_modules(tmp_path, [*MODULES, dense], pooling_mode_mean_tokens=True)
     with pytest.raises(UnsupportedModelError, match="has a Dense module, which a bundle cannot express"):
+        read_sentence_vector(tmp_path)
+
+
+def test_a_broken_pooling_file(tmp_path: Path) -> None:
+    write_modules(tmp_path, MODULES)
+    (tmp_path / "1_Pooling" / "config.json").write_text("[]")
+    with pytest.raises(CheckpointFileError, match="config.json must hold an object"):
         read_sentence_vector(tmp_path)
 
 

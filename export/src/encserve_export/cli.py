@@ -55,6 +55,12 @@ def _target_options(command: _Command) -> _Command:
     return command
 
 
+def _max_sequence_tokens_option(usually: str, default: int | None = None) -> Callable[[_Command], _Command]:
+    """The option that says the longest sequence, with its default in words."""
+    text = f"The longest sequence to serve, in tokens; by default {usually}."
+    return click.option("--max-sequence-tokens", type=int, default=default, help=text)
+
+
 _precision_option = click.option(
     "--precision",
     type=click.Choice(get_args(Precision)),
@@ -69,9 +75,7 @@ _precision_option = click.option(
 @_target_options
 @_precision_option
 @click.option("--name", help="The model's name; by default the directory's own.")
-@click.option(
-    "--max-sequence-tokens", type=int, help="The longest sequence to serve; by default the longest the model allows."
-)
+@_max_sequence_tokens_option("the max_seq_length of sentence-transformers, or as many as there are positions")
 def hf(
     directory: Path,
     models: Path,
@@ -116,11 +120,7 @@ def hf(
     show_default=True,
     help="What callers send: token ids (and text), or embeddings, one vector per token, which need no table.",
 )
-@click.option(
-    "--max-sequence-tokens",
-    type=int,
-    help="The longest sequence to serve; by default 512, or as far as a position table reaches.",
-)
+@_max_sequence_tokens_option(f"{DEFAULT_LONGEST}, or as many as a position table has rows")
 def checkpoint(
     file: Path,
     models: Path,
@@ -159,13 +159,7 @@ def checkpoint(
 @_target_options
 @click.option("--name", required=True, help="The model's name.")
 @click.option("--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json; without one, token ids only.")
-@click.option(
-    "--max-sequence-tokens",
-    type=int,
-    default=DEFAULT_LONGEST,
-    show_default=True,
-    help="The longest sequence to serve; it is tried.",
-)
+@_max_sequence_tokens_option(f"{DEFAULT_LONGEST}; it is tried", default=DEFAULT_LONGEST)
 @click.option("--pad-token-id", type=int, default=0, show_default=True, help="The id that fills a padded batch.")
 @click.option("--vocab-size", type=int, help="How many token ids there are; by default as many as FILE has rows for.")
 @click.option("--pooling", type=click.Choice(list(POOLINGS)), help="How the model was trained to make one vector.")
@@ -302,7 +296,7 @@ def _run(export: Callable[[Progress], Exported]) -> None:
         with console.status("starting") as status:
 
             def progress(step: str) -> None:
-                console.print(f"{step} …", highlight=False)
+                console.print(f"{step} …", highlight=False, markup=False, soft_wrap=True)
                 status.update(step)
 
             exported = export(progress)

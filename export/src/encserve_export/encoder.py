@@ -281,6 +281,8 @@ def shortened(encoder: Encoder, max_sequence_tokens: int) -> Encoder:
     allowed = encoder.config.max_sequence_tokens
     if max_sequence_tokens > allowed:
         raise ConfigError(f"max_sequence_tokens must be at most {allowed} for this model; was {max_sequence_tokens}")
+    if max_sequence_tokens == allowed:
+        return encoder
     config = dataclasses.replace(encoder.config, max_sequence_tokens=max_sequence_tokens)
     state = encoder.state_dict()
     if config.position == "learned":

@@ -38,6 +38,7 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         ("parity", _parity(manifest)),
         ("padding", _padding(parity)),
         ("cases", f"{len(parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),
+        *([("longest", exported.remark)] if exported.remark else []),
         ("fingerprint", manifest.fingerprint),
         ("bundle", str(exported.path)),
     ]

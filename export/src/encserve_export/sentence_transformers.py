@@ -1,11 +1,10 @@
-"""Reads what sentence-transformers puts beside a checkpoint: how rows become one vector for the text."""
+"""Reads what sentence-transformers puts beside a checkpoint: how rows become one vector, and of how long a text."""
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 from encserve_export.errors import CheckpointFileError, UnsupportedModelError
-from encserve_export.weights import read_json
+from encserve_export.weights import read_json, read_object
 from encserve_proto.v1 import manifest_pb2
 
 POOLINGS = {
@@ -19,6 +18,10 @@ _FLAGS = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
 }
+# Older versions named it after the model within.
+_LENGTH_FILES = [
+    f"sentence_{model}_config.json" for model in ("bert", "roberta", "distilbert", "camembert", "xlm-roberta")
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +63,25 @@ def read_sentence_vector(directory: Path) -> SentenceVector:
     return vector
 
 
+def read_max_seq_length(directory: Path) -> int | None:
+    """The most tokens of a text that sentence-transformers gives the model, special ones included.
+
+    Args:
+        directory: The checkpoint.
+
+    Returns:
+        max_seq_length, or None where the checkpoint does not say.
+
+    Raises:
+        CheckpointFileError: The file that says it is unreadable, or says no length.
+    """
+    path = next((directory / name for name in _LENGTH_FILES if (directory / name).is_file()), None)
+    length = None if path is None else read_object(path).get("max_seq_length")
+    if length is not None and (type(length) is not int or length < 1):
+        raise CheckpointFileError(f"{path} must give max_seq_length as a number of tokens from 1; was {length!r}")
+    return length
+
+
 def _modules(path: Path) -> list[tuple[str, str]]:
     """The class name and the folder of each module."""
     try:
@@ -69,7 +91,7 @@ def _modules(path: Path) -> list[tuple[str, str]]:
 
 
 def _pooling(path: Path) -> manifest_pb2.Pooling:
-    settings: dict[str, Any] = read_json(path)
+    settings = read_object(path)
     modes = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
     chosen = [_FLAGS.get(name, name) for name in modes] or [str(settings.get("pooling_mode"))]
     if len(chosen) != 1 or chosen[0] not in POOLINGS:

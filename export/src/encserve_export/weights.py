@@ -55,6 +55,18 @@ def read_json(path: Path) -> Any:
         raise CheckpointFileError(f"{path} cannot be read as JSON: {error}") from error
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """Parses a JSON file of the checkpoint that holds an object.
+
+    Raises:
+        CheckpointFileError: The file is missing or no JSON, or holds something else.
+    """
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise CheckpointFileError(f"{path} must hold an object")
+    return content
+
+
 def read_weights(directory: Path) -> Weights:
     """Reads the weights of a checkpoint directory.
 
