@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
@@ -17,8 +18,8 @@ import pytest
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
 from hypothesis import given
 from hypothesis import strategies as st
-from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from otlp_receiver import ERROR, SERVER_KIND, OtlpReceiver, ReceivedSpan, otlp_receiver
+from prometheus_client import CollectorRegistry
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -27,9 +28,9 @@ from encserve_server.engine.fake import FakeEngine
 from encserve_server.errors import StartupError
 from encserve_server.settings import Settings
 from encserve_server.system.clock import FakeClock, MonotonicClock
-from encserve_server.telemetry import logs, spans
-from encserve_server.telemetry import tracer as tracer_module
-from encserve_server.telemetry.tracer import Anchor
+from encserve_server.telemetry import logs, spans, tracing
+from encserve_server.telemetry.metrics import Metrics
+from encserve_server.types import BatchSeconds
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"), ("tracestate", "congo=t61rcWkgMzE"))
@@ -150,12 +151,26 @@ async def test_compute_links_to_the_batch_and_the_batch_to_its_requests(traced: 
     }
 
 
+async def test_a_batch_links_to_no_more_requests_than_the_sdk_allows(
+    receiver: OtlpReceiver, start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OTEL_SPAN_LINK_COUNT_LIMIT", "2")
+    server = await start_server(trace_endpoint=receiver.endpoint)
+    async with server.queue_of(3):
+        calls = [asyncio.create_task(server.encode([1, 2, 3], metadata=SAMPLED)) for _ in range(3)]
+        await until(lambda: server.sample("encserve_queue_sequences", model="tiny", version="2") == 4)
+    await asyncio.gather(*calls)
+    got = await received(receiver, has(*[ENCODE] * 3))
+    counts = [(it.attributes["encserve.batch.traced_requests"], len(it.links)) for it in named(got, "batch")]
+    assert (4, 2) in counts
+
+
 async def test_a_request_of_several_batches_has_a_compute_span_for_each(
     receiver: OtlpReceiver, start_server: StartServer
 ) -> None:
     """And no more than a bound: the last one then stands for all that are left."""
     server = await start_server(trace_endpoint=receiver.endpoint, max_batch_sequences=1)
-    most = tracer_module.MAX_COMPUTE_SPANS
+    most = tracing.MAX_COMPUTE_SPANS
     await server.encode(*[[1]] * (most + 4), metadata=SAMPLED)
     got = await received(receiver, has(ENCODE, *["batch"] * (most + 4)))
     computed = sorted(named(got, "compute"), key=lambda span: span.start_ns)
@@ -273,7 +288,7 @@ async def test_each_request_of_a_stream_has_a_span_in_the_streams(traced: Traced
 
 
 async def test_a_long_stream_does_not_make_a_trace_without_end(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracer_module, "MAX_STREAM_REQUESTS", 2)
+    monkeypatch.setattr(tracing, "MAX_STREAM_REQUESTS", 2)
     server, receiver = traced
     await stream_requests(server, 5)
     got = await received(receiver, has(f"{SERVICE}/EncodeStream"))
@@ -354,7 +369,7 @@ async def test_a_dead_receiver_hurts_nobody(
     monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "8")
     monkeypatch.setenv("OTEL_BSP_MAX_EXPORT_BATCH_SIZE", "4")
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
-    monkeypatch.setattr(tracer_module, "FLUSH_SECONDS", 0.2)
+    monkeypatch.setattr(tracing, "FLUSH_SECONDS", 0.2)
     server = await start_server(trace_endpoint=nobody)
     for _ in range(20):
         await server.encode([1], metadata=SAMPLED)
@@ -417,12 +432,9 @@ def test_tracing_without_its_extra_says_what_to_install(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_a_wrong_variable_of_the_sdk_stops_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "many")
-    from prometheus_client import CollectorRegistry
-
-    from encserve_server.telemetry.metrics import Metrics
-
+@pytest.mark.parametrize("name", ["OTEL_BSP_MAX_QUEUE_SIZE", "OTEL_SPAN_LINK_COUNT_LIMIT"])
+def test_a_wrong_variable_of_the_sdk_stops_the_start(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "many")
     settings = Settings(model_repository=Path(), trace_endpoint="http://127.0.0.1:4317")
     with pytest.raises(StartupError, match="many"):
         _open_tracer(settings, MonotonicClock(), Metrics(CollectorRegistry()))
@@ -439,18 +451,39 @@ METADATA_TEXT = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), m
 
 @given(st.lists(st.tuples(st.sampled_from(["traceparent", "tracestate", "other"]), METADATA_TEXT), max_size=4))
 async def test_no_header_of_a_caller_breaks_a_request(metadata: list[tuple[str, str]]) -> None:
-    from opentelemetry.sdk.resources import Resource
-
-    tracer = tracer_module.OtlpTracer(None, None, ALWAYS_OFF, Resource({}), FakeClock())  # type: ignore[arg-type]
+    tracer = tracing.OtlpTracer(None, None, 0.0, FakeClock())  # type: ignore[arg-type]
     assert tracer.begin(ENCODE, metadata) is None
     ids = spans.current_ids()
     assert ids is not None
     assert len(ids.trace_id) == 32
 
 
-def test_moments_keep_their_order_and_distance() -> None:
-    """Nanoseconds since 1970 of what a clock says that has been running for a year."""
-    anchor = Anchor(3.1e7, 1_795_000_000_000_000_000)
-    assert anchor.ns(3.1e7) == 1_795_000_000_000_000_000
-    assert anchor.ns(3.1e7 + 0.25) == 1_795_000_000_250_000_000
-    assert anchor.ns(3.1e7 - 1.5) == 1_794_999_998_500_000_000
+async def test_spans_lie_within_each_other_whatever_the_walls_clock_does(
+    receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is set an hour back at each reading; the other clock has been running for a year."""
+    wall = itertools.count(1_795_000_000_000_000_000, -3600 * 10**9)
+    monkeypatch.setattr(tracing, "time", SimpleNamespace(time_ns=lambda: next(wall)))
+    clock = FakeClock(3.1e7)
+    tracer = tracing.open_otlp(receiver.endpoint, 1.0, clock, Metrics(CollectorRegistry()))
+    stream = tracer.begin(f"{SERVICE}/EncodeStream", SAMPLED)
+    assert stream is not None
+    clock.advance(0.25)
+    request = stream.request("r0")
+    assert request is not None
+    began_at = clock.now()
+    clock.advance(1.5)
+    request.stage("queue", began_at, clock.now())
+    batch = spans.RanBatch(began_at, clock.now(), BatchSeconds(0.5, 0.5, 0.5), 1, 1, 1, "drained", 0, True)
+    tracer.for_model("tiny", "1").ran([request], batch)
+    request.end("OK", "")
+    clock.advance(0.25)
+    stream.end("OK", "")
+    await tracer.close()
+    times = {it.name: (it.start_ns, it.end_ns) for it in receiver.spans}
+    start_ns, end_ns = times.pop(f"{SERVICE}/EncodeStream")
+    assert (start_ns, end_ns - start_ns) == (1_795_000_000_000_000_000, 2_000_000_000)
+    began_ns, ended_ns = times.pop("batch")
+    assert ended_ns - began_ns == 1_500_000_000
+    part = (start_ns + 250_000_000, start_ns + 1_750_000_000)
+    assert times == {"request": part, "queue": part, "compute": part}

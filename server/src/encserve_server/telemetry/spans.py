@@ -7,12 +7,14 @@ Times are in the clock's seconds. Which request is handled is known by a context
 stream every request, in a task of its own, which has a copy of the context of its own.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from encserve_server.types import BatchSeconds
+
+Metadata = Collection[tuple[str, str | bytes]]
 
 
 class Ids(NamedTuple):
@@ -61,9 +63,6 @@ class RequestSpan(Protocol):
     def stage(self, name: str, began_at: float, ended_at: float) -> None:
         """A part of the work has been done."""
 
-    def computed(self, began_at: float, ended_at: float, batch: object) -> None:
-        """A batch has run that holds sequences of this request; `batch` is known to the tracer alone."""
-
     def request(self, request_id: str) -> "RequestSpan | None":
         """Begins a request of this stream; None if it has had so many that no more are traced."""
 
@@ -81,7 +80,7 @@ class BatchTracer(Protocol):
 class Tracer(Protocol):
     """Traces requests; everything is called on the event loop."""
 
-    def begin(self, method: str, metadata: Iterable[tuple[str, str | bytes]]) -> RequestSpan | None:
+    def begin(self, method: str, metadata: Metadata) -> RequestSpan | None:
         """An RPC has begun; gives its span, or None where it is not sampled. Log lines carry its ids from now on."""
 
     def for_model(self, name: str, version: str) -> BatchTracer:
