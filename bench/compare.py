@@ -1,6 +1,7 @@
 """Compares encserve with what the same model can do at best, and with what one would otherwise do.
 
-    python bench/compare.py MODELS [--model NAME] [--checkpoint DIRECTORY] [--rounds 4] [--only SIDE ...] [--json FILE]
+    python bench/compare.py MODEL_REPOSITORY [--model NAME] [--checkpoint DIRECTORY] [--rounds 4] [--only SIDE ...]
+                            [--json FILE]
 
 All sides are given the same sequences, of lengths that real texts have, on the same CPUs. Rounds are interleaved: in
 each every side runs once, in random order, and what is reported are ratios taken round by round. The ceiling is ONNX
@@ -90,7 +91,7 @@ def announce(bundle: Bundle, machine: Mapping[str, Any], workload: Workload) -> 
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
     load_before, machine = load_average(), describe_machine()
-    directory = newest_bundle(options.models, options.model)
+    directory = newest_bundle(options.model_repository, options.model)
     bundle = read_bundle(directory)
     if bundle.graph.takes_vectors:
         raise SystemExit(f"{bundle.name} takes vectors; this compares models that take token ids")
@@ -105,7 +106,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     engine = _open_engine(bundle.graph, stack)
     flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu", "--tune-batches"]
     flags += shlex.split(options.server_flags)
-    server = stack.enter_context(real_server(options.models, *flags))
+    server = stack.enter_context(real_server(options.model_repository, *flags))
     load = stack.enter_context(load_process(server.target, calls_of(workload)))
     first = workload.sequences[:AGREEING]
     nothing = {EMPTY: empty_calls(workload.sequences, bundle.d_model)}

@@ -1,6 +1,7 @@
 """Compares the engines and precisions that a CPU has, on one bundle: tokens/s, and how far the rows are from float32.
 
-    python bench/engines.py MODELS [--model NAME] [--rounds 6] [--budgets 512 768] [--round-up 1 8] [--text FILE ...]
+    python bench/engines.py MODEL_REPOSITORY [--model NAME] [--rounds 6] [--budgets 512 768] [--round-up 1 8]
+                            [--text FILE ...]
 
 Lengths are those of real texts, 64 wait at a time, and batches are made as the server makes them. Rounds are
 interleaved batch by batch, and each batch counts with its shortest time, because others on the machine can only make it
@@ -169,7 +170,7 @@ def print_cosines(engines: Mapping[tuple[str, str], Engine], texts: Sequence[Mod
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, help="a model repository")
+    parser.add_argument("model_repository", type=Path, help="a model repository")
     parser.add_argument("--model", help="NAME or NAME@VERSION; the first one without it")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--sequences", type=int, default=256)
@@ -178,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     default = [ROOT / name for name in ("LICENSE", "README.md", "RATIONALE.md", "docs/architecture.md")]
     parser.add_argument("--text", type=Path, nargs="+", default=default, metavar="FILE")
     options = parser.parse_args(arguments)
-    bundle = read_bundle(newest_bundle(options.models, options.model))
+    bundle = read_bundle(newest_bundle(options.model_repository, options.model))
     if bundle.tokenizer_file is None:
         raise SystemExit(f"{bundle.name} has no tokenizer; this compares models that take text")
     longest, size = bundle.max_sequence_tokens, bundle.vocab_size

@@ -1,6 +1,6 @@
 """Measures what a GPU does best: the budget of a batch, batches at once, float32 or float16.
 
-    python bench/gpu.py MODELS [--model NAME[@VERSION] ...] [--device cuda] [--rounds 5] [--json FILE]
+    python bench/gpu.py MODEL_REPOSITORY [--model NAME[@VERSION] ...] [--device cuda] [--rounds 5] [--json FILE]
 
 No server and no gRPC: batches as the scheduler makes them of 1,024 sequences that wait, of lengths that real texts
 have, run by the server's own engine in as many threads as it has lanes. Sides take turns within a round, in random
@@ -180,7 +180,7 @@ def best_budget(found: dict[Side, Found], model: str) -> int:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, help="a model repository")
+    parser.add_argument("model_repository", type=Path, help="a model repository")
     parser.add_argument("--model", action="append", help="may be repeated; without it the first one")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
@@ -191,7 +191,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
     options = parser.parse_args(arguments)
-    bundles = [read_bundle(newest_bundle(options.models, it)) for it in options.model or [None]]
+    bundles = [read_bundle(newest_bundle(options.model_repository, it)) for it in options.model or [None]]
     gpu = Gpu(bundles, options.device, options.sequences, options.seed)
     with contextlib.closing(gpu):
         info = gpu.engine(next(iter(gpu.bundles))).info

@@ -1,6 +1,7 @@
 """Compares encserve with other servers of the same model, side by side on the same texts.
 
-    python bench/peers.py MODELS --checkpoint DIRECTORY [--model NAME] [--rounds 4] [--server NAME="FLAGS" ...]
+    python bench/peers.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 4]
+                          [--server NAME="FLAGS" ...]
 
 The peers are Triton (through pytriton), infinity and sentence-transformers, each in an environment of its own under
 .venv-peers, made when it is first needed. Whoever cannot be installed or started is named at the end, and the exit
@@ -109,7 +110,7 @@ class Servers:
         count = PASSES * len(texts.texts)
         base = f"--model {bundle.name}@{bundle.version} --device cpu --tune-batches {options.server_flags}"
         for name, flags in ((MANY, ""), *options.server):
-            server = stack.enter_context(real_server(options.models, *shlex.split(f"{base} {flags}")))
+            server = stack.enter_context(real_server(options.model_repository, *shlex.split(f"{base} {flags}")))
             load = stack.enter_context(load_process(server.target, calls))
             load.ask("tokens", callers=CALLERS, count=count)  # memory is taken now
             self._targets[name] = server.target
@@ -233,7 +234,7 @@ def idle_share() -> float:
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
     load_before, machine = load_average(), describe_machine()
-    bundle = read_bundle(newest_bundle(options.models, options.model))
+    bundle = read_bundle(newest_bundle(options.model_repository, options.model))
     texts = read_texts(bundle, options)
     places = some_places(texts.lengths)
     console.print(f"{bundle.name}@{bundle.version}: {len(texts.texts)} texts, {texts.workload.tokens:,} tokens")

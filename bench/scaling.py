@@ -1,6 +1,6 @@
 """How cost grows: with the length of sequences, the size of batches, the number of callers, the threads and the load.
 
-    python bench/scaling.py measure MODELS FILE [--only PART ...] [--rounds 3] [--seconds 5]
+    python bench/scaling.py measure MODEL_REPOSITORY FILE [--only PART ...] [--rounds 3] [--seconds 5]
     python bench/scaling.py draw FILE FOLDER
 
 `measure` starts servers, loads them with `encserve bench`'s generator, or for `load` and `overload` with one that takes
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("models", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("model_repository", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.option("--model", help="NAME or NAME@VERSION; the first one without it.")
 @click.option("--only", multiple=True, type=click.Choice(list(PARTS)), help="A part; may be given several times.")
@@ -58,13 +58,13 @@ def main() -> None:
 @click.option("--seconds", default=5.0, show_default=True, type=click.FloatRange(0.1), help="Of each measurement.")
 @click.option("--seed", default=0, show_default=True)
 def measure(
-    models: Path, file: Path, model: str | None, only: tuple[str, ...], rounds: int, seconds: float, seed: int
+    model_repository: Path, file: Path, model: str | None, only: tuple[str, ...], rounds: int, seconds: float, seed: int
 ) -> None:
     """Measure."""
     found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
     for name in only or [it for it in PARTS if it not in LONG]:
         console.print(f"[bold]{name}[/]")
-        bench = Bench(models, model, rounds, seconds, seed, lambda line: console.print(f"  {line}"))
+        bench = Bench(model_repository, model, rounds, seconds, seed, lambda line: console.print(f"  {line}"))
         found[name] = PARTS[name](bench)
         found.setdefault("machine", {})[name] = describe_machine() | {"rounds": rounds, "seconds": seconds}
         file.write_text(json.dumps(found, indent=1) + "\n")

@@ -1,5 +1,5 @@
 # The exporter, with PyTorch's CPU build: docker build -f deploy/export.Dockerfile -t encserve-export .
-# Writes into /models: docker run --rm -v models:/models -v "$PWD/my-model:/in:ro" encserve-export hf /in --output /models
+# Writes into /models: docker run --rm -v models:/models -v "$PWD/my-model:/in:ro" encserve-export hf /in --model-repository /models
 # --target demo adds the weights of all-MiniLM-L6-v2 and exports them, unless that was done before.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 

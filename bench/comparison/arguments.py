@@ -7,7 +7,7 @@ from pathlib import Path
 def common_parser(description: str | None, checkpoint_for: str, *, needs_checkpoint: bool) -> argparse.ArgumentParser:
     """A parser of what all of them take; `checkpoint_for` says who needs the model's own directory."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("models", type=Path, help="a model repository")
+    parser.add_argument("model_repository", type=Path, help="a model repository")
     parser.add_argument("--model", help="NAME or NAME@VERSION; the first one without it")
     checkpoint_help = f"the model's own directory, for {checkpoint_for}"
     parser.add_argument("--checkpoint", type=Path, required=needs_checkpoint, help=checkpoint_help)

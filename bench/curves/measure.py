@@ -41,7 +41,7 @@ class Bench:
     """What all parts share.
 
     Attributes:
-        models: The model repository.
+        model_repository: Where the models are.
         model: NAME or NAME@VERSION; the repository's first without it.
         rounds: How often each point is measured.
         seconds: How long each time.
@@ -50,7 +50,7 @@ class Bench:
         say: Tells people how it goes.
     """
 
-    models: Path
+    model_repository: Path
     model: str | None
     rounds: int
     seconds: float
@@ -67,7 +67,7 @@ class Bench:
     def server(self, *flags: str) -> Iterator[RealServer]:
         """A server with further flags, on the CPU."""
         only = ("--model", self.model) if self.model else ()
-        with real_server(self.models, "--device", "cpu", *only, *flags) as server:
+        with real_server(self.model_repository, "--device", "cpu", *only, *flags) as server:
             yield server
 
     def calls(self, server: RealServer, lengths: Sequence[int] | None = None) -> list[Call]:

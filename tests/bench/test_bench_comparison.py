@@ -183,7 +183,9 @@ def test_a_noisy_machine_is_said_to_be_noisy() -> None:
 @pytest.mark.bench
 def test_it_runs_and_writes_what_it_found(tmp_path: Path) -> None:
     checkpoint = ROOT / "tests/data/hf-bert"
-    export(["hf", str(checkpoint), "--output", str(tmp_path / "models"), "--name", "tiny"], standalone_mode=False)
+    export(
+        ["hf", str(checkpoint), "--model-repository", str(tmp_path / "models"), "--name", "tiny"], standalone_mode=False
+    )
     command = [sys.executable, "bench/compare.py", str(tmp_path / "models"), "--json", str(tmp_path / "found.json")]
     command += ["--checkpoint", str(checkpoint), "--rounds", "1", "--sequences", "70", "--patience", "0"]
     command += ["--server-flags=--no-tune-batches"]  # that takes seconds

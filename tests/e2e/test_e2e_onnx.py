@@ -55,14 +55,14 @@ def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.T
             ids, mask, types, _ = FILES[name]
             names = Names(input_ids=ids, attention_mask=mask, token_type_ids=types or None)
             options = OnnxOptions(names=names, max_sequence_tokens=24)
-            export_onnx(path, Target(models=repository, name=name), options)
+            export_onnx(path, Target(model_repository=repository, name=name), options)
     assert (repository / "with-data" / "1" / "model.onnx.data").exists()
     options = OnnxOptions(
         max_sequence_tokens=256,
         tokenizer=read_tokenizer(minilm_directory() / "tokenizer.json"),
         vector=SentenceVector(manifest_pb2.POOLING_MEAN, l2_normalize=True),
     )
-    export_onnx(models / MODEL / "1" / "model.onnx", Target(models=repository, name=MODEL), options)
+    export_onnx(models / MODEL / "1" / "model.onnx", Target(model_repository=repository, name=MODEL), options)
     return repository
 
 

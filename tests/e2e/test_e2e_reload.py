@@ -34,7 +34,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three models of the same shape with different weights, in turns as versions 0 to 20."""
     drafts = tmp_path_factory.mktemp("drafts")
     for number in range(N_MODELS):
-        export_once(export_init, CONFIG, number, target=Target(models=drafts, name="m", version=str(number)))
+        export_once(export_init, CONFIG, number, target=Target(model_repository=drafts, name="m", version=str(number)))
     for number in range(N_MODELS, N_SWITCHES + 1):
         copy = drafts / "m" / str(number)
         shutil.copytree(drafts / "m" / str(number % N_MODELS), copy, copy_function=os.link)

@@ -39,7 +39,7 @@ def read_manifest(bundle: Path) -> manifest_pb2.Manifest:
 
 def test_hf(bert: "Checkpoint", models: Path) -> None:
     (bert.path / "sentence_bert_config.json").write_text('{"max_seq_length": 40}')
-    result = run("hf", bert.path, "--output", models, "--max-sequence-tokens", 20)
+    result = run("hf", bert.path, "--model-repository", models, "--max-sequence-tokens", 20)
     assert result.exit_code == 0, result.output
     manifest = read_manifest(models / "bert" / "1")
     assert manifest.encoder.max_sequence_tokens == 20
@@ -57,14 +57,14 @@ def test_hf(bert: "Checkpoint", models: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_precision(data: Path, models: Path, precision: str) -> None:
-    result = run("hf", data / "hf-bert", "--output", models, "--precision", precision)
+    result = run("hf", data / "hf-bert", "--model-repository", models, "--precision", precision)
     assert result.exit_code == 0, result.output
     assert read_manifest(models / "hf-bert" / "1").graph.precision == precision
     required = {"float16": 0.999, "int8": 0.99}[precision]
     for shown in (f"MiB, {precision}, opset", f"required {required}\n", "padding      least cosine similarity 1"):
         assert shown in result.stdout
     shown = run("inspect", models / "hf-bert" / "1").stdout
-    plain = run("hf", data / "hf-bert", "--output", models, "--version", "2")
+    plain = run("hf", data / "hf-bert", "--model-repository", models, "--version", "2")
     assert plain.exit_code == 0
     parameters = run("inspect", models / "hf-bert" / "2").stdout.split("\n\n")[1]
     assert parameters in shown, "the model has the same parameters in every precision"
@@ -79,20 +79,20 @@ def test_precision_of_checkpoint_and_init(data: Path, models: Path, config: Path
          golden / "embeddings.safetensors", "--name", "checkpoint"),
         ("init", "--config", config, "--name", "init"),
     ):  # fmt: skip
-        result = run(*arguments, "--output", models, "--precision", "int8")
+        result = run(*arguments, "--model-repository", models, "--precision", "int8")
         assert result.exit_code == 0, result.output
         assert read_manifest(models / str(arguments[-1]) / "1").graph.precision == "int8"
 
 
 def test_a_strangers_onnx_file_keeps_its_precision(data: Path, models: Path) -> None:
     file = data / "hf-bert" / "config.json"
-    result = run("onnx", file, "--output", models, "--name", "theirs", "--precision", "int8")
+    result = run("onnx", file, "--model-repository", models, "--name", "theirs", "--precision", "int8")
     assert result.exit_code == 2
     assert "--precision" in result.stderr
 
 
 def test_name_version_and_overwrite(data: Path, models: Path) -> None:
-    arguments = ("hf", data / "hf-distilbert", "--output", models, "--name", "d", "--version", "2024.1")
+    arguments = ("hf", data / "hf-distilbert", "--model-repository", models, "--name", "d", "--version", "2024.1")
     assert run(*arguments).exit_code == 0
     refused = run(*arguments)
     assert refused.exit_code == 1
@@ -112,7 +112,7 @@ def test_name_version_and_overwrite(data: Path, models: Path) -> None:
     ],
 )
 def test_errors_of_hf(data: Path, models: Path, arguments: tuple[object, ...], message: str) -> None:
-    result = run("hf", data / "hf-bert", "--output", models, *arguments)
+    result = run("hf", data / "hf-bert", "--model-repository", models, *arguments)
     assert result.exit_code == 1
     assert f"Error: {message}" in result.stderr
     assert isinstance(result.exception, SystemExit), "no traceback"
@@ -120,20 +120,30 @@ def test_errors_of_hf(data: Path, models: Path, arguments: tuple[object, ...], m
 
 
 def test_a_directory_without_a_checkpoint(tmp_path: Path, models: Path) -> None:
-    result = run("hf", tmp_path, "--output", models)
+    result = run("hf", tmp_path, "--model-repository", models)
     assert result.exit_code == 1
     assert f"Error: {tmp_path / 'config.json'} is missing" in result.stderr
 
 
 def test_a_configuration_that_is_no_object(tmp_path: Path, models: Path) -> None:
     (tmp_path / "config.json").write_text("[]")
-    assert "must hold an object" in run("hf", tmp_path, "--output", models).stderr
+    assert "must hold an object" in run("hf", tmp_path, "--model-repository", models).stderr
 
 
 def test_init(config: Path, models: Path, tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", 50)
     result = run(
-        "init", "--config", config, "--seed", 7, "--output", models, "--name", "random", "--tokenizer", tokenizer
+        "init",
+        "--config",
+        config,
+        "--seed",
+        7,
+        "--model-repository",
+        models,
+        "--name",
+        "random",
+        "--tokenizer",
+        tokenizer,
     )
     assert result.exit_code == 0, result.output
     manifest = read_manifest(models / "random" / "1")
@@ -148,7 +158,7 @@ def test_the_vocabulary_of_init_is_the_tokenizers(
 ) -> None:
     config.write_text(json.dumps({name: value for name, value in TINY.items() if name != "vocab_size"}))
     tokenizer = write_tokenizer(tmp_path / "tokenizer.json", 33)
-    run("init", "--config", config, "--output", models, "--name", "random", "--tokenizer", tokenizer)
+    run("init", "--config", config, "--model-repository", models, "--name", "random", "--tokenizer", tokenizer)
     assert read_manifest(models / "random" / "1").encoder.vocab_size == 33
 
 
@@ -163,7 +173,7 @@ def test_the_vocabulary_of_init_is_the_tokenizers(
 )
 def test_errors_of_init(config: Path, models: Path, content: str, message: str) -> None:
     config.write_text(content)
-    result = run("init", "--config", config, "--output", models, "--name", "random")
+    result = run("init", "--config", config, "--model-repository", models, "--name", "random")
     assert result.exit_code == 1
     assert message in result.stderr
     assert not models.exists()
@@ -182,7 +192,7 @@ def test_checkpoint(
     folder = data / "fused-qkv"
     state = {f"module.{name}": tensor for name, tensor in load_file(folder / "checkpoint.safetensors").items()}
     torch.save({"epoch": 7, "state_dict": state}, tmp_path / "last.pth")
-    arguments = ("checkpoint", tmp_path / "last.pth", "--output", models, "--name", "mine", "--version", "2")
+    arguments = ("checkpoint", tmp_path / "last.pth", "--model-repository", models, "--name", "mine", "--version", "2")
     table = ("--embeddings", folder / "embeddings.safetensors")
     tokenizer = ("--tokenizer", write_tokenizer(tmp_path / "tokenizer.json", 50))
     result = run(*arguments, "--config", golden_config, *table, *tokenizer, "--max-sequence-tokens", 40)
@@ -216,7 +226,7 @@ def test_errors_of_checkpoint(
     data: Path, models: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], message: str
 ) -> None:
     monkeypatch.chdir(data / "fused-qkv")
-    result = run("checkpoint", "checkpoint.safetensors", "--output", models, "--name", "mine", *options)
+    result = run("checkpoint", "checkpoint.safetensors", "--model-repository", models, "--name", "mine", *options)
     assert result.exit_code == 1
     assert result.stderr.splitlines()[-1].startswith("Error: ")
     assert message in result.stderr
@@ -227,7 +237,7 @@ def test_a_layout_that_is_none(data: Path, models: Path) -> None:
     result = run(
         "checkpoint",
         data / "fused-qkv" / "checkpoint.safetensors",
-        "--output",
+        "--model-repository",
         models,
         "--name",
         "mine",

@@ -42,7 +42,7 @@ def test_a_table_that_nobody_needs_is_left_out_and_named(tmp_path: Path) -> None
     steps: list[str] = []
     path = DATA / "raw-matrices" / "checkpoint.safetensors"
     fields = {"norm": "post", "activation": "relu", "n_heads": 2, "position": "none"}
-    target = Target(models=tmp_path, name="m")
+    target = Target(model_repository=tmp_path, name="m")
     export_checkpoint(path, target, fields=fields, model_input="embeddings", progress=steps.append)
     assert "W_embed is left out: the input is embeddings" in steps
 
@@ -59,14 +59,14 @@ def test_a_configuration_for_token_ids_is_refused(tmp_path: Path, fields: dict[s
     path = DATA / "fused-qkv" / "checkpoint.safetensors"
     given = {"n_heads": 4, "norm": "post", "activation": "relu", "position": "none", **fields}
     with pytest.raises(ConfigError, match=text):
-        export_checkpoint(path, Target(models=tmp_path, name="m"), fields=given, model_input="embeddings")
+        export_checkpoint(path, Target(model_repository=tmp_path, name="m"), fields=given, model_input="embeddings")
 
 
 def test_a_table_beside_the_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(EmbeddingTableError, match="leave out --embeddings"):
         export_checkpoint(
             DATA / "fused-qkv" / "checkpoint.safetensors",
-            Target(models=tmp_path, name="m"),
+            Target(model_repository=tmp_path, name="m"),
             embeddings=golden_embeddings("fused-qkv"),
             model_input="embeddings",
         )
@@ -74,14 +74,14 @@ def test_a_table_beside_the_checkpoint_is_refused(tmp_path: Path) -> None:
 
 def test_without_a_table_both_ways_out_are_named(tmp_path: Path) -> None:
     with pytest.raises(EmbeddingTableError, match=r"with --embeddings: .* --input embeddings, and callers"):
-        export_checkpoint(DATA / "fused-qkv" / "checkpoint.safetensors", Target(models=tmp_path, name="m"))
+        export_checkpoint(DATA / "fused-qkv" / "checkpoint.safetensors", Target(model_repository=tmp_path, name="m"))
 
 
 def test_a_tokenizer_is_refused(tmp_path: Path, tiny: EncoderConfig) -> None:
     config = dataclasses.replace(tiny, input="embeddings", vocab_size=0)
     tokenizer = TokenizerFile(tmp_path / "tokenizer.json", 10, ())
     with pytest.raises(TokenizerError, match="this model's input is embeddings; leave it out"):
-        export_init(config, 0, Target(models=tmp_path, name="m"), tokenizer=tokenizer)
+        export_init(config, 0, Target(model_repository=tmp_path, name="m"), tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_what_only_token_ids_have_is_refused(fields: dict[str, Any], text: str) 
 def test_init_takes_it_from_its_configuration(tmp_path: Path) -> None:
     fields = {"input": "embeddings", "d_model": 16, "n_heads": 2, "d_ff": 32, "n_layers": 1, "max_sequence_tokens": 8}
     (tmp_path / "config.json").write_text(json.dumps(fields))
-    arguments = ["init", "--output", str(tmp_path), "--name", "m", "--config", str(tmp_path / "config.json")]
+    arguments = ["init", "--model-repository", str(tmp_path), "--name", "m", "--config", str(tmp_path / "config.json")]
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 0, result.output
     session = InferenceSession(tmp_path / "m" / "1" / "model.onnx")
@@ -111,10 +111,7 @@ def test_init_takes_it_from_its_configuration(tmp_path: Path) -> None:
 def test_the_command_passes_it_on(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"n_heads": 4, "norm": "post", "activation": "relu", "position": "none"}')
     file = DATA / "fused-qkv" / "checkpoint.safetensors"
-    result = CliRunner().invoke(
-        main,
-        ["checkpoint", str(file), "--output", str(tmp_path), "--name", "m", "--input", "embeddings", "--config",
-         str(tmp_path / "config.json")],
-    )  # fmt: skip
+    arguments = ["checkpoint", str(file), "--model-repository", str(tmp_path), "--name", "m", "--input", "embeddings"]
+    result = CliRunner().invoke(main, [*arguments, "--config", str(tmp_path / "config.json")])
     assert result.exit_code == 0, result.output
     assert (tmp_path / "m" / "1" / "manifest.json").is_file()

@@ -38,7 +38,7 @@ def test_the_signal_is_that_of_pytorch_with_and_without_residuals(
     tiny: EncoderConfig, models: Path, fields: dict[str, Any]
 ) -> None:
     config = dataclasses.replace(tiny, **fields)
-    bundle = read_bundle(export_init(config, 3, Target(models=models, name="m")).path)
+    bundle = read_bundle(export_init(config, 3, Target(model_repository=models, name="m")).path)
     ids = random_input(bundle, 7)
     encoder = random_encoder(config, 3)
     cut = Encoder(dataclasses.replace(config, residual=False))
@@ -78,7 +78,7 @@ def test_every_parameter_is_in_the_table(bundles: dict[str, Exported], name: str
 
 def test_equal_weights_count_once_for_each_layer(tiny: EncoderConfig, models: Path) -> None:
     """Fresh LayerNorms are all equal, and the graph keeps them once."""
-    exported = export_once(export_init, tiny, 0, target=Target(models=models, name="m"))
+    exported = export_once(export_init, tiny, 0, target=Target(model_repository=models, name="m"))
     layers = count_by_layer(read_bundle(exported.path))
     assert [layer.counts.get("norm") for layer in layers] == [None, 64, 64]
 
@@ -111,7 +111,7 @@ def test_a_model_without_residuals_says_so(bundles: dict[str, Exported]) -> None
 
 def test_a_model_that_takes_vectors(tiny: EncoderConfig, models: Path) -> None:
     config = dataclasses.replace(tiny, input="embeddings", vocab_size=0)
-    exported = export_init(config, 0, Target(models=models, name="m"))
+    exported = export_init(config, 0, Target(model_repository=models, name="m"))
     assert "24 tokens of random tokens" in run(exported.path).output
     result = run(exported.path, "--ids", "1")
     assert result.exit_code == 1
@@ -139,7 +139,7 @@ def test_what_is_no_sequence_is_refused(
 def test_no_bundle_is_said(tmp_path: Path) -> None:
     result = run(tmp_path)
     assert result.exit_code == 1
-    assert "holds no bundle: there is no manifest.json in it; give MODELS/NAME/VERSION" in result.output
+    assert "holds no bundle: there is no manifest.json in it; give MODEL_REPOSITORY/NAME/VERSION" in result.output
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_another_manifest_is_refused(tmp_path: Path, content: str, problem: str)
 
 
 def test_an_altered_file_is_refused(tiny: EncoderConfig, models: Path) -> None:
-    path = export_once(export_init, tiny, 0, target=Target(models=models, name="m")).path
+    path = export_once(export_init, tiny, 0, target=Target(model_repository=models, name="m")).path
     data = bytearray((path / "model.onnx.data").read_bytes())
     data[-1] ^= 1
     (path / "model.onnx.data").write_bytes(data)
@@ -165,7 +165,7 @@ def test_an_altered_file_is_refused(tiny: EncoderConfig, models: Path) -> None:
 
 
 def test_a_bundle_without_a_graph_for_inspections(tiny: EncoderConfig, models: Path) -> None:
-    path = export_once(export_init, tiny, 0, target=Target(models=models, name="m")).path
+    path = export_once(export_init, tiny, 0, target=Target(model_repository=models, name="m")).path
     fields = json.loads((path / "manifest.json").read_text())
     del fields["inspect_graph"]
     (path / "manifest.json").write_text(json.dumps(fields))
@@ -189,7 +189,7 @@ def test_what_no_checksum_covers_is_not_looked_into(
     tiny: EncoderConfig, models: Path, fields: dict[str, Any], problem: str
 ) -> None:
     """An ONNX file may name any file that its weights lie in."""
-    path = export_once(export_init, tiny, 3, target=Target(models=models, name="m")).path
+    path = export_once(export_init, tiny, 3, target=Target(model_repository=models, name="m")).path
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps(manifest | fields))
     if not fields:

@@ -72,14 +72,16 @@ def test_the_same_input_gives_the_same_bytes(
     tokenizer = read_tokenizer(write_tokenizer(tmp_path / "tokenizer.json"))
     contents = []
     for folder in ("a", "b"):
-        bundle = export_init(tiny, 5, Target(models=tmp_path / folder, name="random"), tokenizer=tokenizer).path
+        bundle = export_init(
+            tiny, 5, Target(model_repository=tmp_path / folder, name="random"), tokenizer=tokenizer
+        ).path
         contents.append({path.name: path.read_bytes() for path in bundle.iterdir()})
     assert set(contents[0]) == {"manifest.json", "model.onnx", "model.onnx.data", "inspect.onnx", "tokenizer.json"}
     assert contents[0] == contents[1]
 
 
 def test_the_same_checkpoint_gives_the_same_bytes(bundles: dict[str, Exported], data: Path, models: Path) -> None:
-    again = export_hf(data / "hf-bert", Target(models=models, name="hf-bert")).path
+    again = export_hf(data / "hf-bert", Target(model_repository=models, name="hf-bert")).path
     for path in bundles["hf-bert"].path.iterdir():
         assert (again / path.name).read_bytes() == path.read_bytes()
 
@@ -118,7 +120,7 @@ def test_fields_are_written_under_their_own_names_in_order(bundles: dict[str, Ex
 def test_fewer_tokens_give_a_smaller_table_and_the_same_rows(
     bundles: dict[str, Exported], data: Path, models: Path, golden: str
 ) -> None:
-    target = Target(models=models, name="short")
+    target = Target(model_repository=models, name="short")
     short = export_hf(data / golden, target, max_sequence_tokens=10).manifest
     assert short.encoder.max_sequence_tokens == 10
     counts = {part.part: part.count for part in short.parameters}

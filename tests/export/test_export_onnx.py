@@ -56,7 +56,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def target(models: Path) -> Target:
-    return Target(models=models, name="mine")
+    return Target(model_repository=models, name="mine")
 
 
 def test_what_the_manifest_says(file: Path, target: Target) -> None:
@@ -93,7 +93,7 @@ def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokeni
     tokenizer = write_tokenizer(file.parent / "words.json", 30)
     names = ("--input-ids-name", "tokens", "--attention-mask-name", "real", "--token-type-ids-name", "segments")
     more = ("--pooling", "cls", "--l2-normalize", "--tokenizer", tokenizer, "--pad-token-id", 1, "--version", "3")
-    given = ("onnx", file, "--output", models, "--name", "m", "--max-sequence-tokens", longest)
+    given = ("onnx", file, "--model-repository", models, "--name", "m", "--max-sequence-tokens", longest)
     result = run(*given, *names, *more)
     assert result.exit_code == 0, result.output
     text = (models / "m" / "3" / "manifest.json").read_text()
@@ -119,14 +119,14 @@ def test_the_command(file: Path, models: Path, tiny: EncoderConfig, write_tokeni
 
 def test_errors_are_shown_without_a_traceback(file: Path, models: Path) -> None:
     file.write_bytes(b"no model")
-    result = run("onnx", file, "--output", models, "--name", "m")
+    result = run("onnx", file, "--model-repository", models, "--name", "m")
     assert result.exit_code == 1
     assert f"Error: {file} is no ONNX file" in result.stderr
     assert not models.exists()
 
 
 def test_an_existing_version_is_kept(file: Path, models: Path) -> None:
-    arguments = ("onnx", save(build(), file), "--output", models, "--name", "m", "--max-sequence-tokens", 16)
+    arguments = ("onnx", save(build(), file), "--model-repository", models, "--name", "m", "--max-sequence-tokens", 16)
     assert run(*arguments).exit_code == 0
     assert "--overwrite" in run(*arguments).stderr
     assert run(*arguments, "--overwrite").exit_code == 0
@@ -134,7 +134,7 @@ def test_an_existing_version_is_kept(file: Path, models: Path) -> None:
 
 def test_the_same_file_gives_the_same_bytes(file: Path, tmp_path: Path) -> None:
     save_with_data(build(), file)
-    paths = [export_onnx(file, Target(models=tmp_path / at, name="mine"), SHORT).path for at in "ab"]
+    paths = [export_onnx(file, Target(model_repository=tmp_path / at, name="mine"), SHORT).path for at in "ab"]
     contents = [{path.name: path.read_bytes() for path in folder.iterdir()} for folder in paths]
     assert contents[0] == contents[1]
 
@@ -189,7 +189,7 @@ def test_last_hidden_state_among_several(file: Path, target: Target) -> None:
     save(model, file)
     assert export_onnx(file, target, SHORT).manifest.graph.output_name == "last_hidden_state"
     chosen = OnnxOptions(max_sequence_tokens=16, names=Names(output="states.0"))
-    again = Target(models=target.models, name="mine", version="2")
+    again = Target(model_repository=target.model_repository, name="mine", version="2")
     assert export_onnx(file, again, chosen).manifest.graph.output_name == "states.0"
 
 
@@ -263,7 +263,7 @@ def test_a_vocabulary_that_nothing_tells(file: Path, target: Target, write_token
     given = OnnxOptions(max_sequence_tokens=16, vocab_size=VOCAB_SIZE - 1)
     assert export_onnx(file, target, given).manifest.encoder.vocab_size == VOCAB_SIZE - 1
     tokenizer = read_tokenizer(write_tokenizer(file.parent / "words.json", 33))
-    again = Target(models=target.models, name="mine", version="2")
+    again = Target(model_repository=target.model_repository, name="mine", version="2")
     exported = export_onnx(file, again, OnnxOptions(max_sequence_tokens=16, tokenizer=tokenizer))
     assert exported.manifest.encoder.vocab_size == 33
 
@@ -295,4 +295,4 @@ def test_a_tokenizer_with_more_ids(file: Path, target: Target, write_tokenizer: 
 def test_options_out_of_range(file: Path, target: Target, options: OnnxOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         export_onnx(save(build(), file), target, options)
-    assert not target.models.exists()
+    assert not target.model_repository.exists()

@@ -32,7 +32,7 @@ def secret(tmp_path: Path) -> Path:
 def refused(file: Path) -> str:
     models = file.parent.parent / "models"
     with pytest.raises(ExternalDataError) as caught:
-        export_onnx(file, Target(models=models, name="mine"), OnnxOptions(max_sequence_tokens=16))
+        export_onnx(file, Target(model_repository=models, name="mine"), OnnxOptions(max_sequence_tokens=16))
     assert not models.exists()
     return str(caught.value)
 
@@ -69,7 +69,7 @@ def test_links_and_folders_inside_are_fine(file: Path) -> None:
     (file.parent / "weights.bin").symlink_to("sub/real.bin")
     point_elsewhere(file, location="sub/real.bin")
     exported = export_onnx(
-        file, Target(models=file.parent / "models", name="mine"), OnnxOptions(max_sequence_tokens=16)
+        file, Target(model_repository=file.parent / "models", name="mine"), OnnxOptions(max_sequence_tokens=16)
     )
     assert [its.path for its in exported.manifest.files] == ["model.onnx"]
 

@@ -38,7 +38,7 @@ def refused(tmp_path: Path) -> Callable[..., str]:
         with pytest.raises(error) as caught:
             export_onnx(
                 save(model, tmp_path / "encoder.onnx"),
-                Target(models=models, name="mine"),
+                Target(model_repository=models, name="mine"),
                 options or OnnxOptions(max_sequence_tokens=16),
             )
         assert not models.exists()
@@ -306,14 +306,14 @@ def test_bytes_that_are_no_model(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "encoder.onnx"
     path.write_bytes(content)
     with pytest.raises(OnnxFileError, match=f"{path} is no ONNX file"):
-        export_onnx(path, Target(models=tmp_path / "models", name="mine"))
+        export_onnx(path, Target(model_repository=tmp_path / "models", name="mine"))
 
 
 def test_names_that_are_no_text(tmp_path: Path) -> None:
     path = tmp_path / "encoder.onnx"
     path.write_bytes(build().SerializeToString().replace(b"Unsqueeze", b"Unsqu\xffeze"))
     with pytest.raises(OnnxFileError, match="is no ONNX file: a name in it is not UTF-8"):
-        export_onnx(path, Target(models=tmp_path / "models", name="mine"))
+        export_onnx(path, Target(model_repository=tmp_path / "models", name="mine"))
 
 
 def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
@@ -325,7 +325,7 @@ def test_a_file_that_was_cut_or_altered(tmp_path: Path) -> None:
         bad[at] ^= int(random.integers(1, 256))
         for variant in (content[:at], bytes(bad)):
             path.write_bytes(variant)
-            target = Target(models=tmp_path / "models", name="mine", overwrite=True)
+            target = Target(model_repository=tmp_path / "models", name="mine", overwrite=True)
             try:
                 export_onnx(path, target, OnnxOptions(max_sequence_tokens=4))
             except (OnnxModelError, ParityError):
@@ -349,7 +349,7 @@ def test_a_position_table_that_ends_early(refused: Callable[..., str]) -> None:
 def test_the_longest_that_works_is_exported(tmp_path: Path) -> None:
     model = build()
     shorter_table(model)
-    target = Target(models=tmp_path / "models", name="mine")
+    target = Target(model_repository=tmp_path / "models", name="mine")
     export_onnx(save(model, tmp_path / "encoder.onnx"), target, OnnxOptions(max_sequence_tokens=12))
 
 

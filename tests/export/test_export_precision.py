@@ -129,7 +129,7 @@ def test_what_is_too_far_off_is_refused(tiny: EncoderConfig, models: Path, monke
         r"differs from PyTorch: cosine similarity \S+ of a row, at least 0\.99 is required, in a batch of lengths 1;"
     )
     with pytest.raises(ParityError, match=message):
-        export_encoder(hard_to_round(tiny), SOURCE, Target(models=models, name="far"), precision="int8")
+        export_encoder(hard_to_round(tiny), SOURCE, Target(model_repository=models, name="far"), precision="int8")
     assert not models.exists()
 
 
@@ -138,7 +138,7 @@ def test_numbers_that_float16_does_not_have_are_refused(tiny: EncoderConfig, mod
     with torch.no_grad():
         encoder.embeddings.tokens.weight.mul_(1e7)
     with pytest.raises(ParityError, match=r"cosine similarity \S+ of a row, at least 0\.999 is required"):
-        export_encoder(encoder, SOURCE, Target(models=models, name="large"), precision="float16")
+        export_encoder(encoder, SOURCE, Target(model_repository=models, name="large"), precision="float16")
     assert not models.exists()
 
 

@@ -40,7 +40,7 @@ def test_special_tokens_are_found_whatever_length_is_baked_in(
 def test_a_tokenizer_is_copied_as_it_is(bert: "Checkpoint", models: Path, write_tokenizer: Callable[..., Path]) -> None:
     path = write_tokenizer(bert.path / "tokenizer.json", 101, fixed_length=12)
     bert.set(pad_token_id=5)
-    exported = export_hf(bert.path, Target(models=models, name="bert"))
+    exported = export_hf(bert.path, Target(model_repository=models, name="bert"))
     assert (exported.path / "tokenizer.json").read_bytes() == path.read_bytes()
     assert exported.manifest.text.tokenizer_file == "tokenizer.json"
     assert list(exported.manifest.text.special_token_ids) == [2, 3, 5]
@@ -52,7 +52,7 @@ def test_a_vocabulary_larger_than_the_model_is_refused(
 ) -> None:
     write_tokenizer(bert.path / "tokenizer.json", 102)
     with pytest.raises(TokenizerError, match=r"gives token ids up to 101; the model's vocab_size is 101"):
-        export_hf(bert.path, Target(models=models, name="bert"))
+        export_hf(bert.path, Target(model_repository=models, name="bert"))
     assert not models.exists()
 
 
@@ -99,7 +99,7 @@ def test_pooling_is_read(tmp_path: Path, pooling: dict[str, object], expected: m
 
 def test_pooling_without_normalising(bert: "Checkpoint", models: Path) -> None:
     write_modules(bert.path, MODULES[:2], pooling_mode_mean_tokens=True)
-    manifest = export_hf(bert.path, Target(models=models, name="bert")).manifest
+    manifest = export_hf(bert.path, Target(model_repository=models, name="bert")).manifest
     assert (manifest.pooling, manifest.l2_normalize) == (manifest_pb2.POOLING_MEAN, False)
 
 
@@ -138,7 +138,7 @@ def test_the_longest_text_is_that_of_sentence_transformers(
     """Beyond it rows are none that anybody compared the model by; another length is taken, and said aloud."""
     write_length(bert.path, {"max_seq_length": usual, "do_lower_case": False})
     steps: list[str] = []
-    target = Target(models=models, name="bert")
+    target = Target(model_repository=models, name="bert")
     exported = export_hf(bert.path, target, max_sequence_tokens=asked, progress=steps.append)
     assert exported.manifest.encoder.max_sequence_tokens == longest
     assert exported.remark == said
@@ -150,7 +150,7 @@ def test_a_length_beyond_the_positions_is_refused_whatever_the_checkpoint_says(
 ) -> None:
     write_length(bert.path, {"max_seq_length": 70})
     with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 66 for this model; was 67"):
-        export_hf(bert.path, Target(models=models, name="bert"), max_sequence_tokens=67)
+        export_hf(bert.path, Target(model_repository=models, name="bert"), max_sequence_tokens=67)
 
 
 @pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_roberta_config.json"])

@@ -55,7 +55,7 @@ def test_a_graph_of_other_weights_is_refused(
     encoder = random_encoder(tiny, 0)
     monkeypatch.setattr(graph, "write_graphs", write_wrong_graph)
     with pytest.raises(ParityError, match=r"differs from PyTorch: relative error \S+ of a row, tolerance 5\.0e-05"):
-        export_encoder(encoder, SOURCE, Target(models=models, name="wrong"))
+        export_encoder(encoder, SOURCE, Target(model_repository=models, name="wrong"))
     assert not models.exists()
 
 
@@ -94,5 +94,5 @@ def test_a_model_that_sees_its_padding_is_refused(tiny: EncoderConfig, models: P
     encoder = Maskless(tiny)
     encoder.load_state_dict(random_encoder(tiny, 0).state_dict())
     with pytest.raises(ParityError, match=r"changes when padded: relative error \S+ of a row, tolerance 1\.0e-05"):
-        export_encoder(encoder.eval(), SOURCE, Target(models=models, name="maskless"))
+        export_encoder(encoder.eval(), SOURCE, Target(model_repository=models, name="maskless"))
     assert not models.exists()

@@ -54,7 +54,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("operate")
     checkpoint = shutil.copytree(DATA / "hf-bert", folder / "checkpoint")
     write_tokenizer(checkpoint / "tokenizer.json")
-    export_hf(checkpoint, Target(models=folder / "models", name="bert"))
+    export_hf(checkpoint, Target(model_repository=folder / "models", name="bert"))
     for name in ("tiny-1", "tiny-2"):
         write_bundle(folder / "models", name)
     return folder / "models"

@@ -56,13 +56,13 @@ def export_golden_for_embeddings(name: str, models: Path) -> Exported:
         for key, value in golden_fields(name).items()
         if key not in {"vocab_size", "scale_embedding", "pad_token_id"}
     }
-    path, target = DATA / name / "checkpoint.safetensors", Target(models=models, name=f"{name}-vectors")
+    path, target = DATA / name / "checkpoint.safetensors", Target(model_repository=models, name=f"{name}-vectors")
     return export_once(export_checkpoint, path, target=target, fields=fields, model_input="embeddings")
 
 
 def export_golden(name: str, models: Path, precision: Precision = "float32") -> Exported:
     """Exports a golden checkpoint under its own name."""
-    target = Target(models=models, name=name)
+    target = Target(model_repository=models, name=name)
     if name in HF_GOLDENS:
         return export_once(export_hf, DATA / name, target=target, precision=precision)
     path, fields, table = DATA / name / "checkpoint.safetensors", golden_fields(name), golden_embeddings(name)
@@ -71,7 +71,9 @@ def export_golden(name: str, models: Path, precision: Precision = "float32") -> 
 
 def export_minilm(models: Path, name: str = MODEL, precision: Precision = "float32") -> Exported:
     """Exports the real all-MiniLM-L6-v2."""
-    return export_once(export_hf, minilm_directory(), target=Target(models=models, name=name), precision=precision)
+    return export_once(
+        export_hf, minilm_directory(), target=Target(model_repository=models, name=name), precision=precision
+    )
 
 
 def golden_vectors(name: str) -> npt.NDArray[np.float32]:

@@ -32,12 +32,12 @@ def export_once(export: Callable[..., Exported], *source: Any, target: Target, *
     if not kept.exists():
         with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
             made = Path(folder) / "models"
-            export(*source, dataclasses.replace(target, models=made), **options)
+            export(*source, dataclasses.replace(target, model_repository=made), **options)
             try:
                 made.rename(kept)
             except OSError:  # another process was faster
                 assert kept.exists()
-    path = shutil.copytree(kept, target.models, dirs_exist_ok=True) / target.name / target.version
+    path = shutil.copytree(kept, target.model_repository, dirs_exist_ok=True) / target.name / target.version
     manifest = json_format.Parse((path / "manifest.json").read_text(), manifest_pb2.Manifest())
     return Exported(path, manifest)
 

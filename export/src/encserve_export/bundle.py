@@ -1,4 +1,4 @@
-"""Puts a bundle into MODELS/<name>/<version>/, complete or not at all."""
+"""Puts a bundle into a model repository as <name>/<version>/, complete or not at all."""
 
 import contextlib
 import re
@@ -42,8 +42,8 @@ def name_from(directory: Path) -> str:
 
 
 @contextlib.contextmanager
-def draft(models: Path, name: str, version: str, *, overwrite: bool) -> Iterator[Path]:
-    """An empty folder to write a bundle into, which becomes MODELS/<name>/<version> when the block ends well.
+def draft(model_repository: Path, name: str, version: str, *, overwrite: bool) -> Iterator[Path]:
+    """An empty folder to write a bundle into, which becomes <name>/<version>/ there when the block ends well.
 
     The folder lies beside the final one under a name that begins with '.', so that the last step is one rename. If the
     block raises, the folder is removed, and with it the parents that were made for it.
@@ -55,7 +55,7 @@ def draft(models: Path, name: str, version: str, *, overwrite: bool) -> Iterator
     """
     check_name("name", name)
     check_name("version", version)
-    final = models / name / version
+    final = model_repository / name / version
     if final.exists() and not overwrite:
         raise BundleExistsError(f"{final} exists; give another version, or --overwrite to replace it")
     with _parents(final.parent):

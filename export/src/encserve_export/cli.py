@@ -34,7 +34,7 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.group()
 @click.version_option(package_name="encserve-export")
 def main() -> None:
-    """Turns a PyTorch encoder into a verified model bundle: MODELS/<name>/<version>/."""
+    """Turns a PyTorch encoder into a verified model bundle, NAME/VERSION/ in a model repository."""
 
 
 def _target_options(command: _Command) -> _Command:
@@ -43,12 +43,10 @@ def _target_options(command: _Command) -> _Command:
         click.option("--overwrite", is_flag=True, help="Replace this version if it is there."),
         click.option("--version", default="1", show_default=True, help="The model's version."),
         click.option(
-            "--output",
-            "models",
-            metavar="MODELS",
+            "--model-repository",
             required=True,
             type=click.Path(file_okay=False, path_type=Path),
-            help="The folder of all models.",
+            help="Directory of model bundles, NAME/VERSION/ in it, as encserve-server takes it.",
         ),
     ):
         command = option(command)
@@ -78,7 +76,7 @@ _precision_option = click.option(
 @_max_sequence_tokens_option("the max_seq_length of sentence-transformers, or as many as there are positions")
 def hf(
     directory: Path,
-    models: Path,
+    model_repository: Path,
     name: str | None,
     version: str,
     max_sequence_tokens: int | None,
@@ -89,7 +87,7 @@ def hf(
 
     def export(progress: Progress) -> Exported:
         chosen = name_from(directory) if name is None else name
-        target = Target(models=models, name=chosen, version=version, overwrite=overwrite)
+        target = Target(model_repository=model_repository, name=chosen, version=version, overwrite=overwrite)
         return export_hf(
             directory, target, max_sequence_tokens=max_sequence_tokens, precision=precision, progress=progress
         )
@@ -123,7 +121,7 @@ def hf(
 @_max_sequence_tokens_option(f"{DEFAULT_LONGEST}, or as many as a position table has rows")
 def checkpoint(
     file: Path,
-    models: Path,
+    model_repository: Path,
     name: str,
     version: str,
     config_path: Path | None,
@@ -140,7 +138,7 @@ def checkpoint(
     def export(progress: Progress) -> Exported:
         return export_checkpoint(
             file,
-            Target(models=models, name=name, version=version, overwrite=overwrite),
+            Target(model_repository=model_repository, name=name, version=version, overwrite=overwrite),
             fields={} if config_path is None else _read_fields(config_path),
             embeddings=embeddings_path,
             tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
@@ -170,7 +168,7 @@ def checkpoint(
 @click.option("--output-name", help="FILE's output of rows; by default the only one, or last_hidden_state.")
 def onnx(
     file: Path,
-    models: Path,
+    model_repository: Path,
     name: str,
     version: str,
     tokenizer_path: Path | None,
@@ -206,7 +204,7 @@ def onnx(
             ),
             tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
         )
-        target = Target(models=models, name=name, version=version, overwrite=overwrite)
+        target = Target(model_repository=model_repository, name=name, version=version, overwrite=overwrite)
         return export_onnx(file, target, options, progress=progress)
 
     _run(export)
@@ -220,7 +218,7 @@ def onnx(
 @click.option("--seed", type=int, default=0, show_default=True, help="Fixes the weights.")
 @click.option("--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json; without one, token ids only.")
 def init(
-    models: Path,
+    model_repository: Path,
     name: str,
     version: str,
     config_path: Path | None,
@@ -235,7 +233,7 @@ def init(
     """
 
     def export(progress: Progress) -> Exported:
-        target = Target(models=models, name=name, version=version, overwrite=overwrite)
+        target = Target(model_repository=model_repository, name=name, version=version, overwrite=overwrite)
         tokenizer = None if tokenizer_path is None else read_tokenizer(tokenizer_path)
         config = _read_config(config_path, tokenizer)
         return export_init(config, seed, target, tokenizer=tokenizer, precision=precision, progress=progress)
@@ -255,7 +253,7 @@ def init(
     help="How many tokens to run where neither is given; always the same ones.",
 )
 def inspect(bundle: Path, text: str | None, ids: str | None, tokens: int) -> None:
-    """Shows the parameters of the bundle in MODELS/NAME/VERSION, and how the signal fares through its layers."""
+    """Shows the parameters of the bundle in the folder BUNDLE, and how the signal fares through its layers."""
     console = Console()
     try:
         found = read_bundle(bundle)

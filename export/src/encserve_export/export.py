@@ -28,13 +28,13 @@ class Target:
     """Where a bundle goes.
 
     Attributes:
-        models: The folder of all models.
+        model_repository: The folder of all models.
         name: The model's name.
         version: The model's version.
         overwrite: Whether a version that is there is replaced.
     """
 
-    models: Path
+    model_repository: Path
     name: str
     version: str = "1"
     overwrite: bool = False
@@ -213,7 +213,7 @@ def export_encoder(
         if encoder.config.input == "embeddings":
             raise TokenizerError("a tokenizer gives token ids, but this model's input is embeddings; leave it out")
         source.tokenizer.check_fits(encoder.config.vocab_size)
-    with bundle.draft(target.models, target.name, target.version, overwrite=target.overwrite) as folder:
+    with bundle.draft(target.model_repository, target.name, target.version, overwrite=target.overwrite) as folder:
         progress("tracing the graph")
         graphs = graph.write_graphs(encoder, folder, precision)
         progress("comparing ONNX Runtime with PyTorch")
@@ -246,4 +246,4 @@ def complete(
         listed.append(Path(shutil.copyfile(source.tokenizer.path, folder / manifest.TOKENIZER_FILE)))
     described = manifest.build_manifest(target.name, target.version, model, source, parity, listed)
     (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
-    return Exported(target.models / target.name / target.version, described)
+    return Exported(target.model_repository / target.name / target.version, described)

@@ -60,7 +60,7 @@ def export_onnx(
     rows = onnx_facts.embedding_rows(model, interface.input_ids)
     external = onnx_data.take_in(model, path.parent)
     weights = sha256([path, *external])
-    with bundle.draft(target.models, target.name, target.version, overwrite=target.overwrite) as folder:
+    with bundle.draft(target.model_repository, target.name, target.version, overwrite=target.overwrite) as folder:
         progress("copying and checking the file")
         files = onnx_data.write_model(model, path, external, folder)
         check_file(model, files[0])

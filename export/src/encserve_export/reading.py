@@ -27,7 +27,7 @@ class ReadBundle:
 
 
 def read_bundle(directory: Path) -> ReadBundle:
-    """Reads the bundle in MODELS/<name>/<version>/.
+    """Reads the bundle in a folder, <name>/<version>/ of a model repository.
 
     Raises:
         BundleError: There is none, its format is another, or a file is missing, altered, or not listed.
@@ -40,7 +40,9 @@ def read_bundle(directory: Path) -> ReadBundle:
             raise BundleError(f"{path}: format_version must be {FORMAT_VERSION}; was {version}")
         manifest = json_format.Parse(text, manifest_pb2.Manifest())
     except FileNotFoundError as error:
-        raise BundleError(f"{directory} holds no bundle: there is no {FILE} in it; give MODELS/NAME/VERSION") from error
+        raise BundleError(
+            f"{directory} holds no bundle: there is no {FILE} in it; give MODEL_REPOSITORY/NAME/VERSION"
+        ) from error
     except (OSError, ValueError, AttributeError, json_format.ParseError) as error:
         raise BundleError(f"{path} is no manifest: {error}") from error
     listed = {file.path for file in manifest.files}

@@ -23,7 +23,7 @@ _POOLING = {
 
 
 def read_bundle(directory: Path) -> Bundle:
-    """Reads and verifies the bundle in MODELS/<name>/<version>/.
+    """Reads and verifies the bundle in a folder, <name>/<version>/ of a model repository.
 
     Raises:
         BundleError: A file is missing, altered, unreadable or contradicts itself; the text says which and how.
