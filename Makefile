@@ -17,7 +17,7 @@ TIERS := system or browser or operate or packaging or bench
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: help install demo serve test test-all lint format types proto check-proto unit lock test-containers bench bench-peers bench-scaling dashboards screenshots wheels clean
+.PHONY: help install demo serve test test-all lint format types proto check-proto unit lock test-containers bench bench-peers bench-scaling dashboards docs screenshots wheels clean
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -87,6 +87,9 @@ bench-scaling: $(BUNDLE)  ## Measure how cost grows and draw it, into docs/; BEN
 
 dashboards: $(VENV)/.installed  ## Make the Grafana dashboards anew, into deploy/grafana/dashboards.
 	$(BIN)/python scripts/make_dashboards.py
+
+docs: $(VENV)/.installed  ## Make the pages anew that are made of the code: docs/metrics.md.
+	$(BIN)/python scripts/make_metrics_page.py
 
 screenshots: $(BUNDLE)  ## Make the pictures in docs/images anew; needs Chromium.
 	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODEL_REPOSITORY) --model $(MODEL)

@@ -3,14 +3,13 @@
 import dataclasses
 import itertools
 import re
+import subprocess
+import sys
 from pathlib import Path
-
-from prometheus_client import CollectorRegistry
 
 from encserve_export.layouts import known_layouts
 from encserve_server.rpc.status import ERROR_TABLE
 from encserve_server.settings import Settings
-from encserve_server.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent.parent
 README = (ROOT / "README.md").read_text()
@@ -34,16 +33,10 @@ def test_the_settings_table() -> None:
             assert rows[flag][1].strip("`") == str(field.default).lower(), flag
 
 
-def test_the_metrics_table() -> None:
-    registry = CollectorRegistry()
-    Metrics(registry)
-    exported = {
-        f"{family.name}_total" if family.type == "counter" else family.name: family for family in registry.collect()
-    }
-    rows = {row[0].strip("`"): row for row in table_under("Metrics")}
-    assert set(rows) == set(exported)
-    for name, family in exported.items():
-        assert (rows[name][1], rows[name][3]) == (family.type, family.documentation), name
+def test_the_metrics_page_is_made_of_the_code(tmp_path: Path) -> None:
+    page = tmp_path / "metrics.md"
+    subprocess.run([sys.executable, ROOT / "scripts/make_metrics_page.py", page], check=True, timeout=60)
+    assert page.read_text() == (ROOT / "docs/metrics.md").read_text(), "run `make docs`"
 
 
 def test_the_layouts_table() -> None:

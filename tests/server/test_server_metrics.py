@@ -208,7 +208,7 @@ async def test_no_caller_can_make_labels(server: FakeServer) -> None:
 
 
 def test_a_page_of_three_models_stays_small() -> None:
-    """Rendering takes some 8 µs a line and holds up Python meanwhile; `bench/metrics_cost.py` measures it."""
+    """Rendering takes some 8 µs a line and holds up Python meanwhile."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     metrics.zero([(kind, SERVICE_NAME, name) for name, kind in METHODS.items()], map(str, range(17)), REASONS)

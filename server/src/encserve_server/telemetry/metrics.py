@@ -1,12 +1,13 @@
 """Every metric of the server, on a registry that is passed in.
 
 Labelled children are looked up once and kept: an observation then costs a microsecond or two. The scheduler's are
-counted per batch or per sequence, never per token; `bench/metrics_cost.py` measures them. No label's value comes from a
-caller.
+counted per batch or per sequence, never per token. No label's value comes from a caller. `make docs` makes
+docs/metrics.md of what is registered here, in this order.
 """
 
 from collections.abc import Callable, Iterable
 from enum import StrEnum
+from functools import partial
 from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
@@ -44,137 +45,149 @@ class Metrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # otherwise every child brings a `_created` series along
         self.registry = registry
         self._models: dict[tuple[str, str], ModelMetrics] = {}
-        self.started = Counter("grpc_server_started", "RPCs begun.", _METHOD, registry=registry)
-        self.handled = Counter(
-            "grpc_server_handled", "RPCs ended, by status code.", (*_METHOD, "grpc_code"), registry=registry
+        counter = partial(Counter, registry=registry)
+        gauge = partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry)
+
+        self.started = counter(
+            "grpc_server_started", "RPCs begun; health checks and reflection are counted nowhere.", _METHOD
         )
-        self.handling_seconds = Histogram(
-            "grpc_server_handling_seconds", "From a request's arrival, whole, to its answer; of a stream, its life.",
-            _METHOD, buckets=SECONDS_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.in_flight = Gauge("encserve_in_flight_requests", "RPCs open, a stream counting as one.", registry=registry)
-        self.refused = Counter(
-            "encserve_refused", "Requests answered with an error of ours, by reason.", ("reason",), registry=registry
+        self.handled = counter("grpc_server_handled", "RPCs ended, by status code.", (*_METHOD, "grpc_code"))
+        self.handling_seconds = histogram(
+            "grpc_server_handling_seconds",
+            "Time from the arrival of a whole request to its answer; of a stream, its life.",
+            _METHOD,
+            buckets=SECONDS_BUCKETS,
         )
-        self.trace_spans = Counter(
-            "encserve_trace_spans",
-            "Spans of traces: exported, failed (the receiver did not take them), or dropped (the queue was full).",
-            ("outcome",), registry=registry,
-        )  # fmt: skip
-        for outcome in ("exported", "failed", "dropped"):
-            self.trace_spans.labels(outcome)
-        self.stage_seconds = Histogram(
+        self.in_flight = gauge("encserve_in_flight_requests", "RPCs being worked on; a stream counts as one.")
+        self.refused = counter(
+            "encserve_refused",
+            "Requests answered with an error, by the reason that the caller is told (docs/errors.md).",
+            ("reason",),
+        )
+        self.response_bytes = histogram(
+            "encserve_response_bytes",
+            "Size of each reply of Encode and EncodeStream, as serialised.",
+            _MODEL,
+            buckets=BYTES_BUCKETS,
+        )
+        self.stage_seconds = histogram(
             "encserve_stage_seconds",
-            "Time by stage: tokenize (a request), queue (a sequence), collate (laying out a batch), compute (running "
-            "it), split (cutting and checking its result), encode (a reply), inspect (an inspection's run).",
-            (*_MODEL, "stage"), buckets=SECONDS_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.response_bytes = Histogram(
-            "encserve_response_bytes", "Size of a reply of Encode or EncodeStream, as serialised.", _MODEL,
-            buckets=BYTES_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.batch_sequences = Histogram(
-            "encserve_batch_sequences", "Sequences of a batch.", _MODEL, buckets=SEQUENCES_BUCKETS, registry=registry
+            "Time by stage: tokenize (the texts of a request), queue (a sequence's wait for its batch), collate "
+            "(laying out a batch), compute (running it), split (cutting and checking its rows), encode (building a "
+            "reply), inspect (running an inspection).",
+            (*_MODEL, "stage"),
+            buckets=SECONDS_BUCKETS,
         )
-        self.batch_tokens = Histogram(
-            "encserve_batch_tokens", "Tokens of a batch, padding excluded.", _MODEL, buckets=TOKENS_BUCKETS,
-            registry=registry,
-        )  # fmt: skip
-        self.batch_limit_tokens = Gauge(
-            "encserve_batch_limit_tokens", "The most padded tokens of a batch.", _MODEL, registry=registry
+
+        self.queue_requests = gauge("encserve_queue_requests", "Requests with sequences waiting for a batch.", _MODEL)
+        self.queue_sequences = gauge("encserve_queue_sequences", "Sequences waiting for a batch.", _MODEL)
+        self.queue_tokens = gauge("encserve_queue_tokens", "Tokens waiting for a batch.", _MODEL)
+        self.queue_limit_tokens = gauge(
+            "encserve_queue_limit_tokens", "The most tokens that may wait (--max-queue-tokens).", _MODEL
         )
-        self.tokens = Counter("encserve_tokens", "Tokens run, padding excluded.", _MODEL, registry=registry)
-        self.padding_tokens = Counter(
-            "encserve_padding_tokens", "Padding laid out in batches, in tokens.", _MODEL, registry=registry
+        self.queue_text_bytes = gauge(
+            "encserve_queue_text_bytes", "Text waiting for the tokenizer, or in it, as UTF-8.", _MODEL
         )
-        self.batches = Counter(
-            "encserve_batches", "Batches run, by why they took no more.", (*_MODEL, "closed_by"), registry=registry
+        self.queue_limit_text_bytes = gauge(
+            "encserve_queue_limit_text_bytes", "The most text that may wait (--max-queue-text-mib).", _MODEL
         )
-        self.failed_batches = Counter(
-            "encserve_failed_batches", "Runs in which the engine failed.", _MODEL, registry=registry
+        self.cancelled = counter(
+            "encserve_cancelled",
+            "Sequences whose caller went away, by the stage that they were in: queued or running.",
+            (*_MODEL, "stage"),
         )
-        self.busy_seconds = Counter(
+        self.expired = counter(
+            "encserve_expired", "Sequences whose deadline passed in the queue; they were never run.", _MODEL
+        )
+
+        self.batches = counter(
+            "encserve_batches",
+            "Batches run, by why they took no more: drained (nothing else waited), tokens, sequences or padding (one "
+            "more would have exceeded --max-batch-tokens, --max-batch-sequences or --max-padding-fraction).",
+            (*_MODEL, "closed_by"),
+        )
+        self.batch_sequences = histogram(
+            "encserve_batch_sequences", "Sequences of a batch.", _MODEL, buckets=SEQUENCES_BUCKETS
+        )
+        self.batch_tokens = histogram(
+            "encserve_batch_tokens", "Tokens of a batch, padding excluded.", _MODEL, buckets=TOKENS_BUCKETS
+        )
+        self.batch_limit_tokens = gauge(
+            "encserve_batch_limit_tokens",
+            "The most padded tokens of a batch: --max-batch-tokens, or what was found to be best.",
+            _MODEL,
+        )
+        self.tokens = counter("encserve_tokens", "Tokens run, padding excluded.", _MODEL)
+        self.padding_tokens = counter("encserve_padding_tokens", "Padding laid out in batches.", _MODEL)
+        self.failed_batches = counter(
+            "encserve_failed_batches", "Runs in which the engine failed; a batch is then run again in halves.", _MODEL
+        )
+        self.busy_seconds = counter(
             "encserve_device_busy_seconds",
             "Time in which at least one batch of the model ran; its rate is at most 1, since those side by side count "
             "once.",
-            _MODEL, registry=registry,
-        )  # fmt: skip
-        self.queue_requests = Gauge(
-            "encserve_queue_requests", "Requests with sequences waiting.", _MODEL, registry=registry
-        )
-        self.queue_sequences = Gauge("encserve_queue_sequences", "Sequences waiting.", _MODEL, registry=registry)
-        self.queue_tokens = Gauge("encserve_queue_tokens", "Tokens waiting.", _MODEL, registry=registry)
-        self.queue_limit_tokens = Gauge(
-            "encserve_queue_limit_tokens", "The most tokens that may wait.", _MODEL, registry=registry
-        )
-        self.queue_text_bytes = Gauge(
-            "encserve_queue_text_bytes",
-            "Text waiting for the tokenizer, or in it, in bytes.",
             _MODEL,
-            registry=registry,
         )
-        self.queue_limit_text_bytes = Gauge(
-            "encserve_queue_limit_text_bytes", "The most bytes of text that may wait.", _MODEL, registry=registry
+
+        self.inspections = gauge("encserve_inspections", "Inspections waiting, running, or being sent.", _MODEL)
+        self.inspections_limit = gauge(
+            "encserve_inspections_limit", "The most inspections at once (--max-inspections).", _MODEL
         )
-        self.cancelled = Counter(
-            "encserve_cancelled", "Sequences whose caller went away, queued or running.", (*_MODEL, "stage"),
-            registry=registry,
-        )  # fmt: skip
-        self.expired = Counter(
-            "encserve_expired",
-            "Sequences whose deadline passed in the queue; never computed.",
+
+        self.ready = gauge("encserve_ready", "1 while the version answers requests, else 0.", _MODEL)
+        self.model_default = gauge(
+            "encserve_model_default",
+            "1 for the version of its model that requests without a version get, else 0.",
             _MODEL,
-            registry=registry,
         )
-        self.inspections = Gauge(
-            "encserve_inspections", "Inspections waiting, running, or being sent.", _MODEL, registry=registry
-        )
-        self.inspections_limit = Gauge(
-            "encserve_inspections_limit", "The most inspections at once.", _MODEL, registry=registry
-        )
-        self.ready = Gauge("encserve_ready", "1 while the model answers requests, else 0.", _MODEL, registry=registry)
-        self.load_seconds = Gauge(
-            "encserve_model_load_seconds", "Time to verify and load the model.", _MODEL, registry=registry
-        )
-        self.warmup_seconds = Gauge("encserve_model_warmup_seconds", "Time to warm it up.", _MODEL, registry=registry)
-        self.model_loads = Counter(
-            "encserve_model_loads", "Bundles that were to be loaded, by what became of them.", ("model", "outcome"),
-            registry=registry,
-        )  # fmt: skip
-        self.refused_versions = Gauge(
-            "encserve_refused_versions", "Versions in the model repository that could not be loaded.", ("model",),
-            registry=registry,
-        )  # fmt: skip
-        self.repository_overdue_seconds = Gauge(
-            "encserve_repository_overdue_seconds",
-            "How long ago the model repository should have been looked into, and all that is wanted found in it. More "
-            "than 0 while a load takes long, or what is wanted cannot be read; 0 with --model-poll-seconds 0.",
-            registry=registry,
-        )
-        self.model_default = Gauge(
-            "encserve_model_default", "1 for the version of its model that requests without a version get, else 0.",
-            _MODEL, registry=registry,
-        )  # fmt: skip
-        self.model_info = Gauge(
+        self.model_info = gauge(
             "encserve_model_info",
             "Always 1. provider is what the model really runs on, requested_device what was asked for.",
             (*_MODEL, "fingerprint", "precision", "provider", "device", "requested_device", "runtime"),
-            registry=registry,
-        )  # fmt: skip
-        self.event_loop_lag_seconds = Histogram(
-            "encserve_event_loop_lag_seconds", "How late the event loop does what is due, sampled 10 times a second.",
-            buckets=LAG_BUCKETS, registry=registry,
-        )  # fmt: skip
-        self.gpu_memory_used_bytes = Gauge(
-            "encserve_gpu_memory_used_bytes", "Memory in use on a GPU, by whatever process. Absent without a GPU.",
-            ("gpu",), registry=registry,
-        )  # fmt: skip
-        self.gpu_memory_total_bytes = Gauge(
-            "encserve_gpu_memory_total_bytes", "Memory of a GPU. Absent without a GPU.", ("gpu",), registry=registry
         )
-        self.build_info = Gauge(
-            "encserve_build_info", "Always 1; the server's version.", ("version",), registry=registry
+        self.load_seconds = gauge("encserve_model_load_seconds", "Time to verify and load the version.", _MODEL)
+        self.warmup_seconds = gauge(
+            "encserve_model_warmup_seconds",
+            "Time to warm the version up, and to find its best batches if they were not known.",
+            _MODEL,
         )
+        self.model_loads = counter(
+            "encserve_model_loads",
+            "Bundles that were to be loaded, by outcome: loaded, or refused (altered, incomplete, or of no use).",
+            ("model", "outcome"),
+        )
+        self.refused_versions = gauge(
+            "encserve_refused_versions", "Versions in the model repository that could not be loaded.", ("model",)
+        )
+        self.repository_overdue_seconds = gauge(
+            "encserve_repository_overdue_seconds",
+            "How long ago a look into the model repository should have found all that is wanted. More than 0 while a "
+            "load takes long, or what is wanted cannot be read; 0 with --model-poll-seconds 0.",
+        )
+
+        self.event_loop_lag_seconds = histogram(
+            "encserve_event_loop_lag_seconds",
+            "How late the event loop does what is due, sampled 10 times a second.",
+            buckets=LAG_BUCKETS,
+        )
+        self.trace_spans = counter(
+            "encserve_trace_spans",
+            "Spans of traces, by outcome: exported, failed (the receiver did not take them), or dropped (the queue was "
+            "full).",
+            ("outcome",),
+        )
+        for outcome in ("exported", "failed", "dropped"):
+            self.trace_spans.labels(outcome)
+        self.gpu_memory_used_bytes = gauge(
+            "encserve_gpu_memory_used_bytes",
+            "Memory in use on a GPU, by whatever process. Absent without a GPU.",
+            ("gpu",),
+        )
+        self.gpu_memory_total_bytes = gauge(
+            "encserve_gpu_memory_total_bytes", "Memory of a GPU. Absent without a GPU.", ("gpu",)
+        )
+        self.build_info = gauge("encserve_build_info", "Always 1; the server's version.", ("version",))
         self.build_info.labels(__version__).set(1)
 
     def zero(self, methods: Iterable[tuple[str, str, str]], codes: Iterable[str], reasons: Iterable[str]) -> None:
@@ -218,14 +231,7 @@ class ModelMetrics:
         self._info: tuple[str, ...] | None = None
         self._children: list[tuple[Counter | Gauge | Histogram, tuple[str, ...]]] = []
         child = self._child
-        stages = {stage: child(metrics.stage_seconds, stage) for stage in STAGES}
-        self._tokenize_seconds = stages["tokenize"]
-        self._queue_seconds = stages["queue"]
-        self._collate_seconds = stages["collate"]
-        self._compute_seconds = stages["compute"]
-        self._split_seconds = stages["split"]
-        self._encode_seconds = stages["encode"]
-        self._inspect_seconds = stages["inspect"]
+        self._stage_seconds = {stage: child(metrics.stage_seconds, stage) for stage in STAGES}
         self._response_bytes = child(metrics.response_bytes)
         self._inspections = child(metrics.inspections)
         self._inspections_limit = child(metrics.inspections_limit)
@@ -279,11 +285,11 @@ class ModelMetrics:
 
     def tokenized(self, seconds: float) -> None:
         """The texts of a call have been tokenized, or refused."""
-        self._tokenize_seconds.observe(seconds)
+        self._stage_seconds["tokenize"].observe(seconds)
 
     def answered(self, encode_seconds: float, response_bytes: int) -> None:
         """A reply has been built."""
-        self._encode_seconds.observe(encode_seconds)
+        self._stage_seconds["encode"].observe(encode_seconds)
         self._response_bytes.observe(response_bytes)
 
     def inspections_changed(self, pending: int, limit: int) -> None:
@@ -293,7 +299,7 @@ class ModelMetrics:
 
     def inspected(self, compute_seconds: float) -> None:
         """One has run for so long."""
-        self._inspect_seconds.observe(compute_seconds)
+        self._stage_seconds["inspect"].observe(compute_seconds)
 
     def queue_changed(self, requests: int, sequences: int, tokens: int) -> None:
         """So much is pending now."""
@@ -309,9 +315,9 @@ class ModelMetrics:
         self._batch_tokens.observe(tokens)
         self._tokens.inc(tokens)
         self._padding_tokens.inc(padded_tokens - tokens)
-        self._collate_seconds.observe(seconds.collate)
-        self._compute_seconds.observe(seconds.compute)
-        self._split_seconds.observe(seconds.split)
+        self._stage_seconds["collate"].observe(seconds.collate)
+        self._stage_seconds["compute"].observe(seconds.compute)
+        self._stage_seconds["split"].observe(seconds.split)
         self._batches[closed_by].inc()
 
     def batch_failed(self) -> None:
@@ -324,7 +330,7 @@ class ModelMetrics:
 
     def waited(self, queue_seconds: float) -> None:
         """A sequence that has run had waited so long in the queue."""
-        self._queue_seconds.observe(queue_seconds)
+        self._stage_seconds["queue"].observe(queue_seconds)
 
     def expired(self) -> None:
         """A sequence's deadline passed in the queue."""

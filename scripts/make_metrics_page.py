@@ -1,0 +1,78 @@
+"""Writes docs/metrics.md, from what the server registers.
+
+python scripts/make_metrics_page.py [FILE]
+"""
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from prometheus_client import CollectorRegistry, GCCollector, Metric, PlatformCollector, ProcessCollector
+
+from encserve_server.telemetry.metrics import SECONDS_BUCKETS, Metrics
+
+PAGE = Path(__file__).parent.parent / "docs/metrics.md"
+HEAD = f"""\
+# Metrics
+
+Every metric of `encserve-server`, made from the code by `make docs`. The server has them on
+`http://HOST:METRICS_PORT/metrics`, for Prometheus or OpenMetrics. Every label set exists at zero before the first
+request, and no label's value comes from a caller: `model` and `version` are of what is served. Histograms of requests
+and stages have buckets from {SECONDS_BUCKETS[0] * 1000:g} ms to {SECONDS_BUCKETS[-1]:g} s. Dashboards, alerts and
+objectives stand in [operations.md](operations.md#metrics-and-dashboards).
+"""
+TABLE = """
+## {}
+
+| metric | type | unit | labels | meaning |
+|---|---|---|---|---|
+"""
+# Each topic begins with this metric and goes on until the next one's.
+TOPICS = {
+    "grpc_server_started": "RPCs",
+    "encserve_queue_requests": "The queue",
+    "encserve_batches": "Batches",
+    "encserve_inspections": "Inspections",
+    "encserve_ready": "Models and versions",
+    "encserve_event_loop_lag_seconds": "The process",
+}
+UNITS = {"seconds", "bytes", "tokens", "sequences", "requests"}  # as a name's last word
+
+
+def page() -> str:
+    """The whole page.
+
+    Raises:
+        ValueError: A topic's first metric is gone.
+    """
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    labels = {it._name: it._labelnames for it in vars(metrics).values() if hasattr(it, "_labelnames")}
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):  # as `App` does
+        collector(registry=registry)
+    families = list(registry.collect())
+    if gone := TOPICS.keys() - {it.name for it in families}:
+        raise ValueError(f"TOPICS: there is no metric {', '.join(sorted(gone))}")
+    text = HEAD
+    for family in families:
+        if family.name in TOPICS:
+            text += TABLE.format(TOPICS[family.name])
+        text += _row(family, labels.get(family.name, dict.fromkeys(key for it in family.samples for key in it.labels)))
+    return text
+
+
+def _row(family: Metric, labels: Iterable[str]) -> str:
+    name = f"{family.name}_total" if family.type == "counter" else family.name
+    unit = family.name.rpartition("_")[2]
+    cells = (
+        f"`{name}`",
+        family.type,
+        unit if unit in UNITS else "–",
+        ", ".join(f"`{it}`" for it in labels) or "–",
+        family.documentation,
+    )
+    return f"| {' | '.join(cells)} |\n"
+
+
+if __name__ == "__main__":
+    (Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE).write_text(page())
