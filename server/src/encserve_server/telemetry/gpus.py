@@ -2,6 +2,7 @@
 
 import logging
 import math
+from functools import partial
 from typing import Any
 
 from encserve_server.telemetry.metrics import Metrics
@@ -28,18 +29,12 @@ def watch_gpus(metrics: Metrics) -> None:
         return
     for i, (handle, total) in enumerate(zip(handles, totals, strict=True)):
         metrics.gpu_memory_total_bytes.labels(str(i)).set(total)
-        metrics.gpu_memory_used_bytes.labels(str(i)).set_function(_Used(nvml, handle))
+        metrics.gpu_memory_used_bytes.labels(str(i)).set_function(partial(_used_bytes, nvml, handle))
 
 
-class _Used:
+def _used_bytes(nvml: Any, handle: Any) -> float:
     """The bytes in use on one GPU; NaN while the driver does not say: a lost GPU must not take the page along."""
-
-    def __init__(self, nvml: Any, handle: Any) -> None:
-        self._nvml = nvml
-        self._handle = handle
-
-    def __call__(self) -> float:
-        try:
-            return float(self._nvml.nvmlDeviceGetMemoryInfo(self._handle).used)
-        except self._nvml.NVMLError:
-            return math.nan
+    try:
+        return float(nvml.nvmlDeviceGetMemoryInfo(handle).used)
+    except nvml.NVMLError:
+        return math.nan
