@@ -192,6 +192,29 @@ async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEn
     assert len(await call) == 1
 
 
+async def test_what_a_stopping_server_cancels_is_sent_again(
+    caller: Caller, service: FakeEncoder, refused: Any, rows: Any
+) -> None:
+    """Calls that gRPC's server has read but not begun when it stops end so: a unary call, a stream."""
+    cancelled: list[object] = []
+
+    async def cancel_once(_: pb.EncodeRequest) -> None:
+        if not cancelled:
+            cancelled.append("unary")
+            raise refused(Code.CANCELLED, "CANCELLED")
+
+    async def cancel_stream_once(_: pb.EncodeStreamRequest, context: Any) -> None:
+        if service.n_streams == 1:
+            cancelled.append("stream")
+            await context.abort(Code.CANCELLED, "CANCELLED")
+
+    service.before, service.before_stream = cancel_once, cancel_stream_once
+    client = caller.connect()
+    np.testing.assert_array_equal((await caller(client.encode, [[5]]))[0], rows([5]))
+    np.testing.assert_array_equal((await caller.all_of(client, [[5]]))[0], rows([5]))
+    assert cancelled == ["unary", "stream"]
+
+
 async def test_the_deadline_is_over_all_attempts(caller: Caller, service: FakeEncoder, refused: Any) -> None:
     async def never(_: pb.EncodeRequest) -> None:
         raise refused(Code.UNAVAILABLE, "later", "DRAINING", "150")
@@ -318,11 +341,13 @@ async def test_a_closed_client_says_so(caller: Caller) -> None:
 
 
 async def test_closing_ends_calls_that_are_going_on(caller: Caller, service: FakeEncoder) -> None:
-    """One message, several messages, and a stream."""
+    """One message, several messages, and a stream: what is cancelled here is not sent again, nor is that waited for."""
     service.before = lambda _: asyncio.sleep(30)
     service.before_stream = lambda *_: asyncio.sleep(30)
     service.max_request_sequences = 2
-    client = caller.connect()
+    client = caller.connect(
+        retry=RetryPolicy(initial_backoff_seconds=100, max_backoff_seconds=100), timeout_seconds=200
+    )
     await caller(client.model)
     calls = [
         asyncio.create_task(caller(client.encode, [[1]])),
@@ -332,8 +357,8 @@ async def test_closing_ends_calls_that_are_going_on(caller: Caller, service: Fak
     await until(lambda: len(service.requests) == 4 and len(service.stream_requests) == 5)
     await caller.close(client)
     for call in calls:
-        with pytest.raises(ClientClosedError):
-            await call
+        with pytest.raises(ClientClosedError, match="the client was closed during the call"):
+            await asyncio.wait_for(call, 30)
 
 
 async def test_a_bug_below_does_not_hang_the_call(caller: Caller, service: FakeEncoder) -> None:

@@ -108,8 +108,8 @@ def test_attempts_run_out() -> None:
     assert caught.value.attempts == 3
 
 
-def test_the_deadline_is_over_all_attempts() -> None:
-    """An attempt gets what is left of the call's time, not the whole of it again."""
+def test_a_messages_time_is_over_all_its_attempts() -> None:
+    """An attempt gets what is left of the message's time, not the whole of it again."""
     answers = iter([(4.0, DOWN), (99.0, None)])
     server = Server(lambda _: next(answers))
     text = r"^Deadline Exceeded: host:1 did not answer within 6 s \(sent 2 times\)$"
@@ -128,17 +128,49 @@ def test_a_wait_past_the_deadline_is_not_begun() -> None:
     assert caught.value.retry_delay_seconds == 2.0
 
 
-def test_one_calls_timeout_goes_before_the_clients() -> None:
+def test_a_long_call_may_take_longer_than_each_of_its_messages() -> None:
+    """10,000 texts on a slow server: 40 messages of 20 s each, four at a time, where a message may take 30 s."""
+    server = Server(lambda request: (20.0, echo(request)), max_request_sequences=256)
+    inputs: list[Input] = [[i + 1] for i in range(10_000)]
+    assert ids_in(encode(core_of(timeout_seconds=30.0), server, inputs)) == inputs
+    assert server.wire.time == 200.0
+
+
+def test_a_messages_time_begins_when_it_is_sent() -> None:
+    """Not when the call does; and what is too slow says so, however long the call has gone well."""
+    answers = iter([9.0, 9.0, 11.0])
+    server = Server(lambda request: (next(answers), echo(request)), max_request_sequences=1)
+    with pytest.raises(DeadlineError, match="host:1 did not answer within 10 s"):
+        encode(core_of(timeout_seconds=10.0, max_concurrent=1), server, [[5], [6], [7]])
+    assert server.wire.time == 28.0
+
+
+def test_halves_have_time_of_their_own() -> None:
+    def too_large(request: pb.EncodeRequest) -> Outcome:
+        if len(request.inputs) > 1:
+            return 6.0, Failure(Code.INVALID_ARGUMENT, "too large", "RESPONSE_TOO_LARGE")
+        return 6.0, echo(request)
+
+    assert ids_in(encode(core_of(timeout_seconds=10.0), server := Server(too_large), [[5], [6]])) == [[5], [6]]
+    assert server.wire.time == 12.0
+
+
+@pytest.mark.parametrize("clients_own", [3.0, 100.0])
+def test_a_calls_own_timeout_is_for_the_whole_and_goes_before_the_clients(clients_own: float) -> None:
+    server = Server(lambda request: (4.0, echo(request)), max_request_sequences=1)
+    core = core_of(timeout_seconds=clients_own, max_concurrent=1)
+    assert ids_in(encode(core, server, [[5], [6]], timeout_seconds=9.0)) == [[5], [6]]
+    began = server.wire.time
     with pytest.raises(DeadlineError, match="host:1 did not answer within 7 s"):
-        encode(core_of(timeout_seconds=100.0), server := Server(lambda _: (50.0, DOWN)), [[5]], timeout_seconds=7.0)
-    assert server.wire.time == 7.0
+        encode(core, server, [[5], [6]], timeout_seconds=7.0)
+    assert server.wire.time == began + 7.0
 
 
 def test_what_there_was_no_time_to_send_is_a_deadline_too() -> None:
     """The second of two messages, where one may be out at a time and the first takes all the time there is."""
     server = Server(lambda request: (2.0, echo(request)), max_request_sequences=1)
-    with pytest.raises(DeadlineError, match="^the 2 s of the call passed before everything was sent to host:1$"):
-        encode(core_of(timeout_seconds=2.0, max_concurrent=1), server, [[5], [6]])
+    with pytest.raises(DeadlineError, match="^2 s passed before everything was sent to host:1$"):
+        encode(core_of(max_concurrent=1), server, [[5], [6]], timeout_seconds=2.0)
 
 
 def test_order_is_kept_whichever_answer_comes_first() -> None:
@@ -231,7 +263,7 @@ def test_a_model_without_a_width_is_refused() -> None:
 @pytest.mark.parametrize("timeout", [0, -1, float("nan")])
 def test_a_timeout_must_be_positive(timeout: float) -> None:
     with pytest.raises(ValueError, match="timeout_seconds must be > 0; was"):
-        core_of().deadline(timeout, 0.0)
+        core_of().time_limit(timeout, 0.0)
     with pytest.raises(ValueError, match="timeout_seconds must be > 0; was"):
         core_of(timeout_seconds=timeout)
 

@@ -485,13 +485,15 @@ async def test_cancelling_a_task_cancels_its_inspection(service: FakeEncoder) ->
 
 async def test_closing_ends_an_inspection(caller: Caller, service: FakeEncoder) -> None:
     service.inspect = never
-    client = caller.connect()
+    client = caller.connect(
+        retry=RetryPolicy(initial_backoff_seconds=100, max_backoff_seconds=100), timeout_seconds=200
+    )
     call = asyncio.create_task(caller(client.inspect, [5, 6, 7]))
     await until(lambda: len(service.inspect_requests) == 1)
     await asyncio.sleep(0.05)
     await caller.close(client)
-    with pytest.raises(ClientClosedError):
-        await call
+    with pytest.raises(ClientClosedError, match="the client was closed during the call"):
+        await asyncio.wait_for(call, 30)
     with pytest.raises(ClientClosedError):
         await caller(client.inspect, [5, 6, 7])
 

@@ -18,7 +18,13 @@ from encserve_client import EncoderClient, EncodeResult, Pooling, Tls
 
 @click.group("encserve", context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ENCSERVE"})
 @click.option("--target", default="localhost:50051", show_default=True, show_envvar=True, help="The server, host:port.")
-@click.option("--timeout", default=30.0, show_default=True, metavar="SECONDS", help="How long a call may take.")
+@click.option(
+    "--timeout",
+    default=30.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="How long one message may take, retries included; many texts become several messages.",
+)
 @click.option("--tls", is_flag=True, help="Encrypt, and check the server's certificate.")
 @click.option("--ca", type=click.Path(path_type=Path), help="PEM file of the authorities to trust; implies --tls.")
 @click.option("--token", show_envvar=True, help="Sent as a bearer token; use it with --tls.")

@@ -1,9 +1,8 @@
 """The client for asyncio. The same methods as `EncoderClient`, which has the full descriptions."""
 
-import time
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Coroutine, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import grpc
 import grpc.aio
@@ -13,7 +12,7 @@ from encserve_client._grpc.async_wire import AsyncWire
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._logic.inspecting import inspect_request
 from encserve_client._logic.streams import StreamRun
-from encserve_client.exceptions import CallCancelledError, ClientClosedError, EncserveError
+from encserve_client.exceptions import EncserveError
 from encserve_client.inputs import Input, check_inputs
 from encserve_client.options import (
     Array,
@@ -28,8 +27,6 @@ from encserve_client.options import (
 )
 from encserve_client.results import EncodeResult, InspectResult, ModelInfo
 from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
-
-T = TypeVar("T")
 
 
 class AsyncEncoderClient(BaseClient):
@@ -141,7 +138,7 @@ class AsyncEncoderClient(BaseClient):
             dtype=dtype,
             truncate=truncate,
         )
-        return await self._drive(self._core.inspect(self._wire(), request, timeout_seconds))
+        return await self._core.inspect(self._wire(), request, timeout_seconds)
 
     @overload
     def encode_stream(
@@ -223,13 +220,13 @@ class AsyncEncoderClient(BaseClient):
 
     async def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
         """Every model and version that the server has loaded, the default first."""
-        return await self._drive(self._core.list_models(self._wire(), timeout_seconds))
+        return await self._core.list_models(self._wire(), timeout_seconds)
 
     async def model(
         self, name: str | None = None, version: str | None = None, *, timeout_seconds: float | None = None
     ) -> ModelInfo:
         """One model; without a name the server's default one."""
-        return await self._drive(self._core.get_model(self._wire(), model_key(name, version), timeout_seconds))
+        return await self._core.get_model(self._wire(), model_key(name, version), timeout_seconds)
 
     async def _encode(
         self,
@@ -243,7 +240,7 @@ class AsyncEncoderClient(BaseClient):
         call = self._core.encode(
             self._wire(), items, model_key(model, version), options, timeout_seconds, describe=describe
         )
-        return await self._drive(call)
+        return await call
 
     def _wire(self, inputs: Iterable[Input] | AsyncIterable[Input] = ()) -> AsyncWire:
         self._check_open()
@@ -253,19 +250,11 @@ class AsyncEncoderClient(BaseClient):
             else:
                 self._channel = grpc.aio.secure_channel(self._target, self._credentials, self._channel_options)
             self._stub = EncoderServiceStub(self._channel)
-        return AsyncWire(self._stub, with_trace(self._metadata), time.monotonic, _iterate(inputs))
-
-    async def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            return await coroutine
-        except CallCancelledError as error:  # gRPC cancels what is going on when the channel is closed
-            if self._closed:
-                raise ClientClosedError("the client was closed during the call") from error
-            raise
+        return AsyncWire(self._stub, with_trace(self._metadata), _iterate(inputs), lambda: self._closed)
 
     async def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> AsyncGenerator[Any, None]:
         try:
-            while (result := await self._drive(run.next())) is not None:
+            while (result := await run.next()) is not None:
                 yield shown(*result, ordered, return_exceptions)
         finally:
             await run.aclose()

@@ -1,9 +1,8 @@
 """The client for threads."""
 
-import time
-from collections.abc import Coroutine, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 import grpc
 
@@ -13,7 +12,7 @@ from encserve_client._grpc.sync_wire import SyncWire
 from encserve_client._logic.inspecting import inspect_request
 from encserve_client._logic.streams import StreamRun
 from encserve_client._logic.wire import run_without_loop
-from encserve_client.exceptions import CallCancelledError, ClientClosedError, EncserveError
+from encserve_client.exceptions import EncserveError
 from encserve_client.inputs import Input, check_inputs
 from encserve_client.options import (
     Array,
@@ -28,8 +27,6 @@ from encserve_client.options import (
 )
 from encserve_client.results import EncodeResult, InspectResult, ModelInfo
 from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
-
-T = TypeVar("T")
 
 
 class EncoderClient(BaseClient):
@@ -56,8 +53,9 @@ class EncoderClient(BaseClient):
         credentials: gRPC channel credentials, for what `tls` cannot say. Not both.
         token: Sent with every call as "authorization: Bearer …". Readable by anyone on the way unless `tls` is used.
         metadata: More to send with every call; keys in lower case.
-        timeout_seconds: How long a call may take in all, attempts and the waits between them included; of
-            `encode_stream`, how long one input may. Default: 30. `math.inf` for no limit.
+        timeout_seconds: How long one message of a call may take, from when it is first sent until it is answered,
+            attempts and the waits between them included; of `encode_stream`, one input. A call of many inputs is many
+            messages, and as a whole has a limit only if it is given one of its own. Default: 30. `math.inf` for none.
         max_message_bytes: The largest message to send or take, in bytes. Default: 64 MiB, as the server's replies.
         max_concurrent_messages: How many messages of one call are out at a time. Default: 4.
         retry: When a failed message is sent again. Default: up to 5 attempts; see `RetryPolicy`.
@@ -120,7 +118,8 @@ class EncoderClient(BaseClient):
                 an error.
             exclude_special_tokens: Whether to leave out the rows of special tokens.
             l2_normalize: Whether to scale every row to Euclidean length 1.
-            timeout_seconds: How long the call may take in all. Default: the client's.
+            timeout_seconds: How long the whole call may take, however many messages it becomes. Default: no limit for
+                the whole, and the client's for each message.
 
         Returns:
             A (seq_len, d_model) array of `dtype` for each input, in order. They are read-only views on the bytes
@@ -132,7 +131,7 @@ class EncoderClient(BaseClient):
             InvalidRequestError: The server refused an input; the text names it and the numbers.
             ModelNotFoundError: There is no such model or version.
             OverloadedError, ServerUnavailableError: Still so after all retries.
-            DeadlineError: The time is up.
+            DeadlineError: The time of the call, or of one of its messages, is up.
             EncserveError: Anything else; see its subclasses.
         """
         items = check_inputs(inputs)
@@ -265,7 +264,7 @@ class EncoderClient(BaseClient):
             dtype=dtype,
             truncate=truncate,
         )
-        return self._drive(self._core.inspect(self._wire(), request, timeout_seconds))
+        return run_without_loop(self._core.inspect(self._wire(), request, timeout_seconds))
 
     @overload
     def encode_stream(
@@ -347,8 +346,8 @@ class EncoderClient(BaseClient):
             l2_normalize: As for `encode`.
             max_in_flight: How many inputs may be read and not yet yielded.
             timeout_seconds: How long one input may take from when it is read until it is answered, retries included,
-                not counting the time that the caller is busy with results. The stream as a whole has no limit.
-                Default: the client's.
+                not counting the time that the caller is busy with results. Default: the client's. The stream as a
+                whole has no limit.
 
         Yields:
             A read-only array per input: (seq_len, d_model), or (d_model,) if pooled.
@@ -376,7 +375,7 @@ class EncoderClient(BaseClient):
         Raises:
             EncserveError: As for `encode`.
         """
-        return self._drive(self._core.list_models(self._wire(), timeout_seconds))
+        return run_without_loop(self._core.list_models(self._wire(), timeout_seconds))
 
     def model(
         self, name: str | None = None, version: str | None = None, *, timeout_seconds: float | None = None
@@ -387,7 +386,7 @@ class EncoderClient(BaseClient):
             ModelNotFoundError: There is no such model or version.
             EncserveError: As for `encode`.
         """
-        return self._drive(self._core.get_model(self._wire(), model_key(name, version), timeout_seconds))
+        return run_without_loop(self._core.get_model(self._wire(), model_key(name, version), timeout_seconds))
 
     def _encode(
         self,
@@ -401,23 +400,15 @@ class EncoderClient(BaseClient):
         call = self._core.encode(
             self._wire(), items, model_key(model, version), options, timeout_seconds, describe=describe
         )
-        return self._drive(call)
+        return run_without_loop(call)
 
     def _wire(self, inputs: Iterable[Input] = ()) -> SyncWire:
         self._check_open()
-        return SyncWire(self._stub, with_trace(self._metadata), time.monotonic, iter(inputs))
-
-    def _drive(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        try:
-            return run_without_loop(coroutine)
-        except CallCancelledError as error:  # gRPC cancels what is going on when the channel is closed
-            if self._closed:
-                raise ClientClosedError("the client was closed during the call") from error
-            raise
+        return SyncWire(self._stub, with_trace(self._metadata), iter(inputs), lambda: self._closed)
 
     def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> Generator[Any, None, None]:
         try:
-            while (result := self._drive(run.next())) is not None:
+            while (result := run_without_loop(run.next())) is not None:
                 yield shown(*result, ordered, return_exceptions)
         finally:
             run_without_loop(run.aclose())

@@ -8,7 +8,7 @@
     ├── ModelNotFoundError (LookupError)    no such model or version
     ├── AccessDeniedError                   the server, or a proxy before it, did not accept who is asking
     ├── OverloadedError                     refused for lack of room; see its retry_delay_seconds
-    ├── DeadlineError (TimeoutError)        timeout_seconds passed
+    ├── DeadlineError (TimeoutError)        timeout_seconds, the call's or a message's, passed
     ├── ServerUnavailableError              no server answers, or the one that does is stopping or failing
     ├── InferenceError                      the model could not compute one of these sequences
     ├── ServerError                         the server failed in a way that it does not explain
@@ -82,7 +82,7 @@ class OverloadedError(EncserveError):
 
 
 class DeadlineError(EncserveError, TimeoutError):
-    """timeout_seconds passed before the answer was complete."""
+    """timeout_seconds passed: the call's own, or for one of its messages the client's; see `EncoderClient`."""
 
 
 class ServerUnavailableError(EncserveError):

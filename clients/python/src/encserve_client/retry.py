@@ -13,8 +13,8 @@ class RetryPolicy:
     is full, and those that the other side cancelled. Nothing else is: the answer would be the same. Encoding has no
     side effects, so sending twice is always safe. The wait before attempt n + 1 is at most
     min(initial_backoff_seconds · backoff_multiplier^(n - 1), max_backoff_seconds) and at least half of that, drawn
-    evenly, after the delay that the server asked for. A wait that would end after the caller's deadline is not begun:
-    the error is raised at once.
+    evenly, after the delay that the server asked for. A wait that would end after the message's time, or the
+    call's, is not begun: the error is raised at once.
 
     RetryPolicy(max_attempts=1)  # never try again
 

@@ -1,6 +1,7 @@
 """The wire for asyncio: grpc.aio."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -8,7 +9,7 @@ import grpc
 import grpc.aio
 
 from encserve_client._grpc.metadata import Metadata
-from encserve_client._logic.failures import Failure, failure_of_crash, failure_of_status
+from encserve_client._logic.failures import Failure, failure_of_call, failure_of_crash
 from encserve_client._logic.inspecting import Gathering
 from encserve_client._logic.planning import Message
 from encserve_client._logic.wire import (
@@ -29,19 +30,19 @@ class AsyncWire:
     """One call's I/O as tasks of the running loop; everything here belongs to that loop's thread."""
 
     def __init__(
-        self, stub: Any, metadata: Metadata, clock: Callable[[], float], inputs: AsyncIterator[object]
+        self, stub: Any, metadata: Metadata, inputs: AsyncIterator[object], is_client_closed: Callable[[], bool]
     ) -> None:
         self._stub = stub
         self._metadata = metadata
-        self._clock = clock
         self._inputs = inputs
+        self._is_client_closed = is_client_closed
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
         self._streams: dict[int, _Stream] = {}
 
     def now(self) -> float:
         """See `Wire`."""
-        return self._clock()
+        return time.monotonic()
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
         """See `Wire`. Never blocks, alone or not."""
@@ -71,16 +72,18 @@ class AsyncWire:
     async def wait(self, seconds: float | None) -> Event | None:
         """See `Wire`."""
         if not self._events.empty():
-            return self._events.get_nowait()
-        if seconds is None:
-            return await self._events.get()
-        if seconds == 0:
+            event = self._events.get_nowait()
+        elif seconds == 0:
             return None
-        try:
-            async with asyncio.timeout(seconds):
-                return await self._events.get()
-        except TimeoutError:
-            return None
+        else:
+            try:
+                async with asyncio.timeout(seconds):
+                    event = await self._events.get()
+            except TimeoutError:
+                return None
+        if isinstance(event, Failed | StreamEnded) and self._is_client_closed():
+            raise ClientClosedError("the client was closed during the call")
+        return event
 
     async def aclose(self) -> None:
         """See `Wire`."""
@@ -101,7 +104,7 @@ class AsyncWire:
         try:
             response = await (_gather(call, request) if isinstance(request, pb.InspectRequest) else call)
         except grpc.aio.AioRpcError as error:
-            self._events.put_nowait(Failed(message, failure_of(error)))
+            self._events.put_nowait(Failed(message, failure_of_call(error)))
         except asyncio.CancelledError:
             self._events.put_nowait(Failed(message, _CANCELLED))  # of use if it was the channel that was closed
             call.cancel()
@@ -181,13 +184,7 @@ def failure_of_stream(error: grpc.aio.AioRpcError) -> Failure:
     When a write meets a stream that has just ended, grpc.aio puts a status of its own in place of the real one
     (grpc/grpc issue 36066). Only a new stream can tell what is the matter, so this counts as UNAVAILABLE.
     """
-    failure = failure_of(error)
+    failure = failure_of_call(error)
     if failure.code is grpc.StatusCode.INTERNAL and failure.message == "Internal error from Core":
         return Failure(grpc.StatusCode.UNAVAILABLE, "the stream broke while a request was being written")
     return failure
-
-
-def failure_of(error: grpc.aio.AioRpcError) -> Failure:
-    """Reads the status of a failed call."""
-    trailers: Any = error.trailing_metadata()
-    return failure_of_status(error.code(), error.details(), trailers)

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import grpc
 
 from encserve_client._grpc.metadata import Metadata
-from encserve_client._logic.failures import Failure, failure_of_crash, failure_of_status
+from encserve_client._logic.failures import Failure, failure_of_call, failure_of_crash
 from encserve_client._logic.inspecting import Gathering
 from encserve_client._logic.planning import Message
 from encserve_client._logic.wire import (
@@ -33,18 +34,20 @@ class SyncWire:
     use no thread of ours; each stream uses one, which reads its answers and ends with it.
     """
 
-    def __init__(self, stub: Any, metadata: Metadata, clock: Callable[[], float], inputs: Iterator[object]) -> None:
+    def __init__(
+        self, stub: Any, metadata: Metadata, inputs: Iterator[object], is_client_closed: Callable[[], bool]
+    ) -> None:
         self._stub = stub
         self._metadata = metadata
-        self._clock = clock
         self._inputs = inputs
+        self._is_client_closed = is_client_closed
         self._events: queue.SimpleQueue[Event | _Done] = queue.SimpleQueue()
         self._calls: set[Any] = set()  # those that are out
         self._streams: dict[int, _Stream] = {}
 
     def now(self) -> float:
         """See `Wire`."""
-        return self._clock()
+        return time.monotonic()
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
         """See `Wire`. A call that is alone blocks, which saves gRPC's own polling thread."""
@@ -59,7 +62,7 @@ class SyncWire:
                 return
             call = method.future(message.request, timeout=timeout_seconds, metadata=self._metadata)
         except grpc.RpcError as error:
-            self._events.put(Failed(message, failure_of(error)))
+            self._events.put(Failed(message, failure_of_call(error)))
             return
         except ValueError as error:
             raise _closed_or(error) from None
@@ -107,7 +110,9 @@ class SyncWire:
             return None
         if isinstance(event, _Done):
             self._calls.discard(event.call)  # it holds the response
-            return _end_of(event)
+            event = _end_of(event)
+        if isinstance(event, Failed | StreamEnded) and self._is_client_closed():
+            raise ClientClosedError("the client was closed during the call")
         return event
 
     async def aclose(self) -> None:
@@ -149,7 +154,7 @@ class _Stream:
             for response in self._call:
                 self._events.put(StreamAnswered(self._number, response))
         except grpc.RpcError as error:
-            failure = failure_of(error)
+            failure = failure_of_call(error)
         except Exception as error:
             failure = failure_of_crash(error)
         self.requests.put(None)
@@ -161,14 +166,8 @@ def _closed_or(error: ValueError) -> Exception:
     return ClientClosedError() if "closed" in str(error) else error
 
 
-def failure_of(error: Any) -> Failure:
-    """Reads the status of a failed call."""
-    return failure_of_status(error.code() or grpc.StatusCode.UNKNOWN, error.details(), error.trailing_metadata())
-
-
 def _end_of(done: _Done) -> Event:
     """What became of a call that is over."""
-    call, code = done.call, done.call.code()
-    if code is grpc.StatusCode.OK:
-        return Answered(done.message, call.result())
-    return Failed(done.message, failure_of_status(code, call.details(), call.trailing_metadata()))
+    if done.call.code() is grpc.StatusCode.OK:
+        return Answered(done.message, done.call.result())
+    return Failed(done.message, failure_of_call(done.call))

@@ -1,7 +1,9 @@
 """Everything that a client does, written once for both: over a `Wire`, with no I/O of its own."""
 
+import math
 import random as random_module
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -14,8 +16,7 @@ from encserve_client._logic.answers import (
     merge_parts,
     model_info,
 )
-from encserve_client._logic.dispatch import Dispatch
-from encserve_client._logic.failures import CallInfo
+from encserve_client._logic.dispatch import Dispatch, TimeLimit
 from encserve_client._logic.inspecting import Gathering
 from encserve_client._logic.planning import Limits, Message, plan_messages
 from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
@@ -62,19 +63,6 @@ def request_template(key: ModelKey, options: Options, expected_fingerprint: str)
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Deadline:
-    """When a call must be over.
-
-    Attributes:
-        at: On the wire's clock, in seconds.
-        seconds: How long after the call's beginning that is.
-    """
-
-    at: float
-    seconds: float
-
-
 class Core:
     """The logic of a client. One per client, shared by its threads or tasks.
 
@@ -99,21 +87,37 @@ class Core:
 
         `describe`: whether the result says what the model saw of each input.
         """
-        deadline = self.deadline(timeout_seconds, wire.now())
-        try:
-            return await self._encode(wire, inputs, key, options, deadline, describe)
-        finally:
-            await wire.aclose()
+        started = wire.now()
+        time_limit = self.time_limit(timeout_seconds, started)
+        expected = self.settings.expected_fingerprint
+        async with aclosing(wire):
+            if not inputs:  # the answer is all about the model, so what is remembered of it will not do
+                info = await self._fetch_model(wire, key, time_limit)
+                check_expected(expected, info.fingerprint)
+                return empty_result(info, options, wire.now() - started)
+            info = self._models.get(key) or await self._fetch_model(wire, key, time_limit)
+            limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
+            template = request_template(key, options, expected)
+            attempts = 0
+            for _ in range(_MOST_ROUNDS):
+                dispatch: Dispatch[Part] = self._dispatch(plan_messages(inputs, template, options, limits), time_limit)
+                await self._exchange_parts(wire, dispatch, key, options, describe)
+                attempts += dispatch.attempts
+                parts = [part for _, part in sorted(dispatch.answers, key=lambda answer: answer[0])]
+                if len({part.fingerprint for part in parts}) == 1:
+                    break
+        result = merge_parts(parts, wire.now() - started, attempts)
+        check_expected(expected, result.fingerprint)
+        return result
 
     async def inspect(self, wire: Wire, request: pb.InspectRequest, timeout_seconds: float | None) -> InspectResult:
         """Has one input looked into."""
         started = wire.now()
+        time_limit = self.time_limit(timeout_seconds, started)
         request.expected_fingerprint = self.settings.expected_fingerprint
-        try:
-            dispatch: Dispatch[Gathering] = self._dispatch([Message(request)], self.deadline(timeout_seconds, started))
+        dispatch: Dispatch[Gathering] = self._dispatch([Message(request)], time_limit)
+        async with aclosing(wire):
             await exchange(wire, "Inspect", dispatch, lambda _, answer: answer)
-        finally:
-            await wire.aclose()
         [(_, answer)] = dispatch.answers
         result = answer.result(wire.now() - started, dispatch.attempts)
         check_expected(self.settings.expected_fingerprint, result.fingerprint)
@@ -121,96 +125,60 @@ class Core:
 
     async def list_models(self, wire: Wire, timeout_seconds: float | None) -> list[ModelInfo]:
         """Asks for every model."""
-        deadline = self.deadline(timeout_seconds, wire.now())
-        try:
-            response = await self._ask(wire, "ListModels", pb.ListModelsRequest(), deadline)
-        finally:
-            await wire.aclose()
+        time_limit = self.time_limit(timeout_seconds, wire.now())
+        async with aclosing(wire):
+            response = await self._ask(wire, "ListModels", pb.ListModelsRequest(), time_limit)
         return [model_info(model) for model in response.models]
 
     async def get_model(self, wire: Wire, key: ModelKey, timeout_seconds: float | None) -> ModelInfo:
         """Asks for one model, and remembers it."""
-        deadline = self.deadline(timeout_seconds, wire.now())
-        try:
-            return await self._fetch_model(wire, key, deadline)
-        finally:
-            await wire.aclose()
+        time_limit = self.time_limit(timeout_seconds, wire.now())
+        async with aclosing(wire):
+            return await self._fetch_model(wire, key, time_limit)
 
-    def deadline(self, timeout_seconds: float | None, now: float) -> Deadline:
-        """When a call that begins now must be over; None stands for the client's own timeout."""
-        timeout = self.settings.timeout_seconds
-        if timeout_seconds is not None:
-            timeout = as_float("timeout_seconds", timeout_seconds)
+    def time_limit(self, timeout_seconds: float | None, now: float) -> TimeLimit:
+        """How long a call that begins now may take in all; with None each of its messages, by the client's setting."""
+        if timeout_seconds is None:
+            return TimeLimit(self.settings.timeout_seconds)
+        timeout = as_float("timeout_seconds", timeout_seconds)
         if not timeout > 0:
             raise ValueError(f"timeout_seconds must be > 0; was {timeout}")
-        return Deadline(now + timeout, timeout)
+        return TimeLimit(timeout, now + timeout)
 
-    async def _encode(
-        self, wire: Wire, inputs: Sequence[Input], key: ModelKey, options: Options, deadline: Deadline, describe: bool
-    ) -> EncodeResult:
-        started = wire.now()
-        if not inputs:  # the answer is all about the model, so what is remembered of it will not do
-            info = await self._fetch_model(wire, key, deadline)
-            check_expected(self.settings.expected_fingerprint, info.fingerprint)
-            return empty_result(info, options, wire.now() - started)
-        info = self._models.get(key) or await self._fetch_model(wire, key, deadline)
-        parts: list[Part] = []
-        attempts = 0
-        for _ in range(_MOST_ROUNDS):
-            dispatch = await self._encode_all(wire, inputs, key, options, deadline, describe, info)
-            attempts += dispatch.attempts
-            parts = [part for _, part in sorted(dispatch.answers, key=lambda answer: answer[0])]
-            if len({part.fingerprint for part in parts}) == 1:
-                break
-        result = merge_parts(parts, wire.now() - started, attempts)
-        check_expected(self.settings.expected_fingerprint, result.fingerprint)
-        return result
-
-    async def _encode_all(
-        self,
-        wire: Wire,
-        inputs: Sequence[Input],
-        key: ModelKey,
-        options: Options,
-        deadline: Deadline,
-        describe: bool,
-        info: ModelInfo,
-    ) -> Dispatch[Part]:
+    async def _exchange_parts(
+        self, wire: Wire, dispatch: Dispatch[Part], key: ModelKey, options: Options, describe: bool
+    ) -> None:
         """Has every input encoded once; the answers' fingerprints may differ."""
-        limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
-        template = request_template(key, options, self.settings.expected_fingerprint)
-        dispatch: Dispatch[Part] = self._dispatch(plan_messages(inputs, template, options, limits), deadline)
+
+        def decode(message: Message, response: pb.EncodeResponse) -> Part:
+            return decode_response(response, options, message.n_inputs, describe=describe)
+
         try:
-            await exchange(
-                wire,
-                "Encode",
-                dispatch,
-                lambda message, response: decode_response(response, options, message.n_inputs, describe=describe),
-            )
+            await exchange(wire, "Encode", dispatch, decode)
         finally:
             if dispatch.saw_too_large:  # the limits that the plan was made for may be out of date
                 self._models.pop(key, None)
-        return dispatch
 
-    async def _fetch_model(self, wire: Wire, key: ModelKey, deadline: Deadline) -> ModelInfo:
+    async def _fetch_model(self, wire: Wire, key: ModelKey, time_limit: TimeLimit) -> ModelInfo:
         request = pb.GetModelRequest(model=key[0], model_version=key[1])
-        response = await self._ask(wire, "GetModel", request, deadline)
+        response = await self._ask(wire, "GetModel", request, time_limit)
         if not response.HasField("model") or response.model.d_model < 1:
             raise ProtocolError("the answer to GetModel must describe a model with d_model >= 1")
         self._models[key] = info = model_info(response.model)
         return info
 
     async def _ask(
-        self, wire: Wire, rpc: Rpc, request: pb.GetModelRequest | pb.ListModelsRequest, deadline: Deadline
+        self, wire: Wire, rpc: Rpc, request: pb.GetModelRequest | pb.ListModelsRequest, time_limit: TimeLimit
     ) -> Any:
-        dispatch: Dispatch[Any] = self._dispatch([Message(request)], deadline)
+        dispatch: Dispatch[Any] = self._dispatch([Message(request)], time_limit)
         await exchange(wire, rpc, dispatch, lambda _, response: response)
         return dispatch.answers[0][1]
 
-    def _dispatch(self, messages: Iterable[Message], deadline: Deadline) -> Dispatch[Any]:
+    def _dispatch(self, messages: Iterable[Message], time_limit: TimeLimit) -> Dispatch[Any]:
         settings = self.settings
-        call = CallInfo(settings.target, deadline.seconds)
-        return Dispatch(messages, settings.retry, deadline.at, settings.max_concurrent_messages, settings.random, call)
+        return Dispatch(
+            messages, settings.retry, time_limit, settings.max_concurrent_messages, settings.random, settings.target
+        )
 
 
 async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable[[Message, Any], R]) -> None:
@@ -218,7 +186,8 @@ async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable
     while True:
         taken = dispatch.take(wire.now())
         for message in taken:
-            wire.start(rpc, message, dispatch.seconds_left(wire.now()), alone=dispatch.is_alone)
+            seconds_left = None if math.isinf(message.deadline) else max(message.deadline - wire.now(), 0.001)
+            wire.start(rpc, message, seconds_left, alone=dispatch.is_alone)
         if dispatch.done:
             return
         event = await wire.wait(dispatch.seconds_to_wait(wire.now()))

@@ -6,10 +6,10 @@ time comes in as an argument. Nothing here blocks, and only the driver of the ca
 
 import heapq
 import itertools
-import math
 import random as random_module
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import grpc
@@ -63,12 +63,29 @@ class Outbox(Generic[T]):
         heapq.heapify(self._later)
 
 
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """How long a call may take.
+
+    Attributes:
+        seconds: Of each message, from when it is first sent until it is answered; of the whole call if that has an end.
+        ends: When the whole call must be over; None for no such limit.
+    """
+
+    seconds: float
+    ends: float | None = None
+
+    def deadline(self, now: float) -> float:
+        """When the answer to a message that is first sent now must have come."""
+        return now + self.seconds if self.ends is None else self.ends
+
+
 class Dispatch(Generic[R]):
     """The messages of one call.
 
     At most `max_concurrent` are out at a time, and messages are drawn from their iterator only when there is room. A
-    message that failed for a while is sent again within the policy and the deadline; one that is too large is replaced
-    by its halves; any other failure ends the call.
+    message that failed for a while is sent again within the policy and its deadline; one that is too large is replaced
+    by its halves, which are new messages; any other failure ends the call.
 
     Attributes:
         answers: What `answered` was given, each after its message's first_index; in no order.
@@ -80,10 +97,10 @@ class Dispatch(Generic[R]):
         self,
         messages: Iterable[Message],
         policy: RetryPolicy,
-        deadline: float,
+        limit: TimeLimit,
         max_concurrent: int,
         random: Callable[[], float] = random_module.random,
-        call: CallInfo = CallInfo(),  # noqa: B008 - frozen
+        target: str = "",
     ) -> None:
         self.answers: list[tuple[int, R]] = []
         self.attempts = 0
@@ -91,10 +108,10 @@ class Dispatch(Generic[R]):
         self._messages: Iterator[Message] | None = iter(messages)
         self._outbox: Outbox[Message] = Outbox()
         self._policy = policy
-        self._deadline = deadline
+        self._limit = limit
         self._max_concurrent = max_concurrent
         self._random = random
-        self._call = call
+        self._call = CallInfo(target, limit.seconds)
         self._out = 0
 
     @property
@@ -111,13 +128,15 @@ class Dispatch(Generic[R]):
         """The messages to send now; they count as out until they are reported back.
 
         Raises:
-            DeadlineError: The deadline has passed and there is something to send.
+            DeadlineError: The time is up and there is something to send.
         """
         taken: list[Message] = []
         while self._out < self._max_concurrent and (message := self._next(now)) is not None:
-            if now >= self._deadline:
+            if not message.attempts:
+                message.deadline = self._limit.deadline(now)
+            if now >= message.deadline:
                 raise DeadlineError(
-                    f"the {self._call.timeout_seconds:g} s of the call passed before everything was sent"
+                    f"{self._call.timeout_seconds:g} s passed before everything was sent"
                     + (f" to {self._call.target}" if self._call.target else ""),
                     code=grpc.StatusCode.DEADLINE_EXCEEDED,
                     attempts=message.attempts,
@@ -132,10 +151,6 @@ class Dispatch(Generic[R]):
         """How long until `take` may have something without an answer coming in; None for never."""
         due = self._outbox.next_due()
         return None if due is None or self._out >= self._max_concurrent else max(due - now, 0.0)
-
-    def seconds_left(self, now: float) -> float | None:
-        """The time left until the deadline, for one attempt; None without a deadline."""
-        return None if math.isinf(self._deadline) else max(self._deadline - now, 0.001)
 
     def answered(self, message: Message, answer: R) -> None:
         """Books an answer."""
@@ -154,7 +169,7 @@ class Dispatch(Generic[R]):
             if halves := message.halves():
                 self._outbox.push_first(halves)
                 return
-        wait = seconds_until_retry(self._policy, failure, message.attempts, self._deadline - now, self._random)
+        wait = seconds_until_retry(self._policy, failure, message.attempts, message.deadline - now, self._random)
         if wait is None:
             raise failure.to_exception(message.attempts, message.first_index, self._call)
         self._outbox.push_later(now + wait, message)

@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -53,7 +54,7 @@ class CallInfo:
 
     Attributes:
         target: The server as the caller named it; empty where nobody said.
-        timeout_seconds: How long the call, or one input of a stream, may take.
+        timeout_seconds: How long the call, or one message or input of it, may take.
     """
 
     target: str = ""
@@ -141,6 +142,11 @@ def failure_of_status(
     return Failure(code, message or "", texts.get(REASON_TRAILER, ""), delay, forbidden)
 
 
+def failure_of_call(call: Any) -> Failure:
+    """Reads the status of one of gRPC's calls, or of its errors, that failed."""
+    return failure_of_status(call.code() or grpc.StatusCode.UNKNOWN, call.details(), call.trailing_metadata())
+
+
 def failure_of_crash(error: Exception) -> Failure:
     """An error that gRPC should not raise, as a failure: the driver waits for one, and must not wait for ever."""
     return Failure(grpc.StatusCode.UNKNOWN, f"gRPC could not make the call: {error!r}")
@@ -159,8 +165,8 @@ def is_retryable(failure: Failure) -> bool:
     """Whether sending the same message again may help."""
     if failure.retry_forbidden:
         return False
-    # A gRPC server that stops answers what it has read but not begun with CANCELLED. What the caller cancels never
-    # comes here.
+    # A gRPC server that stops answers what it has read but not begun with CANCELLED. What is cancelled on this side
+    # never comes here: see `Wire.wait`.
     if failure.code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return True
     # gRPC itself answers RESOURCE_EXHAUSTED to oversize messages, and a proxy to whatever it likes: only our server's
@@ -179,7 +185,7 @@ def seconds_until_retry(
         policy: The policy.
         failure: How the last attempt ended.
         attempts: How often the message has been sent, 1 or more.
-        remaining_seconds: The time left until the caller's deadline.
+        remaining_seconds: The time left until its deadline.
         random: Draws evenly from [0, 1).
     """
     if attempts >= policy.max_attempts or not is_retryable(failure):

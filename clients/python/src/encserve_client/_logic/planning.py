@@ -5,6 +5,7 @@ typically have, so that messages do not become tiny for fear of a worst case tha
 too low the server refuses the message before computing anything, and the caller of this module sends its halves.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -35,11 +36,13 @@ class Message:
         request: The request.
         first_index: The index of its first input among the caller's.
         attempts: How often it has been sent; only `Dispatch` counts it up.
+        deadline: When its answer must have come; set by `Dispatch` when it is first sent.
     """
 
     request: Request
     first_index: int = 0
     attempts: int = 0
+    deadline: float = math.inf
 
     @property
     def n_inputs(self) -> int:

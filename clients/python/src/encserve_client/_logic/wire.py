@@ -94,7 +94,11 @@ class Wire(Protocol):
         """Asks for the caller's next input."""
 
     async def wait(self, seconds: float | None) -> Event | None:
-        """The next event; None if none came within so many seconds. None as an argument waits for ever."""
+        """The next event; None if none came within so many seconds. None as an argument waits for ever.
+
+        Raises:
+            ClientClosedError: Something ended because the client was closed, whatever gRPC makes of that.
+        """
 
     async def aclose(self) -> None:
         """Cancels everything that is still going on and waits until it has ended."""
