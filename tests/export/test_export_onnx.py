@@ -30,8 +30,7 @@ from onnx_files import (
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx, onnx_data
 from encserve_export.cli import main
 from encserve_export.errors import ConfigError, TokenizerError, VocabularyError
-from encserve_export.onnx_facts import embedding_rows, precision
-from encserve_export.onnx_model import Names
+from encserve_export.onnx_model import Names, embedding_rows, precision
 from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.text import read_tokenizer
 from encserve_proto.v1 import manifest_pb2

@@ -21,11 +21,11 @@ from encserve_export import (
     graph,
     int8,
 )
+from encserve_export.bundle import read_bundle
 from encserve_export.errors import ParityError
 from encserve_export.init import random_encoder
 from encserve_export.parameters import count_by_layer
 from encserve_export.precision import Precision
-from encserve_export.reading import read_bundle
 from encserve_export.verify import check_inspection, check_parity, least_cosine
 
 SOURCE = Source("init", "random weights, seed 0")

@@ -9,6 +9,7 @@ import pytest
 
 from encserve_export import Target, export_hf
 from encserve_export.errors import CheckpointFileError, ConfigError, TokenizerError, UnsupportedModelError
+from encserve_export.export import longest_sequence
 from encserve_export.sentence_transformers import SentenceVector, read_max_seq_length, read_sentence_vector
 from encserve_export.text import read_tokenizer
 from encserve_proto.v1 import manifest_pb2
@@ -108,41 +109,33 @@ def write_length(folder: Path, content: object, name: str = "sentence_bert_confi
 
 
 @pytest.mark.parametrize(
-    ("usual", "asked", "longest", "said"),
+    ("usual", "asked", "longest", "remark"),
     [
-        (None, None, 66, ""),
+        (None, None, 512, ""),
         (None, 20, 20, ""),
-        (66, None, 66, ""),
-        (40, None, 40, "max_sequence_tokens is 40; the checkpoint's max_seq_length is 40, its positions are 66"),
-        (70, None, 66, "max_sequence_tokens is 66; the checkpoint's max_seq_length is 70, its positions are 66"),
-        (40, 40, 40, "max_sequence_tokens is 40; the checkpoint's max_seq_length is 40, its positions are 66"),
-        (
-            40,
-            66,
-            66,
-            "max_sequence_tokens is 66; the checkpoint's max_seq_length is 40, its positions are 66: for texts of more "
-            "than 40 tokens sentence-transformers gives other vectors",
-        ),
-        (
-            40,
-            20,
-            20,
-            "max_sequence_tokens is 20; the checkpoint's max_seq_length is 40, its positions are 66: for texts of more "
-            "than 20 tokens sentence-transformers gives other vectors",
-        ),
+        (512, None, 512, ""),
+        (256, None, 256, "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, its positions are 512"),
+        (514, None, 512, "max_sequence_tokens is 512; the checkpoint's max_seq_length is 514, its positions are 512"),
+        (256, 256, 256, "max_sequence_tokens is 256; the checkpoint's max_seq_length is 256, its positions are 512"),
+        (256, 512, 512, "than 256 tokens sentence-transformers gives other vectors"),
+        (256, 128, 128, "than 128 tokens sentence-transformers gives other vectors"),
     ],
 )
 def test_the_longest_text_is_that_of_sentence_transformers(
-    bert: "Checkpoint", models: Path, usual: int | None, asked: int | None, longest: int, said: str
+    usual: int | None, asked: int | None, longest: int, remark: str
 ) -> None:
-    """Beyond it rows are none that anybody compared the model by; another length is taken, and said aloud."""
-    write_length(bert.path, {"max_seq_length": usual, "do_lower_case": False})
-    steps: list[str] = []
-    target = Target(model_repository=models, name="bert")
-    exported = export_hf(bert.path, target, max_sequence_tokens=asked, progress=steps.append)
-    assert exported.manifest.encoder.max_sequence_tokens == longest
-    assert exported.remark == said
-    assert [step for step in steps if "max_seq" in step] == ([said] if said else [])
+    """Beyond it are rows that nobody ever compared the model by; another length is taken, and said aloud."""
+    found, said = longest_sequence(512, usual, asked)
+    assert found == longest
+    assert said.endswith(remark)
+    assert bool(said) == bool(remark)
+
+
+def test_the_longest_text_is_read_from_the_checkpoint(bert: "Checkpoint", models: Path) -> None:
+    write_length(bert.path, {"max_seq_length": 40, "do_lower_case": False})
+    exported = export_hf(bert.path, Target(model_repository=models, name="bert"))
+    assert exported.manifest.encoder.max_sequence_tokens == 40
+    assert "the checkpoint's max_seq_length is 40" in exported.remark
 
 
 def test_a_length_beyond_the_positions_is_refused_whatever_the_checkpoint_says(

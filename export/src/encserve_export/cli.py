@@ -9,7 +9,7 @@ import click
 from rich.console import Console
 
 from encserve_export import graph, report
-from encserve_export.bundle import name_from
+from encserve_export.bundle import name_from, read_bundle
 from encserve_export.checkpoint import DEFAULT_LONGEST
 from encserve_export.config import EncoderConfig, Input
 from encserve_export.errors import ConfigError, ExportError
@@ -19,7 +19,6 @@ from encserve_export.onnx_export import OnnxOptions, export_onnx
 from encserve_export.onnx_model import Names
 from encserve_export.precision import Precision
 from encserve_export.propagation import measure, read_sequence
-from encserve_export.reading import read_bundle
 from encserve_export.sentence_transformers import POOLINGS, SentenceVector
 from encserve_export.text import TokenizerFile, read_tokenizer
 from encserve_proto.v1 import manifest_pb2

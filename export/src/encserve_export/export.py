@@ -79,7 +79,7 @@ def export_hf(
     progress("reading the checkpoint")
     layout = hf_bert.read_layout(read_object(directory / "config.json"))
     vector, usual = read_sentence_vector(directory), read_max_seq_length(directory)
-    longest, remark = _longest(layout.config.max_sequence_tokens, usual, max_sequence_tokens)
+    longest, remark = longest_sequence(layout.config.max_sequence_tokens, usual, max_sequence_tokens)
     if remark:
         progress(remark)
     tokenizer_path = directory / manifest.TOKENIZER_FILE
@@ -94,7 +94,7 @@ def export_hf(
     return dataclasses.replace(exported, remark=remark)
 
 
-def _longest(positions: int, usual: int | None, asked: int | None) -> tuple[int, str]:
+def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tuple[int, str]:
     """The longest sequence to serve, in tokens, and a remark where that is not simply all positions.
 
     Args:

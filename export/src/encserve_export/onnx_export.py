@@ -5,7 +5,7 @@ from pathlib import Path
 
 import onnx
 
-from encserve_export import bundle, graph, manifest, onnx_data, onnx_facts, onnx_model, verify
+from encserve_export import bundle, graph, manifest, onnx_data, onnx_model, verify
 from encserve_export.checkpoint import DEFAULT_LONGEST
 from encserve_export.errors import ConfigError, VocabularyError
 from encserve_export.export import Exported, Progress, Target, complete
@@ -57,7 +57,7 @@ def export_onnx(
     model = onnx_model.read_model(path)
     interface = onnx_model.find_interface(model, options.names)
     onnx_model.check_operators(model)
-    rows = onnx_facts.embedding_rows(model, interface.input_ids)
+    rows = onnx_model.embedding_rows(model, interface.input_ids)
     external = onnx_data.take_in(model, path.parent)
     weights = sha256([path, *external])
     with bundle.draft(target.model_repository, target.name, target.version, overwrite=target.overwrite) as folder:
@@ -71,9 +71,9 @@ def export_onnx(
         progress(f"the rows are its output {interface.output}; there are {vocab_size} token ids")
         progress(f"running it, with 1 to {options.max_sequence_tokens} tokens")
         runner.check_ends(vocab_size, options.max_sequence_tokens, options.pad_token_id)
-        parity = _check_padding(runner, options, vocab_size, onnx_facts.precision(model))
+        parity = _check_padding(runner, options, vocab_size, onnx_model.precision(model))
         progress("writing the bundle")
-        source = manifest.Source("onnx", onnx_facts.description(model), weights, options.vector, options.tokenizer)
+        source = manifest.Source("onnx", onnx_model.description(model), weights, options.vector, options.tokenizer)
         described = _describe(model, interface, options, vocab_size, runner.d_model)
         return complete(folder, target, described, source, parity, files)
 
@@ -137,6 +137,6 @@ def _describe(
         attention_mask_name=interface.attention_mask,
         token_type_ids_name=interface.token_type_ids,
         output_name=interface.output,
-        precision=onnx_facts.precision(model),
+        precision=onnx_model.precision(model),
     )
-    return manifest.Model(shape, described, {"other": onnx_facts.count_parameters(model)})
+    return manifest.Model(shape, described, {"other": onnx_model.count_parameters(model)})

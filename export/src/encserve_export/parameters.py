@@ -6,8 +6,8 @@ import re
 
 import onnx
 
+from encserve_export.bundle import ReadBundle
 from encserve_export.int8 import SCALE
-from encserve_export.reading import ReadBundle
 
 _BLOCK = re.compile(r"/blocks\.([0-9]+)/")
 # The operators that hold weights; all else among the constants are shapes, axes and scales.

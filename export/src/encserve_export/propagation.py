@@ -9,8 +9,8 @@ import onnx
 from onnx import helper
 from tokenizers import Tokenizer
 
+from encserve_export.bundle import ReadBundle
 from encserve_export.errors import SequenceError
-from encserve_export.reading import ReadBundle
 from encserve_export.runtime import onnxruntime
 
 Input = npt.NDArray[np.int64] | npt.NDArray[np.float32]  # (seq) ids or (seq, d_model) vectors

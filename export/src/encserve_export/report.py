@@ -4,11 +4,11 @@ from rich.console import Console
 from rich.table import Table
 
 from encserve_export import graph
+from encserve_export.bundle import ReadBundle
 from encserve_export.export import Exported
 from encserve_export.parameters import LayerParameters, count_by_layer
 from encserve_export.precision import BOUNDS
 from encserve_export.propagation import Propagation
-from encserve_export.reading import ReadBundle
 from encserve_proto.v1 import manifest_pb2
 
 
