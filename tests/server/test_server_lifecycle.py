@@ -295,7 +295,7 @@ async def test_text_that_waits_is_bounded(
     await server.encode("hello")
 
 
-async def test_a_short_text_does_not_wait_for_a_long_request(
+async def test_a_paragraph_does_not_wait_for_a_long_request(
     server: FakeServer, tokenized: tuple[list[int], threading.Event]
 ) -> None:
     """Long requests take turns with others, and the first text that is too long ends them."""
@@ -303,11 +303,12 @@ async def test_a_short_text_does_not_wait_for_a_long_request(
     long = ["hello " * 40_000] * 3
     slow = asyncio.create_task(server.encode(*long, options=CUT))
     await until(lambda: queued_text_bytes(server) == 3 * 240_000)
-    quick = asyncio.create_task(server.encode("hello world"))
+    paragraph = "hello world " * 50
+    quick = asyncio.create_task(server.encode(paragraph, options=CUT))
     await until(lambda: queued_text_bytes(server) > 3 * 240_000)
     go_on.set()
     await asyncio.gather(slow, quick)
-    assert lengths == [240_000, len("hello world"), 240_000, 240_000]
+    assert lengths == [240_000, len(paragraph), 240_000, 240_000]
     with pytest.raises(Failed) as caught:
         await server.encode(*long)
     assert caught.value.text.startswith("inputs[0].text: must be at most 32 tokens")

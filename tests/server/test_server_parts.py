@@ -3,6 +3,8 @@
 import asyncio
 import json
 import logging
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from fake_server import write_tokenizer
+from fake_server import LONGEST, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -156,7 +158,30 @@ def test_a_cut_text_fits_and_keeps_its_special_tokens(
         assert short.original_token_count == full.original_token_count == len(full.ids)
         assert (short.ids[0], short.ids[-1]) == (1, 2)
         assert short.ids[:-1].tolist() == full.ids[: len(short.ids) - 1].tolist()
-        assert len(short.char_starts) == len(short.char_ends) == len(short.special) == len(short.ids)
+        assert short.char_starts == [*full.char_starts[: len(short.ids) - 1], 0]
+        assert short.char_ends == [*full.char_ends[: len(short.ids) - 1], 0]
+        assert short.special.tolist() == [True, *[False] * (len(short.ids) - 2), True]
+
+
+async def test_whoever_else_runs_python_goes_on_while_a_long_text_is_tokenized(tokenizer: TextTokenizer) -> None:
+    """A health check, for one. In CPU time, of which both threads get their shares on the busiest machine."""
+    tokenizing_began = tokenizer._executor.submit(time.thread_time).result()
+    began = time.thread_time()
+    task = asyncio.create_task(tokenize(tokenizer, ["hello world " * 100_000], LONGEST))
+    while not task.done():
+        await asyncio.sleep(0)
+    took = time.thread_time() - began
+    assert (await task)[0].original_token_count == 200_002
+    assert took > (tokenizer._executor.submit(time.thread_time).result() - tokenizing_began) / 8
+
+
+async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokenizer) -> None:
+    release = threading.Event()
+    tokenizer._executor.submit(release.wait)  # as a long text would keep the thread
+    try:
+        assert (await tokenize(tokenizer, ["hello world", "brave"], LONGEST))[0].ids.tolist() == [1, 4, 7, 2]
+    finally:
+        release.set()
 
 
 def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
