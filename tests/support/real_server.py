@@ -79,23 +79,14 @@ class RealServer:
 
 
 @contextlib.contextmanager
-def real_server(model_repository: Path, *flags: str) -> Iterator[RealServer]:
+def real_server(model_repository: Path, *flags: str, program: Path = COMMAND) -> Iterator[RealServer]:
     """Runs a server and ends it, if the test has not.
 
     It does not measure its batch budget unless a flag says so: that would take seconds for every model.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_")}
-    command: list[str | Path] = [
-        COMMAND,
-        "--model-repository",
-        model_repository,
-        "--grpc-port",
-        "0",
-        "--metrics-port",
-        "0",
-        "--no-tune-batches",
-        *flags,
-    ]
+    command: list[str | Path] = [program, "--model-repository", model_repository, "--no-tune-batches"]
+    command += ["--grpc-port", "0", "--metrics-port", "0", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             yield RealServer(process)
