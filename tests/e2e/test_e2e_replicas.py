@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from callers import Callers
-from checkpoints import MODEL
+from checkpoints import export_small_with_text
 from ports import free_port
 from real_envoy import real_envoy
 from real_server import RealServer, real_server
@@ -18,7 +18,7 @@ from encserve_client import EncoderClient
 
 pytestmark = pytest.mark.system
 
-TEXTS = [f"{word} text of {'many ' * (n % 7)}words, with number {n}" for n in range(24) for word in ("A", "Another")]
+TEXTS = [f"{word} {'new ' * (n % 7)}world {'brave ' * n}".strip() for n in range(24) for word in ("hello", "world")]
 # A server's end and a client's notice of it are not the same moment.
 NOTICE_SECONDS = 3.0
 
@@ -34,7 +34,7 @@ class Replica:
 
     def start(self) -> RealServer:
         """Returns when it says that it serves."""
-        flags = ("--model", MODEL, "--grpc-port", str(self._port), "--intra-op-threads", "1")
+        flags = ("--grpc-port", str(self._port), "--intra-op-threads", "1")
         self.server = self._stack.enter_context(real_server(self._models, *flags))
         return self.server
 
@@ -64,6 +64,13 @@ class Replicas:
         self.targets = [replica.server.target for replica in (self.one, self.other)]
         with EncoderClient(self.targets[0]) as client:
             self.want = client.encode(TEXTS)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model: servers come and go, and what they compute does not matter."""
+    folder = tmp_path_factory.mktemp("small")
+    return export_small_with_text(folder / "models", "small", folder / "checkpoint").path.parent.parent
 
 
 @pytest.fixture
@@ -123,13 +130,14 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
 def test_a_replica_that_hangs(replicas: Replicas, target: Any) -> None:
     """It says nothing and keeps its connections, as a machine does that has lost its network. No call is lost."""
     one, other = replicas.one, replicas.other
-    with Callers("async", target, TEXTS, replicas.want) as callers:
+    with Callers("async", target, TEXTS, replicas.want, n_callers=8) as callers:
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer")
         one.server.process.send_signal(signal.SIGSTOP)
-        hanging = time.monotonic()
+        hanging = time.monotonic() + 1  # by now everybody has called it
         # Every caller that was with it is back, streams too: nobody waits for it any more.
         callers.wait_until(lambda: callers.all_answered_since(hanging), "every caller goes on with the other")
         one.server.process.send_signal(signal.SIGCONT)
         before = one.answered
         callers.wait_until(lambda: one.answered > before + 100, "it gets calls again")
     assert callers.failed == []
+    assert any(call.began < hanging < call.ended for call in callers.calls), "nobody was with it, so nothing was tested"

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import math
-import shutil
 import threading
 import time
 import urllib.request
@@ -14,14 +13,12 @@ from typing import Any
 import grpc
 import pytest
 from boards import ALERTS, RECORDED, ROOT, RULES, metric_names, queries, selectors
-from checkpoints import DATA
-from fake_server import write_tokenizer
+from checkpoints import export_small_with_text
 from prometheus import Prometheus, need, running_prometheus
 from prometheus_client.parser import text_string_to_metric_families
 from real_server import RealServer, real_server
 from tiny_bundle import write_bundle
 
-from encserve_export import Target, export_hf
 from encserve_proto.v1 import encoder_pb2 as pb
 
 pytestmark = pytest.mark.operate
@@ -52,9 +49,7 @@ BUILT_IN = {"up", "ALERTS", "scrape_duration_seconds"}
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Three models: one that takes text and can be inspected, and two that are a few nodes."""
     folder = tmp_path_factory.mktemp("operate")
-    checkpoint = shutil.copytree(DATA / "hf-bert", folder / "checkpoint")
-    write_tokenizer(checkpoint / "tokenizer.json")
-    export_hf(checkpoint, Target(model_repository=folder / "models", name="bert"))
+    export_small_with_text(folder / "models", "bert", folder / "checkpoint")
     for name in ("tiny-1", "tiny-2"):
         write_bundle(folder / "models", name)
     return folder / "models"

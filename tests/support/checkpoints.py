@@ -3,12 +3,14 @@
 import importlib.util
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from exporting import export_once
+from fake_server import write_tokenizer
 from safetensors.numpy import load_file
 
 from encserve_export import Exported, Target, export_checkpoint, export_hf
@@ -67,6 +69,13 @@ def export_golden(name: str, models: Path, precision: Precision = "float32") -> 
         return export_once(export_hf, DATA / name, target=target, precision=precision)
     path, fields, table = DATA / name / "checkpoint.safetensors", golden_fields(name), golden_embeddings(name)
     return export_once(export_checkpoint, path, target=target, fields=fields, embeddings=table, precision=precision)
+
+
+def export_small_with_text(models: Path, name: str, folder: Path) -> Exported:
+    """Exports a golden checkpoint with a tokenizer of eight words; it is put together in a folder that is not there."""
+    shutil.copytree(DATA / "hf-bert", folder)
+    write_tokenizer(folder / "tokenizer.json")
+    return export_once(export_hf, folder, target=Target(model_repository=models, name=name))
 
 
 def export_minilm(models: Path, name: str = MODEL, precision: Precision = "float32") -> Exported:
