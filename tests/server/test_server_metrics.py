@@ -8,6 +8,7 @@ import urllib.request
 
 import numpy as np
 import pytest
+from fake_clock import FakeClock
 from fake_server import D_MODEL, Failed, FakeServer, StartServer
 from prometheus import promtool
 from prometheus_client import CollectorRegistry, generate_latest
@@ -19,7 +20,6 @@ from encserve_server.rpc.status import REASONS
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.scheduling.runs import BusyTime
 from encserve_server.scheduling.scheduler import Scheduler, SchedulerLimits
-from encserve_server.system.clock import FakeClock
 from encserve_server.telemetry.gpus import watch_gpus
 from encserve_server.telemetry.lag import watch_lag
 from encserve_server.telemetry.metrics import Metrics

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from fake_clock import FakeClock
 
 from encserve_server.engine.base import BatchResult
 from encserve_server.engine.fake import FakeEngine, fake_rows
@@ -21,7 +22,6 @@ from encserve_server.errors import (
 )
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.scheduling.scheduler import Scheduler, SchedulerLimits
-from encserve_server.system.clock import FakeClock
 from encserve_server.types import BatchSeconds, ClosedBy, EncodedSequence, TokenIds
 
 POISON, NAN = 666, 777

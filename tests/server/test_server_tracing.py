@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fake_clock import FakeClock
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,7 +28,7 @@ from encserve_server.app import _open_tracer
 from encserve_server.engine.fake import FakeEngine
 from encserve_server.errors import StartupError
 from encserve_server.settings import Settings
-from encserve_server.system.clock import FakeClock, MonotonicClock
+from encserve_server.system.clock import MonotonicClock
 from encserve_server.telemetry import logs, spans, tracing
 from encserve_server.telemetry.metrics import Metrics
 from encserve_server.types import BatchSeconds

@@ -160,7 +160,6 @@ def fake_model(
         n_heads=N_HEADS,
         vocab_size=0 if takes_vectors else VOCAB_SIZE,
         max_sequence_tokens=LONGEST,
-        pad_token_id=0,
         special_token_ids=(0, 1, 2) if tokenizer_file else (),
         pooling=Output(OutputKind.MEAN, l2_normalize=True) if tokenizer_file else None,
         tokenizer_file=tokenizer_file,

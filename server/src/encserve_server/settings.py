@@ -150,7 +150,7 @@ class Settings:
     drain_delay_seconds: float = _setting(
         0.0,
         "After SIGTERM, how long to go on accepting while health already says NOT_SERVING, so that load balancers "
-        "notice first. It is not part of grace_seconds.",
+        "notice first. It is not part of --grace-seconds.",
         minimum=0,
     )
     max_connection_age_seconds: float | None = _setting(

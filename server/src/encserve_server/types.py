@@ -227,7 +227,6 @@ class Bundle:
         n_heads: The heads of a block.
         vocab_size: One more than the largest id; 0 where the model takes vectors.
         max_sequence_tokens: The longest sequence.
-        pad_token_id: What fills a short sequence of a batch.
         special_token_ids: Ids that the tokenizer puts around a text, and the padding id.
         pooling: How the model was trained to pool, or None where the manifest does not say.
         tokenizer_file: The tokenizer, or None where the model takes ids only.
@@ -245,7 +244,6 @@ class Bundle:
     n_heads: int
     vocab_size: int
     max_sequence_tokens: int
-    pad_token_id: int
     special_token_ids: tuple[int, ...]
     pooling: Output | None
     tokenizer_file: Path | None

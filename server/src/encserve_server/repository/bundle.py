@@ -68,7 +68,6 @@ def read_bundle(directory: Path) -> Bundle:
         n_heads=shape.n_heads,
         vocab_size=shape.vocab_size,
         max_sequence_tokens=shape.max_sequence_tokens,
-        pad_token_id=shape.pad_token_id,
         special_token_ids=tuple(manifest.text.special_token_ids),
         pooling=None if pooling is None else Output(pooling, manifest.l2_normalize),
         tokenizer_file=(

@@ -39,11 +39,7 @@ def step_back() -> None:
 
 def cpu_model() -> str:
     """The name of the CPU; empty where the system does not say."""
-    try:
-        lines = _CPUINFO.read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return _cpuinfo("model name") or platform.processor()
 
 
 def multiplies_bytes_exactly() -> bool:
@@ -51,12 +47,17 @@ def multiplies_bytes_exactly() -> bool:
 
     x86 CPUs without VNNI (AVX512-VNNI or AVX-VNNI) add two products in 16 bits, and what does not fit is cut off.
     """
+    flags = _cpuinfo("flags").split()
+    return not flags or not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags)
+
+
+def _cpuinfo(field: str) -> str:
+    """What Linux says of the first CPU; empty where it does not say, or another system runs."""
     try:
         lines = _CPUINFO.read_text().splitlines()
     except OSError:
-        return True
-    flags = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), None)
-    return flags is None or not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags)
+        return ""
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(field)), "")
 
 
 def _cgroup_quota() -> int:
