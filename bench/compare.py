@@ -1,19 +1,24 @@
 """Compares encserve with what the same model can do at best, and with what one would otherwise do.
 
     python bench/compare.py MODEL_REPOSITORY [--model NAME] [--checkpoint DIRECTORY] [--rounds 4] [--only SIDE ...]
-                            [--json FILE]
+                            [--lengths TOKENS ...] [--against DIRECTORY] [--json FILE]
 
 All sides are given the same sequences, of lengths that real texts have, on the same CPUs. Rounds are interleaved: in
 each every side runs once, in random order, and what is reported are ratios taken round by round. The ceiling is ONNX
 Runtime alone with the server's own session options, in the best order and with the best size of batches that a sweep
-has found. encserve is a real server process, asked over loopback by a third process.
+has found. encserve is a real server process, asked over loopback by the load generator of `encserve bench`.
 
-PyTorch takes part where --checkpoint names a directory in the layout of Hugging Face. See docs/performance.md.
+PyTorch takes part where --checkpoint names a directory in the layout of Hugging Face. With --against the server of
+another checkout takes part too, with the same flags: so a change is compared with what was before,
+
+    python bench/compare.py models --only encserve-1-pooled encserve-64-pooled --lengths 10 --against ../before
+
+See docs/performance.md.
 """
 
 import argparse
+import dataclasses
 import json
-import os
 import shlex
 import sys
 import tempfile
@@ -27,53 +32,91 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
-from comparison.agreement import AGREEING, check_agreement
-from comparison.arguments import common_parser
-from comparison.load import load_process
-from comparison.machine import OtherWork, describe_machine, load_average, process_tree
-from comparison.report import print_report, to_json, warnings
-from comparison.rounds import Measurement, Patience, Side, measure
-from comparison.sides import (
+from harness.agreement import check_agreement, some_places
+from harness.load import LARGE, MANY, ONE, ONE_POOLED, POOLED, served
+from harness.machine import OtherWork, describe_machine, load_average
+from harness.report import AGAINST, check_targets, print_report, ratios_table, ratios_to_against, summarise, warnings
+from harness.rounds import Measurement, Patience, Side, measure
+from harness.sides import (
+    BARE,
     CEILING,
-    EMPTY,
-    MINIMAL,
     NAIVE,
-    WINDOW,
-    calls_of,
-    encserve_sides,
-    engine_sides,
+    TORCH,
+    TORCH_BATCHED,
+    bare_side,
+    ceiling_side,
     naive_side,
     padding_graph,
     read_encoder,
-    run_side_by_side,
-    small_sides,
     sweep_budgets,
     torch_sides,
 )
-from comparison.small_servers import empty_calls, empty_server, minimal_calls, minimal_server
-from comparison.workload import LENGTHS, Workload, read_workload
-from real_server import real_server
+from harness.workload import Workload, choose_lengths, open_tokenizer, random_workload, text_workload
 
-from encserve_client import EncoderClient
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.repository.scan import newest_bundle
 from encserve_server.system.cpus import usable_cpus
 from encserve_server.types import Bundle, Graph
 
-console = Console(width=None if sys.stdout.isatty() else 150)
+SIDES = (CEILING, BARE, NAIVE, TORCH, TORCH_BATCHED, ONE, ONE_POOLED, LARGE, MANY, POOLED)
+
+console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+
+
+def common_parser(description: str | None, checkpoint_for: str, *, needs_checkpoint: bool) -> argparse.ArgumentParser:
+    """A parser of what this and bench/peers.py take; `checkpoint_for` says who needs the model's own directory."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model_repository", type=Path, help="a model repository")
+    parser.add_argument("--model", help="NAME or NAME@VERSION; the first one without it")
+    checkpoint_help = f"the model's own directory, for {checkpoint_for}"
+    parser.add_argument("--checkpoint", type=Path, required=needs_checkpoint, help=checkpoint_help)
+    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=5, help="how long each load lasts")
+    parser.add_argument("--sequences", type=int, default=600)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="how much longer to take, in all, for running again what others disturbed",
+    )
+    parser.add_argument("--server-flags", default="", help="further flags of encserve-server, in one string")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
+    return parser
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = common_parser(__doc__, "PyTorch", needs_checkpoint=False)
-    parser.add_argument("--only", nargs="+", metavar="SIDE", help="names of sides; the ceiling is always one")
-    return parser.parse_args(arguments)
+    parser = common_parser(__doc__, "PyTorch and the naive batcher", needs_checkpoint=False)
+    only_help = f"some of {', '.join(SIDES)}; the ceiling is always one"
+    parser.add_argument("--only", nargs="+", choices=SIDES, default=SIDES, metavar="SIDE", help=only_help)
+    lengths_help = "how long the sequences are, in turn; as real texts without it"
+    parser.add_argument("--lengths", nargs="+", type=int, default=(), metavar="TOKENS", help=lengths_help)
+    against_help = "another checkout, whose .venv/bin/encserve-server is asked the same"
+    parser.add_argument("--against", type=Path, metavar="DIRECTORY", help=against_help)
+    options = parser.parse_args(arguments)
+    if options.against and not (options.against / ".venv/bin/encserve-server").exists():
+        parser.error(f"--against: {options.against} has no .venv/bin/encserve-server; run `make install` there")
+    if min(options.lengths, default=1) < 1:
+        parser.error(f"--lengths: must be at least 1; was {min(options.lengths)}")
+    return options
+
+
+def read_workload(bundle: Bundle, lengths: Sequence[int], seed: int) -> Workload:
+    """Texts where the model takes them and its vocabulary has words, else random ids."""
+    if bundle.tokenizer_file is not None:
+        try:
+            return text_workload(lengths, open_tokenizer(bundle.tokenizer_file), seed=seed)
+        except ValueError as error:
+            console.print(f"random ids in place of texts: {error}")
+    return random_workload(lengths, vocab_size=bundle.vocab_size, seed=seed)
 
 
 def announce(bundle: Bundle, machine: Mapping[str, Any], workload: Workload) -> None:
     """Says what is measured on what."""
-    lengths = sorted(map(len, workload.sequences))
+    lengths = sorted(workload.lengths)
     console.print(
         f"{bundle.name}@{bundle.version} ({bundle.graph.precision}): {bundle.n_layers} layers, d_model {bundle.d_model}"
     )
@@ -81,109 +124,123 @@ def announce(bundle: Bundle, machine: Mapping[str, Any], workload: Workload) -> 
         f"{machine['cpu']} ({machine['family']}), {machine['cpus']} CPUs, {' '.join(machine['flags'])}\n"
         + ", ".join(f"{name} {machine[name]}" for name in ("python", "onnxruntime", "torch", "grpcio", "numpy"))
     )
-    console.print(
-        f"{len(lengths)} sequences, {workload.tokens:,} tokens: median {lengths[len(lengths) // 2]}, "
-        f"longest {lengths[-1]}",
-        highlight=False,
-    )
+    median, longest = lengths[len(lengths) // 2], lengths[-1]
+    console.print(f"{len(lengths)} sequences, {workload.tokens:,} tokens: median {median}, longest {longest}")
+
+
+class Comparison:
+    """Who is compared, and the rows that each computes of a few sequences.
+
+    Attributes:
+        sides: All but the ceiling.
+        rows: (seq, d_model) arrays, by who computed them.
+    """
+
+    def __init__(self, options: argparse.Namespace, workload: Workload, stack: ExitStack) -> None:
+        """Opens nothing yet; what must be closed goes onto `stack`."""
+        self._options, self._workload, self._stack = options, workload, stack
+        self.places = some_places(workload.lengths)
+        self.sides: list[Side] = []
+        self.rows: dict[str, Sequence[Any]] = {}
+
+    def open_engine(self, graph: Graph) -> OnnxEngine:
+        """A graph on ONNX Runtime with the server's own session options."""
+        engine = OnnxEngine(graph, device="cpu", intra_op_threads=usable_cpus(), parallel_runs=None)
+        self._stack.callback(engine.close)
+        return engine
+
+    def add_checkpoint(self, graph: Graph) -> None:
+        """PyTorch, and the graph that others would make of it."""
+        encoder = read_encoder(self._options.checkpoint)
+        first = [self._workload.sequences[it] for it in self.places]
+        if NAIVE in self._options.only:
+            folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory()))
+            padding = self.open_engine(padding_graph(encoder, graph, folder))
+            self.rows["the graph that pads"] = [padding.run([it]).rows[0] for it in first]
+            self.sides.append(naive_side(padding, self._workload))
+        of_torch, encode = torch_sides(encoder, usable_cpus(), self._workload)
+        self.rows["PyTorch"] = [encode(it) for it in first]
+        self.sides += of_torch
+
+    def add_servers(self, bundle: Bundle, best_budget: int) -> None:
+        """Ours, and the other checkout's."""
+        flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu"]
+        # Two builds are compared, and not what each happens to find by measuring.
+        against = self._options.against
+        flags += ["--max-batch-tokens", str(best_budget)] if against else ["--tune-batches"]
+        flags += shlex.split(self._options.server_flags)
+        asked = (self._options.model_repository, flags, self._workload, self._options.seconds)
+        ours = self._stack.enter_context(served(*asked))
+        self.sides += ours.sides()
+        self.rows["encserve"] = ours.rows(self.places)
+        if against:
+            program = against.absolute() / ".venv/bin/encserve-server"
+            theirs = self._stack.enter_context(served(*asked, program=program))
+            self.rows[f"encserve of {against}"] = theirs.rows(self.places)
+            for side in theirs.sides():
+                self.sides.append(
+                    dataclasses.replace(side, name=side.name + AGAINST, label=f"{side.label}, of {against}")
+                )
+
+    def chosen(self, ceiling: Side) -> list[Side]:
+        """The sides that `--only` names, and the ceiling."""
+        return [ceiling, *(it for it in self.sides if it.name.removesuffix(AGAINST) in self._options.only)]
 
 
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
-    load_before, machine = load_average(), describe_machine()
-    directory = newest_bundle(options.model_repository, options.model)
-    bundle = read_bundle(directory)
+    load_before, machine, others = load_average(), describe_machine(), OtherWork()
+    bundle = read_bundle(newest_bundle(options.model_repository, options.model))
     if bundle.graph.takes_vectors:
         raise SystemExit(f"{bundle.name} takes vectors; this compares models that take token ids")
-    workload = read_workload(
-        LENGTHS,
-        count=options.sequences,
-        seed=options.seed,
-        vocab_size=bundle.vocab_size,
-        longest=bundle.max_sequence_tokens,
+    lengths = choose_lengths(
+        options.sequences, seed=options.seed, longest=bundle.max_sequence_tokens, given=options.lengths
     )
+    workload = read_workload(bundle, lengths, options.seed)
     announce(bundle, machine, workload)
-    engine = _open_engine(bundle.graph, stack)
-    flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu", "--tune-batches"]
-    flags += shlex.split(options.server_flags)
-    server = stack.enter_context(real_server(options.model_repository, *flags))
-    load = stack.enter_context(load_process(server.target, calls_of(workload)))
-    first = workload.sequences[:AGREEING]
-    nothing = {EMPTY: empty_calls(workload.sequences, bundle.d_model)}
-    empty = stack.enter_context(load_process(stack.enter_context(empty_server()), nothing))
-    small = stack.enter_context(minimal_server(directory, usable_cpus()))
-    minimal = stack.enter_context(load_process(small, {MINIMAL: minimal_calls(workload.sequences)}))
-    with EncoderClient(server.target) as client:
-        rows = {"encserve": list(client.encode(first))}
-    pids = process_tree(os.getpid())
-    others, patience = OtherWork(pids), Patience(options.patience, lambda: OtherWork(pids).share)
-
+    comparison = Comparison(options, workload, stack)
+    engine = comparison.open_engine(bundle.graph)
     budgets = sweep_budgets(engine, workload, options.seed)
     best = max(budgets, key=lambda it: budgets[it])
     console.print("tokens/s by budget: " + ", ".join(f"{it}: {rate:,.0f}" for it, rate in budgets.items()))
-    parallel_budgets = sweep_budgets(engine, workload, options.seed, run_side_by_side)
-    sides = engine_sides(engine, workload, best, max(parallel_budgets, key=lambda it: parallel_budgets[it]))
-    if options.checkpoint:
-        encoder = read_encoder(options.checkpoint)
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        padding = _open_engine(padding_graph(encoder, bundle.graph, folder), stack)
-        rows["the graph that pads"] = [padding.run([it]).rows[0] for it in first]
-        sides.append(
-            naive_side(NAIVE, f"naive batcher: {WINDOW} in order of arrival, everything padded", padding, workload)
-        )
-        of_torch, encode = torch_sides(encoder, usable_cpus(), workload)
-        rows["PyTorch"] = [encode(it) for it in first]
-        sides += of_torch
-    else:
+    comparison.sides.append(bare_side(engine, workload))
+    if not options.checkpoint:
         console.print("PyTorch and the naive batcher are left out: --checkpoint names no directory")
-    sides += [*small_sides(empty, minimal, workload), *encserve_sides(load, workload)]
-    agreement = check_agreement(engine, rows, workload)
-    found = measure(chosen(sides, options.only), options.rounds, options.seed, show_round, patience)
-    share = others.share()
-    context = {
+    elif {NAIVE, TORCH, TORCH_BATCHED} & set(options.only):
+        comparison.add_checkpoint(bundle.graph)
+    comparison.add_servers(bundle, best)
+    wanted = [engine.run([workload.sequences[it]]).rows[0] for it in comparison.places]
+    agreement = check_agreement(comparison.rows, wanted)
+    sides = comparison.chosen(ceiling_side(engine, workload, best))
+    patience = Patience(options.patience, lambda: OtherWork().share)
+    found = measure(sides, options.rounds, options.seed, show_round, patience)
+    return {
         "model": {"name": bundle.name, "version": bundle.version, "fingerprint": bundle.fingerprint},
         "machine": machine,
         "load_average": {"before": load_before, "after": load_average()},
-        "used_by_others": share,
+        "used_by_others": others.share(),
         "workload": {
-            "sequences": len(workload.sequences),
+            "sequences": len(lengths),
             "tokens": workload.tokens,
             "seed": options.seed,
-            "lengths": workload.about,
+            "lengths": list(options.lengths) or "those of real texts",
         },
         "sweep": {str(budget): rate for budget, rate in budgets.items()},
         "agreement": agreement,
         "rounds": options.rounds,
+        "seconds": options.seconds,
         "warnings": warnings(load_before, found),
+        "sides": summarise(sides, found),
+        "targets": [dataclasses.asdict(it) for it in check_targets(found)],
+        "ratios_to_against": ratios_to_against(found),
     }
-    return to_json(chosen(sides, options.only), found, context)
-
-
-def _open_engine(graph: Graph, stack: ExitStack) -> OnnxEngine:
-    engine = OnnxEngine(graph, device="cpu", intra_op_threads=usable_cpus(), parallel_runs=None)
-    stack.callback(engine.close)
-    return engine
-
-
-def chosen(sides: Sequence[Side], only: Sequence[str] | None) -> list[Side]:
-    """The sides that `--only` names, and the ceiling.
-
-    Raises:
-        SystemExit: It names one that is not there.
-    """
-    names = {side.name for side in sides}
-    if only and not set(only) <= names:
-        raise SystemExit(
-            f"--only: no side {', '.join(sorted(set(only) - names))}; there are {', '.join(sorted(names))}"
-        )
-    return [side for side in sides if not only or side.name in {CEILING, *only}]
 
 
 def show_round(number: int, found: Mapping[str, Measurement]) -> None:
     """Says how a round went, so that nobody has to wait in the dark."""
     ceiling = found[CEILING].tokens_per_second
     shown = ", ".join(f"{name} {it.tokens_per_second / ceiling:.2f}" for name, it in found.items() if name != CEILING)
-    console.print(f"round {number + 1}: ceiling {ceiling:,.0f} tokens/s; {shown}", highlight=False)
+    console.print(f"round {number + 1}: ceiling {ceiling:,.0f} tokens/s; {shown}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -193,12 +250,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ExitStack() as stack:
         report = compare(options, stack)
     print_report(console, report)
+    if report["ratios_to_against"]:
+        console.print(ratios_table(f"ratio to the server of {options.against}", report["ratios_to_against"]))
     load = report["load_average"]
     used = "" if report["used_by_others"] is None else f"; others used {report['used_by_others']:.1%} of the CPUs"
     console.print(
         f"{options.rounds} rounds in {time.monotonic() - began:.0f} s; load average {load['before']:.2f} before, "
-        f"{load['after']:.2f} after (this run included){used}",
-        highlight=False,
+        f"{load['after']:.2f} after (this run included){used}"
     )
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from comparison.agreement import lowest_cosine
-from comparison.machine import describe_machine
-from comparison.workload import LENGTHS, Sequence64, read_workload
 from engines import as_batches
+from harness.agreement import lowest_cosine
+from harness.machine import describe_machine
+from harness.workload import Sequence64, choose_lengths, random_workload
 from rich.console import Console
 from rich.table import Table
 
@@ -83,7 +83,8 @@ class Gpu:
         self._made: dict[int, list[list[Sequence64]]] = {}
         self._engines: dict[tuple[str, int], OnnxEngine] = {}
         longest, size = (min(getattr(it, name) for it in bundles) for name in ("max_sequence_tokens", "vocab_size"))
-        self.work = read_workload(LENGTHS, count=sequences, seed=seed, vocab_size=size, longest=longest)
+        lengths = choose_lengths(sequences, seed=seed, longest=longest)
+        self.work = random_workload(lengths, vocab_size=size, seed=seed)
 
     def close(self) -> None:
         """Closes the engines."""

@@ -12,7 +12,6 @@ anything is measured and asked in interleaved rounds, as in `bench/compare.py`. 
 import argparse
 import dataclasses
 import json
-import os
 import shlex
 import signal
 import sys
@@ -27,29 +26,25 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
-from comparison.agreement import TOLERANCE, lowest_cosine, some_places, worst_difference
-from comparison.arguments import common_parser
-from comparison.load import load_process, make_calls, make_text_calls
-from comparison.machine import OtherWork, cpu_seconds, describe_machine, load_average, process_tree
-from comparison.peer_report import peers_json, precision_of, print_missing, print_peers
-from comparison.peers import AS_IT_COMES, PEERS_BY_NAME, VECTORS, Given, Setting, opened
-from comparison.programs import PeerUnavailable
-from comparison.report import summarise, warnings
-from comparison.rounds import NO_PATIENCE, Measurement, Patience, Side, measure
-from comparison.sides import CALLERS, MANY, PASSES, ceiling_side, sweep_budgets
-from comparison.texts import Texts, make_texts, open_tokenizer
-from comparison.workload import LENGTHS, draw_lengths, read_histogram
-from real_server import real_server
+from compare import common_parser
+from harness.agreement import TOLERANCE, lowest_cosine, some_places, worst_difference
+from harness.load import CALLERS, MANY, POOLED, Served, served
+from harness.machine import OtherWork, describe_machine, load_average, own_cpu_seconds
+from harness.peers import AS_IT_COMES, INFINITY, PEERS_BY_NAME, TRITON, VECTORS, Given, Setting, opened
+from harness.programs import PeerUnavailable
+from harness.report import Found, Target, print_report, ratio_target, ratios_table, summarise, warnings
+from harness.rounds import NO_PATIENCE, Measurement, Patience, Side, Spread, measure, ratios, spread
+from harness.sides import ceiling_side, sweep_budgets
+from harness.workload import Workload, choose_lengths, open_tokenizer, text_workload
 
-from encserve_client import EncoderClient
-from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.repository.scan import newest_bundle
 from encserve_server.system.cpus import usable_cpus
 from encserve_server.types import Bundle
 
-TEXT = "encserve-64-text-pooled"
+# What is wanted of encserve in float32 and in bfloat16, 64 callers, as a ratio to a peer.
+WANTED = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}
 COSINE = 0.999  # of a row, for servers with further flags: a lower precision may be what they are about
 SWEEP_ROUNDS = 2
 IDLE_SECONDS = 3.0
@@ -76,74 +71,61 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
 def read_server(text: str) -> tuple[str, str]:
     """NAME=FLAGS as a side's name and flags."""
     name, equals, flags = text.partition("=")
-    if not name or not equals or name in {"64", "64-text-pooled"}:
+    if not name or not equals or f"encserve-{name}" in {MANY, POOLED}:
         raise argparse.ArgumentTypeError(f'{text!r} is not NAME="FLAGS"')
     return f"encserve-{name}", flags
 
 
-def read_texts(bundle: Bundle, options: argparse.Namespace) -> Texts:
+def read_texts(bundle: Bundle, options: argparse.Namespace) -> Workload:
     """Texts whose lengths are those of real ones."""
     if bundle.tokenizer_file is None:
         raise SystemExit(f"{bundle.name} has no tokenizer; the peers take texts")
-    histogram, about = read_histogram(LENGTHS)
-    lengths = draw_lengths(histogram, count=options.sequences, seed=options.seed, longest=bundle.max_sequence_tokens)
-    return make_texts(open_tokenizer(bundle.tokenizer_file), lengths, about=about, seed=options.seed)
+    lengths = choose_lengths(options.sequences, seed=options.seed, longest=bundle.max_sequence_tokens)
+    return text_workload(lengths, open_tokenizer(bundle.tokenizer_file), seed=options.seed)
 
 
 class Servers:
     """The encserve servers, each with its callers.
 
     Attributes:
+        first: The one without further flags.
         sides: What is measured of them.
         precisions: Which targets a side is held to, by its name.
     """
 
-    def __init__(self, options: argparse.Namespace, bundle: Bundle, texts: Texts, stack: ExitStack) -> None:
+    def __init__(self, options: argparse.Namespace, bundle: Bundle, workload: Workload, stack: ExitStack) -> None:
         """Starts them."""
         self.sides: list[Side] = []
         self.precisions: dict[str, str] = {}
-        self._targets: dict[str, str] = {}
-        calls = {
-            "tokens": make_calls([[it] for it in texts.workload.sequences], pb.OUTPUT_KIND_TOKENS),
-            "pooled": make_text_calls(texts.texts, texts.lengths, pb.OUTPUT_KIND_MODEL_POOLING),
-        }
-        count = PASSES * len(texts.texts)
+        self._servers: dict[str, Served] = {}
         base = f"--model {bundle.name}@{bundle.version} --device cpu --tune-batches {options.server_flags}"
         for name, flags in ((MANY, ""), *options.server):
-            server = stack.enter_context(real_server(options.model_repository, *shlex.split(f"{base} {flags}")))
-            load = stack.enter_context(load_process(server.target, calls))
-            load.ask("tokens", callers=CALLERS, count=count)  # memory is taken now
-            self._targets[name] = server.target
-            self.precisions[name] = precision_of(flags)
-            label = f"encserve, {CALLERS} callers" + (f", {flags}" if flags else "")
-            self._add(name, label, load.ask, "tokens", count)
-            if not flags:
-                self._add(TEXT, f"encserve, {CALLERS} callers, text in, pooled", load.ask, "pooled", count)
+            of_server = shlex.split(f"{base} {flags}")
+            server = stack.enter_context(served(options.model_repository, of_server, workload, options.seconds))
+            self._servers[name] = server
+            self.precisions[name] = "bfloat16" if "bfloat16" in flags else "float32"
+            sides = {it.name: it for it in server.sides()}
+            if name == MANY:
+                self.sides += [sides[MANY], sides[POOLED]]
+            else:
+                label = f"encserve, {CALLERS} callers, {flags}"
+                self.sides.append(dataclasses.replace(sides[MANY], name=name, label=label))
+        self.first = self._servers[MANY]
 
-    def _add(self, name: str, label: str, ask: Callable[..., Measurement], kind: str, count: int) -> None:
-        self.sides.append(Side(name, label, lambda: ask(kind, callers=CALLERS, count=count)))
-
-    def check(self, texts: Texts, places: Sequence[int], rows: Sequence[Any]) -> dict[str, Any]:
+    def check(self, places: Sequence[int], rows: Sequence[Any]) -> dict[str, Any]:
         """Compares their rows with the engine's.
 
         Raises:
             SystemExit: A server computes something else.
         """
         found = {}
-        for name, target in self._targets.items():
-            with EncoderClient(target) as client:
-                its = list(client.encode([texts.workload.sequences[it] for it in places]))
+        for name, server in self._servers.items():
+            its = server.rows(places)
             difference, cosine = worst_difference(its, rows), lowest_cosine(its, rows)
             found[name] = {"difference": difference, "cosine": cosine}
             if cosine < COSINE or (name == MANY and difference > TOLERANCE):
                 raise SystemExit(f"{name} does not compute the same: cosine {cosine:.5f}, difference {difference:.1e}")
         return found
-
-    def vectors(self, texts: Texts, places: Sequence[int]) -> list[Any]:
-        """The pooled vectors of texts, (1, d_model) each, of length 1."""
-        with EncoderClient(self._targets[MANY]) as client:
-            found = client.embed([texts.texts[it] for it in places])  # (texts, d_model)
-        return [it[None] / float((it**2).sum()) ** 0.5 for it in found]
 
 
 def check_peer(
@@ -184,9 +166,7 @@ def fastest(peer: str, settings: Sequence[Setting], seed: int) -> tuple[Setting,
     for name, setting in tried.items():
         if name != best and not setting.as_it_comes:
             setting.close()
-    console.print(
-        f"{peer}, tokens/s: " + "; ".join(f"{it}: {rate:,.0f}" for it, rate in rates.items()), highlight=False
-    )
+    console.print(f"{peer}, tokens/s: " + "; ".join(f"{it}: {rate:,.0f}" for it, rate in rates.items()))
     return tried[best], rates
 
 
@@ -199,7 +179,7 @@ def open_peers(
     missing: dict[str, str] = {}
     for peer in options.peers:
         own = stack.enter_context(ExitStack())
-        console.print(f"starting {peer} …", highlight=False)
+        console.print(f"starting {peer} …")
         try:
             settings = own.enter_context(opened(peer, given))
             best, rates = fastest(peer, settings, options.seed)
@@ -207,7 +187,7 @@ def open_peers(
         except PeerUnavailable as error:
             own.close()
             missing[peer] = error.reason
-            print_missing(console, {peer: error.reason})
+            print_missing({peer: error.reason})
             continue
         sides += best.sides
         for setting in settings:
@@ -225,61 +205,90 @@ def open_peers(
 def idle_share() -> float:
     """How much of one CPU all of the benchmark's processes take while nobody asks."""
     time.sleep(1)
-    pids = [it for it in process_tree(os.getpid()) if it != os.getpid()]
-    before = cpu_seconds(pids)
+    before = own_cpu_seconds()
     time.sleep(IDLE_SECONDS)
-    return (cpu_seconds(pids) - before) / IDLE_SECONDS
+    return (own_cpu_seconds() - before) / IDLE_SECONDS
+
+
+def ratios_to_peers(found: Found, ours: Sequence[str], peers: Sequence[str]) -> dict[str, dict[str, Spread]]:
+    """Encserve : peer in tokens/s, by peer and by side of ours; round by round, then the median and quartiles."""
+    return {peer: {mine: spread(ratios(found[mine], found[peer])) for mine in ours} for peer in peers}
+
+
+def peer_targets(found: Found, precisions: Mapping[str, str]) -> list[Target]:
+    """The targets whose sides were all run; `precisions` are those of our sides that have any, by name.
+
+    Each is told twice, of a peer as it comes and of a peer at its best, where those are two.
+    """
+    return [
+        target
+        for mine, precision in precisions.items()
+        for peer, bound in WANTED[precision].items()
+        for side in (peer + AS_IT_COMES, peer)
+        for target in ratio_target(found, mine, side, f"{mine} ({precision}), ratio to {side}", bound)
+    ]
+
+
+def print_missing(missing: Mapping[str, str]) -> None:
+    """Says which peers could not take part, and why."""
+    for peer, reason in missing.items():
+        console.print(f"[bold red]Missing: {peer}[/]")
+        console.print(reason, markup=False)
 
 
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
     load_before, machine = load_average(), describe_machine()
     bundle = read_bundle(newest_bundle(options.model_repository, options.model))
-    texts = read_texts(bundle, options)
-    places = some_places(texts.lengths)
-    console.print(f"{bundle.name}@{bundle.version}: {len(texts.texts)} texts, {texts.workload.tokens:,} tokens")
+    workload = read_texts(bundle, options)
+    places = some_places(workload.lengths)
+    console.print(f"{bundle.name}@{bundle.version}: {len(workload.texts)} texts, {workload.tokens:,} tokens")
     engine = OnnxEngine(bundle.graph, device="cpu", intra_op_threads=usable_cpus())
     stack.callback(engine.close)
-    rows = [engine.run([texts.workload.sequences[it]]).rows[0] for it in places]
-    servers = Servers(options, bundle, texts, stack)
-    agreement = servers.check(texts, places, rows)
-    vectors = servers.vectors(texts, places)
+    rows = [engine.run([workload.sequences[it]]).rows[0] for it in places]
+    servers = Servers(options, bundle, workload, stack)
+    agreement = servers.check(places, rows)
+    vectors = servers.first.vectors(places)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     file = folder / "workload.json"
-    file.write_text(json.dumps({"texts": texts.texts, "ids": [it.tolist() for it in texts.workload.sequences]}))
-    given = Given(texts, file, bundle.graph, options.checkpoint.resolve(), usable_cpus(), folder)
+    file.write_text(json.dumps({"texts": workload.texts, "ids": [it.tolist() for it in workload.sequences]}))
+    checkpoint = options.checkpoint.resolve()
+    given = Given(workload, file, bundle.graph, checkpoint, usable_cpus(), options.seconds, folder)
     peers, peer_sides, missing = open_peers(
         options, given, lambda peer, setting: check_peer(peer, setting, places, rows, vectors), stack
     )
-    budgets = sweep_budgets(engine, texts.workload, options.seed)
-    ceiling = ceiling_side(engine, texts.workload, max(budgets, key=lambda it: budgets[it]))
+    budgets = sweep_budgets(engine, workload, options.seed)
+    ceiling = ceiling_side(engine, workload, max(budgets, key=lambda it: budgets[it]))
     idle = idle_share()
     sides = [ceiling, *servers.sides, *peer_sides]
-    patience = Patience(options.patience, lambda: OtherWork(process_tree(os.getpid())).share)
+    patience = Patience(options.patience, lambda: OtherWork().share)
     found = measure(sides, options.rounds, options.seed, show_round, patience)
     texts_of_warning = warnings(load_before, found)
     if idle > IDLE_SHARE:
         texts_of_warning.append(f"while nobody asked, all the servers together took {idle:.0%} of a CPU")
+    table = ratios_to_peers(found, [it.name for it in servers.sides], [it.name for it in peer_sides])
     return {
         "model": {"name": bundle.name, "version": bundle.version, "fingerprint": bundle.fingerprint},
         "machine": machine,
         "load_average": {"before": load_before, "after": load_average()},
         "idle_share_of_a_cpu": idle,
-        "workload": {"sequences": len(texts.texts), "tokens": texts.workload.tokens, "seed": options.seed},
+        "workload": {"sequences": len(workload.texts), "tokens": workload.tokens, "seed": options.seed},
         "agreement": agreement,
         "peers": peers,
         "missing": missing,
         "rounds": options.rounds,
+        "seconds": options.seconds,
         "warnings": texts_of_warning,
         "sides": summarise(sides, found),
-        **peers_json(found, [it.name for it in servers.sides], [it.name for it in peer_sides], servers.precisions),
+        "ratios": {peer: {mine: dataclasses.asdict(it) for mine, it in row.items()} for peer, row in table.items()},
+        "targets": [dataclasses.asdict(it) for it in peer_targets(found, servers.precisions)],
     }
 
 
 def show_round(number: int, found: Mapping[str, Measurement]) -> None:
     """Says how a round went, so that nobody has to wait in the dark."""
     shown = ", ".join(f"{name} {it.tokens_per_second:,.0f}" for name, it in found.items())
-    console.print(f"round {number + 1}, tokens/s: {shown}", highlight=False)
+    console.print(f"round {number + 1}, tokens/s: {shown}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -290,14 +299,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     began = time.monotonic()
     with ExitStack() as stack:
         report = compare(options, stack)
-    print_peers(console, report)
+    print_report(console, report)
+    if report["ratios"]:
+        console.print(ratios_table("tokens/s as a ratio to", report["ratios"]))
+    print_missing(report["missing"])
     for peer, its in report["peers"].items():
         packages = ", ".join(f"{name} {version}" for name, version in its["versions"].items())
-        console.print(f"{peer}: {its['setting']}; {packages}", highlight=False)
+        console.print(f"{peer}: {its['setting']}; {packages}")
     console.print(
         f"{options.rounds} rounds, {time.monotonic() - began:.0f} s in all; while nobody asked, the servers took "
         f"{report['idle_share_of_a_cpu']:.1%} of a CPU",
-        highlight=False,
     )
     if options.json:
         options.json.write_text(json.dumps(report, indent=2) + "\n")

@@ -1,22 +1,22 @@
 """The pure parts of the comparison with peers; no peer need be installed."""
 
 import argparse
-import os
-import subprocess
+import asyncio
+import importlib.util
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
+import peers
 import pytest
-from comparison.agreement import lowest_cosine, some_places, worst_difference
-from comparison.machine import cpu_seconds, process_tree
-from comparison.peer_report import peer_targets, print_missing, ratios_to_peers
-from comparison.peers import AS_IT_COMES, INFINITY, SENTENCES, TRITON, Setting
-from comparison.programs import PEERS, PeerUnavailable, Program, ensure_environment, free_ports
-from comparison.rounds import Measurement, Side, Spread
-from comparison.sides import MANY
-from comparison.texts import make_texts, open_tokenizer, single_words
-from peers import fastest, read_server
+from harness.load import MANY
+from harness.peers import AS_IT_COMES, INFINITY, ROWS, SENTENCES, TRITON, VECTORS, Setting
+from harness.programs import PEERS, PeerUnavailable, Program, ensure_environment, free_ports
+from harness.rounds import Measurement, Side, Spread
+from harness.workload import open_tokenizer, single_words, text_workload
+from peers import check_peer, fastest, peer_targets, print_missing, ratios_to_peers, read_server
 from rich.console import Console
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
@@ -46,14 +46,14 @@ def rates(*tokens: int) -> list[Measurement]:
 
 
 def test_texts_have_exactly_the_wanted_numbers_of_tokens(tokenizer: Tokenizer) -> None:
-    texts = make_texts(tokenizer, [3, 40, 5, 3], about="", seed=1)
+    texts = text_workload([3, 40, 5, 3], tokenizer, seed=1)
     assert texts.lengths == [3, 40, 5, 3]
-    assert [tokenizer.encode(it).ids for it in texts.texts] == [it.tolist() for it in texts.workload.sequences]
-    assert all(it[0] == 1 and it[-1] == 2 for it in texts.workload.sequences)
+    assert [tokenizer.encode(it).ids for it in texts.texts] == [it.tolist() for it in texts.sequences]
+    assert all(it[0] == 1 and it[-1] == 2 for it in texts.sequences)
 
 
 def test_texts_depend_on_the_seed_alone(tokenizer: Tokenizer) -> None:
-    first, again, other = (make_texts(tokenizer, [30], about="", seed=seed).texts for seed in (1, 1, 2))
+    first, again, other = (text_workload([30], tokenizer, seed=seed).texts for seed in (1, 1, 2))
     assert first == again != other
 
 
@@ -63,26 +63,24 @@ def test_only_whole_words_of_letters_are_used(tokenizer: Tokenizer) -> None:
 
 def test_a_length_without_room_for_a_word_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ValueError, match="a text of 2 tokens has no room for a word beside 2 special ones"):
-        make_texts(tokenizer, [2], about="", seed=0)
+        text_workload([2], tokenizer, seed=0)
 
 
 # Whether all compute the same.
 
 
-def test_the_compared_sequences_reach_from_the_shortest_to_the_longest() -> None:
-    lengths = [9, 3, 200, 40, 41, 42, 43, 44, 45, 46, 47]
-    places = some_places(lengths)
-    assert len(set(places)) == 8
-    assert {1, 2} <= set(places)
-    assert some_places([5, 3]) == [1, 0]
+def computing(kind: str, *arrays: Any) -> Setting:
+    return Setting("it", [], lambda _: {"side": (kind, list(arrays))}, {}, lambda: None)
 
 
-def test_differences_are_of_the_worst_row() -> None:
-    ours, theirs = [np.array([[1.0, 0.0], [0.0, 2.0]])], [np.array([[1.0, 0.0], [2.0, 0.0]])]
-    assert worst_difference(ours, ours) == 0
-    assert worst_difference(ours, theirs) == pytest.approx(2**0.5)
-    assert lowest_cosine(ours, ours) == 1
-    assert lowest_cosine(ours, theirs) == 0
+def test_a_peer_that_computes_something_else_is_unavailable() -> None:
+    rows, vectors = [np.array([[1.0, 0.0], [0.0, 2.0]])], [np.array([[0.6, 0.8]])]
+    assert check_peer("it", computing(ROWS, rows[0]), [0], rows, vectors) == {"side": 0}
+    assert check_peer("it", computing(VECTORS, vectors[0]), [0], rows, vectors) == {"side": 0}
+    with pytest.raises(PeerUnavailable, match=r"^it: side does not compute the same: off by 1.0e\+00 of the norm$"):
+        check_peer("it", computing(ROWS, 2 * rows[0]), [0], rows, vectors)
+    with pytest.raises(PeerUnavailable, match=r"^it: side gives other shapes: it has cut texts off"):
+        check_peer("it", computing(ROWS, rows[0][:1]), [0], rows, vectors)
 
 
 # What is made of it.
@@ -117,9 +115,10 @@ def test_a_target_whose_peer_is_missing_is_left_out() -> None:
     assert [it.wanted for it in peer_targets({MANY: rates(20), TRITON: rates(10)}, {MANY: "float32"})] == ["≥ 1.6"]
 
 
-def test_who_is_missing_is_said_by_name() -> None:
+def test_who_is_missing_is_said_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     console = Console(record=True, width=100)
-    print_missing(console, {TRITON: "no such [wheel]"})
+    monkeypatch.setattr(peers, "console", console)
+    print_missing({TRITON: "no such [wheel]"})
     assert console.export_text() == "Missing: triton\nno such [wheel]\n"
 
 
@@ -140,7 +139,7 @@ def setting(name: str, rates_in_turn: list[int], closed: list[str]) -> Setting:
 
 
 def test_the_setting_with_the_best_round_takes_part_and_the_others_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("comparison.rounds.PAUSE_SECONDS", 0)
+    monkeypatch.setattr("harness.rounds.PAUSE_SECONDS", 0)
     closed: list[str] = []
     # The first run of each takes memory and does not count.
     settings = [setting("a", [99, 5, 7], closed), setting("b", [1, 9, 2], closed), setting("c", [1, 1, 1], closed)]
@@ -153,6 +152,7 @@ def test_the_setting_with_the_best_round_takes_part_and_the_others_are_ended(mon
 # Environments and programs.
 
 
+@pytest.mark.bench
 def test_what_cannot_be_installed_is_said_with_pips_own_words(tmp_path: Path) -> None:
     requirements = tmp_path / "wanted.txt"
     requirements.write_text("./no-such-folder\n")
@@ -162,13 +162,17 @@ def test_what_cannot_be_installed_is_said_with_pips_own_words(tmp_path: Path) ->
 
 
 def test_an_environment_is_made_once(tmp_path: Path) -> None:
-    requirements, environments = tmp_path / "wanted.txt", tmp_path / "environments"
+    requirements, environments, python = tmp_path / "wanted.txt", tmp_path / "environments", tmp_path / "python"
     requirements.write_text("")
-    binaries = ensure_environment("it", requirements, environments)
+    # Called as python -m venv FOLDER; what it makes takes every command.
+    python.write_text('#!/bin/sh\nmkdir -p "$3/bin" && ln -s /bin/true "$3/bin/python"\n')
+    python.chmod(0o755)
+    binaries = ensure_environment("it", requirements, environments, str(python))
     assert (binaries / "python").exists()
-    made = (environments / "it/.installed").stat().st_mtime_ns
     assert ensure_environment("it", requirements, environments, python="/no/python") == binaries
-    assert (environments / "it/.installed").stat().st_mtime_ns == made
+    requirements.write_text("# something else")
+    with pytest.raises(FileNotFoundError, match="/no/python"):
+        ensure_environment("it", requirements, environments, python="/no/python")
 
 
 @pytest.mark.parametrize("peer", [INFINITY, SENTENCES, TRITON])
@@ -218,11 +222,46 @@ def test_free_ports_differ() -> None:
     assert len(set(free_ports(3))) == 3
 
 
-def test_a_process_tree_holds_its_children() -> None:
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
-        tree = process_tree(os.getpid())
-        assert tree[0] == os.getpid()
-        assert child.pid in tree
-    assert child.pid not in process_tree(os.getpid())
-    assert cpu_seconds([os.getpid()]) > 0
-    assert cpu_seconds([child.pid]) == 0
+@pytest.fixture
+def peer_callers(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The program that asks peers, which imports what its folder holds."""
+    monkeypatch.syspath_prepend(PEERS)
+    spec = importlib.util.spec_from_file_location("peer_callers", PEERS / "peer_callers.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+async def test_callers_count_what_is_answered_after_the_warm_up_and_in_time(
+    peer_callers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a clock of their own; a server takes a second for a call."""
+    now, out, most_out = 100.0, 0, 0
+    sent: list[bytes] = []
+    monkeypatch.setattr(peer_callers, "time", SimpleNamespace(perf_counter=lambda: now))
+
+    async def ask(request: bytes) -> bytes:
+        nonlocal now, out, most_out
+        sent.append(request)
+        out += 1
+        most_out = max(most_out, out)
+        await asyncio.sleep(0)  # the others' turn
+        now += 1.0
+        out -= 1
+        return request
+
+    requests = [b"a", b"b", b"c"]
+    found = await peer_callers.closed_loop(ask, requests, callers=1, warmup_seconds=1.5, seconds=3)
+    assert sent == [b"a", b"b", b"c", b"a", b"b"]
+    assert found == {"answered": [(1, 1.0), (2, 1.0), (0, 1.0)]}
+    await peer_callers.closed_loop(ask, requests, callers=3, warmup_seconds=0, seconds=9)
+    assert most_out == 3
+
+
+def test_vectors_come_in_base64(peer_callers: Any) -> None:
+    """Which infinity does when it is asked to."""
+    assert b'"encoding_format": "base64"' in peer_callers.infinity_request("a cat")
+    reply = b'{"data": [{"embedding": "AACAPwAAAEA="}]}'
+    assert peer_callers.infinity_rows(reply).tolist() == [[1.0, 2.0]]

@@ -2,19 +2,20 @@
 
 import contextlib
 import json
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
-from curves import measure
-from curves.light_load import LightResult, light_closed_loop, light_open_loop
-from curves.plots import draw, spread_by
+import scaling
+from click.testing import CliRunner
+from harness.load import CALLERS
+from harness.plots import draw, spread_by
 from tiny_bundle import write_bundle
 
-ROOT = Path(__file__).parents[2]
+from encserve_cli.load import LoadResult, closed_loop, open_loop
 
 POINTS: list[dict[str, Any]] = [
     {"callers": 2, "tokens_per_second": 30.0},
@@ -41,29 +42,45 @@ def test_the_same_points_give_the_same_files(tmp_path: Path) -> None:
         assert b"<svg" in one.read_bytes()
 
 
+@pytest.fixture
+def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loads without much of a warm-up."""
+
+    def shortened(loop: Callable[..., LoadResult]) -> Callable[..., LoadResult]:
+        return lambda *arguments, **settings: loop(*arguments, **settings | {"warmup_seconds": 0.2})
+
+    monkeypatch.setattr(scaling, "closed_loop", shortened(closed_loop))
+    monkeypatch.setattr(scaling, "open_loop", shortened(open_loop))
+    monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0)
+
+
 @pytest.mark.bench
-def test_it_measures_and_keeps_what_was_measured_before(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("hasty")
+def test_it_measures_and_keeps_what_was_measured_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models, file = write_bundle(tmp_path / "models").parents[1], tmp_path / "found.json"
     file.write_text(json.dumps({"load": []}))
-    command = [sys.executable, "bench/scaling.py", "measure", str(models), str(file), "--only", "threads"]
-    done = subprocess.run(
-        [*command, "--rounds", "1", "--seconds", "1.5"], capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setattr(scaling, "SEQUENCES_PER_CALL", (4,))
+    command = ["measure", str(models), str(file), "--only", "threads", "--only", "front_end"]
+    done = CliRunner().invoke(scaling.main, [*command, "--rounds", "1", "--seconds", "0.3"], catch_exceptions=False)
+    assert done.exit_code == 0, done.output
     found = json.loads(file.read_text())
     assert found["load"] == []
     assert {point["round"] for point in found["threads"]} == {0}
     assert all(point["tokens_per_second"] > 0 for point in found["threads"])
     assert found["machine"]["threads"]["rounds"] == 1
+    (point,) = found["front_end"]
+    assert (point["sequences_per_call"], point["errors"]) == (4, 0)
+    assert point["sequences_per_second"] == 4 * point["calls_per_second"]
+    assert min(point["server_cpu_seconds_per_call"], point["generator_cpu_seconds_per_call"]) > 0
 
 
-def bench_of(models: Path, said: list[str], rounds: int = 1) -> measure.Bench:
-    return measure.Bench(models, None, rounds=rounds, seconds=0.5, seed=0, say=said.append, tail_seconds=1.0)
+def bench_of(models: Path, said: list[str], rounds: int = 1) -> scaling.Bench:
+    return scaling.Bench(models, None, rounds=rounds, seconds=0.5, seed=0, say=said.append, tail_seconds=1.0)
 
 
 def test_every_point_is_measured_once_a_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In an order of its own in each."""
-    monkeypatch.setattr(measure, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0)
     said: list[str] = []
     bench = bench_of(tmp_path, said, rounds=3)
     found = bench.interleaved(range(8), lambda point, number: {"point": point, "share": (point + number) / 16})
@@ -84,32 +101,44 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, float, int]]:
     """
     loops: list[tuple[float, float, int]] = []
 
-    def closed(*_: Any, callers: int, seconds: float, **__: Any) -> LightResult:
-        answered = int((50 if callers == measure.CALLERS else 10) * seconds)
-        return LightResult(seconds, answered, 400 * answered, [1 / callers] * answered)
+    def result(calls: int, tokens: int, seconds: float, latencies: list[float], **others: Any) -> LoadResult:
+        known: dict[str, Any] = {"mode": "open", "concurrency": 1, "rate_per_second": None, "processes": 1}
+        known |= {"stream": False, "seconds": seconds, "calls": calls, "sequences": calls, "tokens": tokens}
+        return LoadResult(**known | {"latency_seconds": np.array(latencies), "errors": {}} | others)
 
-    def opened(*_: Any, rate_per_second: float, seconds: float, seed: int) -> LightResult:
+    def closed(*_: Any, concurrency: int, seconds: float, **__: Any) -> LoadResult:
+        answered = int((50 if concurrency == CALLERS else 10) * seconds)
+        return result(answered, 400 * answered, seconds, [1 / concurrency] * answered)
+
+    def opened(*_: Any, rate_per_second: float, seconds: float, seed: int) -> LoadResult:
         loops.append((rate_per_second, seconds, seed))
-        many = rate_per_second > 50
-        result = LightResult(seconds, int(40 * seconds), int(300 * 40 * seconds), [0.1] * 99 + [0.3] * 2)
-        result.refused, result.lateness, result.cpu_seconds = [0.01] * 20 * many + [0.02], [0.0] * 99 + [0.01] * 2, 0.25
-        result.errors["CANCELLED"] += 2
-        return result
+        refused = 21 if rate_per_second > 50 else 1
+        return result(
+            int(40 * seconds),
+            int(300 * 40 * seconds),
+            seconds,
+            [0.1] * 99 + [0.3] * 2,
+            rate_per_second=rate_per_second,
+            errors={"CANCELLED": 2, "RESOURCE_EXHAUSTED QUEUE_FULL": refused - 1, "RESOURCE_EXHAUSTED": 1},
+            error_latency_seconds=np.array([0.01] * 20 + [0.02]),
+            lateness_seconds=np.array([0.0] * 99 + [0.01] * 2),
+            generator_cpu_seconds=0.25,
+        )
 
-    monkeypatch.setattr(measure, "light_closed_loop", closed)
-    monkeypatch.setattr(measure, "light_open_loop", opened)
-    monkeypatch.setattr(measure, "PAUSE_SECONDS", 0)
-    monkeypatch.setattr(measure.Bench, "server", lambda *_: contextlib.nullcontext(SimpleNamespace(target="it")))
-    monkeypatch.setattr(measure.Bench, "calls", lambda *_: [])
+    monkeypatch.setattr(scaling, "closed_loop", closed)
+    monkeypatch.setattr(scaling, "open_loop", opened)
+    monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0)
+    monkeypatch.setattr(scaling.Bench, "server", lambda *_: contextlib.nullcontext(SimpleNamespace(target="it")))
+    monkeypatch.setattr(scaling.Bench, "calls", lambda *_: [])
     return loops
 
 
 def test_load_is_a_share_of_what_64_callers_get(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: list[tuple[float, float, int]]
 ) -> None:
-    monkeypatch.setattr(measure, "LOADS", (0.2, 0.4))
+    monkeypatch.setattr(scaling, "LOADS", (0.2, 0.4))
     said: list[str] = []
-    points = measure.by_load(bench_of(tmp_path, said, rounds=2))
+    points = scaling.by_load(bench_of(tmp_path, said, rounds=2))
     assert sorted(asked) == [(10.0, 1.0, 0), (10.0, 1.0, 1000), (20.0, 1.0, 0), (20.0, 1.0, 1000)]
     assert sorted((it["round"], it["load"], it["rate_per_second"]) for it in points) == [
         (0, 0.2, 10.0), (0, 0.4, 20.0), (1, 0.2, 10.0), (1, 0.4, 20.0)
@@ -121,7 +150,7 @@ def test_load_is_a_share_of_what_64_callers_get(
 
 
 def test_overload_is_three_times_what_64_callers_get(tmp_path: Path, asked: list[tuple[float, float, int]]) -> None:
-    (over,) = measure.overload(bench_of(tmp_path, []))
+    (over,) = scaling.overload(bench_of(tmp_path, []))
     assert asked == [(150.0, 1.0, 0)]
     assert over == {
         "round": 0,
@@ -130,8 +159,8 @@ def test_overload_is_three_times_what_64_callers_get(tmp_path: Path, asked: list
         "goodput_share": 0.8,
         "goodput_tokens_share": 0.6,
         "refused": 21,
-        "refused_p50_seconds": 0.01,
-        "refused_p99_seconds": pytest.approx(0.018),
+        "failed_p50_seconds": 0.01,
+        "failed_p99_seconds": pytest.approx(0.018),
         "lateness_p99_seconds": 0.01,
         "generator_cpu_share": 0.25,
         "p99_seconds": 0.3,
@@ -140,30 +169,24 @@ def test_overload_is_three_times_what_64_callers_get(tmp_path: Path, asked: list
 
 
 @pytest.mark.bench
+@pytest.mark.usefixtures("hasty")
 def test_load_and_overload_of_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = write_bundle(tmp_path / "models").parents[1]
-    monkeypatch.setattr(measure, "LOADS", (0.2,))
-    for name, loop in (("light_closed_loop", light_closed_loop), ("light_open_loop", light_open_loop)):
-
-        def hasty(*arguments: Any, loop: Any = loop, **settings: Any) -> LightResult:
-            result: LightResult = loop(*arguments, **settings | {"warmup_seconds": 0.2})
-            return result
-
-        monkeypatch.setattr(measure, name, hasty)
+    monkeypatch.setattr(scaling, "LOADS", (0.2,))
     bench = bench_of(models, [])
-    bench.seconds = 1.0
-    (point,) = measure.by_load(bench)
+    bench.seconds = 0.5
+    (point,) = scaling.by_load(bench)
     assert 0 < point["p50_seconds"] <= point["p99_seconds"]
     assert point["alone_p50_seconds"] > 0
     assert point["lateness_p99_seconds"] >= 0
-    (over,) = measure.overload(bench)
+    (over,) = scaling.overload(bench)
     assert over["saturation_per_second"] > 0
-    # A model of a few nodes is faster than gRPC's intake, which drops what it cannot keep.
-    assert set(over["errors"]) <= {"CANCELLED"}
+    # A model of a few nodes is faster than the generator, whose calls then wait for a place.
+    assert set(over["errors"]) <= {"NOT_SENT"}
     assert over["generator_cpu_share"] > 0
 
 
 @pytest.mark.parametrize("wrong", [["--only", "nothing"], ["--rounds", "0"]])
 def test_what_it_cannot_measure(tmp_path: Path, wrong: list[str]) -> None:
-    command = [sys.executable, "bench/scaling.py", "measure", str(tmp_path), str(tmp_path / "f.json"), *wrong]
-    assert subprocess.run(command, capture_output=True, check=False, cwd=ROOT).returncode == 2
+    command = ["measure", str(tmp_path), str(tmp_path / "f.json"), *wrong]
+    assert CliRunner().invoke(scaling.main, command).exit_code == 2

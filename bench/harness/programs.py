@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-PEERS = ROOT / "bench/peers"
+PEERS = ROOT / "bench/peer_environments"
 ENVIRONMENTS = ROOT / ".venv-peers"
 START_SECONDS = 240.0
 ANSWER_SECONDS = 600.0
@@ -42,7 +42,7 @@ class PeerUnavailable(Exception):
 def ensure_environment(
     peer: str, requirements: Path | None = None, environments: Path = ENVIRONMENTS, python: str = sys.executable
 ) -> Path:
-    """Makes the environment of a peer unless it is there, as `requirements` (bench/peers/PEER.txt) wants it.
+    """Makes the environment of a peer unless it is there, as `requirements` (PEER.txt without any) wants it.
 
     Returns:
         The folder of its commands.
@@ -55,6 +55,7 @@ def ensure_environment(
     stamp, wanted = folder / ".installed", hashlib.sha256(requirements.read_bytes()).hexdigest()
     if not stamp.exists() or stamp.read_text() != wanted:
         shutil.rmtree(folder, ignore_errors=True)
+        make: list[str | Path] = [python, "-m", "venv", folder]
         pip: list[str | Path] = [
             folder / "bin/python",
             "-m",
@@ -63,7 +64,6 @@ def ensure_environment(
             "install",
             "--quiet",
         ]
-        make: list[str | Path] = [python, "-m", "venv", folder]
         for command in (make, [*pip, "-r", requirements]):
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
             if done.returncode:
@@ -136,7 +136,7 @@ class Program:
         return answer
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Asks a question of `bench/peers/lines.py`'s kind and waits for its answer."""
+        """Asks a question of `bench/peer_environments/lines.py`'s kind and waits for its answer."""
         assert self.process.stdin is not None  # noqa: S101 - it is a pipe
         try:
             self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -182,9 +182,9 @@ def running(peer: str, command: Sequence[Any], log: Path) -> Iterator[Program]:
         program.stop()
 
 
-def script(peer: str, binaries: Path, name: str, flags: Mapping[str, Any]) -> list[Any]:
-    """The command of a program of bench/peers in a peer's environment; a flag may have several values."""
-    command: list[Any] = [binaries / "python", PEERS / name]
+def script(peer: str, name: str, flags: Mapping[str, Any]) -> list[Any]:
+    """The command of one of our programs in a peer's environment; a flag may have several values."""
+    command: list[Any] = [ensure_environment(peer) / "python", PEERS / name]
     for flag, value in flags.items():
         command += [flag, *(value if isinstance(value, list | tuple) else (value,))]
     return command

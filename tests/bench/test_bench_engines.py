@@ -1,11 +1,16 @@
-"""The measurement for a GPU runs from end to end; on a CPU here, so that it works when there is one."""
+"""bench/engines.py and bench/gpu.py: batches as the server makes them, the target, and that a GPU would be measured.
+
+On a CPU here, so that it works when there is one.
+"""
 
 import json
 import re
 from pathlib import Path
 
 import gpu
+import numpy as np
 import pytest
+from engines import SIDES, Case, as_batches, check_target
 from tiny_bundle import write_bundle
 
 
@@ -36,3 +41,27 @@ def test_the_best_budget_is_that_of_the_model_asked_for() -> None:
     }
     assert gpu.best_budget(found, "one@1") == 128
     assert gpu.best_budget(found, "two@1") == 64
+
+
+def test_batches_hold_everything_once_and_their_longest_is_extended() -> None:
+    sequences = [np.full(length, place) for place, length in enumerate((5, 9, 3, 30, 8, 1))]
+    batches = as_batches(sequences, 32, 4, waiting=4)
+    assert sorted(int(it[0]) for batch in batches for it in batch) == list(range(6))
+    for batch in batches:
+        *others, longest = map(len, batch)
+        assert longest % 4 == 0
+        assert [len(sequences[int(it[0])]) for it in batch[:-1]] == others
+        assert longest * len(batch) <= 36  # the budget, and what the longest was extended by
+
+
+def case(side: tuple[str, str], budget: str, *seconds: float) -> Case:
+    return Case((*side, budget, "1"), None, [], [list(seconds)])  # type: ignore[arg-type] # nothing is run
+
+
+def test_the_target_is_of_the_fastest_cases_where_the_cpu_has_amx() -> None:
+    float32, bfloat16 = SIDES[0], SIDES[-1]
+    cases = [case(float32, "256", 5.0, 4.0), case(float32, "512", 9.0), case(bfloat16, "256", 2.5, 2.0)]
+    assert check_target(cases, ["avx2", "amx_bf16"]).endswith("float32: 2.00, met")
+    assert check_target([*cases, case(float32, "768", 3.0)], ["amx_bf16"]).endswith("float32: 1.50, not met")
+    assert check_target(cases, ["avx2"]).endswith("not applicable, this CPU has no AMX")
+    assert check_target(cases[:2], ["amx_bf16"]).endswith("one of both was left out")

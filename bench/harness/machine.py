@@ -3,7 +3,6 @@
 import os
 import platform
 import re
-from collections.abc import Iterable
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -54,30 +53,27 @@ def process_tree(pid: int) -> list[int]:
     """A process and all that descend from it, as far as Linux's books name them."""
     children: dict[int, list[int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parent = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended meanwhile
-            continue
-        children.setdefault(parent, []).append(int(path.parent.name))
+        with suppress(OSError):  # it has ended meanwhile
+            children.setdefault(int(_stat(path)[1]), []).append(int(path.parent.name))
     found = [pid]
     for it in found:  # grows while it is read
         found += children.get(it, ())
     return found
 
 
-def cpu_seconds(pids: Iterable[int]) -> float:
-    """What processes have computed so far; those that have ended count nothing."""
+def own_cpu_seconds() -> float:
+    """What this process and all that descend from it have computed so far, those included that have ended."""
     ticks = 0
-    for pid in pids:
+    for pid in process_tree(os.getpid()):
         with suppress(OSError):
-            # The name, in brackets, may hold spaces.
-            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+            # Its own time and that of its children who have ended, each in user and system mode.
+            ticks += sum(map(int, _stat(Path(f"/proc/{pid}/stat"))[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
-def cpu_ticks() -> list[int]:
-    """What all CPUs have done so far, in Linux's ticks: user, nice, system, idle, iowait, irq, softirq, steal."""
-    return [int(it) for it in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+def _stat(path: Path) -> list[str]:
+    """What Linux's books say of a process behind its name, which stands in brackets and may hold spaces."""
+    return path.read_text().rpartition(")")[2].split()
 
 
 class OtherWork:
@@ -86,9 +82,8 @@ class OtherWork:
     The load average cannot tell it: after a few minutes of a benchmark it holds the benchmark itself.
     """
 
-    def __init__(self, pids: Iterable[int]) -> None:
-        """Begins; `pids` are the processes that belong to the benchmark."""
-        self._pids = list(pids)
+    def __init__(self) -> None:
+        """Begins."""
         self._began = self._read()
 
     def share(self) -> float | None:
@@ -99,14 +94,12 @@ class OtherWork:
         total, busy, own = (b - a for a, b in zip(began, now, strict=True))
         return max(0.0, busy - own) / total if total else 0.0
 
-    def _read(self) -> tuple[int, int, int] | None:
-        """Ticks of all CPUs so far: in all, busy, and ours."""
+    def _read(self) -> tuple[float, float, float] | None:
+        """CPU seconds so far: of all CPUs in all, busy, and ours."""
         try:
-            times = cpu_ticks()
-            own = 0
-            for pid in self._pids:
-                # The name, in brackets, may hold spaces.
-                own += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+            # user, nice, system, idle, iowait, irq, softirq, steal
+            times = [int(it) for it in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
         except OSError:
             return None
-        return sum(times), sum(times[i] for i in BUSY), own
+        ticks = os.sysconf("SC_CLK_TCK")
+        return sum(times) / ticks, sum(times[i] for i in BUSY) / ticks, own_cpu_seconds()

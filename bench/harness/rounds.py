@@ -9,11 +9,8 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import numpy as np
-
-T = TypeVar("T")
 
 # Threads that spin after their last run, as OpenMP's do, are asleep after this.
 PAUSE_SECONDS = 0.2
@@ -28,13 +25,15 @@ class Measurement:
     Attributes:
         tokens: Real tokens that were computed, no padding.
         seconds: How long that took.
-        latencies: (tokens, seconds) of each call, where calls are what is timed.
+        latencies: (tokens, seconds) of each call, where calls are what is timed; 0 tokens where they are not known.
+        server_cpu_ms: CPU time of the server for a sequence, the model included; None where it is not known.
         others: The share of the CPUs that others used meanwhile, from 0 to 1; None if not known.
     """
 
     tokens: int
     seconds: float
     latencies: list[tuple[int, float]] = field(default_factory=list)
+    server_cpu_ms: float | None = None
     others: float | None = None
 
     @property
@@ -46,6 +45,9 @@ class Measurement:
         """The median latency of calls of at least so many tokens; None where there are none."""
         seconds = [it for tokens, it in self.latencies if tokens >= at_least_tokens]
         return float(np.median(seconds)) if seconds else None
+
+
+Figure = Callable[[Measurement], float | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +90,15 @@ class Patience:
         self._watch = watch
 
     def run(self, side: Side) -> Measurement:
-        """Runs a side, see `quietest`."""
-        measurement, share = self.quietest(side.run)
-        return dataclasses.replace(measurement, others=share)
-
-    def quietest(self, run: Callable[[], T]) -> tuple[T, float | None]:
-        """Runs something, again while it was disturbed and there is patience left.
-
-        Returns:
-            What the least disturbed run gave, and the share of the CPUs that others used meanwhile, None if not known.
-        """
-        tries: list[tuple[T, float | None]] = []
+        """Runs a side, again while it was disturbed and there is patience left; gives the least disturbed run."""
+        tries: list[Measurement] = []
         while True:
             time.sleep(PAUSE_SECONDS)
             began, others = time.monotonic(), self._watch()
-            tries.append((run(), share := others()))
+            measurement = side.run()
+            tries.append(dataclasses.replace(measurement, others=(share := others())))
             if share is None or share <= QUIET_SHARE or len(tries) == TRIES or self._seconds <= 0:
-                return min(tries, key=lambda it: it[1] or 0.0)
+                return min(tries, key=lambda it: it.others or 0.0)
             # What the next try will cost.
             self._seconds -= time.monotonic() - began
 
@@ -135,9 +129,16 @@ def spread(values: Sequence[float]) -> Spread:
     return Spread(float(low), float(median), float(high))
 
 
-def ratios(mine: Sequence[Measurement], base: Sequence[Measurement]) -> list[float]:
-    """My tokens/s as a ratio to another side's, round by round."""
-    return [a.tokens_per_second / b.tokens_per_second for a, b in zip(mine, base, strict=True)]
+def _tokens_per_second(measurement: Measurement) -> float:
+    return measurement.tokens_per_second
+
+
+def ratios(
+    mine: Sequence[Measurement], base: Sequence[Measurement], figure: Figure = _tokens_per_second
+) -> list[float]:
+    """A figure of mine, tokens/s or another, as a ratio to the other side's, round by round; not where one has none."""
+    pairs = [(figure(a), figure(b)) for a, b in zip(mine, base, strict=True)]
+    return [a / b for a, b in pairs if a is not None and b]
 
 
 def latencies(mine: Sequence[Measurement], at_least_tokens: int = 0) -> list[float]:

@@ -1,0 +1,169 @@
+"""Callers of a peer's server, in a process of their own. Runs in that peer's environment.
+
+infinity is asked by HTTP, one text a request; vectors come in base64, the faster of the two ways in which it writes
+them. Triton is asked by gRPC, one sequence of ids a request in its natural shape. Requests are made beforehand, and
+replies are read and not parsed.
+"""
+
+import argparse
+import asyncio
+import base64
+import itertools
+import json
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from lines import answer_lines, versions
+
+Ask = Callable[[bytes], Awaitable[bytes]]
+
+
+class Protocol(NamedTuple):
+    """How a peer is asked.
+
+    Attributes:
+        given: What of the workload it takes: "texts" or "ids".
+        packages: Whose versions are told.
+        request: Makes a request of one of those.
+        connect: Opens connections to an address, and gives what makes one call.
+        rows: What a reply holds, (seq, d_model) or (1, d_model).
+    """
+
+    given: str
+    packages: tuple[str, ...]
+    request: Callable[[Any], bytes]
+    connect: Callable[[str], AbstractAsyncContextManager[Ask]]
+    rows: Callable[[bytes], Any]
+
+
+def infinity_request(text: str) -> bytes:
+    """JSON of OpenAI's kind."""
+    return json.dumps({"model": "encoder", "input": [text], "encoding_format": "base64"}).encode()
+
+
+@asynccontextmanager
+async def infinity_connection(address: str) -> AsyncIterator[Ask]:
+    """As many connections as there are callers, which stay open."""
+    import aiohttp
+
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0), headers={"Content-Type": "application/json"}, auto_decompress=False
+    ) as http:
+
+        async def ask(body: bytes) -> bytes:
+            async with http.post(f"http://{address}/embeddings", data=body) as reply:
+                reply.raise_for_status()
+                content: bytes = await reply.read()
+                return content
+
+        yield ask
+
+
+def infinity_rows(reply: bytes) -> Any:
+    """The vector, (1, d_model)."""
+    return np.frombuffer(base64.b64decode(json.loads(reply)["data"][0]["embedding"]), np.float32)[None]
+
+
+def triton_request(ids: list[int]) -> bytes:
+    """A ModelInferRequest of INT64 [1, seq]."""
+    from tritonclient.grpc.service_pb2 import ModelInferRequest
+
+    request = ModelInferRequest(model_name="encoder")
+    request.inputs.add(name="ids", datatype="INT64").shape.extend([1, len(ids)])
+    request.outputs.add(name="rows")
+    request.raw_input_contents.append(np.array(ids, np.int64).tobytes())
+    message: bytes = request.SerializeToString()
+    return message
+
+
+@asynccontextmanager
+async def triton_connection(address: str) -> AsyncIterator[Ask]:
+    """One channel."""
+    import grpc
+
+    async with grpc.aio.insecure_channel(address, options=[("grpc.max_receive_message_length", -1)]) as channel:
+        await channel.channel_ready()
+        ask: Any = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        yield ask
+
+
+def triton_rows(reply: bytes) -> Any:
+    """All rows, (seq, d_model)."""
+    from tritonclient.grpc.service_pb2 import ModelInferResponse
+
+    response = ModelInferResponse.FromString(reply)
+    return np.frombuffer(response.raw_output_contents[0], np.float32).reshape(response.outputs[0].shape)[0]
+
+
+PROTOCOLS = {
+    "infinity": Protocol(
+        "texts",
+        ("infinity-emb", "torch", "transformers", "optimum", "aiohttp"),
+        infinity_request,
+        infinity_connection,
+        infinity_rows,
+    ),
+    "triton": Protocol("ids", ("tritonclient", "grpcio"), triton_request, triton_connection, triton_rows),
+}
+
+
+async def closed_loop(
+    ask: Ask, requests: list[bytes], *, callers: int, warmup_seconds: float, seconds: float
+) -> dict[str, Any]:
+    """Callers who send the next request when they have the last reply; after the warm-up, what was answered in time.
+
+    Returns:
+        `answered`: the place of each request among `requests`, and the seconds until its reply was there.
+    """
+    order = itertools.cycle(range(len(requests)))  # shared by the callers
+    begin = time.perf_counter() + warmup_seconds
+    end = begin + seconds
+    answered: list[tuple[int, float]] = []
+
+    async def caller() -> None:
+        while (sent := time.perf_counter()) < end:
+            place = next(order)
+            await ask(requests[place])
+            if begin <= (done := time.perf_counter()) < end:
+                answered.append((place, done - sent))
+
+    await asyncio.gather(*(caller() for _ in range(callers)))
+    return {"answered": answered}
+
+
+def main() -> None:
+    """Asks when told to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", choices=sorted(PROTOCOLS), required=True)
+    parser.add_argument("--address", required=True, metavar="HOST:PORT")
+    parser.add_argument("--workload", type=Path, required=True)
+    options = parser.parse_args()
+    protocol = PROTOCOLS[options.peer]
+
+    def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
+        requests = [protocol.request(it) for it in json.loads(options.workload.read_text())[protocol.given]]
+
+        async def run(**how: Any) -> dict[str, Any]:
+            async with protocol.connect(options.address) as ask:
+                return await closed_loop(ask, requests, **how)
+
+        async def check(places: list[int], file: str) -> dict[str, Any]:
+            async with protocol.connect(options.address) as ask:
+                np.savez(file, *[protocol.rows(await ask(requests[it])) for it in places])
+            return {}
+
+        handlers = {
+            "run": lambda **how: asyncio.run(run(**how)),
+            "check": lambda **what: asyncio.run(check(**what)),
+        }
+        return versions(*protocol.packages), handlers
+
+    answer_lines(prepare)
+
+
+if __name__ == "__main__":
+    main()
