@@ -41,7 +41,7 @@ def test_the_manifest_says_what_the_input_is(tmp_path: Path) -> None:
 def test_a_table_that_nobody_needs_is_left_out_and_named(tmp_path: Path) -> None:
     steps: list[str] = []
     path = DATA / "raw-matrices" / "checkpoint.safetensors"
-    fields = {"norm": "post", "activation": "relu", "n_heads": 2, "position": "none"}
+    fields = {"norm": "post", "activation": "relu", "n_heads": 2, "position": "none", "max_sequence_tokens": 16}
     target = Target(model_repository=tmp_path, name="m")
     export_checkpoint(path, target, fields=fields, model_input="embeddings", progress=steps.append)
     assert "W_embed is left out: the input is embeddings" in steps
@@ -109,7 +109,8 @@ def test_init_takes_it_from_its_configuration(tmp_path: Path) -> None:
 
 
 def test_the_command_passes_it_on(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"n_heads": 4, "norm": "post", "activation": "relu", "position": "none"}')
+    fields = {"n_heads": 4, "norm": "post", "activation": "relu", "position": "none", "max_sequence_tokens": 16}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     file = DATA / "fused-qkv" / "checkpoint.safetensors"
     arguments = ["checkpoint", str(file), "--model-repository", str(tmp_path), "--name", "m", "--input", "embeddings"]
     result = CliRunner().invoke(main, [*arguments, "--config", str(tmp_path / "config.json")])
