@@ -47,9 +47,9 @@ class ModelManager:
       event loop, it takes over; a version that it pushes out of the newest is closed when the requests that it had are
       answered, or after `grace_seconds`. So for that time both are in memory. The next version of the same model waits
       for that, other models do not.
-    - A version that cannot be loaded is refused: logged, counted, and tried again only when a file of it changes, or on
-      `look_now`. What was served is served on, and the next older version counts as the newest. At the start, too: but
-      a model of which no version is good stops the start.
+    - A version that cannot be loaded is refused: logged, counted, and tried again only when something was done to a
+      file of it, be it to its rights, or on `look_now`. What was served is served on, and the next older version counts
+      as the newest. At the start, too: but a model of which no version is good stops the start.
     - A version that has vanished from the repository is unloaded if another takes its place. The last version of a
       model stays until the server ends, and so does the order of models: the default model never changes.
     - A folder that changes is left alone until two looks in a row find the same: somebody may still be copying. One
