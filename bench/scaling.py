@@ -32,7 +32,16 @@ from harness.load import CALLERS
 from harness.machine import describe_machine
 from real_server import RealServer, real_server
 
-from encserve_cli.load import Call, LoadResult, closed_loop, make_calls, open_loop, real_text_lengths, sample_lengths
+from encserve_cli.load import (
+    Call,
+    LoadResult,
+    Request,
+    closed_loop,
+    make_calls,
+    open_loop,
+    real_text_lengths,
+    sample_lengths,
+)
 from encserve_cli.load.samples import percentile
 from encserve_client import EncoderClient
 from encserve_server.system.cpus import usable_cpus
@@ -283,7 +292,7 @@ def front_end(bench: Bench) -> list[dict[str, Any]]:
             info = client.model()
 
         def measure(count: int, _: int) -> dict[str, Any]:
-            calls = make_calls([CALL_TOKENS] * 1024, info, sequences_per_call=count)
+            calls = make_calls([CALL_TOKENS] * 1024, info, Request(sequences_per_call=count))
             result = closed_loop(
                 target, calls, concurrency=CALLERS, seconds=bench.seconds, warmup_seconds=1.0, metrics_url=metrics_url
             )

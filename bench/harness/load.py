@@ -9,9 +9,8 @@ from typing import Any
 
 from real_server import COMMAND, RealServer, real_server
 
-from encserve_cli.load import Call, closed_loop, make_calls, make_text_calls
+from encserve_cli.load import Call, Request, closed_loop, make_calls, make_text_calls
 from encserve_client import EncoderClient
-from encserve_client.options import Options, Output
 from harness.rounds import Measurement, Side
 from harness.workload import Workload
 
@@ -49,10 +48,10 @@ class Served:
         self._measure(self._calls, CALLERS)  # memory is taken now
 
     def _make_pooled(self) -> list[Call]:
-        options = Options((Output("model" if self._info.pooling else "mean"),))
+        request = Request(pooling="model" if self._info.pooling else "mean")
         if not self._workload.texts:
-            return make_calls(self._workload.lengths, self._info, options=options)
-        calls = make_text_calls(self._workload.texts, self._info, options=options)
+            return make_calls(self._workload.lengths, self._info, request)
+        calls = make_text_calls(self._workload.texts, self._info, request)
         # We know what the generator cannot: how many tokens a text has.
         return [dataclasses.replace(it, tokens=n) for it, n in zip(calls, self._workload.lengths, strict=True)]
 
@@ -89,7 +88,7 @@ class Served:
     def _large_calls(self) -> Measurement:
         """A call takes seconds, so that few end while it is measured: what counts is what the server's batches held."""
         lengths = itertools.islice(itertools.cycle(self._workload.lengths), CALL_SEQUENCES * LARGE_CALLERS)
-        calls = make_calls(list(lengths), self._info, sequences_per_call=CALL_SEQUENCES)
+        calls = make_calls(list(lengths), self._info, Request(sequences_per_call=CALL_SEQUENCES))
         return self._measure(calls, LARGE_CALLERS, by_batch=True)
 
     def _measure(

@@ -1,15 +1,14 @@
 """Both clients against a real server: what comes back, what was sent, what fails how."""
 
-from __future__ import annotations
-
 import asyncio
 import random
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from fake_encoder import Caller, FakeEncoder, Refused, rows_of
 from waiting import until
 
 from encserve_client import (
@@ -29,25 +28,22 @@ from encserve_client import (
 )
 from encserve_proto.v1 import encoder_pb2 as pb
 
-if TYPE_CHECKING:
-    from tests.client.conftest import Caller, FakeEncoder
-
 Code = grpc.StatusCode
 TEXTS = ["one", "two words", "and three words"]
 
 
-async def test_every_input_gets_its_rows(caller: Caller, rows: Any) -> None:
+async def test_every_input_gets_its_rows(caller: Caller) -> None:
     """Texts, lists, tuples and arrays may be mixed; each gets a (seq, d_model) array, in order."""
     inputs = ["two words", [5, 6, 7], (8,), np.array([9, 10], np.uint16), np.array([11], np.int64)]
     arrays = await caller(caller.connect().encode, inputs)
     for array, ids in zip(arrays, [[1, 3, 5, 2], [5, 6, 7], [8], [9, 10], [11]], strict=True):
-        np.testing.assert_array_equal(array, rows(ids))
+        np.testing.assert_array_equal(array, rows_of(ids))
         assert array.dtype == np.float32
         assert not array.flags.writeable
         assert not array.flags.owndata
 
 
-async def test_options_reach_the_server(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+async def test_options_reach_the_server(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect()
     [array] = await caller(
         client.encode,
@@ -73,23 +69,23 @@ async def test_no_rows_at_all(caller: Caller) -> None:
     assert array.shape == (0, 8)
 
 
-async def test_embeddings_are_one_matrix(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+async def test_embeddings_are_one_matrix(caller: Caller, service: FakeEncoder) -> None:
     service.max_request_sequences = 2
     client = caller.connect()
     vectors = await caller(client.embed, TEXTS, pooling="mean")
-    expected = [rows(ids).mean(axis=0) for ids in ([1, 3, 2], [1, 3, 5, 2], [1, 3, 5, 5, 2])]
+    expected = [rows_of(ids).mean(axis=0) for ids in ([1, 3, 2], [1, 3, 5, 2], [1, 3, 5, 5, 2])]
     np.testing.assert_allclose(vectors, expected)
     assert (await caller(client.embed, TEXTS, l2_normalize=True)).shape == (3, 8)
     assert service.requests[-1].options.outputs[0].kind == pb.OUTPUT_KIND_MODEL_POOLING
 
 
-async def test_run_tells_everything(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+async def test_run_tells_everything(caller: Caller, service: FakeEncoder) -> None:
     """Several outputs, cut into several messages, put together again."""
     service.max_request_sequences = 2
     client = caller.connect()
     result = await caller(client.run, TEXTS, outputs=["tokens", Output("cls", True)], include_token_strings=True)
     assert (result.model, result.version, result.fingerprint) == ("tiny", "1", "f" * 16)
-    np.testing.assert_array_equal(result.outputs[0].arrays()[2], rows([1, 3, 5, 5, 2]))
+    np.testing.assert_array_equal(result.outputs[0].arrays()[2], rows_of([1, 3, 5, 5, 2]))
     assert result.outputs[1].matrix().shape == (3, 8)
     assert (result.outputs[1].kind, result.outputs[1].l2_normalized) == ("cls", True)
     info = result.sequences[2]
@@ -120,17 +116,17 @@ async def test_models(caller: Caller) -> None:
     assert (model.d_model, model.pooling, model.special_token_ids, model.ready) == (8, "mean", (1, 2), True)
 
 
-async def test_order_is_kept_whichever_answer_comes_first(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+async def test_order_is_kept_whichever_answer_comes_first(caller: Caller, service: FakeEncoder) -> None:
     service.max_request_sequences = 1
     service.before = lambda _: asyncio.sleep(random.uniform(0, 0.02))
     inputs = [[i, i] for i in range(1, 40)]
     arrays = await caller(caller.connect().encode, inputs)
     for array, ids in zip(arrays, inputs, strict=True):
-        np.testing.assert_array_equal(array, rows(ids))
+        np.testing.assert_array_equal(array, rows_of(ids))
     assert len(service.requests) == 39
 
 
-async def test_texts_with_more_tokens_than_estimated_are_split(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+async def test_texts_with_more_tokens_than_estimated_are_split(caller: Caller, service: FakeEncoder) -> None:
     """Texts of one-letter words have far more tokens than typical: the server refuses, the halves pass."""
     service.max_request_tokens = 200
     texts = ["a b c d e f g h i j k l m n o p q r s t u v w x y z"] * 10
@@ -163,19 +159,17 @@ def _padded(service: FakeEncoder, n_bytes: int) -> Any:
     return before
 
 
-async def test_a_full_queue_is_tried_again_after_its_delay(
-    caller: Caller, service: FakeEncoder, refused: Any, rows: Any
-) -> None:
+async def test_a_full_queue_is_tried_again_after_its_delay(caller: Caller, service: FakeEncoder) -> None:
     times: list[float] = []
 
     async def full_twice(_: pb.EncodeRequest) -> None:
         times.append(time.monotonic())
         if len(times) <= 2:
-            raise refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "80")
+            raise Refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "80")
 
     service.before = full_twice
     arrays = await caller(caller.connect().encode, [[5]])
-    np.testing.assert_array_equal(arrays[0], rows([5]))
+    np.testing.assert_array_equal(arrays[0], rows_of([5]))
     assert all(gap >= 0.08 for gap in np.diff(times))
 
 
@@ -192,16 +186,14 @@ async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEn
     assert len(await call) == 1
 
 
-async def test_what_a_stopping_server_cancels_is_sent_again(
-    caller: Caller, service: FakeEncoder, refused: Any, rows: Any
-) -> None:
+async def test_what_a_stopping_server_cancels_is_sent_again(caller: Caller, service: FakeEncoder) -> None:
     """Calls that gRPC's server has read but not begun when it stops end so: a unary call, a stream."""
     cancelled: list[object] = []
 
     async def cancel_once(_: pb.EncodeRequest) -> None:
         if not cancelled:
             cancelled.append("unary")
-            raise refused(Code.CANCELLED, "CANCELLED")
+            raise Refused(Code.CANCELLED, "CANCELLED")
 
     async def cancel_stream_once(_: pb.EncodeStreamRequest, context: Any) -> None:
         if service.n_streams == 1:
@@ -210,14 +202,14 @@ async def test_what_a_stopping_server_cancels_is_sent_again(
 
     service.before, service.before_stream = cancel_once, cancel_stream_once
     client = caller.connect()
-    np.testing.assert_array_equal((await caller(client.encode, [[5]]))[0], rows([5]))
-    np.testing.assert_array_equal((await caller.all_of(client, [[5]]))[0], rows([5]))
+    np.testing.assert_array_equal((await caller(client.encode, [[5]]))[0], rows_of([5]))
+    np.testing.assert_array_equal((await caller.all_of(client, [[5]]))[0], rows_of([5]))
     assert cancelled == ["unary", "stream"]
 
 
-async def test_the_deadline_is_over_all_attempts(caller: Caller, service: FakeEncoder, refused: Any) -> None:
+async def test_the_deadline_is_over_all_attempts(caller: Caller, service: FakeEncoder) -> None:
     async def never(_: pb.EncodeRequest) -> None:
-        raise refused(Code.UNAVAILABLE, "later", "DRAINING", "150")
+        raise Refused(Code.UNAVAILABLE, "later", "DRAINING", "150")
 
     service.before = never
     client = caller.connect(retry=RetryPolicy(max_attempts=1000, initial_backoff_seconds=0, max_backoff_seconds=0))
@@ -241,13 +233,13 @@ async def test_a_slow_server_meets_the_deadline(caller: Caller, service: FakeEnc
     await until(lambda: service.n_cancelled == 1)
 
 
-async def test_the_first_failure_cancels_the_other_messages(caller: Caller, service: FakeEncoder, refused: Any) -> None:
+async def test_the_first_failure_cancels_the_other_messages(caller: Caller, service: FakeEncoder) -> None:
     service.max_request_sequences = 1
 
     async def third_fails(request: pb.EncodeRequest) -> None:
         if request.inputs[0].token_ids.ids[0] == 3:
             await until(lambda: len(service.requests) == 4)
-            raise refused(Code.INTERNAL, "inputs[0]: not finite", "INFERENCE_FAILED")
+            raise Refused(Code.INTERNAL, "inputs[0]: not finite", "INFERENCE_FAILED")
         await asyncio.sleep(30)
 
     service.before = third_fails
@@ -258,13 +250,11 @@ async def test_the_first_failure_cancels_the_other_messages(caller: Caller, serv
 
 
 @pytest.mark.parametrize("code", [code for code in Code if code is not Code.OK])
-async def test_grpcs_own_exceptions_never_get_out(
-    caller: Caller, service: FakeEncoder, refused: Any, code: Code
-) -> None:
+async def test_grpcs_own_exceptions_never_get_out(caller: Caller, service: FakeEncoder, code: Code) -> None:
     """Every status, from the unary call and from the stream."""
 
     async def fail(*_: object) -> None:
-        raise refused(code, "because")
+        raise Refused(code, "because")
 
     service.before, service.before_stream = fail, fail
     client = caller.connect(retry=RetryPolicy(max_attempts=1))
@@ -372,9 +362,9 @@ async def test_a_bug_below_does_not_hang_the_call(caller: Caller, service: FakeE
         await caller.all_of(client, [[1]])
 
 
-async def test_overload_says_when_to_come_back(caller: Caller, service: FakeEncoder, refused: Any) -> None:
+async def test_overload_says_when_to_come_back(caller: Caller, service: FakeEncoder) -> None:
     async def full(_: pb.EncodeRequest) -> None:
-        raise refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "60000")
+        raise Refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "60000")
 
     service.before = full
     with pytest.raises(OverloadedError) as caught:

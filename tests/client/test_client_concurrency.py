@@ -1,23 +1,18 @@
 """Many callers of one client, and callers that go away."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+from fake_encoder import FakeEncoder, rows_of
 from waiting import until
 
 from encserve_client import AsyncEncoderClient, EncoderClient
 
-if TYPE_CHECKING:
-    from tests.client.conftest import FakeEncoder
 
-
-async def test_threads_share_a_client(service: FakeEncoder, rows: Any) -> None:
+async def test_threads_share_a_client(service: FakeEncoder) -> None:
     """Calls of one message, of several, and streams, from 16 threads at once: each gets its own rows."""
     service.max_request_sequences = 3
 
@@ -27,7 +22,7 @@ async def test_threads_share_a_client(service: FakeEncoder, rows: Any) -> None:
             streamed = list(client.encode_stream(inputs))
             for arrays in (client.encode(inputs), streamed):
                 for array, ids in zip(arrays, inputs, strict=True):
-                    np.testing.assert_array_equal(array, rows(ids))
+                    np.testing.assert_array_equal(array, rows_of(ids))
         return thread
 
     def everyone() -> list[int]:
@@ -40,7 +35,7 @@ async def test_threads_share_a_client(service: FakeEncoder, rows: Any) -> None:
     await until(lambda: not [it for it in set(threading.enumerate()) - threads if "asyncio" not in it.name])
 
 
-async def test_tasks_share_a_client(service: FakeEncoder, rows: Any) -> None:
+async def test_tasks_share_a_client(service: FakeEncoder) -> None:
     service.max_request_sequences = 3
     async with AsyncEncoderClient(service.target) as client:
 
@@ -49,7 +44,7 @@ async def test_tasks_share_a_client(service: FakeEncoder, rows: Any) -> None:
             streamed = [array async for array in client.encode_stream(inputs)]
             for arrays in (await client.encode(inputs), streamed):
                 for array, ids in zip(arrays, inputs, strict=True):
-                    np.testing.assert_array_equal(array, rows(ids))
+                    np.testing.assert_array_equal(array, rows_of(ids))
 
         await asyncio.gather(*(work(task) for task in range(50)))
 

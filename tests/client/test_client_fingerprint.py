@@ -1,20 +1,14 @@
 """Vectors of different models never meet: in one call, in one stream, or in one client that says what it expects."""
 
-from __future__ import annotations
-
 import itertools
-from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
 import pytest
+from fake_encoder import Caller, FakeEncoder, Refused, rows_of
 
 from encserve_client import FingerprintError, InvalidInputError
 from encserve_proto.v1 import encoder_pb2 as pb
-from tests.client.conftest import Refused
-
-if TYPE_CHECKING:
-    from tests.client.conftest import Caller, FakeEncoder
 
 TEXTS = ["one", "two words", "and three words"]
 
@@ -31,14 +25,14 @@ def switch_after(service: FakeEncoder, *counts: int) -> None:
     service.before = before
 
 
-async def test_a_call_that_a_switch_cuts_in_two_is_made_again(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+async def test_a_call_that_a_switch_cuts_in_two_is_made_again(caller: Caller, service: FakeEncoder) -> None:
     """All of it: what was answered by the old version is of no use."""
     service.max_request_sequences = 1
     switch_after(service, 2)
     client = caller.connect(max_concurrent_messages=1)
     result = await caller(client.run, TEXTS)
     assert result.fingerprint == "version 1"
-    np.testing.assert_array_equal(result.outputs[0].arrays()[0], rows([1, 3, 2]))
+    np.testing.assert_array_equal(result.outputs[0].arrays()[0], rows_of([1, 3, 2]))
     assert len(service.requests) == result.timings.attempts == 6
 
 

@@ -1,16 +1,15 @@
 """`inspect` of both clients: what is asked for, what comes back, what fails how, and answers that are no answers."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from fake_encoder import Caller, FakeEncoder, Refused
 from fake_wire import FakeWire
 from hypothesis import given
 from hypothesis import strategies as st
@@ -36,9 +35,6 @@ from encserve_client._logic.inspecting import Gathering, inspect_request
 from encserve_client._logic.wire import run_without_loop
 from encserve_client.results import InspectResult
 from encserve_proto.v1 import encoder_pb2 as pb
-
-if TYPE_CHECKING:
-    from tests.client.conftest import Caller, FakeEncoder
 
 Code = grpc.StatusCode
 ATTENTION, HIDDEN, POSITIONS = (
@@ -399,22 +395,22 @@ def breaking(service: FakeEncoder, times: int, error: Exception) -> None:
     service.inspect = answer
 
 
-async def test_what_broke_off_half_way_is_asked_for_again(caller: Caller, service: FakeEncoder, refused: Any) -> None:
+async def test_what_broke_off_half_way_is_asked_for_again(caller: Caller, service: FakeEncoder) -> None:
     """As a whole: nothing of the broken answers is in the result."""
-    breaking(service, 2, refused(Code.UNAVAILABLE, "stopping", "DRAINING"))
+    breaking(service, 2, Refused(Code.UNAVAILABLE, "stopping", "DRAINING"))
     result = await caller(caller.connect().inspect, [5, 6, 7])
     np.testing.assert_array_equal(result.attention, tensor_of(ATTENTION, 3))
     np.testing.assert_array_equal(result.hidden_states, tensor_of(HIDDEN, 3))
     assert (result.timings.attempts, len(service.inspect_requests)) == (3, 3)
     service.inspect_requests.clear()
-    breaking(service, 9, refused(Code.UNAVAILABLE, "stopping", "DRAINING"))
+    breaking(service, 9, Refused(Code.UNAVAILABLE, "stopping", "DRAINING"))
     client = caller.connect(retry=RetryPolicy(max_attempts=2, initial_backoff_seconds=0))
     with pytest.raises(ServerUnavailableError, match=rf"^{service.target}: stopping \(sent 2 times\)$"):
         await caller(client.inspect, [5, 6, 7])
 
 
-async def test_a_full_queue_is_tried_again_after_its_delay(caller: Caller, service: FakeEncoder, refused: Any) -> None:
-    breaking(service, 1, refused(Code.RESOURCE_EXHAUSTED, "full", "INSPECT_QUEUE_FULL", "80"))
+async def test_a_full_queue_is_tried_again_after_its_delay(caller: Caller, service: FakeEncoder) -> None:
+    breaking(service, 1, Refused(Code.RESOURCE_EXHAUSTED, "full", "INSPECT_QUEUE_FULL", "80"))
     started = time.monotonic()
     assert (await caller(caller.connect().inspect, [5, 6, 7])).timings.attempts == 2
     assert time.monotonic() - started >= 0.08
@@ -432,10 +428,10 @@ async def test_a_full_queue_is_tried_again_after_its_delay(caller: Caller, servi
     ],
 )
 async def test_refusals_are_exceptions_of_their_own(
-    caller: Caller, service: FakeEncoder, refused: Any, code: Code, reason: str, expected: type[Exception]
+    caller: Caller, service: FakeEncoder, code: Code, reason: str, expected: type[Exception]
 ) -> None:
     """They are not tried again, and no other exception is between them and the caller."""
-    breaking(service, 9, refused(code, "input: because", reason))
+    breaking(service, 9, Refused(code, "input: because", reason))
     with pytest.raises(expected, match="^input: because$") as caught:
         await caller(caller.connect().inspect, [5, 6, 7])
     assert type(caught.value) is expected

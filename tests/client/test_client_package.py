@@ -1,27 +1,23 @@
 """What the package is: its public names, what it imports, its settings, encryption."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
 import trustme
+from fake_encoder import FakeEncoder
 
 import encserve_client
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError, ServerUnavailableError, Tls
 from encserve_client._grpc.channel import channel_options
 from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
-
-if TYPE_CHECKING:
-    from tests.client.conftest import FakeEncoder
 
 
 def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:

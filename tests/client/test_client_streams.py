@@ -1,25 +1,21 @@
 """encode_stream of both clients against a real server: bounds, broken connections, leaving early, no leaks."""
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import random
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import numpy as np
 import pytest
+from fake_encoder import Caller, FakeEncoder, Refused, rows_of
 from waiting import until
 
 from encserve_client import EncserveError, InvalidInputError, InvalidRequestError, RetryPolicy, ServerUnavailableError
 from encserve_client._grpc.async_wire import failure_of_stream
-
-if TYPE_CHECKING:
-    from tests.client.conftest import Caller, FakeEncoder
 
 Code = grpc.StatusCode
 
@@ -35,18 +31,18 @@ async def jitter(*_: object) -> None:
     await asyncio.sleep(random.uniform(0, 0.005))
 
 
-async def test_results_come_in_the_order_of_the_inputs(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+async def test_results_come_in_the_order_of_the_inputs(caller: Caller, service: FakeEncoder) -> None:
     """However they come in; only as many as allowed are under way."""
     service.before_stream = jitter
     inputs = [[i, i + 1] for i in range(1, 300)]
     arrays = await caller.all_of(caller.connect(), inputs)
     for array, ids in zip(arrays, inputs, strict=True):
-        np.testing.assert_array_equal(array, rows(ids))
+        np.testing.assert_array_equal(array, rows_of(ids))
         assert not array.flags.writeable
     assert service.n_streams == 1
 
 
-async def test_results_come_as_they_are_ready_if_asked(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+async def test_results_come_as_they_are_ready_if_asked(caller: Caller, service: FakeEncoder) -> None:
     others_are_there = asyncio.Event()
 
     async def first_waits(request: Any, _: object) -> None:
@@ -62,16 +58,16 @@ async def test_results_come_as_they_are_ready_if_asked(caller: Caller, service: 
     assert found[-1][0] == 0
     await caller.close(stream)
     for index, array in found:
-        np.testing.assert_array_equal(array, rows([index + 1]))
+        np.testing.assert_array_equal(array, rows_of([index + 1]))
 
 
-async def test_pooled_results_are_vectors(caller: Caller, rows: Any) -> None:
+async def test_pooled_results_are_vectors(caller: Caller) -> None:
     vectors = await caller.all_of(caller.connect(), ["two words"], pooling="model", dtype="float16")
     assert [vector.shape for vector in vectors] == [(8,)]
-    np.testing.assert_allclose(vectors[0], rows([1, 3, 5, 2]).mean(axis=0), rtol=1e-3)
+    np.testing.assert_allclose(vectors[0], rows_of([1, 3, 5, 2]).mean(axis=0), rtol=1e-3)
 
 
-async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, service: FakeEncoder, rows: Any) -> None:
+async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, service: FakeEncoder) -> None:
     """The server is killed in the middle and comes back on the same port."""
     service.before_stream = jitter
     port = int(service.target.rpartition(":")[2])
@@ -83,7 +79,7 @@ async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, ser
     await service.start(port)
     arrays = await call
     for array, ids in zip(arrays, inputs, strict=True):
-        np.testing.assert_array_equal(array, rows(ids))
+        np.testing.assert_array_equal(array, rows_of(ids))
     assert service.n_streams >= 2
     assert len(service.stream_requests) <= len(inputs) + 2 * 64
 
@@ -94,13 +90,13 @@ async def test_a_server_that_is_gone_ends_the_call(caller: Caller, service: Fake
         await caller.all_of(client, [[1]] * 10, return_exceptions=True)
 
 
-async def test_a_full_queue_delays_only_its_inputs(caller: Caller, service: FakeEncoder, refused: Any) -> None:
+async def test_a_full_queue_delays_only_its_inputs(caller: Caller, service: FakeEncoder) -> None:
     turned_away = set[str]()
 
     async def full_once(request: Any, _: object) -> None:
         if request.request_id not in turned_away:
             turned_away.add(request.request_id)
-            raise refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "20")
+            raise Refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "20")
 
     service.before_stream = full_once
     assert len(await caller.all_of(caller.connect(), [[i] for i in range(1, 50)])) == 49

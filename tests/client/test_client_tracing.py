@@ -1,22 +1,16 @@
 """The caller's trace goes along, if there is one."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
 
 import pytest
+from fake_encoder import Caller, FakeEncoder
 from opentelemetry import baggage, trace
 from opentelemetry.context import attach, detach
 from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState
 
 from encserve_client._grpc.metadata import with_trace
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from tests.client.conftest import Caller, FakeEncoder
 
 TRACE_ID, SPAN_ID = 0x0AF7651916CD43DD8448EB211C80319C, 0xB7AD6B7169203331
 TRACEPARENT = f"00-{TRACE_ID:032x}-{SPAN_ID:016x}-01"

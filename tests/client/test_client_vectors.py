@@ -1,14 +1,13 @@
 """Vectors as inputs: what is sent for them, how they are cut into messages, and what is refused."""
 
-from __future__ import annotations
-
 import itertools
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from fake_encoder import Caller, FakeEncoder
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -18,9 +17,6 @@ from encserve_client._logic.planning import Limits, Message, cost_of, plan_messa
 from encserve_client.inputs import Input, check_input, pack_input
 from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
-
-if TYPE_CHECKING:
-    from tests.client.conftest import Caller, FakeEncoder
 
 NO_LIMITS = Limits(2**31, 2**31, 2**31, 2**31, 512, 8)
 SHAPES = st.tuples(st.integers(1, 20), st.integers(1, 12))

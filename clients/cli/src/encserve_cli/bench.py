@@ -12,14 +12,14 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from encserve_cli import bench_json, bench_render
-from encserve_cli.load import workload as workloads
+from encserve_cli.load.calls import Request
 from encserve_cli.load.lengths import read_lengths, real_text_lengths
-from encserve_cli.load.load import closed_loop, open_loop
+from encserve_cli.load.loops import closed_loop, open_loop
 from encserve_cli.load.samples import LoadResult
-from encserve_cli.load.wire import WRONG_ANSWER, Connection
+from encserve_cli.load.senders import WRONG_ANSWER, Connection
+from encserve_cli.load.workload import Workload, workload_of_lengths, workload_of_texts
 from encserve_cli.shared import calls_server, names_model
-from encserve_client import DType, EncoderClient, ModelInfo, Output, Pooling
-from encserve_client.options import Options
+from encserve_client import DType, EncoderClient, ModelInfo, Pooling
 
 _METRICS_PORT = 9464
 _MOST_SECONDS = 600
@@ -149,24 +149,27 @@ def default_metrics_url(target: str) -> str | None:
     return f"http://{host}:{_METRICS_PORT}/metrics"
 
 
-def _workload(settings: Settings, info: ModelInfo, model: str | None, model_version: str | None) -> workloads.Workload:
-    request = workloads.Request(
+def _workload(settings: Settings, info: ModelInfo, model: str | None, model_version: str | None) -> Workload:
+    request = Request(
         sequences_per_call=settings.sequences_per_call,
-        # Of random ids a model has as many as fit; a text may be longer.
-        options=Options((Output(settings.pooling or "tokens"),), settings.dtype, truncate=settings.texts is not None),
+        pooling=settings.pooling,
+        dtype=settings.dtype,
+        truncate=settings.texts is not None,  # of random ids a model has as many as fit; a text may be longer
         model=model,
         version=model_version,
-        seed=settings.seed,
     )
     if settings.texts is not None:
         lines = Path(settings.texts).read_text(encoding="utf-8").splitlines()
-        return workloads.workload_of_texts([it for it in lines if it.strip()], settings.texts, info, request)
+        texts = [it for it in lines if it.strip()]
+        return workload_of_texts(texts, settings.texts, info, request, settings.seed)
     if settings.lengths is not None:
-        return workloads.workload_of_lengths(read_lengths(Path(settings.lengths)), settings.lengths, info, request)
-    return workloads.workload_of_lengths(real_text_lengths(), "real English texts", info, request)
+        histogram, source = read_lengths(Path(settings.lengths)), settings.lengths
+    else:
+        histogram, source = real_text_lengths(), "real English texts"
+    return workload_of_lengths(histogram, source, info, request, settings.seed)
 
 
-def _run_all(settings: Settings, connection: Connection, workload: workloads.Workload) -> list[LoadResult]:
+def _run_all(settings: Settings, connection: Connection, workload: Workload) -> list[LoadResult]:
     """One result for each concurrency or rate; fewer after Ctrl-C. Raises click.Abort if there is none."""
     common: dict[str, Any] = {
         "seconds": settings.seconds,

@@ -12,18 +12,19 @@
 Its names may change with any version.
 """
 
-from encserve_cli.load.calls import Call, Expected, make_calls, make_text_calls
+from encserve_cli.load.calls import Call, Expected, Request, make_calls, make_text_calls
 from encserve_cli.load.lengths import parse_lengths, read_lengths, real_text_lengths, sample_lengths
-from encserve_cli.load.load import closed_loop, open_loop
+from encserve_cli.load.loops import closed_loop, open_loop
 from encserve_cli.load.samples import LoadResult
+from encserve_cli.load.senders import Connection
 from encserve_cli.load.server_view import ServerView
-from encserve_cli.load.wire import Connection
 
 __all__ = [
     "Call",
     "Connection",
     "Expected",
     "LoadResult",
+    "Request",
     "ServerView",
     "closed_loop",
     "make_calls",

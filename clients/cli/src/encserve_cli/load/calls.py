@@ -1,19 +1,45 @@
 """The calls to make, serialised beforehand, and what a right answer to one of them is."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
-from encserve_client import Input, ModelInfo, ProtocolError
-from encserve_client._base import model_key
-from encserve_client._logic.answers import decode_response
-from encserve_client.inputs import pack_input
-from encserve_client.options import Options
+from encserve_client import DType, ModelInfo, Pooling, ProtocolError
 from encserve_proto.v1 import encoder_pb2 as pb
 
-_TOKENS = Options()
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What every call asks for.
+
+    Attributes:
+        sequences_per_call: Sequences in a call; what is left over at the end is left out.
+        pooling: How tokens' rows become one; None for one row per token.
+        dtype: The type of the numbers.
+        truncate: Whether the end of a text that is too long is cut off; otherwise it is an error.
+        model: The model's name. Default: the server's default model.
+        version: Its version. Default: the model's default version.
+    """
+
+    sequences_per_call: int = 1
+    pooling: Pooling | None = None
+    dtype: DType = "float32"
+    truncate: bool = False
+    model: str | None = None
+    version: str | None = None
+
+    def template(self) -> pb.EncodeRequest:
+        """Everything that is sent but the inputs."""
+        kind = {None: "TOKENS", "model": "MODEL_POOLING"}.get(self.pooling) or str(self.pooling).upper()
+        options = pb.EncodeOptions(
+            outputs=[pb.OutputSpec(kind=f"OUTPUT_KIND_{kind}")],
+            data_type=f"DATA_TYPE_{self.dtype.upper()}",
+            truncation=pb.TRUNCATION_END if self.truncate else pb.TRUNCATION_REFUSE,
+        )
+        return pb.EncodeRequest(model=self.model or "", model_version=self.version or "", options=options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,14 +47,16 @@ class Expected:
     """What all answers of one workload have in common.
 
     Attributes:
-        options: What was asked for.
-        d_model: Numbers in a row.
         fingerprint: The model that must have answered.
+        d_model: Numbers in a row.
+        dtype: Their type.
+        is_pooled: Whether a sequence has one row, or one per token.
     """
 
-    options: Options
-    d_model: int
     fingerprint: str
+    d_model: int
+    dtype: DType = "float32"
+    is_pooled: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,30 +88,29 @@ class Call:
             response = pb.EncodeResponse.FromString(answer)
         except DecodeError as error:
             raise ProtocolError(f"the answer is no EncodeResponse: {error}") from error
-        part = decode_response(response, self.expected.options, self.sequences, describe=False)
-        if part.fingerprint != self.expected.fingerprint:
-            raise ProtocolError(f"the model is {part.fingerprint}; wanted {self.expected.fingerprint}")
+        expected = self.expected
+        if response.fingerprint != expected.fingerprint:
+            raise ProtocolError(f"the model is {response.fingerprint}; wanted {expected.fingerprint}")
         lengths = tuple(info.token_count for info in response.sequences)
-        if self.lengths and lengths != self.lengths:
-            raise ProtocolError(f"the sequences have {lengths} tokens; wanted {self.lengths}")
-        for block in part.blocks:
-            if block.rows.shape[1] != self.expected.d_model:
-                raise ProtocolError(f"rows have {block.rows.shape[1]} numbers; wanted {self.expected.d_model}")
-            if not np.isfinite(block.rows).all():
-                raise ProtocolError("a number of the answer is not finite")
+        if len(lengths) != self.sequences or (self.lengths and lengths != self.lengths):
+            raise ProtocolError(f"the sequences have {lengths} tokens; wanted {self.lengths or self.sequences}")
+        if len(response.outputs) != 1:
+            raise ProtocolError(f"the answer must have 1 output; had {len(response.outputs)}")
+        tensor = response.outputs[0]
+        rows = (1,) * self.sequences if expected.is_pooled else lengths
+        if tuple(tensor.lengths) != rows or tensor.width != expected.d_model:
+            shape = f"{tuple(tensor.lengths)} rows of {tensor.width}"
+            raise ProtocolError(f"the sequences have {shape}; wanted {rows} of {expected.d_model}")
+        dtype = np.dtype("<f2" if expected.dtype == "float16" else "<f4")
+        n_bytes = sum(rows) * expected.d_model * dtype.itemsize
+        if tensor.data_type != pb.DataType.Value(f"DATA_TYPE_{expected.dtype.upper()}") or len(tensor.data) != n_bytes:
+            raise ProtocolError(f"the rows have {len(tensor.data)} bytes; wanted {n_bytes} of {expected.dtype}")
+        if not np.isfinite(np.frombuffer(tensor.data, dtype)).all():
+            raise ProtocolError("a number of the answer is not finite")
         return sum(lengths)
 
 
-def make_calls(
-    lengths: Sequence[int],
-    info: ModelInfo,
-    *,
-    sequences_per_call: int = 1,
-    options: Options = _TOKENS,
-    model: str | None = None,
-    version: str | None = None,
-    seed: int = 0,
-) -> list[Call]:
+def make_calls(lengths: Sequence[int], info: ModelInfo, request: Request = Request(), *, seed: int = 0) -> list[Call]:
     """Calls of random sequences of these lengths, in their order.
 
     Ids are drawn from the vocabulary without the special tokens; a model that takes vectors gets normally distributed
@@ -92,14 +119,11 @@ def make_calls(
     Args:
         lengths: The tokens of each sequence.
         info: The model that will be asked.
-        sequences_per_call: Sequences in a call; what is left over at the end is left out.
-        options: What to ask for.
-        model: The model's name. Default: the server's default model.
-        version: Its version. Default: the model's default version.
+        request: What to ask for.
         seed: Of the ids.
 
     Raises:
-        ValueError: A length or sequences_per_call is out of the model's bounds.
+        ValueError: A length or `request.sequences_per_call` is out of the model's bounds.
     """
     counts = [int(length) for length in lengths]
     if counts and not 1 <= min(counts) <= max(counts) <= info.max_sequence_tokens:
@@ -112,64 +136,44 @@ def make_calls(
     if info.input_kind != "embeddings" and not len(usable):
         raise ValueError(f"model {info.name} has no tokens but special ones")
 
-    def inputs() -> Iterator[Input]:
-        for count in counts:
-            if info.input_kind == "embeddings":
-                yield rng.standard_normal((count, info.d_model), np.float32)
-            else:
-                yield rng.choice(usable, count)
+    def random_input(count: int) -> pb.Input:
+        if info.input_kind != "embeddings":
+            return pb.Input(token_ids=pb.TokenIds(ids=rng.choice(usable, count).tolist()))
+        data = rng.standard_normal((count, info.d_model), np.float32).astype("<f4").tobytes()
+        return pb.Input(embeddings=pb.TokenEmbeddings(width=info.d_model, data_type=pb.DATA_TYPE_FLOAT32, data=data))
 
-    return _pack(inputs(), counts, info, sequences_per_call, options, model_key(model, version))
+    return _pack(map(random_input, counts), counts, info, request)
 
 
-def make_text_calls(
-    texts: Sequence[str],
-    info: ModelInfo,
-    *,
-    sequences_per_call: int = 1,
-    options: Options = _TOKENS,
-    model: str | None = None,
-    version: str | None = None,
-) -> list[Call]:
+def make_text_calls(texts: Sequence[str], info: ModelInfo, request: Request = Request()) -> list[Call]:
     """Calls of these texts, in their order; otherwise as `make_calls`.
 
     Raises:
-        ValueError: The model takes no text, a text is too long, or sequences_per_call is out of the model's bounds.
+        ValueError: The model takes no text, a text is too long, or `request.sequences_per_call` is out of bounds.
     """
     if not info.has_tokenizer:
         raise ValueError(f"model {info.name} has no tokenizer, so it takes no text")
     for index, text in enumerate(texts):
         if (size := len(text.encode())) > info.max_text_bytes:
             raise ValueError(f"texts[{index}] has {size} bytes; the server takes at most {info.max_text_bytes}")
-    return _pack(iter(texts), [0] * len(texts), info, sequences_per_call, options, model_key(model, version))
+    return _pack((pb.Input(text=it) for it in texts), [0] * len(texts), info, request)
 
 
-def _pack(
-    inputs: Iterator[Input],
-    counts: list[int],
-    info: ModelInfo,
-    sequences_per_call: int,
-    options: Options,
-    key: tuple[str, str],
-) -> list[Call]:
+def _pack(inputs: Iterator[pb.Input], counts: list[int], info: ModelInfo, request: Request) -> list[Call]:
     """Serialises; a count of 0 is one that is not known."""
-    if not 1 <= sequences_per_call <= info.max_request_sequences:
+    many = request.sequences_per_call
+    if not 1 <= many <= info.max_request_sequences:
         raise ValueError(
-            f"sequences_per_call must be from 1 to {info.max_request_sequences}, the server's limit; "
-            f"was {sequences_per_call}"
+            f"sequences_per_call must be from 1 to {info.max_request_sequences}, the server's limit; was {many}"
         )
-    if len(counts) < sequences_per_call:
-        raise ValueError(f"a call needs {sequences_per_call} sequences; there are only {len(counts)}")
-    expected = Expected(options, info.d_model, info.fingerprint)
+    if len(counts) < many:
+        raise ValueError(f"a call needs {many} sequences; there are only {len(counts)}")
+    template = request.template()
+    expected = Expected(info.fingerprint, info.d_model, request.dtype, request.pooling is not None)
     calls = []
-    for start in range(0, len(counts) - sequences_per_call + 1, sequences_per_call):
-        lengths = tuple(counts[start : start + sequences_per_call])
-        request = pb.EncodeRequest(
-            model=key[0],
-            model_version=key[1],
-            options=options.to_proto(),
-            inputs=[pack_input(next(inputs), f"inputs[{index}]") for index in range(sequences_per_call)],
-        )
-        known = lengths if all(lengths) else ()
-        calls.append(Call(request.SerializeToString(), sequences_per_call, sum(lengths), known, expected))
+    for start in range(0, len(counts) - many + 1, many):
+        lengths = tuple(counts[start : start + many])
+        message = pb.EncodeRequest(inputs=itertools.islice(inputs, many))
+        message.MergeFrom(template)
+        calls.append(Call(message.SerializeToString(), many, sum(lengths), lengths if all(lengths) else (), expected))
     return calls

@@ -16,7 +16,7 @@ from encserve_cli.load.calls import Call
 from encserve_cli.load.generate import Generator
 from encserve_cli.load.samples import Samples
 from encserve_cli.load.schedule import LoadPlan
-from encserve_cli.load.wire import Connection
+from encserve_cli.load.senders import Connection
 from encserve_client import ServerError, ServerUnavailableError
 
 _CONNECT_SECONDS = 10.0
@@ -120,7 +120,7 @@ async def _generate(pipe: "Pipe[Any, Any]", connection: Connection, calls: Seque
         stopping = asyncio.create_task(_stop_when_told(told, generator))
         gc.collect()
         gc.freeze()  # the calls never become garbage, so no collection looks at them
-        samples = await generator.run(begin, channel, connection.metadata)
+        samples = await generator.run(begin, channel, connection)
         stopping.cancel()
     with contextlib.suppress(OSError):  # the parent is gone
         pipe.send(samples)

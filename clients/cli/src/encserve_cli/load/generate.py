@@ -12,16 +12,16 @@ import grpc.aio
 from encserve_cli.load.calls import Call
 from encserve_cli.load.samples import NOT_SENT, Samples
 from encserve_cli.load.schedule import LoadPlan, poisson_times
-from encserve_cli.load.wire import (
+from encserve_cli.load.senders import (
     STREAM_CALLS,
     WRONG_ANSWER,
     CallFailed,
+    Connection,
     Sender,
     StreamSender,
     UnarySender,
 )
 from encserve_client import ProtocolError
-from encserve_client._grpc.metadata import Metadata
 
 # One answer in so many is read and checked; the others are dropped as the bytes that they are.
 CHECKED_ONE_IN = 100
@@ -55,11 +55,11 @@ class Generator:
         self._end = min(self._end, time.perf_counter())
         self._stopped.set()
 
-    async def run(self, begin: float, channel: grpc.aio.Channel, metadata: Metadata) -> Samples:
+    async def run(self, begin: float, channel: grpc.aio.Channel, connection: Connection) -> Samples:
         """Loads the server from a time on, until the plan's end or `stop`, and waits for what is still out."""
         plan = self._plan
         self._end = min(self._end, begin + plan.warmup_seconds + plan.seconds)
-        self._sender = self._make_sender(channel, metadata)
+        self._sender = self._make_sender(channel, connection)
         await self._sleep_until(begin)
         cpu = asyncio.create_task(self._watch_cpu(begin + plan.warmup_seconds))
         order = itertools.islice(itertools.cycle(range(len(self._calls))), plan.first_call, None)
@@ -78,12 +78,12 @@ class Generator:
             cpu_seconds=self._cpu_seconds,
         )
 
-    def _make_sender(self, channel: grpc.aio.Channel, metadata: Metadata) -> Sender:
+    def _make_sender(self, channel: grpc.aio.Channel, connection: Connection) -> Sender:
         plan = self._plan
         if not plan.stream:
-            return UnarySender(channel, metadata, plan.timeout_seconds)
+            return UnarySender(channel, connection.options(plan.timeout_seconds))
         life_seconds = plan.warmup_seconds + plan.seconds + plan.timeout_seconds
-        return StreamSender(channel, metadata, life_seconds, math.ceil(plan.concurrency / STREAM_CALLS))
+        return StreamSender(channel, connection.options(life_seconds), math.ceil(plan.concurrency / STREAM_CALLS))
 
     async def _caller(self, order: Iterator[int]) -> None:
         """One caller of a closed loop."""

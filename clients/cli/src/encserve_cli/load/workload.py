@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from encserve_cli.load.calls import Call, make_calls, make_text_calls
+from encserve_cli.load.calls import Call, Request, make_calls, make_text_calls
 from encserve_cli.load.lengths import sample_lengths
 from encserve_client import ModelInfo
-from encserve_client.options import Options
 
 # So many different sequences; a run that has sent them all begins again. At most so many bytes of vectors among them.
 _SEQUENCES = 4096
@@ -42,42 +41,19 @@ class Workload:
         return sum(call.sequences for call in self.calls)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What every call asks for; see `make_calls`."""
-
-    sequences_per_call: int
-    options: Options
-    model: str | None
-    version: str | None
-    seed: int
-
-    @property
-    def sequences(self) -> int:
-        """How many different ones to make: enough for the lengths' distribution, in enough calls."""
-        return self.sequences_per_call * max(_SEQUENCES // self.sequences_per_call, _LEAST_CALLS)
-
-
-def workload_of_lengths(histogram: Mapping[int, int], source: str, info: ModelInfo, request: Request) -> Workload:
+def workload_of_lengths(
+    histogram: Mapping[int, int], source: str, info: ModelInfo, request: Request, seed: int
+) -> Workload:
     """Sequences of random ids, or vectors, with lengths of a distribution. Raises ValueError as `make_calls`."""
-    count = request.sequences
+    count = _sequences(request)
     if info.input_kind == "embeddings":
         longest_bytes = 4 * info.d_model * min(max(histogram), info.max_sequence_tokens)
         most_calls = _VECTOR_BYTES // (longest_bytes * request.sequences_per_call)
         count = min(count, max(most_calls, 1) * request.sequences_per_call)
-    wanted = sample_lengths(histogram, count, request.seed)
+    wanted = sample_lengths(histogram, count, seed)
     lengths = np.minimum(wanted, info.max_sequence_tokens)
-    calls = make_calls(
-        lengths.tolist(),
-        info,
-        sequences_per_call=request.sequences_per_call,
-        options=request.options,
-        model=request.model,
-        version=request.version,
-        seed=request.seed,
-    )
     return Workload(
-        calls=calls,
+        calls=make_calls(lengths.tolist(), info, request, seed=seed),
         kind=info.input_kind,
         source=source,
         mean_tokens=float(lengths.mean()),
@@ -86,19 +62,16 @@ def workload_of_lengths(histogram: Mapping[int, int], source: str, info: ModelIn
     )
 
 
-def workload_of_texts(texts: Sequence[str], source: str, info: ModelInfo, request: Request) -> Workload:
+def workload_of_texts(texts: Sequence[str], source: str, info: ModelInfo, request: Request, seed: int) -> Workload:
     """Texts in random order, the first again where a call needs more. Raises ValueError as `make_text_calls`."""
     if not texts:
         raise ValueError(f"{source} must hold at least one line that is not empty")
-    order = np.random.default_rng(request.seed).permutation(len(texts))[: request.sequences]
+    order = np.random.default_rng(seed).permutation(len(texts))[: _sequences(request)]
     whole_calls = max(len(order) // request.sequences_per_call, 1) * request.sequences_per_call
     chosen = [texts[index] for index in np.resize(order, whole_calls).tolist()]
-    calls = make_text_calls(
-        chosen,
-        info,
-        sequences_per_call=request.sequences_per_call,
-        options=request.options,
-        model=request.model,
-        version=request.version,
-    )
-    return Workload(calls=calls, kind="texts", source=source)
+    return Workload(calls=make_text_calls(chosen, info, request), kind="texts", source=source)
+
+
+def _sequences(request: Request) -> int:
+    """How many different ones to make: enough for the lengths' distribution, in enough calls."""
+    return request.sequences_per_call * max(_SEQUENCES // request.sequences_per_call, _LEAST_CALLS)

@@ -1,37 +1,32 @@
 """`encserve bench` and its library against a real server of a tiny model, and against one whose answers are rubbish."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import multiprocessing
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import pytest
 import trustme
 from click.testing import CliRunner, Result
+from fake_encoder import FakeEncoder, Refused
 from real_server import RealServer, real_server
 from tiny_bundle import LONGEST, write_bundle
 
 from encserve_cli.commands import cli
-from encserve_cli.load import Call, LoadResult, closed_loop, make_calls, open_loop
+from encserve_cli.load import Call, LoadResult, Request, closed_loop, make_calls, open_loop
 from encserve_cli.load.crew import _listen
 from encserve_client import EncoderClient, ServerUnavailableError
-from encserve_client.options import Options, Output
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
-from tests.client.conftest import Refused
-
-if TYPE_CHECKING:
-    from tests.client.conftest import FakeEncoder
 
 DOCS = Path(__file__).parent.parent.parent / "docs/bench.md"
 # Long enough for some calls, however little of its CPUs a machine gets.
 SECONDS = 1.2
+ONE = Request()
 SHORT: dict[str, Any] = {"seconds": SECONDS, "warmup_seconds": 0.1}
 
 
@@ -44,9 +39,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
         yield server
 
 
-def calls(target: str, lengths: list[int], **options: Any) -> list[Call]:
+def calls(target: str, lengths: list[int], request: Request = ONE) -> list[Call]:
     with EncoderClient(target) as client:
-        return make_calls(lengths, client.model(), **options)
+        return make_calls(lengths, client.model(), request)
 
 
 def metrics(server: RealServer) -> str:
@@ -66,7 +61,7 @@ def computed(server: RealServer) -> tuple[float, float]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_closed_loop(server: RealServer, stream: bool) -> None:
     """Everything is answered, by several processes; the server has seen as much, some of it between two readings."""
-    work = calls(server.target, [3, 5], sequences_per_call=2)
+    work = calls(server.target, [3, 5], Request(sequences_per_call=2))
     before = computed(server)
     result = closed_loop(
         server.target, work, concurrency=3, stream=stream, processes=2, metrics_url=metrics(server), **SHORT
@@ -89,7 +84,7 @@ def test_closed_loop(server: RealServer, stream: bool) -> None:
 
 def test_open_loop(server: RealServer) -> None:
     """Pooled, at a rate that the server can stand; what was due is answered."""
-    work = calls(server.target, [3] * 10, options=Options((Output("mean"),), "float16"))
+    work = calls(server.target, [3] * 10, Request(pooling="mean", dtype="float16"))
     result = open_loop(server.target, work, rate_per_second=40, seed=1, **SHORT)
     assert (result.mode, result.rate_per_second, result.errors) == ("open", 40, {})
     assert len(result.latency_seconds) == len(result.lateness_seconds) + result.held_calls > 0
@@ -99,7 +94,7 @@ def test_open_loop(server: RealServer) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_refused_is_counted(server: RealServer, stream: bool) -> None:
     """And is in no latency."""
-    work = calls(server.target, [LONGEST] * 2, sequences_per_call=2)
+    work = calls(server.target, [LONGEST] * 2, Request(sequences_per_call=2))
     result = closed_loop(server.target, work, concurrency=16, stream=stream, metrics_url=metrics(server), **SHORT)
     assert list(result.errors) == ["RESOURCE_EXHAUSTED QUEUE_FULL"]
     assert "128 tokens" in result.error_examples["RESOURCE_EXHAUSTED QUEUE_FULL"]

@@ -14,6 +14,7 @@ from encserve_cli.load.calls import Call
 from encserve_cli.load.crew import Crew
 from encserve_cli.load.samples import LoadResult, merge_samples
 from encserve_cli.load.schedule import LoadPlan, split_plan
+from encserve_cli.load.senders import Connection
 from encserve_cli.load.server_view import (
     MetricsMissing,
     ServerView,
@@ -21,7 +22,6 @@ from encserve_cli.load.server_view import (
     fetch_page,
     read_page,
 )
-from encserve_cli.load.wire import Connection
 
 Progress = Callable[[float], None]
 _TICK_SECONDS = 0.1

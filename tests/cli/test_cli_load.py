@@ -1,7 +1,9 @@
-"""The load generator's pure parts: lengths, calls, arrival times, samples, the metrics page, bytes of a stream."""
+"""The load generator's pure parts: lengths, calls, arrival times, samples, the metrics page."""
 
+import asyncio
 import dataclasses
 import json
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,13 @@ from hypothesis import strategies as st
 
 from encserve_cli.bench import default_metrics_url
 from encserve_cli.load import server_view as view
-from encserve_cli.load.calls import Call, Expected, make_calls, make_text_calls
+from encserve_cli.load.calls import Call, Expected, Request, make_calls, make_text_calls
 from encserve_cli.load.lengths import parse_lengths, read_lengths, real_text_lengths, sample_lengths
 from encserve_cli.load.samples import NOT_SENT, LoadResult, Samples, merge_samples, percentile
 from encserve_cli.load.schedule import LoadPlan, poisson_times, split_plan
-from encserve_cli.load.wire import CallFailed, split_stream_response, stream_request
-from encserve_cli.load.workload import Request, workload_of_lengths, workload_of_texts
-from encserve_client.exceptions import ProtocolError
-from encserve_client.options import Options, Output
-from encserve_client.results import ModelInfo
+from encserve_cli.load.senders import CallFailed, StreamSender
+from encserve_cli.load.workload import workload_of_lengths, workload_of_texts
+from encserve_client import ModelInfo, Pooling, ProtocolError
 from encserve_proto.v1 import encoder_pb2 as pb
 
 INFO = ModelInfo(
@@ -83,23 +83,41 @@ def test_sampled_lengths_have_the_distribution(histogram: dict[int, int], count:
 
 def test_calls_hold_the_lengths_in_order() -> None:
     """Ids are of the vocabulary without special tokens, and the same for the same seed."""
-    options = Options((Output("mean"),), "float16")
-    calls = make_calls([3, 8, 1, 2, 5], INFO, sequences_per_call=2, options=options, model="tiny", version="1", seed=7)
+    asked = Request(sequences_per_call=2, pooling="mean", dtype="float16", model="tiny", version="1")
+    calls = make_calls([3, 8, 1, 2, 5], INFO, asked, seed=7)
     assert [(it.sequences, it.tokens, it.lengths) for it in calls] == [(2, 11, (3, 8)), (2, 3, (1, 2))]
     request = pb.EncodeRequest.FromString(calls[0].data)
     assert [len(it.token_ids.ids) for it in request.inputs] == [3, 8]
     assert {token for it in request.inputs for token in it.token_ids.ids} <= set(range(3, 10))
-    assert (request.model, request.model_version, request.options) == ("tiny", "1", options.to_proto())
-    assert calls == make_calls(
-        [3, 8, 1, 2, 5], INFO, sequences_per_call=2, options=options, model="tiny", version="1", seed=7
+    options = pb.EncodeOptions(
+        outputs=[pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN)],
+        data_type=pb.DATA_TYPE_FLOAT16,
+        truncation=pb.TRUNCATION_REFUSE,
     )
+    assert (request.model, request.model_version, request.options) == ("tiny", "1", options)
+    assert calls == make_calls([3, 8, 1, 2, 5], INFO, asked, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "kind"),
+    [
+        (None, pb.OUTPUT_KIND_TOKENS),
+        ("model", pb.OUTPUT_KIND_MODEL_POOLING),
+        ("cls", pb.OUTPUT_KIND_CLS),
+        ("max", pb.OUTPUT_KIND_MAX),
+    ],
+)
+def test_calls_ask_for_a_pooling(pooling: Pooling | None, kind: pb.OutputKind) -> None:
+    [call] = make_text_calls(["one"], INFO, Request(pooling=pooling, truncate=True))
+    options = pb.EncodeRequest.FromString(call.data).options
+    assert (options.outputs[0].kind, options.truncation) == (kind, pb.TRUNCATION_END)
 
 
 def test_calls_of_vectors_and_of_texts() -> None:
     [call] = make_calls([3], VECTORS)
     vectors = pb.EncodeRequest.FromString(call.data).inputs[0].embeddings
     assert (vectors.width, len(vectors.data), call.tokens) == (4, 3 * 4 * 4, 3)
-    [call] = make_text_calls(["one", "two"], INFO, sequences_per_call=2)
+    [call] = make_text_calls(["one", "two"], INFO, Request(sequences_per_call=2))
     assert [it.text for it in pb.EncodeRequest.FromString(call.data).inputs] == ["one", "two"]
     assert (call.sequences, call.tokens, call.lengths) == (2, 0, ())
 
@@ -109,8 +127,8 @@ def test_calls_of_vectors_and_of_texts() -> None:
     [
         (lambda: make_calls([9], INFO), "lengths must be from 1 to 8"),
         (lambda: make_calls([0], INFO), "lengths must be from 1 to 8"),
-        (lambda: make_calls([1], INFO, sequences_per_call=5), "sequences_per_call must be from 1 to 4"),
-        (lambda: make_calls([1], INFO, sequences_per_call=2), "a call needs 2 sequences; there are only 1"),
+        (lambda: make_calls([1], INFO, Request(sequences_per_call=5)), "sequences_per_call must be from 1 to 4"),
+        (lambda: make_calls([1], INFO, Request(sequences_per_call=2)), "a call needs 2 sequences; there are only 1"),
         (lambda: make_text_calls(["x" * 21], INFO), r"texts\[0\] has 21 bytes; the server takes at most 20"),
         (lambda: make_text_calls(["x"], VECTORS), "tiny has no tokenizer"),
     ],
@@ -121,18 +139,19 @@ def test_calls_that_the_model_would_refuse(make: Any, text: str) -> None:
 
 
 def test_a_workload_says_what_was_cut() -> None:
-    request = Request(sequences_per_call=2, options=Options(), model=None, version=None, seed=0)
-    found = workload_of_lengths({4: 3, 20: 1}, "somewhere", INFO, request)
+    request = Request(sequences_per_call=2)
+    found = workload_of_lengths({4: 3, 20: 1}, "somewhere", INFO, request, seed=0)
     assert (found.sequences, found.cut_sequences, found.longest_tokens, found.mean_tokens) == (4096, 1024, 8, 5.0)
-    few = workload_of_texts(["one", "two", "three"], "x.txt", INFO, request)
+    few = workload_of_texts(["one", "two", "three"], "x.txt", INFO, request, seed=0)
     assert (few.sequences, few.kind, few.mean_tokens) == (2, "texts", None)
     with pytest.raises(ValueError, match=r"x.txt must hold at least one line"):
-        workload_of_texts([], "x.txt", INFO, request)
+        workload_of_texts([], "x.txt", INFO, request, seed=0)
 
 
 def answer(lengths: list[int], **changes: Any) -> bytes:
     """A right answer in token rows, unless changed."""
     tensor = {"kind": pb.OUTPUT_KIND_TOKENS, "data_type": pb.DATA_TYPE_FLOAT32, "width": 4, "lengths": lengths}
+    tensor["lengths"] = changes.pop("rows", lengths)
     data = np.zeros((sum(lengths), 4), "<f4").tobytes()
     return pb.EncodeResponse(
         fingerprint=changes.pop("fingerprint", "f"),
@@ -142,7 +161,7 @@ def answer(lengths: list[int], **changes: Any) -> bytes:
 
 
 def test_an_answer_is_checked() -> None:
-    [call] = make_calls([3, 5], INFO, sequences_per_call=2)
+    [call] = make_calls([3, 5], INFO, Request(sequences_per_call=2))
     assert call.check(answer([3, 5])) == 8
     for wrong in (
         b"\xff",
@@ -152,10 +171,73 @@ def test_an_answer_is_checked() -> None:
         answer([3, 5], data=b"1234"),
         answer([3, 5], width=2, data=bytes(8 * 2 * 4)),
         answer([3, 5], fingerprint="other"),
+        answer([3, 5], data_type=pb.DATA_TYPE_FLOAT16),
+        answer([3, 5], rows=[4, 4]),
         answer([3, 5], data=np.full((8, 4), np.nan, "<f4").tobytes()),
     ):
         with pytest.raises(ProtocolError):
             call.check(wrong)
+
+
+def test_an_answer_of_pooled_rows_is_checked() -> None:
+    [call] = make_calls([3, 5], INFO, Request(sequences_per_call=2, pooling="mean", dtype="float16"))
+    half: dict[str, Any] = {"data_type": pb.DATA_TYPE_FLOAT16, "data": bytes(2 * 4 * 2)}
+    assert call.check(answer([3, 5], rows=[1, 1], **half)) == 8
+    with pytest.raises(ProtocolError, match=r"\(3, 5\) rows of 4; wanted \(1, 1\) of 4"):
+        call.check(answer([3, 5], **half))
+
+
+class ScriptedStream:
+    """A channel whose one stream answers its first request with some bytes and then says no more."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.written = asyncio.Event()
+        self.cancelled = False
+
+    def stream_stream(self, path: str) -> Any:
+        return lambda **options: self
+
+    async def write(self, data: bytes) -> None:
+        self.written.set()
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        await self.written.wait()
+        yield self.data
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+@pytest.mark.parametrize(
+    ("data", "label", "text", "ends"),
+    [
+        (b"\x0a\xff", "WRONG_ANSWER", "the answer is no EncodeStreamResponse", True),
+        (
+            pb.EncodeStreamResponse(request_id="99").SerializeToString(),
+            "WRONG_ANSWER",
+            "'99', which nobody asked",
+            True,
+        ),
+        (
+            pb.EncodeStreamResponse(
+                request_id="1", error=pb.StreamError(code=8, message="full", reason="QUEUE_FULL")
+            ).SerializeToString(),
+            "RESOURCE_EXHAUSTED QUEUE_FULL",
+            "full",
+            False,
+        ),
+    ],
+)
+async def test_what_is_wrong_on_a_stream_is_said(data: bytes, label: str, text: str, ends: bool) -> None:
+    """To whom it concerns; a stream that answers what nobody asked is ended."""
+    [call] = make_calls([3], INFO)
+    stream = ScriptedStream(data)
+    sender = StreamSender(stream, {}, 1)  # type: ignore[arg-type]
+    with pytest.raises(CallFailed, match=text) as raised:
+        await sender.send(call)
+    assert (raised.value.label, stream.cancelled) == (label, ends)
+    await sender.aclose()
 
 
 def test_arrivals_are_poisson() -> None:
@@ -304,39 +386,8 @@ def test_where_the_metrics_are(target: str, url: str | None) -> None:
     assert default_metrics_url(target) == url
 
 
-@given(st.text("abc0", min_size=1, max_size=127), st.binary(max_size=300))
-def test_a_stream_request_is_put_together_as_protobuf_does(request_id: str, text: bytes) -> None:
-    request = pb.EncodeRequest(model=text.hex(), inputs=[pb.Input(text="x")])
-    data = stream_request(request_id.encode(), request.SerializeToString())
-    assert pb.EncodeStreamRequest.FromString(data) == pb.EncodeStreamRequest(request_id=request_id, request=request)
-
-
-@given(st.text(min_size=1, max_size=60), st.binary(max_size=300))
-def test_a_stream_response_is_taken_apart(request_id: str, data: bytes) -> None:
-    """Without being parsed, or parsed where its fields come in another order."""
-    response = pb.EncodeResponse(outputs=[pb.RaggedTensor(data=data)])
-    whole = pb.EncodeStreamResponse(request_id=request_id, response=response).SerializeToString()
-    assert split_stream_response(whole) == (request_id.encode(), response.SerializeToString())
-    parts = [pb.EncodeStreamResponse(response=response), pb.EncodeStreamResponse(request_id=request_id)]
-    backwards = b"".join(it.SerializeToString() for it in parts)
-    assert split_stream_response(backwards) == (request_id.encode(), response.SerializeToString())
-
-
-def test_a_stream_error_is_found() -> None:
-    error = pb.StreamError(code=8, message="full", reason="QUEUE_FULL")
-    request_id, failure = split_stream_response(
-        pb.EncodeStreamResponse(request_id="1", error=error).SerializeToString()
-    )
-    assert request_id == b"1"
-    assert isinstance(failure, CallFailed)
-    assert (failure.label, str(failure)) == ("RESOURCE_EXHAUSTED QUEUE_FULL", "full")
-    with pytest.raises(CallFailed) as raised:
-        split_stream_response(b"\x0a\xff")
-    assert raised.value.label == "WRONG_ANSWER"
-
-
 def test_a_call_may_be_made_by_hand() -> None:
     """What a script needs of a Call is in its fields."""
     request = pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[3, 4]))])
-    call = Call(request.SerializeToString(), 1, 2, (2,), Expected(Options(), 4, "f"))
+    call = Call(request.SerializeToString(), 1, 2, (2,), Expected("f", 4))
     assert call.check(answer([2])) == 2

@@ -1,20 +1,18 @@
 """The command `encserve` against a real server: what people and pipes get to read."""
 
-from __future__ import annotations
-
 import asyncio
 import json
+import subprocess
+import sys
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from fake_encoder import FakeEncoder
 
 from encserve_cli.commands import cli
-
-if TYPE_CHECKING:
-    from tests.client.conftest import FakeEncoder
 
 LONG = "a rather long text " * 15
 
@@ -121,6 +119,24 @@ async def test_errors_are_one_line(service: FakeEncoder, arguments: list[str], t
 async def test_the_target_may_come_from_the_environment(service: FakeEncoder) -> None:
     result = await asyncio.to_thread(CliRunner().invoke, cli, ["models"], env={"ENCSERVE_TARGET": service.target})
     assert result.exit_code == 0
+
+
+def test_version() -> None:
+    """By either way of calling it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "encserve_cli", "--version"], capture_output=True, text=True, check=True
+    )
+    assert (
+        done.stdout == CliRunner().invoke(cli, ["--version"]).stdout == f"encserve, version {version('encserve-cli')}\n"
+    )
+
+
+def test_help_is_quick() -> None:
+    """Nothing that takes long to import is imported for it, nor what a server or an exporter needs."""
+    unwanted = "{'plotly', 'pandas', 'onnxruntime', 'torch', 'tokenizers'}"
+    code = f"import sys, encserve_cli.commands; print(sorted({unwanted} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
 
 
 @pytest.mark.parametrize("command", [[], ["encode"], ["similarity"], ["inspect"], ["bench"], ["models"]])

@@ -1,0 +1,6 @@
+"""`python -m encserve_cli`: the same as `encserve`."""
+
+from encserve_cli.commands import cli
+
+if __name__ == "__main__":  # generator processes import this too
+    cli(prog_name="encserve")

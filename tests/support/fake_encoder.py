@@ -1,0 +1,315 @@
+"""A small encoder service on a real grpc.aio server, and both clients to call it with.
+
+Tests are coroutines on one event loop. The client for threads runs beside it in a worker thread.
+"""
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+import grpc.aio
+import numpy as np
+import numpy.typing as npt
+from inspections import inspection
+
+from encserve_client import AsyncEncoderClient, EncoderClient, RetryPolicy
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceServicer, add_EncoderServiceServicer_to_server
+
+D_MODEL = 8
+FIRST, LAST = 1, 2  # the special tokens around a text
+SERVICE_METHODS = 4
+
+Rows = npt.NDArray[np.float32]
+
+
+class Refused(Exception):
+    """What a `FakeEncoder.before` raises to refuse a request."""
+
+    def __init__(
+        self, code: grpc.StatusCode, text: str = "refused", reason: str = "", pushback: str | None = None
+    ) -> None:
+        super().__init__(text)
+        self.code, self.text, self.reason, self.pushback = code, text, reason, pushback
+
+    @property
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        reason = (("encserve-error-reason", self.reason),) if self.reason else ()
+        pushback = (("grpc-retry-pushback-ms", self.pushback),) if self.pushback is not None else ()
+        return reason + pushback
+
+
+def ids_of(item: pb.Input) -> list[int]:
+    """A text has a token per word, whose id is the word's length, between two special ones."""
+    if item.HasField("text"):
+        return [FIRST, *(len(word) for word in item.text.split()), LAST]
+    return list(item.token_ids.ids)
+
+
+def rows_of(ids: Iterable[int]) -> Rows:
+    """(seq, d_model): every number says which token it belongs to, at which place."""
+    column = np.asarray(list(ids), np.float32)[:, None]
+    places = np.arange(len(column), dtype=np.float32)[:, None] / 4
+    return np.asarray(column + places + np.arange(D_MODEL, dtype=np.float32) / 64, np.float32)
+
+
+def rows_of_input(item: pb.Input) -> Rows:
+    """(seq, d_model): the rows of the ids; vectors come back as they are."""
+    if not item.HasField("embeddings"):
+        return rows_of(ids_of(item))
+    vectors = item.embeddings
+    dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[vectors.data_type]
+    return np.frombuffer(vectors.data, dtype).reshape(-1, vectors.width).astype(np.float32)
+
+
+def _info(item: pb.Input, options: pb.EncodeOptions) -> pb.SequenceInfo:
+    ids = ids_of(item)
+    n_tokens = len(rows_of_input(item))
+    info = pb.SequenceInfo(token_count=n_tokens, original_token_count=n_tokens)
+    is_special = [token in (FIRST, LAST) for token in ids]
+    if item.HasField("text"):
+        words = item.text.split()
+        starts = [item.text.index(word) for word in words]
+        info.token_ids.extend(ids)
+        info.char_starts.extend([0, *starts, 0])
+        info.char_ends.extend([0, *(start + len(word) for start, word in zip(starts, words, strict=True)), 0])
+        if options.include_token_strings:
+            info.tokens.extend(["[FIRST]", *words, "[LAST]"])
+    if item.HasField("text") or options.exclude_special_tokens:
+        info.special.extend(is_special)
+    return info
+
+
+def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
+    rows = []
+    for item in request.inputs:
+        ids = ids_of(item)
+        part = rows_of_input(item)
+        if spec.kind in (pb.OUTPUT_KIND_UNSPECIFIED, pb.OUTPUT_KIND_TOKENS):
+            if request.options.exclude_special_tokens:
+                part = part[[token not in (FIRST, LAST) for token in ids]]
+        elif spec.kind == pb.OUTPUT_KIND_CLS:
+            part = part[:1]
+        elif spec.kind == pb.OUTPUT_KIND_MAX:
+            part = part.max(axis=0, keepdims=True)
+        else:
+            part = part.mean(axis=0, keepdims=True)
+        rows.append(part / np.linalg.norm(part, axis=1, keepdims=True) if spec.l2_normalize else part)
+    is_half = request.options.data_type == pb.DATA_TYPE_FLOAT16
+    return pb.RaggedTensor(
+        kind=spec.kind or pb.OUTPUT_KIND_TOKENS,
+        l2_normalized=spec.l2_normalize,
+        data_type=request.options.data_type or pb.DATA_TYPE_FLOAT32,
+        width=D_MODEL,
+        lengths=[len(part) for part in rows],
+        data=np.concatenate(rows).astype("<f2" if is_half else "<f4").tobytes(),
+    )
+
+
+@dataclass
+class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
+    """The service. `before` sees each request before it is answered: it may wait, raise `Refused`, or replace it.
+
+    `inspect` answers Inspect in place of what `inspections.inspection` would; it may do the same.
+    """
+
+    max_request_sequences: int = 256
+    max_request_tokens: int = 65536
+    max_message_bytes: int = 64 * 1024 * 1024
+    fingerprint: str = "f" * 16
+    before: Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse | None]] | None = None
+    before_stream: Callable[[pb.EncodeStreamRequest, Any], Awaitable[None]] | None = None
+    inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None
+    requests: list[pb.EncodeRequest] = field(default_factory=list)
+    inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
+    stream_requests: list[tuple[int, str]] = field(default_factory=list)
+    metadata: list[dict[str, str]] = field(default_factory=list)
+    n_streams: int = 0
+    n_open_streams: int = 0
+    n_open_inspections: int = 0
+    n_get_model: int = 0
+    n_cancelled: int = 0
+    target: str = ""
+    server: Any = None
+
+    def info(self) -> pb.ModelInfo:
+        return pb.ModelInfo(
+            name="tiny",
+            version="1",
+            fingerprint=self.fingerprint,
+            is_default=True,
+            d_model=D_MODEL,
+            n_layers=2,
+            n_heads=2,
+            vocab_size=100,
+            max_sequence_tokens=64,
+            has_tokenizer=True,
+            special_token_ids=[FIRST, LAST],
+            pooling=pb.OUTPUT_KIND_MEAN,
+            provider="CPUExecutionProvider",
+            precision="float32",
+            max_request_sequences=self.max_request_sequences,
+            max_request_tokens=self.max_request_tokens,
+            max_text_bytes=1000,
+            max_request_bytes=self.max_message_bytes,
+            max_response_bytes=self.max_message_bytes,
+            ready=True,
+        )
+
+    def answer(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
+        """The answer, within the limits, or `Refused`."""
+        tokens = [len(rows_of_input(item)) for item in request.inputs]
+        if len(tokens) > self.max_request_sequences:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "too many", "TOO_MANY_INPUTS")
+        if sum(tokens) > self.max_request_tokens:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "too many tokens", "REQUEST_TOO_LARGE")
+        for index, count in enumerate(tokens):
+            if count > 64:
+                text = f"inputs[{index}]: has {count} tokens; the model takes at most 64"
+                raise Refused(grpc.StatusCode.INVALID_ARGUMENT, text, "SEQUENCE_TOO_LONG")
+        response = pb.EncodeResponse(
+            model="tiny",
+            model_version="1",
+            fingerprint=self.fingerprint,
+            outputs=[_tensor(spec, request) for spec in request.options.outputs or [pb.OutputSpec()]],
+            sequences=[_info(item, request.options) for item in request.inputs],
+            timings=pb.Timings(tokenize_seconds=0.001, queue_seconds=0.002, compute_seconds=0.003),
+        )
+        if response.ByteSize() > self.max_message_bytes:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "reply too large", "RESPONSE_TOO_LARGE")
+        return response
+
+    async def Encode(self, request: pb.EncodeRequest, context: Any) -> pb.EncodeResponse:  # noqa: N802
+        self.requests.append(request)
+        self.metadata.append(dict(context.invocation_metadata()))
+        try:
+            replaced = await self.before(request) if self.before else None
+            return replaced or self.answer(request)
+        except Refused as refused:
+            context.set_trailing_metadata(refused.trailers)
+            await context.abort(refused.code, refused.text)
+            raise
+        except asyncio.CancelledError:
+            self.n_cancelled += 1
+            raise
+
+    async def EncodeStream(self, requests: AsyncIterator[pb.EncodeStreamRequest], context: Any) -> None:  # noqa: N802
+        self.metadata.append(dict(context.invocation_metadata()))
+        self.n_streams += 1
+        self.n_open_streams += 1
+        stream = self.n_streams
+        tasks: set[asyncio.Task[None]] = set()
+        writing = asyncio.Lock()  # gRPC takes one write at a time
+        try:
+            async for request in requests:
+                self.stream_requests.append((stream, request.request_id))
+                task = asyncio.create_task(self._answer_on_stream(request, context, writing))
+                tasks.add(task)
+                if (ended := [it for it in tasks if it.done()]) and (error := ended[0].exception()):
+                    raise error
+            await asyncio.gather(*tasks)
+        except Refused as refused:
+            context.set_trailing_metadata(refused.trailers)
+            await context.abort(refused.code, refused.text)
+        except asyncio.CancelledError:
+            self.n_cancelled += 1
+            raise
+        finally:
+            self.n_open_streams -= 1
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _answer_on_stream(self, request: pb.EncodeStreamRequest, context: Any, writing: asyncio.Lock) -> None:
+        response = pb.EncodeStreamResponse(request_id=request.request_id)
+        try:
+            if self.before_stream:
+                await self.before_stream(request, context)
+            response.response.CopyFrom(self.answer(request.request))
+        except Refused as refused:
+            response.error.code = refused.code.value[0]
+            response.error.message, response.error.reason = refused.text, refused.reason
+            response.error.retry_delay_seconds = int(refused.pushback or 0) / 1000
+        async with writing:
+            await context.write(response)
+
+    async def Inspect(self, request: pb.InspectRequest, context: Any) -> None:  # noqa: N802
+        self.inspect_requests.append(request)
+        self.n_open_inspections += 1
+        self.metadata.append(dict(context.invocation_metadata()))
+        try:
+            if self.inspect is None:
+                for part in inspection(request, len(rows_of_input(request.input))):
+                    await context.write(part)
+            else:
+                async for part in self.inspect(request):
+                    await context.write(part)
+        except Refused as refused:
+            context.set_trailing_metadata(refused.trailers)
+            await context.abort(refused.code, refused.text)
+        except asyncio.CancelledError:
+            self.n_cancelled += 1
+            raise
+        finally:
+            self.n_open_inspections -= 1
+
+    async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
+        return pb.ListModelsResponse(models=[self.info()])
+
+    async def GetModel(self, request: pb.GetModelRequest, context: Any) -> pb.GetModelResponse:  # noqa: N802
+        self.n_get_model += 1
+        if request.model not in ("", "tiny"):
+            context.set_trailing_metadata((("encserve-error-reason", "UNKNOWN_MODEL"),))
+            await context.abort(grpc.StatusCode.NOT_FOUND, f"model: {request.model!r} is not loaded; tiny is")
+        return pb.GetModelResponse(model=self.info())
+
+    async def start(self, port: int = 0) -> None:
+        options = [("grpc.so_reuseport", 0), ("grpc.max_receive_message_length", -1)]
+        self.server = grpc.aio.server(options=options)
+        add_EncoderServiceServicer_to_server(self, self.server)
+        self.target = f"127.0.0.1:{self.server.add_insecure_port(f'127.0.0.1:{port}')}"
+        await self.server.start()
+
+
+class Caller:
+    """Calls either client from a coroutine: the one for threads in a worker thread."""
+
+    def __init__(self, kind: str, service: FakeEncoder) -> None:
+        self.kind = kind
+        self.service = service
+        self.clients: list[EncoderClient | AsyncEncoderClient] = []
+
+    def connect(self, **settings: Any) -> Any:
+        """A client; its retries wait little unless the settings say otherwise."""
+        settings.setdefault("retry", RetryPolicy(initial_backoff_seconds=0.01, max_backoff_seconds=0.05))
+        settings.setdefault("timeout_seconds", 60.0)
+        settings.setdefault("target", self.service.target)
+        client = (EncoderClient if self.kind == "sync" else AsyncEncoderClient)(**settings)
+        self.clients.append(client)
+        return client
+
+    async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls a method and waits for what it returns."""
+        if inspect.iscoroutinefunction(method):
+            return await method(*args, **kwargs)
+        return await asyncio.to_thread(method, *args, **kwargs)
+
+    async def all_of(self, client: Any, inputs: Any, **options: Any) -> list[Any]:
+        """Everything that `encode_stream` yields."""
+        stream = client.encode_stream(inputs, **options)
+        if self.kind == "async":
+            return [it async for it in stream]
+        return await asyncio.to_thread(list, stream)
+
+    async def first_of(self, stream: Any) -> Any:
+        """The next thing that a stream yields."""
+        return await (anext(stream) if self.kind == "async" else asyncio.to_thread(next, stream))
+
+    async def close(self, it: Any) -> None:
+        """Closes a client or a stream."""
+        ended = it.aclose() if hasattr(it, "aclose") else it.close()
+        if inspect.isawaitable(ended):
+            await ended
