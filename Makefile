@@ -88,7 +88,8 @@ bench-scaling: $(BUNDLE)  ## Measure how cost grows and draw it, into docs/; BEN
 dashboards: $(VENV)/.installed  ## Make the Grafana dashboards anew, into deploy/grafana/dashboards.
 	$(BIN)/python scripts/make_dashboards.py
 
-docs: $(VENV)/.installed  ## Make the pages anew that are made of the code: docs/metrics.md.
+docs: $(VENV)/.installed  ## Make the pages that are made from the code anew: docs/settings.md, docs/metrics.md.
+	$(BIN)/python scripts/make_settings_page.py
 	$(BIN)/python scripts/make_metrics_page.py
 
 screenshots: $(BUNDLE)  ## Make the pictures in docs/images anew; needs Chromium.

@@ -1,0 +1,68 @@
+"""Writes docs/settings.md, from the fields of the server's `Settings`.
+
+python scripts/make_settings_page.py [FILE]
+"""
+
+import dataclasses
+import sys
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+from encserve_server.settings import Settings
+
+PAGE = Path(__file__).parent.parent / "docs/settings.md"
+HEAD = """\
+# Settings
+
+Every setting of `encserve-server`, made from the code by `make docs`. A flag beats its environment variable, and the
+variable beats the default. A bad value stops the start with an error that names the setting, its bounds and the value.
+`encserve-server --help` prints the same.
+
+| flag and environment variable | values | default | meaning |
+|---|---|---|---|
+"""
+WORDS = {int: "whole number", float: "number", str: "text", Path: "path"}
+
+
+def page() -> str:
+    """The whole page."""
+    hints = typing.get_type_hints(Settings)
+    return HEAD + "".join(
+        f"| {' | '.join(_row(field, hints[field.name]))} |\n" for field in dataclasses.fields(Settings)
+    )
+
+
+def _row(field: "dataclasses.Field[Any]", hint: Any) -> tuple[str, ...]:
+    if isinstance(hint, types.UnionType):  # a type or None
+        hint = typing.get_args(hint)[0]
+    name = field.name.replace("_", "-")
+    flag = f"`--{name}`, `--no-{name}`" if hint is bool else f"`--{name}`"
+    names = f"{flag}<br>`ENCSERVE_{field.name.upper()}`"
+    return names, _values(field, hint), _default(field), field.metadata["help"]
+
+
+def _values(field: "dataclasses.Field[Any]", hint: Any) -> str:
+    if hint is bool:
+        return "`true`, `false`"
+    if typing.get_origin(hint) is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(hint))
+    if typing.get_origin(hint) is tuple:
+        return "text, may be repeated; in the variable, separated by spaces"
+    minimum, maximum = field.metadata.get("minimum"), field.metadata.get("maximum")
+    if maximum is not None:
+        return f"{WORDS[hint]}, {minimum:g} to {maximum:g}"
+    return WORDS[hint] if minimum is None else f"{WORDS[hint]}, at least {minimum:g}"
+
+
+def _default(field: "dataclasses.Field[Any]") -> str:
+    if field.default is dataclasses.MISSING:
+        return "required"
+    if field.default in (None, ()):
+        return "–"
+    return f"`{str(field.default).lower()}`"
+
+
+if __name__ == "__main__":
+    (Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE).write_text(page())
