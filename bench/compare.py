@@ -51,11 +51,9 @@ from harness.sides import (
     sweep_budgets,
     torch_sides,
 )
-from harness.workload import Workload, choose_lengths, open_tokenizer, random_workload, text_workload
+from harness.workload import Workload, choose_lengths, open_tokenizer, random_workload, read_newest, text_workload
 
 from encserve_server.engine.onnx import OnnxEngine
-from encserve_server.repository.bundle import read_bundle
-from encserve_server.repository.scan import newest_bundle
 from encserve_server.system.cpus import usable_cpus
 from encserve_server.types import Bundle, Graph
 
@@ -190,7 +188,7 @@ class Comparison:
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
     load_before, machine, others = load_average(), describe_machine(), OtherWork()
-    bundle = read_bundle(newest_bundle(options.model_repository, options.model))
+    bundle = read_newest(options.model_repository, options.model)
     if bundle.graph.takes_vectors:
         raise SystemExit(f"{bundle.name} takes vectors; this compares models that take token ids")
     lengths = choose_lengths(

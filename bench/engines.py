@@ -23,15 +23,13 @@ import numpy as np
 import numpy.typing as npt
 from harness.agreement import lowest_cosine
 from harness.machine import describe_machine
-from harness.workload import choose_lengths, open_tokenizer, random_workload, windows
+from harness.workload import choose_lengths, open_tokenizer, random_workload, read_newest, windows
 from rich.console import Console
 from rich.table import Table
 
 from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.errors import DeviceError
-from encserve_server.repository.bundle import read_bundle
-from encserve_server.repository.scan import newest_bundle
 from encserve_server.scheduling.batching import BatchPolicy, take_batch
 from encserve_server.system.cpus import cpu_model, usable_cpus
 from encserve_server.types import Bundle, ModelInput
@@ -195,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     default = [ROOT / name for name in ("LICENSE", "README.md", "RATIONALE.md", "docs/architecture.md")]
     parser.add_argument("--text", type=Path, nargs="+", default=default, metavar="FILE")
     options = parser.parse_args(arguments)
-    bundle = read_bundle(newest_bundle(options.model_repository, options.model))
+    bundle = read_newest(options.model_repository, options.model)
     if bundle.tokenizer_file is None:
         raise SystemExit(f"{bundle.name} has no tokenizer; this compares models that take text")
     lengths = choose_lengths(options.sequences, seed=0, longest=bundle.max_sequence_tokens)

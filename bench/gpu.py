@@ -25,13 +25,11 @@ import numpy as np
 from engines import as_batches
 from harness.agreement import lowest_cosine
 from harness.machine import describe_machine
-from harness.workload import Sequence64, choose_lengths, random_workload
+from harness.workload import Sequence64, choose_lengths, random_workload, read_newest
 from rich.console import Console
 from rich.table import Table
 
 from encserve_server.engine.onnx import OnnxEngine
-from encserve_server.repository.bundle import read_bundle
-from encserve_server.repository.scan import newest_bundle
 from encserve_server.system.cpus import usable_cpus
 from encserve_server.types import Bundle
 
@@ -192,7 +190,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, 2, 3, 4])
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
     options = parser.parse_args(arguments)
-    bundles = [read_bundle(newest_bundle(options.model_repository, it)) for it in options.model or [None]]
+    bundles = [read_newest(options.model_repository, it) for it in options.model or [None]]
     gpu = Gpu(bundles, options.device, options.sequences, options.seed)
     with contextlib.closing(gpu):
         info = gpu.engine(next(iter(gpu.bundles))).info

@@ -35,11 +35,9 @@ from harness.programs import PeerUnavailable
 from harness.report import Found, Target, print_report, ratio_target, ratios_table, summarise, warnings
 from harness.rounds import NO_PATIENCE, Measurement, Patience, Side, Spread, measure, ratios, spread
 from harness.sides import ceiling_side, sweep_budgets
-from harness.workload import Workload, choose_lengths, open_tokenizer, text_workload
+from harness.workload import Workload, choose_lengths, open_tokenizer, read_newest, text_workload
 
 from encserve_server.engine.onnx import OnnxEngine
-from encserve_server.repository.bundle import read_bundle
-from encserve_server.repository.scan import newest_bundle
 from encserve_server.system.cpus import usable_cpus
 from encserve_server.types import Bundle
 
@@ -239,7 +237,7 @@ def print_missing(missing: Mapping[str, str]) -> None:
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
     """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
     load_before, machine = load_average(), describe_machine()
-    bundle = read_bundle(newest_bundle(options.model_repository, options.model))
+    bundle = read_newest(options.model_repository, options.model)
     workload = read_texts(bundle, options)
     places = some_places(workload.lengths)
     console.print(f"{bundle.name}@{bundle.version}: {len(workload.texts)} texts, {workload.tokens:,} tokens")

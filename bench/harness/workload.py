@@ -10,6 +10,9 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from encserve_cli.load import real_text_lengths, sample_lengths
+from encserve_server.repository.bundle import read_bundle
+from encserve_server.repository.scan import find_slots, require
+from encserve_server.types import Bundle
 
 Sequence64 = npt.NDArray[np.int64]  # (seq,) token ids
 
@@ -35,6 +38,16 @@ class Workload:
     def tokens(self) -> int:
         """All of them."""
         return sum(self.lengths)
+
+
+def read_newest(model_repository: Path, model: str | None) -> Bundle:
+    """The bundle of one model's newest version, or of NAME@VERSION; without a model of the first by name.
+
+    Raises:
+        BundleError: It is not there, or is not usable.
+    """
+    slots = require(model_repository, find_slots(model_repository, (model,) if model else ()))
+    return read_bundle(slots[0].candidates[0].directory)
 
 
 def choose_lengths(count: int, *, seed: int, longest: int, given: Sequence[int] = ()) -> list[int]:

@@ -99,15 +99,6 @@ def require(repository: Path, slots: list[Slot]) -> list[Slot]:
     return slots
 
 
-def newest_bundle(repository: Path, model: str | None) -> Path:
-    """The directory of one model's newest version, or of NAME@VERSION; without a model of the first by name.
-
-    Raises:
-        BundleError: It is not there.
-    """
-    return require(repository, find_slots(repository, (model,) if model else ()))[0].candidates[0].directory
-
-
 def version_key(version: str) -> list[tuple[int, int, str]]:
     """A sort key for which 1.9 < 1.10 and 1.0-rc1 < 1.0; the text itself settles what is left."""
     parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", version)]
