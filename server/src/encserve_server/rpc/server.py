@@ -6,10 +6,12 @@ from encserve_server.settings import MIB, Settings
 
 # Room for what a stream puts around a reply that is just within the limit.
 _MESSAGE_HEADROOM_BYTES = 64 * 1024
-# Calls that a caller may have open on one connection; gRPC's clients wait with more by themselves.
+# Calls that a caller may have open on one connection, each with its request in memory. More than anybody has who means
+# well: gRPC's clients wait with more by themselves, but near the bound some of their calls are answered UNAVAILABLE.
 _MAX_CONNECTION_CALLS = 10_000
-# Beyond so many calls that wait to be taken, gRPC would answer CANCELLED by itself. Admission is ours.
+# Calls that wait to be taken gRPC answers CANCELLED by itself, beyond a thousand or after 30 s. Admission is ours.
 _MAX_PENDING_CALLS = 1_000_000
+_MAX_PENDING_SECONDS = 3600
 
 
 def make_server(settings: Settings) -> grpc.aio.Server:
@@ -22,12 +24,15 @@ def make_server(settings: Settings) -> grpc.aio.Server:
         ("grpc.max_concurrent_streams", _MAX_CONNECTION_CALLS),
         ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", _MAX_PENDING_SECONDS),
+        # None but identity, which is bit 0: 4 KiB could be 4 MiB, and would be made that before anybody looks at them.
+        ("grpc.compression_enabled_algorithms_bitset", 1),
         # Clients may ping an idle connection this often; the default of 5 minutes ends their connection.
         ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        # A caller that vanished without a word is noticed within two minutes.
-        ("grpc.keepalive_time_ms", 60_000),
-        ("grpc.keepalive_timeout_ms", 20_000),
+        # A caller that vanished without a word is noticed within two minutes: gRPC waits another 60 s for its answer,
+        # whatever `grpc.keepalive_timeout_ms` says.
+        ("grpc.keepalive_time_ms", 30_000),
     ]
     if settings.max_connection_age_seconds is not None:  # calls on it are finished, however long they take
         options.append(("grpc.max_connection_age_ms", round(settings.max_connection_age_seconds * 1000)))
