@@ -12,6 +12,7 @@ CHECKPOINT = $$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec(
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
+MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
 # The tests that `make test` leaves to `make test-all`, by marker. Each of so many workers takes a file of tests at a time.
 TIERS := system or browser or operate or packaging or bench
 WORKERS ?= 2
@@ -43,11 +44,13 @@ serve: $(BUNDLE)  ## Serve the demo's model until Ctrl-C: gRPC on 50051, metrics
 
 test: lint types check-proto unit  ## Run every check and the fast tests.
 
-lint: $(VENV)/.installed  ## Check style, formatting and the contracts.
+lint: $(VENV)/.installed  ## Check style, formatting, imports, the contracts, Dockerfiles and manifests.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	cd proto && ../$(BIN)/buf lint
+	$(BIN)/hadolint --no-color deploy/*Dockerfile
+	for version in 1.31 1.37; do $(BIN)/kubernetes-validate --quiet --strict -k $$version $(MANIFESTS) || exit 1; done
 
 format: $(VENV)/.installed  ## Put everything into the project's style.
 	$(BIN)/ruff check --fix .
