@@ -120,7 +120,7 @@ class Gpu:
                         del found[side]
         if not found:
             raise SystemExit(f"{title}: nothing could be measured")
-        table = Table("model", "budget", "lanes", "batches", "tokens/s", "ratio", "ms laid out", "run", "cut")
+        table = Table("model", "budget", "lanes", "batches", "tokens/s", "ratio", "ms laid out", "run")
         first = next(iter(found.values())).tokens_per_second
         for side, it in found.items():
             ratio = np.median(np.array(it.tokens_per_second) / np.array(first))
@@ -142,9 +142,9 @@ class Gpu:
         engine = self.engine(side.model, side.lanes)
         batches = self._batches(side.budget)
 
-        def run(batch: list[Sequence64]) -> tuple[float, float, float]:
+        def run(batch: list[Sequence64]) -> tuple[float, float]:
             result = engine.run(batch, alone=False)
-            return result.collate_seconds, result.compute_seconds, result.split_seconds
+            return result.collate_seconds, result.compute_seconds
 
         with ThreadPoolExecutor(side.lanes) as threads:
             began = time.perf_counter()

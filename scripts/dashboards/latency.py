@@ -20,7 +20,7 @@ _STAGES = {
     "queue": "of a sequence, until its batch begins",
     "collate": "of a batch: laying it out as one array",
     "compute": "of a batch: the model's run",
-    "split": "of a batch: cutting its result into rows and checking them",
+    "split": "of a batch: checking its rows, and pooling and normalising them",
     "encode": "of a reply: pooling and serialising",
 }
 _ENCODE = f'{GRPC}, grpc_method="Encode"'

@@ -15,10 +15,11 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from encserve_server.engine.fake import FakeEngine
+from encserve_server.models.pooling import make_outputs
 from encserve_server.rpc.service import METHODS, SERVICE_NAME
 from encserve_server.rpc.status import REASONS
 from encserve_server.scheduling.batching import BatchPolicy
-from encserve_server.scheduling.runs import BusyTime
+from encserve_server.scheduling.lanes import BusyTime
 from encserve_server.scheduling.scheduler import Scheduler, SchedulerLimits
 from encserve_server.telemetry.gpus import watch_gpus
 from encserve_server.telemetry.lag import watch_lag
@@ -96,7 +97,9 @@ async def test_a_device_with_three_lanes_is_busy_once() -> None:
     clock, registry = FakeClock(), CollectorRegistry()
     engine = FakeEngine(D_MODEL, max_parallel_runs=3, widens=False)
     model = Metrics(registry).for_model("tiny", "2")
-    scheduler = Scheduler(engine, BatchPolicy(64, 1, 1.0), SchedulerLimits(100), clock=clock, observer=model)
+    scheduler = Scheduler(
+        engine, make_outputs, BatchPolicy(64, 1, 1.0), SchedulerLimits(100), clock=clock, observer=model
+    )
     scheduler.start()
     engine.hold()
     calls = []

@@ -19,15 +19,16 @@ from hypothesis import strategies as st
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import errors
 from encserve_server.__main__ import main
+from encserve_server.engine.base import BatchResult
 from encserve_server.errors import BundleError, EncserveError, InvalidField, QueueFull
-from encserve_server.models.pooling import build_output
+from encserve_server.models.pooling import make_outputs
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.repository import loading
 from encserve_server.rpc import status, wire
 from encserve_server.settings import Settings
 from encserve_server.system import cpus
 from encserve_server.telemetry import logs
-from encserve_server.types import DataType, Output, OutputKind, TokenizedText
+from encserve_server.types import DataType, Output, OutputArrays, OutputKind, Rows, TokenizedText
 
 
 def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
@@ -190,24 +191,63 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
         TextTokenizer(tmp_path / "tokenizer.json", ThreadPoolExecutor(1), 2**20)
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.sampled_from(OutputKind), st.booleans())
-def test_an_output_is_its_sequences_back_to_back(lengths: list[int], kind: OutputKind, l2_normalize: bool) -> None:
-    rng = np.random.default_rng(0)
+def outputs_of(rows: list[Rows], *wanted: Output) -> list[OutputArrays]:
+    """What is made of a batch of these (seq, d_model) rows, with numbers for padding that must show nowhere."""
+    lengths = np.array([len(its) for its in rows])
+    padded = np.full((len(rows), lengths.max(), rows[0].shape[1]), np.nan, np.float32)
+    for its, place in zip(rows, padded, strict=True):
+        place[: len(its)] = its
+    return make_outputs(BatchResult(padded, lengths, 0.0, 0.0), [wanted] * len(rows))
+
+
+EVERY_OUTPUT = [
+    Output(kind, l2_normalize, data_type)
+    for kind in OutputKind
+    for l2_normalize in (False, True)
+    for data_type in DataType
+]
+
+
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.permutations(EVERY_OUTPUT), st.integers(0, 2**32))
+def test_a_sequence_gets_the_same_alone_and_beside_others_to_the_last_bit(
+    lengths: list[int], wanted: list[Output], seed: int
+) -> None:
+    """Of every output, and though one of the others is not finite."""
+    rng = np.random.default_rng(seed)
     rows = [rng.standard_normal((length, 3)).astype(np.float32) for length in lengths]
-    output = Output(kind, l2_normalize)
-    together = build_output(rows, [None] * len(rows), output, DataType.FLOAT32)
-    alone = [build_output([its], [None], output, DataType.FLOAT32) for its in rows]
-    assert b"".join(together.parts) == b"".join(part for one in alone for part in one.parts)
-    assert together.lengths == [one.lengths[0] for one in alone]
-    if l2_normalize:
-        norms = np.linalg.norm(np.frombuffer(b"".join(together.parts), "<f4").reshape(-1, 3), axis=1)
-        np.testing.assert_allclose(norms, 1, rtol=1e-5)
+    rows[-1][0, 0], rows[0][-1] = np.inf, -0.0
+    for its, together in zip(rows, outputs_of(rows, *wanted), strict=True):
+        (alone,) = outputs_of([its], *wanted)
+        assert [array.tobytes() for array in together] == [array.tobytes() for array in alone]
+        assert [array.dtype for array in together] == [output.data_type.dtype for output in wanted]
 
 
-def test_an_output_does_not_copy_what_has_the_right_type() -> None:
-    rows = np.ones((5, 3), np.float32)
-    parts = build_output([rows[:2]], [None], Output(OutputKind.TOKENS, False), DataType.FLOAT32).parts
-    assert np.shares_memory(np.asarray(parts[0]), rows)
+@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 2**32))
+def test_outputs_are_those_of_the_rows(lengths: list[int], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = [rng.standard_normal((length, 3)).astype(np.float32) for length in lengths]
+    wanted = [Output(kind, False) for kind in (OutputKind.TOKENS, OutputKind.MEAN, OutputKind.CLS, OutputKind.MAX)]
+    for its, (tokens, mean, cls, largest) in zip(rows, outputs_of(rows, *wanted), strict=True):
+        np.testing.assert_array_equal(tokens, its)
+        np.testing.assert_allclose(mean, its.mean(axis=0, keepdims=True), rtol=1e-4, atol=1e-6)
+        np.testing.assert_array_equal(cls, its[:1])
+        np.testing.assert_array_equal(largest, its.max(axis=0, keepdims=True))
+    for unit in outputs_of(rows, Output(OutputKind.TOKENS, True), Output(OutputKind.MEAN, True)):
+        for array in unit:
+            np.testing.assert_allclose(np.linalg.norm(array, axis=1), 1, rtol=1e-5)
+
+
+def test_sequences_of_a_batch_may_want_different_things() -> None:
+    rows = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
+    wanted = [(Output(OutputKind.MAX, False),), (Output(OutputKind.CLS, False), Output(OutputKind.MEAN, False)), ()]
+    made = make_outputs(BatchResult(np.concatenate([rows, rows[:1]]), np.array([2, 2, 2]), 0.0, 0.0), wanted)
+    assert [[array.tolist() for array in its] for its in made] == [[[[3, 4, 5]]], [[[6, 7, 8]], [[7.5, 8.5, 9.5]]], []]
+
+
+def test_rows_that_are_wanted_as_they_are_are_not_copied() -> None:
+    batch = BatchResult(np.ones((2, 5, 3), np.float32), np.array([5, 2]), 0.0, 0.0)
+    for (rows,) in make_outputs(batch, [(Output(OutputKind.TOKENS, False),)] * 2):
+        assert np.shares_memory(rows, batch.output)
 
 
 @given(st.integers(0, 2**63))
@@ -232,8 +272,8 @@ def test_a_message_from_parts_is_the_message(data: list[bytes], request_id: str)
 
 
 def test_a_row_of_zeros_stays_when_normalised() -> None:
-    ragged = build_output([np.zeros((2, 3), np.float32)], [None], Output(OutputKind.TOKENS, True), DataType.FLOAT32)
-    assert np.frombuffer(b"".join(ragged.parts), "<f4").tolist() == [0.0] * 6
+    ((rows,),) = outputs_of([np.zeros((2, 3), np.float32)], Output(OutputKind.TOKENS, True))
+    assert rows.tolist() == [[0.0] * 3] * 2
 
 
 @pytest.mark.parametrize(("quota", "wanted"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("", 64)])

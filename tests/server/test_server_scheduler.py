@@ -20,9 +20,11 @@ from encserve_server.errors import (
     QueueFull,
     RequestTooLarge,
 )
+from encserve_server.models.pooling import make_outputs
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.scheduling.scheduler import Scheduler, SchedulerLimits
-from encserve_server.types import BatchSeconds, ClosedBy, EncodedSequence, TokenIds
+from encserve_server.telemetry.spans import RanBatch
+from encserve_server.types import EncodedSequence, TokenIds
 
 POISON, NAN = 666, 777
 
@@ -40,10 +42,8 @@ class Recorder:
         self.requests = requests
         self.queue = (sequences, tokens)
 
-    def batch_ran(
-        self, *, sequences: int, tokens: int, padded_tokens: int, seconds: BatchSeconds, closed_by: ClosedBy
-    ) -> None:
-        self.counts.update({"batches": 1, "sequences": sequences, "tokens": tokens, "padded": padded_tokens})
+    def batch_ran(self, batch: RanBatch) -> None:
+        self.counts["batches"] += 1
 
     def batch_failed(self) -> None:
         self.counts["failed"] += 1
@@ -70,7 +70,13 @@ class Bench:
         self.seen = Recorder()
         self.health_changes = 0
         self.scheduler = Scheduler(
-            self.engine, policy, limits, clock=self.clock, observer=self.seen, on_health_change=self._changed
+            self.engine,
+            make_outputs,
+            policy,
+            limits,
+            clock=self.clock,
+            observer=self.seen,
+            on_health_change=self._changed,
         )
 
     def _changed(self) -> None:
@@ -93,7 +99,7 @@ def ids(*values: int) -> TokenIds:
 
 def right(sequences: Sequence[TokenIds], results: Sequence[EncodedSequence]) -> bool:
     return len(sequences) == len(results) and all(
-        np.array_equal(result.rows, fake_rows(its, 4)) for its, result in zip(sequences, results, strict=True)
+        np.array_equal(result.outputs[0], fake_rows(its, 4)) for its, result in zip(sequences, results, strict=True)
     )
 
 
@@ -364,7 +370,7 @@ async def test_an_engine_that_gives_wrong_rows_has_failed(bench: Bench, monkeypa
 
     def short(sequences: Sequence[TokenIds], *, alone: bool) -> BatchResult:
         result = real(sequences, alone=alone)
-        return replace(result, rows=[rows[:-1] for rows in result.rows])
+        return replace(result, output=result.output[:, :-1])
 
     monkeypatch.setattr(bench.engine, "run", short)
     with pytest.raises(InferenceFailed, match=r"inputs\[1\]|inputs\[0\]"):
@@ -591,7 +597,7 @@ async def test_closing_while_a_batch_is_run_in_parts_leaves_nobody_waiting(bench
 
 async def test_idle_lanes_keep_no_results(bench: Bench) -> None:
     results = await bench.scheduler.encode([ids(1, 2), ids(3)])
-    rows = weakref.ref(results[0].rows)
+    rows = weakref.ref(results[0].outputs[0])
     del results
     await asyncio.wait_for(until(lambda: rows() is None), 60)
 
@@ -625,7 +631,12 @@ async def test_a_call_after_closing_is_refused(bench: Bench) -> None:
     with pytest.raises(EngineUnhealthy, match="unloaded"):
         await asyncio.wait_for(bench.scheduler.encode([ids(1)]), 60)
     bench.scheduler = Scheduler(
-        bench.engine, BatchPolicy(64, 16, 1.0), SchedulerLimits(100), clock=bench.clock, observer=bench.seen
+        bench.engine,
+        make_outputs,
+        BatchPolicy(64, 16, 1.0),
+        SchedulerLimits(100),
+        clock=bench.clock,
+        observer=bench.seen,
     )
     bench.scheduler.start()  # the fixture closes it
 

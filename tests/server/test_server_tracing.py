@@ -31,7 +31,7 @@ from encserve_server.settings import Settings
 from encserve_server.system.clock import MonotonicClock
 from encserve_server.telemetry import logs, spans, tracing
 from encserve_server.telemetry.metrics import Metrics
-from encserve_server.types import BatchSeconds
+from encserve_server.types import BatchSeconds, ClosedBy
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"), ("tracestate", "congo=t61rcWkgMzE"))
@@ -475,7 +475,7 @@ async def test_spans_lie_within_each_other_whatever_the_walls_clock_does(
     began_at = clock.now()
     clock.advance(1.5)
     request.stage("queue", began_at, clock.now())
-    batch = spans.RanBatch(began_at, clock.now(), BatchSeconds(0.5, 0.5, 0.5), 1, 1, 1, "drained", 0, True)
+    batch = spans.RanBatch(began_at, clock.now(), BatchSeconds(0.5, 0.5, 0.5), 1, 1, 1, ClosedBy.DRAINED, 0, True)
     tracer.for_model("tiny", "1").ran([request], batch)
     request.end("OK", "")
     clock.advance(0.25)

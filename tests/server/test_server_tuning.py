@@ -47,7 +47,8 @@ class Device:
         padded = max(lengths) * len(lengths)
         seconds = self._seconds(padded, len(self.batches))
         self.clock += seconds
-        return BatchResult([np.zeros((length, 1), np.float32) for length in lengths], padded, 0.0, seconds, 0.0)
+        output = np.zeros((len(lengths), max(lengths), 1), np.float32)
+        return BatchResult(output, np.array(lengths), 0.0, seconds)
 
     def close(self) -> None:
         """Has nothing to free."""

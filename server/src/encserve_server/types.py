@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import Enum, IntEnum, StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,10 +14,11 @@ Rows = npt.NDArray[np.float32]  # (seq, d_model)
 Vectors = npt.NDArray[np.float32]  # (seq, d_model)
 ModelInput = TokenIds | Vectors  # one sequence, whichever its model takes; len() is its tokens
 Numbers = npt.NDArray[np.float32]
+OutputArrays = tuple[npt.NDArray[np.floating[Any]], ...]  # of one sequence, each (rows, d_model), C-contiguous
 Mask = npt.NDArray[np.bool_]  # (seq,)
 
 
-class OutputKind(Enum):
+class OutputKind(IntEnum):
     """What one output holds; the values are those of the protobuf enum of the same name."""
 
     TOKENS = 1
@@ -26,15 +27,7 @@ class OutputKind(Enum):
     MAX = 4
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """One thing to return for every sequence, with every default filled in."""
-
-    kind: OutputKind
-    l2_normalize: bool
-
-
-class DataType(Enum):
+class DataType(IntEnum):
     """The type of the numbers returned; the values are those of the protobuf enum of the same name."""
 
     FLOAT32 = 1
@@ -55,6 +48,20 @@ _DTYPES: dict[DataType, np.dtype[np.floating[Any]]] = {
     DataType.FLOAT32: np.dtype("<f4"),
     DataType.FLOAT16: np.dtype("<f2"),
 }
+
+
+class Output(NamedTuple):
+    """One thing to return for every sequence, with every default filled in.
+
+    Attributes:
+        kind: What it is.
+        l2_normalize: Whether each row is scaled to Euclidean length 1.
+        data_type: The type of its numbers; a float16 beyond its range becomes infinite.
+    """
+
+    kind: OutputKind
+    l2_normalize: bool
+    data_type: DataType = DataType.FLOAT32
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +112,15 @@ class CheckedSequence:
 
 @dataclass(frozen=True, slots=True)
 class EncodedSequence:
-    """What the engine made of one sequence.
+    """What was made of one sequence.
 
     Attributes:
-        rows: (seq, d_model) float32, without padding; a view of the batch's result.
+        outputs: What was wanted of it, in order, each (rows, d_model) of the type that was wanted.
         queue_seconds: How long it waited for its batch to start.
         compute_seconds: How long the model ran on its batch.
     """
 
-    rows: Rows
+    outputs: OutputArrays
     queue_seconds: float
     compute_seconds: float
 
@@ -125,7 +132,7 @@ class BatchSeconds:
     Attributes:
         collate: Laying out the sequences as one array.
         compute: Running the model.
-        split: Cutting its result into the sequences' rows and looking whether they are finite.
+        split: Looking whether its rows are finite, and making of them what each sequence is wanted for.
     """
 
     collate: float

@@ -4,27 +4,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from encserve_server.types import InspectKind, InspectTensor, ModelInput, Rows
+import numpy as np
+import numpy.typing as npt
+
+from encserve_server.types import InspectKind, InspectTensor, ModelInput, Numbers, Rows
 
 
 @dataclass(frozen=True, slots=True)
 class BatchResult:
-    """What a batch gave.
+    """What a batch gave; it belongs to whoever had it run.
 
     Attributes:
-        rows: For each sequence, in order, its (seq, d_model) float32 rows without padding. They may be views of one
-            array, and nobody writes to them.
-        padded_tokens: The tokens that were laid out, padding included.
+        output: (batch, seq, d_model) float32; what it holds behind the end of a sequence means nothing.
+        lengths: (batch,) the tokens of each sequence.
         collate_seconds: How long laying out the batch took.
         compute_seconds: How long the model ran.
-        split_seconds: How long cutting the result into rows took.
     """
 
-    rows: list[Rows]
-    padded_tokens: int
+    output: Numbers
+    lengths: npt.NDArray[np.int64]
     collate_seconds: float
     compute_seconds: float
-    split_seconds: float
+
+    @property
+    def rows(self) -> list[Rows]:
+        """For each sequence its (seq, d_model) rows without padding, views of the output."""
+        return [its[:length] for its, length in zip(self.output, self.lengths.tolist(), strict=True)]
+
+    @property
+    def padded_tokens(self) -> int:
+        """The tokens that were laid out, padding included."""
+        batch, seq, _ = self.output.shape
+        return int(batch * seq)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,12 +92,13 @@ class FakeEngine:
             raise RuntimeError("the device is lost")
         if self.poison is not None and any(self.poison in ids for ids in sequences):
             raise RuntimeError(f"cannot compute id {self.poison}")
-        rows = [fake_rows(ids, self.d_model) for ids in sequences]
-        for ids, its_rows in zip(sequences, rows, strict=True):
+        lengths = np.array([len(ids) for ids in sequences])
+        output = np.full((len(lengths), lengths.max(), self.d_model), np.nan, np.float32)  # (batch, seq, d_model)
+        for ids, rows in zip(sequences, output, strict=True):
+            rows[: len(ids)] = fake_rows(ids, self.d_model)
             if self.nan_id is not None and self.nan_id in ids:
-                its_rows[0, 0] = np.nan
-        padded = max(len(ids) for ids in sequences) * len(sequences)
-        return BatchResult(rows, padded, collate_seconds=0.0001, compute_seconds=0.001, split_seconds=0.0001)
+                rows[0, 0] = np.nan
+        return BatchResult(output, lengths, collate_seconds=0.0001, compute_seconds=0.001)
 
     def close(self) -> None:
         """Remembers that it was closed."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
-from encserve_server.engine.padding import cut, feeds_of, lay_out
+from encserve_server.engine.padding import check_shape, feeds_of, lay_out
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.types import Graph, InspectGraph, InspectKind, InspectTensor, ModelInput, Numbers
 
@@ -71,21 +71,15 @@ class OnnxEngine:
             self._narrow = _open_session(graph.path, "cpu", 1 + shared)
 
     def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
-        """Pads the sequences to the longest, runs them, and cuts the padding off again."""
+        """Pads the sequences to the longest, and runs them."""
         began = time.perf_counter()
         feeds, lengths = lay_out(self._graph, sequences)
         laid_out = time.perf_counter()
         session = self._wide if alone else self._narrow
         (output,) = session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
         ran = time.perf_counter()
-        rows = cut(self._graph, output, lengths)
-        return BatchResult(
-            rows,
-            int(lengths.max()) * len(lengths),
-            collate_seconds=laid_out - began,
-            compute_seconds=ran - laid_out,
-            split_seconds=time.perf_counter() - ran,
-        )
+        check_shape(self._graph, output, lengths)
+        return BatchResult(output, lengths, collate_seconds=laid_out - began, compute_seconds=ran - laid_out)
 
     def close(self) -> None:
         """Frees the sessions and their memory."""

@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
-from encserve_server.engine.padding import cut, lay_out
+from encserve_server.engine.padding import check_shape, lay_out
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.types import Graph, ModelInput
 
@@ -65,7 +65,7 @@ class OpenVinoEngine:
         )
 
     def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
-        """Pads the sequences to the longest, runs them, and cuts the padding off again."""
+        """Pads the sequences to the longest, and runs them."""
         began = time.perf_counter()
         feeds, lengths = lay_out(self._graph, sequences)
         collate_seconds = time.perf_counter() - began
@@ -78,14 +78,8 @@ class OpenVinoEngine:
             ran = time.perf_counter()
         finally:
             requests.put(request)
-        rows = cut(self._graph, output, lengths)
-        return BatchResult(
-            rows,
-            int(lengths.max()) * len(lengths),
-            collate_seconds=collate_seconds,
-            compute_seconds=ran - began,
-            split_seconds=time.perf_counter() - ran,
-        )
+        check_shape(self._graph, output, lengths)
+        return BatchResult(output, lengths, collate_seconds=collate_seconds, compute_seconds=ran - began)
 
     def close(self) -> None:
         """Frees the model and its memory."""

@@ -1,4 +1,4 @@
-"""Sequences of different lengths as one padded array, and its result cut into their rows again; for every engine."""
+"""Sequences of different lengths as one padded array, for every engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.types import Graph, ModelInput, Rows
+from encserve_server.types import Graph, ModelInput
 
 Feeds = dict[str, npt.NDArray[Any]]  # by the names of the graph's inputs
 
@@ -41,13 +41,12 @@ def feeds_of(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> F
     return feeds
 
 
-def cut(graph: Graph, output: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> list[Rows]:
-    """The rows of each sequence, (seq, d_model), as views of the (batch, seq, d_model) output.
+def check_shape(graph: Graph, output: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
+    """Makes sure that a batch of (batch,) lengths gave a (batch, seq, d_model) output.
 
     Raises:
-        RuntimeError: The output has another shape.
+        RuntimeError: It has another shape.
     """
     expected = (len(lengths), int(lengths.max()), graph.d_model)
     if output.shape != expected:
         raise RuntimeError(f"the model gave an output of shape {output.shape} where {expected} was due")
-    return [output[i, :length] for i, length in enumerate(lengths)]

@@ -1,48 +1,42 @@
-"""Rows to the outputs a caller asked for: pooling, normalising, and one contiguous buffer. Pure NumPy."""
+"""A batch's rows to the outputs that callers asked for: pooling, normalising, their type. Pure NumPy."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.types import DataType, Mask, Output, OutputKind, Rows
+from encserve_server.engine.base import BatchResult
+from encserve_server.types import Numbers, Output, OutputArrays, OutputKind
+
+# What changes nothing where it stands in place of padding, to the last bit.
+_NEUTRAL = {OutputKind.MEAN: -0.0, OutputKind.MAX: -np.inf}
 
 
-@dataclass(frozen=True, slots=True)
-class Ragged:
-    """The rows of all sequences, back to back.
+def make_outputs(result: BatchResult, wanted: Sequence[tuple[Output, ...]]) -> list[OutputArrays]:
+    """Makes of a batch what each of its sequences is wanted for.
 
-    Attributes:
-        lengths: The rows of each sequence.
-        parts: Back to back they are sum(lengths) × width numbers, row-major, little-endian, as single bytes. They refer
-            to the rows as long as these have the right type, so that nothing is copied before it must be.
-    """
-
-    lengths: list[int]
-    parts: list[memoryview]
-
-
-def build_output(rows: Sequence[Rows], special: Sequence[Mask | None], output: Output, data_type: DataType) -> Ragged:
-    """Makes one output of all sequences.
+    What is pooled is pooled once for the whole batch. A sequence gets the same numbers alone and beside others, to the
+    last bit, and numbers of it that are not finite touch no other.
 
     Args:
-        rows: (seq, d_model) float32 for each sequence.
-        special: For each sequence which rows to leave out of OutputKind.TOKENS, or None for none.
-        output: What to make.
-        data_type: The type of the numbers; a float16 beyond its range becomes infinite.
+        result: What the batch gave; its padding may be written to.
+        wanted: For each sequence its outputs.
+
+    Returns:
+        For each sequence an array of (rows, d_model) for each of its outputs: as many rows as tokens for
+        OutputKind.TOKENS, else one. Rows that are wanted as they are refer to the batch's own.
     """
-    if output.kind is OutputKind.TOKENS:
-        parts = [its if mask is None else its[~mask] for its, mask in zip(rows, special, strict=True)]
-    else:
-        parts = [_pool(its, output.kind) for its in rows]
-    if output.l2_normalize:
-        parts = [_normalize(part) for part in parts]
-    if data_type is not DataType.FLOAT32:
-        with np.errstate(over="ignore"):
-            parts = [part.astype(data_type.dtype) for part in parts]
-    typed = [np.ascontiguousarray(part, data_type.dtype) for part in parts]  # copies nothing that is right already
-    return Ragged([len(part) for part in parts], [part.reshape(-1).view(np.uint8).data for part in typed])
+    alike: dict[tuple[Output, ...], list[int]] = {}  # the places of those who want the same, mostly all
+    for i, outputs in enumerate(wanted):
+        alike.setdefault(outputs, []).append(i)
+    made: list[OutputArrays] = [()] * len(wanted)
+    with np.errstate(all="ignore"):  # of sequences that are not finite, and of float16
+        for outputs, places in alike.items():
+            columns = [_make(result, places, output) for output in outputs]
+            for i, *its in zip(places, *columns, strict=True):
+                made[i] = tuple(its)
+    return made
 
 
 def output_rows(kind: OutputKind, token_rows: int) -> int:
@@ -50,20 +44,29 @@ def output_rows(kind: OutputKind, token_rows: int) -> int:
     return token_rows if kind is OutputKind.TOKENS else 1
 
 
-def _pool(rows: Rows, kind: OutputKind) -> Rows:
-    """(seq, d_model) to (1, d_model)."""
-    pooled: Rows
-    if kind is OutputKind.MEAN:
-        pooled = rows.mean(axis=0, keepdims=True, dtype=np.float32)
-    elif kind is OutputKind.MAX:
-        pooled = rows.max(axis=0, keepdims=True)
-    else:
-        pooled = rows[:1]
+def _make(result: BatchResult, places: list[int], output: Output) -> list[Numbers]:
+    """One output of the sequences at these places of a batch."""
+    if output.kind is OutputKind.TOKENS:
+        rows = result.rows
+        return [_finish(rows[i], output) for i in places]
+    pooled = _finish(_pool(result, output.kind), output)  # (batch, d_model)
+    return [pooled[i : i + 1] for i in places]
+
+
+def _pool(result: BatchResult, kind: OutputKind) -> Numbers:
+    """(batch, seq, d_model) to (batch, d_model)."""
+    output, lengths = result.output, result.lengths[:, None]  # (batch, 1)
+    if kind is OutputKind.CLS:
+        return output[:, 0].copy()  # or a caller who does not read would keep the whole batch in memory
+    output[np.arange(output.shape[1]) >= lengths] = _NEUTRAL[kind]
+    pooled: Numbers = output.max(axis=1) if kind is OutputKind.MAX else output.sum(axis=1) / lengths.astype(np.float32)
     return pooled
 
 
-def _normalize(rows: Rows) -> Rows:
-    """Scales each row to Euclidean length 1; a row of zeros stays."""
-    norms: npt.NDArray[np.float32] = np.linalg.norm(rows, axis=1, keepdims=True)  # (seq, 1)
-    norms[norms == 0] = 1
-    return rows / norms
+def _finish(rows: Numbers, output: Output) -> npt.NDArray[np.floating[Any]]:
+    """(rows, d_model) as wanted; a row of zeros has no length to be scaled to 1 and stays."""
+    if output.l2_normalize:
+        norms: Numbers = np.linalg.norm(rows, axis=1, keepdims=True)  # (rows, 1)
+        norms[norms == 0] = 1
+        rows = rows / norms
+    return rows.astype(output.data_type.dtype, copy=False)

@@ -71,7 +71,6 @@ class EncodeCall:
     Attributes:
         inputs: Texts, ids, or vectors.
         outputs: What to return, every default filled in; never empty.
-        data_type: The type of the numbers returned.
         truncate: Whether an over-long input is cut instead of refused.
         exclude_special_tokens: Whether special tokens have no rows in OutputKind.TOKENS.
         include_token_strings: Whether the reply holds the vocabulary's strings.
@@ -79,7 +78,6 @@ class EncodeCall:
 
     inputs: Sequence[SentInput]
     outputs: tuple[Output, ...]
-    data_type: DataType
     truncate: bool
     exclude_special_tokens: bool
     include_token_strings: bool
@@ -91,7 +89,7 @@ class EncodeReply:
 
     Attributes:
         sequences: The sequences as the model saw them.
-        encoded: What the engine made of them.
+        encoded: What was made of them.
         tokenize_seconds: How long tokenizing took, waiting for its thread included.
         estimated_bytes: The reply's size, at most.
     """
@@ -227,7 +225,7 @@ class ServedModel:
         if span is not None:
             span.counted(sum(len(it.input) for it in sequences))
         estimated_bytes = self._check_reply_size(call, sequences)
-        encoded = await self._scheduler.encode([sequence.input for sequence in sequences], deadline)
+        encoded = await self._scheduler.encode([it.input for it in sequences], call.outputs, deadline)
         return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
 
     @property
@@ -336,13 +334,8 @@ class ServedModel:
         tokens = token_rows = len(sequence.input)
         if call.exclude_special_tokens and sequence.special is not None:
             token_rows -= int(sequence.special.sum())
-        rows = sum(output_rows(output.kind, token_rows) for output in call.outputs)
+        row_bytes = sum(output_rows(it.kind, token_rows) * it.data_type.itemsize for it in call.outputs)
         strings = 0
         if call.include_token_strings and self.tokenizer is not None:
             strings = tokens * (self.tokenizer.max_token_bytes + _STRING_OVERHEAD_BYTES)
-        return (
-            rows * self.bundle.d_model * call.data_type.itemsize
-            + tokens * _INFO_BYTES_PER_TOKEN
-            + strings
-            + _INFO_BYTES_PER_SEQUENCE
-        )
+        return row_bytes * self.bundle.d_model + tokens * _INFO_BYTES_PER_TOKEN + strings + _INFO_BYTES_PER_SEQUENCE

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from encserve_server.engine.base import Engine, Inspector
 from encserve_server.models.inspecting import InspectLane
+from encserve_server.models.pooling import make_outputs
 from encserve_server.models.served import RequestLimits, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.scheduling.batching import BatchPolicy
@@ -75,6 +76,7 @@ def serve_model(
     )
     scheduler = Scheduler(
         loaded.engine,
+        make_outputs,
         policy,
         SchedulerLimits(max_queue_tokens=settings.max_queue_tokens, stall_seconds=settings.stall_seconds),
         clock=clock,

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 from google.protobuf.message import DecodeError, Message
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import InvalidField, MalformedRequest
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
-from encserve_server.models.pooling import build_output
 from encserve_server.models.served import EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
 from encserve_server.rpc.status import Failure
 from encserve_server.rpc.wire import Part, field
@@ -58,8 +58,7 @@ def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
     options, bundle = request.options, model.bundle
     return EncodeCall(
         inputs=[_decode_input(f"inputs[{i}]", it, bundle.max_sequence_tokens) for i, it in enumerate(request.inputs)],
-        outputs=_decode_outputs(options.outputs, bundle),
-        data_type=_decode_data_type("options.data_type", options.data_type),
+        outputs=_decode_outputs(options.outputs, _decode_data_type("options.data_type", options.data_type), bundle),
         truncate=_decode_truncation("options.truncation", options.truncation),
         exclude_special_tokens=options.exclude_special_tokens,
         include_token_strings=options.include_token_strings,
@@ -75,8 +74,6 @@ def count_tokens(request: pb.EncodeRequest, longest: int) -> int | None:
 
 def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> list[Part]:
     """Builds an EncodeResponse: the parts of its bytes, in which the rows have not been copied."""
-    rows = [encoded.rows for encoded in reply.encoded]
-    special = [sequence.special if call.exclude_special_tokens else None for sequence in reply.sequences]
     response = pb.EncodeResponse(
         model=model.bundle.name,
         model_version=model.bundle.version,
@@ -89,17 +86,25 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> li
         ),
     )
     parts: list[Part] = [response.SerializeToString()]
-    for output in call.outputs:
-        ragged = build_output(rows, special, output, call.data_type)
+    for i, output in enumerate(call.outputs):
+        arrays = [encoded.outputs[i] for encoded in reply.encoded]
+        if call.exclude_special_tokens and output.kind is OutputKind.TOKENS:
+            arrays = [_without_special(*its) for its in zip(arrays, reply.sequences, strict=True)]
         tensor = pb.RaggedTensor(
             kind=_OUTPUT_KIND_NAMES[output.kind],
             l2_normalized=output.l2_normalize,
-            data_type=_DATA_TYPE_NAMES[call.data_type],
+            data_type=_DATA_TYPE_NAMES[output.data_type],
             width=model.bundle.d_model,
-            lengths=ragged.lengths,
+            lengths=[len(array) for array in arrays],
         )
-        parts += field(_OUTPUTS, [tensor.SerializeToString(), *field(_DATA, ragged.parts)])
+        data = [array.reshape(-1).view(np.uint8).data for array in arrays]
+        parts += field(_OUTPUTS, [tensor.SerializeToString(), *field(_DATA, data)])
     return parts
+
+
+def _without_special(rows: npt.NDArray[Any], sequence: CheckedSequence) -> npt.NDArray[Any]:
+    """(seq, d_model) rows without those of special tokens."""
+    return rows if sequence.special is None else rows[~sequence.special]
 
 
 def encode_stream_reply(request_id: str, response: list[Part]) -> list[Part]:
@@ -182,9 +187,9 @@ def _decode_vectors(field: str, it: pb.TokenEmbeddings, longest: int) -> SentVec
     return SentVectors(numbers.astype(np.float32).reshape(-1, width), count)
 
 
-def _decode_outputs(specs: Sequence[pb.OutputSpec], bundle: Bundle) -> tuple[Output, ...]:
+def _decode_outputs(specs: Sequence[pb.OutputSpec], data_type: DataType, bundle: Bundle) -> tuple[Output, ...]:
     if not specs:
-        return (Output(OutputKind.TOKENS, l2_normalize=False),)
+        return (Output(OutputKind.TOKENS, False, data_type),)
     outputs: list[Output] = []
     seen: dict[tuple[int, bool], int] = {}
     for i, spec in enumerate(specs):
@@ -197,9 +202,9 @@ def _decode_outputs(specs: Sequence[pb.OutputSpec], bundle: Bundle) -> tuple[Out
         if kind == pb.OUTPUT_KIND_MODEL_POOLING:
             if bundle.pooling is None:
                 raise InvalidField(f"{field}.kind", f"model {bundle.name} does not say how it was trained to pool")
-            outputs.append(Output(bundle.pooling.kind, bundle.pooling.l2_normalize or spec.l2_normalize))
+            outputs.append(Output(bundle.pooling.kind, bundle.pooling.l2_normalize or spec.l2_normalize, data_type))
         elif kind in _OUTPUT_KINDS:
-            outputs.append(Output(_OUTPUT_KINDS[kind], spec.l2_normalize))
+            outputs.append(Output(_OUTPUT_KINDS[kind], spec.l2_normalize, data_type))
         else:
             raise _unknown_value(f"{field}.kind", kind, pb.OutputKind)
     return tuple(outputs)

@@ -1,4 +1,7 @@
-"""Which calls the queue takes. Pure: no clock, no queue of its own."""
+"""Which calls the queue takes, and when it makes sense to try again. Pure: no clock, no queue of its own."""
+
+import math
+from dataclasses import dataclass
 
 # The part of the queue that must be free before a queue that was full takes calls again.
 _REOPENS_FREE = 4  # a quarter
@@ -42,3 +45,24 @@ class Admission:
         once_shut = queued_tokens + max(tokens, self._free_tokens) - self.limit_tokens
         self._shut = (once_shut if self._shut else queued_tokens + tokens - self.limit_tokens) > 0
         return once_shut if self._shut else 0
+
+
+@dataclass(slots=True)
+class Throughput:
+    """A running estimate of tokens a second, to say when trying again makes sense."""
+
+    tokens_per_second: float = math.nan
+
+    def add(self, tokens: int, seconds: float) -> None:
+        """Counts a run."""
+        if seconds <= 0:
+            return
+        rate = tokens / seconds
+        known = self.tokens_per_second
+        self.tokens_per_second = rate if math.isnan(known) else 0.8 * known + 0.2 * rate
+
+    def seconds_for(self, tokens: int) -> float:
+        """How long `tokens` take, between 10 ms and 5 s; 100 ms while nothing is known."""
+        if math.isnan(self.tokens_per_second):
+            return 0.1
+        return min(max(tokens / self.tokens_per_second, 0.01), 5.0)

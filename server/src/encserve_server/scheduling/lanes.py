@@ -10,39 +10,24 @@ import asyncio
 import contextlib
 import math
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from encserve_server.engine.base import Engine
+import numpy as np
+
+from encserve_server.engine.base import BatchResult, Engine
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.scheduling.pending import Entry, PendingQueue
-from encserve_server.scheduling.runs import BusyTime, Checked, run_checked
 from encserve_server.system.clock import Clock
 from encserve_server.system.cpus import step_back
-from encserve_server.types import ClosedBy, ModelInput
+from encserve_server.telemetry.spans import RanBatch
+from encserve_server.types import BatchSeconds, ClosedBy, ModelInput, Output, OutputArrays
 
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A batch that has been taken, or a part of one.
-
-    Attributes:
-        entries: What runs.
-        closed_by: Why the batch took no more.
-        alone: Whether it has the whole device.
-        lane: Which thread it runs in, from 0.
-        began_at: When it began to run, in the clock's seconds; NaN before.
-        ended_at: When it had run; NaN before.
-    """
-
-    entries: list[Entry]
-    closed_by: ClosedBy
-    alone: bool
-    lane: int = 0
-    began_at: float = math.nan
-    ended_at: float = math.nan
+# Makes of a batch what each of its sequences is wanted for; blocks, and is called in an engine's thread.
+MakeOutputs = Callable[[BatchResult, Sequence[tuple[Output, ...]]], list[OutputArrays]]
 
 
 class LaneListener(Protocol):
@@ -51,8 +36,8 @@ class LaneListener(Protocol):
     def on_expired(self, entries: list[Entry]) -> None:
         """The deadline of these has passed; they will not run."""
 
-    def on_ran(self, run: Run, checked: Checked) -> None:
-        """A batch, or a part of one, has run."""
+    def on_ran(self, entries: list[Entry], outputs: list[OutputArrays | None], batch: RanBatch) -> None:
+        """A batch of these, or a part of one, has run; None is for what has numbers that are not finite."""
 
     def on_failed(self, error: Exception) -> None:
         """The engine raised, or gave nothing that is finite."""
@@ -68,6 +53,36 @@ class LaneListener(Protocol):
 
     def on_crashed(self, entries: list[Entry], error: BaseException) -> None:
         """A bug: a lane has ended for good; these were running."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """A batch that has been taken.
+
+    Attributes:
+        entries: What runs.
+        closed_by: Why it took no more.
+        alone: Whether it has the whole device.
+    """
+
+    entries: list[Entry]
+    closed_by: ClosedBy
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """What a run gave.
+
+    Attributes:
+        outputs: For each sequence what was wanted of it, None where its numbers are not all finite.
+        padded_tokens: The tokens that were laid out.
+        seconds: Where the time went.
+    """
+
+    outputs: list[OutputArrays | None]
+    padded_tokens: int
+    seconds: BatchSeconds
 
 
 @dataclass(slots=True)
@@ -99,6 +114,7 @@ class Lanes:
     def __init__(
         self,
         engine: Engine,
+        make_outputs: MakeOutputs,
         pending: PendingQueue,
         policy: BatchPolicy,
         *,
@@ -109,6 +125,7 @@ class Lanes:
     ) -> None:
         """Takes what they work with; `probe` is a sequence that the model can compute."""
         self._engine = engine
+        self._make_outputs = make_outputs
         self._pending = pending
         self._policy = policy
         self._clock = clock
@@ -199,14 +216,14 @@ class Lanes:
 
     def _work(self, lane: _Lane) -> None:
         """Runs batches until nothing is pending; between two of them it does not wait for the event loop."""
-        run = self._take(lane, first=True)
-        while run is not None:
-            lane.entries = run.entries
-            self._run_parts(lane, run)
+        batch = self._take(lane, first=True)
+        while batch is not None:
+            lane.entries = batch.entries
+            self._run_parts(lane, batch)
             lane.entries = []
-            run = self._take(lane, first=False)
+            batch = self._take(lane, first=False)
 
-    def _take(self, lane: _Lane, *, first: bool) -> Run | None:
+    def _take(self, lane: _Lane, *, first: bool) -> _Batch | None:
         """Takes the next batch, or leaves the active lanes."""
         with self._lock:
             if first:
@@ -218,15 +235,15 @@ class Lanes:
             taken = None if nothing else self._pending.take(self._policy, self._clock.now())
             if taken is not None and taken.batch:
                 self._alone = self._engine.widens and only and not taken.left
-                run = Run(taken.batch, taken.closed_by, self._alone)
+                batch = _Batch(taken.batch, taken.closed_by, self._alone)
                 if taken.left:
                     self._wake()
             else:
                 self._idle.append(lane)
-                run = None
+                batch = None
         if taken is not None and taken.expired:
             self._tell(self._listener.on_expired, taken.expired)
-        return run
+        return batch
 
     def _wake(self) -> None:
         """Sets a lane going unless that is of no use; under the lock."""
@@ -234,39 +251,50 @@ class Lanes:
             self._waking = True
             self._idle.pop().jobs.put(self._work)
 
-    def _run_parts(self, lane: _Lane, run: Run) -> None:
+    def _run_parts(self, lane: _Lane, batch: _Batch) -> None:
         """Runs a batch, and if that fails its halves and theirs, so that only the culprit fails."""
-        parts = [run.entries]
+        parts = [batch.entries]
         while parts:
             part = [entry for entry in parts.pop() if not entry.gone]
             if not part:
                 continue
             began_at = self._clock.now()
             try:
-                checked = self._run_timed(lane, [entry.input for entry in part], alone=run.alone)
+                made = self._run(lane, [it.input for it in part], [it.wanted for it in part], alone=batch.alone)
             except Exception as error:  # whatever the runtime raises
                 if self._is_broken(lane, error):
-                    self._tell(self._listener.on_broken, run.entries, error)
+                    self._tell(self._listener.on_broken, batch.entries, error)
                     return
                 if len(part) == 1:
                     self._tell(self._listener.on_culprit, part[0])
                 half = len(part) // 2
                 parts += [part[half:], part[:half]] if half else []
                 continue
-            ran = Run(part, run.closed_by, run.alone, lane.number, began_at, self._clock.now())
-            self._tell(self._listener.on_ran, ran, checked)
-            if any(checked.finite):
+            ran = RanBatch(
+                began_at,
+                self._clock.now(),
+                made.seconds,
+                len(part),
+                sum(entry.length for entry in part),
+                made.padded_tokens,
+                batch.closed_by,
+                lane.number,
+                batch.alone,
+            )
+            self._tell(self._listener.on_ran, part, made.outputs, ran)
+            if any(its is not None for its in made.outputs):
                 self._failures = 0
             elif self._is_broken(lane, nothing := ArithmeticError("no sequence had finite numbers")):
-                self._tell(self._listener.on_broken, run.entries, nothing)
+                self._tell(self._listener.on_broken, batch.entries, nothing)
                 return
 
-    def _run_timed(self, lane: _Lane, inputs: list[ModelInput], *, alone: bool) -> Checked:
+    def _run(self, lane: _Lane, inputs: list[ModelInput], wanted: list[tuple[Output, ...]], *, alone: bool) -> _Made:
         """One run, whose beginning others can see."""
         lane.started_at = began = self._clock.now()
         self._busy.begin(began)
         try:
-            return run_checked(self._engine, inputs, alone=alone)
+            result = self._engine.run(inputs, alone=alone)
+            return _make(result, inputs, wanted, self._make_outputs)
         finally:
             self._busy.end(self._clock.now())
             lane.started_at = None
@@ -292,16 +320,82 @@ class Lanes:
 
     def _probe(self, lane: _Lane) -> bool:
         try:
-            checked = self._run_timed(lane, [self._probe_input], alone=False)
+            made = self._run(lane, [self._probe_input], [()], alone=False)
         except Exception as error:  # whatever the runtime raises
             self._tell(self._listener.on_failed_probe, error)
             return False
-        return all(checked.finite)
+        return made.outputs != [None]
 
     def _tell(self, what: Callable[..., Any], *args: Any) -> None:
         """Has something called on the event loop; if that has ended, nobody is interested any more."""
         with contextlib.suppress(RuntimeError):
             self._event_loop.call_soon_threadsafe(what, *args)
+
+
+def _make(
+    result: BatchResult, inputs: list[ModelInput], wanted: list[tuple[Output, ...]], make_outputs: MakeOutputs
+) -> _Made:
+    """Looks at every number of a run, and makes of it what is wanted.
+
+    Raises:
+        RuntimeError: The engine has failed: its rows are not those of the inputs.
+    """
+    lengths = [len(it) for it in inputs]
+    if result.lengths.tolist() != lengths or result.output.shape[:2] != (len(lengths), max(lengths)):
+        raise RuntimeError("the engine gave rows that are not those of the sequences")
+    began = time.perf_counter()
+    finite = _finite(result)
+    outputs = [its if ok else None for its, ok in zip(make_outputs(result, wanted), finite, strict=True)]
+    split_seconds = time.perf_counter() - began
+    seconds = BatchSeconds(result.collate_seconds, result.compute_seconds, split_seconds)
+    return _Made(outputs, result.padded_tokens, seconds)
+
+
+def _finite(result: BatchResult) -> list[bool]:
+    """Whether all numbers of a sequence are finite, for each."""
+    if np.isfinite(result.output).all():  # of padding too: one look, where nothing is wrong
+        return [True] * len(result.lengths)
+    return [bool(np.isfinite(rows).all()) for rows in result.rows]
+
+
+class BusyTime:
+    """The time in which at least one run is under way: runs side by side count once, not each.
+
+    It is exact whenever it is taken, in the middle of a run too. Any thread may call anything.
+    """
+
+    def __init__(self) -> None:
+        """Nothing runs, and no time has been counted."""
+        self._lock = threading.Lock()
+        self._running = 0
+        self._counted_until = -math.inf
+        self._seconds = 0.0
+
+    def begin(self, now: float) -> None:
+        """A run begins."""
+        with self._lock:
+            self._count(now)
+            self._running += 1
+
+    def end(self, now: float) -> None:
+        """A run has ended, however."""
+        with self._lock:
+            self._count(now)
+            self._running -= 1
+
+    def take(self, now: float) -> float:
+        """The seconds counted since this was last called."""
+        with self._lock:
+            self._count(now)
+            seconds, self._seconds = self._seconds, 0.0
+            return seconds
+
+    def _count(self, now: float) -> None:
+        # Who read the clock first may get the lock last: time never goes back here, and no moment counts twice.
+        now = max(now, self._counted_until)
+        if self._running:
+            self._seconds += now - self._counted_until
+        self._counted_until = now
 
 
 def _answer(future: "asyncio.Future[Any]", result: object) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from encserve_server.errors import EncserveError
 from encserve_server.scheduling.batching import BatchPolicy, Taken, take_batch
 from encserve_server.telemetry.spans import RequestSpan
-from encserve_server.types import EncodedSequence, ModelInput
+from encserve_server.types import EncodedSequence, ModelInput, Output
 
 # So many entries that are gone are not worth a pass.
 _FEW = 64
@@ -51,12 +51,17 @@ class Ticket:
 
     @classmethod
     def of(
-        cls, sequences: Sequence[ModelInput], now: float, deadline: float, span: RequestSpan | None = None
+        cls,
+        sequences: Sequence[ModelInput],
+        wanted: tuple[Output, ...],
+        now: float,
+        deadline: float,
+        span: RequestSpan | None = None,
     ) -> "Ticket":
         """A ticket for a call that comes now, on the running event loop."""
         count = len(sequences)
         ticket = cls(asyncio.get_running_loop().create_future(), [None] * count, count, [], span=span)
-        ticket.entries = [Entry(it, i, ticket, now, deadline) for i, it in enumerate(sequences)]
+        ticket.entries = [Entry(it, wanted, i, ticket, now, deadline) for i, it in enumerate(sequences)]
         return ticket
 
     def fail(self, error: EncserveError) -> None:
@@ -71,6 +76,7 @@ class Entry:
 
     Attributes:
         input: (seq,) int64 ids, or (seq, d_model) float32 vectors.
+        wanted: What is to be made of its rows.
         index: Its place in the call.
         ticket: The call.
         enqueued_at: When it came, in the clock's seconds.
@@ -80,6 +86,7 @@ class Entry:
     """
 
     input: ModelInput
+    wanted: tuple[Output, ...]
     index: int
     ticket: Ticket
     enqueued_at: float
@@ -98,7 +105,7 @@ class Entry:
         return self.ticket.done.done()
 
     def deliver(self, result: EncodedSequence) -> None:
-        """Gives the caller its rows, unless it has gone or another of its sequences failed."""
+        """Gives the caller its outputs, unless it has gone or another of its sequences failed."""
         ticket = self.ticket
         if ticket.done.done():
             return

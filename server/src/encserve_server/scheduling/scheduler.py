@@ -18,28 +18,26 @@ from encserve_server.errors import (
     QueueFull,
     RequestTooLarge,
 )
-from encserve_server.scheduling.admission import Admission
+from encserve_server.scheduling.admission import Admission, Throughput
 from encserve_server.scheduling.batching import BatchPolicy
-from encserve_server.scheduling.lanes import Lanes, Run
+from encserve_server.scheduling.lanes import Lanes, MakeOutputs
 from encserve_server.scheduling.pending import Entry, PendingQueue, QueueObserver, Ticket
-from encserve_server.scheduling.runs import Checked, Throughput
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans
 from encserve_server.telemetry.spans import BatchTracer, RanBatch
-from encserve_server.types import BatchSeconds, ClosedBy, EncodedSequence, ModelInput
+from encserve_server.types import EncodedSequence, ModelInput, Output, OutputArrays, OutputKind
 
 logger = logging.getLogger(__name__)
 
 # What a model that takes ids is probed with.
 _FIRST_ID = np.zeros(1, np.int64)
+_ROWS = (Output(OutputKind.TOKENS, l2_normalize=False),)
 
 
 class SchedulerObserver(QueueObserver, Protocol):
     """Who is told what the scheduler does; called on the event loop."""
 
-    def batch_ran(
-        self, *, sequences: int, tokens: int, padded_tokens: int, seconds: BatchSeconds, closed_by: ClosedBy
-    ) -> None:
+    def batch_ran(self, batch: RanBatch) -> None:
         """A batch ran."""
 
     def batch_failed(self) -> None:
@@ -91,12 +89,14 @@ class Scheduler:
       broken; then all calls get EngineUnhealthy at once until a probe succeeds again.
 
     Who owns what: everything here belongs to the event loop. The engine belongs to the threads of `_lanes`, which take
-    from `_pending` and tell the `on_…` methods, on the event loop, what came of it.
+    from `_pending`, make of a batch what is wanted of it, and tell the `on_…` methods, on the event loop, what came of
+    it.
     """
 
     def __init__(
         self,
         engine: Engine,
+        make_outputs: MakeOutputs,
         policy: BatchPolicy,
         limits: SchedulerLimits,
         *,
@@ -120,6 +120,7 @@ class Scheduler:
         self._admission = Admission(limits.max_queue_tokens)
         self._lanes = Lanes(
             engine,
+            make_outputs,
             self._pending,
             policy,
             clock=clock,
@@ -178,12 +179,15 @@ class Scheduler:
         if self._admission.shut_to_all(queued):
             self._check_room(count_tokens(), queued)
 
-    async def encode(self, sequences: Sequence[ModelInput], deadline: float = math.inf) -> list[EncodedSequence]:
-        """Runs sequences and returns what the engine made of each, in order.
+    async def encode(
+        self, sequences: Sequence[ModelInput], wanted: tuple[Output, ...] = _ROWS, deadline: float = math.inf
+    ) -> list[EncodedSequence]:
+        """Runs sequences and returns what was made of each, in order.
 
         Args:
             sequences: One or more (seq,) int64 arrays of ids, or (seq, d_model) float32 arrays of vectors, whichever
                 the model takes; each checked by the caller.
+            wanted: What is to be made of each.
             deadline: The clock's seconds after which nobody waits any more.
 
         Raises:
@@ -193,7 +197,7 @@ class Scheduler:
             InferenceFailed: The engine cannot compute one of the sequences.
             EngineUnhealthy: The engine fails for everything.
         """
-        ticket = self._admit(sequences, deadline)
+        ticket = self._admit(sequences, wanted, deadline)
         try:
             await ticket.done
         except asyncio.CancelledError:
@@ -207,7 +211,7 @@ class Scheduler:
             ticket.entries.clear()  # they refer to the ticket: without this the rows would wait for the cycle collector
         return [result for result in ticket.results if result is not None]
 
-    def _admit(self, sequences: Sequence[ModelInput], deadline: float) -> Ticket:
+    def _admit(self, sequences: Sequence[ModelInput], wanted: tuple[Output, ...], deadline: float) -> Ticket:
         """Queues all sequences of a call, or refuses it."""
         self._check_ready()
         self._check_room(sum(map(len, sequences)), self._pending.tokens)
@@ -216,7 +220,7 @@ class Scheduler:
             for _ in sequences:
                 self._observer.expired()
             raise DeadlineExpired("the deadline had passed before the request was queued")
-        ticket = Ticket.of(sequences, now, deadline, spans.current())
+        ticket = Ticket.of(sequences, wanted, now, deadline, spans.current())
         self._pending.add(ticket)
         self._lanes.wake()
         return ticket
@@ -246,50 +250,27 @@ class Scheduler:
         """Tells callers that their time is up."""
         self._fail(entries, DeadlineExpired("the deadline passed while the request was queued"))
 
-    def on_ran(self, run: Run, checked: Checked) -> None:
-        """Gives every entry its own rows."""
-        result = checked.result
+    def on_ran(self, entries: list[Entry], outputs: list[OutputArrays | None], batch: RanBatch) -> None:
+        """Gives every entry its own outputs."""
         if self._tracer is not None:
-            self._trace(self._tracer, run, checked)
-        for entry, rows, finite in zip(run.entries, result.rows, checked.finite, strict=True):
-            if finite:
-                entry.deliver(EncodedSequence(rows, entry.started_at - entry.enqueued_at, result.compute_seconds))
-            else:
+            traced = {entry.ticket.span: None for entry in entries if entry.ticket.span is not None}
+            if traced:
+                self._tracer.ran(list(traced), batch)
+        for entry, its in zip(entries, outputs, strict=True):
+            if its is None:
                 entry.ticket.fail(InferenceFailed(f"inputs[{entry.index}]: the model's numbers for it are not finite"))
-        tokens = sum(entry.length for entry in run.entries)
-        beside = 1 if run.alone else self._engine.max_parallel_runs  # how many runs share the device, at most
-        self._throughput.add(tokens, result.compute_seconds / beside)
-        # Counted when those who wait for these rows have had their turn.
-        asyncio.get_running_loop().call_soon(self._count, run, checked, tokens)
+            else:
+                entry.deliver(EncodedSequence(its, entry.started_at - entry.enqueued_at, batch.seconds.compute))
+        beside = 1 if batch.alone else self._engine.max_parallel_runs  # how many runs share the device, at most
+        self._throughput.add(batch.tokens, batch.seconds.compute / beside)
+        # Counted when those who wait for these outputs have had their turn.
+        asyncio.get_running_loop().call_soon(self._count, entries, batch)
 
-    def _trace(self, tracer: BatchTracer, run: Run, checked: Checked) -> None:
-        """Tells of a batch that ran, if a request is in it that is traced."""
-        traced = {entry.ticket.span: None for entry in run.entries if entry.ticket.span is not None}
-        if traced:
-            batch = RanBatch(
-                run.began_at,
-                run.ended_at,
-                checked.seconds,
-                len(run.entries),
-                sum(entry.length for entry in run.entries),
-                checked.result.padded_tokens,
-                run.closed_by.value,
-                run.lane,
-                run.alone,
-            )
-            tracer.ran(list(traced), batch)
-
-    def _count(self, run: Run, checked: Checked, tokens: int) -> None:
+    def _count(self, entries: list[Entry], batch: RanBatch) -> None:
         """Tells the observer of a batch that ran."""
-        for entry in run.entries:
+        for entry in entries:
             self._observer.waited(entry.started_at - entry.enqueued_at)
-        self._observer.batch_ran(
-            sequences=len(run.entries),
-            tokens=tokens,
-            padded_tokens=checked.result.padded_tokens,
-            seconds=checked.seconds,
-            closed_by=run.closed_by,
-        )
+        self._observer.batch_ran(batch)
         self._observer.was_busy(self._lanes.take_busy_seconds())
 
     def on_failed(self, error: Exception) -> None:

@@ -13,7 +13,8 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from encserve_server import __version__
-from encserve_server.types import BatchSeconds, ClosedBy
+from encserve_server.telemetry.spans import RanBatch
+from encserve_server.types import ClosedBy
 
 # 0.5 ms … 10 s: a single short sequence on a GPU up to a full queue on a small CPU.
 SECONDS_BUCKETS = (
@@ -74,7 +75,7 @@ class Metrics:
         self.stage_seconds = histogram(
             "encserve_stage_seconds",
             "Time by stage: tokenize (the texts of a request), queue (a sequence's wait for its batch), collate "
-            "(laying out a batch), compute (running it), split (cutting and checking its rows), encode (building a "
+            "(laying out a batch), compute (running it), split (checking and pooling its rows), encode (building a "
             "reply), inspect (running an inspection).",
             (*_MODEL, "stage"),
             buckets=SECONDS_BUCKETS,
@@ -307,18 +308,16 @@ class ModelMetrics:
         self._queue_sequences.set(sequences)
         self._queue_tokens.set(tokens)
 
-    def batch_ran(
-        self, *, sequences: int, tokens: int, padded_tokens: int, seconds: BatchSeconds, closed_by: ClosedBy
-    ) -> None:
+    def batch_ran(self, batch: RanBatch) -> None:
         """A batch ran."""
-        self._batch_sequences.observe(sequences)
-        self._batch_tokens.observe(tokens)
-        self._tokens.inc(tokens)
-        self._padding_tokens.inc(padded_tokens - tokens)
-        self._stage_seconds["collate"].observe(seconds.collate)
-        self._stage_seconds["compute"].observe(seconds.compute)
-        self._stage_seconds["split"].observe(seconds.split)
-        self._batches[closed_by].inc()
+        self._batch_sequences.observe(batch.sequences)
+        self._batch_tokens.observe(batch.tokens)
+        self._tokens.inc(batch.tokens)
+        self._padding_tokens.inc(batch.padded_tokens - batch.tokens)
+        self._stage_seconds["collate"].observe(batch.seconds.collate)
+        self._stage_seconds["compute"].observe(batch.seconds.compute)
+        self._stage_seconds["split"].observe(batch.seconds.split)
+        self._batches[batch.closed_by].inc()
 
     def batch_failed(self) -> None:
         """The engine raised for a batch."""

@@ -12,7 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from encserve_server.types import BatchSeconds
+from encserve_server.types import BatchSeconds, ClosedBy
 
 Metadata = Collection[tuple[str, str | bytes]]
 
@@ -30,7 +30,7 @@ class RanBatch:
 
     Attributes:
         began_at: When it began.
-        ended_at: When its rows were there, looked at and cut.
+        ended_at: When what is wanted of it was made.
         seconds: Where the time between went.
         sequences: How many sequences it had.
         tokens: Their tokens.
@@ -46,7 +46,7 @@ class RanBatch:
     sequences: int
     tokens: int
     padded_tokens: int
-    closed_by: str
+    closed_by: ClosedBy
     lane: int
     alone: bool
 
