@@ -1,7 +1,6 @@
 """Several servers behind one client: who gets calls, and who gets none. Real servers with a fake engine."""
 
 import asyncio
-import contextlib
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -23,15 +22,15 @@ Start = Callable[..., Awaitable[FakeServer]]
 @pytest.fixture
 async def start(tmp_path: Path) -> AsyncIterator[Start]:
     """Starts servers and stops them at the end."""
-    async with contextlib.AsyncExitStack() as stack:
+    servers: list[FakeServer] = []
 
-        async def start_one(**settings: Any) -> FakeServer:
-            server = await start_fake_server(Path(tempfile.mkdtemp(dir=tmp_path)), **settings)
-            stack.push_async_callback(server.channel.close)
-            stack.push_async_callback(stop, server)
-            return server
+    async def start_one(**settings: Any) -> FakeServer:
+        servers.append(await start_fake_server(Path(tempfile.mkdtemp(dir=tmp_path)), **settings))
+        return servers[-1]
 
-        yield start_one
+    yield start_one
+    await asyncio.gather(*map(stop, servers))
+    await asyncio.gather(*(server.channel.close() for server in servers))
 
 
 async def stop(server: FakeServer) -> None:

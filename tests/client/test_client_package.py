@@ -15,7 +15,14 @@ import trustme
 from fake_encoder import FakeEncoder
 
 import encserve_client
-from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError, ServerUnavailableError, Tls
+from encserve_client import (
+    AsyncEncoderClient,
+    EncoderClient,
+    InvalidInputError,
+    RetryPolicy,
+    ServerUnavailableError,
+    Tls,
+)
 from encserve_client._grpc.channel import channel_options
 from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_server
 
@@ -171,7 +178,7 @@ async def test_encryption(service: FakeEncoder, certificates: Certificates) -> N
         assert len(await client.models()) == 1
 
     def ask(**settings: Any) -> int:
-        with EncoderClient(target, **settings) as client:
+        with EncoderClient(target, retry=RetryPolicy(max_attempts=1), **settings) as client:
             return len(client.models())
 
     assert await asyncio.to_thread(ask, tls=mutual) == 1
