@@ -20,6 +20,7 @@ import argparse
 import dataclasses
 import json
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -83,6 +84,11 @@ def common_parser(description: str | None, checkpoint_for: str, *, needs_checkpo
     parser.add_argument("--server-flags", default="", help="further flags of encserve-server, in one string")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
     return parser
+
+
+def stop_servers_on_sigterm() -> None:
+    """Whoever ends this must not leave running what it has started."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -244,6 +250,7 @@ def show_round(number: int, found: Mapping[str, Measurement]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the comparison, prints it, and writes it down if asked."""
     options = read_arguments(arguments)
+    stop_servers_on_sigterm()
     began = time.monotonic()
     with ExitStack() as stack:
         report = compare(options, stack)

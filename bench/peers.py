@@ -13,7 +13,6 @@ import argparse
 import dataclasses
 import json
 import shlex
-import signal
 import sys
 import tempfile
 import time
@@ -26,7 +25,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
-from compare import common_parser
+from compare import common_parser, stop_servers_on_sigterm
 from harness.agreement import TOLERANCE, lowest_cosine, some_places, worst_difference
 from harness.load import CALLERS, MANY, POOLED, Served, served
 from harness.machine import OtherWork, describe_machine, load_average, own_cpu_seconds
@@ -292,8 +291,7 @@ def show_round(number: int, found: Mapping[str, Measurement]) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Runs the comparison, prints it, and writes it down if asked."""
     options = read_arguments(arguments)
-    # Servers have sessions of their own, so that whoever ends this must not leave them running.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    stop_servers_on_sigterm()
     began = time.monotonic()
     with ExitStack() as stack:
         report = compare(options, stack)

@@ -33,6 +33,9 @@ from harness.workload import Sequence64, choose_lengths, random_workload, sorted
 from hypothesis import given
 from hypothesis import strategies as st
 from real_server import COMMAND
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 
 from encserve_export.cli import main as export
 
@@ -63,6 +66,19 @@ def test_random_ids_depend_on_the_seed_alone() -> None:
     assert [it.tolist() for it in first.sequences] != [it.tolist() for it in other.sequences]
     assert (first.lengths, first.tokens, first.texts) == ([5, 9], 14, [])
     assert all(it.min() >= 0 and it.max() < 50 for it in first.sequences)
+
+
+def test_a_vocabulary_without_words_is_asked_with_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, texts in ((["7", "8"], []), (["cat", "8"], ["cat cat cat"])):
+        tokenizer = Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, unk_token="8"))
+        tokenizer.pre_tokenizer = Whitespace()
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        bundle: Any = SimpleNamespace(tokenizer_file=tmp_path / "tokenizer.json", vocab_size=2)
+        found = compare.read_workload(bundle, [3], seed=0)
+        assert (found.lengths, found.texts) == ([3], texts)
+    assert (
+        capsys.readouterr().out == "random ids in place of texts: no word of the vocabulary is one token of its own\n"
+    )
 
 
 def test_windows_keep_the_order_of_arrival() -> None:
