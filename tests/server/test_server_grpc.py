@@ -1,4 +1,4 @@
-"""What callers get of gRPC itself: in a flood, with compression."""
+"""What callers get of gRPC itself, and what the log gets of them."""
 
 import asyncio
 from collections import Counter
@@ -8,8 +8,10 @@ from typing import Any
 import grpc
 import pytest
 from fake_server import SERVICE, FakeServer, StartServer, make_input
+from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.engine.fake import FakeEngine
 
 ENCODE = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
 
@@ -46,3 +48,17 @@ async def test_compressed_requests_are_refused(server: FakeServer, compression: 
             await rpc(data)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert server.sample("grpc_server_started_total", **ENCODE) == 0
+
+
+async def test_a_caller_that_goes_in_the_middle_of_its_answer_is_no_news(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    server = await start_server(FakeEngine(500_000))  # 20 MB an answer, more than any buffer takes
+    data = pb.EncodeRequest(inputs=[make_input([1] * 10)]).SerializeToString()
+    rpc: Any = server.channel.unary_stream(f"/{SERVICE}/Encode")  # unlike a unary call's, its answer need not be read
+    for answered in range(1, 6):
+        call = rpc(data)
+        await until(lambda: server.sample("grpc_server_handled_total", **ENCODE, grpc_code="OK") == answered)  # noqa: B023
+        call.cancel()
+    await server.encode([1])
+    assert not [record for record in caplog.records if record.levelname != "INFO"]

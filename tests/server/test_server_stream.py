@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
+from waiting import PATIENCE_SECONDS
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.engine.fake import FakeEngine, fake_rows
@@ -29,6 +30,11 @@ class Stream:
         data = await self.call.read()
         assert data is not grpc.aio.EOF
         return pb.EncodeStreamResponse.FromString(data)
+
+    async def end(self) -> None:
+        """Reads to the end."""
+        while await self.call.read() is not grpc.aio.EOF:
+            pass
 
     async def everything(self) -> AsyncIterator[pb.EncodeStreamResponse]:
         await self.call.done_writing()
@@ -80,13 +86,18 @@ async def test_one_requests_error_is_its_own_answer(start_server: StartServer) -
     assert server.sample("encserve_refused_total", reason="INVALID_FIELD") == 2
 
 
-async def test_bytes_that_are_no_message_end_the_stream(server: FakeServer) -> None:
-    stream = Stream(server)
-    await stream.call.write(b"\xff\xff")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream.call.read()
-    failed = Failed(caught.value)
-    assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
+async def test_bytes_that_are_no_message_end_the_stream(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    """At once, also while an answer is under way, beside which gRPC cannot send a status."""
+    for good in [0, 1] * 20:
+        stream = Stream(server)
+        for i in range(good):
+            await stream.send(str(i), 1)
+        await stream.call.write(b"\xff\xff")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await asyncio.wait_for(stream.end(), PATIENCE_SECONDS)
+        failed = Failed(caught.value)
+        assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
+    assert not caplog.records
 
 
 async def test_only_so_many_are_read_ahead(start_server: StartServer) -> None:

@@ -1,5 +1,7 @@
 """The gRPC server: grpcio's, with the options that this service needs."""
 
+import logging
+
 import grpc
 
 from encserve_server.settings import MIB, Settings
@@ -36,4 +38,11 @@ def make_server(settings: Settings) -> grpc.aio.Server:
     ]
     if settings.max_connection_age_seconds is not None:  # calls on it are finished, however long they take
         options.append(("grpc.max_connection_age_ms", round(settings.max_connection_age_seconds * 1000)))
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     return grpc.aio.server(options=options)
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of grpcio's says more than that a caller went while it was being answered."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not (isinstance(error, grpc.aio.InternalError) and 'Failed "execute_batch"' in str(error))

@@ -92,29 +92,43 @@ class EncoderService:
         """Many requests, each answered as soon as it is ready; at most `max_stream_in_flight` at a time.
 
         A place is given back only when an answer has been written, so a caller that does not read stops being read.
+        Nobody else writes: gRPC cannot end a call with an error while a message is under way.
         """
         self._refuse_while_draining()
         places = asyncio.Semaphore(self._max_stream_in_flight)
-        writing = asyncio.Lock()
-        deadline = self._deadline(context)
-        draining = asyncio.ensure_future(self._draining.wait())
+        answers: asyncio.Queue[bytes | None] = asyncio.Queue()
+        answering = asyncio.create_task(self._answer_all(requests, places, answers, self._deadline(context)))
+        answering.add_done_callback(lambda _: answers.put_nowait(None))
+        try:
+            while (answer := await answers.get()) is not None:
+                await context.write(answer)
+                places.release()
+            await answering
+        finally:
+            answering.cancel()
+            await asyncio.gather(answering, return_exceptions=True)
+
+    async def _answer_all(
+        self,
+        requests: AsyncIterator[bytes],
+        places: asyncio.Semaphore,
+        answers: "asyncio.Queue[bytes | None]",
+        deadline: float,
+    ) -> None:
+        """Answers a stream's requests, in the order in which they are ready, until there are no more."""
 
         async def answer(data: bytes) -> None:
-            try:
-                response = await self._answer(data, deadline)
-                async with writing:
-                    await context.write(response)
-            finally:
-                places.release()
+            answers.put_nowait(await self._answer(data, deadline))
 
+        draining = asyncio.ensure_future(self._draining.wait())
         try:
-            async with asyncio.TaskGroup() as answers:
+            async with asyncio.TaskGroup() as tasks:
                 while True:
                     await places.acquire()
                     data = await _next(requests, draining)
                     if data is None or data is CUT_SHORT:
                         break
-                    answers.create_task(answer(data))
+                    tasks.create_task(answer(data))
         except ExceptionGroup as group:  # one cause is enough, and the status table knows single errors only
             raise _first(group) from None
         finally:
