@@ -18,8 +18,9 @@ HEAD = f"""\
 Every metric of `encserve-server`, made from the code by `make docs`. The server has them on
 `http://HOST:METRICS_PORT/metrics`, for Prometheus or OpenMetrics. Every label set exists at zero before the first
 request, and no label's value comes from a caller: `model` and `version` are of what is served. Histograms of requests
-and stages have buckets from {SECONDS_BUCKETS[0] * 1000:g} ms to {SECONDS_BUCKETS[-1]:g} s. Dashboards, alerts and
-objectives stand in [operations.md](operations.md#metrics-and-dashboards).
+and stages have buckets that end at {", ".join(f"{it:g}" for it in SECONDS_BUCKETS)} s.
+Dashboards, objectives and alerts: [operations.md](operations.md#metrics-and-dashboards).
+
 """
 TABLE = """
 ## {}
