@@ -116,7 +116,7 @@ class InspectGraph(_message.Message):
     def __init__(self, file: _Optional[str] = ..., attention_weights_names: _Optional[_Iterable[str]] = ..., hidden_state_names: _Optional[_Iterable[str]] = ..., positions_name: _Optional[str] = ..., residual_nodes: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class Source(_message.Message):
-    __slots__ = ("kind", "description", "weights_sha256", "versions")
+    __slots__ = ("kind", "description", "weights_sha256", "versions", "route", "repository", "revision")
     class VersionsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -128,11 +128,17 @@ class Source(_message.Message):
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_SHA256_FIELD_NUMBER: _ClassVar[int]
     VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    ROUTE_FIELD_NUMBER: _ClassVar[int]
+    REPOSITORY_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
     kind: str
     description: str
     weights_sha256: str
     versions: _containers.ScalarMap[str, str]
-    def __init__(self, kind: _Optional[str] = ..., description: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    route: str
+    repository: str
+    revision: str
+    def __init__(self, kind: _Optional[str] = ..., description: _Optional[str] = ..., weights_sha256: _Optional[str] = ..., versions: _Optional[_Mapping[str, str]] = ..., route: _Optional[str] = ..., repository: _Optional[str] = ..., revision: _Optional[str] = ...) -> None: ...
 
 class BundleFile(_message.Message):
     __slots__ = ("path", "size_bytes", "sha256")
