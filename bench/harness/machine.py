@@ -92,7 +92,7 @@ class OtherWork:
         if began is None or now is None:
             return None
         total, busy, own = (b - a for a, b in zip(began, now, strict=True))
-        return max(0.0, busy - own) / total if total else 0.0
+        return min(max(0.0, busy - own) / total, 1.0) if total else 0.0
 
     def _read(self) -> tuple[float, float, float] | None:
         """CPU seconds so far: of all CPUs in all, busy, and ours."""
