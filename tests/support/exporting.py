@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable
-from importlib.metadata import version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from encserve_proto.v1 import manifest_pb2
 ROOT = Path(__file__).parent.parent.parent
 KEPT = ROOT / ".cache" / "exports"
 KEPT_SECONDS = 24 * 3600
-PACKAGES = ("torch", "onnx", "onnxruntime", "numpy", "protobuf", "safetensors", "tokenizers")
 
 
 def export_once(export: Callable[..., Exported], *source: Any, target: Target, **options: Any) -> Exported:
@@ -44,10 +43,10 @@ def export_once(export: Callable[..., Exported], *source: Any, target: Target, *
 
 @functools.cache
 def _kept_by_this_exporter() -> Path:
-    """The folder for exports by these sources with these packages. Those of others go, a day after they were made."""
+    """The folder for exports by these sources in this environment. Those of others go, a day after they were made."""
     sources = [path for part in ("export", "proto") for path in (ROOT / part / "src").rglob("*.py")]
-    versions = [f"{name} {version(name)}" for name in PACKAGES]
-    folder = KEPT / _digest(*sorted(sources), *versions, platform.python_version(), platform.processor())
+    packages = sorted(f"{it.name} {it.version}" for it in distributions())
+    folder = KEPT / _digest(*sorted(sources), *packages, platform.python_version(), platform.processor())
     folder.mkdir(parents=True, exist_ok=True)
     for other in KEPT.iterdir():
         if other != folder and time.time() - other.stat().st_mtime > KEPT_SECONDS:
