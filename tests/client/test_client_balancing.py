@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from dns_server import DnsServer
 from fake_server import FakeServer, start_fake_server
-from grpc_health.v1 import health_pb2
 from ports import free_port
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError, RetryPolicy, Tls
@@ -49,8 +48,12 @@ def answered(server: FakeServer) -> int:
     return int(server.sample("grpc_server_handled_total", **labels))
 
 
-async def set_health(server: FakeServer, status: int) -> None:
-    await server.app._health.servicer.set(SERVICE_NAME, status)
+def set_health(server: FakeServer, *, serving: bool) -> None:
+    """For good: how its models are does not count any more."""
+    health = server.app._health
+    assert health._following is not None
+    health._following.cancel()
+    health.service.say({SERVICE_NAME: serving})
 
 
 async def call_until(client: AsyncEncoderClient, done: Callable[[], bool]) -> None:
@@ -95,9 +98,9 @@ async def test_whoever_is_not_serving_gets_no_calls(start: Start) -> None:
     one, other = await start(), await start()
     async with AsyncEncoderClient([address(one), address(other)]) as client:
         await call_until(client, lambda: answered(one) > 0 and answered(other) > 0)
-        await set_health(one, health_pb2.HealthCheckResponse.NOT_SERVING)
+        set_health(one, serving=False)
         await _calls_reach_only(client, other, one)
-        await set_health(one, health_pb2.HealthCheckResponse.SERVING)
+        set_health(one, serving=True)
         seen = answered(one)
         await call_until(client, lambda: answered(one) > seen)
 
@@ -120,7 +123,7 @@ async def test_one_address_has_its_calls_whatever_its_health_says(start: Start) 
     """There is nobody else to ask, and the server itself knows best what it refuses."""
     server = await start()
     async with AsyncEncoderClient(address(server), retry=RetryPolicy(max_attempts=1)) as client:
-        await set_health(server, health_pb2.HealthCheckResponse.NOT_SERVING)
+        set_health(server, serving=False)
         assert (await client.encode([IDS]))[0].shape == (3, 4)
 
 

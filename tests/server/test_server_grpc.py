@@ -1,19 +1,23 @@
 """What callers get of gRPC itself, and what the log gets of them."""
 
 import asyncio
+import contextlib
 from collections import Counter
 from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
 import pytest
-from fake_server import SERVICE, FakeServer, StartServer, make_input
-from waiting import until
+from fake_server import SERVICE, Failed, FakeServer, StartServer, make_input
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
+from waiting import PATIENCE_SECONDS, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.engine.fake import FakeEngine
 
 ENCODE = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
+REFLECTION = "reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
 async def test_a_flood_that_does_not_end_gets_answers_or_refusals(start_server: StartServer) -> None:
@@ -62,3 +66,99 @@ async def test_a_caller_that_goes_in_the_middle_of_its_answer_is_no_news(
         call.cancel()
     await server.encode([1])
     assert not [record for record in caplog.records if record.levelname != "INFO"]
+
+
+@pytest.mark.parametrize("method", ["health.v1.Health/Check", "health.v1.Health/Watch", REFLECTION])
+async def test_other_services_refuse_bytes_that_are_no_message(
+    server: FakeServer, method: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Like ours: a caller's mistake is not logged as an error of the server."""
+    channel: Any = server.channel
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await channel.unary_stream(f"/grpc.{method}")(b"\xff\xff").read()
+    failed = Failed(caught.value)
+    assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
+    assert not [record for record in caplog.records if record.levelname != "INFO"]
+
+
+async def test_watchers_are_told_and_ended_by_a_stop(start_server: StartServer) -> None:
+    """Balancers hold such calls for as long as they may: a stop does not wait out its grace period for them."""
+    server = await start_server(grace_seconds=3600)
+    channel: Any = server.channel
+    watch = channel.unary_stream("/grpc.health.v1.Health/Watch")(b"")
+    unknown = channel.unary_stream("/grpc.health.v1.Health/Watch")(HealthCheckRequest(service="no").SerializeToString())
+    seen = await statuses(watch, until_status=HealthCheckResponse.SERVING)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        assert await server.app.stop()
+    seen += await statuses(watch)
+    assert seen[-2:] == [HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING]
+    assert await watch.code() is grpc.StatusCode.UNAVAILABLE
+    assert await statuses(unknown) == [HealthCheckResponse.SERVICE_UNKNOWN]
+
+
+async def test_who_looks_at_reflection_does_not_hold_up_a_stop(start_server: StartServer) -> None:
+    server = await start_server(grace_seconds=3600)
+    channel: Any = server.channel
+    looking = channel.stream_stream(f"/grpc.{REFLECTION}")()
+    await looking.write(ServerReflectionRequest(list_services="").SerializeToString())
+    await looking.read()
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        assert await server.app.stop()
+
+
+async def test_a_watcher_that_does_not_read_stops_nobodys_health(start_server: StartServer) -> None:
+    server = await start_server(grace_seconds=3600, stall_seconds=0.1)
+    target = f"127.0.0.1:{server.app.grpc_port}"
+    # A response takes seven bytes.
+    narrow = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
+    async with grpc.aio.insecure_channel(target, options=narrow) as channel:
+        deaf: Any = channel.unary_stream("/grpc.health.v1.Health/Watch")
+        held = deaf(b"")
+        await held.initial_metadata()
+        watch: Any = server.channel.unary_stream("/grpc.health.v1.Health/Watch")
+        other = watch(b"")
+        await statuses(other, until_status=HealthCheckResponse.SERVING)
+        server.engine.hold()
+        stuck = asyncio.create_task(server.encode([1]))
+        await statuses(other, until_status=HealthCheckResponse.NOT_SERVING)
+        server.engine.let_go()
+        await stuck
+        async with asyncio.timeout(PATIENCE_SECONDS):
+            assert await server.app.stop()
+
+
+async def statuses(watch: Any, until_status: int | None = None) -> list[int]:
+    """What a watcher is told until it is told this, or until it is told no more."""
+    seen: list[int] = []
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        while (data := await watch.read()) is not grpc.aio.EOF:
+            seen.append(HealthCheckResponse.FromString(data).status)
+            if seen[-1] == until_status:
+                break
+    return seen
+
+
+async def test_who_is_answered_last_is_refused_and_not_cancelled(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A caller that calls again and again, and whose answer is the last before the server stops."""
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.1)
+    server = await start_server()
+    server.engine.hold()
+    ended: list[Failed] = []
+
+    async def call_on() -> None:
+        while not ended:
+            try:
+                await server.encode([1])
+            except Failed as failed:
+                ended.append(failed)
+
+    calling = asyncio.create_task(call_on())
+    await asyncio.to_thread(server.engine.started.acquire)
+    stopping = asyncio.create_task(server.app.stop())
+    await asyncio.sleep(0.2)  # longer than new calls are refused for before
+    server.engine.let_go()
+    await calling
+    assert [(it.code, it.reason) for it in ended] == [(grpc.StatusCode.UNAVAILABLE, "DRAINING")]
+    assert await stopping

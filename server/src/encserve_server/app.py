@@ -18,8 +18,6 @@ from concurrent.futures import ThreadPoolExecutor
 from wsgiref.simple_server import WSGIServer
 
 import grpc
-from grpc_health.v1 import health, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
 
 from encserve_server.errors import StartupError
@@ -28,10 +26,9 @@ from encserve_server.models.served import ServedModel
 from encserve_server.repository.activation import LoadedModel, serve_model
 from encserve_server.repository.loading import load_model
 from encserve_server.repository.manager import Loader, ModelManager
-from encserve_server.rpc.health import Health
-from encserve_server.rpc.server import make_server
-from encserve_server.rpc.service import METHODS, SERVICE_NAME, EncoderService
-from encserve_server.rpc.status import RpcGuard
+from encserve_server.rpc import health, reflection, service
+from encserve_server.rpc.guard import RpcGuard
+from encserve_server.rpc.server import add_service, make_server
 from encserve_server.settings import Settings
 from encserve_server.system.clock import Clock, MonotonicClock
 from encserve_server.system.cpus import step_back
@@ -45,6 +42,8 @@ logger = logging.getLogger(__name__)
 _ENCODE_THREADS = 2
 # How long new calls are refused before gRPC stops.
 _REFUSING_SECONDS = 0.5
+# How long gRPC then waits for what is not ours.
+_FAREWELL_SECONDS = 1.0
 
 
 class App:
@@ -60,14 +59,14 @@ class App:
             collector(registry=self.registry)
         self.metrics = Metrics(self.registry)
         self.catalog = Catalog()
-        self._guard = RpcGuard(self.metrics, SERVICE_NAME, METHODS)
+        self._guard = RpcGuard(self.metrics, service.SERVICE_NAME, service.METHODS)
         self._clock = MonotonicClock()
         self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
         # Loading is in no hurry, and the threads that engines make are made here.
         self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=step_back)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
-        self._health = Health(SERVICE_NAME, self.metrics)
-        self._service = EncoderService(
+        self._health = health.Health(service.SERVICE_NAME, self.metrics)
+        self._service = service.EncoderService(
             self.catalog,
             self.metrics,
             clock=self._clock,
@@ -135,17 +134,19 @@ class App:
     async def _drain(self, server: grpc.aio.Server) -> None:
         """Refuses new calls, lets those in flight finish, and stops gRPC.
 
-        grpcio's own stop answers calls that it has read but not begun with CANCELLED, which nobody retries. So new
-        calls are first refused by us, with UNAVAILABLE, for long enough that callers have gone elsewhere.
+        grpcio's own stop answers calls that it has read but not begun with CANCELLED. So whoever has an answer is first
+        refused by us, with UNAVAILABLE, for long enough to have gone elsewhere with the next call.
         """
         self._service.drain()
         grace_ends = self._clock.now() + self.settings.grace_seconds
-        if self.catalog.all():
-            await asyncio.sleep(_REFUSING_SECONDS)
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(max(grace_ends - self._clock.now(), 0)):
+            async with asyncio.timeout(self.settings.grace_seconds):
                 await self._guard.idle.wait()
-        await server.stop(max(grace_ends - self._clock.now(), 0))
+                if self.catalog.all():
+                    await asyncio.sleep(_REFUSING_SECONDS)
+        self._health.service.end()
+        # Nothing of ours is left, or its time is up: what is open now are health checks, and who looks at reflection.
+        await server.stop(min(max(grace_ends - self._clock.now(), 0), _FAREWELL_SECONDS))
 
     async def _start_metrics(self) -> None:
         settings = self.settings
@@ -165,11 +166,12 @@ class App:
     async def _start_grpc(self) -> None:
         settings = self.settings
         server = make_server(settings)
-        server.add_generic_rpc_handlers((self._service.handler(self._guard, self._tracer),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health.servicer, server)
+        ours = self._service.handlers(self._guard, self._tracer)
+        add_service(server, service.SERVICE_NAME, service.METHODS, ours)
+        add_service(server, health.SERVICE_NAME, health.METHODS, self._health.service.handlers())
         if settings.reflection:
-            names = (SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            reflection.enable_server_reflection(names, server)
+            names = (service.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            add_service(server, reflection.SERVICE_NAME, reflection.METHODS, reflection.handlers(names))
         host = f"[{settings.host}]" if ":" in settings.host else settings.host  # an IPv6 address
         address = f"{host}:{settings.grpc_port}"
         try:
@@ -178,7 +180,6 @@ class App:
             raise StartupError(
                 f"--grpc-port {settings.grpc_port} on {settings.host}: cannot be bound: {error}"
             ) from error
-        await self._health.start()
         await server.start()
         self._server = server
 

@@ -3,19 +3,89 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from grpc_health.v1 import health, health_pb2
+from grpc_health.v1 import health_pb2
 
+from encserve_server.errors import Draining, ModelNotFound
 from encserve_server.models.served import ServedModel
+from encserve_server.rpc.codec import parse
+from encserve_server.rpc.guard import Context, Handler, answering
 from encserve_server.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-_SERVING = health_pb2.HealthCheckResponse.SERVING
-_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+METHODS = {"Check": "unary", "Watch": "server_stream"}
+
+_STATUSES = {
+    True: health_pb2.HealthCheckResponse.SERVING,
+    False: health_pb2.HealthCheckResponse.NOT_SERVING,
+    None: health_pb2.HealthCheckResponse.SERVICE_UNKNOWN,
+}
 # A batch that is stuck sends no event, so health also looks by itself.
 _POLL_SECONDS = 1.0
+
+
+class HealthService:
+    """The handlers of grpc.health.v1.Health.
+
+    Not the library's: it holds a lock while it writes to a watcher, so that one who does not read would stop health
+    for everybody, and the server's end.
+
+    Attributes:
+        serving: What is said of each name, for others to read.
+    """
+
+    def __init__(self) -> None:
+        """Knows no name."""
+        self.serving: dict[str, bool] = {}
+        self._news = asyncio.Event()
+        self._over = False
+
+    def handlers(self) -> dict[str, Handler]:
+        """The methods by their names."""
+        return {"Check": answering(self.check), "Watch": answering(self.watch)}
+
+    def say(self, serving: Mapping[str, bool]) -> None:
+        """Says SERVING or NOT_SERVING of these names from now on; watchers are woken only by what is new."""
+        if not serving.items() <= self.serving.items():
+            self.serving |= serving
+            self._wake()
+
+    def end(self) -> None:
+        """Ends the calls of watchers, each when it has been told the last."""
+        self._over = True
+        self._wake()
+
+    async def check(self, data: bytes, context: Context) -> bytes:
+        """What is said of a name now."""
+        del context
+        name = parse(health_pb2.HealthCheckRequest, data).service
+        if name not in self.serving:
+            raise ModelNotFound("service", f"must be one of {', '.join(map(repr, self.serving))}")
+        return self._response(name)
+
+    async def watch(self, data: bytes, context: Context) -> None:
+        """What is said of a name, now and whenever that changes."""
+        name = parse(health_pb2.HealthCheckRequest, data).service
+        told = b""
+        while True:
+            news, response = self._news, self._response(name)
+            if response != told:
+                await context.write(response)
+                told = response
+            elif self._over:
+                raise Draining("the server is stopping")
+            else:
+                await news.wait()
+
+    def _response(self, name: str) -> bytes:
+        return health_pb2.HealthCheckResponse(status=_STATUSES[self.serving.get(name)]).SerializeToString()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
 
 
 class Health:
@@ -27,17 +97,13 @@ class Health:
 
     def __init__(self, service_name: str, metrics: Metrics) -> None:
         """Starts with everything NOT_SERVING."""
-        self.servicer = health.aio.HealthServicer()
+        self.service = HealthService()
+        self.service.say({"": False, service_name: False})
         self._service_name = service_name
         self._metrics = metrics
         self._models: Sequence[ServedModel] = ()
         self._changed = asyncio.Event()
-        self._said: dict[str, bool] = {}
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        """Says NOT_SERVING; the servicer by itself would begin with SERVING."""
-        await self._say({"": False, self._service_name: False})
+        self._following: asyncio.Task[None] | None = None
 
     def watch(self, models: Sequence[ServedModel]) -> None:
         """Follows these models, and no others, from now on."""
@@ -45,8 +111,8 @@ class Health:
             self._metrics.ready.labels(name, version).set(0)
         self._models = models
         self._changed.set()
-        if self._task is None:
-            self._task = asyncio.get_running_loop().create_task(self._follow(), name="encserve-health")
+        if self._following is None:
+            self._following = asyncio.get_running_loop().create_task(self._follow(), name="encserve-health")
 
     def changed(self) -> None:
         """To be called when a model's readiness may have changed."""
@@ -54,13 +120,13 @@ class Health:
 
     async def shut_down(self) -> None:
         """Says NOT_SERVING for good."""
-        if self._task is not None:
-            self._task.cancel()
+        if self._following is not None:
+            self._following.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+                await self._following
         for model in self._models:
             self._metrics.ready.labels(*model.key).set(0)
-        await self.servicer.enter_graceful_shutdown()
+        self.service.say(dict.fromkeys(self.service.serving, False))
 
     async def _follow(self) -> None:
         while True:
@@ -69,23 +135,16 @@ class Health:
                 async with asyncio.timeout(_POLL_SECONDS):
                     await self._changed.wait()
             self._changed.clear()
-            await self._refresh()
+            self._look()
 
-    async def _refresh(self) -> None:
-        states: dict[str, bool] = {}
+    def _look(self) -> None:
+        serving: dict[str, bool] = {}
         for model in self._models:
             reason = model.not_ready_reason()
             name = f"{self._service_name}/{model.bundle.name}"
-            states[name] = states.get(name, True) and not reason
+            serving[name] = serving.get(name, True) and not reason
             self._metrics.ready.labels(*model.key).set(not reason)
-            if reason and self._said.get(name):
+            if reason and self.service.serving.get(name):
                 logger.error("not serving", extra={"model": model.bundle.name, "reason": reason})
-        all_ready = all(states.values())
-        await self._say({"": all_ready, self._service_name: all_ready, **states})
-
-    async def _say(self, states: dict[str, bool]) -> None:
-        """Publishes what has changed; watchers are woken only then."""
-        for name, ready in states.items():
-            if self._said.get(name) != ready:
-                self._said[name] = ready
-                await self.servicer.set(name, _SERVING if ready else _NOT_SERVING)
+        all_serve = all(serving.values())
+        self.service.say({"": all_serve, self._service_name: all_serve, **serving})

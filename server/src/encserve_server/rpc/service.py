@@ -14,7 +14,8 @@ from encserve_server.errors import DeadlineExpired, Draining, InvalidField, Resp
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeReply, InspectCall, InspectReply, ServedModel
 from encserve_server.rpc import codec
-from encserve_server.rpc.status import RpcGuard, to_failure
+from encserve_server.rpc.guard import Context, Handler, RpcGuard
+from encserve_server.rpc.status import to_failure
 from encserve_server.rpc.wire import Part
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans
@@ -29,11 +30,6 @@ METHODS = {
     "ListModels": "unary",
     "GetModel": "unary",
 }
-_HANDLERS: dict[str, Callable[[Any], "grpc.RpcMethodHandler[Any, Any]"]] = {
-    "unary": grpc.unary_unary_rpc_method_handler,
-    "server_stream": grpc.unary_stream_rpc_method_handler,
-    "bidi_stream": grpc.stream_stream_rpc_method_handler,
-}
 # A reply larger than this is built in a thread: on the event loop it would hold up everybody else.
 _INLINE_REPLY_BYTES = 256 * 1024
 _MAX_REQUEST_ID_BYTES = 128
@@ -47,8 +43,6 @@ class _CutShort(Enum):
 
 
 CUT_SHORT = _CutShort.CUT_SHORT
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class EncoderService:
@@ -65,18 +59,16 @@ class EncoderService:
         self._max_stream_in_flight = max_stream_in_flight
         self._draining = asyncio.Event()
 
-    def handler(self, guard: RpcGuard, tracer: spans.Tracer | None = None) -> grpc.GenericRpcHandler:
-        """What to add to a server. No (de)serialisers: handlers take and give bytes."""
-        methods: dict[str, Callable[[Any, Any], Awaitable[Any]]] = {
+    def handlers(self, guard: RpcGuard, tracer: spans.Tracer | None = None) -> dict[str, Handler]:
+        """The methods by their names."""
+        methods: dict[str, Handler] = {
             "Encode": self.encode,
             "EncodeStream": self.encode_stream,
             "Inspect": self.inspect,
             "ListModels": self.list_models,
             "GetModel": self.get_model,
         }
-        guarded = {name: guard.wrap(name, method, tracer) for name, method in methods.items()}
-        handlers = {name: _HANDLERS[METHODS[name]](method) for name, method in guarded.items()}
-        return grpc.method_handlers_generic_handler(SERVICE_NAME, handlers)
+        return {name: guard.wrap(name, method, tracer) for name, method in methods.items()}
 
     def drain(self) -> None:
         """From now on new requests get Draining, and streams end once what they have read is answered."""
