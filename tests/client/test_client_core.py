@@ -137,7 +137,7 @@ def test_a_long_call_may_take_longer_than_each_of_its_messages() -> None:
 
 
 def test_messages_are_small_enough_for_a_slow_server() -> None:
-    """BERT-large on four CPUs computes some 700 tokens a second of all that waits; a message has 30 s, as by default."""
+    """BERT-large on four CPUs computes some 700 tokens a second, and a message has 30 s by default."""
     free_at = 0.0
 
     def compute(request: pb.EncodeRequest) -> Outcome:

@@ -1,7 +1,6 @@
 """What both clients have in common apart from I/O: settings, credentials, and arguments made into options."""
 
-from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import grpc
@@ -13,8 +12,9 @@ from encserve_client._logic.calls import Core, ModelKey, Settings, request_templ
 from encserve_client._logic.streams import Result, StreamBooks, StreamRun
 from encserve_client._logic.wire import Wire
 from encserve_client.exceptions import ClientClosedError, EncserveError, InvalidInputError
-from encserve_client.inputs import check_iterable
+from encserve_client.inputs import Input, check_iterable
 from encserve_client.options import Array, DType, Options, Output, Pooling, pooled_output
+from encserve_client.results import EncodeResult
 from encserve_client.retry import RetryPolicy
 from encserve_client.tls import Tls
 
@@ -88,51 +88,57 @@ class BaseClient:
         if self._closed:
             raise ClientClosedError
 
-    def _stream_run(self, wire: Wire, ordered: bool, key: ModelKey, plan: "StreamPlan") -> StreamRun:
+    def _wire(self, inputs: Any = ()) -> Wire:
+        """What one call goes over; `inputs` are those that it reads itself, for its two kinds to say of what type."""
+        raise NotImplementedError
+
+    def _encode(
+        self,
+        items: list[Input],
+        model: str | None,
+        version: str | None,
+        options: Options,
+        timeout_seconds: float | None,
+        describe: bool = False,
+    ) -> Coroutine[Any, Any, EncodeResult]:
+        key = model_key(model, version)
+        return self._core.encode(self._wire(), items, key, options, timeout_seconds, describe=describe)
+
+    def _stream(
+        self,
+        inputs: Iterable[Any] | AsyncIterable[Any],
+        ordered: bool,
+        *,
+        pooling: Pooling | None,
+        model: str | None,
+        version: str | None,
+        dtype: DType,
+        truncate: bool,
+        exclude_special_tokens: bool,
+        l2_normalize: bool,
+        max_in_flight: int,
+        timeout_seconds: float | None,
+    ) -> StreamRun:
+        """Checks the arguments of encode_stream, before anything is read.
+
+        Raises:
+            InvalidInputError: `inputs` is itself one input, or an option does not exist.
+            ValueError: A number is out of bounds.
+        """
+        check_iterable(inputs)
+        if not isinstance(inputs, Iterable | AsyncIterable):
+            raise InvalidInputError(f"inputs must be an iterable of inputs; was {type(inputs).__name__}")
+        if as_int("max_in_flight", max_in_flight) < 1:
+            raise ValueError(f"max_in_flight must be >= 1; was {max_in_flight}")
         settings = self._core.settings
-        timeout = settings.timeout_seconds if plan.timeout_seconds is None else plan.timeout_seconds
+        output = Output("tokens", l2_normalize) if pooling is None else pooled_output(pooling, l2_normalize)
+        options = Options((output,), dtype, truncate, exclude_special_tokens)
+        seconds = self._core.time_limit(timeout_seconds, 0.0).seconds
         books: StreamBooks[Array] = StreamBooks(
-            settings.retry, plan.max_in_flight, timeout, ordered, settings.random, settings.target
+            settings.retry, max_in_flight, seconds, ordered, settings.random, settings.target
         )
-        template = request_template(key, plan.options, settings.expected_fingerprint)
-        return StreamRun(wire, books, template, plan.options)
-
-
-@dataclass(frozen=True, slots=True)
-class StreamPlan:
-    """The checked arguments of one encode_stream call."""
-
-    options: Options
-    max_in_flight: int
-    timeout_seconds: float | None
-
-
-def stream_plan(
-    inputs: Iterable[Any] | AsyncIterable[Any],
-    *,
-    pooling: Pooling | None,
-    dtype: DType,
-    truncate: bool,
-    exclude_special_tokens: bool,
-    l2_normalize: bool,
-    max_in_flight: int,
-    timeout_seconds: float | None,
-) -> StreamPlan:
-    """Checks the arguments of encode_stream, before anything is read.
-
-    Raises:
-        InvalidInputError: `inputs` is itself one input, or an option does not exist.
-        ValueError: A number is out of bounds.
-    """
-    check_iterable(inputs)
-    if not isinstance(inputs, Iterable | AsyncIterable):
-        raise InvalidInputError(f"inputs must be an iterable of inputs; was {type(inputs).__name__}")
-    if as_int("max_in_flight", max_in_flight) < 1:
-        raise ValueError(f"max_in_flight must be >= 1; was {max_in_flight}")
-    if timeout_seconds is not None and not (timeout_seconds := as_float("timeout_seconds", timeout_seconds)) > 0:
-        raise ValueError(f"timeout_seconds must be > 0; was {timeout_seconds}")
-    output = Output("tokens", l2_normalize) if pooling is None else pooled_output(pooling, l2_normalize)
-    return StreamPlan(Options((output,), dtype, truncate, exclude_special_tokens), max_in_flight, timeout_seconds)
+        template = request_template(model_key(model, version), options, settings.expected_fingerprint)
+        return StreamRun(self._wire(inputs), books, template, options)
 
 
 def model_key(model: str | None, version: str | None) -> ModelKey:

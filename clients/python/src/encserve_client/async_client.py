@@ -7,7 +7,7 @@ from typing import Any, Literal, Self, Unpack, overload
 import grpc
 import grpc.aio
 
-from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, BaseClient, StreamOptions, model_key, shown, stream_plan
+from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, BaseClient, StreamOptions, model_key, shown
 from encserve_client._grpc.async_wire import AsyncWire
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._logic.inspecting import inspect_request
@@ -205,9 +205,12 @@ class AsyncEncoderClient(BaseClient):
                 async for vector in vectors:  # (d_model,)
                     ...
         """
-        plan = stream_plan(
+        run = self._stream(
             inputs,
+            ordered,
             pooling=pooling,
+            model=model,
+            version=version,
             dtype=dtype,
             truncate=truncate,
             exclude_special_tokens=exclude_special_tokens,
@@ -215,7 +218,6 @@ class AsyncEncoderClient(BaseClient):
             max_in_flight=max_in_flight,
             timeout_seconds=timeout_seconds,
         )
-        run = self._stream_run(self._wire(inputs), ordered, model_key(model, version), plan)
         return self._results(run, ordered, return_exceptions)
 
     async def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
@@ -227,20 +229,6 @@ class AsyncEncoderClient(BaseClient):
     ) -> ModelInfo:
         """One model; without a name the server's default one."""
         return await self._core.get_model(self._wire(), model_key(name, version), timeout_seconds)
-
-    async def _encode(
-        self,
-        items: list[Input],
-        model: str | None,
-        version: str | None,
-        options: Options,
-        timeout_seconds: float | None,
-        describe: bool = False,
-    ) -> EncodeResult:
-        call = self._core.encode(
-            self._wire(), items, model_key(model, version), options, timeout_seconds, describe=describe
-        )
-        return await call
 
     def _wire(self, inputs: Iterable[Input] | AsyncIterable[Input] = ()) -> AsyncWire:
         self._check_open()

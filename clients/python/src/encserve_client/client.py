@@ -6,7 +6,7 @@ from typing import Any, Literal, Self, Unpack, overload
 
 import grpc
 
-from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, BaseClient, StreamOptions, model_key, shown, stream_plan
+from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, BaseClient, StreamOptions, model_key, shown
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._grpc.sync_wire import SyncWire
 from encserve_client._logic.inspecting import inspect_request
@@ -138,7 +138,7 @@ class EncoderClient(BaseClient):
         options = Options((Output("tokens", l2_normalize),), dtype, truncate, exclude_special_tokens)
         if not items:
             return []
-        return self._encode(items, model, version, options, timeout_seconds).outputs[0].arrays()
+        return run_without_loop(self._encode(items, model, version, options, timeout_seconds)).outputs[0].arrays()
 
     def embed(
         self,
@@ -175,7 +175,8 @@ class EncoderClient(BaseClient):
                 say what it was trained for.
         """
         options = Options((pooled_output(pooling, l2_normalize),), dtype, truncate)
-        return self._encode(check_inputs(inputs), model, version, options, timeout_seconds).outputs[0].matrix()
+        call = self._encode(check_inputs(inputs), model, version, options, timeout_seconds)
+        return run_without_loop(call).outputs[0].matrix()
 
     def run(
         self,
@@ -214,7 +215,8 @@ class EncoderClient(BaseClient):
             EncserveError: As for `encode`.
         """
         options = Options(as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings)
-        return self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
+        call = self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
+        return run_without_loop(call)
 
     def inspect(
         self,
@@ -356,9 +358,12 @@ class EncoderClient(BaseClient):
             EncserveError: As for `encode`.
             FingerprintError: The model was replaced while the stream ran.
         """
-        plan = stream_plan(
+        run = self._stream(
             inputs,
+            ordered,
             pooling=pooling,
+            model=model,
+            version=version,
             dtype=dtype,
             truncate=truncate,
             exclude_special_tokens=exclude_special_tokens,
@@ -366,7 +371,6 @@ class EncoderClient(BaseClient):
             max_in_flight=max_in_flight,
             timeout_seconds=timeout_seconds,
         )
-        run = self._stream_run(self._wire(inputs), ordered, model_key(model, version), plan)
         return self._results(run, ordered, return_exceptions)
 
     def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
@@ -387,20 +391,6 @@ class EncoderClient(BaseClient):
             EncserveError: As for `encode`.
         """
         return run_without_loop(self._core.get_model(self._wire(), model_key(name, version), timeout_seconds))
-
-    def _encode(
-        self,
-        items: list[Input],
-        model: str | None,
-        version: str | None,
-        options: Options,
-        timeout_seconds: float | None,
-        describe: bool = False,
-    ) -> EncodeResult:
-        call = self._core.encode(
-            self._wire(), items, model_key(model, version), options, timeout_seconds, describe=describe
-        )
-        return run_without_loop(call)
 
     def _wire(self, inputs: Iterable[Input] = ()) -> SyncWire:
         self._check_open()
