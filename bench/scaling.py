@@ -301,8 +301,8 @@ def front_end(bench: Bench) -> list[dict[str, Any]]:
                 "sequences_per_call": count,
                 "calls_per_second": result.calls_per_second,
                 "sequences_per_second": result.sequences_per_second,
-                "server_cpu_seconds_per_call": None if cpu is None else cpu / result.calls,
-                "generator_cpu_seconds_per_call": result.generator_cpu_seconds / result.calls,
+                "server_cpu_seconds_per_call": None if cpu is None else cpu / max(result.calls, 1),
+                "generator_cpu_seconds_per_call": result.generator_cpu_seconds / max(result.calls, 1),
                 "errors": sum(result.errors.values()),
             }
 

@@ -61,7 +61,7 @@ def test_it_measures_and_keeps_what_was_measured_before(tmp_path: Path, monkeypa
     file.write_text(json.dumps({"load": []}))
     monkeypatch.setattr(scaling, "SEQUENCES_PER_CALL", (4,))
     command = ["measure", str(models), str(file), "--only", "threads", "--only", "front_end"]
-    done = CliRunner().invoke(scaling.main, [*command, "--rounds", "1", "--seconds", "0.3"], catch_exceptions=False)
+    done = CliRunner().invoke(scaling.main, [*command, "--rounds", "1", "--seconds", "1"], catch_exceptions=False)
     assert done.exit_code == 0, done.output
     found = json.loads(file.read_text())
     assert found["load"] == []
@@ -174,7 +174,7 @@ def test_load_and_overload_of_a_real_server(tmp_path: Path, monkeypatch: pytest.
     models = write_bundle(tmp_path / "models").parents[1]
     monkeypatch.setattr(scaling, "LOADS", (0.2,))
     bench = bench_of(models, [])
-    bench.seconds = 0.5
+    bench.seconds = 1.0
     (point,) = scaling.by_load(bench)
     assert 0 < point["p50_seconds"] <= point["p99_seconds"]
     assert point["alone_p50_seconds"] > 0
