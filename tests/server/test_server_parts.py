@@ -146,7 +146,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
 
 
 async def tokenize(tokenizer: TextTokenizer, texts: list[str], max_tokens: int) -> list[TokenizedText]:
-    return [text async for text in tokenizer.tokenize(texts, max_tokens)]
+    taken: list[TokenizedText] = []
+    await tokenizer.tokenize(texts, max_tokens, taken.append)
+    return taken
 
 
 @given(st.lists(st.text(max_size=60), min_size=1, max_size=4), st.integers(2, 12))
@@ -193,11 +195,12 @@ def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
 
 def outputs_of(rows: list[Rows], *wanted: Output) -> list[OutputArrays]:
     """What is made of a batch of these (seq, d_model) rows, with numbers for padding that must show nowhere."""
-    lengths = np.array([len(its) for its in rows])
-    padded = np.full((len(rows), lengths.max(), rows[0].shape[1]), np.nan, np.float32)
+    lengths = [len(its) for its in rows]
+    padded = np.full((len(rows), max(lengths), rows[0].shape[1]), np.nan, np.float32)
     for its, place in zip(rows, padded, strict=True):
         place[: len(its)] = its
-    return make_outputs(BatchResult(padded, lengths, 0.0, 0.0), [wanted] * len(rows))
+    with np.errstate(all="ignore"):
+        return make_outputs(BatchResult(padded, lengths, 0.0, 0.0), [wanted] * len(rows))
 
 
 EVERY_OUTPUT = [
@@ -240,12 +243,12 @@ def test_outputs_are_those_of_the_rows(lengths: list[int], seed: int) -> None:
 def test_sequences_of_a_batch_may_want_different_things() -> None:
     rows = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
     wanted = [(Output(OutputKind.MAX, False),), (Output(OutputKind.CLS, False), Output(OutputKind.MEAN, False)), ()]
-    made = make_outputs(BatchResult(np.concatenate([rows, rows[:1]]), np.array([2, 2, 2]), 0.0, 0.0), wanted)
+    made = make_outputs(BatchResult(np.concatenate([rows, rows[:1]]), [2, 2, 2], 0.0, 0.0), wanted)
     assert [[array.tolist() for array in its] for its in made] == [[[[3, 4, 5]]], [[[6, 7, 8]], [[7.5, 8.5, 9.5]]], []]
 
 
 def test_rows_that_are_wanted_as_they_are_are_not_copied() -> None:
-    batch = BatchResult(np.ones((2, 5, 3), np.float32), np.array([5, 2]), 0.0, 0.0)
+    batch = BatchResult(np.ones((2, 5, 3), np.float32), [5, 2], 0.0, 0.0)
     for (rows,) in make_outputs(batch, [(Output(OutputKind.TOKENS, False),)] * 2):
         assert np.shares_memory(rows, batch.output)
 

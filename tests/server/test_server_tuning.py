@@ -48,7 +48,7 @@ class Device:
         seconds = self._seconds(padded, len(self.batches))
         self.clock += seconds
         output = np.zeros((len(lengths), max(lengths), 1), np.float32)
-        return BatchResult(output, np.array(lengths), 0.0, seconds)
+        return BatchResult(output, list(lengths), 0.0, seconds)
 
     def close(self) -> None:
         """Has nothing to free."""

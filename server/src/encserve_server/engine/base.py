@@ -4,9 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
-
 from encserve_server.types import InspectKind, InspectTensor, ModelInput, Numbers, Rows
 
 
@@ -16,20 +13,20 @@ class BatchResult:
 
     Attributes:
         output: (batch, seq, d_model) float32; what it holds behind the end of a sequence means nothing.
-        lengths: (batch,) the tokens of each sequence.
+        lengths: The tokens of each sequence.
         collate_seconds: How long laying out the batch took.
         compute_seconds: How long the model ran.
     """
 
     output: Numbers
-    lengths: npt.NDArray[np.int64]
+    lengths: list[int]
     collate_seconds: float
     compute_seconds: float
 
     @property
     def rows(self) -> list[Rows]:
         """For each sequence its (seq, d_model) rows without padding, views of the output."""
-        return [its[:length] for its, length in zip(self.output, self.lengths.tolist(), strict=True)]
+        return [its[:length] for its, length in zip(self.output, self.lengths, strict=True)]
 
     @property
     def padded_tokens(self) -> int:

@@ -92,8 +92,8 @@ class FakeEngine:
             raise RuntimeError("the device is lost")
         if self.poison is not None and any(self.poison in ids for ids in sequences):
             raise RuntimeError(f"cannot compute id {self.poison}")
-        lengths = np.array([len(ids) for ids in sequences])
-        output = np.full((len(lengths), lengths.max(), self.d_model), np.nan, np.float32)  # (batch, seq, d_model)
+        lengths = [len(ids) for ids in sequences]
+        output = np.full((len(lengths), max(lengths), self.d_model), np.nan, np.float32)  # (batch, seq, d_model)
         for ids, rows in zip(sequences, output, strict=True):
             rows[: len(ids)] = fake_rows(ids, self.d_model)
             if self.nan_id is not None and self.nan_id in ids:

@@ -11,7 +11,7 @@ from encserve_server.types import Graph, ModelInput
 Feeds = dict[str, npt.NDArray[Any]]  # by the names of the graph's inputs
 
 
-def lay_out(graph: Graph, sequences: Sequence[ModelInput]) -> tuple[Feeds, npt.NDArray[np.int64]]:
+def lay_out(graph: Graph, sequences: Sequence[ModelInput]) -> tuple[Feeds, list[int]]:
     """Pads to the longest.
 
     Args:
@@ -19,13 +19,12 @@ def lay_out(graph: Graph, sequences: Sequence[ModelInput]) -> tuple[Feeds, npt.N
         sequences: One or more (seq,) int64 arrays of ids or (seq, d_model) float32 arrays of vectors.
 
     Returns:
-        What the graph is fed, and the (batch,) lengths.
+        What the graph is fed, and the lengths.
     """
+    lengths = [len(it) for it in sequences]
     if len(sequences) == 1:  # the fastest way for a caller that waits for nothing else
-        (alone,) = sequences
-        return feeds_of(graph, alone[None], np.ones((1, len(alone)), np.int64)), np.array([len(alone)])
-    lengths = np.array([len(it) for it in sequences])  # (batch,)
-    mask = np.arange(int(lengths.max())) < lengths[:, None]  # (batch, seq)
+        return feeds_of(graph, sequences[0][None], np.ones((1, *lengths), np.int64)), lengths
+    mask = np.arange(max(lengths)) < np.array(lengths)[:, None]  # (batch, seq)
     first = sequences[0]
     fill = 0 if graph.takes_vectors else graph.pad_token_id
     padded = np.full(mask.shape + first.shape[1:], fill, first.dtype)  # (batch, seq) or (batch, seq, d_model)
@@ -41,12 +40,12 @@ def feeds_of(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> F
     return feeds
 
 
-def check_shape(graph: Graph, output: npt.NDArray[Any], lengths: npt.NDArray[np.int64]) -> None:
-    """Makes sure that a batch of (batch,) lengths gave a (batch, seq, d_model) output.
+def check_shape(graph: Graph, output: npt.NDArray[Any], lengths: Sequence[int]) -> None:
+    """Makes sure that a batch of these lengths gave a (batch, seq, d_model) output.
 
     Raises:
         RuntimeError: It has another shape.
     """
-    expected = (len(lengths), int(lengths.max()), graph.d_model)
+    expected = (len(lengths), max(lengths), graph.d_model)
     if output.shape != expected:
         raise RuntimeError(f"the model gave an output of shape {output.shape} where {expected} was due")

@@ -1,6 +1,5 @@
 """Inputs as callers send them, and the checks that make sequences of them. Knows no gRPC."""
 
-import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,7 +80,7 @@ class InputChecker:
             SequenceTooLong: One is too long, and may not be cut.
             QueueFull: Too much text is waiting.
         """
-        texts: list[tuple[int, str]] = []
+        texts: dict[int, str] = {}
         checked: dict[int, CheckedSequence] = {}
         for i, (it, field) in enumerate(zip(inputs, fields, strict=True)):
             if isinstance(it, SentVectors):
@@ -91,16 +90,17 @@ class InputChecker:
                 raise InvalidField(f"{field}.{kind}", f"model {self._bundle.name} takes embeddings only")
             elif isinstance(it, str):
                 self._check_text(f"{field}.text", it)
-                texts.append((i, it))
+                texts[i] = it
             else:
                 checked[i] = self._check_ids(f"{field}.token_ids", it, longest, mark_special)
+        places = iter(texts)
+
+        def take(text: TokenizedText) -> None:
+            i = next(places)
+            checked[i] = self._check_tokenized(f"{fields[i]}.text", text, longest)
+
         if self._tokenizer is not None and texts:
-            places = iter(texts)
-            tokenized = self._tokenizer.tokenize([text for _, text in texts], longest.tokens)
-            async with contextlib.aclosing(tokenized):
-                async for text in tokenized:
-                    i, _ = next(places)
-                    checked[i] = self._check_tokenized(f"{fields[i]}.text", text, longest)
+            await self._tokenizer.tokenize(list(texts.values()), longest.tokens, take)
         return [checked[i] for i in range(len(inputs))]
 
     def _check_text(self, field: str, text: str) -> None:

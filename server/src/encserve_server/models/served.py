@@ -161,6 +161,8 @@ class ServedModel:
         if tokenizer is not None:  # read when the page is, so that a request costs nothing
             observer.has_text_queue(lambda: tokenizer.queued_bytes, tokenizer.max_queue_bytes)
         self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes)
+        bound = bundle.max_sequence_tokens, f"max_sequence_tokens of {bundle.name}"
+        self._longest = {truncate: Longest(*bound, truncate) for truncate in (False, True)}
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -213,7 +215,7 @@ class ServedModel:
             sequences = await self._checker.check(
                 call.inputs,
                 [f"inputs[{i}]" for i in range(len(call.inputs))],
-                self._longest(truncate=call.truncate),
+                self._longest[call.truncate],
                 mark_special=call.exclude_special_tokens,
             )
         finally:
@@ -309,9 +311,6 @@ class ServedModel:
             raise InvalidField(
                 "options.exclude_special_tokens", f"model {self.bundle.name} does not say which tokens are special"
             )
-
-    def _longest(self, *, truncate: bool) -> Longest:
-        return Longest(self.bundle.max_sequence_tokens, f"max_sequence_tokens of {self.bundle.name}", truncate)
 
     def _check_reply_size(self, call: EncodeCall, sequences: Sequence[CheckedSequence]) -> int:
         """The reply's size in bytes, at most; refuses one that would not fit, before any compute."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -62,11 +62,11 @@ class TextTokenizer:
         """The text that waits or is worked on, in bytes of UTF-8; any thread may ask."""
         return self._queued_bytes
 
-    async def tokenize(self, texts: Sequence[str], max_tokens: int) -> AsyncGenerator[TokenizedText, None]:
-        """Tokenizes texts and gives each as soon as it is done, in order, cut to `max_tokens`.
+    async def tokenize(self, texts: Sequence[str], max_tokens: int, take: Callable[[TokenizedText], None]) -> None:
+        """Tokenizes texts and hands each to `take` as soon as it is done, in order, cut to `max_tokens`.
 
-        Whether cutting was allowed is for the caller to judge; one that stops asking ends the work. A few words are
-        tokenized at once; more text waits for a thread, and may find no room to wait.
+        Whether cutting was allowed is for `take` to judge: what it raises ends the work. A few words are tokenized at
+        once; more text waits for a thread, and may find no room to wait.
 
         Raises:
             QueueFull: Too much text is waiting already.
@@ -74,7 +74,7 @@ class TextTokenizer:
         size = sum(len(text.encode()) for text in texts)
         if size <= _AT_ONCE_BYTES:
             for text in self._tokenize(texts, max_tokens):
-                yield text
+                take(text)
             return
         if self._queued_bytes and self._queued_bytes + size > self.max_queue_bytes:
             excess = self._queued_bytes + size - self.max_queue_bytes
@@ -85,7 +85,7 @@ class TextTokenizer:
         try:
             for turn in _turns(texts):
                 for text in await loop.run_in_executor(self._executor, self._tokenize, turn, max_tokens):
-                    yield text
+                    take(text)
         finally:
             self._queued_bytes -= size
 

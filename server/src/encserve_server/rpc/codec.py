@@ -78,13 +78,15 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> li
         model=model.bundle.name,
         model_version=model.bundle.version,
         fingerprint=model.bundle.fingerprint,
-        sequences=[_encode_sequence(sequence, call, model) for sequence in reply.sequences],
         timings=pb.Timings(
             tokenize_seconds=reply.tokenize_seconds,
             queue_seconds=max(encoded.queue_seconds for encoded in reply.encoded),
             compute_seconds=max(encoded.compute_seconds for encoded in reply.encoded),
         ),
     )
+    strings = call.include_token_strings
+    for sequence in reply.sequences:
+        _fill(response.sequences.add(), sequence, model, with_ids=sequence.text is not None, with_strings=strings)
     parts: list[Part] = [response.SerializeToString()]
     for i, output in enumerate(call.outputs):
         arrays = [encoded.outputs[i] for encoded in reply.encoded]
@@ -97,7 +99,7 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> li
             width=model.bundle.d_model,
             lengths=[len(array) for array in arrays],
         )
-        data = [array.reshape(-1).view(np.uint8).data for array in arrays]
+        data = [array.data.cast("B") for array in arrays if array.size]
         parts += field(_OUTPUTS, [tensor.SerializeToString(), *field(_DATA, data)])
     return parts
 
@@ -250,13 +252,13 @@ def encode_inspect_header(model: ServedModel, call: InspectCall, reply: InspectR
         model=bundle.name,
         model_version=bundle.version,
         fingerprint=bundle.fingerprint,
-        sequence=_sequence_info(reply.sequence, model, with_ids=True, with_strings=model.tokenizer is not None),
         timings=pb.Timings(
             tokenize_seconds=reply.tokenize_seconds,
             queue_seconds=inspection.queue_seconds,
             compute_seconds=inspection.compute_seconds,
         ),
     )
+    _fill(header.sequence, reply.sequence, model, with_ids=True, with_strings=True)
     for tensor in inspection.tensors:
         header.tensors.add(
             kind=pb.InspectKind.Name(tensor.kind.value),
@@ -314,19 +316,13 @@ def _decode_layers(field: str, kind: InspectKind, layers: Sequence[int], bundle:
     return tuple(layers) or tuple(range(count))
 
 
-def _encode_sequence(sequence: CheckedSequence, call: EncodeCall, model: ServedModel) -> pb.SequenceInfo:
-    with_strings = call.include_token_strings and model.tokenizer is not None
-    return _sequence_info(sequence, model, with_ids=sequence.text is not None, with_strings=with_strings)
-
-
-def _sequence_info(
-    sequence: CheckedSequence, model: ServedModel, *, with_ids: bool, with_strings: bool
-) -> pb.SequenceInfo:
-    info = pb.SequenceInfo(
-        token_count=len(sequence.input),
-        original_token_count=sequence.original_token_count,
-        truncated=sequence.truncated,
-    )
+def _fill(
+    info: pb.SequenceInfo, sequence: CheckedSequence, model: ServedModel, *, with_ids: bool, with_strings: bool
+) -> None:
+    """Tells of a sequence; strings only where the model has any."""
+    info.token_count = len(sequence.input)
+    info.original_token_count = sequence.original_token_count
+    info.truncated = sequence.truncated
     ids = sequence.token_ids if with_ids or with_strings else None
     if sequence.special is not None:
         info.special.extend(sequence.special.tolist())
@@ -337,4 +333,3 @@ def _sequence_info(
         info.char_ends.extend(sequence.text.char_ends)
     if ids is not None and with_strings and model.tokenizer is not None:
         info.tokens.extend(map(model.tokenizer.token_string, ids))
-    return info

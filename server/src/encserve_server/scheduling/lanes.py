@@ -26,7 +26,7 @@ from encserve_server.system.cpus import step_back
 from encserve_server.telemetry.spans import RanBatch
 from encserve_server.types import BatchSeconds, ClosedBy, ModelInput, Output, OutputArrays
 
-# Makes of a batch what each of its sequences is wanted for; blocks, and is called in an engine's thread.
+# Makes of a batch what each of its sequences is wanted for; called in an engine's thread, where NumPy warns of nothing.
 MakeOutputs = Callable[[BatchResult, Sequence[tuple[Output, ...]]], list[OutputArrays]]
 
 
@@ -205,6 +205,7 @@ class Lanes:
     def _live(self, lane: _Lane, ended: "asyncio.Future[None]") -> None:
         """A thread's life: waits for something to do, and does it."""
         step_back()
+        np.seterr(all="ignore")  # of this thread: numbers that are not finite are looked for
         while (job := lane.jobs.get()) is not None:
             try:
                 job(lane)
@@ -341,7 +342,7 @@ def _make(
         RuntimeError: The engine has failed: its rows are not those of the inputs.
     """
     lengths = [len(it) for it in inputs]
-    if result.lengths.tolist() != lengths or result.output.shape[:2] != (len(lengths), max(lengths)):
+    if result.lengths != lengths or result.output.shape[:2] != (len(lengths), max(lengths)):
         raise RuntimeError("the engine gave rows that are not those of the sequences")
     began = time.perf_counter()
     finite = _finite(result)

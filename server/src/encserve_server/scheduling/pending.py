@@ -3,7 +3,7 @@
 import asyncio
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,8 +19,8 @@ _FEW = 64
 class QueueObserver(Protocol):
     """Who is told what becomes of the queue."""
 
-    def queue_changed(self, requests: int, sequences: int, tokens: int) -> None:
-        """So much is pending now."""
+    def has_queue(self, requests: Callable[[], int], sequences: Callable[[], int], tokens: Callable[[], int]) -> None:
+        """How much is pending can be asked for, by any thread."""
 
     def expired(self) -> None:
         """A sequence's deadline passed in the queue."""
@@ -134,6 +134,7 @@ class PendingQueue:
         self.requests = 0  # with at least one entry that is `queued`
         self.sequences = 0  # of the entries that are `queued`
         self.tokens = 0
+        observer.has_queue(lambda: self.requests, lambda: self.sequences, lambda: self.tokens)
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -146,14 +147,12 @@ class PendingQueue:
             self.requests += 1
             self.sequences += ticket.queued
             self.tokens += sum(entry.length for entry in ticket.entries)
-            self._tell()
 
     def withdraw(self, ticket: Ticket) -> None:
         """Frees at once the room of a call that has ended."""
         with self._lock:
             for entry in ticket.entries:
                 self._leave(entry)
-            self._tell()
             if len(self._entries) > 2 * self.sequences + _FEW:
                 self._entries = [entry for entry in self._entries if entry.queued]
 
@@ -176,7 +175,6 @@ class PendingQueue:
             self._entries = taken.left
             for entry in (*taken.gone, *taken.expired, *taken.batch):
                 self._leave(entry)
-            self._tell()
             for entry in taken.batch:
                 entry.started_at = now
         for _ in taken.expired:
@@ -189,7 +187,6 @@ class PendingQueue:
             entries, self._entries = self._entries, []
             for entry in entries:
                 self._leave(entry)
-            self._tell()
         for entry in entries:
             entry.ticket.fail(error)
 
@@ -200,7 +197,3 @@ class PendingQueue:
             self.tokens -= entry.length
             entry.ticket.queued -= 1
             self.requests -= not entry.ticket.queued
-
-    def _tell(self) -> None:
-        """Tells the observer once for whatever a method did; under the lock, so that the last word is the true one."""
-        self._observer.queue_changed(self.requests, self.sequences, self.tokens)

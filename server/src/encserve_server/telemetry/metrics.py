@@ -302,11 +302,11 @@ class ModelMetrics:
         """One has run for so long."""
         self._stage_seconds["inspect"].observe(compute_seconds)
 
-    def queue_changed(self, requests: int, sequences: int, tokens: int) -> None:
-        """So much is pending now."""
-        self._queue_requests.set(requests)
-        self._queue_sequences.set(sequences)
-        self._queue_tokens.set(tokens)
+    def has_queue(self, requests: Callable[[], int], sequences: Callable[[], int], tokens: Callable[[], int]) -> None:
+        """How much is pending can be asked for, by any thread."""
+        self._queue_requests.set_function(requests)
+        self._queue_sequences.set_function(sequences)
+        self._queue_tokens.set_function(tokens)
 
     def batch_ran(self, batch: RanBatch) -> None:
         """A batch ran."""
