@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 import torch
 from agreement import worst_relative_error
-from checkpoints import DATA, GOLDENS, minilm_directory
+from checkpoints import GOLDENS, golden_cases, minilm_directory
 from real_server import RealServer
-from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError
@@ -90,10 +89,7 @@ def test_neighbours_change_nothing(client: EncoderClient, real_ids: list[int]) -
 @pytest.mark.parametrize("name", GOLDENS)
 def test_golden_cases(client: EncoderClient, name: str) -> None:
     """Each case was computed alone and unpadded by the reference; it must come out so, alone and in company."""
-    cases = load_file(DATA / name / "cases.safetensors")
-    ids = [cases[key] for key in sorted(cases) if key.startswith("ids.")]
-    want = [cases[key] for key in sorted(cases) if key.startswith("out.")]
-    assert len(ids) == len(want) >= 4
+    ids, want = golden_cases(name)
     together = client.encode(ids, model=name)
     alone = [client.encode([one], model=name)[0] for one in ids]
     for rows in (together, alone):

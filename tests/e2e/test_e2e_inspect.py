@@ -12,6 +12,7 @@ from checkpoints import (
     MODEL,
     export_golden,
     export_golden_for_embeddings,
+    golden_cases,
     golden_vectors,
 )
 from real_server import RealServer, real_server
@@ -132,10 +133,8 @@ def test_golden_cases_as_vectors(fed_vectors: Path) -> None:
     with real_server(fed_vectors, *flags) as server, EncoderClient(server.target) as client:
         for name in BARE_GOLDENS:
             model = f"{name}-vectors"
-            cases, table = load_file(DATA / name / "cases.safetensors"), golden_vectors(name)
-            count = sum(key.startswith("ids.") for key in cases)
-            vectors = [table[cases[f"ids.{i}"]] for i in range(count)]
-            want = [cases[f"out.{i}"] for i in range(count)]
+            table, (ids, want) = golden_vectors(name), golden_cases(name)
+            vectors = [table[it] for it in ids]
             together = client.encode(vectors, model=model)
             alone = [client.encode([one], model=model)[0] for one in vectors]
             streamed = list(client.encode_stream(vectors, model=model))

@@ -2,14 +2,12 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from agreement import worst_relative_error
-from checkpoints import BARE_GOLDENS, DATA, GOLDENS, MODEL, export_golden_for_embeddings
+from agreement import least_cosine, worst_relative_error
+from checkpoints import BARE_GOLDENS, GOLDENS, MODEL, export_golden_for_embeddings, golden_cases
 from real_server import RealServer, real_server
-from safetensors.numpy import load_file
 
 from encserve_client import EncoderClient
 
@@ -23,14 +21,6 @@ VECTORS = "raw-matrices"
 def cpu_has_bfloat16() -> bool:
     """What the system says of the CPU, not what OpenVINO says."""
     return bool({"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
-
-
-def min_cosine(ours: list[Any], theirs: list[Any]) -> float:
-    """The least over all tokens; both are (seq, d_model) arrays."""
-    return min(
-        float(((a * b).sum(axis=1) / np.linalg.norm(a, axis=1) / np.linalg.norm(b, axis=1)).min())
-        for a, b in zip(ours, theirs, strict=True)
-    )
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +53,7 @@ def texts(real_ids: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize("name", GOLDENS)
 def test_golden_cases_in_float32(float32_client: EncoderClient, name: str) -> None:
     """Every layout, against the rows that the reference computed."""
-    cases = load_file(DATA / name / "cases.safetensors")
-    ids = [cases[key] for key in sorted(cases) if key.startswith("ids.")]
-    want = [cases[key] for key in sorted(cases) if key.startswith("out.")]
+    ids, want = golden_cases(name)
     together = float32_client.encode(ids, model=name)
     alone = [float32_client.encode([one], model=name)[0] for one in ids]
     for rows in (together, alone):
@@ -101,8 +89,8 @@ def test_real_text_in_bfloat16(bfloat16_client: EncoderClient, client: EncoderCl
     together = bfloat16_client.encode(texts)
     alone = [bfloat16_client.encode([ids])[0] for ids in texts]
     for rows in (together, alone):
-        assert min_cosine(rows, want) >= MIN_COSINE
-    assert min_cosine(together, alone) >= MIN_COSINE_OF_NEIGHBOURS
+        assert least_cosine(rows, want) >= MIN_COSINE
+    assert least_cosine(together, alone) >= MIN_COSINE_OF_NEIGHBOURS
     # It is really bfloat16: float32 would be far closer.
     assert max(map(worst_relative_error, together, want)) > 1e-3
 

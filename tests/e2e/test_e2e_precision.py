@@ -1,14 +1,13 @@
 """Bundles in float16 and int8, exported, served and asked: their rows point where PyTorch's do."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import DATA, MODEL, export_minilm
+from agreement import least_cosine
+from checkpoints import DATA, MODEL, export_minilm, golden_cases
 from exporting import export_once
 from real_server import RealServer, real_server
-from safetensors.numpy import load_file
 
 from encserve_client import EncoderClient
 from encserve_export import Target, export_hf
@@ -37,13 +36,6 @@ def rounded(rounded_server: RealServer) -> Iterator[EncoderClient]:
         yield client
 
 
-def least_cosine(got: list[Any], want: list[Any]) -> float:
-    """Over all tokens of sequences of (seq, d_model)."""
-    rows, others = np.concatenate(got).astype(np.float64), np.concatenate(want).astype(np.float64)
-    cosines = (rows * others).sum(axis=1) / np.linalg.norm(rows, axis=1) / np.linalg.norm(others, axis=1)
-    return float(cosines.min())
-
-
 @pytest.mark.parametrize("precision", LEAST)
 def test_real_text_alone_and_in_batches(
     rounded: EncoderClient, client: EncoderClient, real_ids: list[int], precision: Precision
@@ -58,10 +50,7 @@ def test_real_text_alone_and_in_batches(
 
 @pytest.mark.parametrize("precision", LEAST)
 def test_golden_cases(rounded: EncoderClient, precision: Precision) -> None:
-    cases = load_file(DATA / "hf-bert" / "cases.safetensors")
-    ids = [cases[key] for key in sorted(cases) if key.startswith("ids.")]
-    want = [cases[key] for key in sorted(cases) if key.startswith("out.")]
-    assert len(ids) == len(want) >= 4
+    ids, want = golden_cases("hf-bert")
     assert least_cosine(rounded.encode(ids, model=f"hf-bert-{precision}"), want) >= LEAST[precision]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import BARE_GOLDENS, DATA, golden_embeddings, golden_fields
+from checkpoints import BARE_GOLDENS, DATA, golden_cases, golden_embeddings, golden_fields
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -64,13 +64,9 @@ def test_rows_are_those_of_the_original_implementation(name: str) -> None:
     table = Table(*read_table(path)) if path else None
     found = find_encoder(load_file(DATA / name / "checkpoint.safetensors"), golden_fields(name), embeddings=table)
     assert name.startswith(found.layout)
-    cases = load_file(DATA / name / "cases.safetensors")
-    numbers = [key.removeprefix("ids.") for key in cases if key.startswith("ids.")]
-    assert len(numbers) >= 4
-    for number in numbers:
-        ids = cases[f"ids.{number}"]
-        rows = found.encoder(ids[None], torch.ones_like(ids)[None])[0]
-        torch.testing.assert_close(rows, cases[f"out.{number}"])
+    for sequence, want in zip(*golden_cases(name), strict=True):
+        ids = torch.from_numpy(sequence)[None]
+        torch.testing.assert_close(found.encoder(ids, torch.ones_like(ids))[0], torch.from_numpy(want))
 
 
 @given(

@@ -8,10 +8,16 @@ from typing import Any
 import numpy as np
 import pytest
 from agreement import worst_relative_error
-from checkpoints import BARE_GOLDENS, DATA, export_golden_for_embeddings, golden_embeddings, golden_vectors
+from checkpoints import (
+    BARE_GOLDENS,
+    DATA,
+    export_golden_for_embeddings,
+    golden_cases,
+    golden_embeddings,
+    golden_vectors,
+)
 from click.testing import CliRunner
 from onnxruntime import InferenceSession
-from safetensors.numpy import load_file
 
 from encserve_export import EncoderConfig, Target, export_checkpoint, export_init
 from encserve_export.cli import main
@@ -23,12 +29,12 @@ from encserve_export.text import TokenizerFile
 def test_a_golden_checkpoint_agrees_when_it_is_fed_vectors(name: str, tmp_path: Path) -> None:
     exported = export_golden_for_embeddings(name, tmp_path)
     session = InferenceSession(exported.path / "model.onnx")
-    cases, table = load_file(DATA / name / "cases.safetensors"), golden_vectors(name)
-    for i in range(sum(key.startswith("ids.") for key in cases)):
-        vectors = table[cases[f"ids.{i}"]][None]  # (1, seq, d_model)
+    table = golden_vectors(name)
+    for ids, want in zip(*golden_cases(name), strict=True):
+        vectors = table[ids][None]  # (1, seq, d_model)
         mask = np.ones(vectors.shape[:2], np.int64)
         (rows,) = session.run(None, {"inputs_embeds": vectors, "attention_mask": mask})
-        assert worst_relative_error(rows[0], cases[f"out.{i}"]) <= 5e-5
+        assert worst_relative_error(rows[0], want) <= 5e-5
 
 
 def test_the_manifest_says_what_the_input_is(tmp_path: Path) -> None:

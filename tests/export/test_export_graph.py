@@ -10,7 +10,7 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from safetensors.numpy import load_file
+from checkpoints import golden_cases
 
 from encserve_export import EncoderConfig, Exported, graph
 from encserve_export.init import random_encoder
@@ -31,11 +31,9 @@ def open_graph(path: Path) -> Run:
     return run
 
 
-def test_golden_rows_alone_and_padded(bundles: dict[str, Exported], data: Path, golden: str) -> None:
+def test_golden_rows_alone_and_padded(bundles: dict[str, Exported], golden: str) -> None:
     run = open_graph(bundles[golden].path / "model.onnx")
-    cases = load_file(data / golden / "cases.safetensors")
-    ids = [cases[name] for name in sorted(cases) if name.startswith("ids.")]
-    want = [cases[name] for name in sorted(cases) if name.startswith("out.")]
+    ids, want = golden_cases(golden)
     longest = max(map(len, ids))
     batch = np.full((len(ids), longest), bundles[golden].manifest.encoder.pad_token_id)
     mask = np.zeros_like(batch)

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from checkpoints import golden_cases
 
 from encserve_export import Encoder
 from encserve_export.errors import (
@@ -37,11 +37,8 @@ def encode(encoder: Encoder, ids: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("golden", ["hf-bert", "hf-roberta", "hf-distilbert"])
 def test_rows_are_those_of_the_original_implementation(data: Path, golden: str) -> None:
     encoder = load(data / golden)
-    cases = load_file(data / golden / "cases.safetensors")
-    numbers = [name.removeprefix("ids.") for name in cases if name.startswith("ids.")]
-    assert numbers
-    for number in numbers:
-        torch.testing.assert_close(encode(encoder, cases[f"ids.{number}"]), cases[f"out.{number}"])
+    for ids, want in zip(*golden_cases(golden), strict=True):
+        torch.testing.assert_close(encode(encoder, torch.from_numpy(ids)), torch.from_numpy(want))
 
 
 def test_sizes_are_read_from_the_configuration(data: Path) -> None:

@@ -1,5 +1,6 @@
 """Agreement, per row: |got - want| <= tolerance * |want|, Euclidean."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,3 +12,10 @@ def worst_relative_error(got: Any, want: Any) -> float:
     assert got.shape == want.shape, f"{got.shape} where {want.shape} was due"
     errors = np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
     return float(errors.max(initial=0.0))
+
+
+def least_cosine(got: Sequence[Any], want: Sequence[Any]) -> float:
+    """The least cosine similarity over the rows of two sequences of (seq, d_model) arrays."""
+    rows, others = np.concatenate(got).astype(np.float64), np.concatenate(want).astype(np.float64)
+    cosines = (rows * others).sum(axis=1) / np.linalg.norm(rows, axis=1) / np.linalg.norm(others, axis=1)
+    return float(cosines.min())

@@ -88,6 +88,14 @@ def export_minilm(models: Path, name: str = MODEL, precision: Precision = "float
     )
 
 
+def golden_cases(name: str) -> tuple[list[Any], list[Any]]:
+    """The ids of some sequences, (seq,), and the rows that the original code computed for each, (seq, d_model)."""
+    cases = load_file(DATA / name / "cases.safetensors")
+    numbers = [key.removeprefix("ids.") for key in cases if key.startswith("ids.")]
+    assert len(numbers) >= 4
+    return [cases[f"ids.{number}"] for number in numbers], [cases[f"out.{number}"] for number in numbers]
+
+
 def golden_vectors(name: str) -> npt.NDArray[np.float32]:
     """A bare golden checkpoint's vectors for its tokens, scaled as its configuration says: (vocab, d_model)."""
     path = golden_embeddings(name) or DATA / name / "checkpoint.safetensors"

@@ -35,7 +35,7 @@ class RealServer:
         self._serving = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._serving.wait(timeout=60)
+        self._serving.wait(timeout=120)
         serving = [line for line in self.log if line["message"] == "serving"]
         assert serving, f"the server did not start: {self.log}"
         self.grpc_port: int = serving[0]["grpc_port"]
