@@ -141,6 +141,18 @@ async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -
     assert "x WRONG_ANSWER: the sequences have (4,) tokens; wanted (3,)" in " ".join(printed.stdout.split())
 
 
+async def test_several_servers_take_turns(service: FakeEncoder) -> None:
+    other = FakeEncoder()
+    await other.start()
+    target = f"ipv4:{service.target},{other.target}"
+    work = await asyncio.to_thread(calls, target, [3])
+    result = await asyncio.to_thread(closed_loop, target, work, concurrency=2, **SHORT)
+    await other.server.stop(None)
+    assert result.errors == {}
+    assert service.requests
+    assert other.requests
+
+
 async def test_a_server_that_fails(service: FakeEncoder) -> None:
     """Callers pause after an error, so they do not ask thousands of times."""
 
