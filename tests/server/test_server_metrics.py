@@ -191,6 +191,20 @@ async def test_the_page_comes_in_both_formats(server: FakeServer, accept: str) -
         assert text.endswith("# EOF\n")
 
 
+async def test_a_page_that_cannot_be_made_is_an_error_in_the_log(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one line, and the next one may be made again."""
+    server.app.metrics.in_flight.set_function(lambda: 1 / 0)
+    with pytest.raises(OSError, match="closed connection"):
+        await asyncio.to_thread(page, server)
+    server.app.metrics.in_flight.set_function(lambda: 0)
+    assert await asyncio.to_thread(page, server)
+    (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert said.exc_info
+    assert isinstance(said.exc_info[1], ZeroDivisionError)
+
+
 async def test_no_caller_can_make_labels(server: FakeServer) -> None:
     """Models, versions, methods and reasons that do not exist leave no trace on the page."""
     await server.encode([1])

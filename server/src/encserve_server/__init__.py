@@ -1,6 +1,3 @@
-"""The encserve server: model bundles in, a gRPC service out.
-
-Who owns what, and how a request flows, is in `app`; batching is pure and in `batching`.
-"""
+"""The encserve server: model bundles in, a gRPC service out; `app` says what it is built of."""
 
 __version__ = "0.1.0"

@@ -13,6 +13,7 @@ from typing import Any
 import click
 import uvloop
 
+os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read on import; what gRPC's core writes by itself is no log line
 from encserve_server import __version__
 from encserve_server.app import serve
 from encserve_server.settings import Settings

@@ -13,12 +13,10 @@ import asyncio
 import contextlib
 import logging
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
-from wsgiref.simple_server import WSGIServer
 
 import grpc
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector, start_http_server
+from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from encserve_server.errors import StartupError
 from encserve_server.models.catalog import Catalog
@@ -35,6 +33,7 @@ from encserve_server.system.cpus import step_back
 from encserve_server.telemetry.gpus import watch_gpus
 from encserve_server.telemetry.lag import watch_lag
 from encserve_server.telemetry.metrics import Metrics
+from encserve_server.telemetry.page import MetricsPage
 from encserve_server.telemetry.spans import Tracer
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ class App:
         )
         self._tracer: Tracer | None = None
         self._server: grpc.aio.Server | None = None
-        self._metrics_server: tuple[WSGIServer, threading.Thread] | None = None
+        self._metrics_page: MetricsPage | None = None
         self._lag_task: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -123,11 +122,8 @@ class App:
             self._lag_task.cancel()
         if self._tracer is not None:
             await self._tracer.close()
-        if self._metrics_server is not None:
-            server, thread = self._metrics_server
-            server.shutdown()
-            server.server_close()
-            thread.join()
+        if self._metrics_page is not None:
+            self._metrics_page.close()
         logger.info("stopped", extra={"clean": clean})
         return clean
 
@@ -151,13 +147,12 @@ class App:
     async def _start_metrics(self) -> None:
         settings = self.settings
         try:
-            server, thread = start_http_server(settings.metrics_port, settings.host, self.registry)
+            self._metrics_page = MetricsPage(settings.host, settings.metrics_port, self.registry)
         except OSError as error:
             raise StartupError(
                 f"--metrics-port {settings.metrics_port} on {settings.host}: {error.strerror}"
             ) from error
-        self._metrics_server = (server, thread)
-        self.metrics_port = server.server_port
+        self.metrics_port = self._metrics_page.server_port
         loop = asyncio.get_running_loop()
         observe = self.metrics.event_loop_lag_seconds.observe
         self._lag_task = loop.create_task(watch_lag(self._clock, observe), name="encserve-lag")

@@ -2,10 +2,13 @@
 
 import logging
 import sys
+import threading
 
 from pythonjsonlogger.json import JsonFormatter
 
 from encserve_server.telemetry import spans
+
+logger = logging.getLogger(__name__)
 
 _FIELDS = "%(asctime)s %(levelname)s %(name)s %(message)s"
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"}
@@ -28,7 +31,10 @@ def _add_ids(record: logging.LogRecord) -> bool:
 
 
 def configure(level: str, log_format: str) -> None:
-    """Sends every logger's lines of at least `level` to standard error, as "json" or "text"."""
+    """Sends every logger's lines of at least `level` to standard error, as "json" or "text".
+
+    Python would print warnings, and exceptions that nobody catches, there by itself: they become lines too.
+    """
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
         handler.setFormatter(
@@ -38,3 +44,11 @@ def configure(level: str, log_format: str) -> None:
         handler.setFormatter(_TextFormatter("%(asctime)s %(levelname)-7s %(message)s"))
     handler.addFilter(_add_ids)
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(capture=True)
+    sys.excepthook = lambda kind, error, traceback: _log_uncaught(error, "the main thread")
+    threading.excepthook = lambda it: _log_uncaught(it.exc_value, it.thread)
+    sys.unraisablehook = lambda it: _log_uncaught(it.exc_value, it.object)
+
+
+def _log_uncaught(error: BaseException | None, where: object) -> None:
+    logger.critical("nobody caught an exception", exc_info=error, extra={"where": str(where)})
