@@ -9,7 +9,7 @@ import pytest
 
 from encserve_export import Target, export_hf
 from encserve_export.errors import CheckpointFileError, ConfigError, TokenizerError, UnsupportedModelError
-from encserve_export.export import longest_sequence
+from encserve_export.hf_export import longest_sequence
 from encserve_export.sentence_transformers import SentenceVector, read_max_seq_length, read_sentence_vector
 from encserve_export.text import read_tokenizer
 from encserve_proto.v1 import manifest_pb2

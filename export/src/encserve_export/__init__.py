@@ -7,7 +7,8 @@ and `export_encoder` do the same.
 from encserve_export.config import EncoderConfig
 from encserve_export.encoder import Encoder
 from encserve_export.errors import ExportError
-from encserve_export.export import Exported, Target, export_checkpoint, export_encoder, export_hf, export_init
+from encserve_export.export import Exported, Target, export_checkpoint, export_encoder, export_init
+from encserve_export.hf_export import export_hf
 from encserve_export.manifest import Source
 from encserve_export.onnx_export import OnnxOptions, export_onnx
 

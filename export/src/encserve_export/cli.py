@@ -13,7 +13,8 @@ from encserve_export.bundle import name_from, read_bundle
 from encserve_export.checkpoint import DEFAULT_LONGEST
 from encserve_export.config import EncoderConfig, Input
 from encserve_export.errors import ConfigError, ExportError
-from encserve_export.export import Exported, Progress, Target, export_checkpoint, export_hf, export_init
+from encserve_export.export import Exported, Progress, Target, export_checkpoint, export_init
+from encserve_export.hf_export import ROUTES, Route, export_hf
 from encserve_export.layouts import known_layouts
 from encserve_export.onnx_export import OnnxOptions, export_onnx
 from encserve_export.onnx_model import Names
@@ -73,6 +74,12 @@ _precision_option = click.option(
 @_precision_option
 @click.option("--name", help="The model's name; by default the directory's own.")
 @_max_sequence_tokens_option("the max_seq_length of sentence-transformers, or as many as there are positions")
+@click.option(
+    "--via",
+    type=click.Choice(ROUTES),
+    help="How the graph is made: our own encoder, the directory's onnx/model.onnx, or PyTorch's export of the model in "
+    "transformers; by default the first of them that takes it.",
+)
 def hf(
     directory: Path,
     model_repository: Path,
@@ -80,15 +87,20 @@ def hf(
     version: str,
     max_sequence_tokens: int | None,
     precision: Precision,
+    via: Route | None,
     overwrite: bool,
 ) -> None:
-    """Exports the Hugging Face checkpoint in DIRECTORY: BERT, RoBERTa, XLM-RoBERTa or DistilBERT."""
+    """Exports the Hugging Face checkpoint in DIRECTORY.
+
+    BERT, RoBERTa, XLM-RoBERTa and DistilBERT are run by our own encoder; every other encoder that transformers knows
+    needs encserve-export[transformers].
+    """
 
     def export(progress: Progress) -> Exported:
         chosen = name_from(directory) if name is None else name
         target = Target(model_repository=model_repository, name=chosen, version=version, overwrite=overwrite)
         return export_hf(
-            directory, target, max_sequence_tokens=max_sequence_tokens, precision=precision, progress=progress
+            directory, target, max_sequence_tokens=max_sequence_tokens, precision=precision, via=via, progress=progress
         )
 
     _run(export)

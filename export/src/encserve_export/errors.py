@@ -20,6 +20,8 @@ ExportError
 │   └── VocabularyError         nothing tells how many token ids it has, or it has fewer
 ├── TokenizerError              tokenizer.json is unreadable or does not fit the model
 ├── SequenceError               what is to be run is no sequence that the model can take
+├── MissingPackageError         an optional package is needed
+├── HubError                    a checkpoint cannot be had from the hub
 ├── ParityError                 ONNX Runtime computes something else than PyTorch, or padding changes a result
 └── BundleError                 the bundle cannot be written
     ├── BundleNameError         the model's name or version is not a plain name
@@ -107,6 +109,14 @@ class TokenizerError(ExportError):
 
 class SequenceError(ExportError):
     """A text or ids to look at are missing, too many, or outside the vocabulary."""
+
+
+class MissingPackageError(ExportError):
+    """An optional package is needed; the text says how to install it."""
+
+
+class HubError(ExportError):
+    """A checkpoint cannot be had from the hub: it is not there, not open, or the hub is not reached."""
 
 
 class ParityError(ExportError):

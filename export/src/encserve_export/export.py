@@ -1,4 +1,4 @@
-"""The exports: checkpoint, or random weights -> verified bundle."""
+"""The exports through our own encoder: state dict, or random weights -> verified bundle."""
 
 import dataclasses
 import shutil
@@ -9,15 +9,13 @@ from typing import Any
 from encserve_export import bundle, graph, manifest, verify
 from encserve_export.checkpoint import Table, find_encoder
 from encserve_export.config import EncoderConfig, Input
-from encserve_export.encoder import Encoder, shortened
+from encserve_export.encoder import Encoder
 from encserve_export.errors import TokenizerError
 from encserve_export.init import random_encoder
-from encserve_export.layouts import hf_bert
 from encserve_export.manifest import Source
 from encserve_export.precision import Precision
-from encserve_export.sentence_transformers import read_max_seq_length, read_sentence_vector
-from encserve_export.text import TokenizerFile, read_tokenizer
-from encserve_export.weights import read_checkpoint, read_object, read_table, read_weights
+from encserve_export.text import TokenizerFile
+from encserve_export.weights import read_checkpoint, read_table
 from encserve_proto.v1 import manifest_pb2
 
 Progress = Callable[[str], None]
@@ -48,69 +46,15 @@ class Exported:
         path: Its folder.
         manifest: What its manifest.json says.
         remark: What was decided on the way and may surprise, for people; empty where nothing was.
+        route: How `hf` made the graph, and why so, for people; empty for the other commands.
+        left_behind: The parts of the checkpoint that make no rows, such as heads; known on transformers' route alone.
     """
 
     path: Path
     manifest: manifest_pb2.Manifest
     remark: str = ""
-
-
-def export_hf(
-    directory: Path,
-    target: Target,
-    *,
-    max_sequence_tokens: int | None = None,
-    precision: Precision = "float32",
-    progress: Progress = lambda _: None,
-) -> Exported:
-    """Exports a checkpoint in the layout of Hugging Face.
-
-    Args:
-        directory: config.json and the weights; tokenizer.json and the files of sentence-transformers where there are.
-        target: Where the bundle goes.
-        max_sequence_tokens: The longest sequence to serve, in tokens, at most as many as the model has positions; by
-            default the max_seq_length of sentence-transformers, or all of them.
-        precision: What the bundle computes in.
-        progress: Called with what is being done.
-
-    Raises:
-        ExportError: One of its kinds, by cause. Nothing is left on the disk.
-    """
-    progress("reading the checkpoint")
-    layout = hf_bert.read_layout(read_object(directory / "config.json"))
-    vector, usual = read_sentence_vector(directory), read_max_seq_length(directory)
-    longest, remark = longest_sequence(layout.config.max_sequence_tokens, usual, max_sequence_tokens)
-    if remark:
-        progress(remark)
-    tokenizer_path = directory / manifest.TOKENIZER_FILE
-    tokenizer = read_tokenizer(tokenizer_path) if tokenizer_path.is_file() else None
-    if tokenizer is None:
-        progress(f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only")
-    progress("reading the weights")
-    weights = read_weights(directory)
-    encoder = shortened(layout.load(hf_bert.plain_names(weights.tensors)), longest)
-    source = Source("hf", layout.description, weights.sha256, vector, tokenizer)
-    exported = export_encoder(encoder, source, target, precision=precision, progress=progress)
-    return dataclasses.replace(exported, remark=remark)
-
-
-def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tuple[int, str]:
-    """The longest sequence to serve, in tokens, and a remark where that is not simply all positions.
-
-    Args:
-        positions: As many as the model has.
-        usual: What sentence-transformers cuts texts to; None where it does not say.
-        asked: What was asked for, or None.
-    """
-    longest = min(positions, usual or positions) if asked is None else asked
-    if usual is None or longest == usual == positions:
-        return longest, ""
-    remark = (
-        f"max_sequence_tokens is {longest}; the checkpoint's max_seq_length is {usual}, its positions are {positions}"
-    )
-    if asked is not None and asked != usual:
-        remark += f": for texts of more than {min(asked, usual)} tokens sentence-transformers gives other vectors"
-    return longest, remark
+    route: str = ""
+    left_behind: tuple[str, ...] = ()
 
 
 def export_checkpoint(

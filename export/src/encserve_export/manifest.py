@@ -32,6 +32,7 @@ class Source:
         weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
         vector: How the model was trained to make one vector of a sequence.
         tokenizer: The tokenizer, or None where the model takes token ids only.
+        route: How `hf` made the graph, "own", "onnx" or "transformers"; empty for the other commands.
     """
 
     kind: str
@@ -39,6 +40,7 @@ class Source:
     weights_sha256: str = ""
     vector: SentenceVector = dataclasses.field(default_factory=SentenceVector)
     tokenizer: TokenizerFile | None = None
+    route: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +107,8 @@ def build_manifest(
             kind=source.kind,
             description=source.description,
             weights_sha256=source.weights_sha256,
-            versions={tool: metadata.version(tool) for tool in _tools(source.kind)},
+            versions={tool: metadata.version(tool) for tool in _tools(source)},
+            route=source.route,
         ),
         files=[_bundle_file(path) for path in sorted(files)],
         parameters=[manifest_pb2.ParameterCount(part=part, count=count) for part, count in model.parameters.items()],
@@ -145,9 +148,11 @@ def _shape(config: EncoderConfig) -> manifest_pb2.EncoderShape:
     return manifest_pb2.EncoderShape(**{name: values[name] for name in names})
 
 
-def _tools(kind: str) -> list[str]:
+def _tools(source: Source) -> list[str]:
     """The tools that wrote the bundle: PyTorch has no part in one of a model that came as ONNX."""
-    return [tool for tool in _TOOLS if not (kind == "onnx" and tool == "torch")]
+    if "onnx" in (source.kind, source.route):
+        return [tool for tool in _TOOLS if tool != "torch"]
+    return [*_TOOLS, *(["transformers"] if source.route == "transformers" else [])]
 
 
 def _text(shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None) -> manifest_pb2.TextInput | None:

@@ -39,7 +39,13 @@ class OnnxOptions:
 
 
 def export_onnx(
-    path: Path, target: Target, options: OnnxOptions | None = None, *, progress: Progress = lambda _: None
+    path: Path,
+    target: Target,
+    options: OnnxOptions | None = None,
+    *,
+    source: manifest.Source | None = None,
+    reference: verify.Run | None = None,
+    progress: Progress = lambda _: None,
 ) -> Exported:
     """Exports an encoder from an ONNX file: ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model).
 
@@ -47,6 +53,9 @@ def export_onnx(
         path: The file. Weights in other files must lie in its folder.
         target: Where the bundle goes.
         options: What the file does not tell.
+        source: What the manifest is to say of where the model comes from; by default that it came as this file, which
+            is also what is hashed where it names no weights.
+        reference: What its rows must be, in PyTorch; None where there is nothing to compare with.
         progress: Called with what is being done.
 
     Raises:
@@ -71,9 +80,14 @@ def export_onnx(
         progress(f"the rows are its output {interface.output}; there are {vocab_size} token ids")
         progress(f"running it, with 1 to {options.max_sequence_tokens} tokens")
         runner.check_ends(vocab_size, options.max_sequence_tokens, options.pad_token_id)
-        parity = _check_padding(runner, options, vocab_size, onnx_model.precision(model))
+        if reference is not None:
+            progress("comparing ONNX Runtime with PyTorch")
+        parity = _check_rows(runner, options, vocab_size, onnx_model.precision(model), reference)
         progress("writing the bundle")
-        source = manifest.Source("onnx", onnx_model.description(model), weights, options.vector, options.tokenizer)
+        source = source or manifest.Source(
+            "onnx", onnx_model.description(model), vector=options.vector, tokenizer=options.tokenizer
+        )
+        source = dataclasses.replace(source, weights_sha256=source.weights_sha256 or weights)
         described = _describe(model, interface, options, vocab_size, runner.d_model)
         return complete(folder, target, described, source, parity, files)
 
@@ -107,15 +121,18 @@ def _check_options(options: OnnxOptions, vocab_size: int) -> None:
         raise ConfigError("l2_normalize is of pooled vectors; give the pooling too")
 
 
-def _check_padding(runner: Runner, options: OnnxOptions, vocab_size: int, precision: str) -> verify.Parity:
+def _check_rows(
+    runner: Runner, options: OnnxOptions, vocab_size: int, precision: str, reference: verify.Run | None
+) -> verify.Parity:
     advice = "it ignores its attention mask in part or altogether, and batches would change its rows"
     if precision != "float32":
         advice = f"{advice}; or it computes in {precision}, whose rounding differs with the batch: export it in float32"
-    return verify.check_padding(
+    return verify.check_rows(
         runner,
         vocab_size=vocab_size,
         max_sequence_tokens=options.max_sequence_tokens,
         pad_token_id=options.pad_token_id,
+        reference=reference,
         advice=advice,
     )
 

@@ -34,6 +34,8 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
     manifest, parity = exported.manifest, exported.manifest.parity
     size = sum(file.size_bytes for file in manifest.files if file.path.startswith(graph.FILE))
     return [
+        *([("route", exported.route)] if exported.route else []),
+        *([("left behind", ", ".join(exported.left_behind))] if exported.left_behind else []),
         ("model size", f"{size / 2**20:,.1f} MiB, {manifest.graph.precision}, opset {manifest.graph.opset}"),
         ("parity", _parity(manifest)),
         ("padding", _padding(parity)),
@@ -121,9 +123,9 @@ def _print_facts(facts: list[tuple[str, str]], console: Console) -> None:
 
 
 def _parity(manifest: manifest_pb2.Manifest) -> str:
-    if manifest.source.kind == "onnx":
-        return "not compared with PyTorch: the model came as ONNX"
     parity = manifest.parity
+    if not parity.tolerance and not parity.required_min_cosine:
+        return "not compared with PyTorch: the model came as ONNX"
     if parity.required_min_cosine:
         return f"least cosine similarity {parity.min_cosine:.6g}, required {parity.required_min_cosine}"
     return f"max error {parity.max_relative_error:.1e}, tolerance {parity.tolerance:.1e}"

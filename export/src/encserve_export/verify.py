@@ -154,25 +154,34 @@ def check_inspection(encoder: Encoder, graphs: graph.Graphs) -> None:
             raise ParityError("the ONNX model gives other positions than PyTorch has")
 
 
-def check_padding(
-    run: Run, *, vocab_size: int, max_sequence_tokens: int, pad_token_id: int, advice: str = ""
+def check_rows(
+    run: Run,
+    *,
+    vocab_size: int,
+    max_sequence_tokens: int,
+    pad_token_id: int,
+    reference: Run | None = None,
+    precision: Precision = "float32",
+    advice: str = "",
 ) -> Parity:
-    """Runs a model that has no PyTorch beside it on the same kinds of batches.
+    """Runs a model that is not our own encoder on the same kinds of batches.
 
     Args:
         run: ids, mask -> rows: int64 (batch, seq) both, float32 (batch, seq, d_model).
         vocab_size: One more than the largest id.
         max_sequence_tokens: The longest sequence.
         pad_token_id: What fills a short sequence.
-        advice: What the error is to say beside the figures.
+        reference: PyTorch, or whatever else the rows must be those of; None where only padding can be judged.
+        precision: What the model computes in, where it is compared with a reference.
+        advice: What the error is to say beside the figures where padding changes a row.
 
     Raises:
-        ParityError: Padding changes a result.
+        ParityError: The rows are not the reference's, or padding changes them.
     """
-    bounds = dataclasses.replace(BOUNDS["float32"], error=None)
+    bounds = dataclasses.replace(BOUNDS["float32"], error=None) if reference is None else BOUNDS[precision]
     cases = []
     for sequences in _batches(max_sequence_tokens, lambda length, random: random.integers(0, vocab_size, length)):
-        case = _compare(run, sequences, pad_token_id)
+        case = _compare(run, sequences, pad_token_id, reference)
         _refuse(case, bounds, advice)
         cases.append(case)
     return Parity(tuple(cases), bounds)
@@ -267,18 +276,18 @@ def _refuse_inspection(wrong: str, name: str, length: int) -> None:
 
 def _refuse(case: Case, bounds: Bounds, advice: str = "") -> None:
     """Raises ParityError if a batch is out of the bounds."""
-    in_batch = f"in a batch of lengths {', '.join(map(str, case.lengths))}{advice and f'; {advice}'}"
-    for error, tolerance, what in (
-        (case.max_relative_error, bounds.error, "differs from PyTorch"),
-        (case.max_padding_error, bounds.padding_error, "changes when padded"),
+    in_batch = f"in a batch of lengths {', '.join(map(str, case.lengths))}"
+    for error, tolerance, what, more in (
+        (case.max_relative_error, bounds.error, "differs from PyTorch", ""),
+        (case.max_padding_error, bounds.padding_error, "changes when padded", advice and f"; {advice}"),
     ):
         if tolerance is not None and not error <= tolerance:
             figures = f"relative error {error:.1e} of a row, tolerance {tolerance:.1e}"
-            raise ParityError(f"the ONNX model {what}: {figures}, {in_batch}")
+            raise ParityError(f"the model {what}: {figures}, {in_batch}{more}")
     for cosine, least, what in (
         (case.min_cosine, bounds.cosine, "differs from PyTorch"),
         (case.min_padding_cosine, bounds.padding_cosine, "changes when padded"),
     ):
         if least is not None and not cosine >= least:
             figures = f"cosine similarity {cosine:.4f} of a row, at least {least} is required"
-            raise ParityError(f"the ONNX model {what}: {figures}, {in_batch}; float32 is exact")
+            raise ParityError(f"the model {what}: {figures}, {in_batch}; float32 is exact")

@@ -78,7 +78,7 @@ def read_weights(directory: Path) -> Weights:
     tensors: dict[str, Tensor] = {}
     for path in files:
         if not path.is_file():
-            raise CheckpointFileError(f"{path} is missing; the index names it")
+            raise CheckpointFileError(f"{path} is missing; the index names it. Download the checkpoint again")
         tensors.update(_load_safetensors(path) if path.suffix == ".safetensors" else _load_pickle(path))
     return Weights(tensors, sha256(files))
 

@@ -1,0 +1,300 @@
+"""The export of a Hugging Face checkpoint: through our own encoder, its own ONNX file, or transformers."""
+
+import dataclasses
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from encserve_export import graph, manifest, transformers_export, verify
+from encserve_export.checkpoint import DEFAULT_LONGEST
+from encserve_export.encoder import shortened
+from encserve_export.errors import (
+    CheckpointFileError,
+    ConfigError,
+    ExportError,
+    MissingPackageError,
+    OnnxModelError,
+    ParityError,
+    UnsupportedModelError,
+)
+from encserve_export.export import Exported, Progress, Target, export_encoder
+from encserve_export.layouts import hf_bert
+from encserve_export.onnx_export import OnnxOptions, export_onnx
+from encserve_export.precision import Precision
+from encserve_export.sentence_transformers import SentenceVector, read_max_seq_length, read_sentence_vector
+from encserve_export.text import TokenizerFile, read_tokenizer
+from encserve_export.transformers_export import TransformersModel
+from encserve_export.weights import read_object, read_weights
+
+# How the graph is made, in the order of preference: our own encoder is the fastest, and can be inspected.
+Route = Literal["own", "onnx", "transformers"]
+ROUTES: tuple[Route, ...] = get_args(Route)
+ONNX_FILE = Path("onnx", "model.onnx")
+# Models whose positions begin after the padding's row.
+_OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
+# By default; what decoders have positions for, nobody embeds, and checking it takes hours.
+_LONGEST_BY_DEFAULT = 8192
+_PADDED_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class _Checkpoint:
+    """What a directory says, whichever route it takes.
+
+    Attributes:
+        directory: The directory.
+        settings: config.json.
+        vector: How its rows become one vector.
+        usual: What sentence-transformers cuts texts to; None where it does not say.
+        tokenizer: Its tokenizer, or None where there is none.
+        asked: The longest sequence that was asked for, in tokens, or None.
+        precision: What the bundle computes in.
+        progress: Called with what is being done.
+    """
+
+    directory: Path
+    settings: Mapping[str, Any]
+    vector: SentenceVector
+    usual: int | None
+    tokenizer: TokenizerFile | None
+    asked: int | None
+    precision: Precision
+    progress: Progress
+
+    def source(self, route: Route, description: str, weights_sha256: str) -> manifest.Source:
+        return manifest.Source("hf", description, weights_sha256, self.vector, self.tokenizer, route)
+
+    def longest(self, positions: int | None) -> tuple[int, str]:
+        """The longest sequence to serve, and a remark, for a model with so many positions."""
+        known = [length for length in (positions, self._model_max_length()) if length is not None]
+        bound = min(known, default=DEFAULT_LONGEST)
+        if self.usual is None and self.asked is None and bound > _LONGEST_BY_DEFAULT:
+            return _LONGEST_BY_DEFAULT, (
+                f"max_sequence_tokens is {_LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
+                "sets more, which takes memory with its square"
+            )
+        return longest_sequence(bound if self.usual is None else positions or self.usual, self.usual, self.asked)
+
+    def _model_max_length(self) -> int | None:
+        path = self.directory / "tokenizer_config.json"
+        length = read_object(path).get("model_max_length") if path.is_file() else None
+        # Where nobody set one, transformers writes a number of 31 digits.
+        return length if type(length) is int and 0 < length < 1_000_000 else None
+
+
+def export_hf(
+    directory: Path,
+    target: Target,
+    *,
+    max_sequence_tokens: int | None = None,
+    precision: Precision = "float32",
+    via: Route | None = None,
+    progress: Progress = lambda _: None,
+) -> Exported:
+    """Exports a checkpoint in the layout of Hugging Face.
+
+    Args:
+        directory: config.json and the weights; tokenizer.json and the files of sentence-transformers where there are.
+        target: Where the bundle goes.
+        max_sequence_tokens: The longest sequence to serve, in tokens, at most as many as the model has positions; by
+            default the max_seq_length of sentence-transformers, or all of them.
+        precision: What the bundle computes in.
+        via: How the graph is made; by default the first of `ROUTES` that takes the model.
+        progress: Called with what is being done.
+
+    Raises:
+        ExportError: One of its kinds, by cause. Nothing is left on the disk.
+    """
+    progress("reading the checkpoint")
+    settings = read_object(directory / "config.json")
+    tokenizer_path = directory / manifest.TOKENIZER_FILE
+    checkpoint = _Checkpoint(
+        directory,
+        settings,
+        read_sentence_vector(directory),
+        read_max_seq_length(directory),
+        read_tokenizer(tokenizer_path) if tokenizer_path.is_file() else None,
+        max_sequence_tokens,
+        precision,
+        progress,
+    )
+    if checkpoint.tokenizer is None:
+        progress(f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only")
+    if via is not None:
+        exported = _EXPORTS[via](checkpoint, target)
+        return dataclasses.replace(exported, route=f"{_NAMES[via]}, as --via asks")
+    return _first_that_fits(checkpoint, target)
+
+
+def _first_that_fits(checkpoint: _Checkpoint, target: Target) -> Exported:
+    refusals: list[str] = []
+    for route in ROUTES[:-1]:
+        try:
+            exported = _EXPORTS[route](checkpoint, target)
+        except _REFUSALS[route] as error:
+            refusals.append(f"{_NAMES[route]} does not take it: {error}")
+            checkpoint.progress(refusals[-1])
+        else:
+            return dataclasses.replace(exported, route="; ".join([_NAMES[route], *refusals]))
+    try:
+        exported = _EXPORTS["transformers"](checkpoint, target)
+    except _REFUSALS["transformers"] as error:
+        raise type(error)("; ".join([*refusals, str(error)])) from error
+    return dataclasses.replace(exported, route="; ".join([_NAMES["transformers"], *refusals]))
+
+
+def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tuple[int, str]:
+    """The longest sequence to serve, in tokens, and a remark where that is not simply all positions.
+
+    Args:
+        positions: As many as the model has.
+        usual: What sentence-transformers cuts texts to; None where it does not say.
+        asked: What was asked for, or None.
+    """
+    longest = min(positions, usual or positions) if asked is None else asked
+    if usual is None or longest == usual == positions:
+        return longest, ""
+    remark = (
+        f"max_sequence_tokens is {longest}; the checkpoint's max_seq_length is {usual}, its positions are {positions}"
+    )
+    if asked is not None and asked != usual:
+        remark += f": for texts of more than {min(asked, usual)} tokens sentence-transformers gives other vectors"
+    return longest, remark
+
+
+def _via_own(checkpoint: _Checkpoint, target: Target) -> Exported:
+    layout = hf_bert.read_layout(checkpoint.settings)
+    longest, remark = longest_sequence(layout.config.max_sequence_tokens, checkpoint.usual, checkpoint.asked)
+    if remark:
+        checkpoint.progress(remark)
+    checkpoint.progress("reading the weights")
+    weights = read_weights(checkpoint.directory)
+    encoder = shortened(layout.load(hf_bert.plain_names(weights.tensors)), longest)
+    source = checkpoint.source("own", layout.description, weights.sha256)
+    exported = export_encoder(encoder, source, target, precision=checkpoint.precision, progress=checkpoint.progress)
+    return dataclasses.replace(exported, remark=remark)
+
+
+def _via_onnx(checkpoint: _Checkpoint, target: Target) -> Exported:
+    path = checkpoint.directory / ONNX_FILE
+    if not path.is_file():
+        raise UnsupportedModelError(f"there is no {ONNX_FILE}")
+    if checkpoint.precision != "float32":
+        raise UnsupportedModelError(f"there is no {checkpoint.precision} for what is not our own encoder")
+    reference = _load_if_possible(checkpoint)
+    if reference is not None:
+        facts = _Facts(reference.positions, reference.pad_token_id, reference.vocab_size)
+    else:
+        facts = _facts(checkpoint.settings)
+    source = checkpoint.source("onnx", str(ONNX_FILE), "")
+    return _export_file(path, checkpoint, target, facts, source, reference)
+
+
+def _via_transformers(checkpoint: _Checkpoint, target: Target) -> Exported:
+    if checkpoint.precision != "float32":
+        raise UnsupportedModelError(f"there is no {checkpoint.precision} for what is not our own encoder")
+    transformers_export.package(f"model_type {checkpoint.settings.get('model_type')!r}")
+    checkpoint.progress("reading the weights")
+    weights = read_weights(checkpoint.directory)
+    model = transformers_export.load_model(checkpoint.directory, weights)
+    facts = _Facts(model.positions, model.pad_token_id, model.vocab_size)
+    source = checkpoint.source("transformers", model.description, weights.sha256)
+    _refuse_padding(model)
+    refused: ExportError | None = None
+    for exporter in transformers_export.EXPORTERS:
+        checkpoint.progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                path = Path(folder, graph.FILE)
+                transformers_export.write_onnx(model, exporter, path)
+                exported = _export_file(path, checkpoint, target, facts, source, model)
+        except (UnsupportedModelError, OnnxModelError, ParityError) as error:
+            checkpoint.progress(str(error))
+            refused = refused if isinstance(error, UnsupportedModelError) and refused else error
+        else:
+            return dataclasses.replace(exported, left_behind=model.left_behind)
+    assert refused is not None  # noqa: S101
+    raise refused
+
+
+def _refuse_padding(model: TransformersModel) -> None:
+    """Refuses a model that gives other rows in a padded batch in PyTorch already: no graph of it would do better."""
+    longest = min(_PADDED_TOKENS, model.positions or _PADDED_TOKENS)
+    try:
+        verify.check_rows(
+            model, vocab_size=model.vocab_size, max_sequence_tokens=longest, pad_token_id=model.pad_token_id
+        )
+    except ParityError as error:
+        raise ParityError(
+            f"{model.description} gives other rows in a padded batch, in PyTorch already: {error}"
+        ) from error
+
+
+_EXPORTS: Mapping[Route, Callable[[_Checkpoint, Target], Exported]] = {
+    "own": _via_own,
+    "onnx": _via_onnx,
+    "transformers": _via_transformers,
+}
+_NAMES: Mapping[Route, str] = {"own": "our own encoder", "onnx": str(ONNX_FILE), "transformers": "transformers"}
+# The errors that mean that another route may do.
+_REFUSALS: Mapping[Route, tuple[type[ExportError], ...]] = {
+    "own": (UnsupportedModelError,),
+    "onnx": (UnsupportedModelError, OnnxModelError, ParityError),
+    "transformers": (UnsupportedModelError, MissingPackageError),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Facts:
+    """What an ONNX file does not tell of a model: see `TransformersModel`."""
+
+    positions: int | None
+    pad_token_id: int
+    vocab_size: int | None
+
+
+def _facts(settings: Mapping[str, Any]) -> _Facts:
+    """What config.json says, where there is no transformers to understand it."""
+    numbers = {
+        name: value if type(value := settings.get(name)) is int else None
+        for name in ("max_position_embeddings", "pad_token_id", "vocab_size")
+    }
+    positions, pad_token_id = numbers["max_position_embeddings"], numbers["pad_token_id"] or 0
+    if positions is not None and settings.get("model_type") in _OFFSET_POSITIONS:
+        positions -= pad_token_id + 1
+    return _Facts(positions, pad_token_id, numbers["vocab_size"])
+
+
+def _load_if_possible(checkpoint: _Checkpoint) -> TransformersModel | None:
+    """The model that an ONNX file is compared with; None where transformers is not there, or does not know it."""
+    try:
+        transformers_export.package("comparing with PyTorch")
+        return transformers_export.load_model(checkpoint.directory, read_weights(checkpoint.directory))
+    except (MissingPackageError, UnsupportedModelError, CheckpointFileError) as error:
+        checkpoint.progress(f"going on without a comparison with PyTorch: {error}")
+        return None
+
+
+def _export_file(
+    path: Path,
+    checkpoint: _Checkpoint,
+    target: Target,
+    facts: _Facts,
+    source: manifest.Source,
+    reference: TransformersModel | None,
+) -> Exported:
+    longest, remark = checkpoint.longest(facts.positions)
+    if facts.positions is not None and longest > facts.positions:
+        raise ConfigError(f"max_sequence_tokens must be at most {facts.positions} for this model; was {longest}")
+    if remark:
+        checkpoint.progress(remark)
+    options = OnnxOptions(
+        max_sequence_tokens=longest,
+        pad_token_id=facts.pad_token_id,
+        vocab_size=facts.vocab_size,
+        vector=checkpoint.vector,
+        tokenizer=checkpoint.tokenizer,
+    )
+    exported = export_onnx(path, target, options, source=source, reference=reference, progress=checkpoint.progress)
+    return dataclasses.replace(exported, remark=remark)

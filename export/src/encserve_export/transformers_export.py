@@ -1,0 +1,282 @@
+"""A checkpoint as transformers computes it: loaded without a guess, and written as ONNX by PyTorch.
+
+Nothing that a checkpoint brings is executed: its weights are read here, and code of its own is refused.
+"""
+
+import dataclasses
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+from torch import Tensor, nn
+
+from encserve_export import graph
+from encserve_export.errors import (
+    ConfigError,
+    MissingPackageError,
+    UnsupportedModelError,
+    WeightNamesError,
+    WeightShapeError,
+    WeightValueError,
+)
+from encserve_export.verify import Ids, Mask, Rows
+from encserve_export.weights import Weights, read_object
+
+# In the order in which they are tried: the first is several times as fast, the second takes masks that the first does
+# not.
+Exporter = Literal["tracing", "dynamo"]
+EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
+_EXTRA = "pip install 'encserve-export[transformers]'"
+_OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
+# Indices that older versions saved among the weights.
+_INDICES = ("position_ids", "token_type_ids", "inv_freq")
+_MAX_LISTED = 5
+
+
+class _Rows(nn.Module):
+    """Ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """The last hidden state."""
+        rows: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return rows
+
+
+@dataclasses.dataclass(frozen=True)
+class TransformersModel:
+    """An encoder of transformers', in float32, every number of it from the checkpoint.
+
+    Attributes:
+        description: The name of its class.
+        positions: The longest sequence that it has positions for; None where nothing bounds it.
+        vocab_size: The rows of its table of tokens.
+        pad_token_id: The id that fills a padded batch.
+        left_behind: The parts of the checkpoint that make no rows, such as heads.
+    """
+
+    module: nn.Module
+    description: str
+    positions: int | None
+    vocab_size: int
+    pad_token_id: int
+    left_behind: tuple[str, ...]
+
+    def __call__(self, ids: Ids, mask: Mask) -> Rows:
+        """Runs one batch in PyTorch: int64 (batch, seq) both -> float32 (batch, seq, d_model)."""
+        with torch.inference_mode():
+            rows: Rows = self.module(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
+        return rows
+
+
+def package(why: str) -> Any:
+    """The package transformers, told to be quiet.
+
+    Raises:
+        MissingPackageError: It is not installed; the text begins with `why`.
+    """
+    try:
+        import transformers
+    except ImportError:
+        raise MissingPackageError(f"{why} needs the package transformers: {_EXTRA}") from None
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def load_model(directory: Path, weights: Weights) -> TransformersModel:
+    """Makes transformers' model of a checkpoint.
+
+    Args:
+        directory: Where its config.json is.
+        weights: Its weights.
+
+    Raises:
+        MissingPackageError: transformers is not installed.
+        UnsupportedModelError: transformers does not know the architecture, or has no encoder of text for it.
+        ConfigError: transformers does not take config.json.
+        WeightNamesError: Weights that the rows are made with are missing, or layers are left over.
+        WeightShapeError: Weights have other shapes than config.json says.
+        WeightValueError: A weight holds NaN or infinity.
+    """
+    settings = read_object(directory / "config.json")
+    transformers = package(f"model_type {settings.get('model_type')!r}")
+    config = _read_config(transformers, directory, settings)
+    kind = _model_class(transformers, config)
+    try:
+        model, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=dict(weights.tensors),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except Exception as error:  # whatever a model of somebody else's raises
+        raise ConfigError(
+            f"transformers cannot make a {kind.__name__} of config.json: {_first_line(error)}; is it this checkpoint's?"
+        ) from error
+    _refuse_mismatched(info["mismatched_keys"])
+    left_behind = _left_behind(model, info["unexpected_keys"])
+    encoder = model.get_encoder() if config.is_encoder_decoder and hasattr(model, "decoder") else model
+    module = _Rows(encoder).eval().requires_grad_(False)
+    _refuse_missing(module, dict(model.named_parameters()), info["missing_keys"])
+    _refuse_not_finite(model)
+    pad_token_id = config.pad_token_id
+    vocab_size = encoder.get_input_embeddings().num_embeddings
+    return TransformersModel(
+        module,
+        type(encoder).__name__,
+        _positions(encoder, config),
+        vocab_size,
+        pad_token_id if isinstance(pad_token_id, int) and 0 <= pad_token_id < vocab_size else 0,
+        left_behind,
+    )
+
+
+def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None:
+    """Writes a model as ONNX, by the names of `graph`.
+
+    Raises:
+        UnsupportedModelError: This exporter does not take it.
+    """
+    # Sizes that are not 1, which would be taken for a constant, and a mask that hides something.
+    ids = torch.arange(14).reshape(2, 7) % model.vocab_size  # (batch, seq)
+    mask = torch.ones_like(ids)  # (batch, seq)
+    mask[1, 4:] = 0
+    inputs, rows = [graph.INPUT_IDS, graph.ATTENTION_MASK], {0: "batch", 1: "seq"}
+    how: dict[str, Any] = {"dynamo": False, "dynamic_axes": dict.fromkeys((*inputs, graph.OUTPUT), rows)}
+    if exporter == "dynamo":
+        axes = dict.fromkeys(rows, torch.export.Dim.DYNAMIC)
+        how = {"dynamo": True, "dynamic_shapes": (axes, axes), "verbose": False}
+    try:
+        with warnings.catch_warnings(), torch.no_grad():
+            # What is told here is of the model's code and of the exporter's future; the gate judges the result.
+            warnings.simplefilter("ignore")
+            torch.onnx.export(
+                model.module,
+                (ids, mask),
+                str(path),
+                input_names=inputs,
+                output_names=[graph.OUTPUT],
+                opset_version=graph.OPSET,
+                **how,
+            )
+    except Exception as error:  # whatever a model of somebody else's raises
+        raise UnsupportedModelError(
+            f"PyTorch cannot write {model.description} as ONNX ({exporter}): {_first_line(error)}; {_OWN_ONNX}"
+        ) from error
+
+
+def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]) -> Any:
+    """The configuration of the part that reads text."""
+    model_type = settings.get("model_type")
+    if model_type not in transformers.CONFIG_MAPPING:
+        if "auto_map" in settings:
+            raise UnsupportedModelError(
+                f"model_type {model_type!r} brings code of its own (auto_map in config.json), which is never executed; "
+                f"{_OWN_ONNX}"
+            )
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} does not know model_type {model_type!r}; a newer one may "
+            f"(pip install -U transformers). Otherwise {_OWN_ONNX}"
+        )
+    if "quantization_config" in settings:
+        raise UnsupportedModelError(
+            "the checkpoint is quantised (quantization_config in config.json); export the one that it was made of, "
+            "with --precision"
+        )
+    try:
+        whole = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
+        config = whole if whole.is_encoder_decoder else whole.get_text_config()
+    except Exception as error:  # whatever the checks of a configuration raise
+        raise ConfigError(f"transformers does not take config.json: {_first_line(error)}") from error
+    config.use_cache = False
+    return config
+
+
+def _model_class(transformers: Any, config: Any) -> Any:
+    for mapping in (transformers.MODEL_FOR_TEXT_ENCODING_MAPPING, transformers.MODEL_MAPPING):
+        if type(config) in mapping:
+            kind = mapping[type(config)]
+            return kind[0] if isinstance(kind, tuple) else kind
+    raise UnsupportedModelError(f"transformers has no plain model for model_type {config.model_type!r}; {_OWN_ONNX}")
+
+
+def _positions(encoder: nn.Module, config: Any) -> int | None:
+    tables = [
+        module
+        for name, module in encoder.named_modules()
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
+    ]
+    if tables:
+        # RoBERTa's kind begins to count after the padding's row.
+        unused = 0 if tables[0].padding_idx is None else tables[0].padding_idx + 1
+        return tables[0].num_embeddings - unused
+    positions = getattr(config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def _refuse_mismatched(mismatched: Any) -> None:
+    if mismatched:
+        name, found, due = sorted(mismatched)[0]
+        raise WeightShapeError(
+            f"{name} has shape {tuple(found)}; config.json asks for {tuple(due)}"
+            + (f", and {len(mismatched) - 1} more weights have another shape" if len(mismatched) > 1 else "")
+        )
+
+
+def _left_behind(model: Any, unexpected: Any) -> tuple[str, ...]:
+    """The parts that weights nobody asked for belong to, unless they are of a part that the model has."""
+    parts = {name for name, _ in model.named_children()}
+    tops = {name: name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0] for name in unexpected}
+    inside = sorted(name for name, top in tops.items() if top in parts and not name.endswith(_INDICES))
+    if inside:
+        raise WeightNamesError(
+            f"there are weights that config.json has no place for: {_listed(inside)}; it says fewer layers, or another "
+            "model, than was saved"
+        )
+    return tuple(sorted({top for name, top in tops.items() if not name.endswith(_INDICES)}))
+
+
+def _refuse_missing(module: nn.Module, parameters: Mapping[str, nn.Parameter], missing: Any) -> None:
+    """Refuses a model that would have random numbers in what its rows are made with, which a pooler is not."""
+    filled_at_random = {name: parameters[name] for name in missing if name in parameters}
+    needed = sorted(name for name in missing if name not in parameters)
+    if filled_at_random:
+        with torch.enable_grad():
+            for parameter in filled_at_random.values():
+                parameter.requires_grad_(True)
+            ids = torch.zeros((2, 3), dtype=torch.int64)  # (batch, seq)
+            rows = module(ids, torch.ones_like(ids))  # (batch, seq, d_model)
+            found: tuple[Tensor | None, ...] = (None,) * len(filled_at_random)
+            if rows.requires_grad:
+                found = torch.autograd.grad(rows.sum(), list(filled_at_random.values()), allow_unused=True)
+        needed += sorted(name for name, gradient in zip(filled_at_random, found, strict=True) if gradient is not None)
+        module.requires_grad_(False)
+    if needed:
+        raise WeightNamesError(
+            f"weights are missing: {_listed(needed)}; config.json says more layers, or another model, than was saved"
+        )
+
+
+def _refuse_not_finite(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if not bool(torch.isfinite(parameter).all()):
+            raise WeightValueError(f"{name} holds numbers that are not finite")
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".")

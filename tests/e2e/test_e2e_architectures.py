@@ -1,0 +1,70 @@
+"""Every architecture: transformers makes a small model, `encserve-export hf` exports it, one server serves them all."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from agreement import worst_relative_error
+from architectures import ARCHITECTURES, VOCAB_SIZE, Architecture, build, rows_of, save
+from click.testing import CliRunner
+from google.protobuf import json_format
+from real_server import RealServer, real_server
+
+from encserve_client import EncoderClient
+from encserve_export.cli import main
+from encserve_proto.v1 import manifest_pb2
+
+pytestmark = pytest.mark.models
+pytest.importorskip("transformers", reason="needs encserve-export[transformers]")
+
+DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
+LENGTHS = (1, 60, 3, 9, 60, 2, 17)
+EACH = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda its: its.folder)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of all of them."""
+    directories, repository = tmp_path_factory.mktemp("directories"), tmp_path_factory.mktemp("models")
+    for architecture in ARCHITECTURES:
+        directory = save(architecture, directories)
+        command = ["hf", directory, "--model-repository", repository, "--max-sequence-tokens", 60]
+        result = CliRunner().invoke(main, [str(argument) for argument in command])
+        assert result.exit_code == 0, f"{architecture.name}: {result.output}"
+    return repository
+
+
+@pytest.fixture(scope="module")
+def server_of_all(served: Path) -> Iterator[RealServer]:
+    with real_server(served) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client_of_all(server_of_all: RealServer) -> Iterator[EncoderClient]:
+    with EncoderClient(server_of_all.target) as client:
+        yield client
+
+
+@EACH
+def test_rows_alone_and_among_others(client_of_all: EncoderClient, architecture: Architecture) -> None:
+    model, random = build(architecture), np.random.default_rng(0)
+    sequences = [random.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTHS]
+    together = client_of_all.encode(sequences, model=architecture.folder)
+    for got, ids in zip(together, sequences, strict=True):
+        want = rows_of(model, ids)
+        assert worst_relative_error(got, want) <= 5e-5
+        (alone,) = client_of_all.encode([ids], model=architecture.folder)
+        assert worst_relative_error(alone, want) <= 5e-5
+
+
+def test_the_table_of_the_docs(served: Path) -> None:
+    """docs/models.md says which route each takes."""
+    lines = ["| architecture | `model_type` | route |", "|---|---|---|"]
+    for architecture in ARCHITECTURES:
+        text = (served / architecture.folder / "1" / "manifest.json").read_text()
+        route = json_format.Parse(text, manifest_pb2.Manifest()).source.route
+        lines.append(f"| {architecture.name} | `{architecture.model_type}` | {route} |")
+    table = "\n".join(lines)
+    assert table in DOCS.read_text(), f"the table must be:\n{table}"

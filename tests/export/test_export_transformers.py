@@ -1,0 +1,173 @@
+"""What our own encoder is not, transformers is asked for: exported true, or refused with what to do next."""
+
+import builtins
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from architectures import ARCHITECTURES, change_config, save
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from encserve_export import Exported, Target, export_hf
+from encserve_export.errors import (
+    CheckpointFileError,
+    ConfigError,
+    MissingPackageError,
+    ParityError,
+    UnsupportedModelError,
+    WeightNamesError,
+    WeightShapeError,
+    WeightValueError,
+)
+
+pytest.importorskip("transformers", reason="needs encserve-export[transformers]")
+
+NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
+
+
+@pytest.fixture
+def mpnet(tmp_path: Path) -> Path:
+    return save(NAMED["MPNet"], tmp_path)
+
+
+def export(directory: Path, models: Path, **options: Any) -> Exported:
+    return export_hf(directory, Target(model_repository=models, name="m"), **{"max_sequence_tokens": 20, **options})
+
+
+def change(directory: Path, **changed: Tensor | None) -> None:
+    """Changes weights, by their names with "__" for "."; None takes one out."""
+    path = directory / "model.safetensors"
+    tensors = load_file(path) | {name.replace("__", "."): tensor for name, tensor in changed.items()}
+    save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, {"format": "pt"})
+
+
+def test_what_the_manifest_says(mpnet: Path, models: Path) -> None:
+    exported = export(mpnet, models, max_sequence_tokens=None)
+    shape, source = exported.manifest.encoder, exported.manifest.source
+    assert (shape.d_model, shape.vocab_size, shape.pad_token_id) == (64, 200, 1)
+    assert shape.max_sequence_tokens == 64, "66 positions, two of which are not for tokens"
+    assert (source.kind, source.route, source.description) == ("hf", "transformers", "MPNetModel")
+    assert {"torch", "transformers"} <= set(source.versions)
+    assert 0 < exported.manifest.parity.max_relative_error <= exported.manifest.parity.tolerance == 5e-5
+    assert exported.route.startswith("transformers; our own encoder does not take it: model_type must be one of bert")
+    assert "there is no onnx/model.onnx" in exported.route
+
+
+@pytest.mark.parametrize("name", ["ModernBERT", "Qwen3", "T5"])
+def test_rows_are_those_of_transformers(tmp_path: Path, models: Path, name: str) -> None:
+    """The gate compares them; one with layers of its own, one that decodes, and one half of a model."""
+    assert export(save(NAMED[name], tmp_path), models).manifest.parity.tolerance == 5e-5
+
+
+def test_the_longest_sequence(mpnet: Path, models: Path) -> None:
+    (mpnet / "tokenizer_config.json").write_text('{"model_max_length": 30}')
+    assert export(mpnet, models, max_sequence_tokens=None).manifest.encoder.max_sequence_tokens == 30
+    with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 64 for this model; was 65"):
+        export(mpnet, models, max_sequence_tokens=65)
+
+
+def test_heads_are_left_behind_and_named(mpnet: Path, models: Path) -> None:
+    weights = load_file(mpnet / "model.safetensors")
+    own = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
+    head = {"lm_head.dense.weight": next(iter(weights.values())).clone()}
+    save_file({**own, **head}, mpnet / "model.safetensors", {"format": "pt"})
+    assert export(mpnet, models).left_behind == ("lm_head",), "the pooler makes no rows: it may be missing"
+
+
+@pytest.mark.parametrize(
+    ("settings", "error", "message"),
+    [
+        ({"num_hidden_layers": 3}, WeightNamesError, r"weights are missing: encoder\.layer\.2\..* and \d+ more"),
+        ({"num_hidden_layers": 1}, WeightNamesError, r"no place for: encoder\.layer\.1\..* and \d+ more"),
+        ({"intermediate_size": 64}, WeightShapeError, r"has shape \(128,\); config.json asks for \(64,\), and 5 more"),
+        ({"num_attention_heads": 5}, ConfigError, "transformers cannot make a MPNetModel"),
+        ({"model_type": "unheard"}, UnsupportedModelError, "does not know model_type 'unheard'; a newer one may"),
+        (
+            {"model_type": "new", "auto_map": {"AutoModel": "modeling.NewModel"}},
+            UnsupportedModelError,
+            "brings code of its own .* never executed; export it as ONNX yourself",
+        ),
+        ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "the checkpoint is quantised"),
+    ],
+)
+def test_a_configuration_that_lies(
+    mpnet: Path, models: Path, settings: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    change_config(mpnet, **settings)
+    with pytest.raises(error, match=message):
+        export(mpnet, models)
+    assert not models.exists()
+
+
+def test_weights_that_are_no_numbers(mpnet: Path, models: Path) -> None:
+    name = "encoder.layer.0.output.dense.bias"
+    bias = load_file(mpnet / "model.safetensors")[name]
+    bias[3] = float("nan")
+    change(mpnet, **{name: bias})
+    with pytest.raises(WeightValueError, match=f"{name} holds numbers that are not finite"):
+        export(mpnet, models)
+    assert not models.exists()
+
+
+def test_a_missing_shard(mpnet: Path, models: Path) -> None:
+    weights = load_file(mpnet / "model.safetensors")
+    (mpnet / "model.safetensors").rename(mpnet / "model-00001-of-00002.safetensors")
+    names = dict.fromkeys(weights, "model-00001-of-00002.safetensors") | {"x": "model-00002-of-00002.safetensors"}
+    (mpnet / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    with pytest.raises(CheckpointFileError, match=r"model-00002-of-00002\.safetensors is missing; the index names it"):
+        export(mpnet, models)
+    assert not models.exists()
+
+
+def test_a_model_whose_padding_changes_rows(mpnet: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own mask is forgotten, in PyTorch as in the graph."""
+    from transformers import MPNetModel
+
+    forward = MPNetModel.forward
+
+    def forgetful(self: Any, input_ids: Tensor, attention_mask: Tensor, **more: Any) -> Any:
+        return forward(self, input_ids, attention_mask=attention_mask * 0 + 1, **more)
+
+    monkeypatch.setattr(MPNetModel, "forward", forgetful)
+    with pytest.raises(ParityError, match="MPNetModel gives other rows in a padded batch, in PyTorch already"):
+        export(mpnet, models)
+    assert not models.exists()
+
+
+def test_without_the_package(mpnet: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = builtins.__import__
+
+    def absent(name: str, *arguments: Any) -> Any:
+        if name == "transformers":
+            raise ImportError(name)
+        return found(name, *arguments)
+
+    monkeypatch.setattr(builtins, "__import__", absent)
+    with pytest.raises(MissingPackageError, match=r"pip install 'encserve-export\[transformers\]'"):
+        export(mpnet, models)
+    assert not models.exists()
+
+
+def test_a_route_that_is_asked_for(bert: Any, models: Path) -> None:
+    """Our own encoder would do; what is asked for is taken, or nothing is."""
+    exported = export(bert.path, models, via="transformers")
+    assert (exported.manifest.source.route, exported.route) == ("transformers", "transformers, as --via asks")
+    target = Target(model_repository=models, name="other")
+    with pytest.raises(UnsupportedModelError, match=r"there is no onnx/model\.onnx"):
+        export_hf(bert.path, target, via="onnx")
+
+
+@pytest.mark.parametrize("true", [True, False])
+def test_an_onnx_file_in_the_directory(mpnet: Path, models: Path, tmp_path: Path, true: bool) -> None:
+    """It is taken where its rows are the model's, and otherwise the model itself."""
+    graph = export(mpnet, tmp_path / "before").path / "model.onnx"
+    (mpnet / "onnx").mkdir()
+    graph.rename(mpnet / "onnx" / "model.onnx")
+    if not true:
+        change(mpnet, embeddings__LayerNorm__weight=load_file(mpnet / "model.safetensors")["embeddings.LayerNorm.bias"])
+    exported = export(mpnet, models)
+    assert exported.manifest.source.route == ("onnx" if true else "transformers")
+    assert exported.manifest.parity.tolerance == 5e-5
+    assert true or "onnx/model.onnx does not take it: the model differs from PyTorch" in exported.route
