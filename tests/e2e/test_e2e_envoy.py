@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import subprocess
+import time
 import urllib.error
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from real_envoy import CONFIG, RealEnvoy, real_envoy
 from real_server import RealServer
 
 from encserve_client import AsyncEncoderClient, DeadlineError, EncoderClient, RetryPolicy, ServerUnavailableError
+from encserve_proto.v1 import encoder_pb2 as pb
 
 pytestmark = pytest.mark.system
 
@@ -89,6 +91,21 @@ async def test_what_one_refuses_goes_to_the_other(fakes: list[FakeServer], envoy
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") == refused
     # Which does not go on for long: it is left out after a few.
     assert envoy.metric("envoy_cluster_outlier_detection_ejections_enforced_consecutive_5xx") <= 1
+
+
+async def test_what_a_stop_did_not_take_goes_to_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
+    """gRPC answers CANCELLED to calls that it has read and that nobody has looked at."""
+    request = pb.ListModelsRequest().SerializeToString()
+    with grpc.insecure_channel(envoy.target) as channel:
+        rpc: Any = channel.unary_unary(f"/{SERVICE}/ListModels")
+        calls = [rpc.future(request) for _ in range(40)]
+        # Without giving way to the servers, which run in this thread.
+        while envoy.metric("envoy_cluster_upstream_rq_active", envoy_cluster_name="encserve") < len(calls):
+            time.sleep(0.01)  # noqa: ASYNC251
+        assert fakes[0].app._server is not None
+        await fakes[0].app._server.stop(0)
+        await asyncio.gather(*(asyncio.to_thread(call.result) for call in calls))
+    assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") > 0
 
 
 async def test_when_nobody_can_the_caller_is_told(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
