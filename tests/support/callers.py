@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
@@ -27,6 +27,30 @@ class Call:
     attempts: int
 
 
+class InThreads:
+    """The sync client with the async one's interface: each call and each stream blocks a thread."""
+
+    def __init__(self, target: str | Sequence[str]) -> None:
+        self._client = EncoderClient(target)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await asyncio.to_thread(self._client.close)
+
+    async def run(self, inputs: Sequence[str]) -> Any:
+        return await asyncio.to_thread(self._client.run, inputs)
+
+    async def encode_stream(self, inputs: Iterator[str], max_in_flight: int) -> AsyncIterator[Any]:
+        answers = self._client.encode_stream(inputs, max_in_flight=max_in_flight)
+        while (rows := await asyncio.to_thread(next, answers, None)) is not None:
+            yield rows
+
+
+CLIENTS: dict[str, Callable[..., Any]] = {"sync": InThreads, "async": AsyncEncoderClient}
+
+
 class Callers:
     """32 callers of one client, each with its next call as soon as it has the answer, and two endless streams beside.
 
@@ -40,10 +64,11 @@ class Callers:
         self, kind: str, target: str | Sequence[str], texts: Sequence[str], want: Sequence[Any], n_callers: int = 32
     ) -> None:
         """Takes the client's kind, sync or async, and texts with the rows that they must get."""
-        self._kind, self._target, self._texts, self._want = kind, target, texts, want
+        self._client = CLIENTS[kind]
+        self._target, self._texts, self._want = target, texts, want
         self._n_callers = n_callers
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run_sync if kind == "sync" else self._run_async)
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._gather()))
         self.calls: list[Call] = []
         self.n_streamed = 0
         self.failed: list[str] = []
@@ -71,84 +96,39 @@ class Callers:
         """Whether every caller and every stream has got an answer since then."""
         return min(self._last.values(), default=0.0) > moment
 
-    def _run_sync(self) -> None:
-        with EncoderClient(self._target) as client, ThreadPoolExecutor(self._n_callers + N_STREAMS) as threads:
-            for caller in range(self._n_callers):
-                threads.submit(self._guard, self._call_sync, client, caller)
-            for stream in range(-N_STREAMS, 0):
-                threads.submit(self._guard, self._stream_sync, client, stream)
-
-    def _run_async(self) -> None:
-        asyncio.run(self._gather())
-
     async def _gather(self) -> None:
-        async with AsyncEncoderClient(self._target) as client, asyncio.TaskGroup() as group:
-            for caller in range(self._n_callers):
-                group.create_task(self._guard_async(self._call_async, client, caller))
-            for stream in range(-N_STREAMS, 0):
-                group.create_task(self._guard_async(self._stream_async, client, stream))
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(self._n_callers + N_STREAMS))
+        async with self._client(self._target) as client:
+            callers = [self._call(client, number) for number in range(self._n_callers)]
+            streams = [self._stream(client, number) for number in range(-N_STREAMS, 0)]
+            await asyncio.gather(*map(self._guard, (*callers, *streams)))
 
-    def _guard(self, work: Callable[..., None], *args: Any) -> None:
+    async def _guard(self, work: Coroutine[Any, Any, None]) -> None:
         try:
-            work(*args)
+            await work
         except Exception as error:
             self.failed.append(repr(error))
 
-    async def _guard_async(self, work: Callable[..., Any], *args: Any) -> None:
-        try:
-            await work(*args)
-        except Exception as error:
-            self.failed.append(repr(error))
-
-    def _call_sync(self, client: EncoderClient, caller: int) -> None:
+    async def _call(self, client: Any, caller: int) -> None:
         for turn in itertools.takewhile(lambda _: not self._stop.is_set(), itertools.count(caller)):
-            text, began = self._texts[turn % len(self._texts)], time.monotonic()
+            began = time.monotonic()
             try:
-                result = client.run([text])
+                result = await client.run([self._texts[turn % len(self._texts)]])
             except EncserveError as error:
-                self._book_failure(error, began)
-            else:
-                self._book(caller, turn, result, began)
+                self.failed.append(f"began at {began:.3f}, failed at {time.monotonic():.3f}: {error!r}")
+                continue
+            self._last[caller] = time.monotonic()
+            self.calls.append(Call(began, self._last[caller], result.timings.attempts))
+            self._check("a call", turn, result.outputs[0].arrays()[0])
 
-    async def _call_async(self, client: AsyncEncoderClient, caller: int) -> None:
-        for turn in itertools.takewhile(lambda _: not self._stop.is_set(), itertools.count(caller)):
-            text, began = self._texts[turn % len(self._texts)], time.monotonic()
-            try:
-                result = await client.run([text])
-            except EncserveError as error:
-                self._book_failure(error, began)
-            else:
-                self._book(caller, turn, result, began)
-
-    def _stream_sync(self, client: EncoderClient, stream: int) -> None:
-        for turn, rows in enumerate(client.encode_stream(self._endless(), max_in_flight=4)):
-            self._book_streamed(stream, turn, rows)
-
-    async def _stream_async(self, client: AsyncEncoderClient, stream: int) -> None:
+    async def _stream(self, client: Any, stream: int) -> None:
         turn = 0
-        async for rows in client.encode_stream(self._endless_async(), max_in_flight=4):
-            self._book_streamed(stream, turn, rows)
+        endless = itertools.takewhile(lambda _: not self._stop.is_set(), itertools.cycle(self._texts))
+        async for rows in client.encode_stream(endless, max_in_flight=4):
+            self._last[stream] = time.monotonic()
+            self.n_streamed += 1
+            self._check("a stream", turn, rows)
             turn += 1
-
-    def _endless(self) -> Iterator[str]:
-        return itertools.takewhile(lambda _: not self._stop.is_set(), itertools.cycle(self._texts))
-
-    async def _endless_async(self) -> AsyncIterator[str]:
-        for text in self._endless():
-            yield text
-
-    def _book(self, caller: int, turn: int, result: Any, began: float) -> None:
-        self._last[caller] = time.monotonic()
-        self.calls.append(Call(began, self._last[caller], result.timings.attempts))
-        self._check("a call", turn, result.outputs[0].arrays()[0])
-
-    def _book_failure(self, error: EncserveError, began: float) -> None:
-        self.failed.append(f"began at {began:.3f}, failed at {time.monotonic():.3f}: {error!r}")
-
-    def _book_streamed(self, stream: int, turn: int, rows: Any) -> None:
-        self._last[stream] = time.monotonic()
-        self.n_streamed += 1
-        self._check("a stream", turn, rows)
 
     def _check(self, what: str, turn: int, rows: Any) -> None:
         want = self._want[turn % len(self._want)]
