@@ -20,12 +20,14 @@ from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.repository.manager import Loader
 from encserve_server.settings import Settings
+from encserve_server.telemetry import page
 from encserve_server.types import Bundle, Graph, InspectGraph, InspectKind, Output, OutputKind
 
 D_MODEL, VOCAB_SIZE, LONGEST = 4, 1000, 32
 N_LAYERS, N_HEADS = 3, 2
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "hello", "brave", "new", "world"]
 SERVICE = "encserve.v1.EncoderService"
+page._STOP_SECONDS = 0.01  # tests stop hundreds of servers
 
 
 def write_tokenizer(path: Path) -> Path:
