@@ -72,8 +72,8 @@ def count_tokens(request: pb.EncodeRequest, longest: int) -> int | None:
     return sum(min(len(it.token_ids.ids), longest) for it in request.inputs)
 
 
-def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> list[Part]:
-    """Builds an EncodeResponse: the parts of its bytes, in which the rows have not been copied."""
+def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply, stream_request_id: str | None) -> bytes:
+    """The bytes of an EncodeResponse, or with a stream's request id of an EncodeStreamResponse around it."""
     response = pb.EncodeResponse(
         model=model.bundle.name,
         model_version=model.bundle.version,
@@ -101,17 +101,15 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply) -> li
         )
         data = [array.data.cast("B") for array in arrays if array.size]
         parts += field(_OUTPUTS, [tensor.SerializeToString(), *field(_DATA, data)])
-    return parts
+    if stream_request_id is not None:
+        around = pb.EncodeStreamResponse(request_id=stream_request_id).SerializeToString()
+        parts = [around, *field(_RESPONSE, parts)]
+    return b"".join(parts)  # the one copy of the rows
 
 
 def _without_special(rows: npt.NDArray[Any], sequence: CheckedSequence) -> npt.NDArray[Any]:
     """(seq, d_model) rows without those of special tokens."""
     return rows if sequence.special is None else rows[~sequence.special]
-
-
-def encode_stream_reply(request_id: str, response: list[Part]) -> list[Part]:
-    """Builds an EncodeStreamResponse around an EncodeResponse."""
-    return [pb.EncodeStreamResponse(request_id=request_id).SerializeToString(), *field(_RESPONSE, response)]
 
 
 def encode_stream_error(request_id: str, failure: Failure) -> pb.EncodeStreamResponse:

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from concurrent.futures import Executor
 from enum import Enum
 from typing import Any
@@ -12,11 +12,10 @@ import grpc
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import DeadlineExpired, Draining, InvalidField, ResponseTooLarge
 from encserve_server.models.catalog import Catalog
-from encserve_server.models.served import EncodeReply, InspectCall, InspectReply, ServedModel
+from encserve_server.models.served import EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
 from encserve_server.rpc import codec
 from encserve_server.rpc.guard import Context, Handler, RpcGuard
 from encserve_server.rpc.status import to_failure
-from encserve_server.rpc.wire import Part
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans
 from encserve_server.telemetry.metrics import Metrics
@@ -201,32 +200,30 @@ class EncoderService:
         call = codec.decode_call(request, model)
         with model.in_use():
             reply = await model.encode(call, deadline)
+            what = model, call, reply, stream_request_id, spans.current()
+            if reply.estimated_bytes <= _INLINE_REPLY_BYTES:
+                return self._build(*what)
+            return await asyncio.get_running_loop().run_in_executor(self._encode_pool, self._build, *what)
 
-            def build() -> list[Part]:
-                parts = codec.encode_reply(model, call, reply)
-                return parts if stream_request_id is None else codec.encode_stream_reply(stream_request_id, parts)
-
-            return await self._build(model, reply, build)
-
-    async def _build(self, model: ServedModel, reply: EncodeReply, build: Callable[[], list[Part]]) -> bytes:
-        """Serialises a response, in a thread if it is large."""
-        span = spans.current()
-
-        def timed() -> bytes:
-            began = self._clock.now()
-            data = b"".join(build())  # the one copy of the rows
-            ended = self._clock.now()
-            if span is not None:
-                span.stage("encode", began, ended)
-            limit = model.limits.max_response_bytes
-            if len(data) > limit:  # the estimate was wrong; callers' own limits would fail the call without a reason
-                raise ResponseTooLarge("inputs", f"the reply takes {len(data)} bytes, over the limit of {limit}")
-            model.answered(ended - began, len(data))
-            return data
-
-        if reply.estimated_bytes <= _INLINE_REPLY_BYTES:
-            return timed()
-        return await asyncio.get_running_loop().run_in_executor(self._encode_pool, timed)
+    def _build(
+        self,
+        model: ServedModel,
+        call: EncodeCall,
+        reply: EncodeReply,
+        stream_request_id: str | None,
+        span: spans.RequestSpan | None,
+    ) -> bytes:
+        """The bytes of a response; any thread may ask."""
+        began = self._clock.now()
+        data = codec.encode_reply(model, call, reply, stream_request_id)
+        ended = self._clock.now()
+        if span is not None:
+            span.stage("encode", began, ended)
+        limit = model.limits.max_response_bytes
+        if len(data) > limit:  # the estimate was wrong; callers' own limits would fail the call without a reason
+            raise ResponseTooLarge("inputs", f"the reply takes {len(data)} bytes, over the limit of {limit}")
+        model.answered(ended - began, len(data))
+        return data
 
     async def _answer(self, data: bytes, deadline: float) -> bytes:
         """One stream request's answer, an error included."""
