@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from architectures import ARCHITECTURES, change_config, save
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from encserve_export import Exported, Target, export_hf
@@ -136,7 +137,7 @@ def test_a_model_whose_padding_changes_rows(mpnet: Path, models: Path, monkeypat
     assert not models.exists()
 
 
-def test_without_the_package(mpnet: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     found = builtins.__import__
 
     def absent(name: str, *arguments: Any) -> Any:
@@ -145,6 +146,10 @@ def test_without_the_package(mpnet: Path, models: Path, monkeypatch: pytest.Monk
         return found(name, *arguments)
 
     monkeypatch.setattr(builtins, "__import__", absent)
+
+
+def test_without_the_package(mpnet: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_transformers(monkeypatch)
     with pytest.raises(MissingPackageError, match=r"pip install 'encserve-export\[transformers\]'"):
         export(mpnet, models)
     assert not models.exists()
@@ -171,3 +176,15 @@ def test_an_onnx_file_in_the_directory(mpnet: Path, models: Path, tmp_path: Path
     assert exported.manifest.source.route == ("onnx" if true else "transformers")
     assert exported.manifest.parity.tolerance == 5e-5
     assert true or "onnx/model.onnx does not take it: the model differs from PyTorch" in exported.route
+
+
+def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bert.path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "##s"]))
+    exported = export(bert.path, models)
+    tokenizer = Tokenizer.from_file(str(exported.path / "tokenizer.json"))
+    assert tokenizer.encode("One twos").tokens == ["[CLS]", "one", "two", "##s", "[SEP]"]
+    assert list(exported.manifest.text.special_token_ids) == [0, 2, 3]
+    hide_transformers(monkeypatch)
+    without = export_hf(bert.path, Target(model_repository=models, name="ids"))
+    assert not without.manifest.HasField("text")
+    assert "making one of vocab.txt needs the package transformers: pip install" in without.text

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 import click
 from rich.console import Console
 
-from encserve_export import graph, report
+from encserve_export import graph, hub, report
 from encserve_export.bundle import name_from, read_bundle
 from encserve_export.checkpoint import DEFAULT_LONGEST
 from encserve_export.config import EncoderConfig, Input
@@ -69,10 +69,11 @@ _precision_option = click.option(
 
 
 @main.command()
-@click.argument("directory", type=_DIRECTORY)
+@click.argument("source", metavar="DIRECTORY|OWNER/NAME")
 @_target_options
 @_precision_option
 @click.option("--name", help="The model's name; by default the directory's own.")
+@click.option("--revision", help="The hub's branch, tag or commit; by default the main branch.")
 @_max_sequence_tokens_option("the max_seq_length of sentence-transformers, or as many as there are positions")
 @click.option(
     "--via",
@@ -81,26 +82,42 @@ _precision_option = click.option(
     "transformers; by default the first of them that takes it.",
 )
 def hf(
-    directory: Path,
+    source: str,
     model_repository: Path,
     name: str | None,
     version: str,
     max_sequence_tokens: int | None,
     precision: Precision,
+    revision: str | None,
     via: Route | None,
     overwrite: bool,
 ) -> None:
-    """Exports the Hugging Face checkpoint in DIRECTORY.
+    """Exports the Hugging Face checkpoint in DIRECTORY, or the one of that name on the hub.
 
     BERT, RoBERTa, XLM-RoBERTa and DistilBERT are run by our own encoder; every other encoder that transformers knows
     needs encserve-export[transformers].
     """
+    is_directory = Path(source).is_dir()
+    if not is_directory and not hub.is_id(source):
+        raise click.UsageError(f"there is no directory {source}; a model of the hub is named OWNER/NAME")
+    if is_directory and revision is not None:
+        raise click.UsageError(f"--revision is of the hub; {source} is a directory")
 
     def export(progress: Progress) -> Exported:
-        chosen = name_from(directory) if name is None else name
+        chosen = name_from(Path(source)) if name is None else name
         target = Target(model_repository=model_repository, name=chosen, version=version, overwrite=overwrite)
+        origin = None
+        if not is_directory:
+            progress(f"downloading {source}")
+            origin = hub.download(source, revision, with_onnx=via == "onnx")
         return export_hf(
-            directory, target, max_sequence_tokens=max_sequence_tokens, precision=precision, via=via, progress=progress
+            Path(source) if origin is None else origin.directory,
+            target,
+            max_sequence_tokens=max_sequence_tokens,
+            precision=precision,
+            via=via,
+            origin=origin,
+            progress=progress,
         )
 
     _run(export)

@@ -47,6 +47,7 @@ class Exported:
         manifest: What its manifest.json says.
         remark: What was decided on the way and may surprise, for people; empty where nothing was.
         route: How `hf` made the graph, and why so, for people; empty for the other commands.
+        text: Why it takes no text, where it does not, and what would help.
         left_behind: The parts of the checkpoint that make no rows, such as heads; known on transformers' route alone.
     """
 
@@ -54,6 +55,7 @@ class Exported:
     manifest: manifest_pb2.Manifest
     remark: str = ""
     route: str = ""
+    text: str = ""
     left_behind: tuple[str, ...] = ()
 
 

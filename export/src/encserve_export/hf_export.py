@@ -19,6 +19,7 @@ from encserve_export.errors import (
     UnsupportedModelError,
 )
 from encserve_export.export import Exported, Progress, Target, export_encoder
+from encserve_export.hub import Snapshot
 from encserve_export.layouts import hf_bert
 from encserve_export.onnx_export import OnnxOptions, export_onnx
 from encserve_export.precision import Precision
@@ -50,6 +51,7 @@ class _Checkpoint:
         tokenizer: Its tokenizer, or None where there is none.
         asked: The longest sequence that was asked for, in tokens, or None.
         precision: What the bundle computes in.
+        origin: Where on the hub it came from, or None.
         progress: Called with what is being done.
     """
 
@@ -60,10 +62,12 @@ class _Checkpoint:
     tokenizer: TokenizerFile | None
     asked: int | None
     precision: Precision
+    origin: Snapshot | None
     progress: Progress
 
     def source(self, route: Route, description: str, weights_sha256: str) -> manifest.Source:
-        return manifest.Source("hf", description, weights_sha256, self.vector, self.tokenizer, route)
+        came = {} if self.origin is None else {"repository": self.origin.repository, "revision": self.origin.revision}
+        return manifest.Source("hf", description, weights_sha256, self.vector, self.tokenizer, route, **came)
 
     def longest(self, positions: int | None) -> tuple[int, str]:
         """The longest sequence to serve, and a remark, for a model with so many positions."""
@@ -90,6 +94,7 @@ def export_hf(
     max_sequence_tokens: int | None = None,
     precision: Precision = "float32",
     via: Route | None = None,
+    origin: Snapshot | None = None,
     progress: Progress = lambda _: None,
 ) -> Exported:
     """Exports a checkpoint in the layout of Hugging Face.
@@ -101,6 +106,7 @@ def export_hf(
             default the max_seq_length of sentence-transformers, or all of them.
         precision: What the bundle computes in.
         via: How the graph is made; by default the first of `ROUTES` that takes the model.
+        origin: Where on the hub the directory came from, for the manifest.
         progress: Called with what is being done.
 
     Raises:
@@ -108,23 +114,41 @@ def export_hf(
     """
     progress("reading the checkpoint")
     settings = read_object(directory / "config.json")
-    tokenizer_path = directory / manifest.TOKENIZER_FILE
-    checkpoint = _Checkpoint(
-        directory,
-        settings,
-        read_sentence_vector(directory),
-        read_max_seq_length(directory),
-        read_tokenizer(tokenizer_path) if tokenizer_path.is_file() else None,
-        max_sequence_tokens,
-        precision,
-        progress,
-    )
-    if checkpoint.tokenizer is None:
-        progress(f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only")
-    if via is not None:
-        exported = _EXPORTS[via](checkpoint, target)
-        return dataclasses.replace(exported, route=f"{_NAMES[via]}, as --via asks")
-    return _first_that_fits(checkpoint, target)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer, text = _read_tokenizer(directory, Path(folder))
+        if text:
+            progress(text)
+        checkpoint = _Checkpoint(
+            directory,
+            settings,
+            read_sentence_vector(directory),
+            read_max_seq_length(directory),
+            tokenizer,
+            max_sequence_tokens,
+            precision,
+            origin,
+            progress,
+        )
+        if via is None:
+            exported = _first_that_fits(checkpoint, target)
+        else:
+            exported = dataclasses.replace(_EXPORTS[via](checkpoint, target), route=f"{_NAMES[via]}, as --via asks")
+    return dataclasses.replace(exported, text=text)
+
+
+def _read_tokenizer(directory: Path, folder: Path) -> tuple[TokenizerFile | None, str]:
+    """The tokenizer, made of older files in a folder of its own where it must be; or None, and why."""
+    path = directory / manifest.TOKENIZER_FILE
+    if path.is_file():
+        return read_tokenizer(path), ""
+    none = f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
+    older = next((name for name in transformers_export.OLDER_TOKENIZERS if (directory / name).is_file()), None)
+    if older is None:
+        return None, none
+    try:
+        return read_tokenizer(transformers_export.write_tokenizer(directory, folder / manifest.TOKENIZER_FILE)), ""
+    except MissingPackageError as error:
+        return None, f"{none}; making one of {older} {error}"
 
 
 def _first_that_fits(checkpoint: _Checkpoint, target: Target) -> Exported:

@@ -33,6 +33,8 @@ class Source:
         vector: How the model was trained to make one vector of a sequence.
         tokenizer: The tokenizer, or None where the model takes token ids only.
         route: How `hf` made the graph, "own", "onnx" or "transformers"; empty for the other commands.
+        repository: Where on the Hugging Face hub it came from, OWNER/NAME; empty where it did not.
+        revision: The commit there, in hex.
     """
 
     kind: str
@@ -41,6 +43,8 @@ class Source:
     vector: SentenceVector = dataclasses.field(default_factory=SentenceVector)
     tokenizer: TokenizerFile | None = None
     route: str = ""
+    repository: str = ""
+    revision: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,6 +113,8 @@ def build_manifest(
             weights_sha256=source.weights_sha256,
             versions={tool: metadata.version(tool) for tool in _tools(source)},
             route=source.route,
+            repository=source.repository,
+            revision=source.revision,
         ),
         files=[_bundle_file(path) for path in sorted(files)],
         parameters=[manifest_pb2.ParameterCount(part=part, count=count) for part, count in model.parameters.items()],

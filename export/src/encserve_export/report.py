@@ -35,6 +35,7 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
     size = sum(file.size_bytes for file in manifest.files if file.path.startswith(graph.FILE))
     return [
         *([("route", exported.route)] if exported.route else []),
+        *([("text", exported.text)] if exported.text else []),
         *([("left behind", ", ".join(exported.left_behind))] if exported.left_behind else []),
         ("model size", f"{size / 2**20:,.1f} MiB, {manifest.graph.precision}, opset {manifest.graph.opset}"),
         ("parity", _parity(manifest)),

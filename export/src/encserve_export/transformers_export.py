@@ -16,6 +16,7 @@ from encserve_export import graph
 from encserve_export.errors import (
     ConfigError,
     MissingPackageError,
+    TokenizerError,
     UnsupportedModelError,
     WeightNamesError,
     WeightShapeError,
@@ -33,6 +34,8 @@ _OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give 
 # Indices that older versions saved among the weights.
 _INDICES = ("position_ids", "token_type_ids", "inv_freq")
 _MAX_LISTED = 5
+# What a tokenizer was written as before there was tokenizer.json.
+OLDER_TOKENIZERS = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
 
 class _Rows(nn.Module):
@@ -83,7 +86,7 @@ def package(why: str) -> Any:
     try:
         import transformers
     except ImportError:
-        raise MissingPackageError(f"{why} needs the package transformers: {_EXTRA}") from None
+        raise MissingPackageError(f"{why} needs the package transformers: {_EXTRA}".lstrip()) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
@@ -172,6 +175,31 @@ def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None
         raise UnsupportedModelError(
             f"PyTorch cannot write {model.description} as ONNX ({exporter}): {_first_line(error)}; {_OWN_ONNX}"
         ) from error
+
+
+def write_tokenizer(directory: Path, path: Path) -> Path:
+    """Makes a tokenizer.json of older files: vocab.txt, vocab.json and merges.txt, or a SentencePiece model.
+
+    Args:
+        directory: The checkpoint, with one of `OLDER_TOKENIZERS`.
+        path: The tokenizer.json to write.
+
+    Raises:
+        MissingPackageError: transformers is not installed.
+        TokenizerError: transformers makes no tokenizer of these files.
+    """
+    transformers = package("")
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(
+            directory, trust_remote_code=False, local_files_only=True, use_fast=True
+        )
+        tokenizer.backend_tokenizer.save(str(path))
+    except Exception as error:  # whatever a converter raises
+        raise TokenizerError(
+            f"transformers makes no {path.name} of the files in {directory}: {_first_line(error)}; put one there, or "
+            "take the older files away: the model then takes token ids only"
+        ) from error
+    return path
 
 
 def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]) -> Any:

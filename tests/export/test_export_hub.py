@@ -1,0 +1,62 @@
+"""A model's id on the hub is as good as its directory: downloaded at one commit, which the manifest keeps."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from fake_hub import COMMIT, fake_hub
+from google.protobuf import json_format
+
+from encserve_export.cli import main
+from encserve_proto.v1 import manifest_pb2
+
+COMMAND = Path(sys.executable).parent / "encserve-export"
+
+
+def run(endpoint: str, cache: Path, *arguments: object, offline: bool = False) -> "subprocess.CompletedProcess[str]":
+    """In a process of its own: huggingface_hub reads its environment when it is imported."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1",
+                    "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": str(int(offline))}  # fmt: skip
+    command = [str(COMMAND), "hf", *map(str, arguments)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_an_id_is_downloaded(data: Path, models: Path, tmp_path: Path) -> None:
+    with fake_hub("somebody/tiny-bert", data / "hf-bert", ("main", "v2")) as endpoint:
+        found = run(endpoint, tmp_path / "hf", "somebody/tiny-bert", "--revision", "v2", "--model-repository", models)
+    assert found.returncode == 0, found.stderr
+    manifest = json_format.Parse((models / "tiny-bert" / "1" / "manifest.json").read_text(), manifest_pb2.Manifest())
+    assert (manifest.source.repository, manifest.source.revision) == ("somebody/tiny-bert", COMMIT)
+    assert (manifest.source.kind, manifest.source.route) == ("hf", "own")
+
+
+def test_what_the_hub_does_not_have(data: Path, models: Path, tmp_path: Path) -> None:
+    with fake_hub("somebody/tiny-bert", data / "hf-bert") as endpoint:
+        for arguments, message in (
+            (("somebody/other",), "there is neither a directory somebody/other here nor a model of that name on the"),
+            (("somebody/tiny-bert", "--revision", "v9"), "somebody/tiny-bert has no revision 'v9'"),
+        ):
+            refused = run(endpoint, tmp_path / "hf", *arguments, "--model-repository", models)
+            assert refused.returncode == 1
+            assert f"Error: {message}" in refused.stderr
+            assert "Traceback" not in refused.stderr
+        unreached = run(endpoint, tmp_path / "hf", "somebody/other", "--model-repository", models, offline=True)
+    assert "Error: somebody/other cannot be had from the hub, and there is no such directory: " in unreached.stderr
+    assert not models.exists()
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "message"),
+    [
+        ("nowhere", (), "there is no directory nowhere; a model of the hub is named OWNER/NAME"),
+        (".", ("--revision", "main"), "--revision is of the hub; . is a directory"),
+    ],
+)
+def test_what_is_no_id(models: Path, source: str, more: tuple[str, ...], message: str) -> None:
+    result = CliRunner().invoke(main, ["hf", source, *more, "--model-repository", str(models)])
+    assert result.exit_code == 2
+    assert message in result.stderr
