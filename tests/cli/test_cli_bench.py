@@ -25,7 +25,7 @@ from encserve_proto.v1.encoder_pb2_grpc import add_EncoderServiceServicer_to_ser
 
 DOCS = Path(__file__).parent.parent.parent / "docs/bench.md"
 # Long enough for some calls, however little of its CPUs a machine gets: it counts from when generators are connected.
-SECONDS = 0.6
+SECONDS = 1.0
 ONE = Request()
 SHORT: dict[str, Any] = {"seconds": SECONDS, "warmup_seconds": 0.1}
 
@@ -135,7 +135,8 @@ async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -
     service.before = shorter
     lengths = tmp_path / "lengths.json"
     lengths.write_text("[3]")
-    arguments = ["--concurrency", "1", "--lengths", str(lengths), "--seconds", str(SECONDS), "--warmup-seconds", "0"]
+    # At a rate, what is due counts however late its answer comes.
+    arguments = ["--rate", "20", "--lengths", str(lengths), "--seconds", str(SECONDS), "--warmup-seconds", "0"]
     printed = await asyncio.to_thread(CliRunner().invoke, cli, ["--target", service.target, "bench", *arguments])
     assert printed.exit_code == 1
     assert "x WRONG_ANSWER: the sequences have (4,) tokens; wanted (3,)" in " ".join(printed.stdout.split())
