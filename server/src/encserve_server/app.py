@@ -1,8 +1,9 @@
 """The composition root: what is built, and in which order it starts, drains and stops.
 
-Start: metrics, health (NOT_SERVING), gRPC; then each model is verified, loaded and warmed up in a thread; only then
-health says SERVING. From then on the manager follows the model repository. Stop: health says NOT_SERVING, new calls are
-refused, what is in flight is answered; then schedulers and engines are closed.
+Start: the metrics page, and gRPC with health (NOT_SERVING); then each model is verified, loaded and warmed up in a
+thread; only then health says SERVING. From then on the manager follows the model repository. Stop: health says
+NOT_SERVING; when balancers have had time to see it, new calls are refused and what is in flight is answered; those who
+watch health are ended, and gRPC stops; then schedulers and engines are closed.
 
     EncoderService ──▶ Catalog ──▶ ServedModel ──▶ TextTokenizer (threads)
                          ▲              └────────▶ Scheduler ──▶ Engine (threads of its own)
@@ -64,7 +65,8 @@ class App:
         # Loading is in no hurry, and the threads that engines make are made here.
         self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=step_back)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
-        self._health = health.Health(service.SERVICE_NAME, self.metrics)
+        self._health_service = health.HealthService()
+        self._health = health.ModelHealth(self._health_service, service.SERVICE_NAME, self.metrics)
         self._service = service.EncoderService(
             self.catalog,
             self.metrics,
@@ -140,7 +142,7 @@ class App:
                 await self._guard.idle.wait()
                 if self.catalog.all():
                     await asyncio.sleep(_REFUSING_SECONDS)
-        self._health.service.end()
+        self._health_service.end()
         # Nothing of ours is left, or its time is up: what is open now are health checks, and who looks at reflection.
         await server.stop(min(max(grace_ends - self._clock.now(), 0), _FAREWELL_SECONDS))
 
@@ -163,7 +165,7 @@ class App:
         server = make_server(settings)
         ours = self._service.handlers(self._guard, self._tracer)
         add_service(server, service.SERVICE_NAME, service.METHODS, ours)
-        add_service(server, health.SERVICE_NAME, health.METHODS, self._health.service.handlers())
+        add_service(server, health.SERVICE_NAME, health.METHODS, self._health_service.handlers())
         if settings.reflection:
             names = (service.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
             add_service(server, reflection.SERVICE_NAME, reflection.METHODS, reflection.handlers(names))

@@ -88,18 +88,18 @@ class HealthService:
         self._news = asyncio.Event()
 
 
-class Health:
+class ModelHealth:
     """Keeps the health service in step with the models.
 
     Three kinds of names: "" and the encoder service, SERVING while every model is ready; and `SERVICE/MODEL` for each
     model alone, for balancers that route by model. `encserve_ready` says the same of each version.
     """
 
-    def __init__(self, service_name: str, metrics: Metrics) -> None:
-        """Starts with everything NOT_SERVING."""
-        self.service = HealthService()
-        self.service.say({"": False, service_name: False})
-        self._service_name = service_name
+    def __init__(self, service: HealthService, encoder_name: str, metrics: Metrics) -> None:
+        """Says NOT_SERVING; takes the encoder service's full name."""
+        self._service = service
+        self._service.say({"": False, encoder_name: False})
+        self._encoder_name = encoder_name
         self._metrics = metrics
         self._models: Sequence[ServedModel] = ()
         self._changed = asyncio.Event()
@@ -126,7 +126,7 @@ class Health:
                 await self._following
         for model in self._models:
             self._metrics.ready.labels(*model.key).set(0)
-        self.service.say(dict.fromkeys(self.service.serving, False))
+        self._service.say(dict.fromkeys(self._service.serving, False))
 
     async def _follow(self) -> None:
         while True:
@@ -141,10 +141,10 @@ class Health:
         serving: dict[str, bool] = {}
         for model in self._models:
             reason = model.not_ready_reason()
-            name = f"{self._service_name}/{model.bundle.name}"
+            name = f"{self._encoder_name}/{model.bundle.name}"
             serving[name] = serving.get(name, True) and not reason
             self._metrics.ready.labels(*model.key).set(not reason)
-            if reason and self.service.serving.get(name):
+            if reason and self._service.serving.get(name):
                 logger.error("not serving", extra={"model": model.bundle.name, "reason": reason})
         all_serve = all(serving.values())
-        self.service.say({"": all_serve, self._service_name: all_serve, **serving})
+        self._service.say({"": all_serve, self._encoder_name: all_serve, **serving})
