@@ -6,11 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 from encserve_export import Target, export_hf
 from encserve_export.errors import CheckpointFileError, ConfigError, TokenizerError, UnsupportedModelError
 from encserve_export.hf_export import longest_sequence
-from encserve_export.sentence_transformers import SentenceVector, read_max_seq_length, read_sentence_vector
+from encserve_export.sentence_transformers import (
+    SentenceVector,
+    read_max_seq_length,
+    read_sentence_vector,
+    transformer_folder,
+)
 from encserve_export.text import read_tokenizer
 from encserve_proto.v1 import manifest_pb2
 
@@ -28,6 +34,10 @@ def write_modules(folder: Path, modules: object, **pooling: object) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
     (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+
+
+def save_linear(folder: Path, width: int) -> None:
+    torch.save({"linear.weight": torch.ones(3, width), "linear.bias": torch.ones(3)}, folder / "pytorch_model.bin")
 
 
 @pytest.mark.parametrize("fixed_length", [None, 12])
@@ -173,23 +183,116 @@ def test_without_modules_nothing_is_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("pooling", "was"),
+    [({"pooling_mode": ["mean", "attention"]}, "mean and attention"), ({"pooling_mode": None}, "None")],
+)
+def test_poolings_that_do_not_exist_are_refused(tmp_path: Path, pooling: dict[str, object], was: str) -> None:
+    write_modules(tmp_path, MODULES, **pooling)
+    with pytest.raises(UnsupportedModelError, match=f"pooling must be of mean, cls, max, .*; was {was}$"):
+        read_sentence_vector(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("module", "problem"),
     [
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "mean and max"),
-        ({"pooling_mode_lasttoken": True}, "pooling_mode_lasttoken"),
-        ({}, "None"),
+        ("sentence_transformers.models.CNN", "has a CNN module, which a bundle cannot express here: without modules"),
+        ("sentence_transformers.models.Pooling", "has a Pooling module, which a bundle cannot express here"),
+        (
+            "sentence_transformers.base.modules.router.Router",
+            "Router module, .*: queries and documents go through",
+        ),
+        ("sentence_transformers.models.StaticEmbedding", "StaticEmbedding module, .*: it looks vectors up"),
+        ("sentence_transformers.models.CLIPModel", "CLIPModel module, .*: it takes images too; save its text model"),
+        ("sentence_transformers.sparse_encoder.modules.SpladePooling", "it gives weights of the whole vocabulary"),
+        ("custom_st.Transformer", "has a module custom_st.Transformer, which is code of its own and never run here"),
     ],
 )
-def test_other_poolings_are_refused(tmp_path: Path, pooling: dict[str, object], was: str) -> None:
-    write_modules(tmp_path, MODULES, **pooling)
-    with pytest.raises(UnsupportedModelError, match=f"pooling must be one of mean, cls, max; was {was}$"):
+def test_a_module_that_a_bundle_cannot_express_is_refused(tmp_path: Path, module: str, problem: str) -> None:
+    write_modules(tmp_path, [*MODULES, {"idx": 3, "name": "3", "path": "3", "type": module}], pooling_mode="mean")
+    with pytest.raises(UnsupportedModelError, match=problem):
         read_sentence_vector(tmp_path)
 
 
-def test_a_module_that_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content", "problem"),
+    [
+        ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "is a SparseEncoder: it gives weights"),
+        ("config_sentence_transformers.json", {"model_type": "MultiVectorEncoder"}, "is a MultiVectorEncoder"),
+        ("config_sentence_transformers.json", {"model_type": "CrossEncoder"}, "is a CrossEncoder: it scores pairs of"),
+        ("config.json", {"sentence_transformers": {"activation_fn": "x"}}, "is a CrossEncoder: it scores pairs"),
+        ("config.json", {"sbert_ce_default_activation_function": "x"}, "is a CrossEncoder: it scores pairs"),
+        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "must be feature-extraction .*'fill-mask'"),
+        ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "takes message and no plain text"),
+        ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, "its tokenizer is that of 'x'; put that"),
+        ("sentence_bert_config.json", {"config_args": {"n_heads": 3}}, "changes of the config is not known .*n_heads"),
+    ],
+)
+def test_a_directory_of_another_kind_is_refused(tmp_path: Path, file: str, content: object, problem: str) -> None:
+    write_modules(tmp_path, MODULES, pooling_mode="mean")
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(UnsupportedModelError, match=problem):
+        read_sentence_vector(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ({"prompts": {"query": 5}}, "must give prompts as texts by name"),
+        ({"prompts": {"query": "q: "}, "default_prompt_name": "document"}, "is 'document'; the prompts are ..query"),
+        ({"truncate_dim": 0}, "must give truncate_dim as a number from 1; was 0"),
+    ],
+)
+def test_settings_that_contradict_themselves(tmp_path: Path, content: object, problem: str) -> None:
+    write_modules(tmp_path, MODULES, pooling_mode="mean")
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointFileError, match=problem):
+        read_sentence_vector(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "problem"),
+    [
+        ({"in_features": 0}, CheckpointFileError, "must give in_features as a number from 1; was 0"),
+        ({"in_features": 5}, CheckpointFileError, "its weights are not those of its config.json: "),
+        ({"activation_function": "mine.Tanh"}, UnsupportedModelError, "one of torch.nn .*; was mine.Tanh"),
+        ({"activation_function": "torch.nn.modules.activation.MultiheadAttention"}, UnsupportedModelError, "one of"),
+        (
+            {"module_input_name": "token_embeddings"},
+            UnsupportedModelError,
+            "must be sentence_embedding; was 'tok",
+        ),
+    ],
+)
+def test_a_dense_module_that_cannot_be_read(
+    tmp_path: Path, config: dict[str, object], error: type[Exception], problem: str
+) -> None:
     dense = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"}
-    write_modules(tmp_path, [*MODULES, dense], pooling_mode_mean_tokens=True)
-    with pytest.raises(UnsupportedModelError, match="has a Dense module, which a bundle cannot express"):
+    write_modules(tmp_path, [*MODULES, dense], pooling_mode="mean")
+    (tmp_path / "3_Dense").mkdir()
+    (tmp_path / "3_Dense" / "config.json").write_text(json.dumps({"in_features": 4, "out_features": 3, **config}))
+    torch.save(
+        {"linear.weight": torch.ones(3, 4), "linear.bias": torch.ones(3)}, tmp_path / "3_Dense/pytorch_model.bin"
+    )
+    with pytest.raises(error, match=problem):
         read_sentence_vector(tmp_path)
+
+
+def test_a_head_that_does_not_take_what_is_pooled(bert: "Checkpoint", models: Path) -> None:
+    dense = {"idx": 3, "name": "3", "path": "3_Dense", "type": "sentence_transformers.models.Dense"}
+    write_modules(bert.path, [*MODULES[:2], dense], pooling_mode="mean")
+    (bert.path / "3_Dense").mkdir()
+    (bert.path / "3_Dense" / "config.json").write_text(json.dumps({"in_features": 5, "out_features": 3}))
+    torch.save(
+        {"linear.weight": torch.ones(3, 5), "linear.bias": torch.ones(3)}, bert.path / "3_Dense/pytorch_model.bin"
+    )
+    with pytest.raises(CheckpointFileError, match="the modules after pooling do not take"):
+        export_hf(bert.path, Target(model_repository=models, name="bert"))
+    assert not models.exists()
+
+
+def test_modules_lead_nowhere_else(tmp_path: Path) -> None:
+    write_modules(tmp_path, [{**MODULES[0], "path": "../elsewhere"}])
+    with pytest.raises(CheckpointFileError, match=r"names a folder outside .*: '../elsewhere'"):
+        transformer_folder(tmp_path)
 
 
 def test_a_broken_pooling_file(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from encserve_proto.fingerprint import fingerprint
 from encserve_proto.v1 import manifest_pb2
 from encserve_server.errors import BundleError
 from encserve_server.repository.bundle import read_bundle
-from encserve_server.types import Output, OutputKind
+from encserve_server.types import ModelPooling, OutputKind
 
 
 def edit(directory: Path, **fields: Any) -> None:
@@ -30,7 +30,7 @@ def test_a_good_bundle_is_read(tmp_path: Path) -> None:
     assert (bundle.name, bundle.version, bundle.d_model) == ("tiny", "1", D_MODEL)
     assert bundle.graph.path == directory / "model.onnx"
     assert bundle.tokenizer_file is None
-    assert bundle.pooling == Output(OutputKind.CLS, l2_normalize=False)
+    assert bundle.pooling == ModelPooling((OutputKind.CLS,), l2_normalize=False, width=D_MODEL)
 
 
 def test_an_altered_file_is_refused(tmp_path: Path) -> None:

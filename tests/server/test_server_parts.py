@@ -21,14 +21,23 @@ from encserve_server import errors
 from encserve_server.__main__ import main
 from encserve_server.engine.base import BatchResult
 from encserve_server.errors import BundleError, EncserveError, InvalidField, QueueFull
-from encserve_server.models.pooling import make_outputs
+from encserve_server.models.pooling import ModelVector, make_outputs
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.repository import loading
 from encserve_server.rpc import status, wire
 from encserve_server.settings import Settings
 from encserve_server.system import cpus
 from encserve_server.telemetry import logs
-from encserve_server.types import DataType, Output, OutputArrays, OutputKind, Rows, TokenizedText
+from encserve_server.types import (
+    DataType,
+    ModelPooling,
+    Numbers,
+    Output,
+    OutputArrays,
+    OutputKind,
+    Rows,
+    TokenizedText,
+)
 
 
 def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
@@ -200,14 +209,25 @@ def outputs_of(rows: list[Rows], *wanted: Output) -> list[OutputArrays]:
     for its, place in zip(rows, padded, strict=True):
         place[: len(its)] = its
     with np.errstate(all="ignore"):
-        return make_outputs(BatchResult(padded, lengths, 0.0, 0.0), [wanted] * len(rows))
+        return make_outputs(BatchResult(padded, lengths, 0.0, 0.0), [wanted] * len(rows), MODEL)
 
 
+class Doubling:
+    """A head of the width that comes in."""
+
+    def run(self, pooled: Numbers) -> Numbers:
+        return pooled * 2
+
+
+# Every pooling, joined.
+KINDS = tuple(kind for kind in OutputKind if kind not in (OutputKind.TOKENS, OutputKind.MODEL))
+MODEL = ModelVector(ModelPooling(KINDS, l2_normalize=False, width=3 * len(KINDS)), Doubling())
 EVERY_OUTPUT = [
-    Output(kind, l2_normalize, data_type)
+    Output(kind, l2_normalize, data_type, dimensions, skipped)
     for kind in OutputKind
     for l2_normalize in (False, True)
     for data_type in DataType
+    for dimensions, skipped in ((0, 0), (2, 0), *([(0, 4)] if kind is OutputKind.MODEL else []))
 ]
 
 
@@ -235,6 +255,13 @@ def test_outputs_are_those_of_the_rows(lengths: list[int], seed: int) -> None:
         np.testing.assert_allclose(mean, its.mean(axis=0, keepdims=True), rtol=1e-4, atol=1e-6)
         np.testing.assert_array_equal(cls, its[:1])
         np.testing.assert_array_equal(largest, its.max(axis=0, keepdims=True))
+        (joined,) = outputs_of([its], Output(OutputKind.MODEL, False))[0]
+        apart = outputs_of([its], *(Output(kind, False) for kind in KINDS))[0]
+        np.testing.assert_array_equal(joined, 2 * np.concatenate(apart, axis=1))
+        weights = np.arange(1, len(its) + 1)
+        others = (np.average(its, axis=0, weights=weights), its.sum(axis=0) / np.sqrt(len(its)), its[-1])
+        for kind, want in zip(("WEIGHTED_MEAN", "MEAN_SQRT_LENGTH", "LAST_TOKEN"), others, strict=True):
+            np.testing.assert_allclose(apart[KINDS.index(OutputKind[kind])][0], want, rtol=1e-4, atol=1e-6)
     for unit in outputs_of(rows, Output(OutputKind.TOKENS, True), Output(OutputKind.MEAN, True)):
         for array in unit:
             np.testing.assert_allclose(np.linalg.norm(array, axis=1), 1, rtol=1e-5)

@@ -169,7 +169,7 @@ BAD_REQUESTS = {
     "output kind": (
         one(pb.EncodeOptions(outputs=[pb.OutputSpec(), pb.OutputSpec(kind=unknown(42))])),
         "options.outputs[1].kind",
-        "must be a value of OutputKind, 0 to 5; was 42",
+        "must be a value of OutputKind, 0 to 8; was 42",
     ),
     "output twice": (
         one(pb.EncodeOptions(outputs=[pb.OutputSpec(), pb.OutputSpec(kind=pb.OUTPUT_KIND_TOKENS)])),

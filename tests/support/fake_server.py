@@ -21,7 +21,7 @@ from encserve_server.repository.activation import LoadedModel
 from encserve_server.repository.manager import Loader
 from encserve_server.settings import Settings
 from encserve_server.telemetry import page
-from encserve_server.types import Bundle, Graph, InspectGraph, InspectKind, Output, OutputKind
+from encserve_server.types import Bundle, Graph, InspectGraph, InspectKind, ModelPooling, OutputKind
 
 D_MODEL, VOCAB_SIZE, LONGEST = 4, 1000, 32
 N_LAYERS, N_HEADS = 3, 2
@@ -163,7 +163,7 @@ def fake_model(
         vocab_size=0 if takes_vectors else VOCAB_SIZE,
         max_sequence_tokens=LONGEST,
         special_token_ids=(0, 1, 2) if tokenizer_file else (),
-        pooling=Output(OutputKind.MEAN, l2_normalize=True) if tokenizer_file else None,
+        pooling=ModelPooling((OutputKind.MEAN,), l2_normalize=True, width=D_MODEL) if tokenizer_file else None,
         tokenizer_file=tokenizer_file,
         graph=graph,
         inspect_graph=InspectGraph(graph, names, {}) if load_inspector else None,

@@ -163,6 +163,8 @@ def _refuse_foreign(directory: Path, manifest: manifest_pb2.Manifest, listed: se
         named["inspect_graph.file"] = manifest.inspect_graph.file
     if manifest.HasField("text"):
         named["text.tokenizer_file"] = manifest.text.tokenizer_file
+    if manifest.HasField("head"):
+        named["head.file"] = manifest.head.file
     for field, name in named.items():
         if name not in listed:
             raise BundleError(f"{directory / FILE}: {field} names {name!r}, which the manifest does not list")

@@ -1,7 +1,6 @@
 """The exports through our own encoder: state dict, or random weights -> verified bundle."""
 
 import dataclasses
-import shutil
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from encserve_export.checkpoint import Table, find_encoder
 from encserve_export.config import EncoderConfig, Input
 from encserve_export.encoder import Encoder
 from encserve_export.errors import TokenizerError
+from encserve_export.head import write_head
 from encserve_export.init import random_encoder
 from encserve_export.manifest import Source
 from encserve_export.precision import Precision
@@ -189,7 +189,11 @@ def complete(
     """
     listed = list(files)
     if source.tokenizer is not None:
-        listed.append(Path(shutil.copyfile(source.tokenizer.path, folder / manifest.TOKENIZER_FILE)))
-    described = manifest.build_manifest(target.name, target.version, model, source, parity, listed)
+        listed.append(source.tokenizer.write(folder / manifest.TOKENIZER_FILE))
+    head, vector = None, source.vector
+    if vector.head is not None:
+        head = write_head(vector.head, manifest.pooled_width(model.shape, vector), folder)
+        listed.append(folder / head.file)
+    described = manifest.build_manifest(target.name, target.version, model, source, parity, listed, head)
     (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
     return Exported(target.model_repository / target.name / target.version, described)

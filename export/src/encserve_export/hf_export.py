@@ -23,7 +23,13 @@ from encserve_export.hub import Snapshot
 from encserve_export.layouts import hf_bert
 from encserve_export.onnx_export import OnnxOptions, export_onnx
 from encserve_export.precision import Precision
-from encserve_export.sentence_transformers import SentenceVector, read_max_seq_length, read_sentence_vector
+from encserve_export.sentence_transformers import (
+    SentenceVector,
+    read_lowercase,
+    read_max_seq_length,
+    read_sentence_vector,
+    transformer_folder,
+)
 from encserve_export.text import TokenizerFile, read_tokenizer
 from encserve_export.transformers_export import TransformersModel
 from encserve_export.weights import read_object, read_weights
@@ -44,7 +50,7 @@ class _Checkpoint:
     """What a directory says, whichever route it takes.
 
     Attributes:
-        directory: The directory.
+        directory: Where the encoder and its tokenizer lie.
         settings: config.json.
         vector: How its rows become one vector.
         usual: What sentence-transformers cuts texts to; None where it does not say.
@@ -113,6 +119,7 @@ def export_hf(
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
     progress("reading the checkpoint")
+    vector, directory = read_sentence_vector(directory), transformer_folder(directory)
     settings = read_object(directory / "config.json")
     with tempfile.TemporaryDirectory() as folder:
         tokenizer, text = _read_tokenizer(directory, Path(folder))
@@ -121,7 +128,7 @@ def export_hf(
         checkpoint = _Checkpoint(
             directory,
             settings,
-            read_sentence_vector(directory),
+            vector,
             read_max_seq_length(directory),
             tokenizer,
             max_sequence_tokens,
@@ -138,15 +145,16 @@ def export_hf(
 
 def _read_tokenizer(directory: Path, folder: Path) -> tuple[TokenizerFile | None, str]:
     """The tokenizer, made of older files in a folder of its own where it must be; or None, and why."""
-    path = directory / manifest.TOKENIZER_FILE
+    path, lowercase = directory / manifest.TOKENIZER_FILE, read_lowercase(directory)
     if path.is_file():
-        return read_tokenizer(path), ""
+        return read_tokenizer(path, lowercase=lowercase), ""
     none = f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
     older = next((name for name in transformers_export.OLDER_TOKENIZERS if (directory / name).is_file()), None)
     if older is None:
         return None, none
     try:
-        return read_tokenizer(transformers_export.write_tokenizer(directory, folder / manifest.TOKENIZER_FILE)), ""
+        written = transformers_export.write_tokenizer(directory, folder / manifest.TOKENIZER_FILE)
+        return read_tokenizer(written, lowercase=lowercase), ""
     except MissingPackageError as error:
         return None, f"{none}; making one of {older} {error}"
 
@@ -189,7 +197,7 @@ def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tu
 
 def _via_own(checkpoint: _Checkpoint, target: Target) -> Exported:
     layout = hf_bert.read_layout(checkpoint.settings)
-    longest, remark = longest_sequence(layout.config.max_sequence_tokens, checkpoint.usual, checkpoint.asked)
+    longest, remark = checkpoint.longest(layout.config.max_sequence_tokens)
     if remark:
         checkpoint.progress(remark)
     checkpoint.progress("reading the weights")

@@ -86,7 +86,13 @@ def describe(encoder: Encoder, graphs: graph.Graphs) -> Model:
 
 
 def build_manifest(
-    name: str, version: str, model: Model, source: Source, parity: verify.Parity, files: Iterable[Path]
+    name: str,
+    version: str,
+    model: Model,
+    source: Source,
+    parity: verify.Parity,
+    files: Iterable[Path],
+    head: manifest_pb2.Head | None = None,
 ) -> manifest_pb2.Manifest:
     """Describes a bundle.
 
@@ -97,15 +103,25 @@ def build_manifest(
         source: Where it comes from.
         parity: What was measured in ONNX Runtime.
         files: All files of the bundle, which must lie directly in its folder.
+        head: The interface of what comes after pooling; None where nothing does.
     """
+    vector = source.vector
+    width = pooled_width(model.shape, vector) if head is None else head.width
     manifest = manifest_pb2.Manifest(
         format_version=FORMAT_VERSION,
         name=name,
         version=version,
         encoder=model.shape,
         text=_text(model.shape, source.tokenizer),
-        pooling=source.vector.pooling,
-        l2_normalize=source.vector.l2_normalize,
+        pooling=vector.pooling,
+        l2_normalize=vector.l2_normalize,
+        more_poolings=vector.more_poolings,
+        head=head,
+        pooling_skips_prompt=vector.skips_prompt,
+        prompts=vector.prompts,
+        default_prompt_name=vector.default_prompt_name,
+        dimensions=vector.dimensions if vector.pooling and vector.dimensions < width else 0,
+        similarity=vector.similarity,
         graph=model.graph,
         source=manifest_pb2.Source(
             kind=source.kind,
@@ -125,10 +141,16 @@ def build_manifest(
     return manifest
 
 
+def pooled_width(shape: manifest_pb2.EncoderShape, vector: SentenceVector) -> int:
+    """The numbers of a vector that comes from pooling."""
+    return shape.d_model * (1 + len(vector.more_poolings))
+
+
 def to_json(manifest: manifest_pb2.Manifest) -> str:
     """The manifest in protobuf's JSON form, every field written out, always in the same order."""
     fields = to_fields(manifest)
-    fields["source"]["versions"] = dict(sorted(fields["source"]["versions"].items()))
+    for of, name in ((fields["source"], "versions"), (fields, "prompts")):
+        of[name] = dict(sorted(of[name].items()))
     return json.dumps(fields, indent=2) + "\n"
 
 

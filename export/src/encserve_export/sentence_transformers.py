@@ -1,9 +1,18 @@
-"""Reads what sentence-transformers puts beside a checkpoint: how rows become one vector, and of how long a text."""
+"""Reads what sentence-transformers puts beside a checkpoint: prompts, the longest text, how rows become one vector.
+
+What is read is what sentence-transformers 5 and 6 read, and the folders of older versions; what a bundle cannot express
+is refused.
+"""
 
 import dataclasses
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+from torch import nn
 
 from encserve_export.errors import CheckpointFileError, UnsupportedModelError
+from encserve_export.head import Normalize, read_dense, read_layer_norm
 from encserve_export.weights import read_json, read_object
 from encserve_proto.v1 import manifest_pb2
 
@@ -11,63 +20,127 @@ POOLINGS = {
     "mean": manifest_pb2.POOLING_MEAN,
     "cls": manifest_pb2.POOLING_CLS,
     "max": manifest_pb2.POOLING_MAX,
+    "lasttoken": manifest_pb2.POOLING_LAST_TOKEN,
+    "weightedmean": manifest_pb2.POOLING_WEIGHTED_MEAN,
+    "mean_sqrt_len_tokens": manifest_pb2.POOLING_MEAN_SQRT_LENGTH,
 }
-# The older form: one flag for each.
+# The older form: one flag for each, joined in this order.
 _FLAGS = {
-    "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
 }
 # Older versions named it after the model within.
-_LENGTH_FILES = [
-    f"sentence_{model}_config.json" for model in ("bert", "roberta", "distilbert", "camembert", "xlm-roberta")
+_TRANSFORMER_FILES = [
+    f"sentence_{model}_config.json"
+    for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ]
+_SIMILARITIES = ("cosine", "dot", "euclidean", "manhattan")
+# Settings of the Transformer module that change no vector.
+_HARMLESS = {
+    "model": {"add_pooling_layer", "attn_implementation", "dtype", "torch_dtype", "use_safetensors", "device_map"},
+    "processor": {"model_max_length", "padding_side", "use_fast", "clean_up_tokenization_spaces"},
+    "config": {"attn_implementation", "use_cache"},
+}
+# Why a bundle has no place for a directory of another kind, or a module, and what to do.
+_OTHER_KINDS = {
+    "CrossEncoder": "it scores pairs of texts and gives no vector of one; serve it with a server for rerankers",
+    "SparseEncoder": "it gives weights of the whole vocabulary, not a vector of d_model numbers; serve it with "
+    "sentence-transformers' SparseEncoder",
+    "MultiVectorEncoder": "it compares texts by the vectors of all their tokens, projected; the encoder alone is "
+    "exported without modules.json and config_sentence_transformers.json, and gives a row per token",
+}
+_OTHER_MODULES = {
+    "Router": "queries and documents go through different modules; export each of its folders by itself",
+    "Asym": "queries and documents go through different modules; export each of its folders by itself",
+    "StaticEmbedding": "it looks vectors up and averages them; there is no encoder to serve",
+    "CLIPModel": "it takes images too; save its text model alone (CLIPTextModel.save_pretrained) and export that",
+    "MLMTransformer": _OTHER_KINDS["SparseEncoder"],
+    "SpladePooling": _OTHER_KINDS["SparseEncoder"],
+}
+_ALONE = "without modules.json the encoder alone is exported"
 
 
 @dataclasses.dataclass(frozen=True)
 class SentenceVector:
-    """How the model was trained to make one vector of a sequence.
+    """How the model was trained to make one vector of a text.
 
     Attributes:
         pooling: How rows become one vector; unspecified where the checkpoint does not say.
-        l2_normalize: Whether the vector is scaled to length 1.
+        l2_normalize: Whether the vector is scaled to length 1, behind the head.
+        more_poolings: Those whose vectors are joined behind that of `pooling`.
+        head: What comes after pooling, (batch, poolings x d_model) -> (batch, width); None where nothing does.
+        skips_prompt: Whether the tokens of a prompt are left out of pooling.
+        prompts: What the model was trained to see before a text, by name.
+        default_prompt_name: The one that it sees unless another is asked for; empty for none.
+        dimensions: To how many of its first numbers the vector is cut at last; 0 for all.
+        similarity: How vectors are compared; empty where the checkpoint does not say.
     """
 
     pooling: manifest_pb2.Pooling = manifest_pb2.POOLING_UNSPECIFIED
     l2_normalize: bool = False
+    more_poolings: tuple[manifest_pb2.Pooling, ...] = ()
+    head: nn.Sequential | None = None
+    skips_prompt: bool = False
+    prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    default_prompt_name: str = ""
+    dimensions: int = 0
+    similarity: str = ""
+
+
+def transformer_folder(directory: Path) -> Path:
+    """Where the encoder and its tokenizer lie: the directory itself, or the folder that modules.json names.
+
+    Raises:
+        CheckpointFileError: modules.json is unreadable, or names a folder elsewhere.
+    """
+    modules = _modules(directory)
+    return _inside(directory, modules[0][1]) if modules and modules[0][0] == "Transformer" else directory
 
 
 def read_sentence_vector(directory: Path) -> SentenceVector:
-    """Reads modules.json and the pooling it names.
+    """Reads modules.json, what it names, and config_sentence_transformers.json.
 
     Args:
         directory: The checkpoint; without a modules.json, nothing is known of pooling.
 
     Raises:
-        UnsupportedModelError: The model does more to its rows than mean, cls or max pooling and normalising.
-        CheckpointFileError: A file is unreadable.
+        UnsupportedModelError: The model makes its vector in a way that a bundle cannot express.
+        CheckpointFileError: A file is unreadable or contradicts itself.
     """
-    if not (directory / "modules.json").is_file():
-        return SentenceVector()
+    _refuse_other_kinds(directory)
     vector = SentenceVector()
-    for kind, folder in _modules(directory / "modules.json"):
-        if kind == "Pooling":
-            vector = dataclasses.replace(vector, pooling=_pooling(directory / folder / "config.json"))
-        elif kind == "Normalize":
-            vector = dataclasses.replace(vector, l2_normalize=True)
-        elif kind != "Transformer":
-            raise UnsupportedModelError(
-                f"modules.json has a {kind} module, which a bundle cannot express; "
-                "without modules.json the encoder alone is exported"
-            )
-    return vector
+    head: list[nn.Module] = []
+    for i, (kind, folder) in enumerate(_modules(directory)):
+        path = _inside(directory, folder)
+        if kind == "Transformer" and i == 0:
+            _check_transformer(path)
+        elif kind == "Pooling" and vector.pooling == manifest_pb2.POOLING_UNSPECIFIED:
+            first, *more, skips_prompt = _pooling(path / "config.json")
+            vector = dataclasses.replace(vector, pooling=first, more_poolings=tuple(more), skips_prompt=skips_prompt)
+        elif kind == "Dropout":
+            pass  # it does nothing once a model is trained
+        elif kind in _HEAD and vector.pooling != manifest_pb2.POOLING_UNSPECIFIED:
+            head += _HEAD[kind](path)
+        else:
+            why = _OTHER_MODULES.get(kind, _ALONE)
+            raise UnsupportedModelError(f"modules.json has a {kind} module, which a bundle cannot express here: {why}")
+    while head and isinstance(head[-1], Normalize):
+        head.pop()
+        vector = dataclasses.replace(vector, l2_normalize=True)
+    if head:
+        vector = dataclasses.replace(vector, head=nn.Sequential(*head).eval().requires_grad_(False))
+    return _with_settings(vector, directory / "config_sentence_transformers.json")
 
 
 def read_max_seq_length(directory: Path) -> int | None:
     """The most tokens of a text that sentence-transformers gives the model, special ones included.
 
     Args:
-        directory: The checkpoint.
+        directory: Where the encoder lies.
 
     Returns:
         max_seq_length, or None where the checkpoint does not say.
@@ -75,25 +148,141 @@ def read_max_seq_length(directory: Path) -> int | None:
     Raises:
         CheckpointFileError: The file that says it is unreadable, or says no length.
     """
-    path = next((directory / name for name in _LENGTH_FILES if (directory / name).is_file()), None)
-    length = None if path is None else read_object(path).get("max_seq_length")
+    path, settings = _transformer_settings(directory)
+    length = _arguments(settings, "processor").get("model_max_length", settings.get("max_seq_length"))
     if length is not None and (type(length) is not int or length < 1):
         raise CheckpointFileError(f"{path} must give max_seq_length as a number of tokens from 1; was {length!r}")
     return length
 
 
-def _modules(path: Path) -> list[tuple[str, str]]:
-    """The class name and the folder of each module."""
+def read_lowercase(directory: Path) -> bool:
+    """Whether sentence-transformers puts texts into lower case, whatever the tokenizer does; `directory` as above."""
+    return bool(_transformer_settings(directory)[1].get("do_lower_case"))
+
+
+def _transformer_settings(directory: Path) -> tuple[Path | None, dict[str, Any]]:
+    """The file of the Transformer module's settings, and what is in it."""
+    path = next((directory / name for name in _TRANSFORMER_FILES if (directory / name).is_file()), None)
+    return path, {} if path is None else read_object(path)
+
+
+def _arguments(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What the module's file gives to the "model", the "processor" or the "config", under its new name or its old."""
+    old = "tokenizer_args" if name == "processor" else f"{name}_args"
+    found = settings.get(old, settings.get(f"{name}_kwargs"))
+    return found if isinstance(found, dict) else {}
+
+
+def _check_transformer(directory: Path) -> None:
+    """Refuses settings of the Transformer module that would change a vector."""
+    path, settings = _transformer_settings(directory)
+    task = settings.get("transformer_task", "feature-extraction")
+    if task != "feature-extraction":
+        raise UnsupportedModelError(f"{path}: transformer_task must be feature-extraction for an encoder; was {task!r}")
+    methods = settings.get("modality_config")
+    if isinstance(methods, dict) and "text" not in methods:
+        raise UnsupportedModelError(
+            f"{path}: the model takes {', '.join(methods)} and no plain text, which a bundle cannot express"
+        )
+    if settings.get("tokenizer_name_or_path"):
+        raise UnsupportedModelError(
+            f"{path}: its tokenizer is that of {settings['tokenizer_name_or_path']!r}; put that tokenizer.json beside "
+            "config.json, and take tokenizer_name_or_path out"
+        )
+    for name, harmless in _HARMLESS.items():
+        if unknown := sorted(_arguments(settings, name).keys() - harmless):
+            raise UnsupportedModelError(
+                f"{path}: what it changes of the {name} is not known here: {', '.join(unknown)}; write it into the "
+                "directory's own files, and take it out"
+            )
+
+
+def _refuse_other_kinds(directory: Path) -> None:
+    settings_path, config_path = directory / "config_sentence_transformers.json", directory / "config.json"
+    kind = read_object(settings_path).get("model_type") if settings_path.is_file() else None
+    if kind is None and config_path.is_file() and _scores_pairs(read_object(config_path)):
+        kind = "CrossEncoder"
+    if kind in _OTHER_KINDS:
+        raise UnsupportedModelError(f"{directory} is a {kind}: {_OTHER_KINDS[kind]}")
+
+
+def _scores_pairs(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a cross-encoder, which has had several ways to say so."""
+    own = config.get("sentence_transformers")
+    return "sbert_ce_default_activation_function" in config or (isinstance(own, dict) and "activation_fn" in own)
+
+
+def _modules(directory: Path) -> list[tuple[str, str]]:
+    """The class name and the folder of each module; none where there is no modules.json."""
+    path = directory / "modules.json"
+    if not path.is_file():
+        return []
     try:
-        return [(str(module["type"]).rpartition(".")[2], str(module["path"])) for module in read_json(path)]
+        found = [(str(module["type"]), str(module["path"])) for module in read_json(path)]
     except (TypeError, KeyError):
         raise CheckpointFileError(f"{path} must be a list of modules, each with a type and a path") from None
+    for name, _ in found:
+        if not name.startswith("sentence_transformers."):
+            raise UnsupportedModelError(
+                f"{path} has a module {name}, which is code of its own and never run here; {_ALONE}"
+            )
+    return [(name.rpartition(".")[2], folder) for name, folder in found]
 
 
-def _pooling(path: Path) -> manifest_pb2.Pooling:
+def _inside(directory: Path, folder: str) -> Path:
+    path = directory / folder
+    if not path.resolve().is_relative_to(directory.resolve()):
+        raise CheckpointFileError(f"{directory / 'modules.json'} names a folder outside {directory}: {folder!r}")
+    return path
+
+
+def _pooling(path: Path) -> tuple[Any, ...]:
+    """The poolings, in order, and at last whether a prompt is left out."""
     settings = read_object(path)
-    modes = [name for name, value in settings.items() if name.startswith("pooling_mode_") and value is True]
-    chosen = [_FLAGS.get(name, name) for name in modes] or [str(settings.get("pooling_mode"))]
-    if len(chosen) != 1 or chosen[0] not in POOLINGS:
-        raise UnsupportedModelError(f"pooling must be one of {', '.join(POOLINGS)}; was {' and '.join(chosen)}")
-    return POOLINGS[chosen[0]]
+    if "pooling_mode" in settings:
+        given = settings["pooling_mode"]
+        modes = [given] if isinstance(given, str) else given if isinstance(given, list) else [str(given)]
+    else:
+        modes = [name for flag, name in _FLAGS.items() if settings.get(flag)] or ["mean"]
+    if not modes or not all(mode in POOLINGS for mode in modes):
+        raise UnsupportedModelError(
+            f"{path}: pooling must be of {', '.join(POOLINGS)}; was {' and '.join(map(str, modes)) or 'none'}"
+        )
+    return (*(POOLINGS[mode] for mode in modes), not settings.get("include_prompt", True))
+
+
+def _normalize(folder: Path) -> list[nn.Module]:
+    path = folder / "config.json"
+    settings = read_object(path) if path.is_file() else {}
+    if settings.get("module_input_name", "sentence_embedding") != "sentence_embedding":
+        raise UnsupportedModelError(f"{path}: only the sentence's vector can be normalised by a bundle; {_ALONE}")
+    return [Normalize()]
+
+
+_HEAD: dict[str, Callable[[Path], list[nn.Module]]] = {
+    "Dense": lambda folder: [read_dense(folder)],
+    "LayerNorm": lambda folder: [read_layer_norm(folder)],
+    "Normalize": _normalize,
+}
+
+
+def _with_settings(vector: SentenceVector, path: Path) -> SentenceVector:
+    """Adds what config_sentence_transformers.json says."""
+    settings = read_object(path) if path.is_file() else {}
+    # None stands for a prompt that nobody has filled in.
+    prompts = {name: text or "" for name, text in (settings.get("prompts") or {}).items()}
+    default, dimensions = settings.get("default_prompt_name"), settings.get("truncate_dim")
+    if not all(isinstance(text, str) for text in prompts.values()):
+        raise CheckpointFileError(f"{path} must give prompts as texts by name; was {settings['prompts']!r}")
+    if default is not None and default not in prompts:
+        raise CheckpointFileError(f"{path}: default_prompt_name is {default!r}; the prompts are {sorted(prompts)}")
+    if dimensions is not None and (type(dimensions) is not int or dimensions < 1):
+        raise CheckpointFileError(f"{path} must give truncate_dim as a number from 1; was {dimensions!r}")
+    similarity = settings.get("similarity_fn_name")
+    return dataclasses.replace(
+        vector,
+        prompts=prompts,
+        default_prompt_name=default or "",
+        dimensions=dimensions or 0,
+        similarity=similarity if similarity in _SIMILARITIES else "",
+    )

@@ -1,9 +1,10 @@
 """Checks a tokenizer.json against the model it is to feed."""
 
 import dataclasses
+import shutil
 from pathlib import Path
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, normalizers
 
 from encserve_export.errors import TokenizerError
 
@@ -16,11 +17,23 @@ class TokenizerFile:
         path: The file.
         largest_id: The largest token id that it can give, of a text or around one.
         around_text: The ids that it puts around a text.
+        lowercase: Whether a bundle's copy is to put texts into lower case first, which the file does not.
     """
 
     path: Path
     largest_id: int
     around_text: tuple[int, ...]
+    lowercase: bool = False
+
+    def write(self, path: Path) -> Path:
+        """Writes the bundle's copy: the file as it is, but for `lowercase`."""
+        if not self.lowercase:
+            return Path(shutil.copyfile(self.path, path))
+        tokenizer = Tokenizer.from_file(str(self.path))
+        given = [] if tokenizer.normalizer is None else [tokenizer.normalizer]
+        tokenizer.normalizer = normalizers.Sequence([normalizers.Lowercase(), *given])
+        tokenizer.save(str(path))
+        return path
 
     def check_fits(self, vocab_size: int) -> None:
         """Refuses a tokenizer that gives ids the model has no embedding for.
@@ -34,8 +47,12 @@ class TokenizerFile:
             )
 
 
-def read_tokenizer(path: Path) -> TokenizerFile:
+def read_tokenizer(path: Path, *, lowercase: bool = False) -> TokenizerFile:
     """Loads a tokenizer.json.
+
+    Args:
+        path: The file.
+        lowercase: Whether texts are to be put into lower case whatever the file says.
 
     Raises:
         TokenizerError: It is unreadable or empty.
@@ -51,4 +68,4 @@ def read_tokenizer(path: Path) -> TokenizerFile:
     if not ids:
         raise TokenizerError(f"{path} has an empty vocabulary")
     around_text = tuple(tokenizer.encode("").ids)
-    return TokenizerFile(path, max(*ids, *around_text), around_text)
+    return TokenizerFile(path, max(*ids, *around_text), around_text, lowercase)

@@ -8,7 +8,19 @@ from google.protobuf import json_format
 
 from encserve_proto.v1 import manifest_pb2
 
-_FACTS = ("encoder", "text", "pooling", "l2_normalize", "graph")
+_FACTS = (
+    "encoder",
+    "text",
+    "pooling",
+    "l2_normalize",
+    "graph",
+    "more_poolings",
+    "head",
+    "pooling_skips_prompt",
+    "prompts",
+    "default_prompt_name",
+    "dimensions",
+)
 
 
 def to_fields(manifest: manifest_pb2.Manifest) -> dict[str, Any]:
@@ -23,7 +35,7 @@ def fingerprint(manifest: manifest_pb2.Manifest) -> str:
     """Identifies the vector space: 32 hex digits.
 
     The beginning of the SHA-256 over the compact JSON, keys sorted, of each file's path and SHA-256 and the manifest's
-    encoder, text, pooling, l2_normalize and graph. Fields at their default are left out, so that a field that is added
+    facts about what it computes. Fields at their default are left out, so that a field that is added
     to the manifest later changes no fingerprint of a bundle that does not have it.
     """
     fields = json_format.MessageToDict(manifest, preserving_proto_field_name=True)

@@ -1,7 +1,7 @@
 """The data that flows through the server: shapes and dtypes stated, and names that say what has been checked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +25,10 @@ class OutputKind(IntEnum):
     MEAN = 2
     CLS = 3
     MAX = 4
+    MODEL = 5  # as the model was trained to make one vector; see ModelPooling
+    LAST_TOKEN = 6
+    WEIGHTED_MEAN = 7
+    MEAN_SQRT_LENGTH = 8
 
 
 class DataType(IntEnum):
@@ -55,13 +59,17 @@ class Output(NamedTuple):
 
     Attributes:
         kind: What it is.
-        l2_normalize: Whether each row is scaled to Euclidean length 1.
+        l2_normalize: Whether each row is scaled to Euclidean length 1, after it has been cut.
         data_type: The type of its numbers; a float16 beyond its range becomes infinite.
+        dimensions: To how many of its first numbers a row is cut; 0 for all.
+        skipped_tokens: How many tokens at the beginning OutputKind.MODEL leaves out of pooling: those of a prompt.
     """
 
     kind: OutputKind
     l2_normalize: bool
     data_type: DataType = DataType.FLOAT32
+    dimensions: int = 0
+    skipped_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +184,62 @@ class Graph:
     token_type_ids_name: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class HeadGraph:
+    """The ONNX file of what comes after pooling, and its interface.
+
+    Attributes:
+        path: The ONNX file.
+        input_name: Its input of pooled vectors, float32 (batch, pooled_width).
+        output_name: Its output, float32 (batch, width).
+        pooled_width: The numbers of a pooled vector.
+        width: The numbers of a vector behind it.
+    """
+
+    path: Path
+    input_name: str
+    output_name: str
+    pooled_width: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPooling:
+    """How a model was trained to make one vector of a sequence: what OutputKind.MODEL stands for.
+
+    Attributes:
+        kinds: The poolings, whose vectors are joined in this order.
+        l2_normalize: Whether the vector is scaled to Euclidean length 1, before it is cut.
+        width: Its numbers, before it is cut.
+        head: What comes between; None for nothing.
+        skips_prompt: Whether the tokens of a prompt are left out of pooling.
+        dimensions: To how many numbers it is cut where nothing else is asked for; 0 for all.
+    """
+
+    kinds: tuple[OutputKind, ...]
+    l2_normalize: bool
+    width: int
+    head: HeadGraph | None = None
+    skips_prompt: bool = False
+    dimensions: int = 0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is one pooling over all tokens, and normalising at most."""
+        return len(self.kinds) == 1 and self.head is None and not self.skips_prompt
+
+    def output(self, l2_normalize: bool, data_type: DataType, dimensions: int) -> Output:
+        """The output that makes this vector, cut to `dimensions` or else its own, then normalised if that is asked."""
+        dimensions = dimensions or self.dimensions
+        if self.is_plain and not (self.l2_normalize and dimensions):
+            return Output(self.kinds[0], self.l2_normalize or l2_normalize, data_type, dimensions)
+        return Output(OutputKind.MODEL, l2_normalize, data_type, dimensions)
+
+    def gives_unit_vectors(self, output: Output) -> bool:
+        """Whether what `output` makes has length 1 already: being cut takes that away."""
+        return output.kind is OutputKind.MODEL and self.l2_normalize and output.dimensions in (0, self.width)
+
+
 class InspectKind(Enum):
     """What one tensor of an inspection holds; the values are those of the protobuf enum of the same name."""
 
@@ -235,12 +299,15 @@ class Bundle:
         vocab_size: One more than the largest id; 0 where the model takes vectors.
         max_sequence_tokens: The longest sequence.
         special_token_ids: Ids that the tokenizer puts around a text, and the padding id.
-        pooling: How the model was trained to pool, or None where the manifest does not say.
+        pooling: How the model was trained to make one vector of a sequence, or None where the manifest does not say.
         tokenizer_file: The tokenizer, or None where the model takes ids only.
         graph: The ONNX file and its interface.
         inspect_graph: The ONNX file that gives what happens inside, or None where there is none.
         position: Where a token's place comes from; empty where the manifest does not say.
         parameters: How many numbers the model has, by part.
+        prompts: What may be put before a text, by name.
+        default_prompt_name: Which of them is where nobody asks for another; empty for none.
+        similarity: How vectors are meant to be compared; empty where the manifest does not say.
     """
 
     name: str
@@ -252,12 +319,20 @@ class Bundle:
     vocab_size: int
     max_sequence_tokens: int
     special_token_ids: tuple[int, ...]
-    pooling: Output | None
+    pooling: ModelPooling | None
     tokenizer_file: Path | None
     graph: Graph
     inspect_graph: InspectGraph | None
     position: str
     parameters: Mapping[str, int]
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    default_prompt_name: str = ""
+    similarity: str = ""
+
+    def width(self, output: Output) -> int:
+        """The numbers of a row of an output."""
+        width = self.pooling.width if output.kind is OutputKind.MODEL and self.pooling else self.d_model
+        return output.dimensions or width
 
     def sample(self, length: int, *, last: bool = False) -> ModelInput:
         """A sequence that the model can compute: of its first id or its last, or of vectors of 0 or 1."""

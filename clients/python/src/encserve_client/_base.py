@@ -35,6 +35,8 @@ class StreamOptions(TypedDict, total=False):
     truncate: bool
     exclude_special_tokens: bool
     l2_normalize: bool
+    dimensions: int | None
+    prompt_name: str | None
     max_in_flight: int
     timeout_seconds: float | None
 
@@ -116,6 +118,8 @@ class BaseClient:
         truncate: bool,
         exclude_special_tokens: bool,
         l2_normalize: bool,
+        dimensions: int | None,
+        prompt_name: str | None,
         max_in_flight: int,
         timeout_seconds: float | None,
     ) -> StreamRun:
@@ -131,8 +135,11 @@ class BaseClient:
         if as_int("max_in_flight", max_in_flight) < 1:
             raise ValueError(f"max_in_flight must be >= 1; was {max_in_flight}")
         settings = self._core.settings
-        output = Output("tokens", l2_normalize) if pooling is None else pooled_output(pooling, l2_normalize)
-        options = Options((output,), dtype, truncate, exclude_special_tokens)
+        if pooling is None:
+            output = Output("tokens", l2_normalize, dimensions)
+        else:
+            output = pooled_output(pooling, l2_normalize, dimensions)
+        options = Options((output,), dtype, truncate, exclude_special_tokens, prompt_name=prompt_name)
         seconds = self._core.time_limit(timeout_seconds, 0.0).seconds
         books: StreamBooks[Array] = StreamBooks(
             settings.retry, max_in_flight, seconds, ordered, settings.random, settings.target

@@ -73,11 +73,14 @@ class AsyncEncoderClient(BaseClient):
         truncate: bool = False,
         exclude_special_tokens: bool = False,
         l2_normalize: bool = False,
+        prompt_name: str | None = None,
         timeout_seconds: float | None = None,
     ) -> list[Array]:
         """One row per token for every input: a (seq_len, d_model) array each. See `EncoderClient.encode`."""
         items = check_inputs(inputs)
-        options = Options((Output("tokens", l2_normalize),), dtype, truncate, exclude_special_tokens)
+        options = Options(
+            (Output("tokens", l2_normalize),), dtype, truncate, exclude_special_tokens, prompt_name=prompt_name
+        )
         if not items:
             return []
         return (await self._encode(items, model, version, options, timeout_seconds)).outputs[0].arrays()
@@ -92,10 +95,12 @@ class AsyncEncoderClient(BaseClient):
         dtype: DType = "float32",
         truncate: bool = False,
         l2_normalize: bool = False,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         timeout_seconds: float | None = None,
     ) -> Array:
         """One row per input: (inputs, d_model). See `EncoderClient.embed`."""
-        options = Options((pooled_output(pooling, l2_normalize),), dtype, truncate)
+        options = Options((pooled_output(pooling, l2_normalize, dimensions),), dtype, truncate, prompt_name=prompt_name)
         return (await self._encode(check_inputs(inputs), model, version, options, timeout_seconds)).outputs[0].matrix()
 
     async def run(
@@ -109,10 +114,13 @@ class AsyncEncoderClient(BaseClient):
         truncate: bool = False,
         exclude_special_tokens: bool = False,
         include_token_strings: bool = False,
+        prompt_name: str | None = None,
         timeout_seconds: float | None = None,
     ) -> EncodeResult:
         """Everything about the inputs at once. See `EncoderClient.run`."""
-        options = Options(as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings)
+        options = Options(
+            as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings, prompt_name
+        )
         return await self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
 
     async def inspect(
@@ -193,6 +201,8 @@ class AsyncEncoderClient(BaseClient):
         truncate: bool = False,
         exclude_special_tokens: bool = False,
         l2_normalize: bool = False,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         timeout_seconds: float | None = None,
     ) -> AsyncGenerator[Any, None]:
@@ -215,6 +225,8 @@ class AsyncEncoderClient(BaseClient):
             truncate=truncate,
             exclude_special_tokens=exclude_special_tokens,
             l2_normalize=l2_normalize,
+            dimensions=dimensions,
+            prompt_name=prompt_name,
             max_in_flight=max_in_flight,
             timeout_seconds=timeout_seconds,
         )

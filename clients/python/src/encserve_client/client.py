@@ -103,6 +103,7 @@ class EncoderClient(BaseClient):
         truncate: bool = False,
         exclude_special_tokens: bool = False,
         l2_normalize: bool = False,
+        prompt_name: str | None = None,
         timeout_seconds: float | None = None,
     ) -> list[Array]:
         """One row per token for every input.
@@ -118,6 +119,8 @@ class EncoderClient(BaseClient):
                 an error.
             exclude_special_tokens: Whether to leave out the rows of special tokens.
             l2_normalize: Whether to scale every row to Euclidean length 1.
+            prompt_name: Which of `ModelInfo.prompts` to put before every text; "" for none. Default: the model's own
+                `default_prompt_name`, which only texts get.
             timeout_seconds: How long the whole call may take, however many messages it becomes. Default: no limit for
                 the whole, and the client's for each message.
 
@@ -135,7 +138,9 @@ class EncoderClient(BaseClient):
             EncserveError: Anything else; see its subclasses.
         """
         items = check_inputs(inputs)
-        options = Options((Output("tokens", l2_normalize),), dtype, truncate, exclude_special_tokens)
+        options = Options(
+            (Output("tokens", l2_normalize),), dtype, truncate, exclude_special_tokens, prompt_name=prompt_name
+        )
         if not items:
             return []
         return run_without_loop(self._encode(items, model, version, options, timeout_seconds)).outputs[0].arrays()
@@ -150,31 +155,38 @@ class EncoderClient(BaseClient):
         dtype: DType = "float32",
         truncate: bool = False,
         l2_normalize: bool = False,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         timeout_seconds: float | None = None,
     ) -> Array:
         """One row per input.
 
         Args:
             inputs: As for `encode`.
-            pooling: How the rows of an input's tokens become one: "mean", "cls" (the first token's) or "max", each
-                over all of its tokens, special ones included; "model" for what the model was trained for, normalised
-                if it was trained so.
+            pooling: How the rows of an input's tokens become one: "mean", "cls" (the first token's), "max",
+                "last_token", "weighted_mean" or "mean_sqrt_length", each over all of its tokens, special ones included;
+                "model" for what the model was trained for: pooled, sent through what it has behind its pooling,
+                normalised, and cut, each if it was trained so.
             model: As for `encode`.
             version: As for `encode`.
             dtype: As for `encode`.
             truncate: As for `encode`.
-            l2_normalize: Whether to scale every row to Euclidean length 1.
+            l2_normalize: Whether to scale every row to Euclidean length 1, after it has been cut.
+            dimensions: To how many of its first numbers to cut every row. Default: `ModelInfo.default_dimensions` for
+                "model", or all.
+            prompt_name: As for `encode`.
             timeout_seconds: As for `encode`.
 
         Returns:
-            (inputs, d_model) of `dtype`: a read-only view on the bytes received if the call fitted into one message,
-            otherwise a copy. Without inputs (0, d_model).
+            (inputs, width) of `dtype`: a read-only view on the bytes received if the call fitted into one message,
+            otherwise a copy. Without inputs (0, width). The width is d_model, for "model" `ModelInfo.vector_width`, or
+            `dimensions`.
 
         Raises:
             EncserveError: As for `encode`. InvalidRequestError also where pooling is "model" and the model does not
                 say what it was trained for.
         """
-        options = Options((pooled_output(pooling, l2_normalize),), dtype, truncate)
+        options = Options((pooled_output(pooling, l2_normalize, dimensions),), dtype, truncate, prompt_name=prompt_name)
         call = self._encode(check_inputs(inputs), model, version, options, timeout_seconds)
         return run_without_loop(call).outputs[0].matrix()
 
@@ -189,6 +201,7 @@ class EncoderClient(BaseClient):
         truncate: bool = False,
         exclude_special_tokens: bool = False,
         include_token_strings: bool = False,
+        prompt_name: str | None = None,
         timeout_seconds: float | None = None,
     ) -> EncodeResult:
         """Everything about the inputs at once: several outputs, what the model saw of each input, and the timings.
@@ -206,6 +219,7 @@ class EncoderClient(BaseClient):
             truncate: As for `encode`.
             exclude_special_tokens: Whether to leave the rows of special tokens out of "tokens".
             include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
+            prompt_name: As for `encode`.
             timeout_seconds: As for `encode`.
 
         Returns:
@@ -214,7 +228,9 @@ class EncoderClient(BaseClient):
         Raises:
             EncserveError: As for `encode`.
         """
-        options = Options(as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings)
+        options = Options(
+            as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings, prompt_name
+        )
         call = self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
         return run_without_loop(call)
 
@@ -321,6 +337,8 @@ class EncoderClient(BaseClient):
         truncate: bool = False,
         exclude_special_tokens: bool = False,
         l2_normalize: bool = False,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
         max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
         timeout_seconds: float | None = None,
     ) -> Generator[Any, None, None]:
@@ -346,6 +364,8 @@ class EncoderClient(BaseClient):
             truncate: As for `encode`.
             exclude_special_tokens: As for `encode`.
             l2_normalize: As for `encode`.
+            dimensions: As for `embed`.
+            prompt_name: As for `encode`.
             max_in_flight: How many inputs may be read and not yet yielded.
             timeout_seconds: How long one input may take from when it is read until it is answered, retries included,
                 not counting the time that the caller is busy with results. Default: the client's. The stream as a
@@ -368,6 +388,8 @@ class EncoderClient(BaseClient):
             truncate=truncate,
             exclude_special_tokens=exclude_special_tokens,
             l2_normalize=l2_normalize,
+            dimensions=dimensions,
+            prompt_name=prompt_name,
             max_in_flight=max_in_flight,
             timeout_seconds=timeout_seconds,
         )

@@ -7,13 +7,14 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
+from encserve_client._arguments import as_int, want
 from encserve_client.exceptions import InvalidInputError
 from encserve_proto.v1 import encoder_pb2 as pb
 
 DType = Literal["float32", "float16"]
-Pooling = Literal["model", "mean", "cls", "max"]
+Pooling = Literal["model", "mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length"]
 InputKind = Literal["token_ids", "embeddings"]
-OutputKind = Literal["tokens", "model", "mean", "cls", "max"]
+OutputKind = Literal["tokens", "model", "mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length"]
 Array = npt.NDArray[np.floating[Any]]
 Layers: TypeAlias = bool | Sequence[int]
 """True for every layer, False for none, or the layers from 0 in ascending order."""
@@ -24,6 +25,9 @@ _KINDS: dict[OutputKind, pb.OutputKind] = {
     "mean": pb.OUTPUT_KIND_MEAN,
     "cls": pb.OUTPUT_KIND_CLS,
     "max": pb.OUTPUT_KIND_MAX,
+    "last_token": pb.OUTPUT_KIND_LAST_TOKEN,
+    "weighted_mean": pb.OUTPUT_KIND_WEIGHTED_MEAN,
+    "mean_sqrt_length": pb.OUTPUT_KIND_MEAN_SQRT_LENGTH,
 }
 _KIND_NAMES: dict[int, OutputKind] = {number: name for name, number in _KINDS.items()}
 _DATA_TYPES: dict[DType, pb.DataType] = {"float32": pb.DATA_TYPE_FLOAT32, "float16": pb.DATA_TYPE_FLOAT16}
@@ -47,17 +51,23 @@ class Output:
     """One thing to return for every input.
 
     Attributes:
-        kind: "tokens" for one row per token; "mean", "cls" or "max" for one row per input, pooled over all of its
-            tokens; "model" for one row per input, pooled and normalised the way the model was trained for.
-        l2_normalize: Whether to scale every row to Euclidean length 1.
+        kind: "tokens" for one row per token; "mean", "cls", "max", "last_token", "weighted_mean" or "mean_sqrt_length"
+            for one row per input, pooled over all of its tokens; "model" for one row per input, made the way the model
+            was trained for.
+        l2_normalize: Whether to scale every row to Euclidean length 1, after it has been cut.
+        dimensions: To how many of its first numbers to cut every row. Default: all, or for "model" as many as the model
+            was trained for.
     """
 
     kind: OutputKind = "tokens"
     l2_normalize: bool = False
+    dimensions: int | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError for a kind that does not exist."""
+        """Raises InvalidInputError for a kind that does not exist, or for dimensions below 1."""
         _check("kind", self.kind, OutputKind)
+        if self.dimensions is not None and as_int("dimensions", self.dimensions) < 1:
+            raise InvalidInputError(f"dimensions must be >= 1; was {self.dimensions}")
 
     @property
     def is_pooled(self) -> bool:
@@ -74,9 +84,11 @@ class Options:
     truncate: bool = False
     exclude_special_tokens: bool = False
     include_token_strings: bool = False
+    prompt_name: str | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for options that no server accepts."""
+        want("prompt_name", self.prompt_name, (str, type(None)), "a str or None")
         _check("dtype", self.dtype, DType)
         if not self.outputs:
             raise InvalidInputError("outputs must name at least one output; was empty")
@@ -101,11 +113,15 @@ class Options:
     def to_proto(self) -> pb.EncodeOptions:
         """The same as a message."""
         return pb.EncodeOptions(
-            outputs=[pb.OutputSpec(kind=_KINDS[it.kind], l2_normalize=it.l2_normalize) for it in self.outputs],
+            outputs=[
+                pb.OutputSpec(kind=_KINDS[it.kind], l2_normalize=it.l2_normalize, dimensions=it.dimensions or 0)
+                for it in self.outputs
+            ],
             data_type=self.data_type,
             truncation=self.truncation,
             exclude_special_tokens=self.exclude_special_tokens,
             include_token_strings=self.include_token_strings,
+            prompt_name=self.prompt_name,
         )
 
 
@@ -116,10 +132,10 @@ def as_outputs(outputs: Sequence[Output | OutputKind]) -> tuple[Output, ...]:
     return tuple(it if isinstance(it, Output) else Output(it) for it in outputs)
 
 
-def pooled_output(pooling: Pooling, l2_normalize: bool) -> Output:
+def pooled_output(pooling: Pooling, l2_normalize: bool, dimensions: int | None = None) -> Output:
     """The output for a pooling. Raises InvalidInputError for one that does not exist."""
     _check("pooling", pooling, Pooling)
-    return Output(pooling, l2_normalize)
+    return Output(pooling, l2_normalize, dimensions)
 
 
 def kind_name(kind: int) -> OutputKind | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client.options import Array, InputKind, OutputKind, Pooling
+from encserve_client.options import Array, InputKind, Output, OutputKind, Pooling
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,8 @@ class ModelInfo:
         max_sequence_tokens: The longest sequence in tokens, special tokens included.
         has_tokenizer: Whether text is accepted.
         special_token_ids: The ids that the tokenizer puts around a text, and the padding id.
-        pooling: The pooling that the model was trained for; None where it is not known.
+        pooling: The pooling that the model was trained for; None where it is not known, "model" where it is more than
+            one pooling, or something comes between it and normalising.
         l2_normalize: Whether it was trained with pooled vectors of length 1.
         provider: The ONNX Runtime execution provider that it really runs on, or "OpenVINO".
         precision: The type that it computes in.
@@ -158,6 +159,12 @@ class ModelInfo:
         max_inspect_tokens: The longest sequence that `inspect` takes; 0 where it does not answer.
         position: Where a token's place comes from: "sinusoidal", "learned" or "none"; empty where it is not known.
         parameters: How many numbers it has, by part.
+        vector_width: The numbers of a vector of "model" pooling that is not cut; 0 where the pooling is not known.
+        default_dimensions: To how many of them it is cut unless a call says otherwise; 0 for all.
+        prompts: The texts that may be put before a text, by name.
+        default_prompt_name: The one that is unless a call says otherwise; empty for none.
+        similarity: How its vectors are meant to be compared: "cosine", "dot", "euclidean" or "manhattan"; empty where
+            that is not known.
     """
 
     name: str
@@ -187,6 +194,17 @@ class ModelInfo:
     max_inspect_tokens: int = 0
     position: str = ""
     parameters: Mapping[str, int] = field(default_factory=dict, hash=False)
+    vector_width: int = 0
+    default_dimensions: int = 0
+    prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
+    default_prompt_name: str = ""
+    similarity: str = ""
+
+    def width(self, output: Output) -> int:
+        """The numbers of a row of an output."""
+        if output.kind != "model":
+            return output.dimensions or self.d_model
+        return output.dimensions or self.default_dimensions or self.vector_width or self.d_model
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -21,6 +21,9 @@ class OutputKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTPUT_KIND_CLS: _ClassVar[OutputKind]
     OUTPUT_KIND_MAX: _ClassVar[OutputKind]
     OUTPUT_KIND_MODEL_POOLING: _ClassVar[OutputKind]
+    OUTPUT_KIND_LAST_TOKEN: _ClassVar[OutputKind]
+    OUTPUT_KIND_WEIGHTED_MEAN: _ClassVar[OutputKind]
+    OUTPUT_KIND_MEAN_SQRT_LENGTH: _ClassVar[OutputKind]
 
 class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -49,6 +52,9 @@ OUTPUT_KIND_MEAN: OutputKind
 OUTPUT_KIND_CLS: OutputKind
 OUTPUT_KIND_MAX: OutputKind
 OUTPUT_KIND_MODEL_POOLING: OutputKind
+OUTPUT_KIND_LAST_TOKEN: OutputKind
+OUTPUT_KIND_WEIGHTED_MEAN: OutputKind
+OUTPUT_KIND_MEAN_SQRT_LENGTH: OutputKind
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT16: DataType
@@ -87,26 +93,30 @@ class Input(_message.Message):
     def __init__(self, token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., text: _Optional[str] = ..., embeddings: _Optional[_Union[TokenEmbeddings, _Mapping]] = ...) -> None: ...
 
 class OutputSpec(_message.Message):
-    __slots__ = ("kind", "l2_normalize")
+    __slots__ = ("kind", "l2_normalize", "dimensions")
     KIND_FIELD_NUMBER: _ClassVar[int]
     L2_NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     kind: OutputKind
     l2_normalize: bool
-    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ...) -> None: ...
+    dimensions: int
+    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., dimensions: _Optional[int] = ...) -> None: ...
 
 class EncodeOptions(_message.Message):
-    __slots__ = ("outputs", "data_type", "truncation", "exclude_special_tokens", "include_token_strings")
+    __slots__ = ("outputs", "data_type", "truncation", "exclude_special_tokens", "include_token_strings", "prompt_name")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATION_FIELD_NUMBER: _ClassVar[int]
     EXCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_TOKEN_STRINGS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[OutputSpec]
     data_type: DataType
     truncation: Truncation
     exclude_special_tokens: bool
     include_token_strings: bool
-    def __init__(self, outputs: _Optional[_Iterable[_Union[OutputSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., exclude_special_tokens: bool = ..., include_token_strings: bool = ...) -> None: ...
+    prompt_name: str
+    def __init__(self, outputs: _Optional[_Iterable[_Union[OutputSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., exclude_special_tokens: bool = ..., include_token_strings: bool = ..., prompt_name: _Optional[str] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("model", "model_version", "inputs", "options", "expected_fingerprint")
@@ -311,7 +321,14 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes", "input_kind", "can_inspect", "max_inspect_tokens", "position", "parameters")
+    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes", "input_kind", "can_inspect", "max_inspect_tokens", "position", "parameters", "vector_width", "default_dimensions", "prompts", "default_prompt_name", "similarity")
+    class PromptsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
@@ -339,6 +356,11 @@ class ModelInfo(_message.Message):
     MAX_INSPECT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    VECTOR_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
+    SIMILARITY_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     fingerprint: str
@@ -366,7 +388,12 @@ class ModelInfo(_message.Message):
     max_inspect_tokens: int
     position: str
     parameters: _containers.RepeatedCompositeFieldContainer[PartParameters]
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., input_kind: _Optional[_Union[InputKind, str]] = ..., can_inspect: bool = ..., max_inspect_tokens: _Optional[int] = ..., position: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[PartParameters, _Mapping]]] = ...) -> None: ...
+    vector_width: int
+    default_dimensions: int
+    prompts: _containers.ScalarMap[str, str]
+    default_prompt_name: str
+    similarity: str
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., input_kind: _Optional[_Union[InputKind, str]] = ..., can_inspect: bool = ..., max_inspect_tokens: _Optional[int] = ..., position: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[PartParameters, _Mapping]]] = ..., vector_width: _Optional[int] = ..., default_dimensions: _Optional[int] = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., similarity: _Optional[str] = ...) -> None: ...
 
 class PartParameters(_message.Message):
     __slots__ = ("part", "count")

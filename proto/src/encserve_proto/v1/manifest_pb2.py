@@ -14,37 +14,43 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n encserve_proto/v1/manifest.proto\x12\x0b\x65ncserve.v1\"\xdd\x03\n\x08Manifest\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12*\n\x07\x65ncoder\x18\x05 \x01(\x0b\x32\x19.encserve.v1.EncoderShape\x12$\n\x04text\x18\x06 \x01(\x0b\x32\x16.encserve.v1.TextInput\x12%\n\x07pooling\x18\x07 \x01(\x0e\x32\x14.encserve.v1.Pooling\x12\x14\n\x0cl2_normalize\x18\x08 \x01(\x08\x12!\n\x05graph\x18\t \x01(\x0b\x32\x12.encserve.v1.Graph\x12#\n\x06source\x18\n \x01(\x0b\x32\x13.encserve.v1.Source\x12&\n\x05\x66iles\x18\x0b \x03(\x0b\x32\x17.encserve.v1.BundleFile\x12/\n\nparameters\x18\x0c \x03(\x0b\x32\x1b.encserve.v1.ParameterCount\x12#\n\x06parity\x18\r \x01(\x0b\x32\x13.encserve.v1.Parity\x12\x30\n\rinspect_graph\x18\x0e \x01(\x0b\x32\x19.encserve.v1.InspectGraph\"\xcb\x01\n\x0c\x45ncoderShape\x12\x0f\n\x07\x64_model\x18\x01 \x01(\r\x12\x0f\n\x07n_heads\x18\x02 \x01(\r\x12\x0c\n\x04\x64_ff\x18\x03 \x01(\r\x12\x10\n\x08n_layers\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x1b\n\x13max_sequence_tokens\x18\x06 \x01(\r\x12\x14\n\x0cpad_token_id\x18\x07 \x01(\r\x12\x12\n\nactivation\x18\x08 \x01(\t\x12\x0c\n\x04norm\x18\t \x01(\t\x12\x10\n\x08position\x18\n \x01(\t\">\n\tTextInput\x12\x16\n\x0etokenizer_file\x18\x01 \x01(\t\x12\x19\n\x11special_token_ids\x18\x02 \x03(\r\"\xb7\x01\n\x05Graph\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\r\n\x05opset\x18\x02 \x01(\r\x12\x16\n\x0einput_ids_name\x18\x03 \x01(\t\x12\x1b\n\x13\x61ttention_mask_name\x18\x04 \x01(\t\x12\x13\n\x0boutput_name\x18\x05 \x01(\t\x12\x11\n\tprecision\x18\x06 \x01(\t\x12\x1b\n\x13token_type_ids_name\x18\x07 \x01(\t\x12\x17\n\x0f\x65mbeddings_name\x18\x08 \x01(\t\"\x89\x01\n\x0cInspectGraph\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x1f\n\x17\x61ttention_weights_names\x18\x02 \x03(\t\x12\x1a\n\x12hidden_state_names\x18\x03 \x03(\t\x12\x16\n\x0epositions_name\x18\x04 \x01(\t\x12\x16\n\x0eresidual_nodes\x18\x05 \x03(\t\"\xde\x01\n\x06Source\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x16\n\x0eweights_sha256\x18\x03 \x01(\t\x12\x33\n\x08versions\x18\x04 \x03(\x0b\x32!.encserve.v1.Source.VersionsEntry\x12\r\n\x05route\x18\x05 \x01(\t\x12\x12\n\nrepository\x18\x06 \x01(\t\x12\x10\n\x08revision\x18\x07 \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\nBundleFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"-\n\x0eParameterCount\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\xec\x01\n\x06Parity\x12\x11\n\ttolerance\x18\x01 \x01(\x01\x12\x1a\n\x12max_relative_error\x18\x02 \x01(\x01\x12\x19\n\x11max_padding_error\x18\x03 \x01(\x01\x12&\n\x05\x63\x61ses\x18\x04 \x03(\x0b\x32\x17.encserve.v1.ParityCase\x12\x12\n\nmin_cosine\x18\x05 \x01(\x01\x12\x1a\n\x12min_padding_cosine\x18\x06 \x01(\x01\x12\x1b\n\x13required_min_cosine\x18\x07 \x01(\x01\x12#\n\x1brequired_min_padding_cosine\x18\x08 \x01(\x01\"9\n\nParityCase\x12\x0f\n\x07lengths\x18\x01 \x03(\r\x12\x1a\n\x12max_relative_error\x18\x02 \x01(\x01*V\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_MEAN\x10\x01\x12\x0f\n\x0bPOOLING_CLS\x10\x02\x12\x0f\n\x0bPOOLING_MAX\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n encserve_proto/v1/manifest.proto\x12\x0b\x65ncserve.v1\"\xf3\x05\n\x08Manifest\x12\x16\n\x0e\x66ormat_version\x18\x01 \x01(\r\x12\x0c\n\x04name\x18\x02 \x01(\t\x12\x0f\n\x07version\x18\x03 \x01(\t\x12\x13\n\x0b\x66ingerprint\x18\x04 \x01(\t\x12*\n\x07\x65ncoder\x18\x05 \x01(\x0b\x32\x19.encserve.v1.EncoderShape\x12$\n\x04text\x18\x06 \x01(\x0b\x32\x16.encserve.v1.TextInput\x12%\n\x07pooling\x18\x07 \x01(\x0e\x32\x14.encserve.v1.Pooling\x12\x14\n\x0cl2_normalize\x18\x08 \x01(\x08\x12!\n\x05graph\x18\t \x01(\x0b\x32\x12.encserve.v1.Graph\x12#\n\x06source\x18\n \x01(\x0b\x32\x13.encserve.v1.Source\x12&\n\x05\x66iles\x18\x0b \x03(\x0b\x32\x17.encserve.v1.BundleFile\x12/\n\nparameters\x18\x0c \x03(\x0b\x32\x1b.encserve.v1.ParameterCount\x12#\n\x06parity\x18\r \x01(\x0b\x32\x13.encserve.v1.Parity\x12\x30\n\rinspect_graph\x18\x0e \x01(\x0b\x32\x19.encserve.v1.InspectGraph\x12+\n\rmore_poolings\x18\x0f \x03(\x0e\x32\x14.encserve.v1.Pooling\x12\x1f\n\x04head\x18\x10 \x01(\x0b\x32\x11.encserve.v1.Head\x12\x1c\n\x14pooling_skips_prompt\x18\x11 \x01(\x08\x12\x33\n\x07prompts\x18\x12 \x03(\x0b\x32\".encserve.v1.Manifest.PromptsEntry\x12\x1b\n\x13\x64\x65\x66\x61ult_prompt_name\x18\x13 \x01(\t\x12\x12\n\ndimensions\x18\x14 \x01(\r\x12\x12\n\nsimilarity\x18\x15 \x01(\t\x1a.\n\x0cPromptsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\xcb\x01\n\x0c\x45ncoderShape\x12\x0f\n\x07\x64_model\x18\x01 \x01(\r\x12\x0f\n\x07n_heads\x18\x02 \x01(\r\x12\x0c\n\x04\x64_ff\x18\x03 \x01(\r\x12\x10\n\x08n_layers\x18\x04 \x01(\r\x12\x12\n\nvocab_size\x18\x05 \x01(\r\x12\x1b\n\x13max_sequence_tokens\x18\x06 \x01(\r\x12\x14\n\x0cpad_token_id\x18\x07 \x01(\r\x12\x12\n\nactivation\x18\x08 \x01(\t\x12\x0c\n\x04norm\x18\t \x01(\t\x12\x10\n\x08position\x18\n \x01(\t\">\n\tTextInput\x12\x16\n\x0etokenizer_file\x18\x01 \x01(\t\x12\x19\n\x11special_token_ids\x18\x02 \x03(\r\"\xb7\x01\n\x05Graph\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\r\n\x05opset\x18\x02 \x01(\r\x12\x16\n\x0einput_ids_name\x18\x03 \x01(\t\x12\x1b\n\x13\x61ttention_mask_name\x18\x04 \x01(\t\x12\x13\n\x0boutput_name\x18\x05 \x01(\t\x12\x11\n\tprecision\x18\x06 \x01(\t\x12\x1b\n\x13token_type_ids_name\x18\x07 \x01(\t\x12\x17\n\x0f\x65mbeddings_name\x18\x08 \x01(\t\"L\n\x04Head\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x12\n\ninput_name\x18\x02 \x01(\t\x12\x13\n\x0boutput_name\x18\x03 \x01(\t\x12\r\n\x05width\x18\x04 \x01(\r\"\x89\x01\n\x0cInspectGraph\x12\x0c\n\x04\x66ile\x18\x01 \x01(\t\x12\x1f\n\x17\x61ttention_weights_names\x18\x02 \x03(\t\x12\x1a\n\x12hidden_state_names\x18\x03 \x03(\t\x12\x16\n\x0epositions_name\x18\x04 \x01(\t\x12\x16\n\x0eresidual_nodes\x18\x05 \x03(\t\"\xde\x01\n\x06Source\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65scription\x18\x02 \x01(\t\x12\x16\n\x0eweights_sha256\x18\x03 \x01(\t\x12\x33\n\x08versions\x18\x04 \x03(\x0b\x32!.encserve.v1.Source.VersionsEntry\x12\r\n\x05route\x18\x05 \x01(\t\x12\x12\n\nrepository\x18\x06 \x01(\t\x12\x10\n\x08revision\x18\x07 \x01(\t\x1a/\n\rVersionsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\">\n\nBundleFile\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x0e\n\x06sha256\x18\x03 \x01(\t\"-\n\x0eParameterCount\x12\x0c\n\x04part\x18\x01 \x01(\t\x12\r\n\x05\x63ount\x18\x02 \x01(\x04\"\xec\x01\n\x06Parity\x12\x11\n\ttolerance\x18\x01 \x01(\x01\x12\x1a\n\x12max_relative_error\x18\x02 \x01(\x01\x12\x19\n\x11max_padding_error\x18\x03 \x01(\x01\x12&\n\x05\x63\x61ses\x18\x04 \x03(\x0b\x32\x17.encserve.v1.ParityCase\x12\x12\n\nmin_cosine\x18\x05 \x01(\x01\x12\x1a\n\x12min_padding_cosine\x18\x06 \x01(\x01\x12\x1b\n\x13required_min_cosine\x18\x07 \x01(\x01\x12#\n\x1brequired_min_padding_cosine\x18\x08 \x01(\x01\"9\n\nParityCase\x12\x0f\n\x07lengths\x18\x01 \x03(\r\x12\x1a\n\x12max_relative_error\x18\x02 \x01(\x01*\xa7\x01\n\x07Pooling\x12\x17\n\x13POOLING_UNSPECIFIED\x10\x00\x12\x10\n\x0cPOOLING_MEAN\x10\x01\x12\x0f\n\x0bPOOLING_CLS\x10\x02\x12\x0f\n\x0bPOOLING_MAX\x10\x03\x12\x16\n\x12POOLING_LAST_TOKEN\x10\x04\x12\x19\n\x15POOLING_WEIGHTED_MEAN\x10\x05\x12\x1c\n\x18POOLING_MEAN_SQRT_LENGTH\x10\x06\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'encserve_proto.v1.manifest_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_MANIFEST_PROMPTSENTRY']._loaded_options = None
+  _globals['_MANIFEST_PROMPTSENTRY']._serialized_options = b'8\001'
   _globals['_SOURCE_VERSIONSENTRY']._loaded_options = None
   _globals['_SOURCE_VERSIONSENTRY']._serialized_options = b'8\001'
-  _globals['_POOLING']._serialized_start=1759
-  _globals['_POOLING']._serialized_end=1845
+  _globals['_POOLING']._serialized_start=2116
+  _globals['_POOLING']._serialized_end=2283
   _globals['_MANIFEST']._serialized_start=50
-  _globals['_MANIFEST']._serialized_end=527
-  _globals['_ENCODERSHAPE']._serialized_start=530
-  _globals['_ENCODERSHAPE']._serialized_end=733
-  _globals['_TEXTINPUT']._serialized_start=735
-  _globals['_TEXTINPUT']._serialized_end=797
-  _globals['_GRAPH']._serialized_start=800
-  _globals['_GRAPH']._serialized_end=983
-  _globals['_INSPECTGRAPH']._serialized_start=986
-  _globals['_INSPECTGRAPH']._serialized_end=1123
-  _globals['_SOURCE']._serialized_start=1126
-  _globals['_SOURCE']._serialized_end=1348
-  _globals['_SOURCE_VERSIONSENTRY']._serialized_start=1301
-  _globals['_SOURCE_VERSIONSENTRY']._serialized_end=1348
-  _globals['_BUNDLEFILE']._serialized_start=1350
-  _globals['_BUNDLEFILE']._serialized_end=1412
-  _globals['_PARAMETERCOUNT']._serialized_start=1414
-  _globals['_PARAMETERCOUNT']._serialized_end=1459
-  _globals['_PARITY']._serialized_start=1462
-  _globals['_PARITY']._serialized_end=1698
-  _globals['_PARITYCASE']._serialized_start=1700
-  _globals['_PARITYCASE']._serialized_end=1757
+  _globals['_MANIFEST']._serialized_end=805
+  _globals['_MANIFEST_PROMPTSENTRY']._serialized_start=759
+  _globals['_MANIFEST_PROMPTSENTRY']._serialized_end=805
+  _globals['_ENCODERSHAPE']._serialized_start=808
+  _globals['_ENCODERSHAPE']._serialized_end=1011
+  _globals['_TEXTINPUT']._serialized_start=1013
+  _globals['_TEXTINPUT']._serialized_end=1075
+  _globals['_GRAPH']._serialized_start=1078
+  _globals['_GRAPH']._serialized_end=1261
+  _globals['_HEAD']._serialized_start=1263
+  _globals['_HEAD']._serialized_end=1339
+  _globals['_INSPECTGRAPH']._serialized_start=1342
+  _globals['_INSPECTGRAPH']._serialized_end=1479
+  _globals['_SOURCE']._serialized_start=1482
+  _globals['_SOURCE']._serialized_end=1704
+  _globals['_SOURCE_VERSIONSENTRY']._serialized_start=1657
+  _globals['_SOURCE_VERSIONSENTRY']._serialized_end=1704
+  _globals['_BUNDLEFILE']._serialized_start=1706
+  _globals['_BUNDLEFILE']._serialized_end=1768
+  _globals['_PARAMETERCOUNT']._serialized_start=1770
+  _globals['_PARAMETERCOUNT']._serialized_end=1815
+  _globals['_PARITY']._serialized_start=1818
+  _globals['_PARITY']._serialized_end=2054
+  _globals['_PARITYCASE']._serialized_start=2056
+  _globals['_PARITYCASE']._serialized_end=2113
 # @@protoc_insertion_point(module_scope)

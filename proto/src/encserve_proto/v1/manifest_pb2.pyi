@@ -12,13 +12,26 @@ class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOLING_MEAN: _ClassVar[Pooling]
     POOLING_CLS: _ClassVar[Pooling]
     POOLING_MAX: _ClassVar[Pooling]
+    POOLING_LAST_TOKEN: _ClassVar[Pooling]
+    POOLING_WEIGHTED_MEAN: _ClassVar[Pooling]
+    POOLING_MEAN_SQRT_LENGTH: _ClassVar[Pooling]
 POOLING_UNSPECIFIED: Pooling
 POOLING_MEAN: Pooling
 POOLING_CLS: Pooling
 POOLING_MAX: Pooling
+POOLING_LAST_TOKEN: Pooling
+POOLING_WEIGHTED_MEAN: Pooling
+POOLING_MEAN_SQRT_LENGTH: Pooling
 
 class Manifest(_message.Message):
-    __slots__ = ("format_version", "name", "version", "fingerprint", "encoder", "text", "pooling", "l2_normalize", "graph", "source", "files", "parameters", "parity", "inspect_graph")
+    __slots__ = ("format_version", "name", "version", "fingerprint", "encoder", "text", "pooling", "l2_normalize", "graph", "source", "files", "parameters", "parity", "inspect_graph", "more_poolings", "head", "pooling_skips_prompt", "prompts", "default_prompt_name", "dimensions", "similarity")
+    class PromptsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
     FORMAT_VERSION_FIELD_NUMBER: _ClassVar[int]
     NAME_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +46,13 @@ class Manifest(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     PARITY_FIELD_NUMBER: _ClassVar[int]
     INSPECT_GRAPH_FIELD_NUMBER: _ClassVar[int]
+    MORE_POOLINGS_FIELD_NUMBER: _ClassVar[int]
+    HEAD_FIELD_NUMBER: _ClassVar[int]
+    POOLING_SKIPS_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    PROMPTS_FIELD_NUMBER: _ClassVar[int]
+    DEFAULT_PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
+    DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    SIMILARITY_FIELD_NUMBER: _ClassVar[int]
     format_version: int
     name: str
     version: str
@@ -47,7 +67,14 @@ class Manifest(_message.Message):
     parameters: _containers.RepeatedCompositeFieldContainer[ParameterCount]
     parity: Parity
     inspect_graph: InspectGraph
-    def __init__(self, format_version: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., encoder: _Optional[_Union[EncoderShape, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., l2_normalize: bool = ..., graph: _Optional[_Union[Graph, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., files: _Optional[_Iterable[_Union[BundleFile, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterCount, _Mapping]]] = ..., parity: _Optional[_Union[Parity, _Mapping]] = ..., inspect_graph: _Optional[_Union[InspectGraph, _Mapping]] = ...) -> None: ...
+    more_poolings: _containers.RepeatedScalarFieldContainer[Pooling]
+    head: Head
+    pooling_skips_prompt: bool
+    prompts: _containers.ScalarMap[str, str]
+    default_prompt_name: str
+    dimensions: int
+    similarity: str
+    def __init__(self, format_version: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., encoder: _Optional[_Union[EncoderShape, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., l2_normalize: bool = ..., graph: _Optional[_Union[Graph, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., files: _Optional[_Iterable[_Union[BundleFile, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterCount, _Mapping]]] = ..., parity: _Optional[_Union[Parity, _Mapping]] = ..., inspect_graph: _Optional[_Union[InspectGraph, _Mapping]] = ..., more_poolings: _Optional[_Iterable[_Union[Pooling, str]]] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., pooling_skips_prompt: bool = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., dimensions: _Optional[int] = ..., similarity: _Optional[str] = ...) -> None: ...
 
 class EncoderShape(_message.Message):
     __slots__ = ("d_model", "n_heads", "d_ff", "n_layers", "vocab_size", "max_sequence_tokens", "pad_token_id", "activation", "norm", "position")
@@ -100,6 +127,18 @@ class Graph(_message.Message):
     token_type_ids_name: str
     embeddings_name: str
     def __init__(self, file: _Optional[str] = ..., opset: _Optional[int] = ..., input_ids_name: _Optional[str] = ..., attention_mask_name: _Optional[str] = ..., output_name: _Optional[str] = ..., precision: _Optional[str] = ..., token_type_ids_name: _Optional[str] = ..., embeddings_name: _Optional[str] = ...) -> None: ...
+
+class Head(_message.Message):
+    __slots__ = ("file", "input_name", "output_name", "width")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    INPUT_NAME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_NAME_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    input_name: str
+    output_name: str
+    width: int
+    def __init__(self, file: _Optional[str] = ..., input_name: _Optional[str] = ..., output_name: _Optional[str] = ..., width: _Optional[int] = ...) -> None: ...
 
 class InspectGraph(_message.Message):
     __slots__ = ("file", "attention_weights_names", "hidden_state_names", "positions_name", "residual_nodes")

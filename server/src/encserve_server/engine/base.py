@@ -92,6 +92,17 @@ class Engine(Protocol):
         """Frees what the engine holds; `run` is never called again."""
 
 
+class Head(Protocol):
+    """What a model does with pooled vectors. Any number of threads may use it at a time."""
+
+    def run(self, pooled: Numbers) -> Numbers:
+        """(batch, pooled_width) to (batch, width), both float32.
+
+        Raises:
+            Exception: Whatever the runtime raises.
+        """
+
+
 class Inspector(Protocol):
     """Looks into one model. Used from one thread at a time."""
 

@@ -11,7 +11,7 @@ import numpy as np
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
 from encserve_server.engine.padding import check_shape, feeds_of, lay_out
 from encserve_server.errors import BundleError, DeviceError
-from encserve_server.types import Graph, InspectGraph, InspectKind, InspectTensor, ModelInput, Numbers
+from encserve_server.types import Graph, HeadGraph, InspectGraph, InspectKind, InspectTensor, ModelInput, Numbers
 
 # From 1.31 on it reports to its makers, and keeps an identifier in the home directory, unless told not to before that.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -84,6 +84,28 @@ class OnnxEngine:
     def close(self) -> None:
         """Frees the sessions and their memory."""
         del self._wide, self._narrow
+
+
+class OnnxHead:
+    """What comes after pooling, in an ONNX Runtime session of its own."""
+
+    def __init__(self, head: HeadGraph) -> None:
+        """Loads the graph.
+
+        Raises:
+            BundleError: It is no model that this ONNX Runtime can run, or its input and output are others.
+        """
+        self._head = head
+        self._session = _open_session(head.path, "cpu", intra_op_threads=1)
+        found = [(node.name, node.type) for node in (*self._session.get_inputs(), *self._session.get_outputs())]
+        wanted = [(head.input_name, "tensor(float)"), (head.output_name, "tensor(float)")]
+        if found != wanted:
+            raise BundleError(f"{head.path}: the graph's input and output are {found}; the manifest names {wanted}")
+
+    def run(self, pooled: Numbers) -> Numbers:
+        """Runs a batch."""
+        vectors: Numbers = self._session.run([self._head.output_name], {self._head.input_name: pooled})[0]
+        return vectors
 
 
 class OnnxInspector:

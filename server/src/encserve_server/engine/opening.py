@@ -2,9 +2,9 @@
 
 from types import ModuleType
 
-from encserve_server.engine.base import Engine, Inspector
+from encserve_server.engine.base import Engine, Head, Inspector
 from encserve_server.errors import BundleError, EngineMissing
-from encserve_server.types import Graph, InspectGraph
+from encserve_server.types import Graph, HeadGraph, InspectGraph
 
 # What each engine needs, by its module: the package, and the extras of this distribution that bring it.
 _NEEDS = {
@@ -52,6 +52,16 @@ def open_engine(
                 "computes in what the file has"
             )
         opened = onnx.OnnxEngine(graph, device=device, intra_op_threads=intra_op_threads, parallel_runs=parallel_runs)
+    return opened
+
+
+def open_head(head: HeadGraph, *, engine: str) -> Head:
+    """Loads what comes after pooling, to run on the CPU in the caller's thread; `engine` as for `open_engine`.
+
+    Raises:
+        EngineMissing, BundleError: As for `open_engine`.
+    """
+    opened: Head = _module("openvino").OpenVinoHead(head) if engine == "openvino" else _module("onnx").OnnxHead(head)
     return opened
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
 from encserve_server.engine.padding import check_shape, lay_out
 from encserve_server.errors import BundleError, DeviceError
-from encserve_server.types import Graph, ModelInput
+from encserve_server.types import Graph, HeadGraph, ModelInput, Numbers
 
 # Importing openvino reports that to Intel through Google Analytics, and writes into the home directory, unless the
 # package that does so cannot be imported.
@@ -84,6 +84,31 @@ class OpenVinoEngine:
     def close(self) -> None:
         """Frees the model and its memory."""
         del self._wide, self._narrow, self._compiled
+
+
+class OpenVinoHead:
+    """What comes after pooling, in float32."""
+
+    def __init__(self, head: HeadGraph) -> None:
+        """Loads the graph.
+
+        Raises:
+            BundleError: It is no model that this OpenVINO can run, or its input and output are others.
+        """
+        self._output_name = head.output_name
+        self._input_name = head.input_name
+        options = {"INFERENCE_PRECISION_HINT": ov.Type.f32, "INFERENCE_NUM_THREADS": 1}
+        try:
+            self._compiled = ov.Core().compile_model(head.path, _CPU, options)
+            self._compiled.input(head.input_name), self._compiled.output(head.output_name)
+        except Exception as error:  # OpenVINO's exceptions are RuntimeErrors of many kinds
+            raise BundleError(f"{head.path}: OpenVINO cannot use it: {_brief(error)}") from error
+
+    def run(self, pooled: Numbers) -> Numbers:
+        """Runs a batch, in a request of its own."""
+        request = self._compiled.create_infer_request()
+        vectors: Numbers = request.infer({self._input_name: pooled}, share_outputs=False)[self._output_name]
+        return vectors
 
 
 def _read(graph: Graph) -> Any:

@@ -1,7 +1,7 @@
 """Inputs as callers send them, and the checks that make sequences of them. Knows no gRPC."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -65,7 +65,13 @@ class InputChecker:
         self._special_ids = np.array(bundle.special_token_ids, np.int64)
 
     async def check(
-        self, inputs: Sequence[SentInput], fields: Sequence[str], longest: Longest, *, mark_special: bool = False
+        self,
+        inputs: Sequence[SentInput],
+        fields: Sequence[str],
+        longest: Longest,
+        *,
+        mark_special: bool = False,
+        prompt: str = "",
     ) -> list[CheckedSequence]:
         """Checks inputs, and tokenizes texts.
 
@@ -74,6 +80,7 @@ class InputChecker:
             fields: The path of each in the request, for errors.
             longest: The bound on their length.
             mark_special: Whether ids are to be told from special ones; of texts they always are.
+            prompt: What is put before every text.
 
         Raises:
             InvalidField: An input is not what the model takes.
@@ -97,10 +104,11 @@ class InputChecker:
 
         def take(text: TokenizedText) -> None:
             i = next(places)
-            checked[i] = self._check_tokenized(f"{fields[i]}.text", text, longest)
+            its = _without_prompt(text, len(prompt)) if prompt else text
+            checked[i] = self._check_tokenized(f"{fields[i]}.text", its, longest)
 
         if self._tokenizer is not None and texts:
-            await self._tokenizer.tokenize(list(texts.values()), longest.tokens, take)
+            await self._tokenizer.tokenize([prompt + it for it in texts.values()], longest.tokens, take)
         return [checked[i] for i in range(len(inputs))]
 
     def _check_text(self, field: str, text: str) -> None:
@@ -160,3 +168,12 @@ class InputChecker:
                 f"must be at most {longest.tokens} tokens ({longest.name}); was {count}. "
                 "Ask for truncation, or cut it up",
             )
+
+
+def _without_prompt(text: TokenizedText, prompt_chars: int) -> TokenizedText:
+    """The same tokens, placed in the text alone: those of the prompt begin and end at 0."""
+    return replace(
+        text,
+        char_starts=[max(start - prompt_chars, 0) for start in text.char_starts],
+        char_ends=[max(end - prompt_chars, 0) for end in text.char_ends],
+    )

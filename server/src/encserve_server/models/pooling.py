@@ -1,20 +1,42 @@
 """A batch's rows to the outputs that callers asked for: pooling, normalising, their type. Pure NumPy."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.engine.base import BatchResult
-from encserve_server.types import Numbers, Output, OutputArrays, OutputKind
+from encserve_server.engine.base import BatchResult, Head
+from encserve_server.types import ModelPooling, Numbers, Output, OutputArrays, OutputKind
 
-# What changes nothing where it stands in place of padding, to the last bit.
-_NEUTRAL = {OutputKind.MEAN: -0.0, OutputKind.MAX: -np.inf}
 _LEAST_NORM = np.finfo(np.float32).tiny
 
 
-def make_outputs(result: BatchResult, wanted: Sequence[tuple[Output, ...]]) -> list[OutputArrays]:
+@dataclass(frozen=True, slots=True)
+class ModelVector:
+    """What makes OutputKind.MODEL.
+
+    Attributes:
+        pooling: What the model was trained for.
+        head: Runs its head; None where it has none.
+    """
+
+    pooling: ModelPooling
+    head: Head | None = None
+
+    def of(self, result: BatchResult, skipped_tokens: int) -> Numbers:
+        """(batch, seq, d_model) to (batch, width), the first tokens of each left out of pooling."""
+        pooled = [_pool(result, kind, skipped_tokens) for kind in self.pooling.kinds]
+        vectors = np.concatenate(pooled, axis=1) if len(pooled) > 1 else pooled[0]  # (batch, poolings x d_model)
+        if self.head is not None:
+            vectors = self.head.run(vectors)  # (batch, width)
+        return _normalized(vectors) if self.pooling.l2_normalize else vectors
+
+
+def make_outputs(
+    result: BatchResult, wanted: Sequence[tuple[Output, ...]], model: ModelVector | None = None
+) -> list[OutputArrays]:
     """Makes of a batch what each of its sequences is wanted for.
 
     What is pooled is pooled once for the whole batch. A sequence gets the same numbers alone and beside others, to the
@@ -24,9 +46,10 @@ def make_outputs(result: BatchResult, wanted: Sequence[tuple[Output, ...]]) -> l
     Args:
         result: What the batch gave; its padding may be written to.
         wanted: For each sequence its outputs.
+        model: What makes OutputKind.MODEL; None where nobody may want it.
 
     Returns:
-        For each sequence an array of (rows, d_model) for each of its outputs: as many rows as tokens for
+        For each sequence an array of (rows, width) for each of its outputs: as many rows as tokens for
         OutputKind.TOKENS, else one. Rows that are wanted as they are refer to the batch's own.
     """
     alike: dict[tuple[Output, ...], list[int]] = {}  # the places of those who want the same, mostly all
@@ -34,7 +57,7 @@ def make_outputs(result: BatchResult, wanted: Sequence[tuple[Output, ...]]) -> l
         alike.setdefault(outputs, []).append(i)
     made: list[OutputArrays] = [()] * len(wanted)
     for outputs, places in alike.items():
-        columns = [_make(result, places, output) for output in outputs]
+        columns = [_make(result, places, output, model) for output in outputs]
         for i, *its in zip(places, *columns, strict=True):
             made[i] = tuple(its)
     return made
@@ -45,31 +68,72 @@ def output_rows(kind: OutputKind, token_rows: int) -> int:
     return token_rows if kind is OutputKind.TOKENS else 1
 
 
-def _make(result: BatchResult, places: list[int], output: Output) -> list[Numbers]:
+def _make(result: BatchResult, places: list[int], output: Output, model: ModelVector | None) -> list[Numbers]:
     """One output of the sequences at these places of a batch."""
     if output.kind is OutputKind.TOKENS:
         rows = result.rows
         return [_finish(rows[i], output) for i in places]
-    pooled = _finish(_pool(result, output.kind), output)  # (batch, d_model)
-    return [pooled[i : i + 1] for i in places]
+    if output.kind is OutputKind.MODEL:
+        assert model is not None  # noqa: S101 - a call that wants what the model does not say has been refused
+        pooled = model.of(result, output.skipped_tokens)  # (batch, width)
+    else:
+        pooled = _pool(result, output.kind)  # (batch, d_model)
+    finished = _finish(pooled, output)
+    return [finished[i : i + 1] for i in places]
 
 
-def _pool(result: BatchResult, kind: OutputKind) -> Numbers:
-    """(batch, seq, d_model) to (batch, d_model)."""
-    output = result.output
-    if kind is OutputKind.CLS:
-        return output[:, 0].copy()  # or a caller who does not read would keep the whole batch in memory
+def _pool(result: BatchResult, kind: OutputKind, skipped: int = 0) -> Numbers:
+    """(batch, seq, d_model) to (batch, d_model), over the tokens of each sequence from `skipped` on.
+
+    Where that is none of them, the first token's row for OutputKind.CLS, and else a row of zeros.
+    """
+    rows = result.output
+    if kind is OutputKind.CLS and not skipped:
+        return rows[:, 0].copy()  # or a caller who does not read would keep the whole batch in memory
     lengths = np.array(result.lengths, np.float32)[:, None]  # (batch, 1)
-    if min(result.lengths) < output.shape[1]:
-        output[np.arange(output.shape[1]) >= lengths] = _NEUTRAL[kind]
-    reduced: Numbers = (np.maximum if kind is OutputKind.MAX else np.add).reduce(output, axis=1)
-    return reduced / lengths if kind is OutputKind.MEAN else reduced
+    if kind in (OutputKind.CLS, OutputKind.LAST_TOKEN):
+        return _pick(rows, np.array(result.lengths), kind, skipped)
+    # What changes nothing where it stands in place of padding, to the last bit.
+    neutral = -np.inf if kind is OutputKind.MAX else -0.0
+    if min(result.lengths) < rows.shape[1]:
+        rows[np.arange(rows.shape[1]) >= lengths] = neutral
+    counts: Numbers = lengths
+    if skipped:
+        rows, counts = rows.copy(), np.maximum(lengths - np.float32(skipped), np.float32(1e-9))
+        rows[:, :skipped] = neutral  # in a copy: other outputs are of all rows
+    if kind is OutputKind.WEIGHTED_MEAN:
+        weights = np.arange(1, rows.shape[1] + 1, dtype=np.float32)[:, None]  # (seq, 1)
+        rows = rows * weights
+        # The sum of the weights from the first token that counts to the last.
+        counts = np.maximum((lengths * (lengths + 1) - skipped * (skipped + 1)) / 2, np.float32(1e-9))
+    reduced: Numbers = (np.maximum if kind is OutputKind.MAX else np.add).reduce(rows, axis=1)
+    if kind is OutputKind.MAX:
+        return np.where(lengths > skipped, reduced, np.float32(0)).astype(np.float32) if skipped else reduced
+    divisors: Numbers = np.sqrt(counts) if kind is OutputKind.MEAN_SQRT_LENGTH else counts  # (batch, 1)
+    return reduced / divisors
+
+
+def _pick(rows: Numbers, lengths: npt.NDArray[np.int64], kind: OutputKind, skipped: int) -> Numbers:
+    """One row of each sequence: (batch, seq, d_model) to (batch, d_model), copied."""
+    some = lengths > skipped  # (batch,)
+    places = np.where(some, skipped, 0) if kind is OutputKind.CLS else lengths - 1
+    picked: Numbers = rows[np.arange(len(rows)), places]
+    if kind is OutputKind.LAST_TOKEN:
+        picked[~some] = 0
+    return picked
 
 
 def _finish(rows: Numbers, output: Output) -> npt.NDArray[np.floating[Any]]:
-    """(rows, d_model) as wanted."""
+    """(rows, width) as wanted: cut, normalised, of its type, and C-contiguous."""
+    if output.dimensions:
+        rows = np.ascontiguousarray(rows[:, : output.dimensions])
     if output.l2_normalize:
-        norms = np.sqrt(np.add.reduce(rows * rows, axis=1, keepdims=True))  # (rows, 1)
-        scale: Numbers = np.maximum(norms, _LEAST_NORM)  # a row of zeros has no length that could be 1, and stays
-        rows = rows / scale
+        rows = _normalized(rows)
     return rows.astype(output.data_type.dtype, copy=False)
+
+
+def _normalized(rows: Numbers) -> Numbers:
+    """(rows, width), each of length 1."""
+    norms = np.sqrt(np.add.reduce(rows * rows, axis=1, keepdims=True))  # (rows, 1)
+    scale: Numbers = np.maximum(norms, _LEAST_NORM)  # a row of zeros has no length that could be 1, and stays
+    return rows / scale

@@ -21,7 +21,7 @@ from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.scheduling.scheduler import Scheduler
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans
-from encserve_server.types import Bundle, CheckedSequence, DataType, EncodedSequence, Output
+from encserve_server.types import Bundle, CheckedSequence, DataType, EncodedSequence, Output, OutputKind
 
 # What a reply holds besides its rows, at most: an id, two offsets and a flag for each token, and a little more.
 _INFO_BYTES_PER_TOKEN = 24
@@ -74,6 +74,7 @@ class EncodeCall:
         truncate: Whether an over-long input is cut instead of refused.
         exclude_special_tokens: Whether special tokens have no rows in OutputKind.TOKENS.
         include_token_strings: Whether the reply holds the vocabulary's strings.
+        prompt_name: What to put before every text; empty for nothing, None for what the model's default is.
     """
 
     inputs: Sequence[SentInput]
@@ -81,6 +82,7 @@ class EncodeCall:
     truncate: bool
     exclude_special_tokens: bool
     include_token_strings: bool
+    prompt_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +165,13 @@ class ServedModel:
         self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes)
         bound = bundle.max_sequence_tokens, f"max_sequence_tokens of {bundle.name}"
         self._longest = {truncate: Longest(*bound, truncate) for truncate in (False, True)}
+        self._skipped_tokens: dict[str, int] = {}  # of each prompt, where it is left out of pooling
+        if tokenizer is not None and bundle.pooling is not None and bundle.pooling.skips_prompt:
+            longest = bundle.max_sequence_tokens - 1
+            its = bundle.prompts.items()
+            self._skipped_tokens = {
+                name: min(tokenizer.count_prompt(text), longest) if text else 0 for name, text in its
+            }
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -209,6 +218,8 @@ class ServedModel:
             EncserveError: Whatever `Scheduler.encode` raises.
         """
         self._check_call(call)
+        prompt_name = self._prompt_name(call)
+        outputs = self._outputs(call, prompt_name)
         span = spans.current()
         began = self._clock.now()
         try:
@@ -217,6 +228,7 @@ class ServedModel:
                 [f"inputs[{i}]" for i in range(len(call.inputs))],
                 self._longest[call.truncate],
                 mark_special=call.exclude_special_tokens,
+                prompt=self.bundle.prompts.get(prompt_name, ""),
             )
         finally:
             tokenize_seconds = self._clock.now() - began
@@ -227,7 +239,7 @@ class ServedModel:
         if span is not None:
             span.counted(sum(len(it.input) for it in sequences))
         estimated_bytes = self._check_reply_size(call, sequences)
-        encoded = await self._scheduler.encode([it.input for it in sequences], call.outputs, deadline)
+        encoded = await self._scheduler.encode([it.input for it in sequences], outputs, deadline)
         return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
 
     @property
@@ -248,7 +260,8 @@ class ServedModel:
         lane = self.check_inspectable()
         longest = Longest(self.max_inspect_tokens, f"max_inspect_tokens of {self.bundle.name}", call.truncate)
         began = self._clock.now()
-        (sequence,) = await self._checker.check([call.input], ["input"], longest)
+        prompt = self.bundle.prompts.get(self.bundle.default_prompt_name, "")  # as `encode` puts it there
+        (sequence,) = await self._checker.check([call.input], ["input"], longest, prompt=prompt)
         tokenize_seconds = self._clock.now() - began
         span = spans.current()
         if span is not None:
@@ -312,6 +325,44 @@ class ServedModel:
                 "options.exclude_special_tokens", f"model {self.bundle.name} does not say which tokens are special"
             )
 
+    def _prompt_name(self, call: EncodeCall) -> str:
+        """The prompt that the call's texts get; empty for none.
+
+        Raises:
+            InvalidField: The model has no such prompt, or there are inputs that cannot have one.
+        """
+        name, bundle = call.prompt_name, self.bundle
+        if name is None:
+            return bundle.default_prompt_name
+        if name and name not in bundle.prompts:
+            there = ", ".join(map(repr, bundle.prompts)) or "none"
+            raise InvalidField(
+                "options.prompt_name", f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}"
+            )
+        if name and (others := [i for i, it in enumerate(call.inputs) if not isinstance(it, str)]):
+            raise InvalidField(
+                "options.prompt_name", f"goes before texts only; inputs[{others[0]}] is none: put it among its ids"
+            )
+        return name
+
+    def _outputs(self, call: EncodeCall, prompt_name: str) -> tuple[Output, ...]:
+        """The call's outputs, with the tokens of the prompt left out of pooling where the model was trained so.
+
+        Raises:
+            InvalidField: Only some of the inputs have a prompt.
+        """
+        skipped = self._skipped_tokens.get(prompt_name, 0)
+        texts = sum(isinstance(it, str) for it in call.inputs)
+        if not skipped or not texts or all(it.kind is not OutputKind.MODEL for it in call.outputs):
+            return call.outputs
+        if texts < len(call.inputs):
+            raise InvalidField(
+                "inputs",
+                f"must be texts, or else sequences of ids, in one call: model {self.bundle.name} leaves its prompt out "
+                "of pooling, and only texts have one",
+            )
+        return tuple(it._replace(skipped_tokens=skipped) for it in call.outputs)
+
     def _check_reply_size(self, call: EncodeCall, sequences: Sequence[CheckedSequence]) -> int:
         """The reply's size in bytes, at most; refuses one that would not fit, before any compute."""
         limit = self.limits.max_response_bytes
@@ -333,8 +384,10 @@ class ServedModel:
         tokens = token_rows = len(sequence.input)
         if call.exclude_special_tokens and sequence.special is not None:
             token_rows -= int(sequence.special.sum())
-        row_bytes = sum(output_rows(it.kind, token_rows) * it.data_type.itemsize for it in call.outputs)
+        row_bytes = sum(
+            output_rows(it.kind, token_rows) * self.bundle.width(it) * it.data_type.itemsize for it in call.outputs
+        )
         strings = 0
         if call.include_token_strings and self.tokenizer is not None:
             strings = tokens * (self.tokenizer.max_token_bytes + _STRING_OVERHEAD_BYTES)
-        return row_bytes * self.bundle.d_model + tokens * _INFO_BYTES_PER_TOKEN + strings + _INFO_BYTES_PER_SEQUENCE
+        return row_bytes + tokens * _INFO_BYTES_PER_TOKEN + strings + _INFO_BYTES_PER_SEQUENCE

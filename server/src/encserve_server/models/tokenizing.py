@@ -89,6 +89,11 @@ class TextTokenizer:
         finally:
             self._queued_bytes -= size
 
+    def count_prompt(self, prompt: str) -> int:
+        """The tokens of a prompt, those that stand before every text included; as sentence-transformers counts them."""
+        special = self._tokenizer.encode(prompt).special_tokens_mask
+        return len(special) - bool(special and special[-1])
+
     def token_string(self, token_id: int) -> str:
         """The vocabulary's string for an id; empty for an id that the tokenizer does not know."""
         return self._tokenizer.id_to_token(token_id) or ""

@@ -1,11 +1,12 @@
 """Puts a loaded model behind a scheduler of its own."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from encserve_server.engine.base import Engine, Inspector
+from encserve_server.engine.base import Engine, Head, Inspector
 from encserve_server.models.inspecting import InspectLane
-from encserve_server.models.pooling import make_outputs
+from encserve_server.models.pooling import ModelVector, make_outputs
 from encserve_server.models.served import RequestLimits, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.scheduling.batching import BatchPolicy
@@ -27,8 +28,9 @@ class LoadedModel:
         engine: What runs it.
         load_seconds: The time to verify and load it.
         warmup_seconds: The time to warm it up.
-        max_batch_tokens: The budget of padded tokens in a batch; None for the settings' own.
         load_inspector: Loads what looks into it; None where its bundle has no graph for that.
+        max_batch_tokens: The budget of padded tokens in a batch; None for the settings' own.
+        head: What comes after pooling; None where nothing does.
     """
 
     bundle: Bundle
@@ -38,6 +40,7 @@ class LoadedModel:
     warmup_seconds: float
     load_inspector: Callable[[], Inspector] | None = None
     max_batch_tokens: int | None = None
+    head: Head | None = None
 
 
 def batch_policy(settings: Settings, device: str, max_batch_tokens: int | None = None) -> BatchPolicy:
@@ -74,9 +77,10 @@ def serve_model(
         requested_device=settings.device,
         runtime=info.runtime,
     )
+    pooling = bundle.pooling
     scheduler = Scheduler(
         loaded.engine,
-        make_outputs,
+        functools.partial(make_outputs, model=None if pooling is None else ModelVector(pooling, loaded.head)),
         policy,
         SchedulerLimits(max_queue_tokens=settings.max_queue_tokens, stall_seconds=settings.stall_seconds),
         clock=clock,

@@ -11,14 +11,17 @@ from google.protobuf import json_format
 from encserve_proto.fingerprint import fingerprint
 from encserve_proto.v1 import manifest_pb2
 from encserve_server.errors import BundleError
-from encserve_server.types import Bundle, Graph, InspectGraph, InspectKind, Output, OutputKind
+from encserve_server.types import Bundle, Graph, HeadGraph, InspectGraph, InspectKind, ModelPooling, OutputKind
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-_POOLING = {
+_POOLING: dict[int, OutputKind] = {
     manifest_pb2.POOLING_MEAN: OutputKind.MEAN,
     manifest_pb2.POOLING_CLS: OutputKind.CLS,
     manifest_pb2.POOLING_MAX: OutputKind.MAX,
+    manifest_pb2.POOLING_LAST_TOKEN: OutputKind.LAST_TOKEN,
+    manifest_pb2.POOLING_WEIGHTED_MEAN: OutputKind.WEIGHTED_MEAN,
+    manifest_pb2.POOLING_MEAN_SQRT_LENGTH: OutputKind.MEAN_SQRT_LENGTH,
 }
 
 
@@ -41,8 +44,7 @@ def read_bundle(directory: Path) -> Bundle:
             f"{directory / MANIFEST_NAME}: its fingerprint is {manifest.fingerprint!r}; what it describes has "
             f"{fingerprint(manifest)!r}"
         )
-    if manifest.pooling not in manifest_pb2.Pooling.values():
-        raise BundleError(f"{directory / MANIFEST_NAME}: pooling {manifest.pooling} is not known to this server")
+    _check_text_facts(directory, manifest)
 
     def verified_path(field: str, path: str) -> Path:
         if path not in verified:
@@ -58,7 +60,6 @@ def read_bundle(directory: Path) -> Bundle:
             f"{directory / MANIFEST_NAME}: encoder.pad_token_id must be below encoder.vocab_size, {shape.vocab_size}; "
             f"was {shape.pad_token_id}"
         )
-    pooling = _POOLING.get(manifest.pooling)
     return Bundle(
         name=manifest.name,
         version=manifest.version,
@@ -69,7 +70,7 @@ def read_bundle(directory: Path) -> Bundle:
         vocab_size=shape.vocab_size,
         max_sequence_tokens=shape.max_sequence_tokens,
         special_token_ids=tuple(manifest.text.special_token_ids),
-        pooling=None if pooling is None else Output(pooling, manifest.l2_normalize),
+        pooling=_pooling(directory, manifest, verified_path),
         tokenizer_file=(
             verified_path("text.tokenizer_file", manifest.text.tokenizer_file) if manifest.HasField("text") else None
         ),
@@ -79,7 +80,43 @@ def read_bundle(directory: Path) -> Bundle:
         ),
         position=shape.position,
         parameters={part.part: part.count for part in manifest.parameters},
+        prompts=dict(sorted(manifest.prompts.items())),
+        default_prompt_name=manifest.default_prompt_name,
+        similarity=manifest.similarity,
     )
+
+
+def _check_text_facts(directory: Path, manifest: manifest_pb2.Manifest) -> None:
+    """Refuses poolings that this server does not know, and a default among prompts that is none of them."""
+    for pooling in (manifest.pooling, *manifest.more_poolings):
+        if pooling not in _POOLING and (pooling or manifest.more_poolings):
+            raise BundleError(f"{directory / MANIFEST_NAME}: pooling {pooling} is not known to this server")
+    if manifest.default_prompt_name and manifest.default_prompt_name not in manifest.prompts:
+        raise BundleError(
+            f"{directory / MANIFEST_NAME}: default_prompt_name is {manifest.default_prompt_name!r}; the prompts are "
+            f"{', '.join(sorted(manifest.prompts)) or 'none'}"
+        )
+
+
+def _pooling(
+    directory: Path, manifest: manifest_pb2.Manifest, verified_path: Callable[[str, str], Path]
+) -> ModelPooling | None:
+    """How the model was trained to make one vector of a sequence."""
+    if not manifest.pooling:
+        return None
+    kinds = tuple(_POOLING[pooling] for pooling in (manifest.pooling, *manifest.more_poolings))
+    width = pooled_width = len(kinds) * manifest.encoder.d_model
+    head = None
+    if manifest.HasField("head"):
+        its = manifest.head
+        head = HeadGraph(verified_path("head.file", its.file), its.input_name, its.output_name, pooled_width, its.width)
+        width = its.width
+    if width < 1 or manifest.dimensions > width:
+        raise BundleError(
+            f"{directory / MANIFEST_NAME}: vectors must have from max(1, dimensions) numbers; they have {width}, "
+            f"dimensions is {manifest.dimensions}"
+        )
+    return ModelPooling(kinds, manifest.l2_normalize, width, head, manifest.pooling_skips_prompt, manifest.dimensions)
 
 
 def _graph(directory: Path, manifest: manifest_pb2.Manifest, path: Path) -> Graph:

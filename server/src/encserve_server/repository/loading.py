@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from encserve_server.engine.base import Engine, Inspector
-from encserve_server.engine.opening import check_installed, open_engine, open_inspector
+from encserve_server.engine.base import Engine, Head, Inspector
+from encserve_server.engine.opening import check_installed, open_engine, open_head, open_inspector
 from encserve_server.errors import BundleError
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.repository.activation import LoadedModel, batch_policy
@@ -35,6 +35,7 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     check_installed(settings.engine)
     bundle = read_bundle(directory)
     tokenizer = _load_tokenizer(bundle, settings, tokenize_pool) if bundle.tokenizer_file else None
+    head = _load_head(bundle, settings)
     threads = settings.intra_op_threads or usable_cpus()
     engine = open_engine(
         bundle.graph,
@@ -73,7 +74,7 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     )
     inspect = bundle.inspect_graph
     load = None if inspect is None else functools.partial(load_inspector, inspect, engine.info.device)
-    return LoadedModel(bundle, tokenizer, engine, loaded - began, warm - loaded, load, max_batch_tokens)
+    return LoadedModel(bundle, tokenizer, engine, loaded - began, warm - loaded, load, max_batch_tokens, head)
 
 
 def precision_advice(precision: str, device: str) -> str:
@@ -115,6 +116,25 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
         },
     )
     return tuned.max_batch_tokens or settings.batch_tokens_for(device)
+
+
+def _load_head(bundle: Bundle, settings: Settings) -> Head | None:
+    """Loads what comes after pooling, and tries it.
+
+    Raises:
+        BundleError: It cannot compute, or gives vectors of another width than the manifest says.
+    """
+    graph = bundle.pooling.head if bundle.pooling else None
+    if graph is None:
+        return None
+    head = open_head(graph, engine=settings.engine)
+    try:
+        shape = head.run(np.zeros((2, graph.pooled_width), np.float32)).shape
+    except Exception as error:  # whatever the runtime raises
+        raise BundleError(f"{graph.path}: it fails for vectors of {graph.pooled_width} numbers: {error}") from error
+    if shape != (2, graph.width):
+        raise BundleError(f"{graph.path}: it gives {shape} for 2 vectors; the manifest's head.width is {graph.width}")
+    return head
 
 
 def load_inspector(inspect: InspectGraph, device: str) -> Inspector:

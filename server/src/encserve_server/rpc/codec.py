@@ -13,7 +13,16 @@ from encserve_server.models.inputs import SentIds, SentInput, SentVectors
 from encserve_server.models.served import EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
 from encserve_server.rpc.status import Failure
 from encserve_server.rpc.wire import Part, field
-from encserve_server.types import Bundle, CheckedSequence, DataType, InspectKind, InspectTensor, Output, OutputKind
+from encserve_server.types import (
+    Bundle,
+    CheckedSequence,
+    DataType,
+    InspectKind,
+    InspectTensor,
+    ModelPooling,
+    Output,
+    OutputKind,
+)
 
 M = TypeVar("M", bound=Message)
 
@@ -62,6 +71,7 @@ def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
         truncate=_decode_truncation("options.truncation", options.truncation),
         exclude_special_tokens=options.exclude_special_tokens,
         include_token_strings=options.include_token_strings,
+        prompt_name=options.prompt_name if options.HasField("prompt_name") else None,
     )
 
 
@@ -88,15 +98,16 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply, strea
     for sequence in reply.sequences:
         _fill(response.sequences.add(), sequence, model, with_ids=sequence.text is not None, with_strings=strings)
     parts: list[Part] = [response.SerializeToString()]
+    pooling = model.bundle.pooling
     for i, output in enumerate(call.outputs):
         arrays = [encoded.outputs[i] for encoded in reply.encoded]
         if call.exclude_special_tokens and output.kind is OutputKind.TOKENS:
             arrays = [_without_special(*its) for its in zip(arrays, reply.sequences, strict=True)]
         tensor = pb.RaggedTensor(
             kind=_OUTPUT_KIND_NAMES[output.kind],
-            l2_normalized=output.l2_normalize,
+            l2_normalized=output.l2_normalize or (pooling is not None and pooling.gives_unit_vectors(output)),
             data_type=_DATA_TYPE_NAMES[output.data_type],
-            width=model.bundle.d_model,
+            width=model.bundle.width(output),
             lengths=[len(array) for array in arrays],
         )
         data = [array.data.cast("B") for array in arrays if array.size]
@@ -127,6 +138,7 @@ def encode_stream_error(request_id: str, failure: Failure) -> pb.EncodeStreamRes
 def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
     """Describes a model."""
     bundle, limits = model.bundle, model.limits
+    pooling = bundle.pooling
     reason = model.not_ready_reason()
     return pb.ModelInfo(
         name=bundle.name,
@@ -140,8 +152,8 @@ def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
         max_sequence_tokens=bundle.max_sequence_tokens,
         has_tokenizer=model.tokenizer is not None,
         special_token_ids=bundle.special_token_ids,
-        pooling=pb.OutputKind.Name(bundle.pooling.kind.value if bundle.pooling else 0),
-        l2_normalize=bundle.pooling.l2_normalize if bundle.pooling else False,
+        pooling=_pooling_name(pooling),
+        l2_normalize=pooling.l2_normalize if pooling else False,
         provider=model.engine_info.provider,
         precision=model.engine_info.precision,
         max_request_sequences=limits.max_sequences,
@@ -156,7 +168,17 @@ def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
         max_inspect_tokens=model.max_inspect_tokens,
         position=bundle.position,
         parameters=[pb.PartParameters(part=part, count=count) for part, count in bundle.parameters.items()],
+        vector_width=pooling.width if pooling else 0,
+        default_dimensions=pooling.dimensions if pooling else 0,
+        prompts=bundle.prompts,
+        default_prompt_name=bundle.default_prompt_name,
+        similarity=bundle.similarity,
     )
+
+
+def _pooling_name(pooling: ModelPooling | None) -> str:
+    kind = 0 if pooling is None else pooling.kinds[0] if pooling.is_plain else OutputKind.MODEL
+    return pb.OutputKind.Name(kind)
 
 
 def _decode_input(field: str, it: pb.Input, longest: int) -> SentInput:
@@ -191,23 +213,33 @@ def _decode_outputs(specs: Sequence[pb.OutputSpec], data_type: DataType, bundle:
     if not specs:
         return (Output(OutputKind.TOKENS, False, data_type),)
     outputs: list[Output] = []
-    seen: dict[tuple[int, bool], int] = {}
+    seen: dict[tuple[int, bool, int], int] = {}
     for i, spec in enumerate(specs):
         field = f"options.outputs[{i}]"
-        kind = spec.kind or pb.OUTPUT_KIND_TOKENS
-        key = (kind, spec.l2_normalize)
+        key = (spec.kind or pb.OUTPUT_KIND_TOKENS, spec.l2_normalize, spec.dimensions)
         if key in seen:
             raise InvalidField(field, f"asks for the same as options.outputs[{seen[key]}]")
         seen[key] = i
-        if kind == pb.OUTPUT_KIND_MODEL_POOLING:
-            if bundle.pooling is None:
-                raise InvalidField(f"{field}.kind", f"model {bundle.name} does not say how it was trained to pool")
-            outputs.append(Output(bundle.pooling.kind, bundle.pooling.l2_normalize or spec.l2_normalize, data_type))
-        elif kind in _OUTPUT_KINDS:
-            outputs.append(Output(_OUTPUT_KINDS[kind], spec.l2_normalize, data_type))
-        else:
-            raise _unknown_value(f"{field}.kind", kind, pb.OutputKind)
+        outputs.append(_decode_output(field, spec, data_type, bundle))
     return tuple(outputs)
+
+
+def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, bundle: Bundle) -> Output:
+    kind, pooling = spec.kind or pb.OUTPUT_KIND_TOKENS, bundle.pooling
+    if kind not in _OUTPUT_KINDS:
+        raise _unknown_value(f"{field}.kind", kind, pb.OutputKind)
+    width = bundle.d_model
+    if kind == pb.OUTPUT_KIND_MODEL_POOLING:
+        if pooling is None:
+            raise InvalidField(f"{field}.kind", f"model {bundle.name} does not say how it was trained to pool")
+        width = pooling.width
+    if spec.dimensions > width:
+        raise InvalidField(
+            f"{field}.dimensions", f"must be at most {width}, the numbers of a row; was {spec.dimensions}"
+        )
+    if kind == pb.OUTPUT_KIND_MODEL_POOLING and pooling is not None:
+        return pooling.output(spec.l2_normalize, data_type, spec.dimensions)
+    return Output(_OUTPUT_KINDS[kind], spec.l2_normalize, data_type, spec.dimensions)
 
 
 def _decode_data_type(field: str, value: int) -> DataType:

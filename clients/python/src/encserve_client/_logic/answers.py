@@ -121,6 +121,11 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         max_inspect_tokens=message.max_inspect_tokens,
         position=message.position,
         parameters={part.part: part.count for part in message.parameters},
+        vector_width=message.vector_width,
+        default_dimensions=message.default_dimensions,
+        prompts=dict(sorted(message.prompts.items())),
+        default_prompt_name=message.default_prompt_name,
+        similarity=message.similarity,
     )
 
 
@@ -219,8 +224,14 @@ def check_expected(expected: str, fingerprint: str) -> None:
 
 def empty_result(info: ModelInfo, options: Options, total_seconds: float) -> EncodeResult:
     """The result for no inputs: arrays of no rows, as wide as the model's."""
-    block = Block(np.empty((0, info.d_model), options.numpy_dtype), np.empty(0, np.int64))
-    outputs = tuple(EncodedOutput(output.kind, output.l2_normalize, (block,)) for output in options.outputs)
+    outputs = tuple(
+        EncodedOutput(
+            output.kind,
+            output.l2_normalize,
+            (Block(np.empty((0, info.width(output)), options.numpy_dtype), np.empty(0, np.int64)),),
+        )
+        for output in options.outputs
+    )
     return EncodeResult(
         info.name, info.version, info.fingerprint, outputs, (), Timings(0.0, 0.0, 0.0, total_seconds, 0, 0)
     )

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from encserve_client.inputs import Input, pack_input
-from encserve_client.options import Options, numpy_dtype
+from encserve_client.options import Options, Output, numpy_dtype
 from encserve_client.results import ModelInfo
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -85,6 +85,7 @@ class Limits:
         max_response_bytes: Bytes of the answer.
         max_sequence_tokens: Tokens of one sequence.
         d_model: Numbers in a row of the answer.
+        vector_width: Numbers in a row of "model" pooling, where that is another number; else 0.
     """
 
     max_sequences: int
@@ -93,6 +94,7 @@ class Limits:
     max_response_bytes: int
     max_sequence_tokens: int
     d_model: int
+    vector_width: int = 0
 
     @classmethod
     def of(cls, info: ModelInfo, max_message_bytes: int, max_concurrent_messages: int) -> "Limits":
@@ -111,6 +113,7 @@ class Limits:
             max_response_bytes=max(response_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
             max_sequence_tokens=sequence_tokens,
             d_model=info.d_model,
+            vector_width=info.default_dimensions or info.vector_width,
         )
 
 
@@ -178,13 +181,17 @@ def cost_of(message: pb.Input, options: Options, limits: Limits) -> Cost:
     request_bytes = message.ByteSize() + _INPUT_OVERHEAD_BYTES
     is_text = message.HasField("text")
     tokens = min(_tokens_of(message, request_bytes), limits.max_sequence_tokens)
-    row_bytes = limits.d_model * options.numpy_dtype.itemsize
-    rows = sum(1 if output.is_pooled else tokens for output in options.outputs)
+    numbers = sum(_width_of(output, limits) * (1 if output.is_pooled else tokens) for output in options.outputs)
     info_bytes = _SEQUENCE_INFO_BYTES + tokens * (
         (_TEXT_TOKEN_INFO_BYTES if is_text else int(options.exclude_special_tokens))
         + (_TOKEN_STRING_BYTES if options.include_token_strings else 0)
     )
-    return Cost(1, tokens, request_bytes, rows * row_bytes + info_bytes)
+    return Cost(1, tokens, request_bytes, numbers * options.numpy_dtype.itemsize + info_bytes)
+
+
+def _width_of(output: Output, limits: Limits) -> int:
+    its_own = limits.vector_width if output.kind == "model" else 0
+    return output.dimensions or its_own or limits.d_model
 
 
 def _tokens_of(message: pb.Input, request_bytes: int) -> int:
