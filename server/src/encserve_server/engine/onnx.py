@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
-from encserve_server.engine.padding import check_shape, feeds_of, lay_out
+from encserve_server.engine.padding import check_interface, check_shape, feeds_of, lay_out
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.types import Graph, HeadGraph, InspectGraph, InspectKind, InspectTensor, ModelInput, Numbers
 
@@ -166,20 +166,8 @@ def _numbers(output: Numbers, kind: InspectKind) -> Numbers:
 
 def _check_interface(session: ort.InferenceSession, graph: Graph) -> None:
     """Compares a graph's inputs and outputs with what the manifest says."""
-    inputs = {node.name: node.type for node in session.get_inputs()}
-    wanted = {
-        graph.input_name: "tensor(float)" if graph.takes_vectors else "tensor(int64)",
-        graph.attention_mask_name: "tensor(int64)",
-    }
-    if graph.token_type_ids_name:
-        wanted[graph.token_type_ids_name] = "tensor(int64)"
-    if inputs != wanted:
-        raise BundleError(f"{graph.path}: the graph's inputs are {inputs}; the manifest names {wanted}")
-    outputs = {node.name: node.type for node in session.get_outputs()}
-    if outputs.get(graph.output_name) != "tensor(float)":
-        raise BundleError(
-            f"{graph.path}: the graph's outputs are {outputs}; the manifest names {graph.output_name} of tensor(float)"
-        )
+    inputs, outputs = ({it.name: it.type for it in nodes} for nodes in (session.get_inputs(), session.get_outputs()))
+    check_interface(graph, inputs, outputs, int64="tensor(int64)", float32="tensor(float)")
 
 
 def _open_session(path: Path, device: str, intra_op_threads: int) -> ort.InferenceSession:

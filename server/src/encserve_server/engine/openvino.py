@@ -7,7 +7,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
-from encserve_server.engine.padding import check_shape, lay_out
+from encserve_server.engine.padding import check_interface, check_shape, lay_out
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.types import Graph, HeadGraph, ModelInput, Numbers
 
@@ -117,26 +117,15 @@ def _read(graph: Graph) -> Any:
         model = ov.Core().read_model(graph.path)
     except Exception as error:  # OpenVINO's exceptions are RuntimeErrors of many kinds
         raise BundleError(f"{graph.path}: OpenVINO cannot read it: {_brief(error)}") from error
-    _check_interface(model, graph)
+    inputs, outputs = (
+        {name: port.element_type.to_string() for port in ports for name in port.get_names()}
+        for ports in (model.inputs, model.outputs)
+    )
+    check_interface(graph, inputs, outputs, int64="i64", float32="f32")
     for result in model.get_results():
         if graph.output_name not in result.input(0).get_source_output().get_names():
             model.remove_result(result)
     return model
-
-
-def _check_interface(model: Any, graph: Graph) -> None:
-    """Compares a model's inputs and outputs with what the manifest says."""
-    wanted = {graph.input_name: "f32" if graph.takes_vectors else "i64", graph.attention_mask_name: "i64"}
-    if graph.token_type_ids_name:
-        wanted[graph.token_type_ids_name] = "i64"
-    inputs = {name: port.element_type.to_string() for port in model.inputs for name in port.get_names()}
-    if inputs != wanted:
-        raise BundleError(f"{graph.path}: the graph's inputs are {inputs}; the manifest names {wanted}")
-    outputs = {name: port.element_type.to_string() for port in model.outputs for name in port.get_names()}
-    if outputs.get(graph.output_name) != "f32":
-        raise BundleError(
-            f"{graph.path}: the graph's outputs are {outputs}; the manifest names {graph.output_name} of f32"
-        )
 
 
 def _requests(compiled: Any, count: int) -> SimpleQueue[Any]:

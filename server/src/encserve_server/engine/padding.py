@@ -1,14 +1,41 @@
-"""Sequences of different lengths as one padded array, for every engine."""
+"""What every engine does: a graph's interface is checked, and sequences are laid out as one padded array."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from encserve_server.errors import BundleError
 from encserve_server.types import Graph, ModelInput
 
 Feeds = dict[str, npt.NDArray[Any]]  # by the names of the graph's inputs
+
+
+def check_interface(
+    graph: Graph, inputs: Mapping[str, str], outputs: Mapping[str, str], *, int64: str, float32: str
+) -> None:
+    """Compares a file's inputs and outputs, by name and type, with what the manifest says.
+
+    Args:
+        graph: What the manifest says.
+        inputs: What the file takes.
+        outputs: What it gives.
+        int64: What the runtime calls that type.
+        float32: What it calls that one.
+
+    Raises:
+        BundleError: They differ.
+    """
+    wanted = {graph.input_name: float32 if graph.takes_vectors else int64, graph.attention_mask_name: int64}
+    if graph.token_type_ids_name:
+        wanted[graph.token_type_ids_name] = int64
+    if inputs != wanted:
+        raise BundleError(f"{graph.path}: the graph's inputs are {inputs}; the manifest names {wanted}")
+    if outputs.get(graph.output_name) != float32:
+        raise BundleError(
+            f"{graph.path}: the graph's outputs are {outputs}; the manifest names {graph.output_name} of {float32}"
+        )
 
 
 def lay_out(graph: Graph, sequences: Sequence[ModelInput]) -> tuple[Feeds, list[int]]:

@@ -261,7 +261,8 @@ class Lanes:
                 continue
             began_at = self._clock.now()
             try:
-                made = self._run(lane, [it.input for it in part], [it.wanted for it in part], alone=batch.alone)
+                wanted = [it.ticket.wanted for it in part]
+                made = self._run(lane, [it.input for it in part], wanted, alone=batch.alone)
             except Exception as error:  # whatever the runtime raises
                 if self._is_broken(lane, error):
                     self._tell(self._listener.on_broken, batch.entries, error)

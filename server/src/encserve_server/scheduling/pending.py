@@ -34,14 +34,16 @@ class Ticket:
     """One call: its entries fill `results`; `done` fires when all have, or with the first error.
 
     Attributes:
+        wanted: What is to be made of each sequence.
         done: What the caller awaits; once it is done, however, nobody waits for the entries any more.
-        results: What the engine made of each sequence, None where it is missing.
+        results: What was made of each, None where it is missing.
         missing: How many are.
         entries: The call's sequences.
         queued: How many of them are `queued`.
         span: Who is told of its batches, if it is traced.
     """
 
+    wanted: tuple[Output, ...]
     done: "asyncio.Future[None]"
     results: list[EncodedSequence | None]
     missing: int
@@ -60,8 +62,8 @@ class Ticket:
     ) -> "Ticket":
         """A ticket for a call that comes now, on the running event loop."""
         count = len(sequences)
-        ticket = cls(asyncio.get_running_loop().create_future(), [None] * count, count, [], span=span)
-        ticket.entries = [Entry(it, wanted, i, ticket, now, deadline) for i, it in enumerate(sequences)]
+        ticket = cls(wanted, asyncio.get_running_loop().create_future(), [None] * count, count, [], span=span)
+        ticket.entries = [Entry(it, i, ticket, now, deadline) for i, it in enumerate(sequences)]
         return ticket
 
     def fail(self, error: EncserveError) -> None:
@@ -76,7 +78,6 @@ class Entry:
 
     Attributes:
         input: (seq,) int64 ids, or (seq, d_model) float32 vectors.
-        wanted: What is to be made of its rows.
         index: Its place in the call.
         ticket: The call.
         enqueued_at: When it came, in the clock's seconds.
@@ -86,7 +87,6 @@ class Entry:
     """
 
     input: ModelInput
-    wanted: tuple[Output, ...]
     index: int
     ticket: Ticket
     enqueued_at: float
