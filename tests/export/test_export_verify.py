@@ -86,8 +86,8 @@ def changed(encoder: Encoder) -> Encoder:
 class Maskless(Encoder):
     """Attends to padding too."""
 
-    def inspect(self, inputs: torch.Tensor, attention_mask: torch.Tensor) -> Inspection:
-        return super().inspect(inputs, torch.ones_like(attention_mask))
+    def inspect(self, inputs: torch.Tensor, attention_mask: torch.Tensor, *, keep_weights: bool = True) -> Inspection:
+        return super().inspect(inputs, torch.ones_like(attention_mask), keep_weights=keep_weights)
 
 
 def test_a_model_that_sees_its_padding_is_refused(tiny: EncoderConfig, models: Path) -> None:

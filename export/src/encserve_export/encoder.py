@@ -132,12 +132,14 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.attention_bias)
         self.output = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
 
-    def forward(self, x: Tensor, padding: Padding) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, padding: Padding, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Lets every token look at every other of its sequence.
 
         Args:
             x: (tokens, d_model).
             padding: Where the tokens are.
+            keep_weights: Whether to return the attention weights. PyTorch then has to hold all of them; else it goes
+                through them in small parts, and long sequences fit into memory.
 
         Returns:
             (tokens, d_model), and the attention weights: (batch, heads, seq, seq), of which each row sums to 1.
@@ -146,10 +148,15 @@ class SelfAttention(nn.Module):
         by_head = (bias.shape[0], bias.shape[3], self.n_heads, self.d_k)
         q, k, v = torch.split(padding.restore(self.qkv(x)), self.d_model, dim=-1)  # (batch·seq, d_model) each
         q, k, v = (part.reshape(by_head).transpose(1, 2) for part in (q, k, v))  # (batch, heads, seq, d_k) each
-        scores = q @ k.transpose(2, 3) / math.sqrt(self.d_k)  # (batch, heads, seq, seq)
-        weights = torch.softmax(scores + bias, dim=-1)  # (batch, heads, seq, seq)
-        heads = (weights @ v).transpose(1, 2)  # (batch, seq, heads, d_k)
-        y: Tensor = self.output(padding.remove(heads.reshape(-1, self.d_model)))  # (tokens, d_model)
+        weights = None
+        if keep_weights:
+            scores = q @ k.transpose(2, 3) / math.sqrt(self.d_k)  # (batch, heads, seq, seq)
+            weights = torch.softmax(scores + bias, dim=-1)  # (batch, heads, seq, seq)
+            heads = weights @ v  # (batch, heads, seq, d_k)
+        else:
+            heads = functional.scaled_dot_product_attention(q, k, v, bias)  # (batch, heads, seq, d_k)
+        rows = heads.transpose(1, 2).reshape(-1, self.d_model)  # (batch·seq, d_model)
+        y: Tensor = self.output(padding.remove(rows))  # (tokens, d_model)
         return y, weights
 
 
@@ -194,9 +201,9 @@ class EncoderBlock(nn.Module):
         self.feed_forward = FeedForward(config) if config.d_ff else None
         self.feed_forward_norm = _block_norm(config) if config.d_ff else nn.Identity()
 
-    def forward(self, x: Tensor, padding: Padding) -> tuple[Tensor, Tensor]:
-        """Runs one layer: (tokens, d_model) -> (tokens, d_model), and attention weights (batch, heads, seq, seq)."""
-        y, weights = self.attention(self._before(self.attention_norm, x), padding)  # (tokens, d_model)
+    def forward(self, x: Tensor, padding: Padding, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Runs one layer: (tokens, d_model) -> (tokens, d_model), and what `SelfAttention` says of its weights."""
+        y, weights = self.attention(self._before(self.attention_norm, x), padding, keep_weights)  # (tokens, d_model)
         x = self._after(self.attention_norm, x, y)  # (tokens, d_model)
         if self.feed_forward is not None:
             y = self.feed_forward(self._before(self.feed_forward_norm, x))  # (tokens, d_model)
@@ -227,7 +234,7 @@ class Inspection:
     Attributes:
         hidden_states: (batch, seq, d_model) each: what enters the first block, then what leaves each block; after the
             last one the norm that follows it has been applied, so that it is the encoder's own result.
-        attention_weights: (batch, heads, seq, seq) for each block.
+        attention_weights: (batch, heads, seq, seq) for each block; empty where they were not kept.
     """
 
     hidden_states: list[Tensor]
@@ -256,18 +263,19 @@ class Encoder(nn.Module):
             last_hidden_state: (batch, seq, d_model). A token's row depends on its own sequence alone. The rows at
             padded positions are finite and mean nothing.
         """
-        return self.inspect(inputs, attention_mask).hidden_states[-1]
+        return self.inspect(inputs, attention_mask, keep_weights=False).hidden_states[-1]
 
-    def inspect(self, inputs: Tensor, attention_mask: Tensor) -> Inspection:
+    def inspect(self, inputs: Tensor, attention_mask: Tensor, *, keep_weights: bool = True) -> Inspection:
         """Encodes a batch and keeps what happens on the way; takes what `forward` does."""
         x: Tensor = self.embeddings(inputs)  # (batch, seq, d_model)
         padding = Padding(attention_mask, x.dtype)
         rows = padding.remove(x.reshape(-1, self.config.d_model))  # (tokens, d_model)
         states, attention_weights = [rows], []
         for block in self.blocks:
-            rows, weights = block(rows, padding)  # (tokens, d_model), (batch, heads, seq, seq)
+            rows, weights = block(rows, padding, keep_weights)  # (tokens, d_model), (batch, heads, seq, seq)
             states.append(rows)
-            attention_weights.append(weights)
+            if keep_weights:
+                attention_weights.append(weights)
         states[-1] = self.final_norm(rows)  # (tokens, d_model)
         return Inspection([padding.restore(rows).reshape(x.shape) for rows in states], attention_weights)
 

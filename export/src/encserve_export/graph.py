@@ -4,7 +4,8 @@ Plain ONNX operators only, so that any runtime may read the files; ONNX Runtime 
 int8 one of ONNX Runtime's own is among them.
 
 Only the second graph is traced. The first is that graph without the outputs, and the nodes, that nobody but an
-inspection needs; so both compute the same numbers from the same weights.
+inspection needs; so both compute the same numbers from the same weights. It alone goes through the queries of long
+sequences in blocks, since it need not give attention weights.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import torch
 from onnx import external_data_helper, helper, numpy_helper
 from torch import Tensor, nn
 
-from encserve_export import float16, int8
+from encserve_export import float16, int8, query_blocks
 from encserve_export.encoder import Encoder
 from encserve_export.precision import Precision
 
@@ -36,6 +37,8 @@ POSITIONS = "positions"
 _LEAST_DATA_BYTES = 1024
 # ONNX Runtime maps the weights into memory, which it does page by page.
 _ALIGNMENT_BYTES = 4096
+# What attention is computed in.
+_ELEMENT_TYPES = dict.fromkeys(("float32", "int8"), onnx.TensorProto.FLOAT) | {"float16": onnx.TensorProto.FLOAT16}
 # The residual connections are the additions of a block itself, not of the parts in it.
 _RESIDUAL = re.compile(r"/blocks\.[0-9]+/Add(_[0-9]+)?")
 
@@ -108,6 +111,8 @@ def write_graphs(encoder: Encoder, folder: Path, precision: Precision = "float32
     elif precision == "float16":
         float16.halve(inspected)
     model = _only(inspected, OUTPUT)
+    if encoder.config.max_sequence_tokens > query_blocks.LONGEST_AT_ONCE:
+        query_blocks.block_queries(model, ATTENTION_MASK, _ELEMENT_TYPES[precision])
     with data_path.open("wb") as data:
         _move_weights((model, inspected), data)
     onnx.save_model(model, path)
