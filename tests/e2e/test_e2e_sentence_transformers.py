@@ -1,5 +1,7 @@
 """A directory means what its authors meant: with no option given, it serves what sentence-transformers gives."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from sentence_models import D_MODEL, LONGEST, text_of, write_model
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError, Output
 from encserve_export import Target, export_hf
+from encserve_export.errors import ParityError
 
 pytestmark = pytest.mark.models
 
@@ -86,7 +89,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def client(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EncoderClient]:
     models = tmp_path_factory.mktemp("models")
     for name, directory in directories.items():
-        export_once(export_hf, directory, target=Target(model_repository=models, name=name))
+        parity = export_once(export_hf, directory, target=Target(model_repository=models, name=name)).manifest.parity
+        assert parity.pipeline_texts >= 5, name
+        assert parity.max_pipeline_error <= TOLERANCE
     flags = [flag for name in directories for flag in ("--model", name)]
     with real_server(models, *flags) as server, EncoderClient(server.target) as client:
         yield client
@@ -183,3 +188,18 @@ def test_ids_have_no_prompt(client: EncoderClient) -> None:
 def test_what_the_model_does_not_have(client: EncoderClient, options: dict[str, Any], problem: str) -> None:
     with pytest.raises(InvalidRequestError, match=problem):
         client.embed(["the cat"], model="prompts", **options)
+
+
+def test_a_directory_that_contradicts_itself_is_refused(directories: dict[str, Path], tmp_path: Path) -> None:
+    """A tokenizer.json that is not what the tokenizer's class makes of it: sentence-transformers goes by the class."""
+    directory = shutil.copytree(directories["mean"], tmp_path / "directory")
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(
+        json.dumps({**settings, "tokenizer_class": "BertTokenizer", "do_lower_case": True})
+    )
+    tokenizer = json.loads((directory / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["The"], tokenizer["model"]["vocab"]["[MASK]"] = 4, 5
+    (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ParityError, match="gives another vector than sentence-transformers for the text"):
+        export_hf(directory, Target(model_repository=tmp_path / "models", name="mean"))
+    assert not (tmp_path / "models").exists()

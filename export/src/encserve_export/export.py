@@ -48,7 +48,7 @@ class Exported:
         remark: What was decided on the way and may surprise, for people; empty where nothing was.
         route: How `hf` made the graph, and why so, for people; empty for the other commands.
         text: Why it takes no text, where it does not, and what would help.
-        left_behind: The parts of the checkpoint that make no rows, such as heads; known on transformers' route alone.
+        left_behind: The parts of the checkpoint that make no rows, such as heads; not known of ONNX files.
     """
 
     path: Path
@@ -186,6 +186,9 @@ def complete(
         source: Where it comes from.
         parity: What was measured in ONNX Runtime.
         files: The files of the model, which lie in the folder already.
+
+    Raises:
+        ParityError: Texts' vectors are not those of sentence-transformers.
     """
     listed = list(files)
     if source.tokenizer is not None:
@@ -195,5 +198,9 @@ def complete(
         head = write_head(vector.head, manifest.pooled_width(model.shape, vector), folder)
         listed.append(folder / head.file)
     described = manifest.build_manifest(target.name, target.version, model, source, parity, listed, head)
+    compared = None if source.pipeline is None else source.pipeline(folder, described)
+    if compared is not None:
+        described.parity.pipeline_texts = compared.texts
+        described.parity.max_pipeline_error = manifest.rounded(compared.max_relative_error)
     (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
     return Exported(target.model_repository / target.name / target.version, described)

@@ -1,6 +1,7 @@
 """The export of a Hugging Face checkpoint: through our own encoder, its own ONNX file, or transformers."""
 
 import dataclasses
+import functools
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -22,6 +23,7 @@ from encserve_export.export import Exported, Progress, Target, export_encoder
 from encserve_export.hub import Snapshot
 from encserve_export.layouts import hf_bert
 from encserve_export.onnx_export import OnnxOptions, export_onnx
+from encserve_export.pipeline import Compared, check_pipeline
 from encserve_export.precision import Precision
 from encserve_export.sentence_transformers import (
     SentenceVector,
@@ -33,6 +35,7 @@ from encserve_export.sentence_transformers import (
 from encserve_export.text import TokenizerFile, read_tokenizer
 from encserve_export.transformers_export import TransformersModel
 from encserve_export.weights import read_object, read_weights
+from encserve_proto.v1 import manifest_pb2
 
 # How the graph is made, in the order of preference: our own encoder is the fastest, and can be inspected.
 Route = Literal["own", "onnx", "transformers"]
@@ -59,6 +62,7 @@ class _Checkpoint:
         precision: What the bundle computes in.
         origin: Where on the hub it came from, or None.
         progress: Called with what is being done.
+        pipeline: Compares the bundle with sentence-transformers.
     """
 
     directory: Path
@@ -70,10 +74,13 @@ class _Checkpoint:
     precision: Precision
     origin: Snapshot | None
     progress: Progress
+    pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None]
 
     def source(self, route: Route, description: str, weights_sha256: str) -> manifest.Source:
         came = {} if self.origin is None else {"repository": self.origin.repository, "revision": self.origin.revision}
-        return manifest.Source("hf", description, weights_sha256, self.vector, self.tokenizer, route, **came)
+        return manifest.Source(
+            "hf", description, weights_sha256, self.vector, self.tokenizer, route, pipeline=self.pipeline, **came
+        )
 
     def longest(self, positions: int | None) -> tuple[int, str]:
         """The longest sequence to serve, and a remark, for a model with so many positions."""
@@ -119,6 +126,7 @@ def export_hf(
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
     progress("reading the checkpoint")
+    pipeline = functools.partial(check_pipeline, directory, progress)
     vector, directory = read_sentence_vector(directory), transformer_folder(directory)
     settings = read_object(directory / "config.json")
     with tempfile.TemporaryDirectory() as folder:
@@ -135,6 +143,7 @@ def export_hf(
             precision,
             origin,
             progress,
+            pipeline,
         )
         if via is None:
             exported = _first_that_fits(checkpoint, target)
@@ -205,7 +214,8 @@ def _via_own(checkpoint: _Checkpoint, target: Target) -> Exported:
     encoder = shortened(layout.load(hf_bert.plain_names(weights.tensors)), longest)
     source = checkpoint.source("own", layout.description, weights.sha256)
     exported = export_encoder(encoder, source, target, precision=checkpoint.precision, progress=checkpoint.progress)
-    return dataclasses.replace(exported, remark=remark)
+    heads = sorted({name.partition(".")[0] for name in layout.unused(hf_bert.plain_names(weights.tensors))})
+    return dataclasses.replace(exported, remark=remark, left_behind=tuple(heads))
 
 
 def _via_onnx(checkpoint: _Checkpoint, target: Target) -> Exported:

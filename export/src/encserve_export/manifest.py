@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 from encserve_export import graph, verify
 from encserve_export.config import EncoderConfig
 from encserve_export.encoder import Encoder
+from encserve_export.pipeline import Compared
 from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.text import TokenizerFile
 from encserve_export.weights import sha256
@@ -35,6 +36,8 @@ class Source:
         route: How `hf` made the graph, "own", "onnx" or "transformers"; empty for the other commands.
         repository: Where on the Hugging Face hub it came from, OWNER/NAME; empty where it did not.
         revision: The commit there, in hex.
+        pipeline: Compares a bundle's files with sentence-transformers' own reading, see `pipeline.check_pipeline`; None
+            where there is none.
     """
 
     kind: str
@@ -45,6 +48,7 @@ class Source:
     route: str = ""
     repository: str = ""
     revision: str = ""
+    pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,7 +200,7 @@ def _bundle_file(path: Path) -> manifest_pb2.BundleFile:
 
 def _parity(parity: verify.Parity) -> manifest_pb2.Parity:
     bounds = parity.bounds
-    by_cosine = (
+    by_cosine: dict[str, Any] = (
         {}
         if bounds.cosine is None
         else {
@@ -208,21 +212,21 @@ def _parity(parity: verify.Parity) -> manifest_pb2.Parity:
     )
     return manifest_pb2.Parity(
         tolerance=bounds.error or 0,
-        max_relative_error=_rounded(parity.max_relative_error),
-        max_padding_error=_rounded(parity.max_padding_error),
+        max_relative_error=rounded(parity.max_relative_error),
+        max_padding_error=rounded(parity.max_padding_error),
         cases=[
-            manifest_pb2.ParityCase(lengths=case.lengths, max_relative_error=_rounded(case.max_relative_error))
+            manifest_pb2.ParityCase(lengths=case.lengths, max_relative_error=rounded(case.max_relative_error))
             for case in parity.cases
         ],
         **by_cosine,
     )
 
 
-def _rounded(error: float) -> float:
+def rounded(error: float) -> float:
     """Two digits: more would only say which thread added what first."""
     return float(f"{error:.1e}")
 
 
 def _rounded_cosine(cosine: float) -> float:
     """Two digits of what it lacks of 1, for the same reason."""
-    return round(1 - _rounded(1 - cosine), 12)
+    return round(1 - rounded(1 - cosine), 12)

@@ -40,6 +40,7 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         ("model size", f"{size / 2**20:,.1f} MiB, {manifest.graph.precision}, opset {manifest.graph.opset}"),
         ("parity", _parity(manifest)),
         ("padding", _padding(parity)),
+        *([("pipeline", _pipeline(parity))] if parity.pipeline_texts else []),
         ("cases", f"{len(parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),
         *([("longest", exported.remark)] if exported.remark else []),
         ("fingerprint", manifest.fingerprint),
@@ -130,6 +131,12 @@ def _parity(manifest: manifest_pb2.Manifest) -> str:
     if parity.required_min_cosine:
         return f"least cosine similarity {parity.min_cosine:.6g}, required {parity.required_min_cosine}"
     return f"max error {parity.max_relative_error:.1e}, tolerance {parity.tolerance:.1e}"
+
+
+def _pipeline(parity: manifest_pb2.Parity) -> str:
+    return (
+        f"{parity.pipeline_texts} texts' vectors as sentence-transformers', max error {parity.max_pipeline_error:.1e}"
+    )
 
 
 def _padding(parity: manifest_pb2.Parity) -> str:

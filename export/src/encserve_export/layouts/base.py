@@ -52,6 +52,10 @@ class Layout:
         encoder.load_state_dict({target: self._weight(tensors, target, shapes[target]) for target in self.names})
         return encoder.eval().requires_grad_(False)
 
+    def unused(self, names: Iterable[str]) -> list[str]:
+        """Those of a checkpoint's names that belong to poolers and heads; buffers are nobody's loss."""
+        return [name for name in names if name.startswith(self.ignored) and not name.startswith("embeddings.")]
+
     def _weight(self, tensors: Mapping[str, Tensor], target: str, shape: tuple[int, ...]) -> Tensor:
         """One weight of the Encoder."""
         stacked = _stack(tensors, self.names[target], shape, transposed=target in self.transposed)
