@@ -22,6 +22,7 @@ from encserve_export.errors import (
     WeightShapeError,
     WeightValueError,
 )
+from encserve_export.precision import BOUNDS, Precision
 
 pytest.importorskip("transformers", reason="needs encserve-export[transformers]")
 
@@ -188,3 +189,14 @@ def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path, monkeypatch: pyt
     without = export_hf(bert.path, Target(model_repository=models, name="ids"))
     assert not without.manifest.HasField("text")
     assert "making one of vocab.txt needs the package transformers: pip install" in without.text
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_precision(mpnet: Path, models: Path, precision: Precision) -> None:
+    """Smaller, and within the bounds that hold for our own encoder."""
+    manifest = export(mpnet, models, precision=precision).manifest
+    assert (manifest.graph.precision, manifest.source.route) == (precision, "transformers")
+    assert manifest.parity.min_cosine >= manifest.parity.required_min_cosine == BOUNDS[precision].cosine
+    assert manifest.parity.min_padding_cosine >= 0.999
+    weights = (mpnet / "model.safetensors").stat().st_size
+    assert sum(file.size_bytes for file in manifest.files) < {"float16": 0.75, "int8": 0.65}[precision] * weights

@@ -222,8 +222,6 @@ def _via_onnx(checkpoint: _Checkpoint, target: Target) -> Exported:
     path = checkpoint.directory / ONNX_FILE
     if not path.is_file():
         raise UnsupportedModelError(f"there is no {ONNX_FILE}")
-    if checkpoint.precision != "float32":
-        raise UnsupportedModelError(f"there is no {checkpoint.precision} for what is not our own encoder")
     reference = _load_if_possible(checkpoint)
     if reference is not None:
         facts = _Facts(reference.positions, reference.pad_token_id, reference.vocab_size)
@@ -234,8 +232,6 @@ def _via_onnx(checkpoint: _Checkpoint, target: Target) -> Exported:
 
 
 def _via_transformers(checkpoint: _Checkpoint, target: Target) -> Exported:
-    if checkpoint.precision != "float32":
-        raise UnsupportedModelError(f"there is no {checkpoint.precision} for what is not our own encoder")
     transformers_export.package(f"model_type {checkpoint.settings.get('model_type')!r}")
     checkpoint.progress("reading the weights")
     weights = read_weights(checkpoint.directory)
@@ -337,6 +333,7 @@ def _export_file(
         vocab_size=facts.vocab_size,
         vector=checkpoint.vector,
         tokenizer=checkpoint.tokenizer,
+        precision=checkpoint.precision,
     )
     exported = export_onnx(path, target, options, source=source, reference=reference, progress=checkpoint.progress)
     return dataclasses.replace(exported, remark=remark)

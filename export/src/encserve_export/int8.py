@@ -28,6 +28,7 @@ from onnx import NodeProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from encserve_export.encoder import Encoder
+from encserve_export.onnx_data import all_nodes
 
 # What the scales of quantized weights are called; they are no parameters of the model.
 SCALE = ".scale"
@@ -40,7 +41,7 @@ _SMOOTHING = 0.5
 _SMOOTHED = (".attention.qkv", ".feed_forward.inner")
 _CALIBRATION_BATCH = (32, 64)  # sequences, tokens
 # A layer that moves a row of random inputs by more than this share of its norm stays in float32.
-_MAX_ERROR = 0.1
+MAX_ERROR = 0.1
 # Of rows of zeros, whose scale must not be 0.
 _LEAST_STEP = 1e-30
 
@@ -49,15 +50,22 @@ Array = npt.NDArray[Any]
 
 def quantize(model: onnx.ModelProto, encoder: Encoder) -> None:
     """Changes a graph that was traced from the encoder, with its weights in it, in place."""
-    quantizer = _Quantizer(model, plan_layers(encoder))
+    quantizer = Quantizer(model, plan_layers(encoder))
     nodes = [made for node in model.graph.node for made in quantizer.replace(node)]
+    replace_nodes(model, nodes)
+
+
+def replace_nodes(model: onnx.ModelProto, nodes: Iterable[NodeProto]) -> None:
+    """Puts nodes in place of a graph's own, and takes the weights away that nobody uses any more."""
+    made = list(nodes)
     del model.graph.node[:]
-    model.graph.node.extend(nodes)
-    used = {name for node in nodes for name in node.input}
+    model.graph.node.extend(made)
+    used = {name for node in all_nodes(model) for name in node.input} | {value.name for value in model.graph.output}
     kept = [tensor for tensor in model.graph.initializer if tensor.name in used]
     del model.graph.initializer[:]
     model.graph.initializer.extend(kept)
-    model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
+    if not any(its.domain == _DOMAIN for its in model.opset_import):
+        model.opset_import.append(helper.make_opsetid(_DOMAIN, 1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +105,12 @@ def plan_layers(encoder: Encoder) -> dict[str, Layer]:
 
     def watch(name: str) -> Any:
         def hook(module: nn.Linear, inputs: tuple[Tensor, ...], _: Tensor) -> None:
-            layers[name] = _plan_layer(name, module.weight.numpy(), inputs[0].numpy(), encoder.config.activation)
+            layers[name] = plan_layer(
+                module.weight.numpy(),
+                inputs[0].numpy(),
+                smooth=name.endswith(_SMOOTHED),
+                least=_LEAST_OF[encoder.config.activation] if name.endswith(".feed_forward.outer") else None,
+            )
 
         return hook
 
@@ -117,10 +130,16 @@ def plan_layers(encoder: Encoder) -> dict[str, Layer]:
     return layers
 
 
-def _plan_layer(name: str, weight: Array, x: Array, activation: str) -> Layer:
-    """Rounds the weights, (n, k), of a layer whose input is like x, (tokens, k)."""
-    smoothing = _smoothing(np.abs(x).max(axis=0), weight) if name.endswith(_SMOOTHED) else None  # (k)
-    least = _LEAST_OF[activation] if name.endswith(".feed_forward.outer") else None
+def plan_layer(weight: Array, x: Array, *, smooth: bool, least: float | None = None) -> Layer:
+    """Rounds the weights, (n, k), of a layer whose input is like x, (tokens, k).
+
+    Args:
+        weight: (n, k).
+        x: (tokens, k).
+        smooth: Whether columns of x that are large everywhere are made smaller.
+        least: The least number that x can have, where that is known.
+    """
+    smoothing = _smoothing(np.abs(x).max(axis=0), weight) if smooth else None  # (k)
     rounded, scales = quantize_rows(weight if smoothing is None else weight * smoothing)  # (n, k), (n, 1)
     layer = Layer(rounded, scales, smoothing, least, 0.0)
     got = layer.round_rows(x) @ (rounded * scales).T  # (tokens, n)
@@ -143,7 +162,7 @@ def quantize_rows(rows: Array) -> tuple[Array, Array]:
     return np.clip(np.rint(rows / scales), -127, 127).astype(np.int8), scales
 
 
-class _Quantizer:
+class Quantizer:
     """Replaces nodes one by one, and keeps the constants that they need."""
 
     def __init__(self, model: onnx.ModelProto, layers: dict[str, Layer]) -> None:
@@ -159,14 +178,14 @@ class _Quantizer:
         """The nodes in place of one: itself, or those of a linear layer or a lookup in 8 bits."""
         scope = node.name.rpartition("/")[0]
         layer = self._layers.get(scope.strip("/").replace("/", "."))
-        if layer is not None and node.op_type in ("Gemm", "MatMul") and layer.error <= _MAX_ERROR:
-            return self._linear(node, scope, layer)
+        if layer is not None and node.op_type in ("Gemm", "MatMul") and layer.error <= MAX_ERROR:
+            return self.linear(node, scope, layer)
         if node.op_type == "Gather" and scope == "/embeddings/tokens":
-            return self._lookup(node, scope)
+            return self.lookup(node, scope)
         return [node]
 
-    def _linear(self, node: NodeProto, scope: str, layer: Layer) -> Iterable[NodeProto]:
-        """Y = x·Wᵀ + b for x (tokens, k) and W (n, k)."""
+    def linear(self, node: NodeProto, scope: str, layer: Layer) -> Iterable[NodeProto]:
+        """The nodes in place of y = x·Wᵀ + b for x (tokens, k) and W (n, k)."""
         x, y = node.input[0], node.output[0]
         bias = self._weight(node.input[2]) if len(node.input) > 2 else None  # (n)
         if layer.smoothing is not None:
@@ -208,7 +227,7 @@ class _Quantizer:
         inputs = [x, f"{scope}/steps", f"{scope}/zeros"]
         yield self._node("QuantizeLinear", scope, inputs, "rounded", axis=0)  # (tokens, k)
 
-    def _lookup(self, node: NodeProto, scope: str) -> Iterable[NodeProto]:
+    def lookup(self, node: NodeProto, scope: str) -> Iterable[NodeProto]:
         """The rows of the table of tokens, each with a scale of its own: within 1 / 254 of its largest number."""
         rounded, scales = quantize_rows(self._weight(node.input[0]))  # (vocab, d_model), (vocab, 1)
         ids = node.input[1]

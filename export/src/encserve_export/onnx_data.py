@@ -144,9 +144,20 @@ def write_model(
         return [target]
     # An upper bound that is cheap to have: serializing would fail where the model is too large.
     size = path.stat().st_size + sum(len(tensor.raw_data) for tensor in all_tensors(model))
-    if size <= max_file_bytes:
+    return save_model(model, folder, apart=size > max_file_bytes)
+
+
+def save_model(model: onnx.ModelProto, folder: Path, *, apart: bool) -> list[Path]:
+    """Writes a model with its weights in it, in place of what was there; perhaps the weights in a file of their own.
+
+    Returns:
+        The files written, the graph first.
+    """
+    target = folder / graph.FILE
+    if not apart:
         onnx.save_model(model, target, format="protobuf")
         return [target]
+    (folder / graph.DATA_FILE).unlink(missing_ok=True)  # it would be appended to
     onnx.save_model(
         model,
         target,

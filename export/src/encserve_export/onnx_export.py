@@ -5,12 +5,13 @@ from pathlib import Path
 
 import onnx
 
-from encserve_export import bundle, graph, manifest, onnx_data, onnx_model, verify
+from encserve_export import bundle, graph, manifest, onnx_data, onnx_model, onnx_precision, verify
 from encserve_export.checkpoint import DEFAULT_LONGEST
 from encserve_export.errors import ConfigError, VocabularyError
 from encserve_export.export import Exported, Progress, Target, complete
 from encserve_export.onnx_model import Interface, Names
 from encserve_export.onnx_run import Runner, check_file
+from encserve_export.precision import BOUNDS, Precision
 from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.text import TokenizerFile
 from encserve_export.weights import sha256
@@ -28,6 +29,7 @@ class OnnxOptions:
         vocab_size: One more than the largest token id; None for what the embedding table or the tokenizer says.
         vector: How the model was trained to make one vector of a sequence.
         tokenizer: What turns text into ids; without one the model takes token ids only.
+        precision: What the bundle computes in; None for what the file computes in.
     """
 
     names: Names = dataclasses.field(default_factory=Names)
@@ -36,6 +38,7 @@ class OnnxOptions:
     vocab_size: int | None = None
     vector: SentenceVector = dataclasses.field(default_factory=SentenceVector)
     tokenizer: TokenizerFile | None = None
+    precision: Precision | None = None
 
 
 def export_onnx(
@@ -77,6 +80,12 @@ def export_onnx(
         # Only now: where the file itself is at fault, an option would not help.
         vocab_size = _vocab_size(options, rows)
         _check_options(options, vocab_size)
+        if options.precision not in (None, "float32"):
+            progress(f"rounding it to {options.precision}")
+            reference = reference or runner
+            model = onnx_precision.convert(model, interface, vocab_size, options.max_sequence_tokens, options.precision)
+            files = onnx_data.save_model(model, folder, apart=len(files) > 1)
+            runner = Runner(model, files[0], interface)
         progress(f"the rows are its output {interface.output}; there are {vocab_size} token ids")
         progress(f"running it, with 1 to {options.max_sequence_tokens} tokens")
         runner.check_ends(vocab_size, options.max_sequence_tokens, options.pad_token_id)
@@ -133,6 +142,7 @@ def _check_rows(
         max_sequence_tokens=options.max_sequence_tokens,
         pad_token_id=options.pad_token_id,
         reference=reference,
+        precision=precision if precision in BOUNDS else "float32",
         advice=advice,
     )
 
