@@ -67,6 +67,10 @@ def _halved(model: onnx.ModelProto) -> onnx.ModelProto:
     halved: onnx.ModelProto = convert_float_to_float16(
         model, keep_io_types=True, op_block_list=[*DEFAULT_OP_BLOCK_LIST, *_KEPT], node_block_list=sorted(kept)
     )
+    # It casts a value once for each node that is kept and takes it, always to the same name.
+    first = {tuple(node.output): node for node in reversed(halved.graph.node)}
+    del halved.graph.node[:]
+    halved.graph.node.extend(reversed(first.values()))
     return halved
 
 
