@@ -338,7 +338,7 @@ def test_it_runs_and_writes_what_it_found(tmp_path: Path) -> None:
         assert len(side["tokens_per_second"]) == 1
         assert set(side["ratio_to_ceiling"]) == {"low", "median", "high"}
     assert found["sides"][CEILING]["ratio_to_ceiling"]["median"] == 1
-    assert len(found["targets"]) == 3
+    assert len(found["targets"]) in (2, 3)  # the one of long sequences needs one to have come within the second
     assert all(set(it) == {"text", "wanted", "measured", "met"} for it in found["targets"])
     assert set(found["ratios_to_against"]) == of_servers
     for ratios_of_side in found["ratios_to_against"].values():
