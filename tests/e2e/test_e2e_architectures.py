@@ -16,7 +16,7 @@ from encserve_export.cli import main
 from encserve_proto.v1 import manifest_pb2
 
 pytestmark = pytest.mark.models
-pytest.importorskip("transformers", reason="needs encserve-export[transformers]")
+pytest.importorskip("transformers", reason="needs ./export[transformers]")
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
 LENGTHS = (1, 60, 3, 9, 60, 2, 17)

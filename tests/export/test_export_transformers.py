@@ -24,7 +24,7 @@ from encserve_export.errors import (
 )
 from encserve_export.precision import BOUNDS, Precision
 
-pytest.importorskip("transformers", reason="needs encserve-export[transformers]")
+pytest.importorskip("transformers", reason="needs ./export[transformers]")
 
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 
@@ -151,7 +151,7 @@ def hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_the_package(mpnet: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide_transformers(monkeypatch)
-    with pytest.raises(MissingPackageError, match=r"pip install 'encserve-export\[transformers\]'"):
+    with pytest.raises(MissingPackageError, match=r"pip install ./proto './export\[transformers\]'"):
         export(mpnet, models)
     assert not models.exists()
 

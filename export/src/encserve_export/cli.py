@@ -95,7 +95,7 @@ def hf(
     """Exports the Hugging Face checkpoint in DIRECTORY, or the one of that name on the hub.
 
     BERT, RoBERTa, XLM-RoBERTa and DistilBERT are run by our own encoder; every other encoder that transformers knows
-    needs encserve-export[transformers].
+    needs the extra ./export[transformers].
     """
     is_directory = Path(source).is_dir()
     if not is_directory and not hub.is_id(source):

@@ -29,7 +29,7 @@ from encserve_export.weights import Weights, read_object
 # not.
 Exporter = Literal["tracing", "dynamo"]
 EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
-_EXTRA = "pip install 'encserve-export[transformers]'"
+_EXTRA = "pip install ./proto './export[transformers]' in a checkout of encserve"
 _OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
 # Indices that older versions saved among the weights.
 _INDICES = ("position_ids", "token_type_ids", "inv_freq")
