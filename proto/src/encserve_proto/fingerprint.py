@@ -20,6 +20,10 @@ _FACTS = (
     "prompts",
     "default_prompt_name",
     "dimensions",
+    "query",
+    "document",
+    "multi_vector",
+    "sparse",
 )
 
 

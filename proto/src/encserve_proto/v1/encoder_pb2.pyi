@@ -24,6 +24,14 @@ class OutputKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTPUT_KIND_LAST_TOKEN: _ClassVar[OutputKind]
     OUTPUT_KIND_WEIGHTED_MEAN: _ClassVar[OutputKind]
     OUTPUT_KIND_MEAN_SQRT_LENGTH: _ClassVar[OutputKind]
+    OUTPUT_KIND_MULTI_VECTOR: _ClassVar[OutputKind]
+    OUTPUT_KIND_SPARSE: _ClassVar[OutputKind]
+
+class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    TASK_UNSPECIFIED: _ClassVar[Task]
+    TASK_QUERY: _ClassVar[Task]
+    TASK_DOCUMENT: _ClassVar[Task]
 
 class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -55,6 +63,11 @@ OUTPUT_KIND_MODEL_POOLING: OutputKind
 OUTPUT_KIND_LAST_TOKEN: OutputKind
 OUTPUT_KIND_WEIGHTED_MEAN: OutputKind
 OUTPUT_KIND_MEAN_SQRT_LENGTH: OutputKind
+OUTPUT_KIND_MULTI_VECTOR: OutputKind
+OUTPUT_KIND_SPARSE: OutputKind
+TASK_UNSPECIFIED: Task
+TASK_QUERY: Task
+TASK_DOCUMENT: Task
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT16: DataType
@@ -93,30 +106,36 @@ class Input(_message.Message):
     def __init__(self, token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., text: _Optional[str] = ..., embeddings: _Optional[_Union[TokenEmbeddings, _Mapping]] = ...) -> None: ...
 
 class OutputSpec(_message.Message):
-    __slots__ = ("kind", "l2_normalize", "dimensions")
+    __slots__ = ("kind", "l2_normalize", "dimensions", "max_active_dims", "pool_factor")
     KIND_FIELD_NUMBER: _ClassVar[int]
     L2_NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ACTIVE_DIMS_FIELD_NUMBER: _ClassVar[int]
+    POOL_FACTOR_FIELD_NUMBER: _ClassVar[int]
     kind: OutputKind
     l2_normalize: bool
     dimensions: int
-    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., dimensions: _Optional[int] = ...) -> None: ...
+    max_active_dims: int
+    pool_factor: float
+    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., dimensions: _Optional[int] = ..., max_active_dims: _Optional[int] = ..., pool_factor: _Optional[float] = ...) -> None: ...
 
 class EncodeOptions(_message.Message):
-    __slots__ = ("outputs", "data_type", "truncation", "exclude_special_tokens", "include_token_strings", "prompt_name")
+    __slots__ = ("outputs", "data_type", "truncation", "exclude_special_tokens", "include_token_strings", "prompt_name", "task")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATION_FIELD_NUMBER: _ClassVar[int]
     EXCLUDE_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     INCLUDE_TOKEN_STRINGS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[OutputSpec]
     data_type: DataType
     truncation: Truncation
     exclude_special_tokens: bool
     include_token_strings: bool
     prompt_name: str
-    def __init__(self, outputs: _Optional[_Iterable[_Union[OutputSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., exclude_special_tokens: bool = ..., include_token_strings: bool = ..., prompt_name: _Optional[str] = ...) -> None: ...
+    task: Task
+    def __init__(self, outputs: _Optional[_Iterable[_Union[OutputSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., exclude_special_tokens: bool = ..., include_token_strings: bool = ..., prompt_name: _Optional[str] = ..., task: _Optional[_Union[Task, str]] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("model", "model_version", "inputs", "options", "expected_fingerprint")
@@ -133,20 +152,22 @@ class EncodeRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., options: _Optional[_Union[EncodeOptions, _Mapping]] = ..., expected_fingerprint: _Optional[str] = ...) -> None: ...
 
 class RaggedTensor(_message.Message):
-    __slots__ = ("kind", "l2_normalized", "data_type", "width", "lengths", "data")
+    __slots__ = ("kind", "l2_normalized", "data_type", "width", "lengths", "data", "indices")
     KIND_FIELD_NUMBER: _ClassVar[int]
     L2_NORMALIZED_FIELD_NUMBER: _ClassVar[int]
     DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
     WIDTH_FIELD_NUMBER: _ClassVar[int]
     LENGTHS_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
+    INDICES_FIELD_NUMBER: _ClassVar[int]
     kind: OutputKind
     l2_normalized: bool
     data_type: DataType
     width: int
     lengths: _containers.RepeatedScalarFieldContainer[int]
     data: bytes
-    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., l2_normalized: bool = ..., data_type: _Optional[_Union[DataType, str]] = ..., width: _Optional[int] = ..., lengths: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ...) -> None: ...
+    indices: bytes
+    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., l2_normalized: bool = ..., data_type: _Optional[_Union[DataType, str]] = ..., width: _Optional[int] = ..., lengths: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., indices: _Optional[bytes] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
     __slots__ = ("token_count", "original_token_count", "truncated", "token_ids", "char_starts", "char_ends", "special", "tokens")
@@ -321,7 +342,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes", "input_kind", "can_inspect", "max_inspect_tokens", "position", "parameters", "vector_width", "default_dimensions", "prompts", "default_prompt_name", "similarity")
+    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes", "input_kind", "can_inspect", "max_inspect_tokens", "position", "parameters", "vector_width", "default_dimensions", "prompts", "default_prompt_name", "similarity", "tasks", "multi_vector_width", "multi_vector_similarity", "sparse_width")
     class PromptsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -361,6 +382,10 @@ class ModelInfo(_message.Message):
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     SIMILARITY_FIELD_NUMBER: _ClassVar[int]
+    TASKS_FIELD_NUMBER: _ClassVar[int]
+    MULTI_VECTOR_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    MULTI_VECTOR_SIMILARITY_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_WIDTH_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     fingerprint: str
@@ -393,7 +418,23 @@ class ModelInfo(_message.Message):
     prompts: _containers.ScalarMap[str, str]
     default_prompt_name: str
     similarity: str
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., input_kind: _Optional[_Union[InputKind, str]] = ..., can_inspect: bool = ..., max_inspect_tokens: _Optional[int] = ..., position: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[PartParameters, _Mapping]]] = ..., vector_width: _Optional[int] = ..., default_dimensions: _Optional[int] = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., similarity: _Optional[str] = ...) -> None: ...
+    tasks: _containers.RepeatedCompositeFieldContainer[TaskInfo]
+    multi_vector_width: int
+    multi_vector_similarity: str
+    sparse_width: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., input_kind: _Optional[_Union[InputKind, str]] = ..., can_inspect: bool = ..., max_inspect_tokens: _Optional[int] = ..., position: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[PartParameters, _Mapping]]] = ..., vector_width: _Optional[int] = ..., default_dimensions: _Optional[int] = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., similarity: _Optional[str] = ..., tasks: _Optional[_Iterable[_Union[TaskInfo, _Mapping]]] = ..., multi_vector_width: _Optional[int] = ..., multi_vector_similarity: _Optional[str] = ..., sparse_width: _Optional[int] = ...) -> None: ...
+
+class TaskInfo(_message.Message):
+    __slots__ = ("task", "prompt_name", "max_tokens", "min_tokens")
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    task: Task
+    prompt_name: str
+    max_tokens: int
+    min_tokens: int
+    def __init__(self, task: _Optional[_Union[Task, str]] = ..., prompt_name: _Optional[str] = ..., max_tokens: _Optional[int] = ..., min_tokens: _Optional[int] = ...) -> None: ...
 
 class PartParameters(_message.Message):
     __slots__ = ("part", "count")

@@ -15,6 +15,13 @@ class Pooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     POOLING_LAST_TOKEN: _ClassVar[Pooling]
     POOLING_WEIGHTED_MEAN: _ClassVar[Pooling]
     POOLING_MEAN_SQRT_LENGTH: _ClassVar[Pooling]
+
+class SparsePooling(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SPARSE_POOLING_UNSPECIFIED: _ClassVar[SparsePooling]
+    SPARSE_POOLING_MAX: _ClassVar[SparsePooling]
+    SPARSE_POOLING_SUM: _ClassVar[SparsePooling]
+    SPARSE_POOLING_OWN_ID: _ClassVar[SparsePooling]
 POOLING_UNSPECIFIED: Pooling
 POOLING_MEAN: Pooling
 POOLING_CLS: Pooling
@@ -22,9 +29,13 @@ POOLING_MAX: Pooling
 POOLING_LAST_TOKEN: Pooling
 POOLING_WEIGHTED_MEAN: Pooling
 POOLING_MEAN_SQRT_LENGTH: Pooling
+SPARSE_POOLING_UNSPECIFIED: SparsePooling
+SPARSE_POOLING_MAX: SparsePooling
+SPARSE_POOLING_SUM: SparsePooling
+SPARSE_POOLING_OWN_ID: SparsePooling
 
 class Manifest(_message.Message):
-    __slots__ = ("format_version", "name", "version", "fingerprint", "encoder", "text", "pooling", "l2_normalize", "graph", "source", "files", "parameters", "parity", "inspect_graph", "more_poolings", "head", "pooling_skips_prompt", "prompts", "default_prompt_name", "dimensions", "similarity")
+    __slots__ = ("format_version", "name", "version", "fingerprint", "encoder", "text", "pooling", "l2_normalize", "graph", "source", "files", "parameters", "parity", "inspect_graph", "more_poolings", "head", "pooling_skips_prompt", "prompts", "default_prompt_name", "dimensions", "similarity", "query", "document", "multi_vector", "sparse")
     class PromptsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +64,10 @@ class Manifest(_message.Message):
     DEFAULT_PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     SIMILARITY_FIELD_NUMBER: _ClassVar[int]
+    QUERY_FIELD_NUMBER: _ClassVar[int]
+    DOCUMENT_FIELD_NUMBER: _ClassVar[int]
+    MULTI_VECTOR_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_FIELD_NUMBER: _ClassVar[int]
     format_version: int
     name: str
     version: str
@@ -74,7 +89,95 @@ class Manifest(_message.Message):
     default_prompt_name: str
     dimensions: int
     similarity: str
-    def __init__(self, format_version: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., encoder: _Optional[_Union[EncoderShape, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., l2_normalize: bool = ..., graph: _Optional[_Union[Graph, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., files: _Optional[_Iterable[_Union[BundleFile, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterCount, _Mapping]]] = ..., parity: _Optional[_Union[Parity, _Mapping]] = ..., inspect_graph: _Optional[_Union[InspectGraph, _Mapping]] = ..., more_poolings: _Optional[_Iterable[_Union[Pooling, str]]] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., pooling_skips_prompt: bool = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., dimensions: _Optional[int] = ..., similarity: _Optional[str] = ...) -> None: ...
+    query: TaskSettings
+    document: TaskSettings
+    multi_vector: MultiVector
+    sparse: Sparse
+    def __init__(self, format_version: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., encoder: _Optional[_Union[EncoderShape, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., l2_normalize: bool = ..., graph: _Optional[_Union[Graph, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., files: _Optional[_Iterable[_Union[BundleFile, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterCount, _Mapping]]] = ..., parity: _Optional[_Union[Parity, _Mapping]] = ..., inspect_graph: _Optional[_Union[InspectGraph, _Mapping]] = ..., more_poolings: _Optional[_Iterable[_Union[Pooling, str]]] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., pooling_skips_prompt: bool = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., dimensions: _Optional[int] = ..., similarity: _Optional[str] = ..., query: _Optional[_Union[TaskSettings, _Mapping]] = ..., document: _Optional[_Union[TaskSettings, _Mapping]] = ..., multi_vector: _Optional[_Union[MultiVector, _Mapping]] = ..., sparse: _Optional[_Union[Sparse, _Mapping]] = ...) -> None: ...
+
+class TaskSettings(_message.Message):
+    __slots__ = ("prompt_name", "max_tokens", "expansion", "skipped_token_ids", "kept_token_ids", "token_pooling", "static_sparse")
+    PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXPANSION_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_POOLING_FIELD_NUMBER: _ClassVar[int]
+    STATIC_SPARSE_FIELD_NUMBER: _ClassVar[int]
+    prompt_name: str
+    max_tokens: int
+    expansion: Expansion
+    skipped_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    kept_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    token_pooling: TokenPooling
+    static_sparse: StaticSparse
+    def __init__(self, prompt_name: _Optional[str] = ..., max_tokens: _Optional[int] = ..., expansion: _Optional[_Union[Expansion, _Mapping]] = ..., skipped_token_ids: _Optional[_Iterable[int]] = ..., kept_token_ids: _Optional[_Iterable[int]] = ..., token_pooling: _Optional[_Union[TokenPooling, _Mapping]] = ..., static_sparse: _Optional[_Union[StaticSparse, _Mapping]] = ...) -> None: ...
+
+class Expansion(_message.Message):
+    __slots__ = ("min_tokens", "token_id", "attended")
+    MIN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    ATTENDED_FIELD_NUMBER: _ClassVar[int]
+    min_tokens: int
+    token_id: int
+    attended: bool
+    def __init__(self, min_tokens: _Optional[int] = ..., token_id: _Optional[int] = ..., attended: bool = ...) -> None: ...
+
+class TokenPooling(_message.Message):
+    __slots__ = ("factor", "protected_tokens", "l2_normalize")
+    FACTOR_FIELD_NUMBER: _ClassVar[int]
+    PROTECTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    L2_NORMALIZE_FIELD_NUMBER: _ClassVar[int]
+    factor: float
+    protected_tokens: int
+    l2_normalize: bool
+    def __init__(self, factor: _Optional[float] = ..., protected_tokens: _Optional[int] = ..., l2_normalize: bool = ...) -> None: ...
+
+class MultiVector(_message.Message):
+    __slots__ = ("file", "input_name", "output_name", "width", "similarity", "skips_first_token")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    INPUT_NAME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_NAME_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    SIMILARITY_FIELD_NUMBER: _ClassVar[int]
+    SKIPS_FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    input_name: str
+    output_name: str
+    width: int
+    similarity: str
+    skips_first_token: bool
+    def __init__(self, file: _Optional[str] = ..., input_name: _Optional[str] = ..., output_name: _Optional[str] = ..., width: _Optional[int] = ..., similarity: _Optional[str] = ..., skips_first_token: bool = ...) -> None: ...
+
+class Sparse(_message.Message):
+    __slots__ = ("file", "rows_name", "mask_name", "output_name", "width", "pooling", "skipped_token_ids", "max_active_dims")
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    ROWS_NAME_FIELD_NUMBER: _ClassVar[int]
+    MASK_NAME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_NAME_FIELD_NUMBER: _ClassVar[int]
+    WIDTH_FIELD_NUMBER: _ClassVar[int]
+    POOLING_FIELD_NUMBER: _ClassVar[int]
+    SKIPPED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_ACTIVE_DIMS_FIELD_NUMBER: _ClassVar[int]
+    file: str
+    rows_name: str
+    mask_name: str
+    output_name: str
+    width: int
+    pooling: SparsePooling
+    skipped_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    max_active_dims: int
+    def __init__(self, file: _Optional[str] = ..., rows_name: _Optional[str] = ..., mask_name: _Optional[str] = ..., output_name: _Optional[str] = ..., width: _Optional[int] = ..., pooling: _Optional[_Union[SparsePooling, str]] = ..., skipped_token_ids: _Optional[_Iterable[int]] = ..., max_active_dims: _Optional[int] = ...) -> None: ...
+
+class StaticSparse(_message.Message):
+    __slots__ = ("tokenizer_file", "weights_file", "max_tokens")
+    TOKENIZER_FILE_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FILE_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    tokenizer_file: str
+    weights_file: str
+    max_tokens: int
+    def __init__(self, tokenizer_file: _Optional[str] = ..., weights_file: _Optional[str] = ..., max_tokens: _Optional[int] = ...) -> None: ...
 
 class EncoderShape(_message.Message):
     __slots__ = ("d_model", "n_heads", "d_ff", "n_layers", "vocab_size", "max_sequence_tokens", "pad_token_id", "activation", "norm", "position")
