@@ -169,7 +169,33 @@ BAD_REQUESTS = {
     "output kind": (
         one(pb.EncodeOptions(outputs=[pb.OutputSpec(), pb.OutputSpec(kind=unknown(42))])),
         "options.outputs[1].kind",
-        "must be a value of OutputKind, 0 to 8; was 42",
+        "must be a value of OutputKind, 0 to 10; was 42",
+    ),
+    "no multi-vectors": (
+        one(pb.EncodeOptions(outputs=[pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR)])),
+        "options.outputs[0].kind",
+        "model tiny has no OUTPUT_KIND_MULTI_VECTOR; it has OUTPUT_KIND_TOKENS, .*OUTPUT_KIND_MEAN_SQRT_LENGTH$",
+    ),
+    "no sparse weights": (
+        one(pb.EncodeOptions(outputs=[pb.OutputSpec(), pb.OutputSpec(kind=pb.OUTPUT_KIND_SPARSE)])),
+        "options.outputs[1].kind",
+        "model tiny has no OUTPUT_KIND_SPARSE",
+    ),
+    "weights of rows": (
+        one(pb.EncodeOptions(outputs=[pb.OutputSpec(max_active_dims=3)])),
+        "options.outputs[0].max_active_dims",
+        "is for OUTPUT_KIND_SPARSE alone; was 3",
+    ),
+    "rows joined": (
+        one(pb.EncodeOptions(outputs=[pb.OutputSpec(kind=pb.OUTPUT_KIND_CLS, pool_factor=2)])),
+        "options.outputs[0].pool_factor",
+        "is for OUTPUT_KIND_MULTI_VECTOR alone; was 2",
+    ),
+    "task": (one(pb.EncodeOptions(task=unknown(3))), "options.task", "must be a value of Task, 0 to 2; was 3"),
+    "no tasks": (
+        one(pb.EncodeOptions(task=pb.TASK_QUERY)),
+        "options.task",
+        "model tiny does not know TASK_QUERY; it treats all texts alike",
     ),
     "output twice": (
         one(pb.EncodeOptions(outputs=[pb.OutputSpec(), pb.OutputSpec(kind=pb.OUTPUT_KIND_TOKENS)])),

@@ -29,6 +29,8 @@ class OutputKind(IntEnum):
     LAST_TOKEN = 6
     WEIGHTED_MEAN = 7
     MEAN_SQRT_LENGTH = 8
+    MULTI_VECTOR = 9  # a vector for each token that counts in MaxSim
+    SPARSE = 10  # weights over the vocabulary
 
 
 class DataType(IntEnum):
@@ -328,6 +330,14 @@ class Bundle:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str = ""
     similarity: str = ""
+
+    @property
+    def kinds(self) -> tuple[OutputKind, ...]:
+        """What can be made of its rows."""
+        absent = {OutputKind.MULTI_VECTOR, OutputKind.SPARSE}
+        if self.pooling is None:
+            absent.add(OutputKind.MODEL)
+        return tuple(kind for kind in OutputKind if kind not in absent)
 
     def width(self, output: Output) -> int:
         """The numbers of a row of an output."""

@@ -65,6 +65,7 @@ def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
             empty or malformed, or the model's own pooling is wanted but not known.
     """
     options, bundle = request.options, model.bundle
+    _check_task("options.task", options.task, bundle)
     return EncodeCall(
         inputs=[_decode_input(f"inputs[{i}]", it, bundle.max_sequence_tokens) for i, it in enumerate(request.inputs)],
         outputs=_decode_outputs(options.outputs, _decode_data_type("options.data_type", options.data_type), bundle),
@@ -229,6 +230,13 @@ def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, bundle:
     if kind not in _OUTPUT_KINDS:
         raise _unknown_value(f"{field}.kind", kind, pb.OutputKind)
     width = bundle.d_model
+    if kind in (pb.OUTPUT_KIND_MULTI_VECTOR, pb.OUTPUT_KIND_SPARSE):
+        there = ", ".join(_OUTPUT_KIND_NAMES[it] for it in bundle.kinds)
+        raise InvalidField(f"{field}.kind", f"model {bundle.name} has no {pb.OutputKind.Name(kind)}; it has {there}")
+    if spec.max_active_dims:
+        raise InvalidField(f"{field}.max_active_dims", f"is for OUTPUT_KIND_SPARSE alone; was {spec.max_active_dims}")
+    if spec.pool_factor:
+        raise InvalidField(f"{field}.pool_factor", f"is for OUTPUT_KIND_MULTI_VECTOR alone; was {spec.pool_factor:g}")
     if kind == pb.OUTPUT_KIND_MODEL_POOLING:
         if pooling is None:
             raise InvalidField(f"{field}.kind", f"model {bundle.name} does not say how it was trained to pool")
@@ -240,6 +248,13 @@ def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, bundle:
     if kind == pb.OUTPUT_KIND_MODEL_POOLING and pooling is not None:
         return pooling.output(spec.l2_normalize, data_type, spec.dimensions)
     return Output(_OUTPUT_KINDS[kind], spec.l2_normalize, data_type, spec.dimensions)
+
+
+def _check_task(field: str, value: int, bundle: Bundle) -> None:
+    if value not in pb.Task.values():
+        raise _unknown_value(field, value, pb.Task)
+    if value:
+        raise InvalidField(field, f"model {bundle.name} does not know {pb.Task.Name(value)}; it treats all texts alike")
 
 
 def _decode_data_type(field: str, value: int) -> DataType:
