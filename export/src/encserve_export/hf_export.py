@@ -18,6 +18,9 @@ from encserve_export.errors import (
     OnnxModelError,
     ParityError,
     UnsupportedModelError,
+    WeightNamesError,
+    WeightShapeError,
+    WeightValueError,
 )
 from encserve_export.export import Exported, Progress, Target, export_encoder
 from encserve_export.hub import Snapshot
@@ -34,7 +37,7 @@ from encserve_export.sentence_transformers import (
 )
 from encserve_export.text import TokenizerFile, read_tokenizer
 from encserve_export.transformers_export import TransformersModel
-from encserve_export.weights import read_object, read_weights
+from encserve_export.weights import holds_weights, read_object, read_weights
 from encserve_proto.v1 import manifest_pb2
 
 # How the graph is made, in the order of preference: our own encoder is the fastest, and can be inspected.
@@ -46,6 +49,11 @@ _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 # By default; what decoders have positions for, nobody embeds, and checking it takes hours.
 _LONGEST_BY_DEFAULT = 8192
 _PADDED_TOKENS = 32
+_NOT_OF_ONE_MODEL = "config.json and the weights must be of one model: download or save them again, together"
+_CODE_OF_ITS_OWN = (
+    "config.json names code of its own (auto_map), which is never executed; where the weights are for that, "
+    f"{transformers_export.OWN_ONNX}"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +136,7 @@ def export_hf(
     progress("reading the checkpoint")
     pipeline = functools.partial(check_pipeline, directory, progress)
     vector, directory = read_sentence_vector(directory), transformer_folder(directory)
-    settings = read_object(directory / "config.json")
+    settings = _read_settings(directory)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer, text = _read_tokenizer(directory, Path(folder))
         if text:
@@ -145,11 +153,25 @@ def export_hf(
             progress,
             pipeline,
         )
-        if via is None:
-            exported = _first_that_fits(checkpoint, target)
-        else:
-            exported = dataclasses.replace(_EXPORTS[via](checkpoint, target), route=f"{_NAMES[via]}, as --via asks")
-    return dataclasses.replace(exported, text=text)
+        try:
+            exported = _first_that_fits(checkpoint, target) if via is None else _by_route(via, checkpoint, target)
+        except (WeightNamesError, WeightShapeError) as error:
+            advice = _CODE_OF_ITS_OWN if "auto_map" in settings else _NOT_OF_ONE_MODEL
+            raise type(error)(f"{error}. {advice}") from error
+        except WeightValueError as error:
+            raise WeightValueError(f"{error}. Take an earlier checkpoint, or download it again") from error
+    code = "; the code that config.json names (auto_map) was not run" if "auto_map" in settings else ""
+    return dataclasses.replace(exported, text=text, route=exported.route + code)
+
+
+def _read_settings(directory: Path) -> dict[str, Any]:
+    path = directory / "config.json"
+    if not path.is_file():
+        raise CheckpointFileError(
+            f"{path} is missing: this is no directory of transformers or sentence-transformers. A state dict is "
+            "exported with `encserve-export checkpoint`, an ONNX file with `encserve-export onnx`"
+        )
+    return read_object(path)
 
 
 def _read_tokenizer(directory: Path, folder: Path) -> tuple[TokenizerFile | None, str]:
@@ -163,9 +185,17 @@ def _read_tokenizer(directory: Path, folder: Path) -> tuple[TokenizerFile | None
         return None, none
     try:
         written = transformers_export.write_tokenizer(directory, folder / manifest.TOKENIZER_FILE)
-        return read_tokenizer(written, lowercase=lowercase), ""
+        return read_tokenizer(written, lowercase=lowercase, made_of=directory / older), ""
     except MissingPackageError as error:
         return None, f"{none}; making one of {older} {error}"
+
+
+def _by_route(via: Route, checkpoint: _Checkpoint, target: Target) -> Exported:
+    try:
+        exported = _EXPORTS[via](checkpoint, target)
+    except _REFUSALS[via] as error:
+        raise type(error)(f"{error}. Without --via {via}, every way is tried") from error
+    return dataclasses.replace(exported, route=f"{_NAMES[via]}, as --via asks")
 
 
 def _first_that_fits(checkpoint: _Checkpoint, target: Target) -> Exported:
@@ -180,7 +210,9 @@ def _first_that_fits(checkpoint: _Checkpoint, target: Target) -> Exported:
             return dataclasses.replace(exported, route="; ".join([_NAMES[route], *refusals]))
     try:
         exported = _EXPORTS["transformers"](checkpoint, target)
-    except _REFUSALS["transformers"] as error:
+    except ExportError as error:
+        if not isinstance(error, _REFUSALS["transformers"]) and not (checkpoint.directory / ONNX_FILE).is_file():
+            raise  # the routes before had nothing to try
         raise type(error)("; ".join([*refusals, str(error)])) from error
     return dataclasses.replace(exported, route="; ".join([_NAMES["transformers"], *refusals]))
 
@@ -205,7 +237,10 @@ def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tu
 
 
 def _via_own(checkpoint: _Checkpoint, target: Target) -> Exported:
-    layout = hf_bert.read_layout(checkpoint.settings)
+    try:
+        layout = hf_bert.read_layout(checkpoint.settings)
+    except ConfigError as error:
+        raise ConfigError(f"{checkpoint.directory / 'config.json'}: {error}. {_NOT_OF_ONE_MODEL}") from error
     longest, remark = checkpoint.longest(layout.config.max_sequence_tokens)
     if remark:
         checkpoint.progress(remark)
@@ -228,7 +263,8 @@ def _via_onnx(checkpoint: _Checkpoint, target: Target) -> Exported:
     else:
         facts = _facts(checkpoint.settings)
     source = checkpoint.source("onnx", str(ONNX_FILE), "")
-    return _export_file(path, checkpoint, target, facts, source, reference)
+    exported = _export_file(path, checkpoint, target, facts, source, reference)
+    return dataclasses.replace(exported, left_behind=() if reference is None else reference.left_behind)
 
 
 def _via_transformers(checkpoint: _Checkpoint, target: Target) -> Exported:
@@ -253,7 +289,7 @@ def _via_transformers(checkpoint: _Checkpoint, target: Target) -> Exported:
         else:
             return dataclasses.replace(exported, left_behind=model.left_behind)
     assert refused is not None  # noqa: S101
-    raise refused
+    raise type(refused)(f"{refused}; {transformers_export.OWN_ONNX}") from refused
 
 
 def _refuse_padding(model: TransformersModel) -> None:
@@ -265,7 +301,8 @@ def _refuse_padding(model: TransformersModel) -> None:
         )
     except ParityError as error:
         raise ParityError(
-            f"{model.description} gives other rows in a padded batch, in PyTorch already: {error}"
+            f"{model.description} gives other rows in a padded batch, in PyTorch already: {error}. What it makes of a "
+            "text depends on the texts beside it, so it cannot be served in batches: choose another model"
         ) from error
 
 
@@ -305,11 +342,14 @@ def _facts(settings: Mapping[str, Any]) -> _Facts:
 
 
 def _load_if_possible(checkpoint: _Checkpoint) -> TransformersModel | None:
-    """The model that an ONNX file is compared with; None where transformers is not there, or does not know it."""
+    """The model that an ONNX file is compared with; None without weights, and where transformers does not have it."""
+    if not holds_weights(checkpoint.directory):
+        checkpoint.progress("going on without a comparison with PyTorch: there are no weights")
+        return None
     try:
         transformers_export.package("comparing with PyTorch")
         return transformers_export.load_model(checkpoint.directory, read_weights(checkpoint.directory))
-    except (MissingPackageError, UnsupportedModelError, CheckpointFileError) as error:
+    except (MissingPackageError, UnsupportedModelError) as error:
         checkpoint.progress(f"going on without a comparison with PyTorch: {error}")
         return None
 

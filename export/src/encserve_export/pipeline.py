@@ -68,7 +68,7 @@ def check_pipeline(
     errors = []
     for name in sorted({"", *manifest.prompts}):
         prompt = manifest.prompts.get(name, "")
-        want = theirs.encode(list(_TEXTS), prompt=prompt, batch_size=1, show_progress_bar=False)
+        want = _encode(theirs, prompt)
         got = np.concatenate([ours.vector(prompt, text) for text in _TEXTS])
         _refuse(got, want, manifest.graph.precision, name)
         errors.append(relative_error(got, want))
@@ -87,6 +87,14 @@ def _load(directory: Path, progress: Callable[[str], None]) -> Any:
         except Exception as error:  # whatever it raises, it is theirs
             progress(f"texts' vectors are not compared: sentence-transformers does not read the directory: {error}")
             return None
+
+
+def _encode(theirs: Any, prompt: str) -> Rows:
+    try:
+        vectors: Rows = theirs.encode(list(_TEXTS), prompt=prompt, batch_size=1, show_progress_bar=False)
+    except Exception as error:  # as above
+        raise ParityError(f"sentence-transformers itself fails with the directory: {error!r}, {_ADVICE}") from error
+    return vectors
 
 
 @contextlib.contextmanager

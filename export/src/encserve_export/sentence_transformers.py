@@ -61,6 +61,7 @@ _OTHER_MODULES = {
     "MLMTransformer": _OTHER_KINDS["SparseEncoder"],
     "SpladePooling": _OTHER_KINDS["SparseEncoder"],
 }
+_CLASSIFIER = "ForSequenceClassification"
 _ALONE = "without modules.json the encoder alone is exported"
 
 
@@ -200,10 +201,18 @@ def _check_transformer(directory: Path) -> None:
 def _refuse_other_kinds(directory: Path) -> None:
     settings_path, config_path = directory / "config_sentence_transformers.json", directory / "config.json"
     kind = read_object(settings_path).get("model_type") if settings_path.is_file() else None
-    if kind is None and config_path.is_file() and _scores_pairs(read_object(config_path)):
+    config = read_object(config_path) if config_path.is_file() else {}
+    if kind is None and _scores_pairs(config):
         kind = "CrossEncoder"
     if kind in _OTHER_KINDS:
         raise UnsupportedModelError(f"{directory} is a {kind}: {_OTHER_KINDS[kind]}")
+    classes = [str(name) for name in config.get("architectures") or []]
+    if classes and all(name.endswith(_CLASSIFIER) for name in classes) and not (directory / "modules.json").is_file():
+        raise UnsupportedModelError(
+            f"{config_path} names {' and '.join(classes)}, and no modules.json says that texts are embedded with it: "
+            "it is a cross-encoder or a classifier, which gives scores and no vector; serve it with a server for such. "
+            'For the rows of the encoder within it, take "architectures" out of config.json'
+        )
 
 
 def _scores_pairs(config: Mapping[str, Any]) -> bool:

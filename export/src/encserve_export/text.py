@@ -7,6 +7,10 @@ from pathlib import Path
 from tokenizers import Tokenizer, normalizers
 
 from encserve_export.errors import TokenizerError
+from encserve_export.weights import AGAIN
+
+# Letters of scripts that hardly any vocabulary has, and a word that is longer than WordPiece looks up.
+_UNKNOWN = "\U00012000 \ua66e " + "q" * 200
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,12 +22,14 @@ class TokenizerFile:
         largest_id: The largest token id that it can give, of a text or around one.
         around_text: The ids that it puts around a text.
         lowercase: Whether a bundle's copy is to put texts into lower case first, which the file does not.
+        made_of: The older file that it was made of, for errors; None for none.
     """
 
     path: Path
     largest_id: int
     around_text: tuple[int, ...]
     lowercase: bool = False
+    made_of: Path | None = None
 
     def write(self, path: Path) -> Path:
         """Writes the bundle's copy: the file as it is, but for `lowercase`."""
@@ -43,24 +49,27 @@ class TokenizerFile:
         """
         if self.largest_id >= vocab_size:
             raise TokenizerError(
-                f"{self.path} gives token ids up to {self.largest_id}; the model's vocab_size is {vocab_size}"
+                f"{self.made_of or self.path} gives token ids up to {self.largest_id}; the model's vocab_size is "
+                f"{vocab_size}: it is another model's, or got tokens that the model has no rows for. Put the one there "
+                "that the model was trained with"
             )
 
 
-def read_tokenizer(path: Path, *, lowercase: bool = False) -> TokenizerFile:
+def read_tokenizer(path: Path, *, lowercase: bool = False, made_of: Path | None = None) -> TokenizerFile:
     """Loads a tokenizer.json.
 
     Args:
         path: The file.
         lowercase: Whether texts are to be put into lower case whatever the file says.
+        made_of: The older file that it was made of, if it was.
 
     Raises:
-        TokenizerError: It is unreadable or empty.
+        TokenizerError: It is unreadable or empty, or fails for what its vocabulary does not have.
     """
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises the bare class
-        raise TokenizerError(f"{path} is no readable tokenizer: {error}") from error
+        raise TokenizerError(f"{path} is no readable tokenizer: {error}; {AGAIN}") from error
     # The file may ask for a fixed length; what stands around a text is asked without that.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -68,4 +77,11 @@ def read_tokenizer(path: Path, *, lowercase: bool = False) -> TokenizerFile:
     if not ids:
         raise TokenizerError(f"{path} has an empty vocabulary")
     around_text = tuple(tokenizer.encode("").ids)
-    return TokenizerFile(path, max(*ids, *around_text), around_text, lowercase)
+    try:
+        tokenizer.encode(_UNKNOWN)
+    except Exception as error:  # as above
+        raise TokenizerError(
+            f"{made_of or path} fails for texts with characters or words that it does not know: {error}. Give its "
+            "model an unk_token that is in its vocabulary"
+        ) from error
+    return TokenizerFile(path, max(*ids, *around_text), around_text, lowercase, made_of)

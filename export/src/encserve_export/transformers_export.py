@@ -4,8 +4,9 @@ Nothing that a checkpoint brings is executed: its weights are read here, and cod
 """
 
 import dataclasses
+import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -22,6 +23,7 @@ from encserve_export.errors import (
     WeightShapeError,
     WeightValueError,
 )
+from encserve_export.layouts.base import listed
 from encserve_export.verify import Ids, Mask, Rows
 from encserve_export.weights import Weights, read_object
 
@@ -30,10 +32,9 @@ from encserve_export.weights import Weights, read_object
 Exporter = Literal["tracing", "dynamo"]
 EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
 _EXTRA = "pip install ./proto './export[transformers]' in a checkout of encserve"
-_OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
+OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
 # Indices that older versions saved among the weights.
 _INDICES = ("position_ids", "token_type_ids", "inv_freq")
-_MAX_LISTED = 5
 # What a tokenizer was written as before there was tokenizer.json.
 OLDER_TOKENIZERS = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
@@ -71,9 +72,13 @@ class TransformersModel:
     left_behind: tuple[str, ...]
 
     def __call__(self, ids: Ids, mask: Mask) -> Rows:
-        """Runs one batch in PyTorch: int64 (batch, seq) both -> float32 (batch, seq, d_model)."""
+        """Runs one batch in PyTorch: int64 (batch, seq) both -> float32 (batch, seq, d_model).
+
+        Raises:
+            UnsupportedModelError: The model does not run with ids and mask alone, or not with these.
+        """
         with torch.inference_mode():
-            rows: Rows = self.module(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
+            rows: Rows = _run(self.module, torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
         return rows
 
 
@@ -126,20 +131,20 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
             f"transformers cannot make a {kind.__name__} of config.json: {_first_line(error)}; is it this checkpoint's?"
         ) from error
     _refuse_mismatched(info["mismatched_keys"])
-    left_behind = _left_behind(model, info["unexpected_keys"])
+    left_behind = _left_behind(model, weights.tensors, info["unexpected_keys"])
     encoder = model.get_encoder() if config.is_encoder_decoder and hasattr(model, "decoder") else model
+    vocab_size = _vocab_size(encoder)
     module = _Rows(encoder).eval().requires_grad_(False)
-    _refuse_missing(module, dict(model.named_parameters()), info["missing_keys"])
+    unused = _unused_parts(module, model, info["missing_keys"])
     _refuse_not_finite(model)
-    pad_token_id = config.pad_token_id
-    vocab_size = encoder.get_input_embeddings().num_embeddings
+    pad_token_id = getattr(config, "pad_token_id", None)
     return TransformersModel(
         module,
         type(encoder).__name__,
         _positions(encoder, config),
         vocab_size,
         pad_token_id if isinstance(pad_token_id, int) and 0 <= pad_token_id < vocab_size else 0,
-        left_behind,
+        tuple(sorted(left_behind | unused)),
     )
 
 
@@ -173,7 +178,7 @@ def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None
             )
     except Exception as error:  # whatever a model of somebody else's raises
         raise UnsupportedModelError(
-            f"PyTorch cannot write {model.description} as ONNX ({exporter}): {_first_line(error)}; {_OWN_ONNX}"
+            f"PyTorch cannot write {model.description} as ONNX ({exporter}): {_first_line(error)}"
         ) from error
 
 
@@ -193,6 +198,8 @@ def write_tokenizer(directory: Path, path: Path) -> Path:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True, use_fast=True
         )
+        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+            raise ValueError("it reads none of them, and has special tokens alone")
         tokenizer.backend_tokenizer.save(str(path))
     except Exception as error:  # whatever a converter raises
         raise TokenizerError(
@@ -209,11 +216,11 @@ def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]
         if "auto_map" in settings:
             raise UnsupportedModelError(
                 f"model_type {model_type!r} brings code of its own (auto_map in config.json), which is never executed; "
-                f"{_OWN_ONNX}"
+                f"{OWN_ONNX}"
             )
         raise UnsupportedModelError(
             f"transformers {transformers.__version__} does not know model_type {model_type!r}; a newer one may "
-            f"(pip install -U transformers). Otherwise {_OWN_ONNX}"
+            f"(pip install -U transformers). Otherwise {OWN_ONNX}"
         )
     if "quantization_config" in settings:
         raise UnsupportedModelError(
@@ -224,7 +231,9 @@ def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]
         whole = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         config = whole if whole.is_encoder_decoder else whole.get_text_config()
     except Exception as error:  # whatever the checks of a configuration raise
-        raise ConfigError(f"transformers does not take config.json: {_first_line(error)}") from error
+        raise ConfigError(
+            f"transformers does not take config.json: {_first_line(error)}; is it this checkpoint's?"
+        ) from error
     config.use_cache = False
     return config
 
@@ -234,7 +243,7 @@ def _model_class(transformers: Any, config: Any) -> Any:
         if type(config) in mapping:
             kind = mapping[type(config)]
             return kind[0] if isinstance(kind, tuple) else kind
-    raise UnsupportedModelError(f"transformers has no plain model for model_type {config.model_type!r}; {_OWN_ONNX}")
+    raise UnsupportedModelError(f"transformers has no plain model for model_type {config.model_type!r}; {OWN_ONNX}")
 
 
 def _positions(encoder: nn.Module, config: Any) -> int | None:
@@ -260,38 +269,75 @@ def _refuse_mismatched(mismatched: Any) -> None:
         )
 
 
-def _left_behind(model: Any, unexpected: Any) -> tuple[str, ...]:
+def _vocab_size(encoder: Any) -> int:
+    try:
+        return int(encoder.get_input_embeddings().num_embeddings)
+    except (AttributeError, NotImplementedError):
+        raise UnsupportedModelError(
+            f"{type(encoder).__name__} has no table of tokens, so it takes no token ids as an encoder of text does; "
+            f"{OWN_ONNX}"
+        ) from None
+
+
+def _left_behind(model: Any, names: Iterable[str], unexpected: Iterable[str]) -> set[str]:
     """The parts that weights nobody asked for belong to, unless they are of a part that the model has."""
     parts = {name for name, _ in model.named_children()}
-    tops = {name: name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0] for name in unexpected}
-    inside = sorted(name for name, top in tops.items() if top in parts and not name.endswith(_INDICES))
+    unasked = {name: _part(model, name) for name in unexpected}
+    inside = sorted(name for name, part in unasked.items() if part in parts and not name.endswith(_INDICES))
     if inside:
-        raise WeightNamesError(
-            f"there are weights that config.json has no place for: {_listed(inside)}; it says fewer layers, or another "
-            "model, than was saved"
-        )
-    return tuple(sorted({top for name, top in tops.items() if not name.endswith(_INDICES)}))
+        raise WeightNamesError(f"there are weights that config.json has no place for: {listed(inside)}")
+    # What transformers itself says nothing of, such as the decoder where the encoder alone is loaded.
+    quietly = model._keys_to_ignore_on_load_unexpected or ()
+    ignored = {_part(model, name) for name in names if any(re.search(pattern, name) for pattern in quietly)} - parts
+    return ignored | {part for name, part in unasked.items() if not name.endswith(_INDICES)}
 
 
-def _refuse_missing(module: nn.Module, parameters: Mapping[str, nn.Parameter], missing: Any) -> None:
-    """Refuses a model that would have random numbers in what its rows are made with, which a pooler is not."""
-    filled_at_random = {name: parameters[name] for name in missing if name in parameters}
-    needed = sorted(name for name in missing if name not in parameters)
-    if filled_at_random:
-        with torch.enable_grad():
-            for parameter in filled_at_random.values():
-                parameter.requires_grad_(True)
-            ids = torch.zeros((2, 3), dtype=torch.int64)  # (batch, seq)
-            rows = module(ids, torch.ones_like(ids))  # (batch, seq, d_model)
-            found: tuple[Tensor | None, ...] = (None,) * len(filled_at_random)
-            if rows.requires_grad:
-                found = torch.autograd.grad(rows.sum(), list(filled_at_random.values()), allow_unused=True)
-        needed += sorted(name for name, gradient in zip(filled_at_random, found, strict=True) if gradient is not None)
-        module.requires_grad_(False)
+def _part(model: Any, name: str) -> str:
+    return name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0]
+
+
+def _unused_parts(module: nn.Module, model: Any, missing: Iterable[str]) -> set[str]:
+    """The parts of a model that its rows are not made with, such as poolers.
+
+    Raises:
+        WeightNamesError: The rows are made with weights that are missing, and that would be random numbers.
+        UnsupportedModelError: The model does not run with ids and mask alone.
+    """
+    parameters = dict(model.named_parameters())
+    random = {name for name in missing if name in parameters}
+    # The first and the last of a part stand for all of it: gradients of everything would take the model's memory again.
+    parts: dict[str, list[str]] = {}
+    for name in parameters:
+        if name not in random:
+            parts.setdefault(_part(model, name), []).append(name)
+    ends = {part: {names[0], names[-1]} for part, names in parts.items()}
+    asked = sorted(random.union(*ends.values()))
+    for name in asked:
+        parameters[name].requires_grad_(True)
+    ids = torch.zeros((2, 3), dtype=torch.int64)  # (batch, seq)
+    with torch.enable_grad():
+        rows = _run(module, ids, torch.ones_like(ids))  # (batch, seq, d_model)
+        found: tuple[Tensor | None, ...] = (None,) * len(asked)
+        if rows.requires_grad:
+            found = torch.autograd.grad(rows.sum(), [parameters[name] for name in asked], allow_unused=True)
+    model.requires_grad_(False)
+    used = {name for name, gradient in zip(asked, found, strict=True) if gradient is not None}
+    needed = sorted((random & used) | {name for name in missing if name not in parameters})
     if needed:
-        raise WeightNamesError(
-            f"weights are missing: {_listed(needed)}; config.json says more layers, or another model, than was saved"
-        )
+        raise WeightNamesError(f"weights are missing: {listed(needed)}")
+    return {part for part, names in ends.items() if not names & used}
+
+
+def _run(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
+    """int64 (batch, seq) both -> (batch, seq, d_model)."""
+    try:
+        rows: Tensor = module(ids, mask)
+    except Exception as error:  # whatever a model of somebody else's raises
+        raise UnsupportedModelError(
+            f"the model does not run in PyTorch with {ids.shape[0]} sequences of {ids.shape[1]} token ids and their "
+            f"mask: {_first_line(error)}; {OWN_ONNX}"
+        ) from error
+    return rows
 
 
 def _refuse_not_finite(model: nn.Module) -> None:
@@ -300,11 +346,8 @@ def _refuse_not_finite(model: nn.Module) -> None:
             raise WeightValueError(f"{name} holds numbers that are not finite")
 
 
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
-    return ", ".join(names[:_MAX_LISTED]) + more
-
-
 def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    if not lines or isinstance(error, KeyError):
+        return f"{type(error).__name__} {error}".strip()
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")

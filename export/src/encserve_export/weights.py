@@ -22,6 +22,7 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 # Where training scripts put the weights among other things, and how deep they nest that.
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
 _MAX_NESTING = 3
+AGAIN = "download or save it again (in a clone by git: git lfs pull)"
 _SAVE_PLAINLY = "Save the state dict alone: torch.save(model.state_dict(), FILE)"
 # What torch's wrappers for several devices and for compiling put before every name, perhaps more than once.
 _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
@@ -52,7 +53,7 @@ def read_json(path: Path) -> Any:
     except FileNotFoundError:
         raise CheckpointFileError(f"{path} is missing") from None
     except (OSError, ValueError) as error:
-        raise CheckpointFileError(f"{path} cannot be read as JSON: {error}") from error
+        raise CheckpointFileError(f"{path} cannot be read as JSON: {error}; {AGAIN}") from error
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -63,7 +64,7 @@ def read_object(path: Path) -> dict[str, Any]:
     """
     content = read_json(path)
     if not isinstance(content, dict):
-        raise CheckpointFileError(f"{path} must hold an object")
+        raise CheckpointFileError(f"{path} must hold an object; {AGAIN}")
     return content
 
 
@@ -78,9 +79,14 @@ def read_weights(directory: Path) -> Weights:
     tensors: dict[str, Tensor] = {}
     for path in files:
         if not path.is_file():
-            raise CheckpointFileError(f"{path} is missing; the index names it. Download the checkpoint again")
+            raise CheckpointFileError(f"{path} is missing; the index names it. {AGAIN.capitalize()}")
         tensors.update(_load_safetensors(path) if path.suffix == ".safetensors" else _load_pickle(path))
     return Weights(tensors, sha256(files))
+
+
+def holds_weights(directory: Path) -> bool:
+    """Whether a checkpoint directory has weights, or an index of them, be they readable or not."""
+    return any((directory / f"{name}{index}").is_file() for name in _FILES for index in ("", ".index.json"))
 
 
 def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
@@ -140,7 +146,8 @@ def _weights_files(directory: Path) -> list[Path]:
         if index.is_file():
             return [directory / part for part in _indexed_names(index)]
     raise CheckpointFileError(
-        f"{directory} holds no weights; looked for {' and '.join(_FILES)}, alone or with an index"
+        f"{directory} holds no weights; looked for {' and '.join(_FILES)}, alone or with an index: download them, or "
+        "save the model with save_pretrained"
     )
 
 
@@ -159,7 +166,7 @@ def _load_safetensors(path: Path) -> dict[str, Tensor]:
     try:
         return load_file(path)
     except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointFileError(f"{path} is no readable safetensors file: {error}") from error
+        raise CheckpointFileError(f"{path} is no readable safetensors file: {error}; {AGAIN}") from error
 
 
 def _load_pickle(path: Path) -> dict[str, Tensor]:
@@ -184,7 +191,7 @@ def _unpickle(path: Path) -> Any:
     except (RuntimeError, EOFError, OSError) as error:
         if "TorchScript" in str(error):
             raise UnsafeWeightsError(f"{path} is a TorchScript archive, which holds code. {_SAVE_PLAINLY}") from error
-        raise CheckpointFileError(f"{path} is unreadable: {_cause(error)}") from error
+        raise CheckpointFileError(f"{path} is unreadable: {_cause(error)}; {AGAIN}") from error
 
 
 def _is_state_dict(content: Any) -> bool:

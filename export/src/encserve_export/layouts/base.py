@@ -1,7 +1,7 @@
 """What every layout says, and how weights are put in place by it."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -9,6 +9,8 @@ from torch import Tensor
 from encserve_export.config import EncoderConfig
 from encserve_export.encoder import Encoder
 from encserve_export.errors import WeightNamesError, WeightShapeError, WeightValueError
+
+_MAX_LISTED = 12
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,9 +49,11 @@ class Layout:
         check_names(self.description, tensors, used, self.ignored)
         for name in used:
             check_values(name, tensors[name])
+        with torch.device("meta"):  # sizes that the weights do not have may be larger than any memory
+            shapes = {name: tuple(weight.shape) for name, weight in Encoder(self.config).state_dict().items()}
+        weights = {target: self._weight(tensors, target, shapes[target]) for target in self.names}
         encoder = Encoder(self.config)
-        shapes = {name: tuple(weight.shape) for name, weight in encoder.state_dict().items()}
-        encoder.load_state_dict({target: self._weight(tensors, target, shapes[target]) for target in self.names})
+        encoder.load_state_dict(weights)
         return encoder.eval().requires_grad_(False)
 
     def unused(self, names: Iterable[str]) -> list[str]:
@@ -83,15 +87,19 @@ def check_names(
         advice: What to do about it.
 
     Raises:
-        WeightNamesError: Names are missing or unknown; the text lists all of them.
+        WeightNamesError: Names are missing or unknown; the text lists the first of them.
     """
     missing = sorted(set(used) - set(names))
     surplus = sorted(name for name in set(names) - set(used) if not name.startswith(ignored))
-    problems = [
-        f"{kind}: {', '.join(listed)}" for kind, listed in (("missing", missing), ("surplus", surplus)) if listed
-    ]
+    problems = [f"{kind}: {listed(names)}" for kind, names in (("missing", missing), ("surplus", surplus)) if names]
     if problems:
         raise WeightNamesError(f"the weights do not fit {description}; {'; '.join(problems)}{advice}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names for an error, the first of them where there are many."""
+    more = f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    return ", ".join(names[:_MAX_LISTED]) + more
 
 
 def check_values(name: str, tensor: Tensor) -> None:
