@@ -74,6 +74,12 @@ def test_tables(stub: StubClient) -> None:
     assert stub.asked["positions"] is False
 
 
+def test_the_prompt_is_the_one_asked_for(stub: StubClient) -> None:
+    for given, sent in (((), None), (("--prompt-name", ""), ""), (("--prompt-name", "query"), "query")):
+        assert inspect("I understand this", *given).exit_code == 0
+        assert stub.asked["prompt_name"] == sent
+
+
 def test_few_rows(stub: StubClient) -> None:
     result = inspect("I understand this", "--max-rows", "2")
     assert "6 more tokens not shown" in result.stdout

@@ -48,7 +48,7 @@ N_TOKENS = 3
 def request_of(**wanted: Any) -> pb.InspectRequest:
     """For three token ids."""
     wanted = {"attention": True, "hidden_states": True, "positions": False, "dtype": "float32", **wanted}
-    return inspect_request([5, 6, 7], ("", ""), truncate=False, **wanted)
+    return inspect_request([5, 6, 7], ("", ""), **{"truncate": False, "prompt_name": None, **wanted})
 
 
 def gathered(request: pb.InspectRequest, parts: list[pb.InspectResponse]) -> InspectResult:
@@ -81,6 +81,15 @@ def chunk(tensor: int, n_bytes: int) -> pb.InspectResponse:
 def test_what_is_wanted_is_asked_for(wanted: dict[str, Any], expected: list[tuple[int, list[int]]]) -> None:
     request = request_of(**wanted)
     assert [(spec.kind, list(spec.layers)) for spec in request.tensors] == expected
+
+
+def test_no_prompt_is_another_thing_than_the_default_one() -> None:
+    assert not request_of().HasField("prompt_name")
+    for name in ("", "query"):
+        request = request_of(prompt_name=name)
+        assert (request.HasField("prompt_name"), request.prompt_name) == (True, name)
+    with pytest.raises(InvalidInputError, match="prompt_name must be a str or None; was int"):
+        request_of(prompt_name=5)
 
 
 @pytest.mark.parametrize(

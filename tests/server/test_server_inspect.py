@@ -138,6 +138,26 @@ async def test_an_over_long_input_is_cut_where_allowed(start_server: StartServer
     assert server.inspector.lengths == [20]
 
 
+async def test_the_text_has_the_prompt_that_it_would_be_encoded_with(start_server: StartServer) -> None:
+    server = await start_server(prompts={"query": "world ", "passage": "hello hello "})
+
+    async def tokens(**how: Any) -> list[str]:
+        inspected = (await server.inspect(request("hello", **how)))[0].header.sequence
+        encoded = await server.encode("hello", options=pb.EncodeOptions(include_token_strings=True, **how))
+        assert list(inspected.tokens) == list(encoded.sequences[0].tokens)
+        return list(inspected.tokens)[1:-1]
+
+    assert await tokens() == ["world", "hello"]
+    assert await tokens(prompt_name="passage") == ["hello", "hello", "hello"]
+    assert await tokens(prompt_name="") == ["hello"]
+    assert (await server.inspect(request([4])))[0].header.sequence.token_count == 1, "ids get no default prompt"
+    for it, problem in (("hello", "has no prompt 'title'; it has 'query', 'passage'"), ([4], "goes before texts only")):
+        with pytest.raises(Failed, match=problem) as caught:
+            await server.inspect(request(it, prompt_name="title" if it == "hello" else "query"))
+        (violation,) = caught.value.details["google.rpc.BadRequest"].field_violations
+        assert violation.field == "prompt_name"
+
+
 async def test_a_model_without_positions_says_so(start_server: StartServer) -> None:
     server = await start_server(position="none")
     with pytest.raises(Failed, match=r"tensors\[0\].kind: model tiny adds nothing for a token's place"):

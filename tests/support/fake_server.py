@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,7 @@ def fake_model(
     takes_vectors: bool = False,
     load_inspector: Callable[[], FakeInspector] | None = None,
     position: str = "sinusoidal",
+    prompts: Mapping[str, str] | None = None,
     max_queue_text_mib: int = 16,
 ) -> LoadedModel:
     """What a real loader would have made of a bundle, with a fake engine."""
@@ -169,6 +170,8 @@ def fake_model(
         inspect_graph=InspectGraph(graph, names, {}) if load_inspector else None,
         position=position,
         parameters={"attention": 12, "norm": 3},
+        prompts=prompts or {},
+        default_prompt_name=next(iter(prompts or ()), ""),
     )
     tokenizer = TextTokenizer(tokenizer_file, tokenize_pool, max_queue_text_mib * 2**20) if tokenizer_file else None
     return LoadedModel(bundle, tokenizer, engine, 0.1, 0.1, load_inspector)
@@ -183,10 +186,14 @@ async def start_fake_server(
     can_inspect: bool = True,
     load_inspector: Callable[[], FakeInspector] | None = None,
     position: str = "sinusoidal",
+    prompts: Mapping[str, str] | None = None,
     load: Loader | None = None,
     **settings: Any,
 ) -> FakeServer:
-    """Starts a server that serves tiny@2 (the default) and tiny@1; other keyword arguments are settings."""
+    """Starts a server that serves tiny@2 (the default) and tiny@1; other keyword arguments are settings.
+
+    The first of `prompts` is the default one.
+    """
     engine = engine or FakeEngine(D_MODEL)
     inspector = FakeInspector(D_MODEL, N_HEADS, LONGEST)
     with_tokenizer = with_tokenizer and not takes_vectors
@@ -201,6 +208,7 @@ async def start_fake_server(
             takes_vectors=takes_vectors,
             load_inspector=(load_inspector or (lambda: inspector)) if can_inspect else None,
             position=position,
+            prompts=prompts,
             max_queue_text_mib=settings.max_queue_text_mib,
         )
 

@@ -35,6 +35,7 @@ class Inspector(Protocol):
         model: str | None = None,
         version: str | None = None,
         truncate: bool = False,
+        prompt_name: str | None = None,
     ) -> InspectResult:
         """What the model did with an input."""
 
@@ -64,6 +65,7 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with figures to this file.")
 @click.option("--layers", callback=_numbers, metavar="N,N,…", help="Only these layers, from 0. Default: all of them.")
 @click.option("--truncate", is_flag=True, help="Cut off the end of a text that is too long.")
+@click.option("--prompt-name", metavar="NAME", help='Put this prompt before TEXT; "" for none. Default: the model\'s.')
 @click.option("--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Tokens to print.")
 @calls_server
 def inspect(
@@ -76,6 +78,7 @@ def inspect(
     html: Path | None,
     layers: tuple[int, ...] | None,
     truncate: bool,
+    prompt_name: str | None,
     max_rows: int,
 ) -> None:
     """Print what the model did with TEXT: attention, norms and similarity, layer by layer.
@@ -93,6 +96,7 @@ def inspect(
         model=model,
         version=model_version,
         truncate=truncate,
+        prompt_name=prompt_name,
     )
     if html is not None:
         from encserve_cli.report.page import build_page  # plotly takes a second to import

@@ -134,6 +134,7 @@ class AsyncEncoderClient(BaseClient):
         version: str | None = None,
         dtype: DType = "float32",
         truncate: bool = False,
+        prompt_name: str | None = None,
         timeout_seconds: float | None = None,
     ) -> InspectResult:
         """What the model did with one input, layer by layer. See `EncoderClient.inspect`."""
@@ -145,6 +146,7 @@ class AsyncEncoderClient(BaseClient):
             positions=positions,
             dtype=dtype,
             truncate=truncate,
+            prompt_name=prompt_name,
         )
         return await self._core.inspect(self._wire(), request, timeout_seconds)
 

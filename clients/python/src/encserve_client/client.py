@@ -245,6 +245,7 @@ class EncoderClient(BaseClient):
         version: str | None = None,
         dtype: DType = "float32",
         truncate: bool = False,
+        prompt_name: str | None = None,
         timeout_seconds: float | None = None,
     ) -> InspectResult:
         """What the model did with one input: attention weights and hidden states, layer by layer.
@@ -264,6 +265,7 @@ class EncoderClient(BaseClient):
             version: As for `encode`.
             dtype: As for `encode`.
             truncate: As for `encode`.
+            prompt_name: As for `encode`, so that what is inspected is what `encode` encodes.
             timeout_seconds: As for `encode`.
 
         Returns:
@@ -281,6 +283,7 @@ class EncoderClient(BaseClient):
             positions=positions,
             dtype=dtype,
             truncate=truncate,
+            prompt_name=prompt_name,
         )
         return run_without_loop(self._core.inspect(self._wire(), request, timeout_seconds))
 

@@ -256,7 +256,7 @@ class InspectSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[InspectKind, str]] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
-    __slots__ = ("model", "model_version", "input", "truncation", "tensors", "data_type", "expected_fingerprint")
+    __slots__ = ("model", "model_version", "input", "truncation", "tensors", "data_type", "expected_fingerprint", "prompt_name")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
@@ -264,6 +264,7 @@ class InspectRequest(_message.Message):
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_version: str
     input: Input
@@ -271,7 +272,8 @@ class InspectRequest(_message.Message):
     tensors: _containers.RepeatedCompositeFieldContainer[InspectSpec]
     data_type: DataType
     expected_fingerprint: str
-    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., input: _Optional[_Union[Input, _Mapping]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., tensors: _Optional[_Iterable[_Union[InspectSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., expected_fingerprint: _Optional[str] = ...) -> None: ...
+    prompt_name: str
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., input: _Optional[_Union[Input, _Mapping]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., tensors: _Optional[_Iterable[_Union[InspectSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., expected_fingerprint: _Optional[str] = ..., prompt_name: _Optional[str] = ...) -> None: ...
 
 class InspectResponse(_message.Message):
     __slots__ = ("header", "chunk")

@@ -111,12 +111,14 @@ class InspectCall:
         wanted: Kinds that the model has, each with its layers.
         data_type: The type of the numbers returned.
         truncate: Whether an over-long input is cut instead of refused.
+        prompt_name: As of an EncodeCall.
     """
 
     input: SentInput
     wanted: Wanted
     data_type: DataType
     truncate: bool
+    prompt_name: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +220,7 @@ class ServedModel:
             EncserveError: Whatever `Scheduler.encode` raises.
         """
         self._check_call(call)
-        prompt_name = self._prompt_name(call)
+        prompt_name = self._prompt_name("options.prompt_name", call.prompt_name, call.inputs)
         outputs = self._outputs(call, prompt_name)
         span = spans.current()
         began = self._clock.now()
@@ -260,7 +262,8 @@ class ServedModel:
         lane = self.check_inspectable()
         longest = Longest(self.max_inspect_tokens, f"max_inspect_tokens of {self.bundle.name}", call.truncate)
         began = self._clock.now()
-        prompt = self.bundle.prompts.get(self.bundle.default_prompt_name, "")  # as `encode` puts it there
+        prompt_name = self._prompt_name("prompt_name", call.prompt_name, [call.input])
+        prompt = self.bundle.prompts.get(prompt_name, "")
         (sequence,) = await self._checker.check([call.input], ["input"], longest, prompt=prompt)
         tokenize_seconds = self._clock.now() - began
         span = spans.current()
@@ -325,24 +328,21 @@ class ServedModel:
                 "options.exclude_special_tokens", f"model {self.bundle.name} does not say which tokens are special"
             )
 
-    def _prompt_name(self, call: EncodeCall) -> str:
-        """The prompt that the call's texts get; empty for none.
+    def _prompt_name(self, field: str, name: str | None, inputs: Sequence[SentInput]) -> str:
+        """The prompt that a call's texts get; empty for none. `field` is where its name was asked for.
 
         Raises:
             InvalidField: The model has no such prompt, or there are inputs that cannot have one.
         """
-        name, bundle = call.prompt_name, self.bundle
+        bundle = self.bundle
         if name is None:
             return bundle.default_prompt_name
         if name and name not in bundle.prompts:
             there = ", ".join(map(repr, bundle.prompts)) or "none"
-            raise InvalidField(
-                "options.prompt_name", f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}"
-            )
-        if name and (others := [i for i, it in enumerate(call.inputs) if not isinstance(it, str)]):
-            raise InvalidField(
-                "options.prompt_name", f"goes before texts only; inputs[{others[0]}] is none: put it among its ids"
-            )
+            raise InvalidField(field, f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}")
+        if name and (others := [i for i, it in enumerate(inputs) if not isinstance(it, str)]):
+            other = f"inputs[{others[0]}]" if field.startswith("options.") else "input"
+            raise InvalidField(field, f"goes before texts only; {other} is none: put it among its ids")
         return name
 
     def _outputs(self, call: EncodeCall, prompt_name: str) -> tuple[Output, ...]:

@@ -287,6 +287,7 @@ def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> Inspe
         wanted=_decode_specs(request.tensors, model.bundle),
         data_type=_decode_data_type("data_type", request.data_type),
         truncate=_decode_truncation("truncation", request.truncation),
+        prompt_name=request.prompt_name if request.HasField("prompt_name") else None,
     )
 
 

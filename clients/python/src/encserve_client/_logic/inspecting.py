@@ -30,13 +30,14 @@ def inspect_request(
     positions: bool,
     dtype: DType,
     truncate: bool,
+    prompt_name: str | None,
 ) -> pb.InspectRequest:
     """Makes the message of one `inspect` call; `key` is the model's name and version.
 
     Raises:
         InvalidInputError: `item` is not one input, nothing is asked for, or an argument is wrong.
     """
-    options = Options(dtype=dtype, truncate=truncate)
+    options = Options(dtype=dtype, truncate=truncate, prompt_name=prompt_name)
     tensors: list[pb.InspectSpec] = []
     for name, kind, wanted in (
         ("attention", pb.INSPECT_KIND_ATTENTION_WEIGHTS, attention),
@@ -58,6 +59,7 @@ def inspect_request(
         truncation=options.truncation,
         tensors=tensors,
         data_type=options.data_type,
+        prompt_name=options.prompt_name,
     )
 
 
