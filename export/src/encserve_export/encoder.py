@@ -40,6 +40,55 @@ def sinusoids(n_positions: int, d_model: int) -> Tensor:
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()  # (n_positions, d_model)
 
 
+def rotations(n_positions: int, d_k: int, base: float) -> tuple[Tensor, Tensor]:
+    """The cosines and sines of rotary positions, Su et al. 2021, section 3.4.2.
+
+    Column i of a head and column i + d_k/2 are turned together, at position p by the angle p / base^(2i/d_k).
+
+    Returns:
+        float32 (n_positions, d_k) each; the sines of the first half are negative, as `rotate` needs them.
+    """
+    # In float32 throughout, as models were trained: late positions have angles that are off by 1e-4, and learned so.
+    frequency = 1 / base ** (torch.arange(0, d_k, 2, dtype=torch.float32) / d_k)  # (d_k / 2)
+    angle = torch.arange(n_positions, dtype=torch.float32)[:, None] * frequency  # (n_positions, d_k / 2)
+    cosines, sines = angle.cos(), angle.sin()  # (n_positions, d_k / 2)
+    return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turns every head of every token by its position: x (tokens, n, d_k), the others (tokens, 1, d_k)."""
+    first, second = x.chunk(2, dim=-1)  # (tokens, n, d_k / 2)
+    return x * cosines + torch.cat((second, first), dim=-1) * sines  # (tokens, n, d_k)
+
+
+class RelativeBias(nn.Module):
+    """A number for each distance between two tokens and each head, Raffel et al. 2020, section 2.1.
+
+    Half of the buckets are for tokens to the right. Of each half, one half is for distances 0, 1, 2 …, the other for
+    ranges that grow with the logarithm, up to 128 tokens and beyond.
+    """
+
+    buckets: Tensor
+    _FARTHEST = 128
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.longest = config.max_sequence_tokens
+        self.weight = nn.Parameter(torch.empty(config.relative_buckets, config.n_heads))
+        distance = torch.arange(1 - self.longest, self.longest)  # (2·longest - 1), the key's place less the query's
+        half, near = config.relative_buckets // 2, config.relative_buckets // 4
+        size = distance.abs()
+        ratio = torch.log(size.clamp(min=1).float() / near) / math.log(self._FARTHEST / near)
+        far = (near + (ratio * (half - near)).long()).clamp(max=half - 1)
+        buckets = torch.where(size < near, size, far) + (distance > 0) * half
+        self.register_buffer("buckets", buckets, persistent=False)
+
+    def forward(self, seq: Tensor) -> Tensor:
+        """What is added to scores: (1, heads, seq, seq), for positions 0 to seq - 1, (seq)."""
+        distance = seq[None, :] - seq[:, None] + (self.longest - 1)  # (seq, seq)
+        return functional.embedding(self.buckets[distance], self.weight).permute(2, 0, 1)[None]  # (1, heads, seq, seq)
+
+
 class Padding:
     """Where the real tokens of a batch are; made once per batch and shared by all blocks.
 
@@ -47,6 +96,7 @@ class Padding:
         bias: (batch, 1, 1, seq), what is added to attention scores so that no token attends to padding: 0 for a token,
             for padding the lowest finite number. After softmax that gives exactly 0, as -∞ would, but where a sequence
             is all padding it does not turn into NaN.
+        places: (tokens), where in its sequence each token stands.
     """
 
     def __init__(self, attention_mask: Tensor, dtype: torch.dtype) -> None:
@@ -56,6 +106,7 @@ class Padding:
         # Which positions are tokens, and which token stands at each position. Padding is given the token before it.
         flat = is_token.reshape(-1).long()  # (batch·seq)
         self._tokens = flat.nonzero().squeeze(1)  # (tokens)
+        self.places = self._tokens % attention_mask.shape[1]  # (tokens)
         self._at = (flat.cumsum(0) - 1).clamp(min=0)  # (batch·seq)
 
     def remove(self, x: Tensor) -> Tensor:
@@ -85,7 +136,7 @@ class Embeddings(nn.Module):
         elif config.position == "sinusoidal":
             self.register_buffer("positions", sinusoids(config.n_positions, config.d_model), persistent=False)
         self.types = nn.Parameter(torch.empty(config.n_token_types, config.d_model)) if config.n_token_types else None
-        self.norm = nn.LayerNorm(config.d_model, config.layer_norm_eps) if config.embedding_norm else nn.Identity()
+        self.norm = _norm(config) if config.embedding_norm else nn.Identity()
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Embeds tokens.
@@ -99,7 +150,7 @@ class Embeddings(nn.Module):
         x: Tensor = self.tokens(inputs) if self.config.input == "token_ids" else inputs  # (batch, seq, d_model)
         if self.config.scale_embedding:
             x = x * math.sqrt(self.config.d_model)  # (batch, seq, d_model)
-        if self.config.position != "none":
+        if self.config.position in ("sinusoidal", "learned"):
             x = x + self._positions(inputs)  # (batch, seq, d_model)
         if self.types is not None:
             x = x + self.types[0]  # (batch, seq, d_model)
@@ -117,6 +168,52 @@ class Embeddings(nn.Module):
         return functional.embedding(index, self.positions)  # (batch, seq, d_model)
 
 
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What attention needs to know of a batch, the same in all blocks that see equally far.
+
+    Attributes:
+        bias: (batch, 1 or heads, 1 or seq, seq), what is added to scores: padding and what is too far away are hidden.
+        cosines: (tokens, 1, d_k), of rotary positions; None without them.
+        sines: The same.
+    """
+
+    bias: Tensor
+    cosines: Tensor | None = None
+    sines: Tensor | None = None
+
+
+class Positions(nn.Module):
+    """How far tokens see, and what their positions do to attention: makes the `Sight` of a batch."""
+
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, config: EncoderConfig, window: int, rotary_base: float) -> None:
+        super().__init__()
+        self.window = window
+        self.is_rotary = config.position == "rotary"
+        if self.is_rotary:
+            cosines, sines = rotations(config.max_sequence_tokens, config.d_k, rotary_base)
+            self.register_buffer("cosines", cosines, persistent=False)
+            self.register_buffer("sines", sines, persistent=False)
+        self.relative = RelativeBias(config) if config.relative_buckets else None
+
+    def forward(self, padding: Padding) -> Sight:
+        """Looks at a batch."""
+        bias = padding.bias  # (batch, 1, 1, seq)
+        place = torch.arange(bias.shape[3])  # (seq)
+        if self.relative is not None:
+            bias = bias + self.relative(place)  # (batch, heads, seq, seq)
+        if self.window:
+            far = (place[None, :] - place[:, None]).abs() > self.window  # (seq, seq)
+            bias = bias.masked_fill(far, torch.finfo(bias.dtype).min)  # (batch, 1, seq, seq)
+        if not self.is_rotary:
+            return Sight(bias)
+        cosines, sines = (functional.embedding(padding.places, table) for table in (self.cosines, self.sines))
+        return Sight(bias, cosines[:, None], sines[:, None])
+
+
 class SelfAttention(nn.Module):
     """Multi-head self-attention, Vaswani et al. 2017, section 3.2.
 
@@ -132,21 +229,27 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.attention_bias)
         self.output = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
 
-    def forward(self, x: Tensor, padding: Padding, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
-        """Lets every token look at every other of its sequence.
+    def forward(self, x: Tensor, padding: Padding, sight: Sight, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Lets every token look at every other of its sequence that it sees.
 
         Args:
             x: (tokens, d_model).
             padding: Where the tokens are.
+            sight: What they see.
             keep_weights: Whether to return the attention weights. PyTorch then has to hold all of them; else it goes
                 through them in small parts, and long sequences fit into memory.
 
         Returns:
             (tokens, d_model), and the attention weights: (batch, heads, seq, seq), of which each row sums to 1.
         """
-        bias = padding.bias  # (batch, 1, 1, seq)
+        bias = sight.bias  # (batch, 1 or heads, 1 or seq, seq)
         by_head = (bias.shape[0], bias.shape[3], self.n_heads, self.d_k)
-        q, k, v = torch.split(padding.restore(self.qkv(x)), self.d_model, dim=-1)  # (batch·seq, d_model) each
+        qkv = self.qkv(x)  # (tokens, 3·d_model)
+        if sight.cosines is not None and sight.sines is not None:
+            qk, v = torch.split(qkv, [2 * self.d_model, self.d_model], dim=-1)  # (tokens, 2·d_model), (tokens, d_model)
+            qk = rotate(qk.reshape(-1, 2 * self.n_heads, self.d_k), sight.cosines, sight.sines)
+            qkv = torch.cat((qk.reshape(-1, 2 * self.d_model), v), dim=-1)  # (tokens, 3·d_model)
+        q, k, v = torch.split(padding.restore(qkv), self.d_model, dim=-1)  # (batch·seq, d_model) each
         q, k, v = (part.reshape(by_head).transpose(1, 2) for part in (q, k, v))  # (batch, heads, seq, d_k) each
         weights = None
         if keep_weights:
@@ -163,18 +266,25 @@ class SelfAttention(nn.Module):
 class FeedForward(nn.Module):
     """The position-wise network, Vaswani et al. 2017, section 3.3: W₂·f(W₁·x + b₁) + b₂, for every token alone.
 
-    f is max(0, x), or the GELU of Hendrycks & Gimpel 2016: x·Φ(x), or x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³))).
+    f is max(0, x), or the GELU of Hendrycks & Gimpel 2016: x·Φ(x), or x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³))), or the
+    SiLU x·σ(x). Gated (Shazeer 2020) it is W₂·(f(W₁·x) ⊙ W₃·x), with W₁ and W₃ one below the other in one layer.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.inner = nn.Linear(config.d_model, config.d_ff)
+        self.gated = config.gated
+        self.inner = nn.Linear(config.d_model, (2 if config.gated else 1) * config.d_ff, bias=config.inner_bias)
         self.activation = _activation(config)
-        self.outer = nn.Linear(config.d_ff, config.d_model)
+        self.outer = nn.Linear(config.d_ff, config.d_model, bias=config.outer_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transforms each row: (tokens, d_model) -> (tokens, d_model)."""
-        hidden = self.activation(self.inner(x))  # (tokens, d_ff)
+        hidden = self.inner(x)  # (tokens, d_ff), gated (tokens, 2·d_ff)
+        if self.gated:
+            hidden, gate = hidden.chunk(2, dim=-1)  # (tokens, d_ff) each
+            hidden = self.activation(hidden) * gate  # (tokens, d_ff)
+        else:
+            hidden = self.activation(hidden)  # (tokens, d_ff)
         y: Tensor = self.outer(hidden)  # (tokens, d_model)
         return y
 
@@ -182,6 +292,8 @@ class FeedForward(nn.Module):
 def _activation(config: EncoderConfig) -> nn.Module:
     if config.activation == "relu":
         return nn.ReLU()
+    if config.activation == "silu":
+        return nn.SiLU()
     return nn.GELU(approximate="tanh" if config.activation == "gelu_tanh" else "none")
 
 
@@ -192,18 +304,19 @@ class EncoderBlock(nn.Module):
     The configuration may leave out the norms, the residual connections, and the feed-forward part.
     """
 
-    def __init__(self, config: EncoderConfig) -> None:
+    def __init__(self, config: EncoderConfig, index: int) -> None:
         super().__init__()
         self.pre_norm = config.norm == "pre"
         self.residual = config.residual
+        self.sees_everything = config.sees_everything(index)
         self.attention = SelfAttention(config)
-        self.attention_norm = _block_norm(config)
+        self.attention_norm = _block_norm(config) if index or config.first_attention_norm else nn.Identity()
         self.feed_forward = FeedForward(config) if config.d_ff else None
         self.feed_forward_norm = _block_norm(config) if config.d_ff else nn.Identity()
 
-    def forward(self, x: Tensor, padding: Padding, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, padding: Padding, sight: Sight, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
         """Runs one layer: (tokens, d_model) -> (tokens, d_model), and what `SelfAttention` says of its weights."""
-        y, weights = self.attention(self._before(self.attention_norm, x), padding, keep_weights)  # (tokens, d_model)
+        y, weights = self.attention(self._before(self.attention_norm, x), padding, sight, keep_weights)
         x = self._after(self.attention_norm, x, y)  # (tokens, d_model)
         if self.feed_forward is not None:
             y = self.feed_forward(self._before(self.feed_forward_norm, x))  # (tokens, d_model)
@@ -224,7 +337,11 @@ class EncoderBlock(nn.Module):
 
 
 def _block_norm(config: EncoderConfig) -> nn.Module:
-    return nn.Identity() if config.norm == "none" else nn.LayerNorm(config.d_model, config.layer_norm_eps)
+    return nn.Identity() if config.norm == "none" else _norm(config)
+
+
+def _norm(config: EncoderConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.d_model, config.layer_norm_eps, bias=config.norm_bias)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -248,8 +365,10 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         self.embeddings = Embeddings(config)
-        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_layers))
-        self.final_norm = nn.LayerNorm(config.d_model, config.layer_norm_eps) if config.final_norm else nn.Identity()
+        self.positions = Positions(config, 0, config.rotary_base)
+        self.window = Positions(config, config.window, config.local_rotary_base) if config.window else None
+        self.blocks = nn.ModuleList(EncoderBlock(config, index) for index in range(config.n_layers))
+        self.final_norm = _norm(config) if config.final_norm else nn.Identity()
 
     def forward(self, inputs: Tensor, attention_mask: Tensor) -> Tensor:
         """Encodes a batch.
@@ -269,10 +388,13 @@ class Encoder(nn.Module):
         """Encodes a batch and keeps what happens on the way; takes what `forward` does."""
         x: Tensor = self.embeddings(inputs)  # (batch, seq, d_model)
         padding = Padding(attention_mask, x.dtype)
+        everything = self.positions(padding)
+        window = everything if self.window is None else self.window(padding)
         rows = padding.remove(x.reshape(-1, self.config.d_model))  # (tokens, d_model)
         states, attention_weights = [rows], []
         for block in self.blocks:
-            rows, weights = block(rows, padding, keep_weights)  # (tokens, d_model), (batch, heads, seq, seq)
+            sight = everything if block.sees_everything else window
+            rows, weights = block(rows, padding, sight, keep_weights)  # (tokens, d_model), (batch, heads, seq, seq)
             states.append(rows)
             if keep_weights:
                 attention_weights.append(weights)

@@ -72,6 +72,8 @@ class _Watched(nn.Module):
     def __init__(self, encoder: Encoder) -> None:
         super().__init__()
         self.embeddings = encoder.embeddings
+        self.positions = encoder.positions
+        self.window = encoder.window
         self.blocks = encoder.blocks
         self.final_norm = encoder.final_norm
         self._inspect = encoder.inspect
@@ -167,7 +169,7 @@ def _lift_constants(model: onnx.ModelProto) -> None:
 def _add_positions(model: onnx.ModelProto, encoder: Encoder) -> str:
     """Adds the output of positions and returns its name; empty where there are none."""
     config, graph = encoder.config, model.graph
-    if config.position == "none":
+    if config.position in ("none", "rotary"):
         return ""
     table = encoder.embeddings.positions.numpy()  # (n_positions, d_model)
     # By what it holds, since the exporter drops the name of a table without gradient.

@@ -33,8 +33,8 @@ from encserve_export.onnx_data import all_nodes
 # What the scales of quantized weights are called; they are no parameters of the model.
 SCALE = ".scale"
 _DOMAIN = "com.microsoft"
-# Neither GELU nor its approximation by tanh is anywhere below -0.17005.
-_LEAST_OF = {"relu": 0.0, "gelu": -0.1701, "gelu_tanh": -0.1701}
+# Neither GELU nor its approximation by tanh is anywhere below -0.17005, nor SiLU below -0.27847.
+_LEAST_OF = {"relu": 0.0, "gelu": -0.1701, "gelu_tanh": -0.1701, "silu": -0.2785}
 # The share of a column's size that moves to the weights, as an exponent; SmoothQuant's own choice.
 _SMOOTHING = 0.5
 # For these layers; the other two of a block are no better for it.
@@ -102,6 +102,7 @@ def plan_layers(encoder: Encoder) -> dict[str, Layer]:
     Decided by random inputs, always the same: they need no tokenizer, and serve as well as text.
     """
     layers: dict[str, Layer] = {}
+    least = None if encoder.config.gated else _LEAST_OF[encoder.config.activation]
 
     def watch(name: str) -> Any:
         def hook(module: nn.Linear, inputs: tuple[Tensor, ...], _: Tensor) -> None:
@@ -109,7 +110,7 @@ def plan_layers(encoder: Encoder) -> dict[str, Layer]:
                 module.weight.numpy(),
                 inputs[0].numpy(),
                 smooth=name.endswith(_SMOOTHED),
-                least=_LEAST_OF[encoder.config.activation] if name.endswith(".feed_forward.outer") else None,
+                least=least if name.endswith(".feed_forward.outer") else None,
             )
 
         return hook

@@ -171,6 +171,8 @@ def _part(name: str) -> str:
     modules = name.split(".")
     if any(module.endswith("norm") for module in modules):
         return "norm"
+    if modules[0] == "positions":
+        return "attention"
     return "embedding" if modules[0] == "embeddings" else modules[2]
 
 

@@ -98,11 +98,20 @@ def _loop(attention: list[NodeProto], element_type: int) -> list[NodeProto]:
     scope, inside = f"{first.name}/blocks/", f"{first.name}/block/"
     queries, rows = first.input[0], last.output[0]
     none, done = f"{inside}none", f"{inside}done"  # (batch, heads, 0, d_k), (batch, heads, queries so far, d_k)
-    own = {queries: f"{inside}queries"} | {name: inside + name for node in attention for name in node.output}
+    (bias,) = (
+        name for node in attention if node.op_type == "Add" for name in node.input if name not in _made(attention)
+    )
+    own = {queries: f"{inside}queries", bias: f"{inside}bias"}
+    own |= {name: inside + name for node in attention for name in node.output}
     nodes = [
         helper.make_node("Mul", [f"{inside}i", _name("queries")], [f"{inside}start"]),
         helper.make_node("Add", [f"{inside}start", _name("queries")], [f"{inside}end"]),
         helper.make_node("Slice", [queries, f"{inside}start", f"{inside}end", _name("queries_axis")], [own[queries]]),
+        # The bias has a row for each query, or one for all.
+        helper.make_node("Shape", [bias], [f"{inside}bias_rows"], start=2, end=3),
+        helper.make_node("Sub", [f"{inside}bias_rows", _name("one")], [f"{inside}last_bias"]),
+        helper.make_node("Min", [f"{inside}start", f"{inside}last_bias"], [f"{inside}bias_start"]),
+        helper.make_node("Slice", [bias, f"{inside}bias_start", f"{inside}end", _name("queries_axis")], [own[bias]]),
         *(_renamed(node, own) for node in attention),
         helper.make_node("Concat", [done, own[rows]], [f"{inside}rows"], axis=2),
         helper.make_node("Identity", [f"{inside}go"], [f"{inside}on"]),
@@ -115,6 +124,10 @@ def _loop(attention: list[NodeProto], element_type: int) -> list[NodeProto]:
         helper.make_node("Slice", [queries, _name("zero"), _name("zero"), _name("queries_axis")], [none]),
         helper.make_node("Loop", [_name("blocks"), "", none], [scope + rows], f"{scope}Loop", body=body),
     ]
+
+
+def _made(nodes: list[NodeProto]) -> set[str]:
+    return {name for node in nodes for name in node.output}
 
 
 def _value(name: str, element_type: int) -> onnx.ValueInfoProto:

@@ -25,6 +25,7 @@ class Layout:
         transposed: Weights of the Encoder whose sources are stored (in, out), for x @ W.
         interleaved: Weights of the Encoder, Q, K and V in one, whose rows run head by head: Q, K and V of the first
             head, then of the second.
+        swapped: Weights of the Encoder of which the second half is stored first.
     """
 
     config: EncoderConfig
@@ -33,6 +34,7 @@ class Layout:
     ignored: tuple[str, ...] = ()
     transposed: frozenset[str] = frozenset()
     interleaved: frozenset[str] = frozenset()
+    swapped: frozenset[str] = frozenset()
 
     def load(self, tensors: Mapping[str, Tensor]) -> Encoder:
         """Builds the encoder from the checkpoint's tensors.
@@ -63,6 +65,8 @@ class Layout:
     def _weight(self, tensors: Mapping[str, Tensor], target: str, shape: tuple[int, ...]) -> Tensor:
         """One weight of the Encoder."""
         stacked = _stack(tensors, self.names[target], shape, transposed=target in self.transposed)
+        if target in self.swapped:
+            return torch.cat(stacked.chunk(2)[::-1])
         if target not in self.interleaved:
             return stacked
         by_head = stacked.reshape(self.config.n_heads, 3, self.config.d_k, -1)  # (heads, 3, d_k, …)

@@ -1,4 +1,4 @@
-"""The layout that Hugging Face uses for BERT, RoBERTa, XLM-RoBERTa and DistilBERT.
+"""The layouts that Hugging Face uses for BERT, RoBERTa, XLM-RoBERTa, DistilBERT and MPNet.
 
 Read from config.json and the names in the weights file; nothing of the `transformers` package is imported.
 """
@@ -9,22 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-from encserve_export.config import Activation, EncoderConfig
-from encserve_export.errors import CheckpointFileError, UnsupportedModelError
+from encserve_export.config import EncoderConfig
+from encserve_export.errors import UnsupportedModelError
+from encserve_export.layouts import hf_rotary
 from encserve_export.layouts.base import Layout
+from encserve_export.layouts.settings import read_activation, read_pad_token_id, read_setting
 
-_ACTIVATIONS: Mapping[str, Activation] = {
-    "relu": "relu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-}
 _BERT = ("bert",)
 _ROBERTA = ("roberta", "xlm-roberta", "camembert")
 _DISTILBERT = ("distilbert",)
-MODEL_TYPES = (*_BERT, *_ROBERTA, *_DISTILBERT)
+_MPNET = ("mpnet",)
+MODEL_TYPES = (*_BERT, *_ROBERTA, *_DISTILBERT, *_MPNET, *hf_rotary.MODEL_TYPES)
 
 # The names of one block, Encoder's on the left. Weight and bias both.
 _BERT_BLOCK = {
@@ -42,6 +37,14 @@ _DISTILBERT_BLOCK = {
     "feed_forward.inner": ("ffn.lin1",),
     "feed_forward.outer": ("ffn.lin2",),
     "feed_forward_norm": ("output_layer_norm",),
+}
+_MPNET_BLOCK = {
+    "attention.qkv": ("attention.attn.q", "attention.attn.k", "attention.attn.v"),
+    "attention.output": ("attention.attn.o",),
+    "attention_norm": ("attention.LayerNorm",),
+    "feed_forward.inner": ("intermediate.dense",),
+    "feed_forward.outer": ("output.dense",),
+    "feed_forward_norm": ("output.LayerNorm",),
 }
 # The pooler and the heads of the tasks, and index buffers that older versions saved.
 _IGNORED = (
@@ -74,12 +77,15 @@ def read_layout(settings: Mapping[str, Any]) -> Layout:
     if model_type not in MODEL_TYPES:
         raise UnsupportedModelError(f"model_type must be one of {', '.join(MODEL_TYPES)}; was {model_type!r}")
     _refuse_variants(settings)
+    if model_type in hf_rotary.MODEL_TYPES:
+        return hf_rotary.read_layout(settings)
     is_distilbert = model_type in _DISTILBERT
     config = _distilbert_config(settings) if is_distilbert else _bert_config(settings)
+    block = _DISTILBERT_BLOCK if is_distilbert else _MPNET_BLOCK if model_type in _MPNET else _BERT_BLOCK
     return Layout(
         config=config,
         description=str((settings.get("architectures") or [model_type])[0]),
-        names=_names(config, "transformer" if is_distilbert else "encoder", is_distilbert),
+        names=_names(config, "transformer" if is_distilbert else "encoder", block),
         ignored=_IGNORED,
     )
 
@@ -94,7 +100,7 @@ def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _plain_name(name: str) -> str:
-    name = re.sub(r"^(bert|roberta|distilbert)\.", "", name)
+    name = re.sub(r"^(bert|roberta|distilbert|mpnet|nomic_bert|gte|new|model)\.", "", name)
     return re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
 
 
@@ -108,20 +114,23 @@ def _refuse_variants(settings: Mapping[str, Any]) -> None:
 
 
 def _bert_config(settings: Mapping[str, Any]) -> EncoderConfig:
-    is_roberta = settings["model_type"] in _ROBERTA
-    pad_token_id = _pad_token_id(settings, 1 if is_roberta else 0)
+    is_mpnet = settings["model_type"] in _MPNET
+    is_roberta = settings["model_type"] in _ROBERTA or is_mpnet
+    pad_token_id = read_pad_token_id(settings, 1 if is_roberta else 0)
     position_offset = pad_token_id + 1 if is_roberta else 0
     return EncoderConfig(
-        vocab_size=_setting(settings, "vocab_size"),
-        d_model=_setting(settings, "hidden_size"),
-        n_heads=_setting(settings, "num_attention_heads"),
-        d_ff=_setting(settings, "intermediate_size"),
-        n_layers=_setting(settings, "num_hidden_layers"),
-        max_sequence_tokens=_setting(settings, "max_position_embeddings") - position_offset,
-        activation=_activation(settings, "hidden_act"),
+        vocab_size=read_setting(settings, "vocab_size"),
+        d_model=read_setting(settings, "hidden_size"),
+        n_heads=read_setting(settings, "num_attention_heads"),
+        d_ff=read_setting(settings, "intermediate_size"),
+        n_layers=read_setting(settings, "num_hidden_layers"),
+        max_sequence_tokens=read_setting(settings, "max_position_embeddings") - position_offset,
+        activation=read_activation(settings, "hidden_act"),
         position="learned",
         embedding_norm=True,
-        n_token_types=settings.get("type_vocab_size", 2),
+        n_token_types=0 if is_mpnet else settings.get("type_vocab_size", 2),
+        # The reference code has as many, whatever relative_attention_num_buckets says.
+        relative_buckets=32 if is_mpnet else 0,
         layer_norm_eps=settings.get("layer_norm_eps", 1e-12),
         pad_token_id=pad_token_id,
         position_offset=position_offset,
@@ -131,41 +140,23 @@ def _bert_config(settings: Mapping[str, Any]) -> EncoderConfig:
 
 def _distilbert_config(settings: Mapping[str, Any]) -> EncoderConfig:
     return EncoderConfig(
-        vocab_size=_setting(settings, "vocab_size"),
-        d_model=_setting(settings, "dim"),
-        n_heads=_setting(settings, "n_heads"),
-        d_ff=_setting(settings, "hidden_dim"),
-        n_layers=_setting(settings, "n_layers"),
-        max_sequence_tokens=_setting(settings, "max_position_embeddings"),
-        activation=_activation(settings, "activation"),
+        vocab_size=read_setting(settings, "vocab_size"),
+        d_model=read_setting(settings, "dim"),
+        n_heads=read_setting(settings, "n_heads"),
+        d_ff=read_setting(settings, "hidden_dim"),
+        n_layers=read_setting(settings, "n_layers"),
+        max_sequence_tokens=read_setting(settings, "max_position_embeddings"),
+        activation=read_activation(settings, "activation"),
         # Sinusoidal DistilBERTs save their table like a learned one.
         position="learned",
         embedding_norm=True,
         # The value is fixed in the reference code.
         layer_norm_eps=1e-12,
-        pad_token_id=_pad_token_id(settings, 0),
+        pad_token_id=read_pad_token_id(settings, 0),
     )
 
 
-def _setting(settings: Mapping[str, Any], name: str) -> Any:
-    if name not in settings:
-        raise CheckpointFileError(f"config.json lacks {name}")
-    return settings[name]
-
-
-def _pad_token_id(settings: Mapping[str, Any], default: int) -> int:
-    value = settings.get("pad_token_id")
-    return default if value is None else int(value)
-
-
-def _activation(settings: Mapping[str, Any], name: str) -> Activation:
-    value = _setting(settings, name)
-    if value not in _ACTIVATIONS:
-        raise UnsupportedModelError(f"{name} must be one of {', '.join(_ACTIVATIONS)}; was {value!r}")
-    return _ACTIVATIONS[value]
-
-
-def _names(config: EncoderConfig, stack: str, is_distilbert: bool) -> dict[str, tuple[str, ...]]:
+def _names(config: EncoderConfig, stack: str, block: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """The checkpoint's names for every weight of the Encoder."""
     names: dict[str, tuple[str, ...]] = {
         "embeddings.tokens.weight": ("embeddings.word_embeddings.weight",),
@@ -173,9 +164,11 @@ def _names(config: EncoderConfig, stack: str, is_distilbert: bool) -> dict[str, 
     }
     if config.n_token_types:
         names["embeddings.types"] = ("embeddings.token_type_embeddings.weight",)
+    if config.relative_buckets:
+        names["positions.relative.weight"] = (f"{stack}.relative_attention_bias.weight",)
     layers: dict[str, tuple[str, ...]] = {"embeddings.norm": ("embeddings.LayerNorm",)}
     for index in range(config.n_layers):
-        for target, sources in (_DISTILBERT_BLOCK if is_distilbert else _BERT_BLOCK).items():
+        for target, sources in block.items():
             layers[f"blocks.{index}.{target}"] = tuple(f"{stack}.layer.{index}.{source}" for source in sources)
     for target, sources in layers.items():
         for kind in ("weight", "bias"):
