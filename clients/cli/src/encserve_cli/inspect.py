@@ -92,7 +92,7 @@ def inspect(
         _input(text, ids, info),
         attention=True if layers is None else _chosen(layers, info),
         hidden_states=True if layers is None else [0, *(layer + 1 for layer in _chosen(layers, info))],
-        positions=html is not None and info.position not in ("", "none"),
+        positions=html is not None and info.position not in ("", "none", "rotary"),
         model=model,
         version=model_version,
         truncate=truncate,

@@ -157,7 +157,8 @@ class ModelInfo:
         input_kind: What inputs are made of: token ids (and text), or one vector per token.
         can_inspect: Whether `inspect` answers for it.
         max_inspect_tokens: The longest sequence that `inspect` takes; 0 where it does not answer.
-        position: Where a token's place comes from: "sinusoidal", "learned" or "none"; empty where it is not known.
+        position: Where a token's place comes from: "sinusoidal", "learned", "rotary" or "none"; empty where it is not
+            known.
         parameters: How many numbers it has, by part.
         vector_width: The numbers of a vector of "model" pooling that is not cut; 0 where the pooling is not known.
         default_dimensions: To how many of them it is cut unless a call says otherwise; 0 for all.

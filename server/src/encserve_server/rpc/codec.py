@@ -346,7 +346,7 @@ def _decode_specs(specs: Sequence[pb.InspectSpec], bundle: Bundle) -> list[tuple
 
 def _decode_layers(field: str, kind: InspectKind, layers: Sequence[int], bundle: Bundle) -> tuple[int, ...]:
     if kind is InspectKind.POSITIONS:
-        if bundle.position == "none":
+        if bundle.position in ("none", "rotary"):
             raise InvalidField(f"{field}.kind", f"model {bundle.name} adds nothing for a token's place")
         if layers:
             raise InvalidField(f"{field}.layers", f"must be empty for positions; was {list(layers[:8])}")
