@@ -254,6 +254,19 @@ async def test_a_model_without_a_tokenizer_takes_ids_only(start_server: StartSer
     assert len(rows_of(await server.encode([1, 2]))[0]) == 2
 
 
+@pytest.mark.parametrize("known", ["hello", "hello world " * 50], ids=["at once", "in a thread"])
+async def test_a_text_that_the_tokenizer_fails_for_is_the_callers(start_server: StartServer, known: str) -> None:
+    """It has no token for what it does not know, and says so of all texts of a call at once."""
+    server = await start_server(unknown="[NONE]")
+    how = pb.EncodeOptions(truncation=pb.TRUNCATION_END)
+    assert len((await server.encode(known, "world", options=how)).sequences) == 2
+    with pytest.raises(Failed, match=r"inputs\[2\]\.text: the tokenizer of tiny fails for it: .*UNK") as caught:
+        await server.encode(known, [4, 5], "hello 🌍", "world", options=how)
+    assert caught.value.code is INVALID
+    (violation,) = caught.value.details["google.rpc.BadRequest"].field_violations
+    assert violation.field == "inputs[2].text"
+
+
 async def test_one_bad_request_disturbs_nobody(server: FakeServer) -> None:
     calls = [server.encode([i + 1] * (1 + i % 5)) if i % 3 else server.encode([VOCAB_SIZE + i]) for i in range(30)]
     results = await asyncio.gather(*calls, return_exceptions=True)

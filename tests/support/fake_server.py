@@ -30,9 +30,9 @@ SERVICE = "encserve.v1.EncoderService"
 page._STOP_SECONDS = 0.01  # tests stop hundreds of servers
 
 
-def write_tokenizer(path: Path) -> Path:
+def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:
     """A tokenizer of eight words, with truncation and padding baked in as real files have them."""
-    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
@@ -182,6 +182,7 @@ async def start_fake_server(
     engine: FakeEngine | None = None,
     *,
     with_tokenizer: bool = True,
+    unknown: str = "[UNK]",
     takes_vectors: bool = False,
     can_inspect: bool = True,
     load_inspector: Callable[[], FakeInspector] | None = None,
@@ -197,7 +198,7 @@ async def start_fake_server(
     engine = engine or FakeEngine(D_MODEL)
     inspector = FakeInspector(D_MODEL, N_HEADS, LONGEST)
     with_tokenizer = with_tokenizer and not takes_vectors
-    tokenizer_file = write_tokenizer(directory / "tokenizer.json")
+    tokenizer_file = write_tokenizer(directory / "tokenizer.json", unknown)
 
     def load_fake(bundle_directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
         return fake_model(

@@ -102,8 +102,14 @@ class InputChecker:
                 checked[i] = self._check_ids(f"{field}.token_ids", it, longest, mark_special)
         places = iter(texts)
 
-        def take(text: TokenizedText) -> None:
+        def take(text: TokenizedText | str) -> None:
             i = next(places)
+            if isinstance(text, str):
+                raise InvalidField(
+                    f"{fields[i]}.text",
+                    f"the tokenizer of {self._bundle.name} fails for it: {text}. Its vocabulary lacks something of it: "
+                    "leave that out, or have the model exported with an unk token in its tokenizer.json",
+                )
             its = _without_prompt(text, len(prompt)) if prompt else text
             checked[i] = self._check_tokenized(f"{fields[i]}.text", its, longest)
 

@@ -63,11 +63,14 @@ class TextTokenizer:
         """The text that waits or is worked on, in bytes of UTF-8; any thread may ask."""
         return self._queued_bytes
 
-    async def tokenize(self, texts: Sequence[str], max_tokens: int, take: Callable[[TokenizedText], None]) -> None:
+    async def tokenize(
+        self, texts: Sequence[str], max_tokens: int, take: Callable[[TokenizedText | str], None]
+    ) -> None:
         """Tokenizes texts and hands each to `take` as soon as it is done, in order, cut to `max_tokens`.
 
-        Whether cutting was allowed is for `take` to judge: what it raises ends the work. A few words are tokenized at
-        once; more text waits for a thread, and may find no room to wait.
+        For a text that the tokenizer fails for, it hands over what the tokenizer says instead. Whether cutting was
+        allowed is for `take` to judge: what it raises ends the work. A few words are tokenized at once; more text waits
+        for a thread, and may find no room to wait.
 
         Raises:
             QueueFull: Too much text is waiting already.
@@ -99,9 +102,14 @@ class TextTokenizer:
         """The vocabulary's string for an id; empty for an id that the tokenizer does not know."""
         return self._tokenizer.id_to_token(token_id) or ""
 
-    def _tokenize(self, texts: Sequence[str], max_tokens: int) -> list[TokenizedText]:
-        # Not `encode`: it keeps Python's lock, and a long text takes a tenth of a second.
-        return [_cut(encoding, max_tokens) for encoding in self._tokenizer.encode_batch(texts)]
+    def _tokenize(self, texts: Sequence[str], max_tokens: int) -> list[TokenizedText | str]:
+        try:
+            # Not `encode`: it keeps Python's lock, and a long text takes a tenth of a second.
+            return [_cut(encoding, max_tokens) for encoding in self._tokenizer.encode_batch(texts)]
+        except Exception as error:  # tokenizers raises plain Exception, of all texts together
+            if len(texts) == 1:
+                return [str(error)]
+            return [it for text in texts for it in self._tokenize([text], max_tokens)]
 
 
 def _turns(texts: Sequence[str]) -> Iterator[list[str]]:
