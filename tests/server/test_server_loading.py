@@ -2,6 +2,7 @@
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_bundle import VOCAB_SIZE, write_bundle
@@ -15,9 +16,10 @@ from encserve_server.settings import Settings
 FAR = 2**32 - 1  # the largest number that a tokenizer can hold
 
 
-def load(directory: Path) -> LoadedModel:
+def load(directory: Path, **settings: Any) -> LoadedModel:
     """Loads a bundle as a server does."""
-    return load_model(directory, Settings(model_repository=directory, tune_batches=False), ThreadPoolExecutor(1))
+    chosen = Settings(model_repository=directory, tune_batches=False, **settings)
+    return load_model(directory, chosen, ThreadPoolExecutor(1))
 
 
 def words(count: int, processor: processors.PostProcessor | None = None) -> Tokenizer:
@@ -81,6 +83,8 @@ def test_a_vocabulary_larger_than_the_graphs_table(tmp_path: Path, vocab_size: i
     directory = write_bundle(tmp_path, encoder__vocab_size=vocab_size, tokenizer=words(VOCAB_SIZE + 1))
     with pytest.raises(BundleError, match=rf"the model fails for sequences of \[1\] tokens: .*idx={vocab_size - 1}"):
         load(directory)
+    with pytest.raises(BundleError, match=rf"its table of tokens has 50 rows; .*encoder.vocab_size is {vocab_size}"):
+        load(directory, engine="openvino")
 
 
 def test_a_padding_id_that_the_model_does_not_have(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ class Graph:
         d_model: The width of a row.
         precision: The type it computes in.
         token_type_ids_name: An input that is filled with zeros, int64 (batch, seq); empty where there is none.
+        vocab_size: One more than the largest id; 0 where it takes vectors.
     """
 
     path: Path
@@ -184,6 +185,7 @@ class Graph:
     d_model: int
     precision: str
     token_type_ids_name: str = ""
+    vocab_size: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,6 +19,8 @@ import openvino as ov  # noqa: E402
 _CPU = "CPU"
 # What the CPU must be able to do, as OpenVINO calls it, for each precision that can be asked for.
 _CAPABILITIES = {"float32": "FP32", "bfloat16": "BF16"}
+# What leaves ids as they are, but elsewhere or in another type.
+_MOVES = {"Convert", "Gather", "Reshape", "Squeeze", "Unsqueeze"}
 _TYPES = {"float32": ov.Type.f32, "bfloat16": ov.Type.bf16}
 
 
@@ -122,10 +124,29 @@ def _read(graph: Graph) -> Any:
         for ports in (model.inputs, model.outputs)
     )
     check_interface(graph, inputs, outputs, int64="i64", float32="f32")
+    for rows in _table_rows(model.input(graph.input_name)):
+        # OpenVINO would look up zeros for the ids beyond.
+        if rows < graph.vocab_size:
+            raise BundleError(
+                f"{graph.path}: its table of tokens has {rows} rows; the manifest's encoder.vocab_size is "
+                f"{graph.vocab_size}"
+            )
     for result in model.get_results():
         if graph.output_name not in result.input(0).get_source_output().get_names():
             model.remove_result(result)
     return model
+
+
+def _table_rows(ids: Any) -> Iterator[int]:
+    """The rows of each table that ids look up, whatever has only moved or converted them before."""
+    for target in ids.get_target_inputs():
+        node = target.get_node()
+        if node.get_type_name() == "Gather" and target.get_index() == 1:
+            rows = node.input(0).get_partial_shape()[0]
+            if rows.is_static:
+                yield rows.get_length()
+        elif node.get_type_name() in _MOVES and target.get_index() == 0:
+            yield from _table_rows(node.output(0))
 
 
 def _requests(compiled: Any, count: int) -> SimpleQueue[Any]:

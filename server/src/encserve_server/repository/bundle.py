@@ -137,6 +137,7 @@ def _graph(directory: Path, manifest: manifest_pb2.Manifest, path: Path) -> Grap
         d_model=shape.d_model,
         precision=graph.precision,
         token_type_ids_name=graph.token_type_ids_name,
+        vocab_size=shape.vocab_size,
     )
 
 
