@@ -66,6 +66,7 @@ async def test_encode_to_a_file(service: FakeEncoder, tmp_path: Path) -> None:
         assert file["lengths"].tolist() == [4, 3]
         assert file["token_ids"].tolist() == [1, 3, 5, 2, 1, 3, 2]
         assert str(file["fingerprint"]) == "f" * 16
+        assert str(file["space_id"]) == "5" * 16
     assert [it.name for it in tmp_path.iterdir()] == ["vectors.out"]  # noqa: ASYNC240 - a test's own folder
 
 

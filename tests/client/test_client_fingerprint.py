@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from fake_encoder import Caller, FakeEncoder, Refused, rows_of
 
-from encserve_client import FingerprintError, InvalidInputError
+from encserve_client import EncserveError, FingerprintError, InvalidInputError, SpaceError
 from encserve_proto.v1 import encoder_pb2 as pb
 
 TEXTS = ["one", "two words", "and three words"]
+EITHER = pytest.mark.parametrize(("what", "error"), [("fingerprint", FingerprintError), ("space_id", SpaceError)])
 
 
 def switch_after(service: FakeEncoder, *counts: int) -> None:
@@ -64,47 +65,63 @@ async def test_no_inputs_are_answered_as_of_now(caller: Caller, service: FakeEnc
     client = caller.connect(expected_fingerprint="mine")
     with pytest.raises(FingerprintError, match="fingerprint mine is expected, but the answer has new"):
         await caller(client.run, [])
+    service.space_id = ""
+    with pytest.raises(SpaceError, match="space_id mine is expected, but the answer has none"):
+        await caller(caller.connect(expected_space_id="mine").run, [])
 
 
 async def test_every_request_says_what_is_expected(caller: Caller, service: FakeEncoder) -> None:
     service.max_request_sequences = 2
-    client = caller.connect(expected_fingerprint=service.fingerprint)
+    client = caller.connect(expected_fingerprint=service.fingerprint, expected_space_id=service.space_id)
     await caller(client.encode, TEXTS)
     await caller(client.embed, TEXTS)
+    await caller(client.inspect, TEXTS[0])
     assert len(service.requests) == 4
-    assert {request.expected_fingerprint for request in service.requests} == {service.fingerprint}
+    expected = [(it.expected_fingerprint, it.expected_space_id) for it in service.requests]
+    expected += [(it.expected_fingerprint, it.expected_space_id) for it in service.inspect_requests]
+    assert set(expected) == {(service.fingerprint, service.space_id)}
 
 
-async def test_a_refusal_is_a_fingerprint_error(caller: Caller, service: FakeEncoder) -> None:
+@EITHER
+async def test_a_refusal_is_an_error_of_its_own(
+    caller: Caller, service: FakeEncoder, what: str, error: type[EncserveError]
+) -> None:
     """And is not tried again: the answer would be the same."""
+    reason = "SPACE_MISMATCH" if error is SpaceError else "FINGERPRINT_MISMATCH"
 
     async def refuse(request: pb.EncodeRequest) -> None:
-        text = f"expected_fingerprint: {request.expected_fingerprint!r} is expected"
-        raise Refused(grpc.StatusCode.FAILED_PRECONDITION, text, "FINGERPRINT_MISMATCH")
+        text = f"expected_{what}: {getattr(request, f'expected_{what}')!r} is expected"
+        raise Refused(grpc.StatusCode.FAILED_PRECONDITION, text, reason)
 
     service.before = refuse
-    client = caller.connect(expected_fingerprint="mine")
-    with pytest.raises(FingerprintError, match="'mine' is expected") as caught:
+    client = caller.connect(**{f"expected_{what}": "mine"})
+    with pytest.raises(error, match="'mine' is expected") as caught:
         await caller(client.encode, TEXTS)
-    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "FINGERPRINT_MISMATCH")
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, reason)
     assert len(service.requests) == 1
 
 
-async def test_a_server_that_does_not_know_the_field_is_not_believed(caller: Caller, service: FakeEncoder) -> None:
+@EITHER
+async def test_a_server_that_does_not_know_the_field_is_not_believed(
+    caller: Caller, service: FakeEncoder, what: str, error: type[EncserveError]
+) -> None:
     """An older one ignores it and answers."""
-    client = caller.connect(expected_fingerprint="mine")
+    client = caller.connect(**{f"expected_{what}": "mine"})
+    message = f"{what} mine is expected, but the answer has {getattr(service, what)[:4]}"
     for call in (client.encode, client.embed, client.run):
-        with pytest.raises(FingerprintError, match="fingerprint mine is expected, but the answer has ffff"):
+        with pytest.raises(error, match=message):
             await caller(call, TEXTS)
-    with pytest.raises(FingerprintError, match="fingerprint mine is expected, but the answer has ffff"):
+    with pytest.raises(error, match=message):
         await caller(client.inspect, TEXTS[0])
 
 
 async def test_nothing_is_expected_by_default(caller: Caller, service: FakeEncoder) -> None:
     await caller(caller.connect().encode, TEXTS)
-    assert service.requests[0].expected_fingerprint == ""
+    assert (service.requests[0].expected_fingerprint, service.requests[0].expected_space_id) == ("", "")
 
 
-def test_a_fingerprint_is_text(caller: Caller) -> None:
-    with pytest.raises(InvalidInputError, match="expected_fingerprint must be a str or None; was int"):
-        caller.connect(expected_fingerprint=7)
+@EITHER
+def test_what_is_expected_is_text(caller: Caller, what: str, error: type[EncserveError]) -> None:
+    del error
+    with pytest.raises(InvalidInputError, match=f"expected_{what} must be a str or None; was int"):
+        caller.connect(**{f"expected_{what}": 7})

@@ -67,6 +67,7 @@ class Repository:
             tokenize_pool,
             self.engines[-1],
             fingerprint=content.rjust(32, "0"),
+            space_id=content[:1] * 32,
             load_inspector=lambda: inspector,
         )
 
@@ -519,6 +520,34 @@ async def test_an_expected_fingerprint(repository: Repository, serve: Serve) -> 
         await server.inspect(inspect)
     inspect.expected_fingerprint = "b".rjust(32, "0")
     assert (await server.inspect(inspect))[0].header.model_version == "2"
+
+
+async def test_an_expected_space(repository: Repository, serve: Serve) -> None:
+    """It stays when the same model is exported again, and goes with the model."""
+    repository.put("1", "a")
+    server = await serve()
+    expected = "a" * 32
+    repository.put("2", "a again")
+    await look(server)
+    assert await version_of(server, expected_space_id=expected) == "tiny@2 a again"
+    repository.put("3", "b")
+    await look(server)
+    message = f"expected_space_id: '{expected}' is expected, but tiny@3 has {'b' * 32}: .*; name the version"
+    with pytest.raises(Failed, match=message) as caught:
+        await version_of(server, expected_space_id=expected)
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SPACE_MISMATCH")
+    inspect = pb.InspectRequest(input=pb.Input(token_ids=pb.TokenIds(ids=ONE)), expected_space_id=expected)
+    with pytest.raises(Failed, match="is expected, but tiny@3 has"):
+        await server.inspect(inspect)
+    inspect.expected_space_id = "b" * 32
+    assert (await server.inspect(inspect))[0].header.space_id == inspect.expected_space_id
+
+
+async def test_a_bundle_from_before_there_were_spaces(repository: Repository, serve: Serve) -> None:
+    repository.put("1", "")
+    server = await serve()
+    with pytest.raises(Failed, match=r"but tiny@1 has none \(export it again\)"):
+        await version_of(server, expected_space_id="a")
 
 
 async def test_a_refused_version_leaves_nothing_in_memory(

@@ -120,6 +120,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     max_request_tokens: int = 65536
     max_message_bytes: int = 64 * 1024 * 1024
     fingerprint: str = "f" * 16
+    space_id: str = "5" * 16
     before: Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse | None]] | None = None
     before_stream: Callable[[pb.EncodeStreamRequest, Any], Awaitable[None]] | None = None
     inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None
@@ -140,6 +141,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             name="tiny",
             version="1",
             fingerprint=self.fingerprint,
+            space_id=self.space_id,
             is_default=True,
             d_model=D_MODEL,
             n_layers=2,
@@ -174,6 +176,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             model="tiny",
             model_version="1",
             fingerprint=self.fingerprint,
+            space_id=self.space_id,
             outputs=[_tensor(spec, request) for spec in request.options.outputs or [pb.OutputSpec()]],
             sequences=[_info(item, request.options) for item in request.inputs],
             timings=pb.Timings(tokenize_seconds=0.001, queue_seconds=0.002, compute_seconds=0.003),

@@ -1,4 +1,4 @@
-"""What identifies a vector space: the one rule that both the exporter and the server apply to a manifest."""
+"""What identifies a bundle: the one rule that both the exporter and the server apply to a manifest."""
 
 import hashlib
 import json
@@ -24,6 +24,7 @@ _FACTS = (
     "document",
     "multi_vector",
     "sparse",
+    "space_id",
 )
 
 
@@ -36,7 +37,7 @@ def to_fields(manifest: manifest_pb2.Manifest) -> dict[str, Any]:
 
 
 def fingerprint(manifest: manifest_pb2.Manifest) -> str:
-    """Identifies the vector space: 32 hex digits.
+    """Identifies what a bundle computes, and from which files: 32 hex digits.
 
     The beginning of the SHA-256 over the compact JSON, keys sorted, of each file's path and SHA-256 and the manifest's
     facts about what it computes. Fields at their default are left out, so that a field that is added

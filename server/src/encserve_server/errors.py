@@ -11,7 +11,8 @@
     │   └── ModelNotFound         no such model or version
     ├── QueueFull                 refused at the door; trying again later helps
     ├── DeadlineExpired           the caller's deadline passed before its batch started, or it reads no answer
-    ├── FingerprintMismatch       the caller expects another vector space
+    ├── FingerprintMismatch       the caller expects another bundle
+    ├── SpaceMismatch             the caller expects another vector space
     ├── InspectUnavailable        this model cannot be looked into on this server
     ├── InferenceFailed           the model cannot compute this sequence
     ├── EngineUnhealthy           the engine fails again and again; another replica may do better
@@ -101,7 +102,11 @@ class DeadlineExpired(EncserveError):
 
 
 class FingerprintMismatch(EncserveError):
-    """The model has another fingerprint than the caller expects: its vectors belong to another space."""
+    """The model has another fingerprint than the caller expects: it is another bundle."""
+
+
+class SpaceMismatch(EncserveError):
+    """The model has another space_id than the caller expects: its vectors belong to another space."""
 
 
 class InspectUnavailable(EncserveError):

@@ -296,7 +296,7 @@ class Bundle:
     Attributes:
         name: The model's name.
         version: The model's version.
-        fingerprint: Identifies the vector space.
+        fingerprint: Identifies the bundle.
         d_model: The width of a row.
         n_layers: The encoder's blocks.
         n_heads: The heads of a block.
@@ -312,6 +312,7 @@ class Bundle:
         prompts: What may be put before a text, by name.
         default_prompt_name: Which of them is where nobody asks for another; empty for none.
         similarity: How vectors are meant to be compared; empty where the manifest does not say.
+        space_id: Identifies the vector space; empty where the manifest does not say.
     """
 
     name: str
@@ -332,6 +333,7 @@ class Bundle:
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt_name: str = ""
     similarity: str = ""
+    space_id: str = ""
 
     @property
     def kinds(self) -> tuple[OutputKind, ...]:

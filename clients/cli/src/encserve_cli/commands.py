@@ -131,7 +131,12 @@ cli.add_command(bench)
 
 
 def _names(result: EncodeResult) -> dict[str, Any]:
-    return {"model": result.model, "version": result.version, "fingerprint": result.fingerprint}
+    return {
+        "model": result.model,
+        "version": result.version,
+        "fingerprint": result.fingerprint,
+        "space_id": result.space_id,
+    }
 
 
 def _encode_json(texts: tuple[str, ...], result: EncodeResult) -> dict[str, Any]:

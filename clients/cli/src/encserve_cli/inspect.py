@@ -209,6 +209,7 @@ def _json(text: str | None, result: InspectResult) -> dict[str, Any]:
         "model": result.model,
         "version": result.version,
         "fingerprint": result.fingerprint,
+        "space_id": result.space_id,
         "timings": asdict(result.timings),
         "text": text,
         "truncated": sequence.truncated,

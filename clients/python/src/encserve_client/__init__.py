@@ -28,6 +28,7 @@ from encserve_client.exceptions import (
     ProtocolError,
     ServerError,
     ServerUnavailableError,
+    SpaceError,
 )
 from encserve_client.inputs import Input, TokenEmbeddings, TokenIds
 from encserve_client.options import Array, DType, Output, OutputKind, Pooling
@@ -69,6 +70,7 @@ __all__ = [
     "SequenceInfo",
     "ServerError",
     "ServerUnavailableError",
+    "SpaceError",
     "Timings",
     "Tls",
     "TokenEmbeddings",

@@ -8,6 +8,7 @@ import grpc
 from encserve_client._arguments import as_float, as_int, want
 from encserve_client._grpc.channel import as_target, channel_credentials, channel_options
 from encserve_client._grpc.metadata import GivenMetadata, call_metadata
+from encserve_client._logic.answers import Expected
 from encserve_client._logic.calls import Core, ModelKey, Settings, request_template
 from encserve_client._logic.streams import Result, StreamBooks, StreamRun
 from encserve_client._logic.wire import Wire
@@ -57,6 +58,7 @@ class BaseClient:
         max_concurrent_messages: int = DEFAULT_MAX_CONCURRENT_MESSAGES,
         retry: RetryPolicy | None = None,
         expected_fingerprint: str | None = None,
+        expected_space_id: str | None = None,
         channel_arguments: Mapping[str, str | int] | None = None,
     ) -> None:
         self._target = as_target(target)
@@ -66,7 +68,10 @@ class BaseClient:
             as_int("max_concurrent_messages", max_concurrent_messages),
             RetryPolicy() if retry is None else want("retry", retry, RetryPolicy, "a RetryPolicy"),
             target=self._target,
-            expected_fingerprint=want("expected_fingerprint", expected_fingerprint or "", str, "a str or None"),
+            expected=Expected(
+                want("expected_fingerprint", expected_fingerprint or "", str, "a str or None"),
+                want("expected_space_id", expected_space_id or "", str, "a str or None"),
+            ),
         )
         self._core = Core(settings)
         checked_tls, self._credentials = channel_credentials(tls, credentials)
@@ -144,7 +149,7 @@ class BaseClient:
         books: StreamBooks[Array] = StreamBooks(
             settings.retry, max_in_flight, seconds, ordered, settings.random, settings.target
         )
-        template = request_template(model_key(model, version), options, settings.expected_fingerprint)
+        template = request_template(model_key(model, version), options, settings.expected)
         return StreamRun(self._wire(inputs), books, template, options)
 
 

@@ -59,8 +59,10 @@ class EncoderClient(BaseClient):
         max_message_bytes: The largest message to send or take, in bytes. Default: 64 MiB, as the server's replies.
         max_concurrent_messages: How many messages of one call are out at a time. Default: 4.
         retry: When a failed message is sent again. Default: up to 5 attempts; see `RetryPolicy`.
-        expected_fingerprint: The `fingerprint` that every answer must have, so that vectors of another model never get
-            among those that were made before; FingerprintError otherwise. Default: any.
+        expected_fingerprint: The `fingerprint` that every answer must have, so that all come from one bundle;
+            FingerprintError otherwise. Default: any.
+        expected_space_id: The `space_id` that every answer must have, so that vectors of another model never get among
+            those that were made before; SpaceError otherwise. Default: any.
         channel_arguments: gRPC channel arguments by name; they go before the library's own.
 
     Raises:

@@ -13,7 +13,8 @@
     ├── InferenceError                      the model could not compute one of these sequences
     ├── ServerError                         the server failed in a way that it does not explain
     ├── ProtocolError                       the answer is not what the contract promises
-    ├── FingerprintError                    the vectors are from another space than expected, or than each other
+    ├── FingerprintError                    the vectors are from another bundle than expected, or than each other
+    ├── SpaceError                          the vectors are from another space than expected
     ├── CallCancelledError                  the call was cancelled by something other than its caller
     └── ClientClosedError (RuntimeError)    the client was closed
 
@@ -102,11 +103,15 @@ class ProtocolError(EncserveError):
 
 
 class FingerprintError(EncserveError):
-    """Vectors would come from another space than those that they are for, and must not be compared with them.
+    """Vectors would come from another bundle than expected, or from several.
 
     Either the client has an `expected_fingerprint` and the model another, or parts of one call were answered by
     different versions, again and again: that may happen while a model is being replaced. Naming the version avoids it.
     """
+
+
+class SpaceError(EncserveError):
+    """The client has an `expected_space_id` and the model another: its vectors must not be compared with those."""
 
 
 class CallCancelledError(EncserveError):

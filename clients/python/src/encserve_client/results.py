@@ -112,10 +112,12 @@ class EncodeResult:
     Attributes:
         model: The name of the model that ran.
         version: Its version.
-        fingerprint: Identifies the vector space; never mix vectors of different fingerprints in one index.
+        fingerprint: Identifies the bundle.
         outputs: One for each output asked for, in that order.
         sequences: One for each input, in order.
         timings: Where the time went.
+        space_id: Identifies the vector space: never mix vectors of different ones in one index. Empty where the server
+            does not say.
     """
 
     model: str
@@ -124,6 +126,7 @@ class EncodeResult:
     outputs: tuple[EncodedOutput, ...]
     sequences: Sequence[SequenceInfo]
     timings: Timings
+    space_id: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +136,7 @@ class ModelInfo:
     Attributes:
         name: The model's name.
         version: Its version.
-        fingerprint: Identifies the vector space.
+        fingerprint: Identifies the bundle.
         is_default: Whether calls that name no model get this one.
         d_model: The numbers in a row.
         n_layers: The encoder's blocks; 0 where they are not known, of a model that came as ONNX.
@@ -166,6 +169,7 @@ class ModelInfo:
         default_prompt_name: The one that is unless a call says otherwise; empty for none.
         similarity: How its vectors are meant to be compared: "cosine", "dot", "euclidean" or "manhattan"; empty where
             that is not known.
+        space_id: Identifies the vector space: keep it with an index of its vectors. Empty where it is not known.
     """
 
     name: str
@@ -200,6 +204,7 @@ class ModelInfo:
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
     default_prompt_name: str = ""
     similarity: str = ""
+    space_id: str = ""
 
     def width(self, output: Output) -> int:
         """The numbers of a row of an output."""
@@ -215,7 +220,7 @@ class InspectResult:
     Attributes:
         model: The name of the model that ran.
         version: Its version.
-        fingerprint: Identifies the vector space.
+        fingerprint: Identifies the bundle.
         sequence: What the model saw, with `tokens` where it has a tokenizer.
         attention: (layers, n_heads, seq, seq): how much the token of the row attends to the token of the column; every
             row sums to 1. None if it was not asked for.
@@ -226,6 +231,7 @@ class InspectResult:
         positions: (max_sequence_tokens, d_model): what the model adds to a token for its place, for every place. None
             if it was not asked for.
         timings: Where the time went.
+        space_id: Identifies the vector space.
     """
 
     model: str
@@ -238,3 +244,4 @@ class InspectResult:
     hidden_state_layers: tuple[int, ...]
     positions: Array | None = field(repr=False)
     timings: Timings
+    space_id: str = ""

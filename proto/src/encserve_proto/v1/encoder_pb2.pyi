@@ -138,18 +138,20 @@ class EncodeOptions(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[OutputSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., exclude_special_tokens: bool = ..., include_token_strings: bool = ..., prompt_name: _Optional[str] = ..., task: _Optional[_Union[Task, str]] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("model", "model_version", "inputs", "options", "expected_fingerprint")
+    __slots__ = ("model", "model_version", "inputs", "options", "expected_fingerprint", "expected_space_id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_SPACE_ID_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_version: str
     inputs: _containers.RepeatedCompositeFieldContainer[Input]
     options: EncodeOptions
     expected_fingerprint: str
-    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., options: _Optional[_Union[EncodeOptions, _Mapping]] = ..., expected_fingerprint: _Optional[str] = ...) -> None: ...
+    expected_space_id: str
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., options: _Optional[_Union[EncodeOptions, _Mapping]] = ..., expected_fingerprint: _Optional[str] = ..., expected_space_id: _Optional[str] = ...) -> None: ...
 
 class RaggedTensor(_message.Message):
     __slots__ = ("kind", "l2_normalized", "data_type", "width", "lengths", "data", "indices")
@@ -200,20 +202,22 @@ class Timings(_message.Message):
     def __init__(self, tokenize_seconds: _Optional[float] = ..., queue_seconds: _Optional[float] = ..., compute_seconds: _Optional[float] = ...) -> None: ...
 
 class EncodeResponse(_message.Message):
-    __slots__ = ("model", "model_version", "fingerprint", "outputs", "sequences", "timings")
+    __slots__ = ("model", "model_version", "fingerprint", "outputs", "sequences", "timings", "space_id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    SPACE_ID_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_version: str
     fingerprint: str
     outputs: _containers.RepeatedCompositeFieldContainer[RaggedTensor]
     sequences: _containers.RepeatedCompositeFieldContainer[SequenceInfo]
     timings: Timings
-    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[RaggedTensor, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    space_id: str
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[RaggedTensor, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., space_id: _Optional[str] = ...) -> None: ...
 
 class EncodeStreamRequest(_message.Message):
     __slots__ = ("request_id", "request")
@@ -256,7 +260,7 @@ class InspectSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[InspectKind, str]] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
-    __slots__ = ("model", "model_version", "input", "truncation", "tensors", "data_type", "expected_fingerprint", "prompt_name")
+    __slots__ = ("model", "model_version", "input", "truncation", "tensors", "data_type", "expected_fingerprint", "prompt_name", "expected_space_id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
@@ -265,6 +269,7 @@ class InspectRequest(_message.Message):
     DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_SPACE_ID_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_version: str
     input: Input
@@ -273,7 +278,8 @@ class InspectRequest(_message.Message):
     data_type: DataType
     expected_fingerprint: str
     prompt_name: str
-    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., input: _Optional[_Union[Input, _Mapping]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., tensors: _Optional[_Iterable[_Union[InspectSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., expected_fingerprint: _Optional[str] = ..., prompt_name: _Optional[str] = ...) -> None: ...
+    expected_space_id: str
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., input: _Optional[_Union[Input, _Mapping]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., tensors: _Optional[_Iterable[_Union[InspectSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., expected_fingerprint: _Optional[str] = ..., prompt_name: _Optional[str] = ..., expected_space_id: _Optional[str] = ...) -> None: ...
 
 class InspectResponse(_message.Message):
     __slots__ = ("header", "chunk")
@@ -284,20 +290,22 @@ class InspectResponse(_message.Message):
     def __init__(self, header: _Optional[_Union[InspectHeader, _Mapping]] = ..., chunk: _Optional[_Union[TensorChunk, _Mapping]] = ...) -> None: ...
 
 class InspectHeader(_message.Message):
-    __slots__ = ("model", "model_version", "fingerprint", "sequence", "tensors", "timings")
+    __slots__ = ("model", "model_version", "fingerprint", "sequence", "tensors", "timings", "space_id")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    SPACE_ID_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_version: str
     fingerprint: str
     sequence: SequenceInfo
     tensors: _containers.RepeatedCompositeFieldContainer[InspectTensor]
     timings: Timings
-    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., sequence: _Optional[_Union[SequenceInfo, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[InspectTensor, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ...) -> None: ...
+    space_id: str
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., sequence: _Optional[_Union[SequenceInfo, _Mapping]] = ..., tensors: _Optional[_Iterable[_Union[InspectTensor, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., space_id: _Optional[str] = ...) -> None: ...
 
 class InspectTensor(_message.Message):
     __slots__ = ("kind", "layers", "shape", "data_type")
@@ -344,7 +352,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes", "input_kind", "can_inspect", "max_inspect_tokens", "position", "parameters", "vector_width", "default_dimensions", "prompts", "default_prompt_name", "similarity", "tasks", "multi_vector_width", "multi_vector_similarity", "sparse_width")
+    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes", "input_kind", "can_inspect", "max_inspect_tokens", "position", "parameters", "vector_width", "default_dimensions", "prompts", "default_prompt_name", "similarity", "space_id", "tasks", "multi_vector_width", "multi_vector_similarity", "sparse_width")
     class PromptsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -384,6 +392,7 @@ class ModelInfo(_message.Message):
     PROMPTS_FIELD_NUMBER: _ClassVar[int]
     DEFAULT_PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     SIMILARITY_FIELD_NUMBER: _ClassVar[int]
+    SPACE_ID_FIELD_NUMBER: _ClassVar[int]
     TASKS_FIELD_NUMBER: _ClassVar[int]
     MULTI_VECTOR_WIDTH_FIELD_NUMBER: _ClassVar[int]
     MULTI_VECTOR_SIMILARITY_FIELD_NUMBER: _ClassVar[int]
@@ -420,11 +429,12 @@ class ModelInfo(_message.Message):
     prompts: _containers.ScalarMap[str, str]
     default_prompt_name: str
     similarity: str
+    space_id: str
     tasks: _containers.RepeatedCompositeFieldContainer[TaskInfo]
     multi_vector_width: int
     multi_vector_similarity: str
     sparse_width: int
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., input_kind: _Optional[_Union[InputKind, str]] = ..., can_inspect: bool = ..., max_inspect_tokens: _Optional[int] = ..., position: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[PartParameters, _Mapping]]] = ..., vector_width: _Optional[int] = ..., default_dimensions: _Optional[int] = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., similarity: _Optional[str] = ..., tasks: _Optional[_Iterable[_Union[TaskInfo, _Mapping]]] = ..., multi_vector_width: _Optional[int] = ..., multi_vector_similarity: _Optional[str] = ..., sparse_width: _Optional[int] = ...) -> None: ...
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., input_kind: _Optional[_Union[InputKind, str]] = ..., can_inspect: bool = ..., max_inspect_tokens: _Optional[int] = ..., position: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[PartParameters, _Mapping]]] = ..., vector_width: _Optional[int] = ..., default_dimensions: _Optional[int] = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., similarity: _Optional[str] = ..., space_id: _Optional[str] = ..., tasks: _Optional[_Iterable[_Union[TaskInfo, _Mapping]]] = ..., multi_vector_width: _Optional[int] = ..., multi_vector_similarity: _Optional[str] = ..., sparse_width: _Optional[int] = ...) -> None: ...
 
 class TaskInfo(_message.Message):
     __slots__ = ("task", "prompt_name", "max_tokens", "min_tokens")

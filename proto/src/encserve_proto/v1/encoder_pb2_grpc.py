@@ -85,7 +85,8 @@ class EncoderServiceServicer(object):
 
         INVALID_ARGUMENT: an input or option is wrong; the text names the field, the index and the numbers.
         NOT_FOUND: no such model or version.
-        FAILED_PRECONDITION: the model has another fingerprint than expected_fingerprint.
+        FAILED_PRECONDITION: the model has another fingerprint than expected_fingerprint, or another space than
+        expected_space_id.
         RESOURCE_EXHAUSTED: the queue is full; nothing was computed; try again after the delay in RetryInfo.
         DEADLINE_EXCEEDED: the caller's deadline passed; sequences still queued then are never computed.
         UNAVAILABLE: the server is stopping or its engine is failing; try another replica.

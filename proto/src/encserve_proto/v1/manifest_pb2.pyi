@@ -35,7 +35,7 @@ SPARSE_POOLING_SUM: SparsePooling
 SPARSE_POOLING_OWN_ID: SparsePooling
 
 class Manifest(_message.Message):
-    __slots__ = ("format_version", "name", "version", "fingerprint", "encoder", "text", "pooling", "l2_normalize", "graph", "source", "files", "parameters", "parity", "inspect_graph", "more_poolings", "head", "pooling_skips_prompt", "prompts", "default_prompt_name", "dimensions", "similarity", "query", "document", "multi_vector", "sparse")
+    __slots__ = ("format_version", "name", "version", "fingerprint", "encoder", "text", "pooling", "l2_normalize", "graph", "source", "files", "parameters", "parity", "inspect_graph", "more_poolings", "head", "pooling_skips_prompt", "prompts", "default_prompt_name", "dimensions", "similarity", "space_id", "query", "document", "multi_vector", "sparse")
     class PromptsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -64,6 +64,7 @@ class Manifest(_message.Message):
     DEFAULT_PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     SIMILARITY_FIELD_NUMBER: _ClassVar[int]
+    SPACE_ID_FIELD_NUMBER: _ClassVar[int]
     QUERY_FIELD_NUMBER: _ClassVar[int]
     DOCUMENT_FIELD_NUMBER: _ClassVar[int]
     MULTI_VECTOR_FIELD_NUMBER: _ClassVar[int]
@@ -89,11 +90,12 @@ class Manifest(_message.Message):
     default_prompt_name: str
     dimensions: int
     similarity: str
+    space_id: str
     query: TaskSettings
     document: TaskSettings
     multi_vector: MultiVector
     sparse: Sparse
-    def __init__(self, format_version: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., encoder: _Optional[_Union[EncoderShape, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., l2_normalize: bool = ..., graph: _Optional[_Union[Graph, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., files: _Optional[_Iterable[_Union[BundleFile, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterCount, _Mapping]]] = ..., parity: _Optional[_Union[Parity, _Mapping]] = ..., inspect_graph: _Optional[_Union[InspectGraph, _Mapping]] = ..., more_poolings: _Optional[_Iterable[_Union[Pooling, str]]] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., pooling_skips_prompt: bool = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., dimensions: _Optional[int] = ..., similarity: _Optional[str] = ..., query: _Optional[_Union[TaskSettings, _Mapping]] = ..., document: _Optional[_Union[TaskSettings, _Mapping]] = ..., multi_vector: _Optional[_Union[MultiVector, _Mapping]] = ..., sparse: _Optional[_Union[Sparse, _Mapping]] = ...) -> None: ...
+    def __init__(self, format_version: _Optional[int] = ..., name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., encoder: _Optional[_Union[EncoderShape, _Mapping]] = ..., text: _Optional[_Union[TextInput, _Mapping]] = ..., pooling: _Optional[_Union[Pooling, str]] = ..., l2_normalize: bool = ..., graph: _Optional[_Union[Graph, _Mapping]] = ..., source: _Optional[_Union[Source, _Mapping]] = ..., files: _Optional[_Iterable[_Union[BundleFile, _Mapping]]] = ..., parameters: _Optional[_Iterable[_Union[ParameterCount, _Mapping]]] = ..., parity: _Optional[_Union[Parity, _Mapping]] = ..., inspect_graph: _Optional[_Union[InspectGraph, _Mapping]] = ..., more_poolings: _Optional[_Iterable[_Union[Pooling, str]]] = ..., head: _Optional[_Union[Head, _Mapping]] = ..., pooling_skips_prompt: bool = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., dimensions: _Optional[int] = ..., similarity: _Optional[str] = ..., space_id: _Optional[str] = ..., query: _Optional[_Union[TaskSettings, _Mapping]] = ..., document: _Optional[_Union[TaskSettings, _Mapping]] = ..., multi_vector: _Optional[_Union[MultiVector, _Mapping]] = ..., sparse: _Optional[_Union[Sparse, _Mapping]] = ...) -> None: ...
 
 class TaskSettings(_message.Message):
     __slots__ = ("prompt_name", "max_tokens", "expansion", "skipped_token_ids", "kept_token_ids", "token_pooling", "static_sparse")

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from encserve_server.errors import FingerprintMismatch, ModelNotFound, NotReady
+from encserve_server.errors import FingerprintMismatch, ModelNotFound, NotReady, SpaceMismatch
 from encserve_server.models.served import ServedModel
 
 
@@ -26,13 +26,16 @@ class Catalog:
         for name, version in self._models:
             self._default_version.setdefault(name, version)
 
-    def resolve(self, name: str, version: str, expected_fingerprint: str = "") -> ServedModel:
-        """The model of a name and version, either empty for its default.
+    def resolve(
+        self, name: str, version: str, expected_fingerprint: str = "", expected_space_id: str = ""
+    ) -> ServedModel:
+        """The model of a name and version, either empty for its default; an id that is empty expects nothing.
 
         Raises:
             NotReady: The models are still being loaded.
             ModelNotFound: There is none.
-            FingerprintMismatch: It has another fingerprint than expected; an empty one expects nothing.
+            FingerprintMismatch: It has another fingerprint than expected.
+            SpaceMismatch: It has another space_id than expected, or none.
         """
         if not self._models:
             raise NotReady("the server is still loading its models")
@@ -44,10 +47,17 @@ class Catalog:
         if model is None:
             versions = ", ".join(v for n, v in self._models if n == name)
             raise ModelNotFound("model_version", f"no version {_shown(version)} of {name}; there are {versions}")
-        if expected_fingerprint and expected_fingerprint != model.bundle.fingerprint:
+        found, of = model.bundle, f"{name}@{version}"
+        if expected_fingerprint and expected_fingerprint != found.fingerprint:
             raise FingerprintMismatch(
-                f"expected_fingerprint: {_shown(expected_fingerprint)} is expected, but {name}@{version} has "
-                f"{model.bundle.fingerprint}: its vectors do not belong into one space with those"
+                f"expected_fingerprint: {_shown(expected_fingerprint)} is expected, but {of} has {found.fingerprint}: "
+                "it is another bundle; name the version that has it, or expect the space_id that your vectors have"
+            )
+        if expected_space_id and expected_space_id != found.space_id:
+            raise SpaceMismatch(
+                f"expected_space_id: {_shown(expected_space_id)} is expected, but {of} has "
+                f"{found.space_id or 'none (export it again)'}: its vectors do not belong into one space with those; "
+                "name the version that has it, or encode all anew"
             )
         return model
 

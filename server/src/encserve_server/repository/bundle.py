@@ -83,6 +83,7 @@ def read_bundle(directory: Path) -> Bundle:
         prompts=dict(sorted(manifest.prompts.items())),
         default_prompt_name=manifest.default_prompt_name,
         similarity=manifest.similarity,
+        space_id=manifest.space_id,
     )
 
 

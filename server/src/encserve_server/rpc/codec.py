@@ -89,6 +89,7 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply, strea
         model=model.bundle.name,
         model_version=model.bundle.version,
         fingerprint=model.bundle.fingerprint,
+        space_id=model.bundle.space_id,
         timings=pb.Timings(
             tokenize_seconds=reply.tokenize_seconds,
             queue_seconds=max(encoded.queue_seconds for encoded in reply.encoded),
@@ -145,6 +146,7 @@ def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
         name=bundle.name,
         version=bundle.version,
         fingerprint=bundle.fingerprint,
+        space_id=bundle.space_id,
         is_default=is_default,
         d_model=bundle.d_model,
         n_layers=bundle.n_layers,
@@ -298,6 +300,7 @@ def encode_inspect_header(model: ServedModel, call: InspectCall, reply: InspectR
         model=bundle.name,
         model_version=bundle.version,
         fingerprint=bundle.fingerprint,
+        space_id=bundle.space_id,
         timings=pb.Timings(
             tokenize_seconds=reply.tokenize_seconds,
             queue_seconds=inspection.queue_seconds,

@@ -181,7 +181,8 @@ class EncoderService:
 
     def _resolve(self, request: pb.EncodeRequest | pb.InspectRequest, sequences: int) -> ServedModel:
         """The model that so many sequences are for; tells the request's span of it."""
-        model = self._catalog.resolve(request.model, request.model_version, request.expected_fingerprint)
+        expected = request.expected_fingerprint, request.expected_space_id
+        model = self._catalog.resolve(request.model, request.model_version, *expected)
         if (span := spans.current()) is not None:
             span.about(model.bundle.name, model.bundle.version, sequences)
         return model

@@ -44,6 +44,7 @@ ERROR_TABLE: dict[type[EncserveError], Mapping] = {
     errors.QueueFull: Mapping(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     errors.DeadlineExpired: Mapping(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED"),
     errors.FingerprintMismatch: Mapping(grpc.StatusCode.FAILED_PRECONDITION, "FINGERPRINT_MISMATCH"),
+    errors.SpaceMismatch: Mapping(grpc.StatusCode.FAILED_PRECONDITION, "SPACE_MISMATCH"),
     errors.InspectUnavailable: Mapping(grpc.StatusCode.FAILED_PRECONDITION, "INSPECT_UNAVAILABLE"),
     errors.InferenceFailed: Mapping(grpc.StatusCode.INTERNAL, "INFERENCE_FAILED"),
     errors.EngineUnhealthy: Mapping(grpc.StatusCode.UNAVAILABLE, "ENGINE_UNHEALTHY", _UNAVAILABLE_RETRY_S),

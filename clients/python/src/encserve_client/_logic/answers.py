@@ -8,10 +8,45 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from encserve_client.exceptions import FingerprintError, ProtocolError
+from encserve_client.exceptions import FingerprintError, ProtocolError, SpaceError
 from encserve_client.options import Array, Options, Output, OutputKind, kind_name
-from encserve_client.results import Block, EncodedOutput, EncodeResult, ModelInfo, SequenceInfo, Timings
+from encserve_client.results import (
+    Block,
+    EncodedOutput,
+    EncodeResult,
+    InspectResult,
+    ModelInfo,
+    SequenceInfo,
+    Timings,
+)
 from encserve_proto.v1 import encoder_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What every answer must be of; empty for anything.
+
+    Attributes:
+        fingerprint: The bundle.
+        space_id: The vector space.
+    """
+
+    fingerprint: str = ""
+    space_id: str = ""
+
+    def check(self, answer: "Part | ModelInfo | EncodeResult | InspectResult") -> None:
+        """Refuses an answer of another; a server does so itself, unless it is older than the field that it says it in.
+
+        Raises:
+            FingerprintError: It is of another bundle.
+            SpaceError: It is of another space, or of none.
+        """
+        if self.fingerprint and self.fingerprint != answer.fingerprint:
+            raise FingerprintError(
+                f"fingerprint {self.fingerprint} is expected, but the answer has {answer.fingerprint}"
+            )
+        if self.space_id and self.space_id != answer.space_id:
+            raise SpaceError(f"space_id {self.space_id} is expected, but the answer has {answer.space_id or 'none'}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +56,8 @@ class Part:
     Attributes:
         model: The name of the model that ran.
         version: Its version.
-        fingerprint: Its vector space.
+        fingerprint: Its bundle.
+        space_id: Its vector space; empty where the server does not say.
         kinds: For each output what its rows are and whether they are normalised.
         blocks: For each output its rows.
         sequences: For each input what the model saw; empty where that was not asked for.
@@ -31,6 +67,7 @@ class Part:
     model: str
     version: str
     fingerprint: str
+    space_id: str
     kinds: list[tuple[OutputKind, bool]]
     blocks: list[Block]
     sequences: tuple[SequenceInfo, ...]
@@ -57,6 +94,7 @@ def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int
         response.model,
         response.model_version,
         response.fingerprint,
+        response.space_id,
         kinds,
         blocks,
         tuple(map(sequence_info, response.sequences)) if describe else (),
@@ -97,6 +135,7 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         name=message.name,
         version=message.version,
         fingerprint=message.fingerprint,
+        space_id=message.space_id,
         is_default=message.is_default,
         d_model=message.d_model,
         n_layers=message.n_layers,
@@ -183,7 +222,7 @@ def merge_parts(parts: Sequence[Part], total_seconds: float, attempts: int) -> E
     """Makes one result of one answer or more, which are in the order of the inputs.
 
     Raises:
-        FingerprintError: The answers are from different vector spaces.
+        FingerprintError: The answers are from different bundles.
         ProtocolError: They differ in width, or in what their rows are.
     """
     first = parts[0]
@@ -201,25 +240,16 @@ def merge_parts(parts: Sequence[Part], total_seconds: float, attempts: int) -> E
     tokenize, queue, compute = map(max, zip(*(part.timings for part in parts), strict=True))
     timings = Timings(tokenize, queue, compute, total_seconds, len(parts), attempts)
     sequences = tuple(info for part in parts for info in part.sequences)
-    return EncodeResult(first.model, first.version, first.fingerprint, outputs, sequences, timings)
+    return EncodeResult(first.model, first.version, first.fingerprint, outputs, sequences, timings, first.space_id)
 
 
 def check_fingerprint(first: str, other: str) -> None:
-    """Raises FingerprintError if two answers of one call are from different vector spaces."""
+    """Raises FingerprintError if two answers of one call are from different bundles."""
     if first != other:
         raise FingerprintError(
             f"answers of one call have different fingerprints, {first} and {other}: the model was replaced in between; "
             "call again, and name the version if this happens often"
         )
-
-
-def check_expected(expected: str, fingerprint: str) -> None:
-    """Raises FingerprintError for an answer from another vector space than expected; an empty one expects nothing.
-
-    A server refuses such a request itself, unless it is older than that field.
-    """
-    if expected and expected != fingerprint:
-        raise FingerprintError(f"fingerprint {expected} is expected, but the answer has {fingerprint}")
 
 
 def empty_result(info: ModelInfo, options: Options, total_seconds: float) -> EncodeResult:
@@ -232,9 +262,8 @@ def empty_result(info: ModelInfo, options: Options, total_seconds: float) -> Enc
         )
         for output in options.outputs
     )
-    return EncodeResult(
-        info.name, info.version, info.fingerprint, outputs, (), Timings(0.0, 0.0, 0.0, total_seconds, 0, 0)
-    )
+    timings = Timings(0.0, 0.0, 0.0, total_seconds, 0, 0)
+    return EncodeResult(info.name, info.version, info.fingerprint, outputs, (), timings, info.space_id)
 
 
 def _widths(part: Part) -> list[int]:

@@ -4,13 +4,13 @@ import math
 import random as random_module
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from encserve_client._arguments import as_float
 from encserve_client._logic.answers import (
+    Expected,
     Part,
-    check_expected,
     decode_response,
     empty_result,
     merge_parts,
@@ -44,7 +44,7 @@ class Settings:
     retry: RetryPolicy
     random: Callable[[], float] = random_module.random
     target: str = ""
-    expected_fingerprint: str = ""
+    expected: Expected = field(default_factory=Expected)
 
     def __post_init__(self) -> None:
         """Raises ValueError with the setting, its bound and the value."""
@@ -56,10 +56,14 @@ class Settings:
             raise ValueError(f"max_concurrent_messages must be >= 1; was {self.max_concurrent_messages}")
 
 
-def request_template(key: ModelKey, options: Options, expected_fingerprint: str) -> pb.EncodeRequest:
+def request_template(key: ModelKey, options: Options, expected: Expected) -> pb.EncodeRequest:
     """What every request of a call has in common: all but its inputs."""
     return pb.EncodeRequest(
-        model=key[0], model_version=key[1], options=options.to_proto(), expected_fingerprint=expected_fingerprint
+        model=key[0],
+        model_version=key[1],
+        options=options.to_proto(),
+        expected_fingerprint=expected.fingerprint,
+        expected_space_id=expected.space_id,
     )
 
 
@@ -89,11 +93,11 @@ class Core:
         """
         started = wire.now()
         time_limit = self.time_limit(timeout_seconds, started)
-        expected = self.settings.expected_fingerprint
+        expected = self.settings.expected
         async with aclosing(wire):
             if not inputs:  # the answer is all about the model, so what is remembered of it will not do
                 info = await self._fetch_model(wire, key, time_limit)
-                check_expected(expected, info.fingerprint)
+                expected.check(info)
                 return empty_result(info, options, wire.now() - started)
             info = self._models.get(key) or await self._fetch_model(wire, key, time_limit)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
@@ -107,20 +111,21 @@ class Core:
                 if len({part.fingerprint for part in parts}) == 1:
                     break
         result = merge_parts(parts, wire.now() - started, attempts)
-        check_expected(expected, result.fingerprint)
+        expected.check(result)
         return result
 
     async def inspect(self, wire: Wire, request: pb.InspectRequest, timeout_seconds: float | None) -> InspectResult:
         """Has one input looked into."""
         started = wire.now()
         time_limit = self.time_limit(timeout_seconds, started)
-        request.expected_fingerprint = self.settings.expected_fingerprint
+        expected = self.settings.expected
+        request.expected_fingerprint, request.expected_space_id = expected.fingerprint, expected.space_id
         dispatch: Dispatch[Gathering] = self._dispatch([Message(request)], time_limit)
         async with aclosing(wire):
             await exchange(wire, "Inspect", dispatch, lambda _, answer: answer)
         [(_, answer)] = dispatch.answers
         result = answer.result(wire.now() - started, dispatch.attempts)
-        check_expected(self.settings.expected_fingerprint, result.fingerprint)
+        expected.check(result)
         return result
 
     async def list_models(self, wire: Wire, timeout_seconds: float | None) -> list[ModelInfo]:

@@ -44,6 +44,7 @@ _BY_REASON: dict[str, type[errors.EncserveError]] = {
     "FINGERPRINT_MISMATCH": errors.FingerprintError,
     "INFERENCE_FAILED": errors.InferenceError,
     "INSPECT_UNAVAILABLE": errors.InspectUnavailableError,
+    "SPACE_MISMATCH": errors.SpaceError,
 }
 _BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 

@@ -141,6 +141,7 @@ class Gathering:
             model=header.model,
             version=header.model_version,
             fingerprint=header.fingerprint,
+            space_id=header.space_id,
             sequence=sequence,
             attention=self._arrays[found[_ATTENTION]] if _ATTENTION in found else None,
             attention_layers=layers.get(_ATTENTION, ()),

@@ -70,6 +70,7 @@ def request_like(template: pb.EncodeRequest, inputs: Sequence[pb.Input]) -> pb.E
         model_version=template.model_version,
         options=template.options,
         expected_fingerprint=template.expected_fingerprint,
+        expected_space_id=template.expected_space_id,
         inputs=inputs,
     )
 

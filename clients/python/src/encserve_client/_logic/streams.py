@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from encserve_client._logic.answers import check_expected, check_fingerprint, decode_response
+from encserve_client._logic.answers import Expected, check_fingerprint, decode_response
 from encserve_client._logic.dispatch import Outbox
 from encserve_client._logic.failures import CallInfo, Failure, failure_of_stream_error, seconds_until_retry
 from encserve_client._logic.wire import Event, InputRead, InputsEnded, StreamAnswered, StreamEnded, Wire
@@ -242,6 +242,7 @@ class StreamRun:
         self._inputs_ended = False
         self._paused_seconds = 0.0  # how long the caller has been busy with results
         self._paused_at = wire.now()
+        self._expected = Expected(template.expected_fingerprint, template.expected_space_id)
         self._fingerprint = template.expected_fingerprint
 
     async def next(self) -> tuple[int, Result] | None:
@@ -343,7 +344,7 @@ class StreamRun:
     def _decode(self, response: pb.EncodeResponse) -> Array:
         """(rows, d_model) for tokens, (d_model,) if pooled."""
         part = decode_response(response, self._options, 1, describe=False)
-        check_expected(self._template.expected_fingerprint, part.fingerprint)
+        self._expected.check(part)
         self._fingerprint = self._fingerprint or part.fingerprint
         check_fingerprint(self._fingerprint, part.fingerprint)
         rows = part.blocks[0].rows
