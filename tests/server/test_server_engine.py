@@ -68,6 +68,19 @@ def test_many_batches_at_once_keep_their_own_rows(bundle: Bundle) -> None:
                 np.testing.assert_allclose(rows, expected_rows(ids), rtol=1e-5, atol=1e-6)
 
 
+def test_what_a_long_sequence_took_is_given_back(engine: OnnxEngine) -> None:
+    """Its tensors are 64 MB each here; the place of the rows, which leave later, may be kept."""
+    engine.run([np.zeros(1, np.int64)])
+    before = resident_bytes()
+    assert engine.run([np.zeros(2_000_000, np.int64)]).padded_tokens == 2_000_000
+    assert resident_bytes() - before < 100e6
+
+
+def resident_bytes() -> int:
+    """The memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+
+
 @pytest.mark.parametrize(
     ("threads", "asked", "parallel", "widens"), [(1, 4, 1, False), (2, 1, 1, False), (4, 3, 3, True)]
 )

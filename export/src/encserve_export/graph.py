@@ -101,7 +101,8 @@ def write_graphs(encoder: Encoder, folder: Path, precision: Precision = "float32
         folder: Where to put the files; it must be empty.
         precision: What both graphs compute in; inputs and outputs are the same in all.
     """
-    n_layers = encoder.config.n_layers
+    config = encoder.config
+    n_layers = config.n_layers
     states = (*(f"hidden_state.{i}" for i in range(n_layers)), OUTPUT)
     weights = tuple(f"attention_weights.{i}" for i in range(n_layers))
     path, data_path, inspect_path = folder / FILE, folder / DATA_FILE, folder / INSPECT_FILE
@@ -113,8 +114,8 @@ def write_graphs(encoder: Encoder, folder: Path, precision: Precision = "float32
     elif precision == "float16":
         float16.halve(inspected)
     model = _only(inspected, OUTPUT)
-    if encoder.config.max_sequence_tokens > query_blocks.LONGEST_AT_ONCE:
-        query_blocks.block_queries(model, ATTENTION_MASK, _ELEMENT_TYPES[precision])
+    if config.max_sequence_tokens > query_blocks.LONGEST_AT_ONCE:
+        query_blocks.block_queries(model, ATTENTION_MASK, config.n_heads, _ELEMENT_TYPES[precision])
     with data_path.open("wb") as data:
         _move_weights((model, inspected), data)
     onnx.save_model(model, path)

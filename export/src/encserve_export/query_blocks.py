@@ -13,19 +13,20 @@ from onnx import NodeProto, helper, numpy_helper
 
 # Up to here a sequence's scores are small as they are; a model whose longest sequence is no longer needs no loop.
 LONGEST_AT_ONCE = 1024
-# Scores of one head that are there at once, over all sequences of a batch: 16 MiB in float32.
-_SCORES = 2**22
+# Scores that are there at once, of all heads and all sequences of a batch: 64 MiB in float32.
+_SCORES = 2**24
 # A block has this many queries at least, or the matrix products are slow.
 _LEAST_QUERIES = 64
 _PREFIX = "query_blocks"
 
 
-def block_queries(model: onnx.ModelProto, attention_mask: str, element_type: int) -> None:
+def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, element_type: int) -> None:
     """Changes a graph that was traced from an encoder, in place; it must not give attention weights.
 
     Args:
         model: The graph.
         attention_mask: Its input of (batch, seq).
+        n_heads: The heads of each attention.
         element_type: The type that it computes attention in, an `onnx.TensorProto.DataType`.
     """
     graph = model.graph
@@ -39,7 +40,7 @@ def block_queries(model: onnx.ModelProto, attention_mask: str, element_type: int
         choices[attention[-1].name] = _choice(attention, element_type)
         moved.update(node.name for node in attention[:-1])
     del graph.node[:]
-    graph.initializer.extend(_constants())
+    graph.initializer.extend(_constants(n_heads))
     graph.node.extend(_sizes(attention_mask))
     graph.node.extend(choices.get(node.name, node) for node in nodes if node.name not in moved)
 
@@ -55,15 +56,15 @@ def _scores(softmax: NodeProto, made_by: dict[str, NodeProto]) -> list[NodeProto
     return nodes[::-1]
 
 
-def _constants() -> Iterable[onnx.TensorProto]:
-    values = {"zero": [0], "one": [1], "queries_axis": [2], "scores": [_SCORES], "least": [_LEAST_QUERIES]}
-    return (numpy_helper.from_array(np.array(value, np.int64), _name(name)) for name, value in values.items())
+def _constants(n_heads: int) -> Iterable[onnx.TensorProto]:
+    values = {"zero": 0, "one": 1, "queries_axis": 2, "scores_of_a_head": _SCORES // n_heads, "least": _LEAST_QUERIES}
+    return (numpy_helper.from_array(np.array([value], np.int64), _name(name)) for name, value in values.items())
 
 
 def _sizes(attention_mask: str) -> Iterator[NodeProto]:
     """The queries of a block, and how many blocks there are."""
     yield _node("Size", [attention_mask], "padded_tokens")
-    yield _node("Div", [_name("scores"), _name("padded_tokens")], "fitting")
+    yield _node("Div", [_name("scores_of_a_head"), _name("padded_tokens")], "fitting")
     yield _node("Max", [_name("fitting"), _name("least")], "queries")
     yield _node("Shape", [attention_mask], "seq", start=1, end=2)  # (1)
     yield _node("Add", [_name("seq"), _name("queries")], "raised")

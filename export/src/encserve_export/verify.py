@@ -216,9 +216,12 @@ def _random_sequence(encoder: Encoder, length: int, random: np.random.Generator)
 
 def _onnx_run(path: Path, input_name: str) -> Run:
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    # It would keep the memory of the longest batch while PyTorch needs its own.
+    options = onnxruntime.RunOptions()
+    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
     def run(inputs: Input, mask: Mask) -> Rows:
-        rows: Rows = session.run([graph.OUTPUT], {input_name: inputs, graph.ATTENTION_MASK: mask})[0]
+        rows: Rows = session.run([graph.OUTPUT], {input_name: inputs, graph.ATTENTION_MASK: mask}, options)[0]
         return rows
 
     return run

@@ -19,6 +19,9 @@ import onnxruntime as ort
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
+# A batch of more padded tokens on the CPU gives back the memory that its session took for it, which costs little beside
+# the run. Else each session would keep for good what the longest text ever needed.
+_MOST_KEPT_TOKENS = 2048
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +79,11 @@ class OnnxEngine:
         feeds, lengths = lay_out(self._graph, sequences)
         laid_out = time.perf_counter()
         session = self._wide if alone else self._narrow
-        (output,) = session.run([self._graph.output_name], feeds)  # (batch, seq, d_model)
+        options = None
+        if self.info.device == "cpu" and len(lengths) * max(lengths) > _MOST_KEPT_TOKENS:
+            options = ort.RunOptions()
+            options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
+        (output,) = session.run([self._graph.output_name], feeds, options)  # (batch, seq, d_model)
         ran = time.perf_counter()
         check_shape(self._graph, output, lengths)
         return BatchResult(output, lengths, collate_seconds=laid_out - began, compute_seconds=ran - laid_out)
