@@ -215,6 +215,13 @@ def test_a_route_that_does_not_take_it(directory: Path, via: str, message: str) 
     assert re.search(message, refused(directory, via))
 
 
+def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
+    """transformers makes T5's of nothing, with a space in it."""
+    directory = save(NAMED["T5"], tmp_path)
+    (directory / "vocab.txt").write_text("[UNK]\nword")
+    assert "it reads none of them, and has special tokens alone; put one there" in refused(directory)
+
+
 @pytest.mark.parametrize("name", ["ELECTRA"])
 @pytest.mark.parametrize("via", [None, "transformers"])
 def test_code_of_its_own(directory: Path, via: str | None) -> None:

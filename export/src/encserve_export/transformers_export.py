@@ -36,6 +36,7 @@ OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give t
 # Indices that older versions saved among the weights.
 _INDICES = ("position_ids", "token_type_ids", "inv_freq")
 # What a tokenizer was written as before there was tokenizer.json.
+_SPACE = "▁"  # as SentencePiece writes it
 OLDER_TOKENIZERS = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
 
@@ -198,7 +199,7 @@ def write_tokenizer(directory: Path, path: Path) -> Path:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True, use_fast=True
         )
-        if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, _SPACE}:
             raise ValueError("it reads none of them, and has special tokens alone")
         tokenizer.backend_tokenizer.save(str(path))
     except Exception as error:  # whatever a converter raises
@@ -296,7 +297,7 @@ def _part(model: Any, name: str) -> str:
     return name.removeprefix(f"{model.base_model_prefix}.").partition(".")[0]
 
 
-def _unused_parts(module: nn.Module, model: Any, missing: Iterable[str]) -> set[str]:
+def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]:
     """The parts of a model that its rows are not made with, such as poolers.
 
     Raises:
@@ -305,13 +306,16 @@ def _unused_parts(module: nn.Module, model: Any, missing: Iterable[str]) -> set[
     """
     parameters = dict(model.named_parameters())
     random = {name for name in missing if name in parameters}
-    # The first and the last of a part stand for all of it: gradients of everything would take the model's memory again.
+    # The two smallest of a part stand for all of it: gradients of everything would take the model's memory again. The
+    # table of tokens is used anyway, and often larger than all the rest.
+    encoder: Any = module.model
+    table = encoder.get_input_embeddings().weight
     parts: dict[str, list[str]] = {}
-    for name in parameters:
-        if name not in random:
+    for name in sorted(parameters, key=lambda name: parameters[name].numel()):
+        if name not in random and parameters[name] is not table:
             parts.setdefault(_part(model, name), []).append(name)
-    ends = {part: {names[0], names[-1]} for part, names in parts.items()}
-    asked = sorted(random.union(*ends.values()))
+    samples = {part: set(names[:2]) for part, names in parts.items()}
+    asked = sorted(random.union(*samples.values()))
     for name in asked:
         parameters[name].requires_grad_(True)
     ids = torch.zeros((2, 3), dtype=torch.int64)  # (batch, seq)
@@ -325,7 +329,7 @@ def _unused_parts(module: nn.Module, model: Any, missing: Iterable[str]) -> set[
     needed = sorted((random & used) | {name for name in missing if name not in parameters})
     if needed:
         raise WeightNamesError(f"weights are missing: {listed(needed)}")
-    return {part for part, names in ends.items() if not names & used}
+    return {part for part, names in samples.items() if not names & used}
 
 
 def _run(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
