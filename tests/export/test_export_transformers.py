@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from architectures import ARCHITECTURES, change_config, save
+from architectures import ARCHITECTURES, Architecture, change_config, save
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -30,8 +30,8 @@ NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 
 
 @pytest.fixture
-def mpnet(tmp_path: Path) -> Path:
-    return save(NAMED["MPNet"], tmp_path)
+def data2vec(tmp_path: Path) -> Path:
+    return save(Architecture("Data2Vec", "data2vec-text", NAMED["RoBERTa"].settings), tmp_path)
 
 
 def export(directory: Path, models: Path, **options: Any) -> Exported:
@@ -45,12 +45,12 @@ def change(directory: Path, **changed: Tensor | None) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, {"format": "pt"})
 
 
-def test_what_the_manifest_says(mpnet: Path, models: Path) -> None:
-    exported = export(mpnet, models, max_sequence_tokens=None)
+def test_what_the_manifest_says(data2vec: Path, models: Path) -> None:
+    exported = export(data2vec, models, max_sequence_tokens=None)
     shape, source = exported.manifest.encoder, exported.manifest.source
     assert (shape.d_model, shape.vocab_size, shape.pad_token_id) == (64, 200, 1)
     assert shape.max_sequence_tokens == 64, "66 positions, two of which are not for tokens"
-    assert (source.kind, source.route, source.description) == ("hf", "transformers", "MPNetModel")
+    assert (source.kind, source.route, source.description) == ("hf", "transformers", "Data2VecTextModel")
     assert {"torch", "transformers"} <= set(source.versions)
     assert 0 < exported.manifest.parity.max_relative_error <= exported.manifest.parity.tolerance == 5e-5
     assert exported.route.startswith("transformers; our own encoder does not take it: model_type must be one of bert")
@@ -60,22 +60,22 @@ def test_what_the_manifest_says(mpnet: Path, models: Path) -> None:
 @pytest.mark.parametrize("name", ["ModernBERT", "Qwen3", "T5"])
 def test_rows_are_those_of_transformers(tmp_path: Path, models: Path, name: str) -> None:
     """The gate compares them; one with layers of its own, one that decodes, and one half of a model."""
-    assert export(save(NAMED[name], tmp_path), models).manifest.parity.tolerance == 5e-5
+    assert export(save(NAMED[name], tmp_path), models, via="transformers").manifest.parity.tolerance == 5e-5
 
 
-def test_the_longest_sequence(mpnet: Path, models: Path) -> None:
-    (mpnet / "tokenizer_config.json").write_text('{"model_max_length": 30}')
-    assert export(mpnet, models, max_sequence_tokens=None).manifest.encoder.max_sequence_tokens == 30
+def test_the_longest_sequence(data2vec: Path, models: Path) -> None:
+    (data2vec / "tokenizer_config.json").write_text('{"model_max_length": 30}')
+    assert export(data2vec, models, max_sequence_tokens=None).manifest.encoder.max_sequence_tokens == 30
     with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 64 for this model; was 65"):
-        export(mpnet, models, max_sequence_tokens=65)
+        export(data2vec, models, max_sequence_tokens=65)
 
 
-def test_heads_are_left_behind_and_named(mpnet: Path, models: Path) -> None:
-    weights = load_file(mpnet / "model.safetensors")
+def test_heads_are_left_behind_and_named(data2vec: Path, models: Path) -> None:
+    weights = load_file(data2vec / "model.safetensors")
     own = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
     head = {"lm_head.dense.weight": next(iter(weights.values())).clone()}
-    save_file({**own, **head}, mpnet / "model.safetensors", {"format": "pt"})
-    assert export(mpnet, models).left_behind == ("lm_head",), "the pooler makes no rows: it may be missing"
+    save_file({**own, **head}, data2vec / "model.safetensors", {"format": "pt"})
+    assert export(data2vec, models).left_behind == ("lm_head",), "the pooler makes no rows: it may be missing"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_heads_are_left_behind_and_named(mpnet: Path, models: Path) -> None:
         ({"num_hidden_layers": 3}, WeightNamesError, r"weights are missing: encoder\.layer\.2\..* and \d+ more"),
         ({"num_hidden_layers": 1}, WeightNamesError, r"no place for: encoder\.layer\.1\..* and \d+ more"),
         ({"intermediate_size": 64}, WeightShapeError, r"has shape \(128,\); config.json asks for \(64,\), and 5 more"),
-        ({"num_attention_heads": 5}, ConfigError, "transformers cannot make a MPNetModel"),
+        ({"num_attention_heads": 5}, ConfigError, "transformers cannot make a Data2VecTextModel"),
         ({"model_type": "unheard"}, UnsupportedModelError, "does not know model_type 'unheard'; a newer one may"),
         (
             {"model_type": "new", "auto_map": {"AutoModel": "modeling.NewModel"}},
@@ -95,46 +95,46 @@ def test_heads_are_left_behind_and_named(mpnet: Path, models: Path) -> None:
     ],
 )
 def test_a_configuration_that_lies(
-    mpnet: Path, models: Path, settings: dict[str, Any], error: type[Exception], message: str
+    data2vec: Path, models: Path, settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
-    change_config(mpnet, **settings)
+    change_config(data2vec, **settings)
     with pytest.raises(error, match=message):
-        export(mpnet, models)
+        export(data2vec, models)
     assert not models.exists()
 
 
-def test_weights_that_are_no_numbers(mpnet: Path, models: Path) -> None:
+def test_weights_that_are_no_numbers(data2vec: Path, models: Path) -> None:
     name = "encoder.layer.0.output.dense.bias"
-    bias = load_file(mpnet / "model.safetensors")[name]
+    bias = load_file(data2vec / "model.safetensors")[name]
     bias[3] = float("nan")
-    change(mpnet, **{name: bias})
+    change(data2vec, **{name: bias})
     with pytest.raises(WeightValueError, match=f"{name} holds numbers that are not finite"):
-        export(mpnet, models)
+        export(data2vec, models)
     assert not models.exists()
 
 
-def test_a_missing_shard(mpnet: Path, models: Path) -> None:
-    weights = load_file(mpnet / "model.safetensors")
-    (mpnet / "model.safetensors").rename(mpnet / "model-00001-of-00002.safetensors")
+def test_a_missing_shard(data2vec: Path, models: Path) -> None:
+    weights = load_file(data2vec / "model.safetensors")
+    (data2vec / "model.safetensors").rename(data2vec / "model-00001-of-00002.safetensors")
     names = dict.fromkeys(weights, "model-00001-of-00002.safetensors") | {"x": "model-00002-of-00002.safetensors"}
-    (mpnet / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    (data2vec / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
     with pytest.raises(CheckpointFileError, match=r"model-00002-of-00002\.safetensors is missing; the index names it"):
-        export(mpnet, models)
+        export(data2vec, models)
     assert not models.exists()
 
 
-def test_a_model_whose_padding_changes_rows(mpnet: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own mask is forgotten, in PyTorch as in the graph."""
-    from transformers import MPNetModel
+    from transformers import Data2VecTextModel
 
-    forward = MPNetModel.forward
+    forward = Data2VecTextModel.forward
 
     def forgetful(self: Any, input_ids: Tensor, attention_mask: Tensor, **more: Any) -> Any:
         return forward(self, input_ids, attention_mask=attention_mask * 0 + 1, **more)
 
-    monkeypatch.setattr(MPNetModel, "forward", forgetful)
-    with pytest.raises(ParityError, match="MPNetModel gives other rows in a padded batch, in PyTorch already"):
-        export(mpnet, models)
+    monkeypatch.setattr(Data2VecTextModel, "forward", forgetful)
+    with pytest.raises(ParityError, match="Data2VecTextModel gives other rows in a padded batch, in PyTorch already"):
+        export(data2vec, models)
     assert not models.exists()
 
 
@@ -149,10 +149,10 @@ def hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", absent)
 
 
-def test_without_the_package(mpnet: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_package(data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hide_transformers(monkeypatch)
     with pytest.raises(MissingPackageError, match=r"pip install ./proto './export\[transformers\]'"):
-        export(mpnet, models)
+        export(data2vec, models)
     assert not models.exists()
 
 
@@ -166,14 +166,17 @@ def test_a_route_that_is_asked_for(bert: Any, models: Path) -> None:
 
 
 @pytest.mark.parametrize("true", [True, False])
-def test_an_onnx_file_in_the_directory(mpnet: Path, models: Path, tmp_path: Path, true: bool) -> None:
+def test_an_onnx_file_in_the_directory(data2vec: Path, models: Path, tmp_path: Path, true: bool) -> None:
     """It is taken where its rows are the model's, and otherwise the model itself."""
-    graph = export(mpnet, tmp_path / "before").path / "model.onnx"
-    (mpnet / "onnx").mkdir()
-    graph.rename(mpnet / "onnx" / "model.onnx")
+    graph = export(data2vec, tmp_path / "before").path / "model.onnx"
+    (data2vec / "onnx").mkdir()
+    graph.rename(data2vec / "onnx" / "model.onnx")
     if not true:
-        change(mpnet, embeddings__LayerNorm__weight=load_file(mpnet / "model.safetensors")["embeddings.LayerNorm.bias"])
-    exported = export(mpnet, models)
+        change(
+            data2vec,
+            embeddings__LayerNorm__weight=load_file(data2vec / "model.safetensors")["embeddings.LayerNorm.bias"],
+        )
+    exported = export(data2vec, models)
     assert exported.manifest.source.route == ("onnx" if true else "transformers")
     assert exported.manifest.parity.tolerance == 5e-5
     assert true or "onnx/model.onnx does not take it: the model differs from PyTorch" in exported.route
@@ -192,11 +195,11 @@ def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_precision(mpnet: Path, models: Path, precision: Precision) -> None:
+def test_precision(data2vec: Path, models: Path, precision: Precision) -> None:
     """Smaller, and within the bounds that hold for our own encoder."""
-    manifest = export(mpnet, models, precision=precision).manifest
+    manifest = export(data2vec, models, precision=precision).manifest
     assert (manifest.graph.precision, manifest.source.route) == (precision, "transformers")
     assert manifest.parity.min_cosine >= manifest.parity.required_min_cosine == BOUNDS[precision].cosine
     assert manifest.parity.min_padding_cosine >= 0.999
-    weights = (mpnet / "model.safetensors").stat().st_size
+    weights = (data2vec / "model.safetensors").stat().st_size
     assert sum(file.size_bytes for file in manifest.files) < {"float16": 0.75, "int8": 0.65}[precision] * weights
