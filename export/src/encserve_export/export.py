@@ -14,6 +14,7 @@ from encserve_export.head import write_head
 from encserve_export.init import random_encoder
 from encserve_export.manifest import Source
 from encserve_export.precision import Precision
+from encserve_export.space import digest_encoder, digest_model
 from encserve_export.text import TokenizerFile
 from encserve_export.weights import read_checkpoint, read_table
 from encserve_proto.v1 import manifest_pb2
@@ -102,7 +103,9 @@ def export_checkpoint(
     )
     for remark in (f"the layout is {found.layout}", *found.remarks):
         progress(remark)
-    source = Source("checkpoint", found.layout, weights.sha256, tokenizer=tokenizer)
+    tensors = weights.tensors if table is None else {**weights.tensors, table.name: table.values}
+    digest = digest_model(tensors, found.encoder.config)
+    source = Source("checkpoint", found.layout, weights.sha256, tokenizer=tokenizer, model_digest=digest)
     return export_encoder(found.encoder, source, target, precision=precision, progress=progress)
 
 
@@ -166,6 +169,7 @@ def export_encoder(
         parity = verify.check_parity(encoder, graphs.files[0], precision)
         verify.check_inspection(encoder, graphs)
         progress("writing the bundle")
+        source = dataclasses.replace(source, model_digest=source.model_digest or digest_encoder(encoder))
         return complete(folder, target, manifest.describe(encoder, graphs), source, parity, graphs.files)
 
 

@@ -35,9 +35,10 @@ from encserve_export.sentence_transformers import (
     read_sentence_vector,
     transformer_folder,
 )
+from encserve_export.space import digest_model
 from encserve_export.text import TokenizerFile, read_tokenizer
 from encserve_export.transformers_export import TransformersModel
-from encserve_export.weights import holds_weights, read_object, read_weights
+from encserve_export.weights import Weights, holds_weights, read_object, read_weights
 from encserve_proto.v1 import manifest_pb2
 
 # How the graph is made, in the order of preference: our own encoder is the fastest, and can be inspected.
@@ -84,10 +85,19 @@ class _Checkpoint:
     progress: Progress
     pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None]
 
-    def source(self, route: Route, description: str, weights_sha256: str) -> manifest.Source:
+    def source(self, route: Route, description: str, weights: Weights | None) -> manifest.Source:
+        """What the manifest is to say; `weights` are those that the graph has been made of or is compared with."""
         came = {} if self.origin is None else {"repository": self.origin.repository, "revision": self.origin.revision}
         return manifest.Source(
-            "hf", description, weights_sha256, self.vector, self.tokenizer, route, pipeline=self.pipeline, **came
+            "hf",
+            description,
+            "" if weights is None or route == "onnx" else weights.sha256,
+            self.vector,
+            self.tokenizer,
+            route,
+            pipeline=self.pipeline,
+            model_digest="" if weights is None else digest_model(weights.tensors, self.settings),
+            **came,
         )
 
     def longest(self, positions: int | None) -> tuple[int, str]:
@@ -247,7 +257,7 @@ def _via_own(checkpoint: _Checkpoint, target: Target) -> Exported:
     checkpoint.progress("reading the weights")
     weights = read_weights(checkpoint.directory)
     encoder = shortened(layout.load(hf_bert.plain_names(weights.tensors)), longest)
-    source = checkpoint.source("own", layout.description, weights.sha256)
+    source = checkpoint.source("own", layout.description, weights)
     exported = export_encoder(encoder, source, target, precision=checkpoint.precision, progress=checkpoint.progress)
     heads = sorted({name.partition(".")[0] for name in layout.unused(hf_bert.plain_names(weights.tensors))})
     return dataclasses.replace(exported, remark=remark, left_behind=tuple(heads))
@@ -257,12 +267,12 @@ def _via_onnx(checkpoint: _Checkpoint, target: Target) -> Exported:
     path = checkpoint.directory / ONNX_FILE
     if not path.is_file():
         raise UnsupportedModelError(f"there is no {ONNX_FILE}")
-    reference = _load_if_possible(checkpoint)
+    reference, weights = _load_if_possible(checkpoint)
     if reference is not None:
         facts = _Facts(reference.positions, reference.pad_token_id, reference.vocab_size)
     else:
         facts = _facts(checkpoint.settings)
-    source = checkpoint.source("onnx", str(ONNX_FILE), "")
+    source = checkpoint.source("onnx", str(ONNX_FILE), weights)
     exported = _export_file(path, checkpoint, target, facts, source, reference)
     return dataclasses.replace(exported, left_behind=() if reference is None else reference.left_behind)
 
@@ -273,7 +283,7 @@ def _via_transformers(checkpoint: _Checkpoint, target: Target) -> Exported:
     weights = read_weights(checkpoint.directory)
     model = transformers_export.load_model(checkpoint.directory, weights)
     facts = _Facts(model.positions, model.pad_token_id, model.vocab_size)
-    source = checkpoint.source("transformers", model.description, weights.sha256)
+    source = checkpoint.source("transformers", model.description, weights)
     _refuse_padding(model)
     refused: ExportError | None = None
     for exporter in transformers_export.EXPORTERS:
@@ -341,17 +351,18 @@ def _facts(settings: Mapping[str, Any]) -> _Facts:
     return _Facts(positions, pad_token_id, numbers["vocab_size"])
 
 
-def _load_if_possible(checkpoint: _Checkpoint) -> TransformersModel | None:
+def _load_if_possible(checkpoint: _Checkpoint) -> tuple[TransformersModel, Weights] | tuple[None, None]:
     """The model that an ONNX file is compared with; None without weights, and where transformers does not have it."""
     if not holds_weights(checkpoint.directory):
         checkpoint.progress("going on without a comparison with PyTorch: there are no weights")
-        return None
+        return None, None
     try:
         transformers_export.package("comparing with PyTorch")
-        return transformers_export.load_model(checkpoint.directory, read_weights(checkpoint.directory))
+        weights = read_weights(checkpoint.directory)
+        return transformers_export.load_model(checkpoint.directory, weights), weights
     except (MissingPackageError, UnsupportedModelError) as error:
         checkpoint.progress(f"going on without a comparison with PyTorch: {error}")
-        return None
+        return None, None
 
 
 def _export_file(

@@ -12,6 +12,7 @@ from encserve_export.config import EncoderConfig
 from encserve_export.encoder import Encoder
 from encserve_export.pipeline import Compared
 from encserve_export.sentence_transformers import SentenceVector
+from encserve_export.space import space_id
 from encserve_export.text import TokenizerFile
 from encserve_export.weights import sha256
 from encserve_proto.fingerprint import fingerprint, to_fields
@@ -38,6 +39,7 @@ class Source:
         revision: The commit there, in hex.
         pipeline: Compares a bundle's files with sentence-transformers' own reading, see `pipeline.check_pipeline`; None
             where there is none.
+        model_digest: What identifies its weights and configuration, see `space`; empty for those of the encoder.
     """
 
     kind: str
@@ -49,6 +51,7 @@ class Source:
     repository: str = ""
     revision: str = ""
     pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None] | None = None
+    model_digest: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,6 +144,7 @@ def build_manifest(
         parity=_parity(parity),
         inspect_graph=model.inspect_graph,
     )
+    manifest.space_id = space_id(manifest, source.model_digest, source.tokenizer, vector)
     manifest.fingerprint = fingerprint(manifest)
     return manifest
 

@@ -13,6 +13,7 @@ from encserve_export.onnx_model import Interface, Names
 from encserve_export.onnx_run import Runner, check_file
 from encserve_export.precision import BOUNDS, Precision
 from encserve_export.sentence_transformers import SentenceVector
+from encserve_export.space import digest_onnx, is_quantized
 from encserve_export.text import TokenizerFile
 from encserve_export.weights import sha256
 from encserve_proto.v1 import manifest_pb2
@@ -57,7 +58,7 @@ def export_onnx(
         target: Where the bundle goes.
         options: What the file does not tell.
         source: What the manifest is to say of where the model comes from; by default that it came as this file, which
-            is also what is hashed where it names no weights.
+            is also what is hashed where it names no weights, or has no digest of a model that `reference` is.
         reference: What its rows must be, in PyTorch; None where there is nothing to compare with.
         progress: Called with what is being done.
 
@@ -72,6 +73,8 @@ def export_onnx(
     rows = onnx_model.embedding_rows(model, interface.input_ids)
     external = onnx_data.take_in(model, path.parent)
     weights = sha256([path, *external])
+    digest = "" if source is None or is_quantized(onnx_model.precision(model)) else source.model_digest
+    digest = digest or digest_onnx(model, interface)
     with bundle.draft(target.model_repository, target.name, target.version, overwrite=target.overwrite) as folder:
         progress("copying and checking the file")
         files = onnx_data.write_model(model, path, external, folder)
@@ -96,7 +99,7 @@ def export_onnx(
         source = source or manifest.Source(
             "onnx", onnx_model.description(model), vector=options.vector, tokenizer=options.tokenizer
         )
-        source = dataclasses.replace(source, weights_sha256=source.weights_sha256 or weights)
+        source = dataclasses.replace(source, weights_sha256=source.weights_sha256 or weights, model_digest=digest)
         described = _describe(model, interface, options, vocab_size, runner.d_model)
         return complete(folder, target, described, source, parity, files)
 

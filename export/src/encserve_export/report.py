@@ -44,6 +44,7 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         ("cases", f"{len(parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),
         *([("longest", exported.remark)] if exported.remark else []),
         ("fingerprint", manifest.fingerprint),
+        ("space", manifest.space_id),
         ("bundle", str(exported.path)),
     ]
 
@@ -53,6 +54,7 @@ def show_bundle(bundle: ReadBundle, console: Console) -> None:
     manifest, shape = bundle.manifest, bundle.manifest.encoder
     facts = [
         ("model", f"{manifest.name}, version {manifest.version}, fingerprint {manifest.fingerprint}"),
+        ("space", manifest.space_id),
         ("source", f"{manifest.source.kind}: {manifest.source.description}"),
         ("encoder", _describe(shape)),
     ]

@@ -25,7 +25,7 @@ from encserve_export.errors import (
 )
 from encserve_export.layouts.base import listed
 from encserve_export.verify import Ids, Mask, Rows
-from encserve_export.weights import Weights, read_object
+from encserve_export.weights import INDICES, Weights, read_object
 
 # In the order in which they are tried: the first is several times as fast, the second takes masks that the first does
 # not.
@@ -33,8 +33,6 @@ Exporter = Literal["tracing", "dynamo"]
 EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
 _EXTRA = "pip install ./proto './export[transformers]' in a checkout of encserve"
 OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
-# Indices that older versions saved among the weights.
-_INDICES = ("position_ids", "token_type_ids", "inv_freq")
 # What a tokenizer was written as before there was tokenizer.json.
 _SPACE = "▁"  # as SentencePiece writes it
 OLDER_TOKENIZERS = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
@@ -284,13 +282,13 @@ def _left_behind(model: Any, names: Iterable[str], unexpected: Iterable[str]) ->
     """The parts that weights nobody asked for belong to, unless they are of a part that the model has."""
     parts = {name for name, _ in model.named_children()}
     unasked = {name: _part(model, name) for name in unexpected}
-    inside = sorted(name for name, part in unasked.items() if part in parts and not name.endswith(_INDICES))
+    inside = sorted(name for name, part in unasked.items() if part in parts and not name.endswith(INDICES))
     if inside:
         raise WeightNamesError(f"there are weights that config.json has no place for: {listed(inside)}")
     # What transformers itself says nothing of, such as the decoder where the encoder alone is loaded.
     quietly = model._keys_to_ignore_on_load_unexpected or ()
     ignored = {_part(model, name) for name in names if any(re.search(pattern, name) for pattern in quietly)} - parts
-    return ignored | {part for name, part in unasked.items() if not name.endswith(_INDICES)}
+    return ignored | {part for name, part in unasked.items() if not name.endswith(INDICES)}
 
 
 def _part(model: Any, name: str) -> str:

@@ -24,6 +24,8 @@ _CONTAINERS = ("state_dict", "model", "model_state_dict")
 _MAX_NESTING = 3
 AGAIN = "download or save it again (in a clone by git: git lfs pull)"
 _SAVE_PLAINLY = "Save the state dict alone: torch.save(model.state_dict(), FILE)"
+# Indices that older versions saved among the weights.
+INDICES = ("position_ids", "token_type_ids", "inv_freq")
 # What torch's wrappers for several devices and for compiling put before every name, perhaps more than once.
 _WRAPPERS = re.compile(r"^(?:module\.|_orig_mod\.)+")
 
