@@ -36,6 +36,7 @@ from encserve_server.types import (
     OutputArrays,
     OutputKind,
     Rows,
+    TokenIds,
     TokenizedText,
 )
 
@@ -209,22 +210,25 @@ def outputs_of(rows: list[Rows], *wanted: Output) -> list[OutputArrays]:
     for its, place in zip(rows, padded, strict=True):
         place[: len(its)] = its
     with np.errstate(all="ignore"):
-        return make_outputs(BatchResult(padded, lengths, 0.0, 0.0), [wanted] * len(rows), MODEL)
+        inputs = [np.zeros(length, np.int64) for length in lengths]
+        return make_outputs(BatchResult(padded, lengths, 0.0, 0.0), inputs, [wanted] * len(rows), MAKERS)
 
 
 class Doubling:
     """A head of the width that comes in."""
 
-    def run(self, pooled: Numbers) -> Numbers:
-        return pooled * 2
+    def run(self, *inputs: Numbers) -> Numbers:
+        return inputs[0] * 2
 
 
+IDS: list[TokenIds] = []  # plain pooling looks at none
 # Every pooling, joined.
-KINDS = tuple(kind for kind in OutputKind if kind not in (OutputKind.TOKENS, OutputKind.MODEL))
-MODEL = ModelVector(ModelPooling(KINDS, l2_normalize=False, width=3 * len(KINDS)), Doubling())
+MADE = (OutputKind.MODEL, OutputKind.MULTI_VECTOR, OutputKind.SPARSE)
+KINDS = tuple(kind for kind in OutputKind if kind not in (OutputKind.TOKENS, *MADE))
+MAKERS = {OutputKind.MODEL: ModelVector(ModelPooling(KINDS, l2_normalize=False, width=3 * len(KINDS)), Doubling())}
 EVERY_OUTPUT = [
     Output(kind, l2_normalize, data_type, dimensions, skipped)
-    for kind in OutputKind
+    for kind in (OutputKind.TOKENS, *KINDS, OutputKind.MODEL)
     for l2_normalize in (False, True)
     for data_type in DataType
     for dimensions, skipped in ((0, 0), (2, 0), *([(0, 4)] if kind is OutputKind.MODEL else []))
@@ -270,13 +274,13 @@ def test_outputs_are_those_of_the_rows(lengths: list[int], seed: int) -> None:
 def test_sequences_of_a_batch_may_want_different_things() -> None:
     rows = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
     wanted = [(Output(OutputKind.MAX, False),), (Output(OutputKind.CLS, False), Output(OutputKind.MEAN, False)), ()]
-    made = make_outputs(BatchResult(np.concatenate([rows, rows[:1]]), [2, 2, 2], 0.0, 0.0), wanted)
+    made = make_outputs(BatchResult(np.concatenate([rows, rows[:1]]), [2, 2, 2], 0.0, 0.0), IDS, wanted)
     assert [[array.tolist() for array in its] for its in made] == [[[[3, 4, 5]]], [[[6, 7, 8]], [[7.5, 8.5, 9.5]]], []]
 
 
 def test_rows_that_are_wanted_as_they_are_are_not_copied() -> None:
     batch = BatchResult(np.ones((2, 5, 3), np.float32), [5, 2], 0.0, 0.0)
-    for (rows,) in make_outputs(batch, [(Output(OutputKind.TOKENS, False),)] * 2):
+    for (rows,) in make_outputs(batch, IDS, [(Output(OutputKind.TOKENS, False),)] * 2):
         assert np.shares_memory(rows, batch.output)
 
 

@@ -378,8 +378,8 @@ async def test_an_engine_that_gives_wrong_rows_has_failed(bench: Bench, monkeypa
     """Rows of the wrong count or length are never handed to anybody."""
     real = bench.engine.run
 
-    def short(sequences: Sequence[TokenIds], *, alone: bool) -> BatchResult:
-        result = real(sequences, alone=alone)
+    def short(sequences: Sequence[TokenIds], *, attended: Sequence[int], alone: bool) -> BatchResult:
+        result = real(sequences, attended=attended, alone=alone)
         return replace(result, output=result.output[:, :-1])
 
     monkeypatch.setattr(bench.engine, "run", short)
@@ -499,9 +499,9 @@ async def test_the_thread_that_ran_last_runs_next(two_lanes: Bench, monkeypatch:
     lanes, run = two_lanes.scheduler._lanes, two_lanes.engine.run
     threads: list[str] = []
 
-    def noting(sequences: Sequence[TokenIds], *, alone: bool = True) -> BatchResult:
+    def noting(sequences: Sequence[TokenIds], *, attended: Sequence[int], alone: bool) -> BatchResult:
         threads.append(threading.current_thread().name)
-        return run(sequences, alone=alone)
+        return run(sequences, attended=attended, alone=alone)
 
     monkeypatch.setattr(two_lanes.engine, "run", noting)
     two_lanes.engine.hold()
@@ -575,10 +575,10 @@ async def test_a_crash_while_a_batch_is_run_in_parts_leaves_nobody_waiting(
     bench.engine.poison = 4
     real = bench.engine.run
 
-    def crashes(sequences: Sequence[TokenIds], *, alone: bool) -> BatchResult:
+    def crashes(sequences: Sequence[TokenIds], *, attended: Sequence[int], alone: bool) -> BatchResult:
         if len(sequences) == 2:
             raise SystemExit("a bug")
-        return real(sequences, alone=alone)
+        return real(sequences, attended=attended, alone=alone)
 
     monkeypatch.setattr(bench.engine, "run", crashes)
     bench.engine.let_go()

@@ -1,12 +1,15 @@
 """A bundle with a graph of a few nodes, made without PyTorch: a row is its token's vector plus the sequence's mean."""
 
 import hashlib
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import onnx
 from google.protobuf import json_format
+from google.protobuf.message import Message
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer
 
@@ -51,12 +54,22 @@ def write_graph(path: Path) -> None:
 
 
 def write_bundle(
-    repository: Path, name: str = "tiny", version: str = "1", tokenizer: Tokenizer | None = None, **changes: Any
+    repository: Path,
+    name: str = "tiny",
+    version: str = "1",
+    tokenizer: Tokenizer | None = None,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+    **changes: Any,
 ) -> Path:
-    """Writes REPOSITORY/<name>/<version>/ and returns it; `changes` are fields of the manifest to set instead."""
+    """Writes REPOSITORY/<name>/<version>/ and returns it.
+
+    `files` are more files, and `changes` fields of the manifest to set instead: numbers, texts, messages, or mappings.
+    """
     directory = repository / name / version
     directory.mkdir(parents=True)
     write_graph(directory / "model.onnx")
+    for path, content in files.items():
+        (directory / path).write_bytes(content)
     text = None
     if tokenizer is not None:
         tokenizer.save(str(directory / "tokenizer.json"))
@@ -89,7 +102,12 @@ def write_bundle(
         *parents, last = field.split("__")
         for parent in parents:
             part = getattr(part, parent)
-        setattr(part, last, value)
+        if isinstance(value, Message):
+            getattr(part, last).CopyFrom(value)
+        elif isinstance(value, Mapping):
+            getattr(part, last).update(value)
+        else:
+            setattr(part, last, value)
     manifest.fingerprint = fingerprint(manifest)
     (directory / "manifest.json").write_text(json_format.MessageToJson(manifest, preserving_proto_field_name=True))
     return directory

@@ -99,6 +99,13 @@ class Settings:
         "Most text waiting to be tokenized, per model, in MiB; more is refused with RESOURCE_EXHAUSTED.",
         minimum=1,
     )
+    max_vocabulary_mib: int = _setting(
+        512,
+        "Most memory, per model, that OUTPUT_KIND_SPARSE takes beside its weights, in MiB: before they are pooled, "
+        "every token has a number for every word of the vocabulary. Batches that run at once share it; less means more "
+        "and smaller parts.",
+        minimum=1,
+    )
     max_request_mib: int = _setting(
         4,
         "Largest request, in MiB. It bounds how long parsing one holds up the others.",

@@ -1,7 +1,7 @@
 """The data that flows through the server: shapes and dtypes stated, and names that say what has been checked."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum, StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,24 @@ Rows = npt.NDArray[np.float32]  # (seq, d_model)
 Vectors = npt.NDArray[np.float32]  # (seq, d_model)
 ModelInput = TokenIds | Vectors  # one sequence, whichever its model takes; len() is its tokens
 Numbers = npt.NDArray[np.float32]
-OutputArrays = tuple[npt.NDArray[np.floating[Any]], ...]  # of one sequence, each (rows, d_model), C-contiguous
-Mask = npt.NDArray[np.bool_]  # (seq,)
+OutputRows = npt.NDArray[np.floating[Any]]  # (rows, width), C-contiguous
+Mask = npt.NDArray[np.bool_]
+
+
+class IndexedRows(NamedTuple):
+    """Rows that are not one for each token, or for each sequence.
+
+    Attributes:
+        rows: (rows, width), C-contiguous.
+        indices: (rows,) little-endian uint32: the token that each comes from, or its place in the vocabulary; None
+            where it comes from several.
+    """
+
+    rows: OutputRows
+    indices: npt.NDArray[np.uint32] | None
+
+
+OutputArrays = tuple[Any, ...]  # of one sequence, for each of its outputs: OutputRows, or IndexedRows
 
 
 class OutputKind(IntEnum):
@@ -31,6 +47,14 @@ class OutputKind(IntEnum):
     MEAN_SQRT_LENGTH = 8
     MULTI_VECTOR = 9  # a vector for each token that counts in MaxSim
     SPARSE = 10  # weights over the vocabulary
+
+
+class Task(IntEnum):
+    """What a text is to a model that treats the two differently; the values are those of the protobuf enum."""
+
+    NEITHER = 0
+    QUERY = 1
+    DOCUMENT = 2
 
 
 class DataType(IntEnum):
@@ -65,6 +89,9 @@ class Output(NamedTuple):
         data_type: The type of its numbers; a float16 beyond its range becomes infinite.
         dimensions: To how many of its first numbers a row is cut; 0 for all.
         skipped_tokens: How many tokens at the beginning OutputKind.MODEL leaves out of pooling: those of a prompt.
+        task: Whose tokens OutputKind.MULTI_VECTOR has a vector for, and whose pooling.
+        pool_factor: How many of its vectors become one, after what the model does of this itself; 0 for no pooling.
+        max_active_dims: How many weights of OutputKind.SPARSE are kept, the largest ones; 0 for all.
     """
 
     kind: OutputKind
@@ -72,6 +99,9 @@ class Output(NamedTuple):
     data_type: DataType = DataType.FLOAT32
     dimensions: int = 0
     skipped_tokens: int = 0
+    task: Task = Task.NEITHER
+    pool_factor: float = 0.0
+    max_active_dims: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +132,14 @@ class CheckedSequence:
         original_token_count: The tokens before truncation.
         special: (seq,) which tokens are special, or None where nobody asked.
         text: How the text was tokenized, or None if the caller sent something else.
+        attended: How many of its first tokens all of its tokens see; 0 for all.
     """
 
     input: ModelInput
     original_token_count: int
     special: Mask | None = None
     text: TokenizedText | None = None
+    attended: int = 0
 
     @property
     def truncated(self) -> bool:
@@ -190,20 +222,20 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class HeadGraph:
-    """The ONNX file of what comes after pooling, and its interface.
+    """An ONNX file of what comes after the encoder, or after pooling, and its interface. All of it is float32.
 
     Attributes:
         path: The ONNX file.
-        input_name: Its input of pooled vectors, float32 (batch, pooled_width).
-        output_name: Its output, float32 (batch, width).
-        pooled_width: The numbers of a pooled vector.
-        width: The numbers of a vector behind it.
+        input_names: Its input of vectors, (…, input_width), and after it that of a mask, (…), where it has one.
+        output_name: Its output, (batch, width).
+        input_width: The numbers of a vector that goes in.
+        width: The numbers of one that comes out.
     """
 
     path: Path
-    input_name: str
+    input_names: tuple[str, ...]
     output_name: str
-    pooled_width: int
+    input_width: int
     width: int
 
 
@@ -242,6 +274,117 @@ class ModelPooling:
     def gives_unit_vectors(self, output: Output) -> bool:
         """Whether what `output` makes has length 1 already: being cut takes that away."""
         return output.kind is OutputKind.MODEL and self.l2_normalize and output.dimensions in (0, self.width)
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Tokens behind the last one of a short text, which have vectors in MaxSim.
+
+    Attributes:
+        min_tokens: To how many tokens it is made longer.
+        token_id: The token.
+        attended: Whether other tokens see it.
+    """
+
+    min_tokens: int
+    token_id: int
+    attended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPooling:
+    """Fewer vectors of many: see `models.token_pooling`.
+
+    Attributes:
+        factor: How many vectors become one on average, at least 1.
+        protected_tokens: How many vectors at the beginning stay as they are.
+        l2_normalize: Whether all vectors are scaled to Euclidean length 1 afterwards.
+    """
+
+    factor: float
+    protected_tokens: int = 1
+    l2_normalize: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StaticSparse:
+    """Sparse weights without a run of the model: for every token that occurs in a text its own.
+
+    Attributes:
+        tokenizer_file: A tokenizer of its own.
+        weights: (width,) float32, the weight of each token.
+        max_tokens: The longest text; 0 for any.
+    """
+
+    tokenizer_file: Path
+    weights: Numbers
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class TaskSettings:
+    """How texts of one task are treated.
+
+    Attributes:
+        prompt_name: The prompt that is put before them; empty for none.
+        max_tokens: The longest.
+        expansion: What is put behind a short one.
+        skipped_token_ids: Tokens that have no vector in MaxSim.
+        kept_token_ids: The only ones that have; empty for all.
+        token_pooling: What makes fewer vectors of many.
+        static_sparse: What answers OutputKind.SPARSE in place of the model.
+    """
+
+    prompt_name: str
+    max_tokens: int
+    expansion: Expansion | None = None
+    skipped_token_ids: tuple[int, ...] = ()
+    kept_token_ids: tuple[int, ...] = ()
+    token_pooling: TokenPooling | None = None
+    static_sparse: StaticSparse | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MultiVector:
+    """What makes of a token's row the vector that MaxSim compares.
+
+    Attributes:
+        head: Rows to vectors, each by itself.
+        similarity: "maxsim" or "meanmaxsim".
+        skips_first_token: Whether the first token has no vector.
+    """
+
+    head: HeadGraph
+    similarity: str
+    skips_first_token: bool
+
+
+class SparsePooling(Enum):
+    """How tokens become one sparse vector; the values are those of the protobuf enum of the same name."""
+
+    MAX = 1
+    SUM = 2
+    OWN_ID = 3  # every token has one weight, under its own id; the largest where an id stands twice
+
+
+@dataclass(frozen=True, slots=True)
+class Sparse:
+    """What makes of rows the weights over the vocabulary.
+
+    Attributes:
+        head: Rows and mask to weights, (batch, seq, d_model) to (batch, width); for SparsePooling.OWN_ID (tokens,
+            d_model) to (tokens, 1).
+        width: The numbers of a vector, zeros included.
+        pooling: How it pools.
+        skipped_token_ids: Tokens that have no weight, for SparsePooling.OWN_ID.
+        max_active_dims: How many of the largest weights are kept; 0 for all.
+    """
+
+    head: HeadGraph
+    width: int
+    pooling: SparsePooling
+    skipped_token_ids: tuple[int, ...]
+    max_active_dims: int
 
 
 class InspectKind(Enum):
@@ -313,6 +456,9 @@ class Bundle:
         default_prompt_name: Which of them is where nobody asks for another; empty for none.
         similarity: How vectors are meant to be compared; empty where the manifest does not say.
         space_id: Identifies the vector space; empty where the manifest does not say.
+        tasks: How texts of the tasks that the model knows are treated.
+        multi_vector: What makes OutputKind.MULTI_VECTOR, or None.
+        sparse: What makes OutputKind.SPARSE, or None.
     """
 
     name: str
@@ -334,19 +480,30 @@ class Bundle:
     default_prompt_name: str = ""
     similarity: str = ""
     space_id: str = ""
+    tasks: Mapping[Task, TaskSettings] = field(default_factory=dict)
+    multi_vector: MultiVector | None = None
+    sparse: Sparse | None = None
 
-    @property
-    def kinds(self) -> tuple[OutputKind, ...]:
-        """What can be made of its rows."""
-        absent = {OutputKind.MULTI_VECTOR, OutputKind.SPARSE}
-        if self.pooling is None:
-            absent.add(OutputKind.MODEL)
-        return tuple(kind for kind in OutputKind if kind not in absent)
+    def treatment(self, task: Task) -> TaskSettings:
+        """How texts of a task that the model knows, or of neither, are treated."""
+        if task is not Task.NEITHER:
+            return self.tasks[task]
+        document = self.tasks.get(Task.DOCUMENT, TaskSettings("", 0))
+        return replace(document, prompt_name=self.default_prompt_name, max_tokens=self.max_sequence_tokens)
+
+    def width_of(self, kind: OutputKind) -> int:
+        """The numbers of a row of this kind; 0 where the model has none."""
+        if kind is OutputKind.MODEL:
+            return self.pooling.width if self.pooling else 0
+        if kind is OutputKind.MULTI_VECTOR:
+            return self.multi_vector.head.width if self.multi_vector else 0
+        if kind is OutputKind.SPARSE:
+            return 1 if self.sparse else 0
+        return self.d_model
 
     def width(self, output: Output) -> int:
         """The numbers of a row of an output."""
-        width = self.pooling.width if output.kind is OutputKind.MODEL and self.pooling else self.d_model
-        return output.dimensions or width
+        return output.dimensions or self.width_of(output.kind)
 
     def sample(self, length: int, *, last: bool = False) -> ModelInput:
         """A sequence that the model can compute: of its first id or its last, or of vectors of 0 or 1."""

@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from encserve_server.types import InspectKind, InspectTensor, ModelInput, Numbers, Rows
+import numpy as np
+
+from encserve_server.types import InspectKind, InspectTensor, Mask, ModelInput, Numbers, Rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,13 @@ class BatchResult:
     def rows(self) -> list[Rows]:
         """For each sequence its (seq, d_model) rows without padding, views of the output."""
         return [its[:length] for its, length in zip(self.output, self.lengths, strict=True)]
+
+    def tokens_of(self, places: Sequence[int]) -> Mask:
+        """(batch, seq), whether there is a token of one of the sequences at these places, which ascend."""
+        lengths = np.zeros((len(self.lengths), 1), np.int64)
+        lengths[places, 0] = [self.lengths[i] for i in places]
+        tokens: Mask = np.arange(self.output.shape[1]) < lengths
+        return tokens
 
     @property
     def padded_tokens(self) -> int:
@@ -76,12 +85,13 @@ class Engine(Protocol):
     def widens(self) -> bool:
         """Whether a batch that runs alone is done sooner because it has the whole device."""
 
-    def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
+    def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
         """Runs one batch; blocks until it is done.
 
         Args:
             sequences: One or more (seq,) int64 arrays of ids, or (seq, d_model) float32 arrays of vectors, whichever
                 the model takes; each checked.
+            attended: For each how many of its first tokens all of its tokens see, 0 for all; or nothing.
             alone: Whether no other batch will begin before this one is done, so that it may have the whole device.
 
         Raises:
@@ -93,10 +103,10 @@ class Engine(Protocol):
 
 
 class Head(Protocol):
-    """What a model does with pooled vectors. Any number of threads may use it at a time."""
+    """What a model makes of its rows, or of pooled ones. Any number of threads may use it at a time."""
 
-    def run(self, pooled: Numbers) -> Numbers:
-        """(batch, pooled_width) to (batch, width), both float32.
+    def run(self, *inputs: Numbers) -> Numbers:
+        """Its inputs, in order, to its output, all float32: see `HeadGraph`.
 
         Raises:
             Exception: Whatever the runtime raises.

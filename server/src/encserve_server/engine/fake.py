@@ -79,7 +79,7 @@ class FakeEngine:
             self._passes += 1
             self._gate.notify_all()
 
-    def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
+    def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
         """Runs one batch by formula."""
         self.batches.append([len(ids) for ids in sequences])
         self.alone.append(alone)

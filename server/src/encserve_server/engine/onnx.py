@@ -73,10 +73,10 @@ class OnnxEngine:
             shared = intra_op_threads - self.max_parallel_runs
             self._narrow = _open_session(graph.path, "cpu", 1 + shared)
 
-    def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
+    def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
         """Pads the sequences to the longest, and runs them."""
         began = time.perf_counter()
-        feeds, lengths = lay_out(self._graph, sequences)
+        feeds, lengths = lay_out(self._graph, sequences, attended)
         laid_out = time.perf_counter()
         session = self._wide if alone else self._narrow
         options = None
@@ -94,24 +94,27 @@ class OnnxEngine:
 
 
 class OnnxHead:
-    """What comes after pooling, in an ONNX Runtime session of its own."""
+    """What comes after the encoder or after pooling, in an ONNX Runtime session of its own."""
 
-    def __init__(self, head: HeadGraph) -> None:
-        """Loads the graph.
+    def __init__(self, head: HeadGraph, *, device: str, threads: int) -> None:
+        """Loads the graph, to run on "cpu" or "cuda", on the CPU in so many threads.
 
         Raises:
-            BundleError: It is no model that this ONNX Runtime can run, or its input and output are others.
+            BundleError: It is no model that this ONNX Runtime can run, or its inputs and output are others.
+            DeviceError: As for `OnnxEngine`.
         """
         self._head = head
-        self._session = _open_session(head.path, "cpu", intra_op_threads=1)
-        found = [(node.name, node.type) for node in (*self._session.get_inputs(), *self._session.get_outputs())]
-        wanted = [(head.input_name, "tensor(float)"), (head.output_name, "tensor(float)")]
+        # What it takes is given back after every run: a vocabulary's numbers for each token are hundreds of MiB.
+        self._session = _open_session(head.path, device, threads, keeps_memory=False)
+        found = sorted((node.name, node.type) for node in (*self._session.get_inputs(), *self._session.get_outputs()))
+        wanted = sorted((name, "tensor(float)") for name in (*head.input_names, head.output_name))
         if found != wanted:
-            raise BundleError(f"{head.path}: the graph's input and output are {found}; the manifest names {wanted}")
+            raise BundleError(f"{head.path}: the graph's inputs and output are {found}; the manifest names {wanted}")
 
-    def run(self, pooled: Numbers) -> Numbers:
+    def run(self, *inputs: Numbers) -> Numbers:
         """Runs a batch."""
-        vectors: Numbers = self._session.run([self._head.output_name], {self._head.input_name: pooled})[0]
+        feeds = dict(zip(self._head.input_names, inputs, strict=True))
+        vectors: Numbers = self._session.run([self._head.output_name], feeds)[0]
         return vectors
 
 
@@ -177,8 +180,11 @@ def _check_interface(session: ort.InferenceSession, graph: Graph) -> None:
     check_interface(graph, inputs, outputs, int64="tensor(int64)", float32="tensor(float)")
 
 
-def _open_session(path: Path, device: str, intra_op_threads: int) -> ort.InferenceSession:
-    """Opens a session on the device asked for, and makes sure that it is the one in use."""
+def _open_session(path: Path, device: str, intra_op_threads: int, *, keeps_memory: bool = True) -> ort.InferenceSession:
+    """Opens a session on the device asked for, and makes sure that it is the one in use.
+
+    `keeps_memory` is whether it keeps, on the CPU, what its largest run took.
+    """
     if device in ("auto", "cuda"):
         session, problem = _try_cuda(path)
         if session is not None:
@@ -190,6 +196,7 @@ def _open_session(path: Path, device: str, intra_op_threads: int) -> ort.Inferen
         logger.log(level, "running on the CPU", extra={"requested_device": device, "reason": problem})
     options = _session_options()
     options.intra_op_num_threads = intra_op_threads
+    options.enable_cpu_mem_arena = keeps_memory
     try:
         return ort.InferenceSession(path, options, providers=[CPU_PROVIDER])
     except Exception as error:  # ONNX Runtime's exceptions share no public base class

@@ -55,14 +55,23 @@ def open_engine(
     return opened
 
 
-def open_head(head: HeadGraph, *, engine: str) -> Head:
-    """Loads what comes after pooling, to run on the CPU in the caller's thread; `engine` as for `open_engine`.
+def open_head(head: HeadGraph, *, engine: str, device: str = "cpu", threads: int = 1) -> Head:
+    """Loads what comes after the encoder or after pooling.
+
+    Args:
+        head: The ONNX file and its interface.
+        engine: As for `open_engine`.
+        device: "cpu" or "cuda".
+        threads: On the CPU those that run a batch, the caller's own among them.
 
     Raises:
-        EngineMissing, BundleError: As for `open_engine`.
+        EngineMissing, DeviceError, BundleError: As for `open_engine`.
     """
-    opened: Head = _module("openvino").OpenVinoHead(head) if engine == "openvino" else _module("onnx").OnnxHead(head)
-    return opened
+    if engine == "openvino":
+        openvino_head: Head = _module("openvino").OpenVinoHead(head, threads=threads)
+        return openvino_head
+    onnx_head: Head = _module("onnx").OnnxHead(head, device=device, threads=threads)
+    return onnx_head
 
 
 def open_inspector(inspect: InspectGraph, *, device: str) -> Inspector:

@@ -66,10 +66,10 @@ class OpenVinoEngine:
             runtime=f"openvino {ov.__version__.partition('-')[0]}",
         )
 
-    def run(self, sequences: Sequence[ModelInput], *, alone: bool = True) -> BatchResult:
+    def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
         """Pads the sequences to the longest, and runs them."""
         began = time.perf_counter()
-        feeds, lengths = lay_out(self._graph, sequences)
+        feeds, lengths = lay_out(self._graph, sequences, attended)
         collate_seconds = time.perf_counter() - began
         requests = self._wide if alone else self._narrow
         request = requests.get()
@@ -89,27 +89,29 @@ class OpenVinoEngine:
 
 
 class OpenVinoHead:
-    """What comes after pooling, in float32."""
+    """What comes after the encoder or after pooling, in float32."""
 
-    def __init__(self, head: HeadGraph) -> None:
-        """Loads the graph.
+    def __init__(self, head: HeadGraph, *, threads: int) -> None:
+        """Loads the graph, to run in so many threads.
 
         Raises:
-            BundleError: It is no model that this OpenVINO can run, or its input and output are others.
+            BundleError: It is no model that this OpenVINO can run, or its inputs and output are others.
         """
-        self._output_name = head.output_name
-        self._input_name = head.input_name
-        options = {"INFERENCE_PRECISION_HINT": ov.Type.f32, "INFERENCE_NUM_THREADS": 1}
+        self._head = head
+        options = {"INFERENCE_PRECISION_HINT": ov.Type.f32, "INFERENCE_NUM_THREADS": threads}
         try:
             self._compiled = ov.Core().compile_model(head.path, _CPU, options)
-            self._compiled.input(head.input_name), self._compiled.output(head.output_name)
+            self._compiled.output(head.output_name)
+            for name in head.input_names:
+                self._compiled.input(name)
         except Exception as error:  # OpenVINO's exceptions are RuntimeErrors of many kinds
             raise BundleError(f"{head.path}: OpenVINO cannot use it: {_brief(error)}") from error
 
-    def run(self, pooled: Numbers) -> Numbers:
+    def run(self, *inputs: Numbers) -> Numbers:
         """Runs a batch, in a request of its own."""
         request = self._compiled.create_infer_request()
-        vectors: Numbers = request.infer({self._input_name: pooled}, share_outputs=False)[self._output_name]
+        feeds = dict(zip(self._head.input_names, inputs, strict=True))
+        vectors: Numbers = request.infer(feeds, share_outputs=False)[self._head.output_name]
         return vectors
 
 

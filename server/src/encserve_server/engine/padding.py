@@ -38,24 +38,27 @@ def check_interface(
         )
 
 
-def lay_out(graph: Graph, sequences: Sequence[ModelInput]) -> tuple[Feeds, list[int]]:
+def lay_out(graph: Graph, sequences: Sequence[ModelInput], attended: Sequence[int] = ()) -> tuple[Feeds, list[int]]:
     """Pads to the longest.
 
     Args:
         graph: Whose inputs they become.
         sequences: One or more (seq,) int64 arrays of ids or (seq, d_model) float32 arrays of vectors.
+        attended: As for `Engine.run`.
 
     Returns:
         What the graph is fed, and the lengths.
     """
     lengths = [len(it) for it in sequences]
-    if len(sequences) == 1:  # the fastest way for a caller that waits for nothing else
+    if len(sequences) == 1 and not attended:  # the fastest way for a caller that waits for nothing else
         return feeds_of(graph, sequences[0][None], np.ones((1, *lengths), np.int64)), lengths
     mask = np.arange(max(lengths)) < np.array(lengths)[:, None]  # (batch, seq)
     first = sequences[0]
     fill = 0 if graph.takes_vectors else graph.pad_token_id
     padded = np.full(mask.shape + first.shape[1:], fill, first.dtype)  # (batch, seq) or (batch, seq, d_model)
     padded[mask] = np.concatenate(sequences)
+    if attended:
+        mask &= np.arange(mask.shape[1]) < np.array([[seen or mask.shape[1]] for seen in attended])
     return feeds_of(graph, padded, mask.astype(np.int64)), lengths
 
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from encserve_server.errors import InvalidField, SequenceTooLong
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.types import Bundle, CheckedSequence, TokenIds, TokenizedText, Vectors
+from encserve_server.types import Bundle, CheckedSequence, Expansion, TokenIds, TokenizedText, Vectors
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,12 @@ class Longest:
 class InputChecker:
     """Turns a model's inputs into sequences that it can take, or names the first that it cannot."""
 
-    def __init__(self, bundle: Bundle, tokenizer: TextTokenizer | None, max_text_bytes: int) -> None:
-        """Takes the model, its tokenizer, and the longest text in bytes of UTF-8."""
+    def __init__(
+        self, bundle: Bundle, tokenizer: TextTokenizer | None, max_text_bytes: int, *, least_tokens: int = 1
+    ) -> None:
+        """Takes the model, its tokenizer, the longest text in bytes of UTF-8, and how few tokens one may have."""
         self._bundle = bundle
+        self._least_tokens = least_tokens
         self._tokenizer = tokenizer
         self._max_text_bytes = max_text_bytes
         self._special_ids = np.array(bundle.special_token_ids, np.int64)
@@ -72,6 +75,7 @@ class InputChecker:
         *,
         mark_special: bool = False,
         prompt: str = "",
+        expansion: Expansion | None = None,
     ) -> list[CheckedSequence]:
         """Checks inputs, and tokenizes texts.
 
@@ -81,6 +85,7 @@ class InputChecker:
             longest: The bound on their length.
             mark_special: Whether ids are to be told from special ones; of texts they always are.
             prompt: What is put before every text.
+            expansion: What is put behind every short one.
 
         Raises:
             InvalidField: An input is not what the model takes.
@@ -111,7 +116,8 @@ class InputChecker:
                     "leave that out, or have the model exported with an unk token in its tokenizer.json",
                 )
             its = _without_prompt(text, len(prompt)) if prompt else text
-            checked[i] = self._check_tokenized(f"{fields[i]}.text", its, longest)
+            sequence = self._check_tokenized(f"{fields[i]}.text", its, longest)
+            checked[i] = _expanded(sequence, its, expansion) if expansion else sequence
 
         if self._tokenizer is not None and texts:
             await self._tokenizer.tokenize([prompt + it for it in texts.values()], longest.tokens, take)
@@ -126,7 +132,7 @@ class InputChecker:
             raise InvalidField(field, f"must be at most {limit} bytes (max_text_bytes); was {size}")
 
     def _check_tokenized(self, field: str, text: TokenizedText, longest: Longest) -> CheckedSequence:
-        if len(text.ids) == 0:
+        if len(text.ids) < self._least_tokens:
             raise InvalidField(field, "has no tokens")
         self._check_length(field, text.original_token_count, longest)
         return CheckedSequence(text.ids, text.original_token_count, text.special, text)
@@ -174,6 +180,22 @@ class InputChecker:
                 f"must be at most {longest.tokens} tokens ({longest.name}); was {count}. "
                 "Ask for truncation, or cut it up",
             )
+
+
+def _expanded(sequence: CheckedSequence, text: TokenizedText, expansion: Expansion) -> CheckedSequence:
+    """A short sequence with tokens behind its last one; they are special ones."""
+    count, added = len(text.ids), expansion.min_tokens - len(text.ids)
+    if added <= 0:
+        return sequence
+    longer = TokenizedText(
+        ids=np.concatenate([text.ids, np.full(added, expansion.token_id)]),
+        char_starts=text.char_starts + [0] * added,
+        char_ends=text.char_ends + [0] * added,
+        special=np.concatenate([text.special, np.ones(added, np.bool_)]),
+        original_token_count=text.original_token_count + added,
+    )
+    attended = 0 if expansion.attended else count
+    return CheckedSequence(longer.ids, longer.original_token_count, longer.special, longer, attended)
 
 
 def _without_prompt(text: TokenizedText, prompt_chars: int) -> TokenizedText:

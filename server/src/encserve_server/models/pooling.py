@@ -1,21 +1,48 @@
 """A batch's rows to the outputs that callers asked for: pooling, normalising, their type. Pure NumPy."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import MappingProxyType
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from encserve_server.engine.base import BatchResult, Head
-from encserve_server.types import ModelPooling, Numbers, Output, OutputArrays, OutputKind
+from encserve_server.types import (
+    IndexedRows,
+    ModelInput,
+    ModelPooling,
+    Numbers,
+    Output,
+    OutputArrays,
+    OutputKind,
+    OutputRows,
+)
 
 _LEAST_NORM = np.finfo(np.float32).tiny
+_MADE = (OutputKind.MODEL, OutputKind.MULTI_VECTOR, OutputKind.SPARSE)  # not by pooling alone
+
+
+class Maker(Protocol):
+    """Makes outputs of one kind, the way its model was trained to."""
+
+    def make(
+        self, result: BatchResult, inputs: Sequence[ModelInput], places: Sequence[int], output: Output
+    ) -> Sequence[OutputRows | IndexedRows]:
+        """What is wanted of the sequences at these places of a batch, which ascend.
+
+        Args:
+            result: What the batch gave.
+            inputs: All sequences of the batch.
+            places: Those of the sequences that want this.
+            output: What they want.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class ModelVector:
-    """What makes OutputKind.MODEL.
+    """Makes OutputKind.MODEL.
 
     Attributes:
         pooling: What the model was trained for.
@@ -25,17 +52,26 @@ class ModelVector:
     pooling: ModelPooling
     head: Head | None = None
 
-    def of(self, result: BatchResult, skipped_tokens: int) -> Numbers:
-        """(batch, seq, d_model) to (batch, width), the first tokens of each left out of pooling."""
-        pooled = [_pool(result, kind, skipped_tokens) for kind in self.pooling.kinds]
+    def make(
+        self,
+        result: BatchResult,
+        inputs: Sequence[ModelInput],
+        places: Sequence[int],
+        output: Output,
+    ) -> list[OutputRows]:
+        """(batch, seq, d_model) to (1, width) each, the tokens of the prompt left out of pooling."""
+        pooled = [_pool(result, kind, output.skipped_tokens) for kind in self.pooling.kinds]
         vectors = np.concatenate(pooled, axis=1) if len(pooled) > 1 else pooled[0]  # (batch, poolings x d_model)
         if self.head is not None:
             vectors = self.head.run(vectors)  # (batch, width)
-        return _normalized(vectors) if self.pooling.l2_normalize else vectors
+        return _each(normalized(vectors) if self.pooling.l2_normalize else vectors, places, output)
 
 
 def make_outputs(
-    result: BatchResult, wanted: Sequence[tuple[Output, ...]], model: ModelVector | None = None
+    result: BatchResult,
+    inputs: Sequence[ModelInput],
+    wanted: Sequence[tuple[Output, ...]],
+    makers: Mapping[OutputKind, Maker] = MappingProxyType({}),
 ) -> list[OutputArrays]:
     """Makes of a batch what each of its sequences is wanted for.
 
@@ -45,40 +81,45 @@ def make_outputs(
 
     Args:
         result: What the batch gave; its padding may be written to.
+        inputs: Its sequences.
         wanted: For each sequence its outputs.
-        model: What makes OutputKind.MODEL; None where nobody may want it.
+        makers: What makes the kinds that only some models have.
 
     Returns:
         For each sequence an array of (rows, width) for each of its outputs: as many rows as tokens for
-        OutputKind.TOKENS, else one. Rows that are wanted as they are refer to the batch's own.
+        OutputKind.TOKENS, else one; what a maker makes is as its kind has it. Rows that are wanted as they are refer to
+        the batch's own.
     """
     alike: dict[tuple[Output, ...], list[int]] = {}  # the places of those who want the same, mostly all
     for i, outputs in enumerate(wanted):
         alike.setdefault(outputs, []).append(i)
     made: list[OutputArrays] = [()] * len(wanted)
     for outputs, places in alike.items():
-        columns = [_make(result, places, output, model) for output in outputs]
+        columns = [_make(result, inputs, places, output, makers) for output in outputs]
         for i, *its in zip(places, *columns, strict=True):
             made[i] = tuple(its)
     return made
 
 
-def output_rows(kind: OutputKind, token_rows: int) -> int:
-    """How many rows a sequence with so many token rows has in an output of this kind."""
-    return token_rows if kind is OutputKind.TOKENS else 1
-
-
-def _make(result: BatchResult, places: list[int], output: Output, model: ModelVector | None) -> list[Numbers]:
+def _make(
+    result: BatchResult,
+    inputs: Sequence[ModelInput],
+    places: list[int],
+    output: Output,
+    makers: Mapping[OutputKind, Maker],
+) -> Sequence[OutputRows | IndexedRows]:
     """One output of the sequences at these places of a batch."""
     if output.kind is OutputKind.TOKENS:
         rows = result.rows
-        return [_finish(rows[i], output) for i in places]
-    if output.kind is OutputKind.MODEL:
-        assert model is not None  # noqa: S101 - a call that wants what the model does not say has been refused
-        pooled = model.of(result, output.skipped_tokens)  # (batch, width)
-    else:
-        pooled = _pool(result, output.kind)  # (batch, d_model)
-    finished = _finish(pooled, output)
+        return [finish(rows[i], output) for i in places]
+    if output.kind in _MADE:
+        return makers[output.kind].make(result, inputs, places, output)
+    return _each(_pool(result, output.kind), places, output)
+
+
+def _each(pooled: Numbers, places: Sequence[int], output: Output) -> list[OutputRows]:
+    """(batch, width) as wanted, to the (1, width) of each sequence at these places."""
+    finished = finish(pooled, output)
     return [finished[i : i + 1] for i in places]
 
 
@@ -123,16 +164,16 @@ def _pick(rows: Numbers, lengths: npt.NDArray[np.int64], kind: OutputKind, skipp
     return picked
 
 
-def _finish(rows: Numbers, output: Output) -> npt.NDArray[np.floating[Any]]:
+def finish(rows: Numbers, output: Output) -> OutputRows:
     """(rows, width) as wanted: cut, normalised, of its type, and C-contiguous."""
     if output.dimensions:
         rows = np.ascontiguousarray(rows[:, : output.dimensions])
     if output.l2_normalize:
-        rows = _normalized(rows)
+        rows = normalized(rows)
     return rows.astype(output.data_type.dtype, copy=False)
 
 
-def _normalized(rows: Numbers) -> Numbers:
+def normalized(rows: Numbers) -> Numbers:
     """(rows, width), each of length 1."""
     norms = np.sqrt(np.add.reduce(rows * rows, axis=1, keepdims=True))  # (rows, 1)
     scale: Numbers = np.maximum(norms, _LEAST_NORM)  # a row of zeros has no length that could be 1, and stays

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,18 +16,31 @@ from encserve_server.errors import (
 )
 from encserve_server.models.inputs import InputChecker, Longest, SentInput
 from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted
-from encserve_server.models.pooling import output_rows
+from encserve_server.models.sparse import static_weights
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.scheduling.scheduler import Scheduler
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans
-from encserve_server.types import Bundle, CheckedSequence, DataType, EncodedSequence, Output, OutputKind
+from encserve_server.types import (
+    Bundle,
+    CheckedSequence,
+    DataType,
+    EncodedSequence,
+    Output,
+    OutputKind,
+    StaticSparse,
+    Task,
+)
 
 # What a reply holds besides its rows, at most: an id, two offsets and a flag for each token, and a little more.
 _INFO_BYTES_PER_TOKEN = 24
 _STRING_OVERHEAD_BYTES = 6
 _INFO_BYTES_PER_SEQUENCE = 64
 _INFO_BYTES_PER_REPLY = 1024
+_INDEX_BYTES = 4
+
+# A bound that no text reaches.
+_ANY_TOKENS = 2**62
 
 
 class ModelObserver(InspectObserver, Protocol):
@@ -74,7 +87,8 @@ class EncodeCall:
         truncate: Whether an over-long input is cut instead of refused.
         exclude_special_tokens: Whether special tokens have no rows in OutputKind.TOKENS.
         include_token_strings: Whether the reply holds the vocabulary's strings.
-        prompt_name: What to put before every text; empty for nothing, None for what the model's default is.
+        prompt_name: What to put before every text; empty for nothing, None for what the task, or the model, has.
+        task: What the texts are; one that the model knows.
     """
 
     inputs: Sequence[SentInput]
@@ -83,6 +97,7 @@ class EncodeCall:
     exclude_special_tokens: bool
     include_token_strings: bool
     prompt_name: str | None = None
+    task: Task = Task.NEITHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +166,7 @@ class ServedModel:
         observer: ModelObserver,
         inspect_lane: InspectLane | None = None,
         max_batch_tokens: int = 0,
+        static_tokenizers: Mapping[Task, TextTokenizer] | None = None,
     ) -> None:
         """Takes the parts, all of the same bundle; without a lane nobody looks into the model."""
         self.bundle = bundle
@@ -165,8 +181,16 @@ class ServedModel:
         if tokenizer is not None:  # read when the page is, so that a request costs nothing
             observer.has_text_queue(lambda: tokenizer.queued_bytes, tokenizer.max_queue_bytes)
         self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes)
-        bound = bundle.max_sequence_tokens, f"max_sequence_tokens of {bundle.name}"
-        self._longest = {truncate: Longest(*bound, truncate) for truncate in (False, True)}
+        self._static_checkers = {
+            task: InputChecker(bundle, its, limits.max_text_bytes, least_tokens=0)
+            for task, its in (static_tokenizers or {}).items()
+        }
+        self._tasks = {task: bundle.treatment(task) for task in (Task.NEITHER, *bundle.tasks)}
+        self._longest = {
+            (task, truncate): Longest(its.max_tokens, f"{_longest_name(task)} of {bundle.name}", truncate)
+            for task, its in self._tasks.items()
+            for truncate in (False, True)
+        }
         self._skipped_tokens: dict[str, int] = {}  # of each prompt, where it is left out of pooling
         if tokenizer is not None and bundle.pooling is not None and bundle.pooling.skips_prompt:
             longest = bundle.max_sequence_tokens - 1
@@ -220,17 +244,25 @@ class ServedModel:
             EncserveError: Whatever `Scheduler.encode` raises.
         """
         self._check_call(call)
-        prompt_name = self._prompt_name("options.prompt_name", call.prompt_name, call.inputs)
+        settings = self._tasks[call.task]
+        prompt_name = self._prompt_name("options.prompt_name", call.prompt_name, call.inputs, call.task)
+        self._check_task(call, prompt_name)
         outputs = self._outputs(call, prompt_name)
+        static = self._static(call)
+        checker, longest = self._checker, self._longest[call.task, call.truncate]
+        if static is not None:
+            checker = self._static_checkers[call.task]
+            longest = Longest(static.max_tokens or _ANY_TOKENS, "static_sparse.max_tokens", call.truncate)
         span = spans.current()
         began = self._clock.now()
         try:
-            sequences = await self._checker.check(
+            sequences = await checker.check(
                 call.inputs,
                 [f"inputs[{i}]" for i in range(len(call.inputs))],
-                self._longest[call.truncate],
+                longest,
                 mark_special=call.exclude_special_tokens,
                 prompt=self.bundle.prompts.get(prompt_name, ""),
+                expansion=None if static else settings.expansion,
             )
         finally:
             tokenize_seconds = self._clock.now() - began
@@ -241,7 +273,16 @@ class ServedModel:
         if span is not None:
             span.counted(sum(len(it.input) for it in sequences))
         estimated_bytes = self._check_reply_size(call, sequences)
-        encoded = await self._scheduler.encode([it.input for it in sequences], outputs, deadline)
+        if static is not None:
+            encoded = [
+                EncodedSequence(tuple(static_weights(static, it.input, output) for output in outputs), 0.0, 0.0)
+                for it in sequences
+            ]
+        else:
+            expands = settings.expansion is not None and not settings.expansion.attended
+            attended = [it.attended for it in sequences] if expands else ()
+            encoded = await self._scheduler.encode([it.input for it in sequences], outputs, deadline, attended)
+        estimated_bytes += self._check_sparse_size(call, estimated_bytes, encoded)
         return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
 
     @property
@@ -328,7 +369,7 @@ class ServedModel:
                 "options.exclude_special_tokens", f"model {self.bundle.name} does not say which tokens are special"
             )
 
-    def _prompt_name(self, field: str, name: str | None, inputs: Sequence[SentInput]) -> str:
+    def _prompt_name(self, field: str, name: str | None, inputs: Sequence[SentInput], task: Task = Task.NEITHER) -> str:
         """The prompt that a call's texts get; empty for none. `field` is where its name was asked for.
 
         Raises:
@@ -336,7 +377,7 @@ class ServedModel:
         """
         bundle = self.bundle
         if name is None:
-            return bundle.default_prompt_name
+            return self._tasks[task].prompt_name
         if name and name not in bundle.prompts:
             there = ", ".join(map(repr, bundle.prompts)) or "none"
             raise InvalidField(field, f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}")
@@ -344,6 +385,41 @@ class ServedModel:
             other = f"inputs[{others[0]}]" if field.startswith("options.") else "input"
             raise InvalidField(field, f"goes before texts only; {other} is none: put it among its ids")
         return name
+
+    def _check_task(self, call: EncodeCall, prompt_name: str) -> None:
+        """Refuses a task that would change inputs which are no texts, and are taken as they are."""
+        if not call.task:
+            return
+        changes = []
+        if self.bundle.prompts.get(prompt_name):
+            changes.append("puts a prompt before texts")
+        if self._tasks[call.task].expansion:
+            changes.append("puts tokens behind short texts")
+        if changes and (others := [i for i, it in enumerate(call.inputs) if not isinstance(it, str)]):
+            raise InvalidField(
+                "options.task",
+                f"TASK_{call.task.name} {' and '.join(changes)}; inputs[{others[0]}] is none: send text, or leave the "
+                "task out",
+            )
+
+    def _static(self, call: EncodeCall) -> StaticSparse | None:
+        """What answers the call without the model, if anything does.
+
+        Raises:
+            InvalidField: It cannot answer all of the call.
+        """
+        static = self._tasks[call.task].static_sparse
+        if static is None or OutputKind.SPARSE not in (kinds := [it.kind for it in call.outputs]):
+            return None
+        how = f"model {self.bundle.name} makes OUTPUT_KIND_SPARSE of this task without a run"
+        if others := [i for i, kind in enumerate(kinds) if kind is not OutputKind.SPARSE]:
+            raise InvalidField(
+                f"options.outputs[{others[0]}].kind",
+                f"{how}: ask for OUTPUT_KIND_{kinds[others[0]].name} in another call",
+            )
+        if others := [i for i, it in enumerate(call.inputs) if not isinstance(it, str)]:
+            raise InvalidField(f"inputs[{others[0]}]", f"{how}, from texts only")
+        return static
 
     def _outputs(self, call: EncodeCall, prompt_name: str) -> tuple[Output, ...]:
         """The call's outputs, with the tokens of the prompt left out of pooling where the model was trained so.
@@ -379,15 +455,39 @@ class ServedModel:
             )
         return total
 
+    def _check_sparse_size(self, call: EncodeCall, others: int, encoded: Sequence[EncodedSequence]) -> int:
+        """What sparse weights add to a reply of so many bytes: how many they are is known only when they are there."""
+        size = 0
+        for i, output in enumerate(call.outputs):
+            if output.kind is OutputKind.SPARSE:
+                size += sum(len(it.outputs[i][0]) for it in encoded) * (output.data_type.itemsize + _INDEX_BYTES)
+        limit = self.limits.max_response_bytes
+        if size and others + size > limit:
+            raise ResponseTooLarge(
+                "inputs",
+                f"the reply would take {others + size} bytes, over the limit of {limit} (max_response_bytes); fewer "
+                "inputs, or max_active_dims in options.outputs, take less",
+            )
+        return size
+
     def _sequence_bytes(self, call: EncodeCall, sequence: CheckedSequence) -> int:
-        """What one sequence adds to a reply, in bytes, at most."""
+        """What one sequence adds to a reply, in bytes, at most; sparse weights are not counted."""
         tokens = token_rows = len(sequence.input)
         if call.exclude_special_tokens and sequence.special is not None:
             token_rows -= int(sequence.special.sum())
-        row_bytes = sum(
-            output_rows(it.kind, token_rows) * self.bundle.width(it) * it.data_type.itemsize for it in call.outputs
-        )
+        row_bytes = 0
+        for it in call.outputs:
+            width_bytes = self.bundle.width(it) * it.data_type.itemsize
+            if it.kind is OutputKind.MULTI_VECTOR:
+                row_bytes += tokens * (width_bytes + _INDEX_BYTES)
+            elif it.kind is not OutputKind.SPARSE:
+                row_bytes += width_bytes * (token_rows if it.kind is OutputKind.TOKENS else 1)
         strings = 0
         if call.include_token_strings and self.tokenizer is not None:
             strings = tokens * (self.tokenizer.max_token_bytes + _STRING_OVERHEAD_BYTES)
         return row_bytes + tokens * _INFO_BYTES_PER_TOKEN + strings + _INFO_BYTES_PER_SEQUENCE
+
+
+def _longest_name(task: Task) -> str:
+    """What bounds the texts of a task, for errors."""
+    return f"max_tokens of TASK_{task.name}" if task else "max_sequence_tokens"

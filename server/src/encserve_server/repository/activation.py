@@ -1,12 +1,12 @@
 """Puts a loaded model behind a scheduler of its own."""
 
 import functools
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from encserve_server.engine.base import Engine, Head, Inspector
+from encserve_server.engine.base import Engine, Inspector
 from encserve_server.models.inspecting import InspectLane
-from encserve_server.models.pooling import ModelVector, make_outputs
+from encserve_server.models.pooling import Maker, make_outputs
 from encserve_server.models.served import RequestLimits, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.scheduling.batching import BatchPolicy
@@ -15,7 +15,7 @@ from encserve_server.settings import MIB, Settings
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.metrics import Metrics
 from encserve_server.telemetry.spans import Tracer
-from encserve_server.types import Bundle
+from encserve_server.types import Bundle, OutputKind, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,8 @@ class LoadedModel:
         warmup_seconds: The time to warm it up.
         load_inspector: Loads what looks into it; None where its bundle has no graph for that.
         max_batch_tokens: The budget of padded tokens in a batch; None for the settings' own.
-        head: What comes after pooling; None where nothing does.
+        makers: What makes the kinds of outputs that only some models have.
+        static_tokenizers: The tokenizers of tasks whose sparse weights take no run.
     """
 
     bundle: Bundle
@@ -40,7 +41,8 @@ class LoadedModel:
     warmup_seconds: float
     load_inspector: Callable[[], Inspector] | None = None
     max_batch_tokens: int | None = None
-    head: Head | None = None
+    makers: Mapping[OutputKind, Maker] = field(default_factory=dict)
+    static_tokenizers: Mapping[Task, TextTokenizer] = field(default_factory=dict)
 
 
 def batch_policy(settings: Settings, device: str, max_batch_tokens: int | None = None) -> BatchPolicy:
@@ -77,10 +79,9 @@ def serve_model(
         requested_device=settings.device,
         runtime=info.runtime,
     )
-    pooling = bundle.pooling
     scheduler = Scheduler(
         loaded.engine,
-        functools.partial(make_outputs, model=None if pooling is None else ModelVector(pooling, loaded.head)),
+        functools.partial(make_outputs, makers=loaded.makers),
         policy,
         SchedulerLimits(max_queue_tokens=settings.max_queue_tokens, stall_seconds=settings.stall_seconds),
         clock=clock,
@@ -103,6 +104,7 @@ def serve_model(
         observer=own,
         inspect_lane=lane,
         max_batch_tokens=policy.max_batch_tokens,
+        static_tokenizers=loaded.static_tokenizers,
     )
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from google.protobuf import json_format
@@ -11,6 +11,7 @@ from google.protobuf import json_format
 from encserve_proto.fingerprint import fingerprint
 from encserve_proto.v1 import manifest_pb2
 from encserve_server.errors import BundleError
+from encserve_server.repository.heads import ManifestReader, VerifiedPath
 from encserve_server.types import Bundle, Graph, HeadGraph, InspectGraph, InspectKind, ModelPooling, OutputKind
 
 FORMAT_VERSION = 1
@@ -60,6 +61,7 @@ def read_bundle(directory: Path) -> Bundle:
             f"{directory / MANIFEST_NAME}: encoder.pad_token_id must be below encoder.vocab_size, {shape.vocab_size}; "
             f"was {shape.pad_token_id}"
         )
+    reader = ManifestReader(directory / MANIFEST_NAME, manifest, verified_path)
     return Bundle(
         name=manifest.name,
         version=manifest.version,
@@ -84,6 +86,9 @@ def read_bundle(directory: Path) -> Bundle:
         default_prompt_name=manifest.default_prompt_name,
         similarity=manifest.similarity,
         space_id=manifest.space_id,
+        tasks=reader.tasks(),
+        multi_vector=reader.multi_vector(),
+        sparse=reader.sparse(),
     )
 
 
@@ -99,9 +104,7 @@ def _check_text_facts(directory: Path, manifest: manifest_pb2.Manifest) -> None:
         )
 
 
-def _pooling(
-    directory: Path, manifest: manifest_pb2.Manifest, verified_path: Callable[[str, str], Path]
-) -> ModelPooling | None:
+def _pooling(directory: Path, manifest: manifest_pb2.Manifest, verified_path: VerifiedPath) -> ModelPooling | None:
     """How the model was trained to make one vector of a sequence."""
     if not manifest.pooling:
         return None
@@ -110,7 +113,8 @@ def _pooling(
     head = None
     if manifest.HasField("head"):
         its = manifest.head
-        head = HeadGraph(verified_path("head.file", its.file), its.input_name, its.output_name, pooled_width, its.width)
+        path = verified_path("head.file", its.file)
+        head = HeadGraph(path, (its.input_name,), its.output_name, pooled_width, its.width)
         width = its.width
     if width < 1 or manifest.dimensions > width:
         raise BundleError(
@@ -143,7 +147,7 @@ def _graph(directory: Path, manifest: manifest_pb2.Manifest, path: Path) -> Grap
 
 
 def _inspect_graph(
-    directory: Path, manifest: manifest_pb2.Manifest, graph: Graph, verified_path: Callable[[str, str], Path]
+    directory: Path, manifest: manifest_pb2.Manifest, graph: Graph, verified_path: VerifiedPath
 ) -> InspectGraph:
     """The interface of the ONNX file for inspections."""
     inspect, n_layers, position = manifest.inspect_graph, manifest.encoder.n_layers, manifest.encoder.position

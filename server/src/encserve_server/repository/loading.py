@@ -12,13 +12,17 @@ import numpy as np
 from encserve_server.engine.base import Engine, Head, Inspector
 from encserve_server.engine.opening import check_installed, open_engine, open_head, open_inspector
 from encserve_server.errors import BundleError
+from encserve_server.models.multi_vectors import MultiVectorMaker
+from encserve_server.models.pooling import Maker, ModelVector
+from encserve_server.models.sparse import SparseMaker
+from encserve_server.models.token_pooling import EXTRA, can_pool
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.repository.activation import LoadedModel, batch_policy
 from encserve_server.repository.bundle import read_bundle, verify_unchanged
 from encserve_server.repository.tuning import tune
 from encserve_server.settings import MIB, Settings
 from encserve_server.system.cpus import cpu_model, multiplies_bytes_exactly, usable_cpus
-from encserve_server.types import Bundle, InspectGraph
+from encserve_server.types import Bundle, HeadGraph, InspectGraph, OutputKind, SparsePooling
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +38,13 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     began = time.perf_counter()
     check_installed(settings.engine)
     bundle = read_bundle(directory)
-    tokenizer = _load_tokenizer(bundle, settings, tokenize_pool) if bundle.tokenizer_file else None
-    head = _load_head(bundle, settings)
+    load_tokenizer = functools.partial(_load_tokenizer, settings, tokenize_pool)
+    tokenizer = load_tokenizer(bundle.tokenizer_file, bundle.vocab_size) if bundle.tokenizer_file else None
+    static_tokenizers = {
+        task: load_tokenizer(its.static_sparse.tokenizer_file, len(its.static_sparse.weights))
+        for task, its in bundle.tasks.items()
+        if its.static_sparse
+    }
     threads = settings.intra_op_threads or usable_cpus()
     engine = open_engine(
         bundle.graph,
@@ -48,6 +57,7 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     try:
         if advice := precision_advice(engine.info.precision, engine.info.device):
             logger.warning(advice, extra={"model": bundle.name, "precision": engine.info.precision})
+        makers = load_makers(bundle, settings, engine, threads)
         loaded = time.perf_counter()
         warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
         max_batch_tokens = _tune(engine, bundle, settings, directory, threads)
@@ -74,7 +84,9 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     )
     inspect = bundle.inspect_graph
     load = None if inspect is None else functools.partial(load_inspector, inspect, engine.info.device)
-    return LoadedModel(bundle, tokenizer, engine, loaded - began, warm - loaded, load, max_batch_tokens, head)
+    return LoadedModel(
+        bundle, tokenizer, engine, loaded - began, warm - loaded, load, max_batch_tokens, makers, static_tokenizers
+    )
 
 
 def precision_advice(precision: str, device: str) -> str:
@@ -118,23 +130,48 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
     return tuned.max_batch_tokens or settings.batch_tokens_for(device)
 
 
-def _load_head(bundle: Bundle, settings: Settings) -> Head | None:
-    """Loads what comes after pooling, and tries it.
+def load_makers(bundle: Bundle, settings: Settings, engine: Engine, threads: int) -> dict[OutputKind, Maker]:
+    """Loads what makes the kinds of outputs that only some models have, and tries it.
 
     Raises:
-        BundleError: It cannot compute, or gives vectors of another width than the manifest says.
+        BundleError: It cannot compute, gives numbers of another width than the manifest says, or needs what is not
+            installed.
     """
-    graph = bundle.pooling.head if bundle.pooling else None
-    if graph is None:
-        return None
-    head = open_head(graph, engine=settings.engine)
+    on_device = functools.partial(open_head, engine=settings.engine, device=engine.info.device)
+    makers: dict[OutputKind, Maker] = {}
+    pooling, multi_vector, sparse = bundle.pooling, bundle.multi_vector, bundle.sparse
+    if pooling is not None:
+        head = None
+        if pooling.head is not None:  # a vector for each text is too little for a GPU
+            head = open_head(pooling.head, engine=settings.engine)
+            _try(head, pooling.head, (2,))
+        makers[OutputKind.MODEL] = ModelVector(pooling, head)
+    if multi_vector is not None:
+        head = on_device(multi_vector.head)
+        _try(head, multi_vector.head, (2,))
+        makers[OutputKind.MULTI_VECTOR] = MultiVectorMaker(bundle, multi_vector, head)
+    if sparse is not None:
+        head = on_device(sparse.head, threads=threads)
+        _try(head, sparse.head, (2,) if sparse.pooling is SparsePooling.OWN_ID else (2, 3))
+        share = settings.max_vocabulary_mib * MIB // engine.max_parallel_runs
+        makers[OutputKind.SPARSE] = SparseMaker(sparse, head, share)
+    if not can_pool() and any(its.token_pooling for its in bundle.tasks.values()):
+        raise BundleError(f"model {bundle.name} pools the vectors of tokens, which needs {EXTRA}")
+    return makers
+
+
+def _try(head: Head, graph: HeadGraph, shape: tuple[int, ...]) -> None:
+    """Runs zeros of this shape: (batch) or (batch, seq), without the width."""
+    zeros = np.zeros((*shape, graph.input_width), np.float32)
+    inputs = (zeros, np.ones(shape, np.float32))[: len(graph.input_names)]
     try:
-        shape = head.run(np.zeros((2, graph.pooled_width), np.float32)).shape
+        found = head.run(*inputs).shape
     except Exception as error:  # whatever the runtime raises
-        raise BundleError(f"{graph.path}: it fails for vectors of {graph.pooled_width} numbers: {error}") from error
-    if shape != (2, graph.width):
-        raise BundleError(f"{graph.path}: it gives {shape} for 2 vectors; the manifest's head.width is {graph.width}")
-    return head
+        raise BundleError(f"{graph.path}: it fails for vectors of {graph.input_width} numbers: {error}") from error
+    if found != (2, graph.width):
+        raise BundleError(
+            f"{graph.path}: it gives {found} for {shape}; the manifest says that its width is {graph.width}"
+        )
 
 
 def load_inspector(inspect: InspectGraph, device: str) -> Inspector:
@@ -148,14 +185,13 @@ def load_inspector(inspect: InspectGraph, device: str) -> Inspector:
     return open_inspector(inspect, device=device)
 
 
-def _load_tokenizer(bundle: Bundle, settings: Settings, tokenize_pool: Executor) -> TextTokenizer:
-    """Loads a bundle's tokenizer, and refuses one whose ids the model does not have."""
-    assert bundle.tokenizer_file is not None  # noqa: S101 - the caller looked
-    tokenizer = TextTokenizer(bundle.tokenizer_file, tokenize_pool, settings.max_queue_text_mib * MIB)
-    if tokenizer.largest_id >= bundle.vocab_size:
+def _load_tokenizer(settings: Settings, tokenize_pool: Executor, path: Path, vocab_size: int) -> TextTokenizer:
+    """Loads a tokenizer of a bundle, and refuses one whose ids the model does not have."""
+    tokenizer = TextTokenizer(path, tokenize_pool, settings.max_queue_text_mib * MIB)
+    if tokenizer.largest_id >= vocab_size:
         raise BundleError(
-            f"{bundle.tokenizer_file}: it gives ids up to {tokenizer.largest_id}, but the model's end at "
-            f"{bundle.vocab_size - 1}; it belongs to another model"
+            f"{path}: it gives ids up to {tokenizer.largest_id}, but the model's end at "
+            f"{vocab_size - 1}; it belongs to another model"
         )
     return tokenizer
 

@@ -1,5 +1,6 @@
 """Protobuf to what the server works with, and back."""
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -11,6 +12,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import InvalidField, MalformedRequest
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
 from encserve_server.models.served import EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
+from encserve_server.models.token_pooling import EXTRA, can_pool
 from encserve_server.rpc.status import Failure
 from encserve_server.rpc.wire import Part, field
 from encserve_server.types import (
@@ -22,6 +24,8 @@ from encserve_server.types import (
     ModelPooling,
     Output,
     OutputKind,
+    Task,
+    TaskSettings,
 )
 
 M = TypeVar("M", bound=Message)
@@ -29,6 +33,7 @@ M = TypeVar("M", bound=Message)
 # The fields that are written by hand, by their numbers.
 _OUTPUTS = pb.EncodeResponse.OUTPUTS_FIELD_NUMBER
 _DATA = pb.RaggedTensor.DATA_FIELD_NUMBER
+_INDICES = pb.RaggedTensor.INDICES_FIELD_NUMBER
 _RESPONSE = pb.EncodeStreamResponse.RESPONSE_FIELD_NUMBER
 
 # By the numbers that callers send, 0 standing for a default: looking them up in the descriptors takes 10 µs a call.
@@ -36,7 +41,10 @@ _OUTPUT_KINDS = {kind.value: kind for kind in OutputKind}
 _OUTPUT_KIND_NAMES = {kind: pb.OutputKind.Name(kind.value) for kind in OutputKind}
 _DATA_TYPES = {0: DataType.FLOAT32} | {data_type.value: data_type for data_type in DataType}
 _DATA_TYPE_NAMES = {data_type: pb.DataType.Name(data_type.value) for data_type in DataType}
+_TASKS = {task.value: task for task in Task}
 _TRUNCATES: dict[int, bool] = {pb.TRUNCATION_UNSPECIFIED: False, pb.TRUNCATION_REFUSE: False, pb.TRUNCATION_END: True}
+
+_INDEXED = (OutputKind.MULTI_VECTOR, OutputKind.SPARSE)
 
 # Small enough that sending one holds nobody up, large enough that there are few.
 _CHUNK_BYTES = 256 * 1024
@@ -65,14 +73,16 @@ def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
             empty or malformed, or the model's own pooling is wanted but not known.
     """
     options, bundle = request.options, model.bundle
-    _check_task("options.task", options.task, bundle)
+    task = _decode_task("options.task", options.task, bundle)
+    data_type = _decode_data_type("options.data_type", options.data_type)
     return EncodeCall(
         inputs=[_decode_input(f"inputs[{i}]", it, bundle.max_sequence_tokens) for i, it in enumerate(request.inputs)],
-        outputs=_decode_outputs(options.outputs, _decode_data_type("options.data_type", options.data_type), bundle),
+        outputs=_decode_outputs(options.outputs, data_type, task, bundle),
         truncate=_decode_truncation("options.truncation", options.truncation),
         exclude_special_tokens=options.exclude_special_tokens,
         include_token_strings=options.include_token_strings,
         prompt_name=options.prompt_name if options.HasField("prompt_name") else None,
+        task=task,
     )
 
 
@@ -103,7 +113,11 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply, strea
     pooling = model.bundle.pooling
     for i, output in enumerate(call.outputs):
         arrays = [encoded.outputs[i] for encoded in reply.encoded]
-        if call.exclude_special_tokens and output.kind is OutputKind.TOKENS:
+        indices: list[Part] = []
+        if output.kind in _INDEXED:
+            indices = [it.indices.data.cast("B") for it in arrays if it.indices is not None and it.indices.size]
+            arrays = [it.rows for it in arrays]
+        elif call.exclude_special_tokens and output.kind is OutputKind.TOKENS:
             arrays = [_without_special(*its) for its in zip(arrays, reply.sequences, strict=True)]
         tensor = pb.RaggedTensor(
             kind=_OUTPUT_KIND_NAMES[output.kind],
@@ -113,7 +127,8 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply, strea
             lengths=[len(array) for array in arrays],
         )
         data = [array.data.cast("B") for array in arrays if array.size]
-        parts += field(_OUTPUTS, [tensor.SerializeToString(), *field(_DATA, data)])
+        large = field(_DATA, data) + (field(_INDICES, indices) if indices else [])
+        parts += field(_OUTPUTS, [tensor.SerializeToString(), *large])
     if stream_request_id is not None:
         around = pb.EncodeStreamResponse(request_id=stream_request_id).SerializeToString()
         parts = [around, *field(_RESPONSE, parts)]
@@ -176,6 +191,19 @@ def encode_model_info(model: ServedModel, *, is_default: bool) -> pb.ModelInfo:
         prompts=bundle.prompts,
         default_prompt_name=bundle.default_prompt_name,
         similarity=bundle.similarity,
+        tasks=[_encode_task(task, its) for task, its in bundle.tasks.items()],
+        multi_vector_width=bundle.width_of(OutputKind.MULTI_VECTOR),
+        multi_vector_similarity=bundle.multi_vector.similarity if bundle.multi_vector else "",
+        sparse_width=bundle.sparse.width if bundle.sparse else 0,
+    )
+
+
+def _encode_task(task: Task, settings: TaskSettings) -> pb.TaskInfo:
+    return pb.TaskInfo(
+        task=pb.Task.Name(task.value),
+        prompt_name=settings.prompt_name,
+        max_tokens=settings.max_tokens,
+        min_tokens=settings.expansion.min_tokens if settings.expansion else 0,
     )
 
 
@@ -212,51 +240,83 @@ def _decode_vectors(field: str, it: pb.TokenEmbeddings, longest: int) -> SentVec
     return SentVectors(numbers.astype(np.float32).reshape(-1, width), count)
 
 
-def _decode_outputs(specs: Sequence[pb.OutputSpec], data_type: DataType, bundle: Bundle) -> tuple[Output, ...]:
+def _decode_outputs(
+    specs: Sequence[pb.OutputSpec], data_type: DataType, task: Task, bundle: Bundle
+) -> tuple[Output, ...]:
     if not specs:
         return (Output(OutputKind.TOKENS, False, data_type),)
     outputs: list[Output] = []
-    seen: dict[tuple[int, bool, int], int] = {}
+    seen: dict[tuple[object, ...], int] = {}
     for i, spec in enumerate(specs):
         field = f"options.outputs[{i}]"
-        key = (spec.kind or pb.OUTPUT_KIND_TOKENS, spec.l2_normalize, spec.dimensions)
+        kind = spec.kind or pb.OUTPUT_KIND_TOKENS
+        key = (kind, spec.l2_normalize, spec.dimensions, spec.max_active_dims, spec.pool_factor)
         if key in seen:
             raise InvalidField(field, f"asks for the same as options.outputs[{seen[key]}]")
         seen[key] = i
-        outputs.append(_decode_output(field, spec, data_type, bundle))
+        outputs.append(_decode_output(field, spec, data_type, task, bundle))
     return tuple(outputs)
 
 
-def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, bundle: Bundle) -> Output:
-    kind, pooling = spec.kind or pb.OUTPUT_KIND_TOKENS, bundle.pooling
-    if kind not in _OUTPUT_KINDS:
-        raise _unknown_value(f"{field}.kind", kind, pb.OutputKind)
-    width = bundle.d_model
-    if kind in (pb.OUTPUT_KIND_MULTI_VECTOR, pb.OUTPUT_KIND_SPARSE):
-        there = ", ".join(_OUTPUT_KIND_NAMES[it] for it in bundle.kinds)
-        raise InvalidField(f"{field}.kind", f"model {bundle.name} has no {pb.OutputKind.Name(kind)}; it has {there}")
-    if spec.max_active_dims:
-        raise InvalidField(f"{field}.max_active_dims", f"is for OUTPUT_KIND_SPARSE alone; was {spec.max_active_dims}")
-    if spec.pool_factor:
-        raise InvalidField(f"{field}.pool_factor", f"is for OUTPUT_KIND_MULTI_VECTOR alone; was {spec.pool_factor:g}")
-    if kind == pb.OUTPUT_KIND_MODEL_POOLING:
-        if pooling is None:
+def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, task: Task, bundle: Bundle) -> Output:
+    number = spec.kind or pb.OUTPUT_KIND_TOKENS
+    if number not in _OUTPUT_KINDS:
+        raise _unknown_value(f"{field}.kind", number, pb.OutputKind)
+    kind = _OUTPUT_KINDS[number]
+    width = bundle.width_of(kind)
+    if not width:
+        if kind is OutputKind.MODEL:
             raise InvalidField(f"{field}.kind", f"model {bundle.name} does not say how it was trained to pool")
-        width = pooling.width
+        there = ", ".join(name for it, name in _OUTPUT_KIND_NAMES.items() if bundle.width_of(it))
+        raise InvalidField(f"{field}.kind", f"model {bundle.name} has no {_OUTPUT_KIND_NAMES[kind]}; it has {there}")
+    if spec.max_active_dims or spec.pool_factor or kind is OutputKind.SPARSE:
+        _check_own_fields(field, spec, kind, task)
     if spec.dimensions > width:
         raise InvalidField(
             f"{field}.dimensions", f"must be at most {width}, the numbers of a row; was {spec.dimensions}"
         )
-    if kind == pb.OUTPUT_KIND_MODEL_POOLING and pooling is not None:
-        return pooling.output(spec.l2_normalize, data_type, spec.dimensions)
-    return Output(_OUTPUT_KINDS[kind], spec.l2_normalize, data_type, spec.dimensions)
+    if kind is OutputKind.MODEL and bundle.pooling is not None:
+        return bundle.pooling.output(spec.l2_normalize, data_type, spec.dimensions)
+    output = Output(kind, spec.l2_normalize, data_type, spec.dimensions)
+    if kind is OutputKind.MULTI_VECTOR:
+        return output._replace(task=task, pool_factor=spec.pool_factor)
+    if kind is OutputKind.SPARSE and bundle.sparse is not None:
+        return output._replace(max_active_dims=spec.max_active_dims or bundle.sparse.max_active_dims)
+    return output
 
 
-def _check_task(field: str, value: int, bundle: Bundle) -> None:
-    if value not in pb.Task.values():
+def _check_own_fields(field: str, spec: pb.OutputSpec, kind: OutputKind, task: Task) -> None:
+    """Refuses what other kinds have, and what those kinds cannot have."""
+    if spec.max_active_dims and kind is not OutputKind.SPARSE:
+        raise InvalidField(f"{field}.max_active_dims", f"is for OUTPUT_KIND_SPARSE alone; was {spec.max_active_dims}")
+    for name in ("l2_normalize", "dimensions"):
+        if kind is OutputKind.SPARSE and (value := getattr(spec, name)):
+            raise InvalidField(
+                f"{field}.{name}", f"is not for OUTPUT_KIND_SPARSE, whose rows are single weights; was {value}"
+            )
+    factor = spec.pool_factor
+    if not factor:
+        return
+    if kind is not OutputKind.MULTI_VECTOR:
+        raise InvalidField(f"{field}.pool_factor", f"is for OUTPUT_KIND_MULTI_VECTOR alone; was {factor:g}")
+    if not 1 <= factor < math.inf:
+        raise InvalidField(f"{field}.pool_factor", f"must be a number from 1; was {factor:g}")
+    if task is Task.QUERY:
+        raise InvalidField(f"{field}.pool_factor", f"is not for TASK_QUERY, which loses by it; was {factor:g}")
+    if not can_pool():
+        raise InvalidField(f"{field}.pool_factor", f"this server cannot pool vectors: it lacks {EXTRA}")
+
+
+def _decode_task(field: str, value: int, bundle: Bundle) -> Task:
+    if not value:
+        return Task.NEITHER
+    if value not in _TASKS:
         raise _unknown_value(field, value, pb.Task)
-    if value:
-        raise InvalidField(field, f"model {bundle.name} does not know {pb.Task.Name(value)}; it treats all texts alike")
+    if _TASKS[value] not in bundle.tasks:
+        known = ", ".join(pb.Task.Name(it.value) for it in bundle.tasks)
+        otherwise = f"it knows {known}" if known else "it treats all texts alike"
+        raise InvalidField(field, f"model {bundle.name} does not know {pb.Task.Name(value)}; {otherwise}")
+    return _TASKS[value]
 
 
 def _decode_data_type(field: str, value: int) -> DataType:

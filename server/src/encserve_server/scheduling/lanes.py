@@ -27,7 +27,7 @@ from encserve_server.telemetry.spans import RanBatch
 from encserve_server.types import BatchSeconds, ClosedBy, ModelInput, Output, OutputArrays
 
 # Makes of a batch what each of its sequences is wanted for; called in an engine's thread, where NumPy warns of nothing.
-MakeOutputs = Callable[[BatchResult, Sequence[tuple[Output, ...]]], list[OutputArrays]]
+MakeOutputs = Callable[[BatchResult, Sequence[ModelInput], Sequence[tuple[Output, ...]]], list[OutputArrays]]
 
 
 class LaneListener(Protocol):
@@ -262,7 +262,8 @@ class Lanes:
             began_at = self._clock.now()
             try:
                 wanted = [it.ticket.wanted for it in part]
-                made = self._run(lane, [it.input for it in part], wanted, alone=batch.alone)
+                attended = [it.attended for it in part]
+                made = self._run(lane, [it.input for it in part], wanted, attended, alone=batch.alone)
             except Exception as error:  # whatever the runtime raises
                 if self._is_broken(lane, error):
                     self._tell(self._listener.on_broken, batch.entries, error)
@@ -290,12 +291,20 @@ class Lanes:
                 self._tell(self._listener.on_broken, batch.entries, nothing)
                 return
 
-    def _run(self, lane: _Lane, inputs: list[ModelInput], wanted: list[tuple[Output, ...]], *, alone: bool) -> _Made:
+    def _run(
+        self,
+        lane: _Lane,
+        inputs: list[ModelInput],
+        wanted: list[tuple[Output, ...]],
+        attended: Sequence[int] = (),
+        *,
+        alone: bool,
+    ) -> _Made:
         """One run, whose beginning others can see."""
         lane.started_at = began = self._clock.now()
         self._busy.begin(began)
         try:
-            result = self._engine.run(inputs, alone=alone)
+            result = self._engine.run(inputs, attended=attended if any(attended) else (), alone=alone)
             return _make(result, inputs, wanted, self._make_outputs)
         finally:
             self._busy.end(self._clock.now())
@@ -347,7 +356,7 @@ def _make(
         raise RuntimeError("the engine gave rows that are not those of the sequences")
     began = time.perf_counter()
     finite = _finite(result)
-    outputs = [its if ok else None for its, ok in zip(make_outputs(result, wanted), finite, strict=True)]
+    outputs = [its if ok else None for its, ok in zip(make_outputs(result, inputs, wanted), finite, strict=True)]
     split_seconds = time.perf_counter() - began
     seconds = BatchSeconds(result.collate_seconds, result.compute_seconds, split_seconds)
     return _Made(outputs, result.padded_tokens, seconds)

@@ -59,11 +59,14 @@ class Ticket:
         now: float,
         deadline: float,
         span: RequestSpan | None = None,
+        attended: Sequence[int] = (),
     ) -> "Ticket":
         """A ticket for a call that comes now, on the running event loop."""
         count = len(sequences)
         ticket = cls(wanted, asyncio.get_running_loop().create_future(), [None] * count, count, [], span=span)
         ticket.entries = [Entry(it, i, ticket, now, deadline) for i, it in enumerate(sequences)]
+        for entry, count in zip(ticket.entries, attended, strict=False):  # of all, or of none
+            entry.attended = count
         return ticket
 
     def fail(self, error: EncserveError) -> None:
@@ -82,6 +85,7 @@ class Entry:
         ticket: The call.
         enqueued_at: When it came, in the clock's seconds.
         deadline: When its caller stops waiting; infinity for never.
+        attended: How many of its first tokens all of its tokens see; 0 for all.
         started_at: When its batch started; NaN before.
         queued: Whether it counts against the queue's bound.
     """
@@ -91,6 +95,7 @@ class Entry:
     ticket: Ticket
     enqueued_at: float
     deadline: float
+    attended: int = 0
     started_at: float = math.nan
     queued: bool = True
 

@@ -180,7 +180,11 @@ class Scheduler:
             self._check_room(count_tokens(), queued)
 
     async def encode(
-        self, sequences: Sequence[ModelInput], wanted: tuple[Output, ...] = _ROWS, deadline: float = math.inf
+        self,
+        sequences: Sequence[ModelInput],
+        wanted: tuple[Output, ...] = _ROWS,
+        deadline: float = math.inf,
+        attended: Sequence[int] = (),
     ) -> list[EncodedSequence]:
         """Runs sequences and returns what was made of each, in order.
 
@@ -189,6 +193,7 @@ class Scheduler:
                 the model takes; each checked by the caller.
             wanted: What is to be made of each.
             deadline: The clock's seconds after which nobody waits any more.
+            attended: For each how many of its first tokens all of its tokens see, 0 for all; or nothing.
 
         Raises:
             QueueFull: No room now.
@@ -197,7 +202,7 @@ class Scheduler:
             InferenceFailed: The engine cannot compute one of the sequences.
             EngineUnhealthy: The engine fails for everything.
         """
-        ticket = self._admit(sequences, wanted, deadline)
+        ticket = self._admit(sequences, wanted, deadline, attended)
         try:
             await ticket.done
         except asyncio.CancelledError:
@@ -211,7 +216,9 @@ class Scheduler:
             ticket.entries.clear()  # they refer to the ticket: without this the rows would wait for the cycle collector
         return [result for result in ticket.results if result is not None]
 
-    def _admit(self, sequences: Sequence[ModelInput], wanted: tuple[Output, ...], deadline: float) -> Ticket:
+    def _admit(
+        self, sequences: Sequence[ModelInput], wanted: tuple[Output, ...], deadline: float, attended: Sequence[int]
+    ) -> Ticket:
         """Queues all sequences of a call, or refuses it."""
         self._check_ready()
         self._check_room(sum(map(len, sequences)), self._pending.tokens)
@@ -220,7 +227,7 @@ class Scheduler:
             for _ in sequences:
                 self._observer.expired()
             raise DeadlineExpired("the deadline had passed before the request was queued")
-        ticket = Ticket.of(sequences, wanted, now, deadline, spans.current())
+        ticket = Ticket.of(sequences, wanted, now, deadline, spans.current(), attended)
         self._pending.add(ticket)
         self._lanes.wake()
         return ticket

@@ -1,0 +1,117 @@
+"""What a tiny bundle makes of its rows: hand-made heads, the manifest's parts about them, and NumPy's own answer."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from tiny_bundle import D_MODEL, VOCAB_SIZE
+
+from encserve_proto.v1 import manifest_pb2
+
+Array = npt.NDArray[Any]
+WIDTH = 3  # of a vector of MaxSim
+FLOAT = TensorProto.FLOAT
+
+
+def weights(width: int, seed: int = 1) -> Array:
+    """(d_model, width) float32."""
+    return np.random.default_rng(seed).standard_normal((D_MODEL, width)).astype(np.float32)
+
+
+def _model(nodes: list[Any], inputs: dict[str, list[Any]], outputs: list[Any], **constants: Array) -> bytes:
+    graph = helper.make_graph(
+        nodes,
+        "head",
+        [helper.make_tensor_value_info(name, FLOAT, shape) for name, shape in inputs.items()],
+        [helper.make_tensor_value_info("out", FLOAT, outputs)],
+        [numpy_helper.from_array(value, name) for name, value in constants.items()],
+    )
+    made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    data: bytes = made.SerializeToString()
+    onnx.checker.check_model(made)
+    return data
+
+
+def multi_vector_file(width: int = WIDTH) -> bytes:
+    """Rows (tokens, d_model) to vectors (tokens, width) of length 1."""
+    nodes = [
+        helper.make_node("MatMul", ["rows", "w"], ["projected"]),
+        helper.make_node("ReduceL2", ["projected"], ["norm"], axes=[-1], keepdims=1),
+        helper.make_node("Div", ["projected", "norm"], ["out"]),
+    ]
+    return _model(nodes, {"rows": ["tokens", D_MODEL]}, ["tokens", width], w=weights(width))
+
+
+def expected_vectors(rows: Array, width: int = WIDTH) -> Array:
+    """What that gives."""
+    projected: Array = rows @ weights(width)
+    return np.asarray(projected / np.linalg.norm(projected, axis=1, keepdims=True))
+
+
+def sparse_file(pooling: str, width: int = VOCAB_SIZE, table: Array | None = None) -> bytes:
+    """Rows (batch, seq, d_model) and mask to (batch, width): log(1 + relu(logits)), its maximum or its sum."""
+    active = [
+        helper.make_node("Relu", ["x"], ["positive"]),
+        helper.make_node("Add", ["positive", "one"], ["more"]),
+        helper.make_node("Log", ["more"], ["y"]),
+    ]
+    masked = helper.make_node("Mul", ["logits", "column"], ["kept"])
+    nodes = [
+        helper.make_node("Unsqueeze", ["mask", "last"], ["column"]),
+        helper.make_node("MatMul", ["rows", "w"], ["logits"]),
+        masked,
+    ]
+    if pooling == "max":
+        nodes += [helper.make_node("ReduceMax", ["kept"], ["x"], axes=[1], keepdims=0), *active]
+        nodes[-1].output[0] = "out"
+    else:
+        active[0].input[0] = "kept"
+        nodes += [*active, helper.make_node("ReduceSum", ["y", "seq"], ["out"], keepdims=0)]
+    return _model(
+        nodes,
+        {"rows": ["batch", "seq", D_MODEL], "mask": ["batch", "seq"]},
+        ["batch", width],
+        w=weights(width, 2) if table is None else table,
+        last=np.array([-1]),
+        one=np.array(1, np.float32),
+        seq=np.array([1]),
+    )
+
+
+def expected_weights(rows: Array, pooling: str, width: int = VOCAB_SIZE) -> Array:
+    """What that gives for (seq, d_model) rows: (width,)."""
+    y = np.log1p(np.maximum(rows @ weights(width, 2), 0))
+    return np.asarray(y.max(axis=0) if pooling == "max" else y.sum(axis=0))
+
+
+def own_id_file() -> bytes:
+    """Rows (tokens, d_model) to a weight each, (tokens, 1)."""
+    nodes = [helper.make_node("MatMul", ["rows", "w"], ["x"]), helper.make_node("Relu", ["x"], ["out"])]
+    return _model(nodes, {"rows": ["tokens", D_MODEL]}, ["tokens", 1], w=weights(1, 3))
+
+
+def multi_vector(**changes: Any) -> manifest_pb2.MultiVector:
+    """The manifest's part for `multi_vector_file`."""
+    its: dict[str, Any] = {
+        "file": "multi_vector.onnx",
+        "input_name": "rows",
+        "output_name": "out",
+        "width": WIDTH,
+        "similarity": "maxsim",
+    }
+    return manifest_pb2.MultiVector(**its | changes)
+
+
+def sparse(**changes: Any) -> manifest_pb2.Sparse:
+    """The manifest's part for `sparse_file("max")`."""
+    its: dict[str, Any] = {
+        "file": "sparse.onnx",
+        "rows_name": "rows",
+        "mask_name": "mask",
+        "output_name": "out",
+        "width": VOCAB_SIZE,
+        "pooling": manifest_pb2.SPARSE_POOLING_MAX,
+    }
+    return manifest_pb2.Sparse(**its | changes)
