@@ -24,7 +24,7 @@ from encserve_export.errors import (
 )
 from encserve_export.export import Exported, Progress, Target, export_encoder
 from encserve_export.hub import Snapshot
-from encserve_export.layouts import hf_bert
+from encserve_export.layouts import hf_bert, hf_rotary
 from encserve_export.onnx_export import OnnxOptions, export_onnx
 from encserve_export.pipeline import Compared, check_pipeline
 from encserve_export.precision import Precision
@@ -256,7 +256,12 @@ def _via_own(checkpoint: _Checkpoint, target: Target) -> Exported:
         checkpoint.progress(remark)
     checkpoint.progress("reading the weights")
     weights = read_weights(checkpoint.directory)
-    encoder = shortened(layout.load(hf_bert.plain_names(weights.tensors)), longest)
+    try:
+        encoder = shortened(layout.load(hf_bert.plain_names(weights.tensors)), longest)
+    except WeightNamesError as error:
+        if checkpoint.settings["model_type"] not in hf_rotary.MODEL_TYPES:
+            raise
+        raise UnsupportedModelError(str(error)) from error  # transformers reads these by other names too
     source = checkpoint.source("own", layout.description, weights)
     exported = export_encoder(encoder, source, target, precision=checkpoint.precision, progress=checkpoint.progress)
     heads = sorted({name.partition(".")[0] for name in layout.unused(hf_bert.plain_names(weights.tensors))})

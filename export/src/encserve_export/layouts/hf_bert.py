@@ -105,9 +105,10 @@ def _plain_name(name: str) -> str:
 
 
 def _refuse_variants(settings: Mapping[str, Any]) -> None:
-    position_type = settings.get("position_embedding_type", "absolute")
-    if position_type != "absolute":
-        raise UnsupportedModelError(f'position_embedding_type must be "absolute"; was {position_type!r}')
+    usual = "rope" if settings["model_type"] == "gte" else "absolute"
+    position_type = settings.get("position_embedding_type", usual)
+    if position_type != usual:
+        raise UnsupportedModelError(f'position_embedding_type must be "{usual}"; was {position_type!r}')
     for name in ("is_decoder", "add_cross_attention"):
         if settings.get(name, False):
             raise UnsupportedModelError(f"{name} must be false, this exports encoders; was {settings[name]!r}")

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from encserve_export.config import EncoderConfig
-from encserve_export.errors import UnsupportedModelError
+from encserve_export.errors import CheckpointFileError, UnsupportedModelError
 from encserve_export.layouts.base import Layout
 from encserve_export.layouts.settings import read_activation, read_pad_token_id, read_setting
 
@@ -51,7 +51,10 @@ MODEL_TYPES = tuple(_NAMES)
 def read_layout(settings: Mapping[str, Any]) -> Layout:
     """Reads config.json of one of `MODEL_TYPES`; raises what `hf_bert.read_layout` does."""
     model_type = settings["model_type"]
-    config = _modernbert_config(settings) if model_type == "modernbert" else _rotary_config(settings)
+    try:
+        config = _modernbert_config(settings) if model_type == "modernbert" else _rotary_config(settings)
+    except CheckpointFileError as error:  # as in config.json of the authors' own code; transformers has defaults
+        raise UnsupportedModelError(str(error)) from error
     names: dict[str, tuple[str, ...]] = {}
     for target, sources in _NAMES[model_type].items():
         if "{}" not in sources[0]:
@@ -107,7 +110,10 @@ def _rotary_config(settings: Mapping[str, Any]) -> EncoderConfig:
         outer_bias=is_gte,
         attention_bias=is_gte,
         position="rotary",
-        rotary_base=_rotary_base(settings.get("rope_parameters") or settings, 160_000.0 if is_gte else 1000.0),
+        rotary_base=_rotary_base(
+            settings.get("rope_scaling") or settings.get("rope_parameters") or {},
+            settings.get("rope_theta", 160_000.0 if is_gte else 1000.0),
+        ),
         embedding_norm=True,
         n_token_types=settings.get("type_vocab_size", 1 if is_gte else 2),
         layer_norm_eps=settings.get("layer_norm_eps", 1e-12),
@@ -120,11 +126,19 @@ def _modernbert_config(settings: Mapping[str, Any]) -> EncoderConfig:
     every = settings.get("global_attn_every_n_layers", 3)
     types = settings.get("layer_types")
     if types is not None:
-        every = next((i for i in range(1, n_layers) if types[i] == "full_attention"), n_layers)
+        every = next((i for i, kind in enumerate(types) if i and kind == "full_attention"), n_layers)
         usual = ["sliding_attention" if i % every else "full_attention" for i in range(n_layers)]
         if types != usual:
             raise UnsupportedModelError(f"layer_types must have full_attention every so many layers; was {types}")
+    window = settings.get("local_attention", 128) // 2
+    if not window:
+        raise UnsupportedModelError(f"local_attention must be at least 2; was {settings['local_attention']}")
     rope = settings.get("rope_parameters") or {}
+    if settings.get("rope_scaling") or not set(rope) <= {"full_attention", "sliding_attention"}:
+        raise UnsupportedModelError(
+            "rope_parameters must be of full_attention and sliding_attention, without rope_scaling; was "
+            f"{settings.get('rope_scaling') or rope}"
+        )
     full, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
     return EncoderConfig(
         vocab_size=read_setting(settings, "vocab_size"),
@@ -143,9 +157,9 @@ def _modernbert_config(settings: Mapping[str, Any]) -> EncoderConfig:
         first_attention_norm=False,
         final_norm=True,
         position="rotary",
-        rotary_base=_rotary_base(full, settings.get("global_rope_theta") or 160_000.0),
-        local_rotary_base=_rotary_base(local, settings.get("local_rope_theta") or 10_000.0),
-        window=settings.get("local_attention", 128) // 2,
+        rotary_base=_rotary_base(full, settings.get("global_rope_theta", 160_000.0)),
+        local_rotary_base=_rotary_base(local, settings.get("local_rope_theta", 10_000.0)),
+        window=window,
         global_every=every,
         embedding_norm=True,
         layer_norm_eps=settings.get("norm_eps", 1e-5),
@@ -154,8 +168,7 @@ def _modernbert_config(settings: Mapping[str, Any]) -> EncoderConfig:
 
 
 def _rotary_base(rope: Mapping[str, Any], default: float) -> float:
-    if rope.get("rope_type", "default") != "default" or rope.get("rope_scaling"):
-        raise UnsupportedModelError(
-            f'rope_type must be "default"; was {rope.get("rope_type") or rope["rope_scaling"]!r}'
-        )
+    """What one kind of rotary positions has as its base; refuses what bends them for longer texts."""
+    if rope.get("rope_type", rope.get("type", "default")) != "default":
+        raise UnsupportedModelError(f'rope_type must be "default"; was {dict(rope)}')
     return float(rope.get("rope_theta", default))
