@@ -95,9 +95,12 @@ def test_real_text_in_bfloat16(bfloat16_client: EncoderClient, client: EncoderCl
     assert max(map(worst_relative_error, together, want)) > 1e-3
 
 
-def test_what_is_served_says_what_it_is(bfloat16_server: RealServer, bfloat16_client: EncoderClient) -> None:
+def test_what_is_served_says_what_it_is(
+    bfloat16_server: RealServer, bfloat16_client: EncoderClient, client: EncoderClient
+) -> None:
     info = bfloat16_client.model()
     assert (info.provider, info.precision) == ("OpenVINO", "bfloat16")
+    assert info.space_id == client.model(info.name).space_id != "", "what a server computes in is beside the space"
     labels = {"provider": "OpenVINO", "precision": "bfloat16", "device": "cpu"}
     assert bfloat16_server.metric("encserve_model_info", **labels) == 1
     (loaded,) = [line for line in bfloat16_server.log if line["message"] == "model loaded"]

@@ -48,7 +48,7 @@ def test_hf(bert: "Checkpoint", models: Path) -> None:
     )
     assert longest in result.stderr
     assert f"longest      {longest}" in result.stdout
-    for shown in ("embedding", "feed_forward", "100.0 %", "tolerance 5.0e-05", manifest.fingerprint):
+    for shown in ("embedding", "feed_forward", "100.0 %", "tolerance 5.0e-05", manifest.fingerprint, manifest.space_id):
         assert shown in result.stdout
     assert f"bundle       {models / 'bert' / '1'}\n" in result.stdout, "a path is never folded"
     assert "comparing ONNX Runtime with PyTorch" in result.stderr

@@ -54,7 +54,7 @@ def show_bundle(bundle: ReadBundle, console: Console) -> None:
     manifest, shape = bundle.manifest, bundle.manifest.encoder
     facts = [
         ("model", f"{manifest.name}, version {manifest.version}, fingerprint {manifest.fingerprint}"),
-        ("space", manifest.space_id),
+        *([("space", manifest.space_id)] if manifest.space_id else []),
         ("source", f"{manifest.source.kind}: {manifest.source.description}"),
         ("encoder", _describe(shape)),
     ]
