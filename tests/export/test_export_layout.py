@@ -169,6 +169,14 @@ def test_a_missing_setting_is_named(bert: "Checkpoint") -> None:
         load(bert.path)
 
 
+@pytest.mark.parametrize("name", ["num_hidden_layers", "max_position_embeddings", "pad_token_id"])
+def test_a_size_that_is_no_whole_number(bert: "Checkpoint", name: str) -> None:
+    for model_type in ("bert", "roberta", "modernbert"):
+        bert.set(model_type=model_type, hidden_activation="gelu", **{name: 2.5})
+        with pytest.raises(ConfigError, match=rf"{name} must be an integer; was 2\.5"):
+            hf_bert.read_layout(read_json(bert.path / "config.json"))
+
+
 def test_sizes_that_do_not_go_together(bert: "Checkpoint") -> None:
     bert.set(num_attention_heads=7)
     with pytest.raises(ConfigError, match="n_heads must divide d_model; was 7 for 64"):

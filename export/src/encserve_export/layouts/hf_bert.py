@@ -13,7 +13,7 @@ from encserve_export.config import EncoderConfig
 from encserve_export.errors import UnsupportedModelError
 from encserve_export.layouts import hf_rotary
 from encserve_export.layouts.base import Layout
-from encserve_export.layouts.settings import read_activation, read_pad_token_id, read_setting
+from encserve_export.layouts.settings import read_activation, read_pad_token_id, read_size
 
 _BERT = ("bert",)
 _ROBERTA = ("roberta", "xlm-roberta", "camembert")
@@ -120,12 +120,12 @@ def _bert_config(settings: Mapping[str, Any]) -> EncoderConfig:
     pad_token_id = read_pad_token_id(settings, 1 if is_roberta else 0)
     position_offset = pad_token_id + 1 if is_roberta else 0
     return EncoderConfig(
-        vocab_size=read_setting(settings, "vocab_size"),
-        d_model=read_setting(settings, "hidden_size"),
-        n_heads=read_setting(settings, "num_attention_heads"),
-        d_ff=read_setting(settings, "intermediate_size"),
-        n_layers=read_setting(settings, "num_hidden_layers"),
-        max_sequence_tokens=read_setting(settings, "max_position_embeddings") - position_offset,
+        vocab_size=read_size(settings, "vocab_size"),
+        d_model=read_size(settings, "hidden_size"),
+        n_heads=read_size(settings, "num_attention_heads"),
+        d_ff=read_size(settings, "intermediate_size"),
+        n_layers=read_size(settings, "num_hidden_layers"),
+        max_sequence_tokens=read_size(settings, "max_position_embeddings") - position_offset,
         activation=read_activation(settings, "hidden_act"),
         position="learned",
         embedding_norm=True,
@@ -141,12 +141,12 @@ def _bert_config(settings: Mapping[str, Any]) -> EncoderConfig:
 
 def _distilbert_config(settings: Mapping[str, Any]) -> EncoderConfig:
     return EncoderConfig(
-        vocab_size=read_setting(settings, "vocab_size"),
-        d_model=read_setting(settings, "dim"),
-        n_heads=read_setting(settings, "n_heads"),
-        d_ff=read_setting(settings, "hidden_dim"),
-        n_layers=read_setting(settings, "n_layers"),
-        max_sequence_tokens=read_setting(settings, "max_position_embeddings"),
+        vocab_size=read_size(settings, "vocab_size"),
+        d_model=read_size(settings, "dim"),
+        n_heads=read_size(settings, "n_heads"),
+        d_ff=read_size(settings, "hidden_dim"),
+        n_layers=read_size(settings, "n_layers"),
+        max_sequence_tokens=read_size(settings, "max_position_embeddings"),
         activation=read_activation(settings, "activation"),
         # Sinusoidal DistilBERTs save their table like a learned one.
         position="learned",

@@ -6,7 +6,7 @@ from typing import Any
 from encserve_export.config import EncoderConfig
 from encserve_export.errors import CheckpointFileError, UnsupportedModelError
 from encserve_export.layouts.base import Layout
-from encserve_export.layouts.settings import read_activation, read_pad_token_id, read_setting
+from encserve_export.layouts.settings import read_activation, read_pad_token_id, read_size
 
 # The names that each model's authors gave, under which transformers saves it too.
 _NOMIC_BERT = {
@@ -93,17 +93,17 @@ def _has_bias(config: EncoderConfig, target: str) -> bool:
 
 def _rotary_config(settings: Mapping[str, Any]) -> EncoderConfig:
     is_gte = settings["model_type"] == "gte"
-    d_model, n_heads = read_setting(settings, "hidden_size"), read_setting(settings, "num_attention_heads")
+    d_model, n_heads = read_size(settings, "hidden_size"), read_size(settings, "num_attention_heads")
     head_dim = settings.get("head_dim")
     if head_dim is not None and head_dim * n_heads != d_model:
         raise UnsupportedModelError(f"head_dim must be hidden_size / num_attention_heads; was {head_dim!r}")
     return EncoderConfig(
-        vocab_size=read_setting(settings, "vocab_size"),
+        vocab_size=read_size(settings, "vocab_size"),
         d_model=d_model,
         n_heads=n_heads,
-        d_ff=read_setting(settings, "intermediate_size"),
-        n_layers=read_setting(settings, "num_hidden_layers"),
-        max_sequence_tokens=read_setting(settings, "max_position_embeddings"),
+        d_ff=read_size(settings, "intermediate_size"),
+        n_layers=read_size(settings, "num_hidden_layers"),
+        max_sequence_tokens=read_size(settings, "max_position_embeddings"),
         activation=read_activation(settings, "hidden_act"),
         gated=True,
         inner_bias=False,
@@ -122,7 +122,7 @@ def _rotary_config(settings: Mapping[str, Any]) -> EncoderConfig:
 
 
 def _modernbert_config(settings: Mapping[str, Any]) -> EncoderConfig:
-    n_layers = read_setting(settings, "num_hidden_layers")
+    n_layers = read_size(settings, "num_hidden_layers")
     every = settings.get("global_attn_every_n_layers", 3)
     types = settings.get("layer_types")
     if types is not None:
@@ -141,12 +141,12 @@ def _modernbert_config(settings: Mapping[str, Any]) -> EncoderConfig:
         )
     full, local = rope.get("full_attention") or {}, rope.get("sliding_attention") or {}
     return EncoderConfig(
-        vocab_size=read_setting(settings, "vocab_size"),
-        d_model=read_setting(settings, "hidden_size"),
-        n_heads=read_setting(settings, "num_attention_heads"),
-        d_ff=read_setting(settings, "intermediate_size"),
+        vocab_size=read_size(settings, "vocab_size"),
+        d_model=read_size(settings, "hidden_size"),
+        n_heads=read_size(settings, "num_attention_heads"),
+        d_ff=read_size(settings, "intermediate_size"),
         n_layers=n_layers,
-        max_sequence_tokens=read_setting(settings, "max_position_embeddings"),
+        max_sequence_tokens=read_size(settings, "max_position_embeddings"),
         activation=read_activation(settings, "hidden_activation"),
         gated=True,
         inner_bias=settings.get("mlp_bias", False),
