@@ -28,6 +28,7 @@ MODULES = [
     {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
     {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"},
 ]
+TEXT_METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
 
 
 def write_modules(folder: Path, modules: object, **pooling: object) -> None:
@@ -201,6 +202,10 @@ def test_poolings_that_do_not_exist_are_refused(tmp_path: Path, pooling: dict[st
             "Router module, .*: queries and documents go through",
         ),
         ("sentence_transformers.models.StaticEmbedding", "StaticEmbedding module, .*: it looks vectors up"),
+        ("sentence_transformers.models.WordEmbeddings", "WordEmbeddings module, .*: there is no encoder"),
+        ("sentence_transformers.models.BoW", "BoW module, .*: there is no encoder"),
+        ("sentence_transformers.models.WeightedLayerPooling", "WeightedLayerPooling module, .*: without modules.json"),
+        ("sentence_transformers.models.LSTM", "LSTM module, .*: without modules.json"),
         ("sentence_transformers.models.CLIPModel", "CLIPModel module, .*: it takes images too; save its text model"),
         ("sentence_transformers.sparse_encoder.modules.SpladePooling", "it gives weights of the whole vocabulary"),
         ("custom_st.Transformer", "has a module custom_st.Transformer, which is code of its own and never run here"),
@@ -224,10 +229,31 @@ def test_a_module_that_a_bundle_cannot_express_is_refused(tmp_path: Path, module
         ("sentence_bert_config.json", {"modality_config": {"message": {}}}, "takes message and no plain text"),
         ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, "its tokenizer is that of 'x'; put that"),
         ("sentence_bert_config.json", {"config_args": {"n_heads": 3}}, "changes of the config is not known .*n_heads"),
+        (
+            "sentence_bert_config.json",
+            {"modality_config": {"text": {"method": "get_text_features", "method_output_name": "pooler_output"}}},
+            "a text must become token_embeddings, .* here .*get_text_features.* Save its text model alone",
+        ),
+        (
+            "sentence_bert_config.json",
+            {"modality_config": {"text": TEXT_METHOD}, "module_output_name": "sentence_embedding"},
+            "here it becomes sentence_embedding",
+        ),
+        ("sentence_bert_config.json", {"query_length": 8}, "query_length treats queries unlike documents"),
+        ("sentence_bert_config.json", {"query_expansion": {"length": 32}}, "query_expansion treats queries"),
+        (
+            "sentence_bert_config.json",
+            {"processing_kwargs": {"text": {"add_special_tokens": False, "padding": True}}},
+            "calls the tokenizer with add_special_tokens, which",
+        ),
+        ("sentence_bert_config.json", {"processing_kwargs": {"common": {"max_length": 9}}}, "with max_length, which"),
+        ("adapter_config.json", {}, "holds an adapter .* merge them with PEFT's merge_and_unload"),
+        ("2_Normalize/config.json", {"module_output_name": "x"}, "only the sentence's vector can be normalised"),
     ],
 )
 def test_a_directory_of_another_kind_is_refused(tmp_path: Path, file: str, content: object, problem: str) -> None:
     write_modules(tmp_path, MODULES, pooling_mode="mean")
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).write_text(json.dumps(content))
     with pytest.raises(UnsupportedModelError, match=problem):
         read_sentence_vector(tmp_path)

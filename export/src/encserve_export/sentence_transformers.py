@@ -45,6 +45,10 @@ _HARMLESS = {
     "processor": {"model_max_length", "padding_side", "use_fast", "clean_up_tokenization_spaces"},
     "config": {"attn_implementation", "use_cache"},
 }
+# How the tokenizer is called, of which these change no vector of a text.
+_HARMLESS_CALLS = {"padding", "pad_to_multiple_of", "return_tensors"}
+_PER_TASK = ("query_length", "document_length", "query_expansion")
+_TEXT_METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
 # Why a bundle has no place for a directory of another kind, or a module, and what to do.
 _OTHER_KINDS = {
     "CrossEncoder": "it scores pairs of texts and gives no vector of one; serve it with a server for rerankers",
@@ -57,6 +61,8 @@ _OTHER_MODULES = {
     "Router": "queries and documents go through different modules; export each of its folders by itself",
     "Asym": "queries and documents go through different modules; export each of its folders by itself",
     "StaticEmbedding": "it looks vectors up and averages them; there is no encoder to serve",
+    "BoW": "there is no encoder to serve",
+    "WordEmbeddings": "there is no encoder to serve",
     "CLIPModel": "it takes images too; save its text model alone (CLIPTextModel.save_pretrained) and export that",
     "MLMTransformer": _OTHER_KINDS["SparseEncoder"],
     "SpladePooling": _OTHER_KINDS["SparseEncoder"],
@@ -113,6 +119,7 @@ def read_sentence_vector(directory: Path) -> SentenceVector:
         CheckpointFileError: A file is unreadable or contradicts itself.
     """
     _refuse_other_kinds(directory)
+    _refuse_adapter(transformer_folder(directory))
     vector = SentenceVector()
     head: list[nn.Module] = []
     for i, (kind, folder) in enumerate(_modules(directory)):
@@ -180,10 +187,18 @@ def _check_transformer(directory: Path) -> None:
     task = settings.get("transformer_task", "feature-extraction")
     if task != "feature-extraction":
         raise UnsupportedModelError(f"{path}: transformer_task must be feature-extraction for an encoder; was {task!r}")
-    methods = settings.get("modality_config")
-    if isinstance(methods, dict) and "text" not in methods:
+    _check_modalities(path, settings)
+    if per_task := [name for name in _PER_TASK if settings.get(name) is not None]:
         raise UnsupportedModelError(
-            f"{path}: the model takes {', '.join(methods)} and no plain text, which a bundle cannot express"
+            f"{path}: {', '.join(per_task)} treats queries unlike documents, which a bundle cannot express; take it "
+            "out, and set the longest sequence with --max-sequence-tokens"
+        )
+    calls = settings.get("processing_kwargs") or {}
+    called = {name for kind in ("text", "common") for name in calls.get(kind) or {}}
+    if unknown := sorted(called - _HARMLESS_CALLS):
+        raise UnsupportedModelError(
+            f"{path}: processing_kwargs calls the tokenizer with {', '.join(unknown)}, which a bundle cannot express; "
+            "write it into tokenizer.json, and take it out"
         )
     if settings.get("tokenizer_name_or_path"):
         raise UnsupportedModelError(
@@ -196,6 +211,31 @@ def _check_transformer(directory: Path) -> None:
                 f"{path}: what it changes of the {name} is not known here: {', '.join(unknown)}; write it into the "
                 "directory's own files, and take it out"
             )
+
+
+def _check_modalities(path: Path | None, settings: Mapping[str, Any]) -> None:
+    """Refuses a model whose texts do not become the rows of its last layer."""
+    methods = settings.get("modality_config")
+    if not isinstance(methods, dict):
+        return
+    if "text" not in methods:
+        raise UnsupportedModelError(
+            f"{path}: the model takes {', '.join(methods)} and no plain text, which a bundle cannot express"
+        )
+    text, output = methods["text"], settings.get("module_output_name", "token_embeddings")
+    if text != _TEXT_METHOD or output != "token_embeddings":
+        raise UnsupportedModelError(
+            f"{path}: a text must become token_embeddings, by {_TEXT_METHOD}; here it becomes {output}, by {text}. "
+            "Save its text model alone with save_pretrained, and export that"
+        )
+
+
+def _refuse_adapter(directory: Path) -> None:
+    if (directory / "adapter_config.json").is_file():
+        raise UnsupportedModelError(
+            f"{directory} holds an adapter (adapter_config.json), which changes the weights of another model; merge "
+            "them with PEFT's merge_and_unload, save that with save_pretrained, and export it"
+        )
 
 
 def _refuse_other_kinds(directory: Path) -> None:
@@ -263,7 +303,8 @@ def _pooling(path: Path) -> tuple[Any, ...]:
 def _normalize(folder: Path) -> list[nn.Module]:
     path = folder / "config.json"
     settings = read_object(path) if path.is_file() else {}
-    if settings.get("module_input_name", "sentence_embedding") != "sentence_embedding":
+    ends = [settings.get(f"module_{end}_name") for end in ("input", "output")]
+    if any(name not in (None, "sentence_embedding") for name in ends):
         raise UnsupportedModelError(f"{path}: only the sentence's vector can be normalised by a bundle; {_ALONE}")
     return [Normalize()]
 
