@@ -70,6 +70,28 @@ def test_precision(data: Path, models: Path, precision: str) -> None:
     assert parameters in shown, "the model has the same parameters in every precision"
 
 
+def test_pooling_that_the_directory_does_not_say(bert: "Checkpoint", models: Path) -> None:
+    """Nothing is guessed: the report says that it is not known, and the option says it."""
+    result = run("hf", bert.path, "--model-repository", models, "--name", "unknown")
+    assert "pooling      not said by the checkpoint" in result.stdout
+    result = run("hf", bert.path, "--model-repository", models, "--name", "known", "--pooling", "lasttoken")
+    assert "not said by the checkpoint" not in result.stdout
+    manifest = json.loads((models / "known" / "1" / "manifest.json").read_text())
+    assert manifest["pooling"] == "POOLING_LAST_TOKEN"
+    (bert.path / "modules.json").write_text(
+        json.dumps(
+            [
+                {"name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+                {"name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+            ]
+        )
+    )
+    (bert.path / "1_Pooling").mkdir()
+    (bert.path / "1_Pooling" / "config.json").write_text("{}")
+    result = run("hf", bert.path, "--model-repository", models, "--name", "said", "--pooling", "cls")
+    assert "pooling is for a checkpoint that does not say its own" in result.stderr
+
+
 def test_precision_of_checkpoint_and_init(data: Path, models: Path, config: Path) -> None:
     golden = data / "fused-qkv"
     fields = config.parent / "fields.json"

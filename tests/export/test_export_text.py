@@ -106,7 +106,8 @@ def test_an_empty_tokenizer_is_refused(tmp_path: Path, write_tokenizer: Callable
 )
 def test_pooling_is_read(tmp_path: Path, pooling: dict[str, object], expected: manifest_pb2.Pooling) -> None:
     write_modules(tmp_path, MODULES, **pooling)
-    assert read_sentence_vector(tmp_path) == SentenceVector(expected, l2_normalize=True)
+    empty = {"query": "", "document": ""}  # which sentence-transformers has whatever a directory says
+    assert read_sentence_vector(tmp_path) == SentenceVector(expected, l2_normalize=True, prompts=empty)
 
 
 def test_pooling_without_normalising(bert: "Checkpoint", models: Path) -> None:
@@ -147,6 +148,15 @@ def test_the_longest_text_is_read_from_the_checkpoint(bert: "Checkpoint", models
     exported = export_hf(bert.path, Target(model_repository=models, name="bert"))
     assert exported.manifest.encoder.max_sequence_tokens == 40
     assert "the checkpoint's max_seq_length is 40" in exported.remark
+
+
+def test_a_length_that_only_the_tokenizer_says_is_said(bert: "Checkpoint", models: Path) -> None:
+    (bert.path / "tokenizer_config.json").write_text('{"model_max_length": 40}')
+    exported = export_hf(bert.path, Target(model_repository=models, name="bert"))
+    assert exported.manifest.encoder.max_sequence_tokens == 40
+    assert exported.remark.endswith("the checkpoint's max_seq_length is 40, its positions are 66")
+    longer = export_hf(bert.path, Target(model_repository=models, name="longer"), max_sequence_tokens=50)
+    assert "for texts of more than 40 tokens sentence-transformers gives other vectors" in longer.remark
 
 
 def test_a_length_beyond_the_positions_is_refused_whatever_the_checkpoint_says(
@@ -247,6 +257,11 @@ def test_a_module_that_a_bundle_cannot_express_is_refused(tmp_path: Path, module
             "calls the tokenizer with add_special_tokens, which",
         ),
         ("sentence_bert_config.json", {"processing_kwargs": {"common": {"max_length": 9}}}, "with max_length, which"),
+        (
+            "config.json",
+            {"model_type": "bart", "is_encoder_decoder": True},
+            "of model_type 'bart' sentence-transformers pools the rows of the decoder, which are not served",
+        ),
         ("adapter_config.json", {}, "holds an adapter .* merge them with PEFT's merge_and_unload"),
         ("2_Normalize/config.json", {"module_output_name": "x"}, "only the sentence's vector can be normalised"),
     ],
@@ -263,7 +278,10 @@ def test_a_directory_of_another_kind_is_refused(tmp_path: Path, file: str, conte
     ("content", "problem"),
     [
         ({"prompts": {"query": 5}}, "must give prompts as texts by name"),
-        ({"prompts": {"query": "q: "}, "default_prompt_name": "document"}, "is 'document'; the prompts are ..query"),
+        (
+            {"prompts": {"query": "q: "}, "default_prompt_name": "summary"},
+            "is 'summary'; the prompts are .'document",
+        ),
         ({"truncate_dim": 0}, "must give truncate_dim as a number from 1; was 0"),
     ],
 )

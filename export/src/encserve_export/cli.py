@@ -81,6 +81,11 @@ _precision_option = click.option(
     help="How the graph is made: our own encoder, the directory's onnx/model.onnx, or PyTorch's export of the model in "
     "transformers; by default the first of them that takes it.",
 )
+@click.option(
+    "--pooling",
+    type=click.Choice(list(POOLINGS)),
+    help="How the model was trained to make one vector, where the directory has no modules.json to say so.",
+)
 def hf(
     source: str,
     model_repository: Path,
@@ -90,6 +95,7 @@ def hf(
     precision: Precision,
     revision: str | None,
     via: Route | None,
+    pooling: str | None,
     overwrite: bool,
 ) -> None:
     """Exports the Hugging Face checkpoint in DIRECTORY, or the one of that name on the hub.
@@ -116,6 +122,7 @@ def hf(
             max_sequence_tokens=max_sequence_tokens,
             precision=precision,
             via=via,
+            pooling=pooling,
             origin=origin,
             progress=progress,
         )

@@ -29,6 +29,7 @@ from encserve_export.onnx_export import OnnxOptions, export_onnx
 from encserve_export.pipeline import Compared, check_pipeline
 from encserve_export.precision import Precision
 from encserve_export.sentence_transformers import (
+    POOLINGS,
     SentenceVector,
     read_lowercase,
     read_max_seq_length,
@@ -109,7 +110,10 @@ class _Checkpoint:
                 f"max_sequence_tokens is {_LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
                 "sets more, which takes memory with its square"
             )
-        return longest_sequence(bound if self.usual is None else positions or self.usual, self.usual, self.asked)
+        usual = self.usual
+        if usual is None and positions is not None and bound < positions:
+            usual = bound
+        return longest_sequence(bound if usual is None else positions or usual, usual, self.asked)
 
     def _model_max_length(self) -> int | None:
         path = self.directory / "tokenizer_config.json"
@@ -125,6 +129,7 @@ def export_hf(
     max_sequence_tokens: int | None = None,
     precision: Precision = "float32",
     via: Route | None = None,
+    pooling: str | None = None,
     origin: Snapshot | None = None,
     progress: Progress = lambda _: None,
 ) -> Exported:
@@ -137,6 +142,7 @@ def export_hf(
             default the max_seq_length of sentence-transformers, or all of them.
         precision: What the bundle computes in.
         via: How the graph is made; by default the first of `ROUTES` that takes the model.
+        pooling: One of `POOLINGS`, for a directory that does not say how rows become one vector.
         origin: Where on the hub the directory came from, for the manifest.
         progress: Called with what is being done.
 
@@ -146,6 +152,10 @@ def export_hf(
     progress("reading the checkpoint")
     pipeline = functools.partial(check_pipeline, directory, progress)
     vector, directory = read_sentence_vector(directory), transformer_folder(directory)
+    if pooling is not None:
+        if vector.pooling:
+            raise ConfigError("pooling is for a checkpoint that does not say its own; this one's modules.json does")
+        vector = dataclasses.replace(vector, pooling=POOLINGS[pooling])
     settings = _read_settings(directory)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer, text = _read_tokenizer(directory, Path(folder))

@@ -66,8 +66,8 @@ def check_pipeline(
     theirs.max_seq_length = manifest.encoder.max_sequence_tokens
     ours = _Pipeline(folder, manifest)
     errors = []
-    for name in sorted({"", *manifest.prompts}):
-        prompt = manifest.prompts.get(name, "")
+    prompts = {text: name for name, text in manifest.prompts.items()} | {"": ""}
+    for prompt, name in sorted(prompts.items()):
         want = _encode(theirs, prompt)
         got = np.concatenate([ours.vector(prompt, text) for text in _TEXTS])
         _refuse(got, want, manifest.graph.precision, name)

@@ -11,6 +11,11 @@ from encserve_export.precision import BOUNDS
 from encserve_export.propagation import Propagation
 from encserve_proto.v1 import manifest_pb2
 
+_POOLING = (
+    "not said by the checkpoint, so callers ask for one by its name; sentence-transformers would take the mean, or the "
+    "last token of a ...ForCausalLM. --pooling sets it"
+)
+
 
 def show(exported: Exported, console: Console) -> None:
     """Prints parameters by part, file sizes, parity, and where the bundle is."""
@@ -36,6 +41,11 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
     return [
         *([("route", exported.route)] if exported.route else []),
         *([("text", exported.text)] if exported.text else []),
+        *(
+            [("pooling", _POOLING)]
+            if exported.route and not manifest.pooling and not manifest.HasField("sparse")
+            else []
+        ),
         *([("left behind", ", ".join(exported.left_behind))] if exported.left_behind else []),
         ("model size", f"{size / 2**20:,.1f} MiB, {manifest.graph.precision}, opset {manifest.graph.opset}"),
         ("parity", _parity(manifest)),
@@ -47,6 +57,10 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         ("space", manifest.space_id),
         ("bundle", str(exported.path)),
     ]
+
+
+def _gives_vectors(manifest: manifest_pb2.Manifest) -> bool:
+    return bool(manifest.pooling) or manifest.HasField("multi_vector") or manifest.HasField("sparse")
 
 
 def show_bundle(bundle: ReadBundle, console: Console) -> None:

@@ -68,6 +68,13 @@ _OTHER_MODULES = {
     "SpladePooling": _OTHER_KINDS["SparseEncoder"],
 }
 _CLASSIFIER = "ForSequenceClassification"
+# Of these encoder-decoders sentence-transformers runs the encoder; of all others the decoder, on the text again.
+_ENCODER_ALONE = {
+    *("t5", "mt5", "umt5", "longt5", "t5gemma", "t5gemma2", "switch_transformers", "prophetnet", "m2m_100", "marian"),
+    *("blenderbot", "blenderbot-small", "pegasus", "pegasus_x"),
+}
+# What sentence-transformers has whether or not a directory says so.
+_EMPTY_PROMPTS = {"query": "", "document": ""}
 _ALONE = "without modules.json the encoder alone is exported"
 
 
@@ -126,6 +133,7 @@ def read_sentence_vector(directory: Path) -> SentenceVector:
         path = _inside(directory, folder)
         if kind == "Transformer" and i == 0:
             _check_transformer(path)
+            _refuse_decoder(path)
         elif kind == "Pooling" and vector.pooling == manifest_pb2.POOLING_UNSPECIFIED:
             first, *more, skips_prompt = _pooling(path / "config.json")
             vector = dataclasses.replace(vector, pooling=first, more_poolings=tuple(more), skips_prompt=skips_prompt)
@@ -230,6 +238,17 @@ def _check_modalities(path: Path | None, settings: Mapping[str, Any]) -> None:
         )
 
 
+def _refuse_decoder(directory: Path) -> None:
+    path = directory / "config.json"
+    settings = read_object(path) if path.is_file() else {}
+    kind = settings.get("model_type")
+    if settings.get("is_encoder_decoder") and kind not in _ENCODER_ALONE:
+        raise UnsupportedModelError(
+            f"{path}: of model_type {kind!r} sentence-transformers pools the rows of the decoder, which are not served "
+            f"here; {_ALONE}"
+        )
+
+
 def _refuse_adapter(directory: Path) -> None:
     if (directory / "adapter_config.json").is_file():
         raise UnsupportedModelError(
@@ -320,7 +339,8 @@ def _with_settings(vector: SentenceVector, path: Path) -> SentenceVector:
     """Adds what config_sentence_transformers.json says."""
     settings = read_object(path) if path.is_file() else {}
     # None stands for a prompt that nobody has filled in.
-    prompts = {name: text or "" for name, text in (settings.get("prompts") or {}).items()}
+    given = {name: text or "" for name, text in (settings.get("prompts") or {}).items()}
+    prompts = (_EMPTY_PROMPTS if vector.pooling else {}) | given
     default, dimensions = settings.get("default_prompt_name"), settings.get("truncate_dim")
     if not all(isinstance(text, str) for text in prompts.values()):
         raise CheckpointFileError(f"{path} must give prompts as texts by name; was {settings['prompts']!r}")

@@ -266,7 +266,10 @@ def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, task: T
     width = bundle.width_of(kind)
     if not width:
         if kind is OutputKind.MODEL:
-            raise InvalidField(f"{field}.kind", f"model {bundle.name} does not say how it was trained to pool")
+            raise InvalidField(
+                f"{field}.kind",
+                f"model {bundle.name} does not say how it was trained to pool; ask for a pooling by its name",
+            )
         there = ", ".join(name for it, name in _OUTPUT_KIND_NAMES.items() if bundle.width_of(it))
         raise InvalidField(f"{field}.kind", f"model {bundle.name} has no {_OUTPUT_KIND_NAMES[kind]}; it has {there}")
     if spec.max_active_dims or spec.pool_factor or kind is OutputKind.SPARSE:
