@@ -29,7 +29,7 @@ from onnx_files import (
 
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx, onnx_data
 from encserve_export.cli import main
-from encserve_export.errors import ConfigError, TokenizerError, VocabularyError
+from encserve_export.errors import ConfigError, TokenizerError, UnsupportedModelError, VocabularyError
 from encserve_export.onnx_model import Names, embedding_rows, precision
 from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.text import read_tokenizer
@@ -294,4 +294,10 @@ def test_a_tokenizer_with_more_ids(file: Path, target: Target, write_tokenizer: 
 def test_options_out_of_range(file: Path, target: Target, options: OnnxOptions, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         export_onnx(save(build(), file), target, options)
+    assert not target.model_repository.exists()
+
+
+def test_int8_of_a_graph_without_products_is_refused(file: Path, target: Target) -> None:
+    with pytest.raises(UnsupportedModelError, match="no product .* has weights of 1024 numbers or more, so int8 would"):
+        export_onnx(save(build(), file), target, OnnxOptions(max_sequence_tokens=16, precision="int8"))
     assert not target.model_repository.exists()

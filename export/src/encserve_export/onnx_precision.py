@@ -77,6 +77,11 @@ def _halved(model: onnx.ModelProto) -> onnx.ModelProto:
 def _quantized(model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int) -> onnx.ModelProto:
     weights = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT}
     linear = [node for node in model.graph.node if _is_linear(node, weights)]
+    if not linear:
+        raise UnsupportedModelError(
+            f"no product in the graph has weights of {_LEAST_WEIGHTS} numbers or more, so int8 would bring nothing; "
+            "export it in float32"
+        )
     seen = _seen(model, interface, vocab_size, longest, {node.input[0] for node in linear})
     layers = {}
     for node in linear:
