@@ -25,21 +25,28 @@ def text_of(n_words: int, seed: int = 0) -> str:
     return " ".join(WORDS[i] for i in picked.tolist())
 
 
-def write_encoder(folder: Path, *, lowercase: bool = False, model_max_length: int | None = None) -> None:
-    """Writes a small BERT and its tokenizer, by transformers."""
-    from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
+def write_encoder(
+    folder: Path,
+    *,
+    model_type: str = "bert",
+    config: Mapping[str, Any] | None = None,
+    lowercase: bool = False,
+    **tokenizer_settings: Any,
+) -> None:
+    """Writes a small model and its tokenizer, by transformers."""
+    from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
     vocabulary = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=D_MODEL,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        intermediate_size=32,
-        max_position_embeddings=LONGEST,
-    )
-    model = BertModel(config)
+    sizes = {
+        "vocab_size": len(vocabulary),
+        "hidden_size": D_MODEL,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+        "max_position_embeddings": LONGEST,
+    }
+    model = AutoModel.from_config(AutoConfig.for_model(model_type, **(sizes | dict(config or {}))))
     for weight in model.parameters():
         nn.init.normal_(weight, std=0.2)
     model.save_pretrained(folder)
@@ -50,7 +57,6 @@ def write_encoder(folder: Path, *, lowercase: bool = False, model_max_length: in
     tokenizer.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
     )
-    longest = {} if model_max_length is None else {"model_max_length": model_max_length}
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         unk_token="[UNK]",
@@ -58,7 +64,7 @@ def write_encoder(folder: Path, *, lowercase: bool = False, model_max_length: in
         cls_token="[CLS]",
         sep_token="[SEP]",
         mask_token="[MASK]",
-        **longest,
+        **tokenizer_settings,
     ).save_pretrained(folder)
 
 
