@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from agreement import worst_relative_error
+import torch
+from agreement import least_cosine, worst_relative_error
 from architectures import ARCHITECTURES, VOCAB_SIZE, Architecture, build, rows_of, save
 from click.testing import CliRunner
 from google.protobuf import json_format
-from real_server import RealServer, real_server
+from real_server import RealServer, cpu_has_bfloat16, real_server
 
 from encserve_client import EncoderClient
 from encserve_export.cli import main
@@ -20,6 +21,8 @@ pytest.importorskip("transformers", reason="needs ./export[transformers]")
 
 DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
 LENGTHS = (1, 60, 3, 9, 60, 2, 17)
+OUR_OWN = [its for its in ARCHITECTURES if its.name in ("MPNet", "ModernBERT", "NomicBERT", "GTE")]
+OURS = pytest.mark.parametrize("architecture", OUR_OWN, ids=lambda its: its.folder)
 EACH = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda its: its.folder)
 
 
@@ -57,6 +60,38 @@ def test_rows_alone_and_among_others(client_of_all: EncoderClient, architecture:
         assert worst_relative_error(got, want) <= 5e-5
         (alone,) = client_of_all.encode([ids], model=architecture.folder)
         assert worst_relative_error(alone, want) <= 5e-5
+
+
+@OURS
+def test_attention_and_states_are_transformers_own(client_of_all: EncoderClient, architecture: Architecture) -> None:
+    """What inspect shows, with relative positions, rotary ones, and windows."""
+    ids = np.random.default_rng(0).integers(3, VOCAB_SIZE, 50).tolist()
+    result = client_of_all.inspect(ids, model=architecture.folder)
+    with torch.inference_mode():
+        want = build(architecture)(torch.tensor([ids]), output_attentions=True, output_hidden_states=True)
+    assert result.attention is not None
+    assert result.hidden_states is not None
+    for got, weights in zip(result.attention, want.attentions, strict=True):
+        assert np.abs(got - weights[0].numpy()).max() <= 1e-5
+    for got, states in zip(result.hidden_states, want.hidden_states, strict=True):
+        assert worst_relative_error(got, states[0].numpy()) <= 5e-5
+
+
+@pytest.mark.parametrize("flags", [[], ["--precision", "bfloat16"]], ids=["float32", "bfloat16"])
+def test_rows_of_openvino(served: Path, flags: list[str]) -> None:
+    if flags and not cpu_has_bfloat16():
+        pytest.skip("THIS CPU HAS NO BFLOAT16")
+    models = [flag for its in OUR_OWN for flag in ("--model", its.folder)]
+    with real_server(served, "--engine", "openvino", *models, *flags) as server, EncoderClient(server.target) as client:
+        for architecture in OUR_OWN:
+            model, random = build(architecture), np.random.default_rng(0)
+            sequences = [random.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTHS]
+            for got, ids in zip(client.encode(sequences, model=architecture.folder), sequences, strict=True):
+                want = rows_of(model, ids)
+                if flags:
+                    assert least_cosine([got], [want]) >= 0.999, architecture.name
+                else:
+                    assert worst_relative_error(got, want) <= 5e-5, architecture.name
 
 
 def test_the_table_of_the_docs(served: Path) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from agreement import least_cosine, worst_relative_error
 from checkpoints import BARE_GOLDENS, GOLDENS, MODEL, export_golden_for_embeddings, golden_cases
-from real_server import RealServer, real_server
+from real_server import RealServer, cpu_has_bfloat16, real_server
 
 from encserve_client import EncoderClient
 
@@ -16,11 +16,6 @@ LENGTHS = (1, 2, 3, 5, 9, 14, 22, 30, 47, 64, 78, 100, 128, 150, 200, 230, 255, 
 # Of a token's row in bfloat16 with the same row in float32, and of one computed alone with one among neighbours.
 MIN_COSINE, MIN_COSINE_OF_NEIGHBOURS = 0.999, 0.9995
 VECTORS = "raw-matrices"
-
-
-def cpu_has_bfloat16() -> bool:
-    """What the system says of the CPU, not what OpenVINO says."""
-    return bool({"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
 
 
 @pytest.fixture(scope="module")

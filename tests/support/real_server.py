@@ -73,6 +73,11 @@ class RealServer:
         return int(self.metric("process_resident_memory_bytes"))
 
 
+def cpu_has_bfloat16() -> bool:
+    """What the system says of the CPU, not what OpenVINO says."""
+    return bool({"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
+
+
 @contextlib.contextmanager
 def real_server(model_repository: Path, *flags: str, program: Path = COMMAND) -> Iterator[RealServer]:
     """Runs a server and ends it, if the test has not.
