@@ -3,6 +3,8 @@
 import io
 import itertools
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_proto.v1 import manifest_pb2
 from encserve_server.models.token_pooling import pool_tokens
+from encserve_server.repository.activation import LoadedModel
 from encserve_server.repository.loading import load_model
+from encserve_server.settings import Settings
 from encserve_server.types import TokenPooling
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
@@ -45,10 +49,16 @@ def words(*, special: bool = True) -> Tokenizer:
 def serve(start_server: StartServer, tmp_path: Path) -> Serve:
     """Serves a tiny bundle with these files and parts of its manifest; `settings` are the server's."""
 
-    async def start(files: Mapping[str, bytes], settings: Mapping[str, Any] | None = None, **parts: Any) -> FakeServer:
+    async def start(
+        files: Mapping[str, bytes], settings: Mapping[str, Any] | None = None, engine: Any = "onnxruntime", **parts: Any
+    ) -> FakeServer:
         bundle = write_bundle(tmp_path / "bundles", tokenizer=words(), files=files, **parts)
+
+        def load(_: Path, settings: Settings, pool: Executor) -> LoadedModel:
+            return load_model(bundle, replace(settings, engine=engine), pool)
+
         chosen: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False, **(settings or {})}
-        return await start_server(load=lambda _, settings, pool: load_model(bundle, settings, pool), **chosen)
+        return await start_server(load=load, **chosen)
 
     return start
 
@@ -140,6 +150,27 @@ async def test_queries_and_documents_are_treated_as_the_model_was_trained(serve:
         kept = [i for i, it in enumerate(ids) if it not in (DOT, END)]
         np.testing.assert_allclose(vectors, expected_vectors(rows_of(ids))[kept], atol=1e-5)
         assert indices.tolist() == kept
+
+
+async def test_openvino_makes_the_same_of_its_rows(serve: Serve) -> None:
+    """Beside a longer query, which has no tokens that nobody sees."""
+    minimum = manifest_pb2.TaskSettings(expansion=manifest_pb2.Expansion(min_tokens=8, token_id=MASK, attended=False))
+    server = await serve(LATE, engine="openvino", multi_vector=multi_vector(), query=minimum)
+    reply = await server.encode(text(5), text(*range(10, 20)), options=options(MULTI, task=pb.TASK_QUERY))
+    short, long = ([BEGIN, 5, END, *[MASK] * 5], 3), ([BEGIN, *range(10, 20), END], 12)
+    for (ids, seen), (vectors, _) in zip((short, long), sets(reply.outputs[0]), strict=True):
+        np.testing.assert_allclose(vectors, expected_vectors(rows_of(ids, seen)), atol=1e-5)
+
+
+async def test_openvino_makes_sparse_weights(serve: Serve) -> None:
+    pooling = manifest_pb2.SPARSE_POOLING_SUM
+    files = {"sparse.onnx": tiny_heads.sparse_file("sum")}
+    server = await serve(files, engine="openvino", sparse=sparse(pooling=pooling))
+    reply = await server.encode([5, 6, 7], [8], options=options(SPARSE))
+    for ids, (found, indices) in zip(([5, 6, 7], [8]), sets(reply.outputs[0]), strict=True):
+        want = expected_weights(expected_rows(ids), "sum")
+        assert indices.tolist() == np.flatnonzero(want).tolist()
+        np.testing.assert_allclose(found[:, 0], want[indices], rtol=1e-4, atol=1e-5)
 
 
 async def test_a_call_of_no_task_is_of_a_document_with_the_default_prompt(serve: Serve) -> None:
@@ -437,3 +468,35 @@ def test_clusters_are_those_of_sentence_transformers(
     want = theirs._hierarchical_pool_one(torch.from_numpy(vectors), factor, protected, unit).numpy()
     assert found.shape == want.shape
     np.testing.assert_allclose(found, want, atol=1e-6)
+
+
+@pytest.mark.system  # four billion logits
+@pytest.mark.parametrize("pooling", ["max", "sum"])
+async def test_the_memory_of_a_large_vocabulary_is_bounded(serve: Serve, pooling: str) -> None:
+    """XLM-R's, for eight texts of 512 tokens at once: all of it would be 4 GiB."""
+    width = 250_002
+    table = tiny_heads.weights(width, 2) - np.float32(4)  # so that most weights are 0
+    server = await serve(
+        {"sparse.onnx": tiny_heads.sparse_file(pooling, width, table)},
+        encoder__max_sequence_tokens=512,
+        sparse=sparse(width=width, pooling=manifest_pb2.SparsePooling.Value(f"SPARSE_POOLING_{pooling.upper()}")),
+    )
+    inputs = [[i % VOCAB_SIZE for i in range(start, start + 512)] for start in range(8)]
+    before_kib = forget_peak()
+    reply = await server.encode(*inputs, options=options(SPARSE))
+    assert memory_kib("VmHWM") - before_kib <= 512 * 1024
+    ((found, indices), *_) = sets(reply.outputs[0])
+    y = np.log1p(np.maximum(expected_rows(inputs[0]) @ table[:, indices], 0))
+    np.testing.assert_allclose(found[:, 0], y.max(axis=0) if pooling == "max" else y.sum(axis=0), rtol=1e-4, atol=1e-5)
+
+
+def forget_peak() -> int:
+    """The memory of this process in KiB; its peak counts from here."""
+    Path("/proc/self/clear_refs").write_text("5")
+    return memory_kib("VmRSS")
+
+
+def memory_kib(name: str) -> int:
+    """A figure of this process, as Linux has it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])

@@ -17,8 +17,10 @@ from encserve_server.types import (
     StaticSparse,
 )
 
-# What a head holds at a time of the numbers for every token and word: the logits, and what it makes of them.
-_COPIES = 2
+# What a head holds at a time for every token: its logits, and what is made of them. ONNX Runtime was seen to take that.
+_VECTORS_PER_TOKEN = 2
+# And for every text: it pooled, once more where it goes through in slices, and the places and weights made of it.
+_VECTORS_PER_TEXT = 6
 
 
 class SparseMaker:
@@ -34,7 +36,7 @@ class SparseMaker:
         self._pooling = sparse.pooling
         self._skipped_ids = np.array(sparse.skipped_token_ids, np.int64)
         self._head = head
-        self._most_tokens = sparse_tokens(sparse.width, max_bytes)
+        self._most_vectors = max_bytes // (sparse.width * 4)  # at a time, of the vocabulary's width
 
     def make(
         self, result: BatchResult, inputs: Sequence[ModelInput], places: Sequence[int], output: Output
@@ -43,7 +45,7 @@ class SparseMaker:
         if self._pooling is SparsePooling.OWN_ID:
             return self._make_of_own_ids(result, inputs, places, output)
         made = []
-        for part in _parts(places, result.lengths, self._most_tokens):
+        for part in _parts(places, result.lengths, self._most_vectors):
             for vector in self._run(result, part):
                 indices = vector.nonzero()[0]
                 made.append(_largest(indices, vector[indices], output))
@@ -53,15 +55,16 @@ class SparseMaker:
         """(batch, seq, d_model) to (places, width); what is too long for one run goes through in slices."""
         lengths = np.array([[result.lengths[i]] for i in places])  # (places, 1)
         longest = int(lengths.max())
+        slice_tokens = max((self._most_vectors // len(places) - _VECTORS_PER_TEXT) // _VECTORS_PER_TOKEN, 1)
         combine = np.maximum if self._pooling is SparsePooling.MAX else np.add
         pooled = None
-        for start in range(0, longest, self._most_tokens):
-            stop = min(start + self._most_tokens, longest)
+        for start in range(0, longest, slice_tokens):
+            stop = min(start + slice_tokens, longest)
             mask = np.arange(start, stop) < lengths  # (places, seq)
             rows = result.output[places, start:stop]  # (places, seq, d_model), a copy
             rows[~mask] = 0  # what stands there means nothing, and may not even be finite
             part = self._head.run(rows, mask.astype(np.float32))  # (places, width)
-            pooled = part if pooled is None else combine(pooled, part)
+            pooled = part if pooled is None else combine(pooled, part, out=pooled)
         assert pooled is not None  # noqa: S101 - a sequence has at least one token
         return pooled
 
@@ -83,11 +86,6 @@ class SparseMaker:
         ]
 
 
-def sparse_tokens(width: int, max_bytes: int) -> int:
-    """How many tokens may have a number for each of `width` words at a time, at least 1."""
-    return max(max_bytes // (width * 4 * _COPIES), 1)
-
-
 def static_weights(static: StaticSparse, ids: ModelInput, output: Output) -> IndexedRows:
     """The weights of the tokens that occur in a text: its (seq,) ids to those that are not 0."""
     present = np.unique(ids).astype(np.int64)
@@ -95,13 +93,13 @@ def static_weights(static: StaticSparse, ids: ModelInput, output: Output) -> Ind
     return _largest(present[weights != 0], weights[weights != 0], output)
 
 
-def _parts(places: Sequence[int], lengths: Sequence[int], most_tokens: int) -> Iterator[list[int]]:
-    """Neighbours whose padded tokens are at most so many, or one sequence."""
+def _parts(places: Sequence[int], lengths: Sequence[int], most_vectors: int) -> Iterator[list[int]]:
+    """Neighbours that go through the head at once, or one sequence that may have to be sliced."""
     part: list[int] = []
     longest = 0
     for i in places:
         longest = max(longest, lengths[i])
-        if part and longest * (len(part) + 1) > most_tokens:
+        if part and (longest * _VECTORS_PER_TOKEN + _VECTORS_PER_TEXT) * (len(part) + 1) > most_vectors:
             yield part
             part, longest = [], lengths[i]
         part.append(i)
