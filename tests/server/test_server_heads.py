@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 import tiny_heads
-from fake_server import Failed, FakeServer, StartServer
+from fake_server import Failed, FakeServer, StartServer, make_input
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_bundle import VOCAB_SIZE, expected_rows, table, write_bundle
@@ -24,6 +24,7 @@ from encserve_proto.v1 import manifest_pb2
 from encserve_server.models.token_pooling import pool_tokens
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.repository.loading import load_model
+from encserve_server.rpc import codec
 from encserve_server.settings import Settings
 from encserve_server.types import TokenPooling
 
@@ -407,6 +408,8 @@ async def test_queries_may_be_answered_without_a_run(serve: Serve) -> None:
         with pytest.raises(Failed, match=problem):
             await server.encode(*call[0], options=call[1])
     rows = await server.encode(text(5), options=options(task=pb.TASK_QUERY))
+    (sets_of_a_document,) = sets((await server.encode(text(5), options=options(SPARSE))).outputs[0])
+    assert len(sets_of_a_document[1]) == 3
     assert list(rows.sequences[0].token_ids) == [BEGIN, 5, END]
 
 
@@ -500,3 +503,20 @@ def memory_kib(name: str) -> int:
     """A figure of this process, as Linux has it."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+async def test_documents_without_a_run_are_also_texts_of_no_task(serve: Serve) -> None:
+    server = await serve(STATIC, sparse=sparse(), document=STATIC_QUERY)
+    for task in (pb.TASK_DOCUMENT, pb.TASK_UNSPECIFIED):
+        ((_, indices),) = sets((await server.encode(text(5, 40), options=options(SPARSE, task=task))).outputs[0])
+        assert indices.tolist() == [5, 40]
+
+
+async def test_the_estimate_of_a_reply_is_never_too_low(serve: Serve) -> None:
+    server = await serve(LATE | STATIC, multi_vector=multi_vector(), sparse=sparse())
+    model = server.app.catalog.resolve("", "")
+    for inputs in ([[5] * 64] * 20, [[5]], [text(*range(5, 40)), text()]):
+        for specs in ([MULTI], [SPARSE], [MULTI, SPARSE, pb.OutputSpec()]):
+            request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options(*specs))
+            reply = await model.encode(codec.decode_call(request, model))
+            assert len(await server.call("Encode", request)) <= reply.estimated_bytes

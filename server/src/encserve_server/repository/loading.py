@@ -22,7 +22,7 @@ from encserve_server.repository.bundle import read_bundle, verify_unchanged
 from encserve_server.repository.tuning import tune
 from encserve_server.settings import MIB, Settings
 from encserve_server.system.cpus import cpu_model, multiplies_bytes_exactly, usable_cpus
-from encserve_server.types import Bundle, HeadGraph, InspectGraph, OutputKind, SparsePooling
+from encserve_server.types import Bundle, HeadGraph, InspectGraph, OutputKind, SparsePooling, Task
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,9 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     bundle = read_bundle(directory)
     load_tokenizer = functools.partial(_load_tokenizer, settings, tokenize_pool)
     tokenizer = load_tokenizer(bundle.tokenizer_file, bundle.vocab_size) if bundle.tokenizer_file else None
+    statics = {task: bundle.treatment(task).static_sparse for task in (Task.NEITHER, *bundle.tasks)}
     static_tokenizers = {
-        task: load_tokenizer(its.static_sparse.tokenizer_file, len(its.static_sparse.weights))
-        for task, its in bundle.tasks.items()
-        if its.static_sparse
+        task: load_tokenizer(its.tokenizer_file, len(its.weights)) for task, its in statics.items() if its is not None
     }
     threads = settings.intra_op_threads or usable_cpus()
     engine = open_engine(
