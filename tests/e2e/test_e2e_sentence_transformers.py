@@ -63,6 +63,10 @@ DIRECTORIES: dict[str, dict[str, Any]] = {
     },
     "short": {"transformer": {"max_seq_length": 20}},
     "short-by-tokenizer": {"encoder": {"model_max_length": 30}},
+    "lengths-of-tasks": {
+        "transformer": {"max_seq_length": 50, "query_length": 8, "document_length": 30},
+        "settings": {"prompts": PROMPTS, "default_prompt_name": "instruction"},
+    },
     "tokenizer-args": {"transformer": {"max_seq_length": 50, "tokenizer_args": {"model_max_length": 25}}},
     "lower-case": {"transformer": {"max_seq_length": LONGEST, "do_lower_case": True}},
     "lower-case-twice": {"transformer": {"do_lower_case": True}, "encoder": {"lowercase": True}},

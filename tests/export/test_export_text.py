@@ -106,8 +106,9 @@ def test_an_empty_tokenizer_is_refused(tmp_path: Path, write_tokenizer: Callable
 )
 def test_pooling_is_read(tmp_path: Path, pooling: dict[str, object], expected: manifest_pb2.Pooling) -> None:
     write_modules(tmp_path, MODULES, **pooling)
-    empty = {"query": "", "document": ""}  # which sentence-transformers has whatever a directory says
-    assert read_sentence_vector(tmp_path) == SentenceVector(expected, l2_normalize=True, prompts=empty)
+    found = read_sentence_vector(tmp_path)
+    assert (found.pooling, found.more_poolings, found.l2_normalize) == (expected, (), True)
+    assert found.prompts == {"query": "", "document": ""}  # which sentence-transformers has whatever a directory says
 
 
 def test_pooling_without_normalising(bert: "Checkpoint", models: Path) -> None:
@@ -231,7 +232,6 @@ def test_a_module_that_a_bundle_cannot_express_is_refused(tmp_path: Path, module
     ("file", "content", "problem"),
     [
         ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "is a SparseEncoder: it gives weights"),
-        ("config_sentence_transformers.json", {"model_type": "MultiVectorEncoder"}, "is a MultiVectorEncoder"),
         ("config_sentence_transformers.json", {"model_type": "CrossEncoder"}, "is a CrossEncoder: it scores pairs of"),
         ("config.json", {"sentence_transformers": {"activation_fn": "x"}}, "is a CrossEncoder: it scores pairs"),
         ("config.json", {"sbert_ce_default_activation_function": "x"}, "is a CrossEncoder: it scores pairs"),
@@ -249,8 +249,12 @@ def test_a_module_that_a_bundle_cannot_express_is_refused(tmp_path: Path, module
             {"modality_config": {"text": TEXT_METHOD}, "module_output_name": "sentence_embedding"},
             "here it becomes sentence_embedding",
         ),
-        ("sentence_bert_config.json", {"query_length": 8}, "query_length treats queries unlike documents"),
-        ("sentence_bert_config.json", {"query_expansion": {"length": 32}}, "query_expansion treats queries"),
+        ("sentence_bert_config.json", {"query_expansion": {"length": 32}}, "query_expansion is for multi-vector"),
+        (
+            "sentence_bert_config.json",
+            {"query_length": 8, "max_seq_length": 7},
+            "query_length must be at most max_seq_length, 7, a bundle's longest; was 8",
+        ),
         (
             "sentence_bert_config.json",
             {"processing_kwargs": {"text": {"add_special_tokens": False, "padding": True}}},

@@ -31,13 +31,14 @@ def write_encoder(
     model_type: str = "bert",
     config: Mapping[str, Any] | None = None,
     lowercase: bool = False,
+    more_words: Iterable[str] = (),
     **tokenizer_settings: Any,
 ) -> None:
     """Writes a small model and its tokenizer, by transformers."""
     from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
 
     torch.manual_seed(0)
-    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *WORDS])}
+    vocabulary = {word: i for i, word in enumerate([*SPECIAL, *WORDS, *more_words])}
     sizes = {
         "vocab_size": len(vocabulary),
         "hidden_size": D_MODEL,

@@ -36,7 +36,8 @@ def write_graph(path: Path) -> None:
     output = helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["batch", "seq", D_MODEL])
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["vectors"]),
-        helper.make_node("Cast", ["mask"], ["real"], to=TensorProto.FLOAT),
+        helper.make_node("Equal", ["mask", "one"], ["seen"]),  # 2 is for a token that has a row and is not seen
+        helper.make_node("Cast", ["seen"], ["real"], to=TensorProto.FLOAT),
         helper.make_node("Unsqueeze", ["real", "last"], ["column"]),
         helper.make_node("Mul", ["vectors", "column"], ["kept"]),
         helper.make_node("ReduceSum", ["kept", "seq_axis"], ["total"], keepdims=1),
@@ -46,6 +47,7 @@ def write_graph(path: Path) -> None:
     ]
     constants = [
         numpy_helper.from_array(table(), "table"),
+        numpy_helper.from_array(np.array(1), "one"),
         numpy_helper.from_array(np.array([2]), "last"),
         numpy_helper.from_array(np.array([1]), "seq_axis"),
     ]

@@ -93,16 +93,16 @@ class Padding:
     """Where the real tokens of a batch are; made once per batch and shared by all blocks.
 
     Attributes:
-        bias: (batch, 1, 1, seq), what is added to attention scores so that no token attends to padding: 0 for a token,
-            for padding the lowest finite number. After softmax that gives exactly 0, as -∞ would, but where a sequence
-            is all padding it does not turn into NaN.
+        bias: (batch, 1, 1, seq), what is added to attention scores so that no token attends to padding: 0 for a token
+            (1 in the mask), the lowest finite number for padding (0) and for a token that is not to be seen (2). After
+            softmax that gives exactly 0, as -∞ would, but where a sequence is all padding it does not turn into NaN.
         places: (tokens), where in its sequence each token stands.
     """
 
     def __init__(self, attention_mask: Tensor, dtype: torch.dtype) -> None:
-        is_token = attention_mask != 0  # (batch, seq)
+        is_token, is_hidden = attention_mask != 0, attention_mask != 1  # (batch, seq) both
         lowest = torch.finfo(dtype).min
-        self.bias = torch.zeros((), dtype=dtype).masked_fill(~is_token[:, None, None, :], lowest)  # (batch, 1, 1, seq)
+        self.bias = torch.zeros((), dtype=dtype).masked_fill(is_hidden[:, None, None, :], lowest)  # (batch, 1, 1, seq)
         # Which positions are tokens, and which token stands at each position. Padding is given the token before it.
         flat = is_token.reshape(-1).long()  # (batch·seq)
         self._tokens = flat.nonzero().squeeze(1)  # (tokens)
@@ -376,7 +376,8 @@ class Encoder(nn.Module):
         Args:
             inputs: Token ids, int64 (batch, seq), padded on the right with any valid id; or, where the configuration
                 says so, embeddings, (batch, seq, d_model), padded with anything finite.
-            attention_mask: int64 (batch, seq), 1 for a token and 0 for padding; at least one token.
+            attention_mask: int64 (batch, seq), 1 for a token, 0 for padding, 2 for a token that none attends to; at
+                least one token.
 
         Returns:
             last_hidden_state: (batch, seq, d_model). A token's row depends on its own sequence alone. The rows at

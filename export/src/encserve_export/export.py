@@ -10,7 +10,7 @@ from encserve_export.checkpoint import Table, find_encoder
 from encserve_export.config import EncoderConfig, Input
 from encserve_export.encoder import Encoder
 from encserve_export.errors import TokenizerError
-from encserve_export.head import write_head
+from encserve_export.head import write_head, write_multi_vector
 from encserve_export.init import random_encoder
 from encserve_export.manifest import Source
 from encserve_export.precision import Precision
@@ -193,18 +193,23 @@ def complete(
 
     Raises:
         ParityError: Texts' vectors are not those of sentence-transformers.
+        ConfigError: The model is to be cut shorter than what its queries are made longer to.
     """
     listed = list(files)
     if source.tokenizer is not None:
         listed.append(source.tokenizer.write(folder / manifest.TOKENIZER_FILE))
-    head, vector = None, source.vector
+    head, multi_vector, vector = None, None, source.vector
     if vector.head is not None:
         head = write_head(vector.head, manifest.pooled_width(model.shape, vector), folder)
         listed.append(folder / head.file)
-    described = manifest.build_manifest(target.name, target.version, model, source, parity, listed, head)
+    if vector.multi_vector is not None:
+        multi_vector = write_multi_vector(vector.multi_vector, model.shape.d_model, folder)
+        listed.append(folder / multi_vector.file)
+    described = manifest.build_manifest(target.name, target.version, model, source, parity, listed, head, multi_vector)
     compared = None if source.pipeline is None else source.pipeline(folder, described)
     if compared is not None:
         described.parity.pipeline_texts = compared.texts
         described.parity.max_pipeline_error = manifest.rounded(compared.max_relative_error)
+        described.parity.max_maxsim_error = manifest.rounded(compared.max_maxsim_error)
     (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
     return Exported(target.model_repository / target.name / target.version, described)

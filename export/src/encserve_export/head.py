@@ -1,5 +1,6 @@
 """What a model does with its pooled vectors: modules of sentence-transformers, read and written as ONNX."""
 
+import dataclasses
 import inspect
 import warnings
 from pathlib import Path
@@ -16,12 +17,28 @@ from encserve_proto.v1 import manifest_pb2
 M = TypeVar("M", bound=nn.Module)
 
 FILE = "head.onnx"
-_INPUT, _OUTPUT = "pooled", "vectors"
+MULTI_VECTOR_FILE = "multi_vector.onnx"
+_POOLED, _ROWS, _OUTPUT = "pooled", "rows", "vectors"
 _OPSET = 20
 _TOLERANCE = 1e-5
 # What an activation may be: a class of torch.nn that needs no arguments.
 _ACTIVATIONS = ("torch.nn.modules.activation.", "torch.nn.modules.linear.Identity")
 _TANH = "torch.nn.modules.activation.Tanh"
+
+
+@dataclasses.dataclass(frozen=True)
+class MultiVectorHead:
+    """What makes the vectors of MaxSim of a model's rows.
+
+    Attributes:
+        module: (tokens, d_model) -> (tokens, width).
+        similarity: "maxsim" or "meanmaxsim".
+        skips_first_token: Whether the first token has no vector.
+    """
+
+    module: nn.Module
+    similarity: str
+    skips_first_token: bool = False
 
 
 class Normalize(nn.Module):
@@ -84,29 +101,53 @@ def write_head(head: nn.Sequential, pooled_width: int, folder: Path) -> manifest
         CheckpointFileError: It does not take vectors of `pooled_width` numbers.
         ParityError: ONNX Runtime gives other vectors than PyTorch.
     """
-    example = torch.randn((3, pooled_width), generator=torch.Generator().manual_seed(0))  # (batch, pooled_width)
+    width = _write(head, pooled_width, folder / FILE, _POOLED, "the modules after pooling")
+    return manifest_pb2.Head(file=FILE, input_name=_POOLED, output_name=_OUTPUT, width=width)
+
+
+def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> manifest_pb2.MultiVector:
+    """Writes what makes the vectors of MaxSim as ONNX: (tokens, d_model) to (tokens, width), in float32.
+
+    Raises:
+        CheckpointFileError: It does not take rows of `d_model` numbers.
+        ParityError: ONNX Runtime gives other vectors than PyTorch.
+    """
+    width = _write(head.module, d_model, folder / MULTI_VECTOR_FILE, _ROWS, "the modules after the encoder")
+    return manifest_pb2.MultiVector(
+        file=MULTI_VECTOR_FILE,
+        input_name=_ROWS,
+        output_name=_OUTPUT,
+        width=width,
+        similarity=head.similarity,
+        skips_first_token=head.skips_first_token,
+    )
+
+
+def _write(module: nn.Module, width: int, path: Path, input_name: str, what: str) -> int:
+    """Writes a module that takes (n, width) as ONNX, compares it with PyTorch, and tells the width of its output."""
+    example = torch.randn((3, width), generator=torch.Generator().manual_seed(0))  # (n, width)
     try:
-        want = head(example)  # (batch, width)
+        want = module(example)  # (n, its width)
     except RuntimeError as error:
-        raise CheckpointFileError(f"the modules after pooling do not take {pooled_width} numbers: {error}") from None
+        raise CheckpointFileError(f"{what} do not take {width} numbers: {error}") from None
     with warnings.catch_warnings():  # as for the graph
         warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.onnx|encserve_export\.head")
         torch.onnx.export(
-            head,
+            module,
             (example,),
-            str(folder / FILE),
-            input_names=[_INPUT],
+            str(path),
+            input_names=[input_name],
             output_names=[_OUTPUT],
-            dynamic_axes={_INPUT: {0: "batch"}, _OUTPUT: {0: "batch"}},
+            dynamic_axes={input_name: {0: "n"}, _OUTPUT: {0: "n"}},
             opset_version=_OPSET,
             dynamo=False,
         )
-    session = onnxruntime.InferenceSession(folder / FILE, providers=["CPUExecutionProvider"])
-    (got,) = session.run([_OUTPUT], {_INPUT: example.numpy()})
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (got,) = session.run([_OUTPUT], {input_name: example.numpy()})
     worst = float(((torch.from_numpy(got) - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-12)).max())
     if not worst <= _TOLERANCE:
-        raise ParityError(f"the modules after pooling differ from PyTorch: error {worst:.1e}, at most {_TOLERANCE:.1e}")
-    return manifest_pb2.Head(file=FILE, input_name=_INPUT, output_name=_OUTPUT, width=want.shape[1])
+        raise ParityError(f"{what} differ from PyTorch: error {worst:.1e}, at most {_TOLERANCE:.1e}")
+    return int(want.shape[1])
 
 
 def _size(path: Path, settings: dict[str, Any], name: str) -> int:

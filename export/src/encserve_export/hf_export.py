@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from encserve_export import graph, manifest, transformers_export, verify
+from encserve_export import graph, manifest, multi_vector, transformers_export, verify
 from encserve_export.checkpoint import DEFAULT_LONGEST
 from encserve_export.encoder import shortened
 from encserve_export.errors import (
@@ -151,21 +151,29 @@ def export_hf(
     """
     progress("reading the checkpoint")
     pipeline = functools.partial(check_pipeline, directory, progress)
-    vector, directory = read_sentence_vector(directory), transformer_folder(directory)
-    if pooling is not None:
-        if vector.pooling:
-            raise ConfigError("pooling is for a checkpoint that does not say its own; this one's modules.json does")
-        vector = dataclasses.replace(vector, pooling=POOLINGS[pooling])
-    settings = _read_settings(directory)
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer, text = _read_tokenizer(directory, Path(folder))
+        tokenizer: TokenizerFile | None
+        if multi_vector.is_multi_vector(directory):
+            path = Path(folder, manifest.TOKENIZER_FILE)
+            found = multi_vector.read(directory, path)
+            vector, usual, directory = found.vector, found.longest, found.encoder
+            tokenizer, text = read_tokenizer(path, made_of=directory / manifest.TOKENIZER_FILE), ""
+        else:
+            vector, directory = read_sentence_vector(directory), transformer_folder(directory)
+            usual = read_max_seq_length(directory)
+            tokenizer, text = _read_tokenizer(directory, Path(folder))
+        if pooling is not None:
+            if vector.pooling or vector.multi_vector:
+                raise ConfigError("pooling is for a checkpoint that does not say its own; this one's modules.json does")
+            vector = dataclasses.replace(vector, pooling=POOLINGS[pooling])
+        settings = _read_settings(directory)
         if text:
             progress(text)
         checkpoint = _Checkpoint(
             directory,
             settings,
             vector,
-            read_max_seq_length(directory),
+            usual,
             tokenizer,
             max_sequence_tokens,
             precision,
@@ -282,6 +290,8 @@ def _via_onnx(checkpoint: _Checkpoint, target: Target) -> Exported:
     path = checkpoint.directory / ONNX_FILE
     if not path.is_file():
         raise UnsupportedModelError(f"there is no {ONNX_FILE}")
+    if any(its.HasField("expansion") and not its.expansion.attended for its in checkpoint.vector.tasks.values()):
+        raise UnsupportedModelError("queries are made longer with tokens that none attends to: it has no rows for them")
     reference, weights = _load_if_possible(checkpoint)
     if reference is not None:
         facts = _Facts(reference.positions, reference.pad_token_id, reference.vocab_size)

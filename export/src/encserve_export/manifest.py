@@ -10,6 +10,7 @@ from typing import Any
 from encserve_export import graph, verify
 from encserve_export.config import EncoderConfig
 from encserve_export.encoder import Encoder
+from encserve_export.errors import ConfigError
 from encserve_export.pipeline import Compared
 from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.space import space_id
@@ -100,6 +101,7 @@ def build_manifest(
     parity: verify.Parity,
     files: Iterable[Path],
     head: manifest_pb2.Head | None = None,
+    multi_vector: manifest_pb2.MultiVector | None = None,
 ) -> manifest_pb2.Manifest:
     """Describes a bundle.
 
@@ -111,6 +113,10 @@ def build_manifest(
         parity: What was measured in ONNX Runtime.
         files: All files of the bundle, which must lie directly in its folder.
         head: The interface of what comes after pooling; None where nothing does.
+        multi_vector: That of what makes the vectors of MaxSim; None where nothing does.
+
+    Raises:
+        ConfigError: The longest sequence is shorter than what queries are made longer to.
     """
     vector = source.vector
     width = pooled_width(model.shape, vector) if head is None else head.width
@@ -129,6 +135,9 @@ def build_manifest(
         default_prompt_name=vector.default_prompt_name,
         dimensions=vector.dimensions if vector.pooling and vector.dimensions < width else 0,
         similarity=vector.similarity,
+        query=_task(vector, "query", model.shape.max_sequence_tokens),
+        document=_task(vector, "document", model.shape.max_sequence_tokens),
+        multi_vector=multi_vector,
         graph=model.graph,
         source=manifest_pb2.Source(
             kind=source.kind,
@@ -147,6 +156,22 @@ def build_manifest(
     manifest.space_id = space_id(manifest, source.model_digest, source.tokenizer, vector)
     manifest.fingerprint = fingerprint(manifest)
     return manifest
+
+
+def _task(vector: SentenceVector, name: str, longest: int) -> manifest_pb2.TaskSettings | None:
+    """The settings of a task, as far as the longest sequence allows them."""
+    settings = vector.tasks.get(name)
+    if settings is None:
+        return None
+    if settings.expansion.min_tokens > longest:
+        raise ConfigError(
+            f"max_sequence_tokens must be at least {settings.expansion.min_tokens}, to which a {name} is made longer; "
+            f"was {longest}"
+        )
+    its = manifest_pb2.TaskSettings()
+    its.CopyFrom(settings)
+    its.max_tokens = settings.max_tokens if settings.max_tokens < longest else 0
+    return its
 
 
 def pooled_width(shape: manifest_pb2.EncoderShape, vector: SentenceVector) -> int:

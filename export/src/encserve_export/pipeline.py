@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ from tokenizers import Tokenizer
 from encserve_export.errors import ParityError
 from encserve_export.precision import BOUNDS
 from encserve_export.runtime import onnxruntime
-from encserve_export.verify import Rows, least_cosine, relative_error
+from encserve_export.sentence_transformers import TASKS
+from encserve_export.verify import Ids, Mask, Rows, least_cosine, relative_error
 from encserve_proto.v1 import manifest_pb2
 
 TOLERANCE = 1e-4
+_EXACT = {"model_kwargs": {"dtype": "float32"}}  # whatever the checkpoint was saved in
 _LEAST_COSINE = 0.99  # of precisions that have no bounds of their own
 _SENTENCE = "The cat sleeps on the warm windowsill while it rains. "
 _TEXTS = ("", "Cats", _SENTENCE, "Grüße aus Köln, 東京 и Москва: naïve café 🌍", 200 * _SENTENCE)
@@ -33,10 +35,12 @@ class Compared:
     Attributes:
         texts: How many texts were compared, each with each prompt.
         max_relative_error: The largest ‖got - want‖/‖want‖ of their vectors.
+        max_maxsim_error: The largest |got - want|/|want| of a MaxSim score between them; 0 for models without.
     """
 
     texts: int
     max_relative_error: float
+    max_maxsim_error: float = 0.0
 
 
 def check_pipeline(
@@ -57,44 +61,91 @@ def check_pipeline(
     Raises:
         ParityError: A vector is another one.
     """
-    if not (manifest.HasField("text") and manifest.pooling and (directory / "modules.json").is_file()):
+    has_vectors = manifest.HasField("multi_vector")
+    dense = bool(manifest.pooling) and (directory / "modules.json").is_file()
+    if not (manifest.HasField("text") and (dense or has_vectors)):
         return None
-    theirs = _load(directory, progress)
+    theirs = _load(directory, progress, "MultiVectorEncoder" if has_vectors else "SentenceTransformer")
     if theirs is None:
         return None
     progress("comparing texts' vectors with sentence-transformers")
-    theirs.max_seq_length = manifest.encoder.max_sequence_tokens
+    _set_lengths(theirs, manifest)
     ours = _Pipeline(folder, manifest)
+    return (_compare_multi_vectors if has_vectors else _compare_vectors)(theirs, ours, manifest)
+
+
+def _set_lengths(theirs: Any, manifest: manifest_pb2.Manifest) -> None:
+    """Has sentence-transformers cut texts where the bundle does, which may be shorter than the directory says."""
+    theirs.max_seq_length = longest = manifest.encoder.max_sequence_tokens
+    for task in TASKS:
+        settings = getattr(manifest, task)
+        if getattr(theirs[0], f"{task}_length", None) and not settings.HasField("expansion"):
+            setattr(theirs[0], f"{task}_length", settings.max_tokens or longest)
+
+
+def _compare_vectors(theirs: Any, ours: "_Pipeline", manifest: manifest_pb2.Manifest) -> Compared:
     errors = []
-    prompts = {text: name for name, text in manifest.prompts.items()} | {"": ""}
-    for prompt, name in sorted(prompts.items()):
-        want = _encode(theirs, prompt)
-        got = np.concatenate([ours.vector(prompt, text) for text in _TEXTS])
-        _refuse(got, want, manifest.graph.precision, name)
+    asked = {text: name for name, text in manifest.prompts.items()} | {"": ""}
+    calls = [(f"the prompt {name!r}", text, "", {"prompt": text}) for text, name in sorted(asked.items())]
+    for task in ours.tasks:
+        settings = getattr(manifest, task)
+        if settings.max_tokens or settings.prompt_name or manifest.default_prompt_name:
+            calls.append((f"the task {task}", manifest.prompts.get(settings.prompt_name, ""), task, {}))
+    for what, prompt, task, arguments in calls:
+        want = _encode(getattr(theirs, f"encode_{task}") if task else theirs.encode, **arguments)
+        got = np.concatenate([ours.vector(prompt, text, task) for text in _TEXTS])
+        _refuse(list(got[:, None]), list(want[:, None]), manifest.graph.precision, what)
         errors.append(relative_error(got, want))
-    return Compared(len(_TEXTS) * len(errors), max(errors))
+    return Compared(len(_TEXTS) * len(calls), max(errors))
 
 
-def _load(directory: Path, progress: Callable[[str], None]) -> Any:
+def _compare_multi_vectors(theirs: Any, ours: "_Pipeline", manifest: manifest_pb2.Manifest) -> Compared:
+    """The same for the vectors of MaxSim, before any token pooling, and for the scores of queries and documents."""
+    for module in theirs:
+        if hasattr(module, "pool_factor"):  # what it joins turns on the last bit of what is alike
+            module.pool_factor, module.normalize_embeddings = 1.0, False
+    ask = {"": theirs.encode, "query": theirs.encode_query, "document": theirs.encode_document}
+    errors, vectors = [], {}
+    for task, encode in ask.items():
+        want = _encode(encode, convert_to_numpy=True)
+        prompt = getattr(manifest, task).prompt_name if task else manifest.default_prompt_name
+        got = [ours.multi_vectors(manifest.prompts.get(prompt, ""), text, task) for text in _TEXTS]
+        _refuse(got, want, manifest.graph.precision, f"the task {task}" if task else "no task")
+        errors += [relative_error(mine, its) for mine, its in zip(got, want, strict=True) if len(its)]
+        vectors[task] = got, want
+    scores = [
+        np.array(
+            [[_maxsim(query, document) for document in vectors["document"][side]] for query in vectors["query"][side]]
+        )
+        for side in (0, 1)
+    ]
+    change = float((np.abs(scores[0] - scores[1]) / np.maximum(np.abs(scores[1]), 1e-12)).max())
+    return Compared(len(_TEXTS) * len(ask), max(errors), change)
+
+
+def _maxsim(query: Rows, document: Rows) -> float:
+    return float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
+
+
+def _load(directory: Path, progress: Callable[[str], None], kind: str) -> Any:
     try:
-        from sentence_transformers import SentenceTransformer
+        import sentence_transformers
     except ImportError:
         progress("texts' vectors are not compared: sentence-transformers is not installed")
         return None
     with _quiet():
         try:
-            return SentenceTransformer(str(directory), device="cpu", local_files_only=True)
+            return getattr(sentence_transformers, kind)(str(directory), device="cpu", local_files_only=True, **_EXACT)
         except Exception as error:  # whatever it raises, it is theirs
             progress(f"texts' vectors are not compared: sentence-transformers does not read the directory: {error}")
             return None
 
 
-def _encode(theirs: Any, prompt: str) -> Rows:
+def _encode(encode: Callable[..., Any], **arguments: Any) -> Any:
     try:
-        vectors: Rows = theirs.encode(list(_TEXTS), prompt=prompt, batch_size=1, show_progress_bar=False)
+        return encode(list(_TEXTS), batch_size=1, show_progress_bar=False, **arguments)
     except Exception as error:  # as above
         raise ParityError(f"sentence-transformers itself fails with the directory: {error!r}, {_ADVICE}") from error
-    return vectors
 
 
 @contextlib.contextmanager
@@ -115,18 +166,21 @@ class _Pipeline:
         self._manifest = manifest
         self._tokenizer = Tokenizer.from_file(str(folder / manifest.text.tokenizer_file))
         self._tokenizer.no_padding()
-        self._tokenizer.enable_truncation(manifest.encoder.max_sequence_tokens)
         self._graph = _session(folder / manifest.graph.file)
         self._head = _session(folder / manifest.head.file) if manifest.HasField("head") else None
+        multi_vector = manifest.multi_vector.file
+        self._multi_vector = _session(folder / multi_vector) if multi_vector else None
 
-    def vector(self, prompt: str, text: str) -> Rows:
+    @property
+    def tasks(self) -> list[str]:
+        """The tasks that texts may have."""
+        return [task for task in TASKS if self._manifest.HasField(task)]
+
+    def vector(self, prompt: str, text: str, task: str) -> Rows:
         """(1, width) of a text behind a prompt."""
-        manifest, graph = self._manifest, self._manifest.graph
-        ids = np.array([self._tokenizer.encode(prompt + text).ids], np.int64)  # (1, seq)
-        feeds = {graph.input_ids_name: ids, graph.attention_mask_name: np.ones_like(ids)}
-        if graph.token_type_ids_name:
-            feeds[graph.token_type_ids_name] = np.zeros_like(ids)
-        rows = self._graph.run([graph.output_name], feeds)[0][0]  # (seq, d_model)
+        manifest = self._manifest
+        ids, mask = self._tokens(prompt + text, task)
+        rows = self._rows(ids, mask)  # (seq, d_model)
         skipped = self._prompt_tokens(prompt) if prompt and manifest.pooling_skips_prompt else 0
         poolings = (manifest.pooling, *manifest.more_poolings)
         vector: Rows = np.concatenate([_pool(rows, it, skipped) for it in poolings])[None]  # (1, poolings x d_model)
@@ -135,6 +189,38 @@ class _Pipeline:
         if manifest.l2_normalize:
             vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
         return vector[:, : manifest.dimensions or None]
+
+    def multi_vectors(self, prompt: str, text: str, task: str) -> Rows:
+        """(vectors, width) of a text behind a prompt, before any token pooling."""
+        settings, head = getattr(self._manifest, task or "document"), self._manifest.multi_vector
+        ids, mask = self._tokens(prompt + text, task)
+        counts = ~np.isin(ids, settings.skipped_token_ids)  # (seq)
+        if settings.kept_token_ids:
+            counts &= np.isin(ids, settings.kept_token_ids)
+        counts[: int(head.skips_first_token)] = False
+        rows = self._rows(ids, mask)[counts]  # (vectors, d_model)
+        assert self._multi_vector is not None  # noqa: S101
+        vectors: Rows = self._multi_vector.run([head.output_name], {head.input_name: rows})[0]
+        return vectors
+
+    def _tokens(self, text: str, task: str) -> tuple[Ids, Mask]:
+        """The ids of a text of a task, (seq), and what attention sees of them, as the graph's mask has it, (seq)."""
+        settings = getattr(self._manifest, task) if task else manifest_pb2.TaskSettings()
+        self._tokenizer.enable_truncation(settings.max_tokens or self._manifest.encoder.max_sequence_tokens)
+        ids = self._tokenizer.encode(text).ids
+        expansion = settings.expansion
+        missing = max(expansion.min_tokens - len(ids), 0)
+        mask = [1] * len(ids) + [1 if expansion.attended else 2] * missing
+        return np.array(ids + [expansion.token_id] * missing, np.int64), np.array(mask, np.int64)
+
+    def _rows(self, ids: Ids, mask: Mask) -> Rows:
+        """(seq, d_model)."""
+        graph = self._manifest.graph
+        feeds = {graph.input_ids_name: ids[None], graph.attention_mask_name: mask[None]}
+        if graph.token_type_ids_name:
+            feeds[graph.token_type_ids_name] = np.zeros_like(ids[None])
+        rows: Rows = self._graph.run([graph.output_name], feeds)[0][0]
+        return rows
 
     def _prompt_tokens(self, prompt: str) -> int:
         special = self._tokenizer.encode(prompt).special_tokens_mask
@@ -164,22 +250,22 @@ def _session(path: Path) -> Any:
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
 
 
-def _refuse(got: Rows, want: Rows, precision: str, prompt_name: str) -> None:
-    if got.shape != want.shape:
-        raise ParityError(
-            f"the bundle gives {got.shape[1]} numbers where sentence-transformers gives {want.shape[1]}, {_ADVICE}"
-        )
+def _refuse(got: Sequence[Rows], want: Sequence[Rows], precision: str, asked: str) -> None:
+    """Compares each text's (vectors, width) with sentence-transformers' own."""
     bounds = {str(name): its for name, its in BOUNDS.items()}.get(precision)
     exact, least = bounds is not None and bounds.cosine is None, (bounds and bounds.cosine) or _LEAST_COSINE
     for text, ours, theirs in zip(_TEXTS, got, want, strict=True):
+        where = f"for the text {text[:40]!r} with {asked}"
+        if ours.shape != theirs.shape:
+            raise ParityError(
+                f"the bundle gives {ours.shape} numbers, sentence-transformers {theirs.shape}, {where}; {_ADVICE}"
+            )
+        if not len(theirs):
+            continue
         error, cosine = relative_error(ours, theirs), least_cosine(ours, theirs)
         if error <= TOLERANCE or (not exact and cosine >= least):
             continue
         figures = f"relative error {error:.1e}, tolerance {TOLERANCE:.1e}"
         if not exact:
             figures = f"cosine similarity {cosine:.4f}, at least {least} is required"
-        prompt = f" with the prompt {prompt_name!r}" if prompt_name else ""
-        raise ParityError(
-            f"the bundle gives another vector than sentence-transformers for the text {text[:40]!r}{prompt}: "
-            f"{figures}; {_ADVICE}"
-        )
+        raise ParityError(f"the bundle gives another vector than sentence-transformers {where}: {figures}; {_ADVICE}")

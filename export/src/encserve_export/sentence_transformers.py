@@ -5,6 +5,7 @@ is refused.
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ from typing import Any
 from torch import nn
 
 from encserve_export.errors import CheckpointFileError, UnsupportedModelError
-from encserve_export.head import Normalize, read_dense, read_layer_norm
+from encserve_export.head import MultiVectorHead, Normalize, read_dense, read_layer_norm
 from encserve_export.weights import read_json, read_object
 from encserve_proto.v1 import manifest_pb2
 
+MODULES = "modules.json"
+SETTINGS = "config_sentence_transformers.json"
+TASKS = ("query", "document")
 POOLINGS = {
     "mean": manifest_pb2.POOLING_MEAN,
     "cls": manifest_pb2.POOLING_CLS,
@@ -47,15 +51,12 @@ _HARMLESS = {
 }
 # How the tokenizer is called, of which these change no vector of a text.
 _HARMLESS_CALLS = {"padding", "pad_to_multiple_of", "return_tensors"}
-_PER_TASK = ("query_length", "document_length", "query_expansion")
 _TEXT_METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
 # Why a bundle has no place for a directory of another kind, or a module, and what to do.
 _OTHER_KINDS = {
     "CrossEncoder": "it scores pairs of texts and gives no vector of one; serve it with a server for rerankers",
     "SparseEncoder": "it gives weights of the whole vocabulary, not a vector of d_model numbers; serve it with "
     "sentence-transformers' SparseEncoder",
-    "MultiVectorEncoder": "it compares texts by the vectors of all their tokens, projected; the encoder alone is "
-    "exported without modules.json and config_sentence_transformers.json, and gives a row per token",
 }
 _OTHER_MODULES = {
     "Router": "queries and documents go through different modules; export each of its folders by itself",
@@ -92,6 +93,9 @@ class SentenceVector:
         default_prompt_name: The one that it sees unless another is asked for; empty for none.
         dimensions: To how many of its first numbers the vector is cut at last; 0 for all.
         similarity: How vectors are compared; empty where the checkpoint does not say.
+        tasks: How queries and documents are treated, by "query" and "document"; none where the checkpoint is not one of
+            sentence-transformers.
+        multi_vector: What makes the vectors of MaxSim; None where nothing does.
     """
 
     pooling: manifest_pb2.Pooling = manifest_pb2.POOLING_UNSPECIFIED
@@ -103,6 +107,29 @@ class SentenceVector:
     default_prompt_name: str = ""
     dimensions: int = 0
     similarity: str = ""
+    tasks: Mapping[str, manifest_pb2.TaskSettings] = dataclasses.field(default_factory=dict)
+    multi_vector: MultiVectorHead | None = None
+
+
+def read_modules(directory: Path) -> list[tuple[str, Path]]:
+    """The class and the folder of each module that modules.json lists; none where there is no such file.
+
+    Raises:
+        CheckpointFileError: It is unreadable, or names a folder elsewhere.
+    """
+    path = directory / MODULES
+    if not path.is_file():
+        return []
+    try:
+        found = [(str(module["type"]), directory / str(module["path"])) for module in read_json(path)]
+    except (TypeError, KeyError):
+        raise CheckpointFileError(f"{path} must be a list of modules, each with a type and a path") from None
+    for _, folder in found:
+        if not folder.resolve().is_relative_to(directory.resolve()):
+            raise CheckpointFileError(
+                f"{path} names a folder outside {directory}: {os.path.relpath(folder, directory)!r}"
+            )
+    return found
 
 
 def transformer_folder(directory: Path) -> Path:
@@ -112,7 +139,7 @@ def transformer_folder(directory: Path) -> Path:
         CheckpointFileError: modules.json is unreadable, or names a folder elsewhere.
     """
     modules = _modules(directory)
-    return _inside(directory, modules[0][1]) if modules and modules[0][0] == "Transformer" else directory
+    return modules[0][1] if modules and modules[0][0] == "Transformer" else directory
 
 
 def read_sentence_vector(directory: Path) -> SentenceVector:
@@ -129,8 +156,7 @@ def read_sentence_vector(directory: Path) -> SentenceVector:
     _refuse_adapter(transformer_folder(directory))
     vector = SentenceVector()
     head: list[nn.Module] = []
-    for i, (kind, folder) in enumerate(_modules(directory)):
-        path = _inside(directory, folder)
+    for i, (kind, path) in enumerate(_modules(directory)):
         if kind == "Transformer" and i == 0:
             _check_transformer(path)
             _refuse_decoder(path)
@@ -149,7 +175,10 @@ def read_sentence_vector(directory: Path) -> SentenceVector:
         vector = dataclasses.replace(vector, l2_normalize=True)
     if head:
         vector = dataclasses.replace(vector, head=nn.Sequential(*head).eval().requires_grad_(False))
-    return _with_settings(vector, directory / "config_sentence_transformers.json")
+    vector = _with_settings(vector, directory / SETTINGS)
+    if (directory / MODULES).is_file():
+        vector = dataclasses.replace(vector, tasks=_tasks(vector.prompts, transformer_folder(directory)))
+    return vector
 
 
 def read_max_seq_length(directory: Path) -> int | None:
@@ -196,11 +225,8 @@ def _check_transformer(directory: Path) -> None:
     if task != "feature-extraction":
         raise UnsupportedModelError(f"{path}: transformer_task must be feature-extraction for an encoder; was {task!r}")
     _check_modalities(path, settings)
-    if per_task := [name for name in _PER_TASK if settings.get(name) is not None]:
-        raise UnsupportedModelError(
-            f"{path}: {', '.join(per_task)} treats queries unlike documents, which a bundle cannot express; take it "
-            "out, and set the longest sequence with --max-sequence-tokens"
-        )
+    if settings.get("query_expansion") is not None:
+        raise UnsupportedModelError(f"{path}: query_expansion is for multi-vector models; take it out")
     calls = settings.get("processing_kwargs") or {}
     called = {name for kind in ("text", "common") for name in calls.get(kind) or {}}
     if unknown := sorted(called - _HARMLESS_CALLS):
@@ -258,7 +284,7 @@ def _refuse_adapter(directory: Path) -> None:
 
 
 def _refuse_other_kinds(directory: Path) -> None:
-    settings_path, config_path = directory / "config_sentence_transformers.json", directory / "config.json"
+    settings_path, config_path = directory / SETTINGS, directory / "config.json"
     kind = read_object(settings_path).get("model_type") if settings_path.is_file() else None
     config = read_object(config_path) if config_path.is_file() else {}
     if kind is None and _scores_pairs(config):
@@ -280,28 +306,15 @@ def _scores_pairs(config: Mapping[str, Any]) -> bool:
     return "sbert_ce_default_activation_function" in config or (isinstance(own, dict) and "activation_fn" in own)
 
 
-def _modules(directory: Path) -> list[tuple[str, str]]:
-    """The class name and the folder of each module; none where there is no modules.json."""
-    path = directory / "modules.json"
-    if not path.is_file():
-        return []
-    try:
-        found = [(str(module["type"]), str(module["path"])) for module in read_json(path)]
-    except (TypeError, KeyError):
-        raise CheckpointFileError(f"{path} must be a list of modules, each with a type and a path") from None
+def _modules(directory: Path) -> list[tuple[str, Path]]:
+    """The class name, without its package, and the folder of each module."""
+    found = read_modules(directory)
     for name, _ in found:
         if not name.startswith("sentence_transformers."):
             raise UnsupportedModelError(
-                f"{path} has a module {name}, which is code of its own and never run here; {_ALONE}"
+                f"{directory / MODULES} has a module {name}, which is code of its own and never run here; {_ALONE}"
             )
     return [(name.rpartition(".")[2], folder) for name, folder in found]
-
-
-def _inside(directory: Path, folder: str) -> Path:
-    path = directory / folder
-    if not path.resolve().is_relative_to(directory.resolve()):
-        raise CheckpointFileError(f"{directory / 'modules.json'} names a folder outside {directory}: {folder!r}")
-    return path
 
 
 def _pooling(path: Path) -> tuple[Any, ...]:
@@ -333,6 +346,22 @@ _HEAD: dict[str, Callable[[Path], list[nn.Module]]] = {
     "LayerNorm": lambda folder: [read_layer_norm(folder)],
     "Normalize": _normalize,
 }
+
+
+def _tasks(prompts: Mapping[str, str], directory: Path) -> dict[str, manifest_pb2.TaskSettings]:
+    """What encode_query and encode_document do: a prompt, or none in place of the default one, and a longest text."""
+    path, settings = _transformer_settings(directory)
+    tasks = {}
+    for task in TASKS:
+        length = settings.get(f"{task}_length")
+        if length is not None and (type(length) is not int or length < 1):
+            raise CheckpointFileError(f"{path} must give {task}_length as a number of tokens from 1; was {length!r}")
+        if length is not None and length > (usual := read_max_seq_length(directory) or length):
+            raise UnsupportedModelError(
+                f"{path}: {task}_length must be at most max_seq_length, {usual}, a bundle's longest; was {length}"
+            )
+        tasks[task] = manifest_pb2.TaskSettings(prompt_name=task if prompts.get(task) else "", max_tokens=length or 0)
+    return tasks
 
 
 def _with_settings(vector: SentenceVector, path: Path) -> SentenceVector:

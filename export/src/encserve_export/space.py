@@ -84,12 +84,13 @@ def space_id(
         vector: How the model makes one vector of a text; of it the modules count here, the rest from the manifest.
     """
     said = json_format.MessageToDict(manifest, preserving_proto_field_name=True)
-    modules = {its.name: getattr(vector, its.name) for its in dataclasses.fields(vector)}
+    rows = None if vector.multi_vector is None else vector.multi_vector.module
+    modules: dict[str, nn.Module | None] = {"head": vector.head, "multi_vector": rows}
     facts = {
         "model": model,
         "max_sequence_tokens": manifest.encoder.max_sequence_tokens,
         "vectors": _plain({name: said[name] for name in _FACTS if name in said}, _OF_FILES),
-        "modules": {name: _digest_module(it) for name, it in modules.items() if isinstance(it, nn.Module)},
+        "modules": {name: _digest_module(it) for name, it in modules.items() if it is not None},
         "tokenizer": None if tokenizer is None else _tokenizer_facts(tokenizer),
         "quantized": manifest.graph.precision if is_quantized(manifest.graph.precision) else None,
     }
@@ -156,7 +157,8 @@ def _digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
 def _digest_module(module: nn.Module) -> dict[str, Any]:
     """What comes after rows or pooling: which modules, in which order, and their weights."""
     kinds = [[name, type(it).__name__] for name, it in module.named_modules()]
-    return {"kinds": kinds, "tensors": _digest_tensors(module.state_dict())}
+    settings = getattr(module, "settings", None)  # of modules that are not ours
+    return {"kinds": kinds, "settings": settings, "tensors": _digest_tensors(module.state_dict())}
 
 
 def _digest_initializer(tensor: TensorProto) -> list[Any]:

@@ -39,7 +39,7 @@ OLDER_TOKENIZERS = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bp
 
 
 class _Rows(nn.Module):
-    """Ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model)."""
+    """Ids and mask, int64 (batch, seq), the mask as `manifest.proto` has it -> rows, float32 (batch, seq, d_model)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -47,7 +47,8 @@ class _Rows(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The last hidden state."""
-        rows: Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        attended = (attention_mask == 1).long()  # (batch, seq), without tokens that have rows and that none attends to
+        rows: Tensor = self.model(input_ids=input_ids, attention_mask=attended).last_hidden_state
         return rows
 
 

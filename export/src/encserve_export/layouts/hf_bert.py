@@ -54,6 +54,7 @@ _IGNORED = (
     "classifier.",
     "pre_classifier.",
     "qa_outputs.",
+    "linear.",  # the projection of a ColBERT
     "vocab_transform.",
     "vocab_layer_norm.",
     "vocab_projector.",

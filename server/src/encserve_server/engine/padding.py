@@ -52,14 +52,16 @@ def lay_out(graph: Graph, sequences: Sequence[ModelInput], attended: Sequence[in
     lengths = [len(it) for it in sequences]
     if len(sequences) == 1 and not attended:  # the fastest way for a caller that waits for nothing else
         return feeds_of(graph, sequences[0][None], np.ones((1, *lengths), np.int64)), lengths
-    mask = np.arange(max(lengths)) < np.array(lengths)[:, None]  # (batch, seq)
+    is_token = np.arange(max(lengths)) < np.array(lengths)[:, None]  # (batch, seq)
     first = sequences[0]
     fill = 0 if graph.takes_vectors else graph.pad_token_id
-    padded = np.full(mask.shape + first.shape[1:], fill, first.dtype)  # (batch, seq) or (batch, seq, d_model)
-    padded[mask] = np.concatenate(sequences)
+    padded = np.full(is_token.shape + first.shape[1:], fill, first.dtype)  # (batch, seq) or (batch, seq, d_model)
+    padded[is_token] = np.concatenate(sequences)
+    mask = is_token.astype(np.int64)
     if attended:
-        mask &= np.arange(mask.shape[1]) < np.array([[seen or mask.shape[1]] for seen in attended])
-    return feeds_of(graph, padded, mask.astype(np.int64)), lengths
+        seen = np.array([[count or mask.shape[1]] for count in attended])  # (batch, 1)
+        mask[is_token & (np.arange(mask.shape[1]) >= seen)] = 2
+    return feeds_of(graph, padded, mask), lengths
 
 
 def feeds_of(graph: Graph, padded: ModelInput, mask: npt.NDArray[np.int64]) -> Feeds:

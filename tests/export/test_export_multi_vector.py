@@ -1,0 +1,117 @@
+"""Multi-vector directories of every layout: what is exported is what sentence-transformers reads."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from retrieval_models import DIRECTORIES, WIDTH, native, pylate
+
+from encserve_export import Target, export_hf
+from encserve_export.cli import main
+from encserve_export.errors import ConfigError
+from encserve_export.hf_export import Route
+from encserve_export.precision import Precision
+
+pytestmark = pytest.mark.models
+
+
+@pytest.mark.parametrize("name", DIRECTORIES)
+def test_vectors_are_those_of_sentence_transformers(name: str, tmp_path: Path) -> None:
+    DIRECTORIES[name](tmp_path / name)
+    exported = export_hf(tmp_path / name, Target(model_repository=tmp_path / "models", name="m"))
+    its = exported.manifest
+    assert (its.multi_vector.width, its.source.route) == (WIDTH, "own")
+    assert its.parity.pipeline_texts == 15
+    assert its.parity.max_pipeline_error <= 1e-5
+    assert its.parity.max_maxsim_error <= 1e-5
+
+
+def test_what_is_said_of_queries_and_documents(tmp_path: Path) -> None:
+    DIRECTORIES["pylate"](tmp_path / "m")
+    its = export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m")).manifest
+    assert dict(its.prompts) == {"query": "[Q] ", "document": "[D] "}
+    assert (its.query.prompt_name, its.query.max_tokens, its.query.expansion.min_tokens) == ("query", 16, 16)
+    assert not its.query.expansion.attended
+    assert not its.query.skipped_token_ids
+    assert its.document.skipped_token_ids
+    assert its.encoder.max_sequence_tokens == 64
+    assert its.multi_vector.similarity == "maxsim"
+
+
+@pytest.mark.parametrize("name", ["fixed-unattended", "modernbert"])
+def test_rows_of_tokens_that_none_attends_to_are_transformers_own(name: str, tmp_path: Path) -> None:
+    DIRECTORIES[name](tmp_path / name)
+    spaces = set()
+    for route in ("own", "transformers"):
+        target = Target(model_repository=tmp_path / route, name="m")
+        its = export_hf(tmp_path / name, target, via=route).manifest
+        assert its.parity.max_pipeline_error <= 1e-5
+        spaces.add(its.space_id)
+    assert len(spaces) == 1
+
+
+@pytest.mark.parametrize(("precision", "via"), [("float16", "own"), ("int8", "own"), ("float16", "transformers")])
+def test_other_precisions_say_what_they_do_to_scores(precision: Precision, via: Route, tmp_path: Path) -> None:
+    DIRECTORIES["plain"](tmp_path / "m")
+    target = Target(model_repository=tmp_path / "models", name="m")
+    its = export_hf(tmp_path / "m", target, via=via, precision=precision).manifest
+    assert 0 < its.parity.max_maxsim_error < 0.05
+
+
+def refused(directory: Path, tmp_path: Path) -> str:
+    result = CliRunner().invoke(
+        main, ["hf", str(directory), "--model-repository", str(tmp_path / "models"), "--name", "m"]
+    )
+    assert result.exit_code == 1
+    assert not (tmp_path / "models" / "m").exists()
+    return result.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize("activation", [None, "pylate.models.Gelu"])
+def test_an_activation_that_would_become_another_is_refused(activation: str | None, tmp_path: Path) -> None:
+    pylate(model_type="ColBERT")(tmp_path / "m")
+    path = tmp_path / "m" / "1_Dense" / "config.json"
+    settings = json.loads(path.read_text())
+    del settings["activation_function"]
+    path.write_text(json.dumps(settings | ({} if activation is None else {"activation_function": activation})))
+    assert f"as it is; was {activation!r}, for which it would take Tanh" in refused(tmp_path / "m", tmp_path)
+
+
+def test_code_of_others_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
+    pylate(model_type="ColBERT")(tmp_path / "m")
+    path = tmp_path / "m" / "modules.json"
+    path.write_text(path.read_text().replace("pylate.models.Dense.Dense", "antigravity.Dense"))
+    assert "has a module antigravity.Dense, which is code of its own and never run here" in refused(
+        tmp_path / "m", tmp_path
+    )
+
+
+def test_a_model_that_is_cut_shorter_than_its_queries(tmp_path: Path) -> None:
+    DIRECTORIES["fixed-unattended"](tmp_path / "m")
+    with pytest.raises(
+        ConfigError, match=r"max_sequence_tokens must be at least 32, to which a query is made longer; was 20"
+    ):
+        export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m"), max_sequence_tokens=20)
+
+
+def test_a_module_that_a_bundle_cannot_express(tmp_path: Path) -> None:
+    native(pooling={"pool_factor": 2})(tmp_path / "m")
+    path = tmp_path / "m" / "modules.json"
+    modules = json.loads(path.read_text())
+    path.write_text(json.dumps([*modules[:-2], modules[-1], modules[-2]]))  # normalised behind the token pooling
+    assert "a Normalize module stands behind the token pooling, which has to be the last" in (
+        refused(tmp_path / "m", tmp_path)
+    )
+
+
+def test_tokens_that_see_nothing_are_refused_with_the_figures(tmp_path: Path) -> None:
+    """In a window without a token to attend to, PyTorch's implementations of attention give different rows."""
+    native(
+        model_type="modernbert",
+        encoder={"pad_token_id": 0, "local_attention": 8, "global_attn_every_n_layers": 2},
+        transformer={"query_expansion": {"strategy": "fixed", "length": 32}},
+    )(tmp_path / "m")
+    assert "gives another vector than sentence-transformers for the text '' with the task query: relative error" in (
+        refused(tmp_path / "m", tmp_path)
+    )
