@@ -11,6 +11,7 @@ from architectures import ARCHITECTURES, VOCAB_SIZE, Architecture, build, save
 from exporting import export_once
 
 from encserve_export import Target, export_hf
+from encserve_export.hf_export import Route
 from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.repository.bundle import read_bundle
@@ -30,12 +31,13 @@ SOME = [
 LENGTHS = ((5, 0), (32, 4), (32, 31), (40, 0), (32, 32), (9, 1))
 
 
+@pytest.mark.parametrize("via", ["own", "transformers"])
 @pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
 @pytest.mark.parametrize("architecture", SOME, ids=lambda its: its.folder)
-def test_rows_of_tokens_that_nobody_sees(architecture: Architecture, name: str, tmp_path: Path) -> None:
+def test_rows_of_tokens_that_nobody_sees(architecture: Architecture, name: str, via: Route, tmp_path: Path) -> None:
     source = save(architecture, tmp_path)
     target = Target(model_repository=tmp_path, name="some")
-    made = export_once(export_hf, source, target=target, via="transformers", max_sequence_tokens=60)
+    made = export_once(export_hf, source, target=target, via=via, max_sequence_tokens=60)
     graph = read_bundle(made.path).graph
     engine: Engine = open_engine(graph, engine=name, precision="model", device="cpu", intra_op_threads=1)
     model, random = build(architecture), np.random.default_rng(0)
