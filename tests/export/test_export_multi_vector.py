@@ -59,6 +59,19 @@ def test_other_precisions_say_what_they_do_to_scores(precision: Precision, via: 
     assert 0 < its.parity.max_maxsim_error < 0.05
 
 
+def test_the_report_says_what_is_served(tmp_path: Path) -> None:
+    """The projection of Stanford's layout lies among BERT's weights, and is not left behind."""
+    DIRECTORIES["stanford"](tmp_path / "m")
+    result = CliRunner().invoke(main, ["hf", str(tmp_path / "m"), "--model-repository", str(tmp_path / "models")])
+    said = {line[:13].strip(): line[13:] for line in result.output.splitlines()}
+    assert said["vectors"] == f"one of {WIDTH} numbers for each token that counts, compared by maxsim"
+    assert said["query"] == "prompt '[unused0] ', at most 24 tokens, made 24 with token 4, not seen by others"
+    assert said["document"].startswith("prompt '[unused1] ', at most 60 tokens, ")
+    assert said["left behind"] == "pooler"
+    assert "of a MaxSim score" in said["pipeline"]
+    assert "pooling" not in said
+
+
 def refused(directory: Path, tmp_path: Path) -> str:
     result = CliRunner().invoke(
         main, ["hf", str(directory), "--model-repository", str(tmp_path / "models"), "--name", "m"]

@@ -153,10 +153,11 @@ def export_hf(
     pipeline = functools.partial(check_pipeline, directory, progress)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer: TokenizerFile | None
+        inline: tuple[str, ...] = ()
         if multi_vector.is_multi_vector(directory):
             path = Path(folder, manifest.TOKENIZER_FILE)
             found = multi_vector.read(directory, path)
-            vector, usual, directory = found.vector, found.longest, found.encoder
+            vector, usual, directory, inline = found.vector, found.longest, found.encoder, found.inline
             tokenizer, text = read_tokenizer(path, made_of=directory / manifest.TOKENIZER_FILE), ""
         else:
             vector, directory = read_sentence_vector(directory), transformer_folder(directory)
@@ -189,7 +190,8 @@ def export_hf(
         except WeightValueError as error:
             raise WeightValueError(f"{error}. Take an earlier checkpoint, or download it again") from error
     code = "; the code that config.json names (auto_map) was not run" if "auto_map" in settings else ""
-    return dataclasses.replace(exported, text=text, route=exported.route + code)
+    left_behind = tuple(part for part in exported.left_behind if part not in inline)
+    return dataclasses.replace(exported, text=text, route=exported.route + code, left_behind=left_behind)
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:

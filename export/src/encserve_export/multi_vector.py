@@ -34,11 +34,13 @@ class Directory:
         vector: What is made of its rows, and how texts are treated.
         longest: The longest text of any task, in tokens, special ones included; None where nothing says so.
         encoder: Where the encoder and its config.json lie.
+        inline: The parts among the encoder's own weights that make vectors of its rows.
     """
 
     vector: SentenceVector
     longest: int | None
     encoder: Path
+    inline: tuple[str, ...]
 
 
 def is_multi_vector(directory: Path) -> bool:
@@ -115,7 +117,7 @@ def read(directory: Path, tokenizer_path: Path) -> Directory:
     )
     lengths = [model.max_seq_length, *(settings.max_tokens for settings in tasks.values())]
     longest = max((length for length in lengths if length), default=None)
-    return Directory(vector, longest, modules[0][1] if modules else directory)
+    return Directory(vector, longest, modules[0][1] if modules else directory, () if modules else ("linear",))
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ from encserve_export.export import Exported
 from encserve_export.parameters import LayerParameters, count_by_layer
 from encserve_export.precision import BOUNDS
 from encserve_export.propagation import Propagation
+from encserve_export.sentence_transformers import TASKS
 from encserve_proto.v1 import manifest_pb2
 
 _POOLING = (
@@ -41,22 +42,39 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
     return [
         *([("route", exported.route)] if exported.route else []),
         *([("text", exported.text)] if exported.text else []),
-        *(
-            [("pooling", _POOLING)]
-            if exported.route and not manifest.pooling and not manifest.HasField("sparse")
-            else []
-        ),
+        *([("pooling", _POOLING)] if exported.route and not _gives_vectors(manifest) else []),
+        *([("vectors", _vectors(manifest.multi_vector))] if manifest.HasField("multi_vector") else []),
+        *((task, _task(getattr(manifest, task), manifest)) for task in TASKS if manifest.HasField(task)),
         *([("left behind", ", ".join(exported.left_behind))] if exported.left_behind else []),
         ("model size", f"{size / 2**20:,.1f} MiB, {manifest.graph.precision}, opset {manifest.graph.opset}"),
         ("parity", _parity(manifest)),
         ("padding", _padding(parity)),
-        *([("pipeline", _pipeline(parity))] if parity.pipeline_texts else []),
+        *([("pipeline", _pipeline(manifest))] if parity.pipeline_texts else []),
         ("cases", f"{len(parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),
         *([("longest", exported.remark)] if exported.remark else []),
         ("fingerprint", manifest.fingerprint),
         ("space", manifest.space_id),
         ("bundle", str(exported.path)),
     ]
+
+
+def _vectors(its: manifest_pb2.MultiVector) -> str:
+    return f"one of {its.width} numbers for each token that counts, compared by {its.similarity}"
+
+
+def _task(its: manifest_pb2.TaskSettings, manifest: manifest_pb2.Manifest) -> str:
+    said = [f"at most {its.max_tokens or manifest.encoder.max_sequence_tokens} tokens"]
+    if its.prompt_name:
+        said.insert(0, f"prompt {manifest.prompts[its.prompt_name]!r}")
+    if its.HasField("expansion"):
+        seen = "seen" if its.expansion.attended else "not seen"
+        said.append(f"made {its.expansion.min_tokens} with token {its.expansion.token_id}, {seen} by others")
+    for ids, what in ((its.skipped_token_ids, "have no vector"), (its.kept_token_ids, "alone have one")):
+        if ids:
+            said.append(f"{len(ids)} of the vocabulary's tokens {what}")
+    if its.token_pooling.factor > 1:
+        said.append(f"{its.token_pooling.factor:g} vectors joined into one")
+    return ", ".join(said)
 
 
 def _gives_vectors(manifest: manifest_pb2.Manifest) -> bool:
@@ -149,9 +167,12 @@ def _parity(manifest: manifest_pb2.Manifest) -> str:
     return f"max error {parity.max_relative_error:.1e}, tolerance {parity.tolerance:.1e}"
 
 
-def _pipeline(parity: manifest_pb2.Parity) -> str:
+def _pipeline(manifest: manifest_pb2.Manifest) -> str:
+    parity = manifest.parity
+    scores = f", of a MaxSim score {parity.max_maxsim_error:.1e}" if manifest.HasField("multi_vector") else ""
     return (
         f"{parity.pipeline_texts} texts' vectors as sentence-transformers', max error {parity.max_pipeline_error:.1e}"
+        f"{scores}"
     )
 
 

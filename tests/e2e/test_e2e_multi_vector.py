@@ -1,0 +1,135 @@
+"""A multi-vector directory means what its authors meant: it serves MultiVectorEncoder's vectors, for both tasks."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from agreement import worst_relative_error
+from click.testing import CliRunner
+from real_server import real_server
+from retrieval_models import DIRECTORIES, WIDTH, native
+from sentence_models import text_of
+
+from encserve_export.cli import main
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_proto.v1 import encoder_pb2_grpc
+
+pytestmark = pytest.mark.models
+
+Vectors = npt.NDArray[np.float32]
+Ask = Callable[..., list[Vectors]]
+TOLERANCE = 1e-4
+TEXTS = [
+    "",
+    "the cat",
+    "the cat: sat.",
+    *(text_of(n, seed=n) for n in (1, 3, 10, 17, 29, 30, 31, 60, 93, 94, 130, 600)),
+]
+TASKS = {"query": pb.TASK_QUERY, "document": pb.TASK_DOCUMENT}
+POOLED, UNPOOLED = "token-pooling", "unpooled"
+ALL = {**DIRECTORIES, UNPOOLED: native(mask={"skiplist_words": [":"]})}  # the weights of POOLED
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("directories")
+    for name, write in ALL.items():
+        write(folder / name)
+    return {name: folder / name for name in ALL}
+
+
+@pytest.fixture(scope="module")
+def ask(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """Asks a server of all of them, exported with no option: the vectors of each text."""
+    models = tmp_path_factory.mktemp("models")
+    for directory in directories.values():
+        result = CliRunner().invoke(main, ["hf", str(directory), "--model-repository", str(models)])
+        assert result.exit_code == 0, result.output
+    flags = [flag for name in directories for flag in ("--model", name)]
+    with real_server(models, *flags) as server, grpc.insecure_channel(server.target) as channel:
+        stub = encoder_pb2_grpc.EncoderServiceStub(channel)
+
+        def vectors(model: str, task: str, texts: Sequence[str], **output: Any) -> list[Vectors]:
+            spec = pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR, **output)
+            options = pb.EncodeOptions(outputs=[spec], task=TASKS[task], truncation=pb.TRUNCATION_END)
+            inputs = [pb.Input(text=text) for text in texts]
+            response = stub.Encode(pb.EncodeRequest(model=model, inputs=inputs, options=options), timeout=60)
+            (made,) = response.outputs
+            rows = np.frombuffer(made.data, "<f4").reshape(-1, WIDTH)
+            return np.split(rows, np.cumsum(made.lengths)[:-1])
+
+        yield vectors
+
+
+def theirs(directory: Path) -> Any:
+    from sentence_transformers import MultiVectorEncoder
+
+    return MultiVectorEncoder(str(directory), device="cpu", local_files_only=True)
+
+
+def encoded(model: Any, task: str, texts: Sequence[str]) -> list[Vectors]:
+    """One text at a time: in other batches it differs from itself by up to the tolerance."""
+    made: list[Vectors] = getattr(model, f"encode_{task}")(list(texts), batch_size=1, convert_to_numpy=True)
+    return made
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("name", [name for name in DIRECTORIES if name != POOLED])
+def test_vectors_are_those_of_sentence_transformers(
+    name: str, task: str, directories: dict[str, Path], ask: Ask
+) -> None:
+    """As many, and each the same, alone and in company."""
+    want = encoded(theirs(directories[name]), task, TEXTS)
+    together = ask(name, task, TEXTS)
+    assert [len(its) for its in together] == [len(its) for its in want]
+    for text, company, due in zip(TEXTS, together, want, strict=True):
+        assert worst_relative_error(company, due) <= TOLERANCE
+        assert worst_relative_error(ask(name, task, [text])[0], due) <= TOLERANCE
+
+
+def test_pooled_vectors_are_of_the_same_clusters(directories: dict[str, Path], ask: Ask) -> None:
+    """By what sentence-transformers makes of the very rows that the server had."""
+    model = theirs(directories[POOLED])
+    (pooling,) = [module for module in model if hasattr(module, "pool_factor")]
+    rows = [torch.from_numpy(its.copy()) for its in ask(UNPOOLED, "document", TEXTS)]
+    want = pooling.pool(rows, task="document")
+    got = ask(POOLED, "document", TEXTS)
+    assert [len(its) for its in got] == [len(its) for its in encoded(model, "document", TEXTS)]
+    assert any(len(its) < len(of) for its, of in zip(got, rows, strict=True))
+    for its, due in zip(got, want, strict=True):
+        assert worst_relative_error(its, due.numpy()) <= TOLERANCE
+    queries = encoded(model, "query", TEXTS)  # which are not pooled
+    for its, query in zip(ask(POOLED, "query", TEXTS), queries, strict=True):
+        assert worst_relative_error(its, query) <= TOLERANCE
+
+
+def test_a_call_pools_as_sentence_transformers_does(ask: Ask) -> None:
+    from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
+
+    rows = [torch.from_numpy(its.copy()) for its in ask(UNPOOLED, "document", TEXTS)]
+    want = HierarchicalTokenPooling(3.0).pool(rows, task="document")
+    for its, due in zip(ask(UNPOOLED, "document", TEXTS, pool_factor=3.0), want, strict=True):
+        assert worst_relative_error(its, due.numpy()) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["fixed-unattended", "stanford"])
+def test_scores_stand_in_the_same_order(name: str, directories: dict[str, Path], ask: Ask) -> None:
+    """Of 50 queries and 500 documents: every two scores that differ by more than 1e-4 of the larger."""
+    queries = [text_of(1 + i % 20, seed=i) for i in range(50)]
+    documents = [text_of(1 + i % 70, seed=1000 + i) for i in range(500)]
+    model = theirs(directories[name])
+    want = model.similarity(model.encode_query(queries), model.encode_document(documents)).numpy().ravel()
+    asked = ask(name, "query", queries)
+    found = [its for half in (documents[:250], documents[250:]) for its in ask(name, "document", half)]
+    got = np.array([(query @ document.T).max(axis=1).sum() for query in asked for document in found])
+    order = np.argsort(want)
+    highest = np.maximum.accumulate(got[order])  # of the served scores, as theirs ascend
+    below = np.searchsorted(want[order], want - TOLERANCE * np.abs(want))  # how many of theirs are lower for certain
+    assert below.sum() > 50_000_000  # of 312 million pairs: what most words score is near the most there is
+    compared = below > 0
+    assert (highest[below[compared] - 1] < got[compared]).all()
