@@ -218,7 +218,6 @@ def test_poolings_that_do_not_exist_are_refused(tmp_path: Path, pooling: dict[st
         ("sentence_transformers.models.WeightedLayerPooling", "WeightedLayerPooling module, .*: without modules.json"),
         ("sentence_transformers.models.LSTM", "LSTM module, .*: without modules.json"),
         ("sentence_transformers.models.CLIPModel", "CLIPModel module, .*: it takes images too; save its text model"),
-        ("sentence_transformers.sparse_encoder.modules.SpladePooling", "it gives weights of the whole vocabulary"),
         ("custom_st.Transformer", "has a module custom_st.Transformer, which is code of its own and never run here"),
     ],
 )
@@ -231,7 +230,6 @@ def test_a_module_that_a_bundle_cannot_express_is_refused(tmp_path: Path, module
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
-        ("config_sentence_transformers.json", {"model_type": "SparseEncoder"}, "is a SparseEncoder: it gives weights"),
         ("config_sentence_transformers.json", {"model_type": "CrossEncoder"}, "is a CrossEncoder: it scores pairs of"),
         ("config.json", {"sentence_transformers": {"activation_fn": "x"}}, "is a CrossEncoder: it scores pairs"),
         ("config.json", {"sbert_ce_default_activation_function": "x"}, "is a CrossEncoder: it scores pairs"),

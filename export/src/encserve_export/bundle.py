@@ -17,6 +17,7 @@ from encserve_export.weights import sha256
 from encserve_proto.fingerprint import fingerprint
 from encserve_proto.v1 import manifest_pb2
 
+_HEADS = ("head", "multi_vector", "sparse")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -163,8 +164,7 @@ def _refuse_foreign(directory: Path, manifest: manifest_pb2.Manifest, listed: se
         named["inspect_graph.file"] = manifest.inspect_graph.file
     if manifest.HasField("text"):
         named["text.tokenizer_file"] = manifest.text.tokenizer_file
-    if manifest.HasField("head"):
-        named["head.file"] = manifest.head.file
+    named |= {f"{it}.file": getattr(manifest, it).file for it in _HEADS if manifest.HasField(it)}
     for field, name in named.items():
         if name not in listed:
             raise BundleError(f"{directory / FILE}: {field} names {name!r}, which the manifest does not list")

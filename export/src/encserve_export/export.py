@@ -10,10 +10,11 @@ from encserve_export.checkpoint import Table, find_encoder
 from encserve_export.config import EncoderConfig, Input
 from encserve_export.encoder import Encoder
 from encserve_export.errors import TokenizerError
-from encserve_export.head import write_head, write_multi_vector
+from encserve_export.head import write_head, write_multi_vector, write_sparse
 from encserve_export.init import random_encoder
 from encserve_export.manifest import Source
 from encserve_export.precision import Precision
+from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.space import digest_encoder, digest_model
 from encserve_export.text import TokenizerFile
 from encserve_export.weights import read_checkpoint, read_table
@@ -198,14 +199,9 @@ def complete(
     listed = list(files)
     if source.tokenizer is not None:
         listed.append(source.tokenizer.write(folder / manifest.TOKENIZER_FILE))
-    head, multi_vector, vector = None, None, source.vector
-    if vector.head is not None:
-        head = write_head(vector.head, manifest.pooled_width(model.shape, vector), folder)
-        listed.append(folder / head.file)
-    if vector.multi_vector is not None:
-        multi_vector = write_multi_vector(vector.multi_vector, model.shape.d_model, folder)
-        listed.append(folder / multi_vector.file)
-    described = manifest.build_manifest(target.name, target.version, model, source, parity, listed, head, multi_vector)
+    heads, written = _write_heads(source.vector, model.shape, folder)
+    listed += written
+    described = manifest.build_manifest(target.name, target.version, model, source, parity, listed, heads)
     compared = None if source.pipeline is None else source.pipeline(folder, described)
     if compared is not None:
         described.parity.pipeline_texts = compared.texts
@@ -213,3 +209,20 @@ def complete(
         described.parity.max_maxsim_error = manifest.rounded(compared.max_maxsim_error)
     (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
     return Exported(target.model_repository / target.name / target.version, described)
+
+
+def _write_heads(
+    vector: SentenceVector, shape: manifest_pb2.EncoderShape, folder: Path
+) -> tuple[manifest.Heads, list[Path]]:
+    """Writes what comes after the encoder; which files those are."""
+    there = set(folder.iterdir())
+    head = multi_vector = sparse = None
+    if vector.head is not None:
+        head = write_head(vector.head, manifest.pooled_width(shape, vector), folder)
+    if vector.multi_vector is not None:
+        multi_vector = write_multi_vector(vector.multi_vector, shape.d_model, folder)
+    if vector.sparse is not None:
+        sparse = write_sparse(vector.sparse, shape, folder)
+    for static in vector.static_weights:
+        static.write(folder)
+    return manifest.Heads(head, multi_vector, sparse), sorted(set(folder.iterdir()) - there)

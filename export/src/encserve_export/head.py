@@ -1,11 +1,15 @@
-"""What a model does with its pooled vectors: modules of sentence-transformers, read and written as ONNX."""
+"""What a model makes of its rows, or of pooled ones, written as ONNX; modules of sentence-transformers are read too."""
 
 import dataclasses
 import inspect
+import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+import onnx
 import torch
 from torch import Tensor, nn
 
@@ -17,8 +21,8 @@ from encserve_proto.v1 import manifest_pb2
 M = TypeVar("M", bound=nn.Module)
 
 FILE = "head.onnx"
-MULTI_VECTOR_FILE = "multi_vector.onnx"
-_POOLED, _ROWS, _OUTPUT = "pooled", "rows", "vectors"
+MULTI_VECTOR_FILE, SPARSE_FILE = "multi_vector.onnx", "sparse.onnx"
+_POOLED, _ROWS, _MASK, _OUTPUT = "pooled", "rows", "mask", "vectors"
 _OPSET = 20
 _TOLERANCE = 1e-5
 # What an activation may be: a class of torch.nn that needs no arguments.
@@ -39,6 +43,49 @@ class MultiVectorHead:
     module: nn.Module
     similarity: str
     skips_first_token: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class SparseHead:
+    """What makes weights over the vocabulary of a model's rows.
+
+    Attributes:
+        module: (batch, seq, d_model) and a mask (batch, seq) of 1 and 0 -> (batch, width), pooled; with
+            SPARSE_POOLING_OWN_ID (tokens, d_model) -> (tokens, 1).
+        pooling: How it pools.
+        skipped_token_ids: Tokens that have no weight; only with SPARSE_POOLING_OWN_ID.
+        max_active_dims: How many of the largest weights are kept; 0 for all.
+    """
+
+    module: nn.Module
+    pooling: manifest_pb2.SparsePooling
+    skipped_token_ids: tuple[int, ...] = ()
+    max_active_dims: int = 0
+
+
+class StaticWeights(nn.Module):
+    """A weight for each token that occurs in a text, without a run of the model.
+
+    Attributes:
+        weight: float32 (width,).
+        tokenizer: A tokenizer.json, parsed, that puts nothing around a text.
+        files: Where both lie in a bundle, and the longest text.
+    """
+
+    weight: Tensor
+
+    def __init__(self, weight: Tensor, tokenizer: Mapping[str, Any], files: manifest_pb2.StaticSparse) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight.detach().float())
+        self.tokenizer = tokenizer
+        self.files = files
+
+    def write(self, folder: Path) -> list[Path]:
+        """Writes its two files."""
+        tokenizer, weights = folder / self.files.tokenizer_file, folder / self.files.weights_file
+        tokenizer.write_text(json.dumps(self.tokenizer, ensure_ascii=False), encoding="utf-8")
+        np.save(weights, self.weight.numpy())
+        return [tokenizer, weights]
 
 
 class Normalize(nn.Module):
@@ -101,7 +148,8 @@ def write_head(head: nn.Sequential, pooled_width: int, folder: Path) -> manifest
         CheckpointFileError: It does not take vectors of `pooled_width` numbers.
         ParityError: ONNX Runtime gives other vectors than PyTorch.
     """
-    width = _write(head, pooled_width, folder / FILE, _POOLED, "the modules after pooling")
+    example = _example(_POOLED, 3, pooled_width)  # (batch, pooled_width)
+    width = _write(head, example, folder / FILE, "the modules after pooling")
     return manifest_pb2.Head(file=FILE, input_name=_POOLED, output_name=_OUTPUT, width=width)
 
 
@@ -112,7 +160,8 @@ def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> man
         CheckpointFileError: It does not take rows of `d_model` numbers.
         ParityError: ONNX Runtime gives other vectors than PyTorch.
     """
-    width = _write(head.module, d_model, folder / MULTI_VECTOR_FILE, _ROWS, "the modules after the encoder")
+    example = _example(_ROWS, 3, d_model)  # (tokens, d_model)
+    width = _write(head.module, example, folder / MULTI_VECTOR_FILE, "the modules after the encoder")
     return manifest_pb2.MultiVector(
         file=MULTI_VECTOR_FILE,
         input_name=_ROWS,
@@ -123,27 +172,73 @@ def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> man
     )
 
 
-def _write(module: nn.Module, width: int, path: Path, input_name: str, what: str) -> int:
-    """Writes a module that takes (n, width) as ONNX, compares it with PyTorch, and tells the width of its output."""
-    example = torch.randn((3, width), generator=torch.Generator().manual_seed(0))  # (n, width)
+def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Path) -> manifest_pb2.Sparse:
+    """Writes what makes weights over the vocabulary as ONNX, in float32, with its own weights in a file beside it.
+
+    Raises:
+        CheckpointFileError: It does not take rows of `d_model` numbers.
+        ParityError: ONNX Runtime gives other weights than PyTorch.
+    """
+    own_id = head.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
+    example = _example(_ROWS, 3, shape.d_model)  # (tokens, d_model)
+    if not own_id:
+        example = _example(_ROWS, 2, 3, shape.d_model)  # (batch, seq, d_model)
+        example[_MASK] = torch.tensor([[1.0, 1, 1], [1, 1, 0]])  # (batch, seq)
+    path = folder / SPARSE_FILE
+    width = _write(head.module, example, path, "what makes weights over the vocabulary")
+    onnx.save_model(
+        onnx.load_model(path),
+        path,
+        save_as_external_data=True,
+        location=f"{SPARSE_FILE}.data",
+        size_threshold=1024,
+        convert_attribute=True,
+    )
+    return manifest_pb2.Sparse(
+        file=SPARSE_FILE,
+        rows_name=_ROWS,
+        mask_name="" if own_id else _MASK,
+        output_name=_OUTPUT,
+        width=shape.vocab_size if own_id else width,
+        pooling=head.pooling,
+        skipped_token_ids=head.skipped_token_ids,
+        max_active_dims=head.max_active_dims,
+    )
+
+
+def _example(name: str, *shape: int) -> dict[str, Tensor]:
+    return {name: torch.randn(shape, generator=torch.Generator().manual_seed(0))}
+
+
+def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: str) -> int:
+    """Writes a module as ONNX, compares it with PyTorch, and tells the width of its output, (n, width).
+
+    Args:
+        module: What is written.
+        example: Its inputs, in order: (n, width), or (n, seq, width) and (n, seq).
+        path: Where to.
+        what: What it is, for errors.
+    """
+    rows = next(iter(example.values()))
+    axes = dict(enumerate(("n", "seq")[: rows.dim() - 1]))
     try:
-        want = module(example)  # (n, its width)
+        want = module(*example.values())  # (n, its width)
     except RuntimeError as error:
-        raise CheckpointFileError(f"{what} do not take {width} numbers: {error}") from None
-    with warnings.catch_warnings():  # as for the graph
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.onnx|encserve_export\.head")
+        raise CheckpointFileError(f"{what} do not take {rows.shape[-1]} numbers: {error}") from None
+    with warnings.catch_warnings():  # as for the graph, and what is told of transformers' code; the comparison judges
+        warnings.simplefilter("ignore")
         torch.onnx.export(
             module,
-            (example,),
+            tuple(example.values()),
             str(path),
-            input_names=[input_name],
+            input_names=list(example),
             output_names=[_OUTPUT],
-            dynamic_axes={input_name: {0: "n"}, _OUTPUT: {0: "n"}},
+            dynamic_axes={**dict.fromkeys(example, axes), _OUTPUT: {0: "n"}},
             opset_version=_OPSET,
             dynamo=False,
         )
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    (got,) = session.run([_OUTPUT], {input_name: example.numpy()})
+    (got,) = session.run([_OUTPUT], {name: its.numpy() for name, its in example.items()})
     worst = float(((torch.from_numpy(got) - want).norm(dim=1) / want.norm(dim=1).clamp(min=1e-12)).max())
     if not worst <= _TOLERANCE:
         raise ParityError(f"{what} differ from PyTorch: error {worst:.1e}, at most {_TOLERANCE:.1e}")

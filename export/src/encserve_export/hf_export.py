@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from encserve_export import graph, manifest, multi_vector, transformers_export, verify
+from encserve_export.bge_m3 import with_bge_m3
 from encserve_export.checkpoint import DEFAULT_LONGEST
 from encserve_export.encoder import shortened
 from encserve_export.errors import (
@@ -31,12 +32,14 @@ from encserve_export.precision import Precision
 from encserve_export.sentence_transformers import (
     POOLINGS,
     SentenceVector,
+    is_sparse_encoder,
     read_lowercase,
     read_max_seq_length,
     read_sentence_vector,
     transformer_folder,
 )
 from encserve_export.space import digest_model
+from encserve_export.sparse import read_sparse_encoder
 from encserve_export.text import TokenizerFile, read_tokenizer
 from encserve_export.transformers_export import TransformersModel
 from encserve_export.weights import Weights, holds_weights, read_object, read_weights
@@ -160,11 +163,13 @@ def export_hf(
             vector, usual, directory, inline = found.vector, found.longest, found.encoder, found.inline
             tokenizer, text = read_tokenizer(path, made_of=directory / manifest.TOKENIZER_FILE), ""
         else:
-            vector, directory = read_sentence_vector(directory), transformer_folder(directory)
+            vector = read_sparse_encoder(directory) if is_sparse_encoder(directory) else read_sentence_vector(directory)
+            directory = transformer_folder(directory)
             usual = read_max_seq_length(directory)
             tokenizer, text = _read_tokenizer(directory, Path(folder))
+            vector = with_bge_m3(vector, directory, tokenizer)
         if pooling is not None:
-            if vector.pooling or vector.multi_vector:
+            if vector.pooling or vector.multi_vector or vector.sparse:
                 raise ConfigError("pooling is for a checkpoint that does not say its own; this one's modules.json does")
             vector = dataclasses.replace(vector, pooling=POOLINGS[pooling])
         settings = _read_settings(directory)
@@ -190,8 +195,11 @@ def export_hf(
         except WeightValueError as error:
             raise WeightValueError(f"{error}. Take an earlier checkpoint, or download it again") from error
     code = "; the code that config.json names (auto_map) was not run" if "auto_map" in settings else ""
-    left_behind = tuple(part for part in exported.left_behind if part not in inline)
-    return dataclasses.replace(exported, text=text, route=exported.route + code, left_behind=left_behind)
+    # The head of a language model makes no rows, but weights of them.
+    used = exported.left_behind if exported.manifest.sparse.mask_name else inline
+    left_behind = tuple(part for part in exported.left_behind if part not in used)
+    remark = "; ".join(it for it in (exported.remark, vector.remark) if it)
+    return dataclasses.replace(exported, text=text, route=exported.route + code, remark=remark, left_behind=left_behind)
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:

@@ -72,6 +72,21 @@ class Model:
     inspect_graph: manifest_pb2.InspectGraph | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """The interfaces of what comes after the encoder; None where nothing does.
+
+    Attributes:
+        head: What comes after pooling.
+        multi_vector: What makes the vectors of MaxSim.
+        sparse: What makes weights over the vocabulary.
+    """
+
+    head: manifest_pb2.Head | None = None
+    multi_vector: manifest_pb2.MultiVector | None = None
+    sparse: manifest_pb2.Sparse | None = None
+
+
 def describe(encoder: Encoder, graphs: graph.Graphs) -> Model:
     """The description of an encoder whose graphs `graph.write_graphs` wrote."""
     interface = manifest_pb2.Graph(
@@ -100,8 +115,7 @@ def build_manifest(
     source: Source,
     parity: verify.Parity,
     files: Iterable[Path],
-    head: manifest_pb2.Head | None = None,
-    multi_vector: manifest_pb2.MultiVector | None = None,
+    heads: Heads,
 ) -> manifest_pb2.Manifest:
     """Describes a bundle.
 
@@ -112,14 +126,13 @@ def build_manifest(
         source: Where it comes from.
         parity: What was measured in ONNX Runtime.
         files: All files of the bundle, which must lie directly in its folder.
-        head: The interface of what comes after pooling; None where nothing does.
-        multi_vector: That of what makes the vectors of MaxSim; None where nothing does.
+        heads: What comes after the encoder.
 
     Raises:
         ConfigError: The longest sequence is shorter than what queries are made longer to.
     """
     vector = source.vector
-    width = pooled_width(model.shape, vector) if head is None else head.width
+    width = pooled_width(model.shape, vector) if heads.head is None else heads.head.width
     manifest = manifest_pb2.Manifest(
         format_version=FORMAT_VERSION,
         name=name,
@@ -129,7 +142,7 @@ def build_manifest(
         pooling=vector.pooling,
         l2_normalize=vector.l2_normalize,
         more_poolings=vector.more_poolings,
-        head=head,
+        head=heads.head,
         pooling_skips_prompt=vector.skips_prompt,
         prompts=vector.prompts,
         default_prompt_name=vector.default_prompt_name,
@@ -137,7 +150,8 @@ def build_manifest(
         similarity=vector.similarity,
         query=_task(vector, "query", model.shape.max_sequence_tokens),
         document=_task(vector, "document", model.shape.max_sequence_tokens),
-        multi_vector=multi_vector,
+        multi_vector=heads.multi_vector,
+        sparse=heads.sparse,
         graph=model.graph,
         source=manifest_pb2.Source(
             kind=source.kind,

@@ -59,24 +59,24 @@ def is_multi_vector(directory: Path) -> bool:
     return "HF_ColBERT" in (config.get("architectures") or [])
 
 
-def load(directory: Path) -> Any:
-    """The directory as sentence-transformers' MultiVectorEncoder, in float32, without any code of the directory's.
+def load(directory: Path, kind: str = "MultiVectorEncoder") -> Any:
+    """The directory as this class of sentence-transformers', in float32, without any code of the directory's.
 
     Raises:
         MissingPackageError: sentence-transformers is not installed, or is older than 6.
         CheckpointFileError: It cannot read the directory.
     """
     try:
-        from sentence_transformers import MultiVectorEncoder
-    except ImportError:
+        import sentence_transformers
+
+        encoder = getattr(sentence_transformers, kind)
+    except (ImportError, AttributeError):
         raise MissingPackageError(
-            f"{directory} is a multi-vector model, which sentence-transformers 6 or later reads: {_EXTRA}"
+            f"{directory} is a {kind}'s, which sentence-transformers 6 or later reads: {_EXTRA}"
         ) from None
     with quiet():
         try:
-            model = MultiVectorEncoder(
-                str(directory), device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32}
-            )
+            model = encoder(str(directory), device="cpu", local_files_only=True, model_kwargs={"dtype": torch.float32})
         except Exception as error:  # whatever it raises, it is theirs
             raise CheckpointFileError(f"sentence-transformers cannot read {directory}: {error}") from error
     return model.eval()

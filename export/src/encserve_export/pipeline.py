@@ -14,10 +14,12 @@ from encserve_export.errors import ParityError
 from encserve_export.precision import BOUNDS
 from encserve_export.runtime import onnxruntime
 from encserve_export.sentence_transformers import TASKS
+from encserve_export.sparse import load_sparse_encoder
 from encserve_export.verify import Ids, Mask, Rows, least_cosine, relative_error
 from encserve_proto.v1 import manifest_pb2
 
 TOLERANCE = 1e-4
+_LEAST_WEIGHT = 1e-5  # by which a weight may differ whatever it is
 _EXACT = {"model_kwargs": {"dtype": "float32"}}  # whatever the checkpoint was saved in
 _LEAST_COSINE = 0.99  # of precisions that have no bounds of their own
 _SENTENCE = "The cat sleeps on the warm windowsill while it rains. "
@@ -61,7 +63,10 @@ def check_pipeline(
     Raises:
         ParityError: A vector is another one.
     """
-    has_vectors = manifest.HasField("multi_vector")
+    if manifest.HasField("text") and manifest.sparse.mask_name:
+        progress("comparing texts' weights with sentence-transformers")
+        return _compare_weights(load_sparse_encoder(directory), _Pipeline(folder, manifest), manifest)
+    has_vectors = manifest.HasField("multi_vector") and not manifest.pooling
     dense = bool(manifest.pooling) and (directory / "modules.json").is_file()
     if not (manifest.HasField("text") and (dense or has_vectors)):
         return None
@@ -123,6 +128,27 @@ def _compare_multi_vectors(theirs: Any, ours: "_Pipeline", manifest: manifest_pb
     return Compared(len(_TEXTS) * len(ask), max(errors), change)
 
 
+def _compare_weights(theirs: Any, ours: "_Pipeline", manifest: manifest_pb2.Manifest) -> Compared:
+    """The same for weights over the vocabulary, before the smallest are left out."""
+    for module in theirs.modules():
+        if hasattr(module, "transformer_task"):
+            module.max_seq_length = manifest.encoder.max_sequence_tokens
+    errors = []
+    for task, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
+        made = _encode(encode, max_active_dims=manifest.sparse.width, convert_to_sparse_tensor=False)
+        want: Rows = made.numpy()  # (texts, width)
+        got = np.concatenate([ours.weights(text, task) for text in _TEXTS])
+        if manifest.graph.precision != "float32":
+            _refuse(list(got[:, None]), list(want[:, None]), manifest.graph.precision, f"the task {task}")
+        elif (excess := float((np.abs(got - want) - TOLERANCE * np.abs(want)).max())) > _LEAST_WEIGHT:
+            raise ParityError(
+                f"the bundle gives other weights than sentence-transformers with the task {task}: one differs by "
+                f"{excess:.1e} more than {TOLERANCE:.0e} of it, at most {_LEAST_WEIGHT:.0e}; {_ADVICE}"
+            )
+        errors.append(relative_error(got, want))
+    return Compared(len(_TEXTS) * len(errors), max(errors))
+
+
 def _maxsim(query: Rows, document: Rows) -> float:
     return float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
 
@@ -164,12 +190,14 @@ class _Pipeline:
 
     def __init__(self, folder: Path, manifest: manifest_pb2.Manifest) -> None:
         self._manifest = manifest
+        self._folder = folder
         self._tokenizer = Tokenizer.from_file(str(folder / manifest.text.tokenizer_file))
         self._tokenizer.no_padding()
         self._graph = _session(folder / manifest.graph.file)
         self._head = _session(folder / manifest.head.file) if manifest.HasField("head") else None
         multi_vector = manifest.multi_vector.file
         self._multi_vector = _session(folder / multi_vector) if multi_vector else None
+        self._sparse = _session(folder / manifest.sparse.file) if manifest.HasField("sparse") else None
 
     @property
     def tasks(self) -> list[str]:
@@ -202,6 +230,27 @@ class _Pipeline:
         assert self._multi_vector is not None  # noqa: S101
         vectors: Rows = self._multi_vector.run([head.output_name], {head.input_name: rows})[0]
         return vectors
+
+    def weights(self, text: str, task: str) -> Rows:
+        """(1, width) of a text of a task, over the vocabulary."""
+        sparse, settings = self._manifest.sparse, getattr(self._manifest, task)
+        text = self._manifest.prompts.get(settings.prompt_name, "") + text
+        if settings.HasField("static_sparse"):
+            return self._static_weights(settings.static_sparse, text)
+        rows = self._rows(*self._tokens(text, task))[None]  # (1, seq, d_model)
+        feeds = {sparse.rows_name: rows, sparse.mask_name: np.ones(rows.shape[:2], np.float32)}
+        assert self._sparse is not None  # noqa: S101
+        weights: Rows = self._sparse.run([sparse.output_name], feeds)[0]
+        return weights
+
+    def _static_weights(self, static: manifest_pb2.StaticSparse, text: str) -> Rows:
+        tokenizer = Tokenizer.from_file(str(self._folder / static.tokenizer_file))
+        if static.max_tokens:
+            tokenizer.enable_truncation(static.max_tokens)
+        ids, table = tokenizer.encode(text).ids, np.load(self._folder / static.weights_file)
+        weights: Rows = np.zeros_like(table)[None]
+        weights[0, ids] = table[ids]
+        return weights
 
     def _tokens(self, text: str, task: str) -> tuple[Ids, Mask]:
         """The ids of a text of a task, (seq), and what attention sees of them, as the graph's mask has it, (seq)."""

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from encserve_export.errors import CheckpointFileError, UnsupportedModelError
-from encserve_export.head import MultiVectorHead, Normalize, read_dense, read_layer_norm
+from encserve_export.head import MultiVectorHead, Normalize, SparseHead, StaticWeights, read_dense, read_layer_norm
 from encserve_export.weights import read_json, read_object
 from encserve_proto.v1 import manifest_pb2
 
@@ -51,12 +51,13 @@ _HARMLESS = {
 }
 # How the tokenizer is called, of which these change no vector of a text.
 _HARMLESS_CALLS = {"padding", "pad_to_multiple_of", "return_tensors"}
-_TEXT_METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
+_TEXT_OUTPUTS = {"feature-extraction": "last_hidden_state", "fill-mask": "logits"}
+_TRANSFORMERS = ("Transformer", "MLMTransformer")
+# Modules that only a SparseEncoder has.
+_SPARSE = ("MLMTransformer", "SpladePooling", "SparseStaticEmbedding", "SparseAutoEncoder")
 # Why a bundle has no place for a directory of another kind, or a module, and what to do.
 _OTHER_KINDS = {
     "CrossEncoder": "it scores pairs of texts and gives no vector of one; serve it with a server for rerankers",
-    "SparseEncoder": "it gives weights of the whole vocabulary, not a vector of d_model numbers; serve it with "
-    "sentence-transformers' SparseEncoder",
 }
 _OTHER_MODULES = {
     "Router": "queries and documents go through different modules; export each of its folders by itself",
@@ -65,8 +66,6 @@ _OTHER_MODULES = {
     "BoW": "there is no encoder to serve",
     "WordEmbeddings": "there is no encoder to serve",
     "CLIPModel": "it takes images too; save its text model alone (CLIPTextModel.save_pretrained) and export that",
-    "MLMTransformer": _OTHER_KINDS["SparseEncoder"],
-    "SpladePooling": _OTHER_KINDS["SparseEncoder"],
 }
 _CLASSIFIER = "ForSequenceClassification"
 # Of these encoder-decoders sentence-transformers runs the encoder; of all others the decoder, on the text again.
@@ -96,6 +95,9 @@ class SentenceVector:
         tasks: How queries and documents are treated, by "query" and "document"; none where the checkpoint is not one of
             sentence-transformers.
         multi_vector: What makes the vectors of MaxSim; None where nothing does.
+        sparse: What makes weights over the vocabulary; None where nothing does.
+        static_weights: What makes those of a task in place of the encoder, as `tasks` say.
+        remark: What may surprise, for people.
     """
 
     pooling: manifest_pb2.Pooling = manifest_pb2.POOLING_UNSPECIFIED
@@ -109,6 +111,9 @@ class SentenceVector:
     similarity: str = ""
     tasks: Mapping[str, manifest_pb2.TaskSettings] = dataclasses.field(default_factory=dict)
     multi_vector: MultiVectorHead | None = None
+    sparse: SparseHead | None = None
+    static_weights: tuple[StaticWeights, ...] = ()
+    remark: str = ""
 
 
 def read_modules(directory: Path) -> list[tuple[str, Path]]:
@@ -138,8 +143,20 @@ def transformer_folder(directory: Path) -> Path:
     Raises:
         CheckpointFileError: modules.json is unreadable, or names a folder elsewhere.
     """
-    modules = _modules(directory)
-    return modules[0][1] if modules and modules[0][0] == "Transformer" else directory
+    encoders = [folder for kind, folder in _routed_modules(directory) if kind in _TRANSFORMERS]
+    return encoders[0] if encoders else directory
+
+
+def is_sparse_encoder(directory: Path) -> bool:
+    """Whether a directory is a SparseEncoder's, by what it says of itself or by its modules.
+
+    Raises:
+        CheckpointFileError: A file is unreadable or contradicts itself.
+        UnsupportedModelError: A module is code of its own.
+    """
+    said = read_object(directory / SETTINGS).get("model_type") if (directory / SETTINGS).is_file() else None
+    kinds = {kind for kind, _ in _routed_modules(directory)}
+    return said == "SparseEncoder" or (said is None and not kinds.isdisjoint(_SPARSE))
 
 
 def read_sentence_vector(directory: Path) -> SentenceVector:
@@ -158,7 +175,7 @@ def read_sentence_vector(directory: Path) -> SentenceVector:
     head: list[nn.Module] = []
     for i, (kind, path) in enumerate(_modules(directory)):
         if kind == "Transformer" and i == 0:
-            _check_transformer(path)
+            check_transformer(path)
             _refuse_decoder(path)
         elif kind == "Pooling" and vector.pooling == manifest_pb2.POOLING_UNSPECIFIED:
             first, *more, skips_prompt = _pooling(path / "config.json")
@@ -218,13 +235,21 @@ def _arguments(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _check_transformer(directory: Path) -> None:
-    """Refuses settings of the Transformer module that would change a vector."""
+def check_transformer(directory: Path, task: str = "feature-extraction") -> None:
+    """Refuses settings of the Transformer module that would change a vector.
+
+    Args:
+        directory: Where the encoder lies.
+        task: The transformer_task that it must have.
+
+    Raises:
+        UnsupportedModelError: There is such a setting.
+    """
     path, settings = _transformer_settings(directory)
-    task = settings.get("transformer_task", "feature-extraction")
-    if task != "feature-extraction":
-        raise UnsupportedModelError(f"{path}: transformer_task must be feature-extraction for an encoder; was {task!r}")
-    _check_modalities(path, settings)
+    found = settings.get("transformer_task", task)
+    if found != task:
+        raise UnsupportedModelError(f"{path}: transformer_task must be {task} for this kind of model; was {found!r}")
+    _check_modalities(path, settings, task)
     if settings.get("query_expansion") is not None:
         raise UnsupportedModelError(f"{path}: query_expansion is for multi-vector models; take it out")
     calls = settings.get("processing_kwargs") or {}
@@ -247,7 +272,7 @@ def _check_transformer(directory: Path) -> None:
             )
 
 
-def _check_modalities(path: Path | None, settings: Mapping[str, Any]) -> None:
+def _check_modalities(path: Path | None, settings: Mapping[str, Any], task: str) -> None:
     """Refuses a model whose texts do not become the rows of its last layer."""
     methods = settings.get("modality_config")
     if not isinstance(methods, dict):
@@ -257,9 +282,10 @@ def _check_modalities(path: Path | None, settings: Mapping[str, Any]) -> None:
             f"{path}: the model takes {', '.join(methods)} and no plain text, which a bundle cannot express"
         )
     text, output = methods["text"], settings.get("module_output_name", "token_embeddings")
-    if text != _TEXT_METHOD or output != "token_embeddings":
+    wanted = {"method": "forward", "method_output_name": _TEXT_OUTPUTS[task]}
+    if text != wanted or output != "token_embeddings":
         raise UnsupportedModelError(
-            f"{path}: a text must become token_embeddings, by {_TEXT_METHOD}; here it becomes {output}, by {text}. "
+            f"{path}: a text must become token_embeddings, by {wanted}; here it becomes {output}, by {text}. "
             "Save its text model alone with save_pretrained, and export that"
         )
 
@@ -308,13 +334,28 @@ def _scores_pairs(config: Mapping[str, Any]) -> bool:
 
 def _modules(directory: Path) -> list[tuple[str, Path]]:
     """The class name, without its package, and the folder of each module."""
-    found = read_modules(directory)
-    for name, _ in found:
-        if not name.startswith("sentence_transformers."):
-            raise UnsupportedModelError(
-                f"{directory / MODULES} has a module {name}, which is code of its own and never run here; {_ALONE}"
-            )
-    return [(name.rpartition(".")[2], folder) for name, folder in found]
+    return [(_own_class(directory / MODULES, name), folder) for name, folder in read_modules(directory)]
+
+
+def _routed_modules(directory: Path) -> list[tuple[str, Path]]:
+    """The same, with those of a Router in its place."""
+    found = []
+    for kind, folder in _modules(directory):
+        path = folder / "router_config.json"
+        types = read_object(path).get("types") if kind == "Router" and path.is_file() else None
+        if isinstance(types, dict):
+            found += [(_own_class(path, str(name)), folder / str(inner)) for inner, name in types.items()]
+        else:
+            found.append((kind, folder))
+    return found
+
+
+def _own_class(path: Path, name: str) -> str:
+    if not name.startswith("sentence_transformers."):
+        raise UnsupportedModelError(
+            f"{path} has a module {name}, which is code of its own and never run here; {_ALONE}"
+        )
+    return name.rpartition(".")[2]
 
 
 def _pooling(path: Path) -> tuple[Any, ...]:

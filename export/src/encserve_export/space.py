@@ -62,7 +62,7 @@ _FACTS = (
     "multi_vector",
     "sparse",
 )
-_OF_FILES = {"file", "input_name", "output_name", "rows_name", "mask_name"}
+_OF_FILES = {"file", "input_name", "output_name", "rows_name", "mask_name", "tokenizer_file", "weights_file"}
 # The types of weights that are only rounded.
 _ROUNDED = ("float64", "float32", "float16", "bfloat16")
 
@@ -85,7 +85,14 @@ def space_id(
     """
     said = json_format.MessageToDict(manifest, preserving_proto_field_name=True)
     rows = None if vector.multi_vector is None else vector.multi_vector.module
-    modules: dict[str, nn.Module | None] = {"head": vector.head, "multi_vector": rows}
+    weights = None if vector.sparse is None else vector.sparse.module
+    static = nn.ModuleList(vector.static_weights) if vector.static_weights else None
+    modules: dict[str, nn.Module | None] = {
+        "head": vector.head,
+        "multi_vector": rows,
+        "sparse": weights,
+        "static_weights": static,
+    }
     facts = {
         "model": model,
         "max_sequence_tokens": manifest.encoder.max_sequence_tokens,

@@ -1,0 +1,155 @@
+"""Directories of sparse encoders: what is read of them, and what is refused."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from sparse_models import (
+    D_MODEL,
+    LONGEST,
+    change,
+    write_bge_m3,
+    write_language_model,
+    write_splade,
+    write_static_queries,
+)
+
+from encserve_export import Target, export_hf
+from encserve_export.errors import CheckpointFileError, ParityError, UnsafeWeightsError, UnsupportedModelError
+from encserve_export.sparse import read_sparse_encoder
+from encserve_proto.v1 import manifest_pb2
+
+pytest.importorskip("sentence_transformers", reason="needs encserve-export[sentence-transformers]")
+
+
+@pytest.fixture(scope="module")
+def splade(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_splade(tmp_path_factory.mktemp("splade") / "model", max_active_dims=32)
+
+
+@pytest.fixture(scope="module")
+def static(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_static_queries(tmp_path_factory.mktemp("static") / "model")
+
+
+@pytest.fixture(scope="module")
+def bge_m3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_bge_m3(tmp_path_factory.mktemp("m3") / "model")
+
+
+@pytest.fixture
+def directory(splade: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return shutil.copytree(splade, tmp_path / "model")
+
+
+def export(directory: Path, folder: Path, **options: Any) -> Any:
+    return export_hf(directory, Target(model_repository=folder / "models", name="m"), **options)
+
+
+@pytest.mark.parametrize("precision", ["float32", "int8"])
+def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision: Any) -> None:
+    exported = export(splade, tmp_path, precision=precision)
+    manifest = exported.manifest
+    assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_MAX
+    assert (manifest.sparse.width, manifest.sparse.max_active_dims) == (1000, 32)
+    assert (manifest.query.prompt_name, manifest.document.prompt_name) == ("query", "document")
+    assert manifest.parity.pipeline_texts == 10
+    assert manifest.encoder.max_sequence_tokens == LONGEST
+    assert exported.left_behind == ()
+    assert {"sparse.onnx", "sparse.onnx.data"} <= {file.path for file in manifest.files}
+
+
+def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> None:
+    change(directory / "sentence_bert_config.json", query_length=8, document_length=LONGEST)
+    manifest = export(directory, tmp_path).manifest
+    assert (manifest.query.max_tokens, manifest.document.max_tokens) == (8, 0)
+
+
+def test_queries_that_take_no_run(static: Path, tmp_path: Path) -> None:
+    exported = export(static, tmp_path)
+    its = exported.manifest.query.static_sparse
+    assert its.max_tokens == 40
+    assert not exported.manifest.document.HasField("static_sparse")
+    assert np.load(exported.path / its.weights_file).shape == (1000,)
+    assert json.loads((exported.path / its.tokenizer_file).read_text())["post_processor"] is None
+
+
+def test_documents_that_take_no_run(tmp_path: Path) -> None:
+    exported = export(write_static_queries(tmp_path / "model", documents=True), tmp_path)
+    assert exported.manifest.document.HasField("static_sparse")
+    assert not exported.manifest.query.HasField("static_sparse")
+
+
+def test_a_text_without_a_task_is_told(static: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(static, tmp_path / "model")
+    path = directory / "router_config.json"
+    config = json.loads(path.read_text())
+    path.write_text(json.dumps({**config, "parameters": {**config["parameters"], "default_route": "query"}}))
+    assert "sentence-transformers takes it as a query" in read_sparse_encoder(directory).remark
+
+
+def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    vector = read_sparse_encoder(splade)
+    assert vector.sparse is not None
+    vector.sparse.module.logarithms = 2  # type: ignore[assignment]
+    monkeypatch.setattr("encserve_export.hf_export.read_sparse_encoder", lambda _: vector)
+    with pytest.raises(ParityError, match="gives other weights than sentence-transformers .* task query: one"):
+        export(splade, tmp_path)
+    assert not (tmp_path / "models").exists()
+
+
+def test_what_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Router, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+    from sentence_transformers.sparse_encoder.modules import SparseAutoEncoder, SpladePooling
+
+    model = str(write_language_model(tmp_path / "language-model"))
+
+    def splade() -> list[Any]:
+        return [Transformer(model, transformer_task="fill-mask"), SpladePooling()]
+
+    SparseEncoder(modules=[Router.for_query_document(splade(), splade())]).save(str(tmp_path / "two"))
+    with pytest.raises(UnsupportedModelError, match="has several encoders to serve, for queries and for documents"):
+        read_sparse_encoder(tmp_path / "two")
+    csr = [Transformer(model), Pooling(D_MODEL), SparseAutoEncoder(D_MODEL, hidden_dim=48, k=4)]
+    SparseEncoder(modules=csr).save(str(tmp_path / "csr"))
+    with pytest.raises(UnsupportedModelError, match="transformer_task must be fill-mask|SparseAutoEncoder.*one pooled"):
+        read_sparse_encoder(tmp_path / "csr")
+
+
+def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
+    exported = export(bge_m3, tmp_path)
+    manifest = exported.manifest
+    assert manifest.pooling == manifest_pb2.POOLING_CLS
+    assert manifest.l2_normalize
+    assert (manifest.multi_vector.width, manifest.multi_vector.similarity) == (D_MODEL, "meanmaxsim")
+    assert manifest.multi_vector.skips_first_token
+    assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
+    assert sorted(manifest.sparse.skipped_token_ids) == [0, 1, 2, 3]
+    assert "FlagEmbedding to 512 tokens" in exported.remark
+
+
+def test_other_heads_are_another_space(bge_m3: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(bge_m3, tmp_path / "model")
+    torch.save(torch.nn.Linear(D_MODEL, 1).state_dict(), directory / "sparse_linear.pt")
+    spaces = [export(it, tmp_path / it.parent.name).manifest.space_id for it in (bge_m3, directory)]
+    assert spaces[0] != spaces[1]
+
+
+def test_heads_that_are_none_are_refused(bge_m3: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(bge_m3, tmp_path / "model")
+    torch.save(torch.nn.Linear(D_MODEL, 2).state_dict(), directory / "sparse_linear.pt")
+    with pytest.raises(CheckpointFileError, match=r"sparse_linear.pt must make one number of a row; it makes 2"):
+        export(directory, tmp_path)
+    torch.save({"weights": torch.ones(1)}, directory / "sparse_linear.pt")
+    with pytest.raises(CheckpointFileError, match="must hold weight and bias of a linear layer; was weights"):
+        export(directory, tmp_path)
+    torch.save(torch.nn.Linear(D_MODEL, 1), directory / "sparse_linear.pt")
+    with pytest.raises(UnsafeWeightsError):
+        export(directory, tmp_path)

@@ -1,0 +1,135 @@
+"""Directories of sparse encoders and of BGE-M3's layout, as their own code saves them: small, with random weights."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from torch import nn
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = [f"w{i}" for i in range(995)]
+D_MODEL, LONGEST, ACTIVE = 24, 64, 200
+PROMPTS = {"query": "w1 w2 ", "document": "w3 "}
+
+
+def sparse_text(n_words: int) -> str:
+    """A text of so many words, some of them unknown."""
+    picked = torch.randint(0, len(WORDS) + 20, (n_words,), generator=torch.Generator().manual_seed(n_words))
+    return " ".join(f"w{i}" for i in picked.tolist())
+
+
+def _tokenizer(longest: int = LONGEST) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate([*SPECIAL, *WORDS])}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=longest, eos_token="[SEP]", **names)
+
+
+def write_language_model(folder: Path, kind: str = "bert") -> Path:
+    """Writes a model with the head of "bert", "roberta" or "distilbert", biased to some `ACTIVE` words of a text."""
+    import transformers
+
+    torch.manual_seed(0)
+    vocab_size = len(SPECIAL) + len(WORDS)
+    if kind == "distilbert":
+        config: Any = transformers.DistilBertConfig(
+            vocab_size=vocab_size, dim=D_MODEL, n_layers=2, n_heads=2, hidden_dim=32, max_position_embeddings=LONGEST
+        )
+    else:
+        make = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[kind]
+        config = make(
+            vocab_size=vocab_size,
+            hidden_size=D_MODEL,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            intermediate_size=32,
+            max_position_embeddings=LONGEST + 2,
+            pad_token_id=0,
+        )
+    model = transformers.AutoModelForMaskedLM.from_config(config).eval()
+    for name, weight in model.named_parameters():
+        nn.init.normal_(weight, mean=float("norm" in name.lower() and name.endswith("weight")), std=0.2)
+    tokenizer = _tokenizer()
+    inputs = tokenizer(sparse_text(20), return_tensors="pt", return_token_type_ids=False)
+    with torch.no_grad():
+        largest = model(**inputs).logits[0].amax(dim=0)  # (vocab_size,)
+        model.get_output_embeddings().bias -= largest.sort(descending=True).values[ACTIVE]
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_splade(
+    folder: Path, kind: str = "bert", pooling: str = "max", activation: str = "relu", **options: Any
+) -> Path:
+    """Writes a SparseEncoder that gives queries and documents the same treatment, but for `PROMPTS`."""
+    from sentence_transformers import SparseEncoder
+
+    modules = _splade(folder, kind, pooling, activation)
+    SparseEncoder(modules=modules, prompts=PROMPTS, **options).save(str(folder))
+    return folder
+
+
+def write_static_queries(folder: Path, *, documents: bool = False) -> Path:
+    """Writes a SparseEncoder with queries that take no run of the model, or with documents that take none."""
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Router
+    from sentence_transformers.sparse_encoder.modules import SparseStaticEmbedding
+
+    modules = _splade(folder, "bert", "max", "log1p_relu")
+    weights = torch.rand(len(SPECIAL) + len(WORDS), generator=torch.Generator().manual_seed(1))
+    static = [SparseStaticEmbedding(_tokenizer(40), weights)]
+    both = (modules, static) if documents else (static, modules)
+    SparseEncoder(modules=[Router.for_query_document(*both)], prompts=PROMPTS).save(str(folder))
+    return folder
+
+
+def _splade(folder: Path, kind: str, pooling: str, activation: str) -> list[Any]:
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    model = write_language_model(folder.with_name(f"{folder.name}-language-model"), kind)
+    return [Transformer(str(model), transformer_task="fill-mask"), SpladePooling(pooling, activation)]
+
+
+def write_bge_m3(folder: Path, longest: int = 640) -> Path:
+    """Writes an XLM-R in the layout of BGE-M3: modules.json for dense vectors, and two files beside it."""
+    import transformers
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Normalize, Transformer
+    from sentence_transformers.sentence_transformer.modules import Pooling
+
+    torch.manual_seed(0)
+    config = transformers.XLMRobertaConfig(
+        vocab_size=len(SPECIAL) + len(WORDS),
+        hidden_size=D_MODEL,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=longest + 1,
+        pad_token_id=0,
+        type_vocab_size=1,
+    )
+    model = transformers.XLMRobertaModel(config)
+    for weight in model.parameters():
+        nn.init.normal_(weight, std=0.3)
+    bare = folder.with_name(f"{folder.name}-encoder")
+    model.save_pretrained(bare)
+    _tokenizer(longest).save_pretrained(bare)
+    modules = [Transformer(str(bare)), Pooling(D_MODEL, pooling_mode="cls"), Normalize()]
+    SentenceTransformer(modules=modules).save(str(folder))
+    torch.save(nn.Linear(D_MODEL, D_MODEL).state_dict(), folder / "colbert_linear.pt")
+    torch.save(nn.Linear(D_MODEL, 1).state_dict(), folder / "sparse_linear.pt")
+    return folder
+
+
+def change(path: Path, **changed: Any) -> None:
+    """Changes fields of a JSON file."""
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
