@@ -84,13 +84,17 @@ def _info(item: pb.Input, options: pb.EncodeOptions) -> pb.SequenceInfo:
 
 
 def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
-    rows = []
+    rows: list[Rows] = []
+    if spec.kind == pb.OUTPUT_KIND_SPARSE:
+        return _sparse_tensor(request)
     for item in request.inputs:
         ids = ids_of(item)
         part = rows_of_input(item)
         if spec.kind in (pb.OUTPUT_KIND_UNSPECIFIED, pb.OUTPUT_KIND_TOKENS):
             if request.options.exclude_special_tokens:
                 part = part[[token not in (FIRST, LAST) for token in ids]]
+        elif spec.kind == pb.OUTPUT_KIND_MULTI_VECTOR:
+            part = part[1:-1]
         elif spec.kind == pb.OUTPUT_KIND_CLS:
             part = part[:1]
         elif spec.kind == pb.OUTPUT_KIND_MAX:
@@ -106,6 +110,23 @@ def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
         width=D_MODEL,
         lengths=[len(part) for part in rows],
         data=np.concatenate(rows).astype("<f2" if is_half else "<f4").tobytes(),
+        indices=np.concatenate([np.arange(len(part), dtype="<u4") + 1 for part in rows]).tobytes()
+        if spec.kind == pb.OUTPUT_KIND_MULTI_VECTOR
+        else b"",
+    )
+
+
+def _sparse_tensor(request: pb.EncodeRequest) -> pb.RaggedTensor:
+    """For every word its length, at the place of its length, halved."""
+    words = [sorted(set(ids_of(item)) - {FIRST, LAST}) for item in request.inputs]
+    flat = np.array([word for its in words for word in its], np.uint32)
+    return pb.RaggedTensor(
+        kind=pb.OUTPUT_KIND_SPARSE,
+        data_type=pb.DATA_TYPE_FLOAT32,
+        width=1,
+        lengths=[len(its) for its in words],
+        data=(flat / 2).astype("<f4").tobytes(),
+        indices=flat.astype("<u4").tobytes(),
     )
 
 
@@ -124,6 +145,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     before: Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse | None]] | None = None
     before_stream: Callable[[pb.EncodeStreamRequest, Any], Awaitable[None]] | None = None
     inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None
+    model_info: pb.ModelInfo = field(default_factory=pb.ModelInfo)  # what it has besides
     requests: list[pb.EncodeRequest] = field(default_factory=list)
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
     stream_requests: list[tuple[int, str]] = field(default_factory=list)
@@ -137,7 +159,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     server: Any = None
 
     def info(self) -> pb.ModelInfo:
-        return pb.ModelInfo(
+        info = pb.ModelInfo(
             name="tiny",
             version="1",
             fingerprint=self.fingerprint,
@@ -160,6 +182,10 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             max_response_bytes=self.max_message_bytes,
             ready=True,
         )
+        if self.model_info.sparse_width or self.model_info.multi_vector_width:
+            info.ClearField("pooling")
+        info.MergeFrom(self.model_info)
+        return info
 
     def answer(self, request: pb.EncodeRequest) -> pb.EncodeResponse:
         """The answer, within the limits, or `Refused`."""

@@ -9,6 +9,7 @@
 `AsyncEncoderClient` is the same for asyncio.
 """
 
+from encserve_client._base import TruncationWarning
 from encserve_client.async_client import AsyncEncoderClient
 from encserve_client.client import EncoderClient
 from encserve_client.exceptions import (
@@ -31,9 +32,20 @@ from encserve_client.exceptions import (
     SpaceError,
 )
 from encserve_client.inputs import Input, TokenEmbeddings, TokenIds
-from encserve_client.options import Array, DType, Output, OutputKind, Pooling
-from encserve_client.results import Block, EncodedOutput, EncodeResult, InspectResult, ModelInfo, SequenceInfo, Timings
+from encserve_client.options import Array, DType, Output, OutputKind, Pooling, Task
+from encserve_client.results import (
+    Block,
+    EncodedOutput,
+    EncodeResult,
+    InspectResult,
+    ModelInfo,
+    SequenceInfo,
+    SparseVector,
+    TaskInfo,
+    Timings,
+)
 from encserve_client.retry import RetryPolicy
+from encserve_client.scoring import maxsim, rank
 from encserve_client.tls import Tls
 
 __version__ = "0.1.0"
@@ -71,8 +83,14 @@ __all__ = [
     "ServerError",
     "ServerUnavailableError",
     "SpaceError",
+    "SparseVector",
+    "Task",
+    "TaskInfo",
     "Timings",
     "Tls",
     "TokenEmbeddings",
     "TokenIds",
+    "TruncationWarning",
+    "maxsim",
+    "rank",
 ]

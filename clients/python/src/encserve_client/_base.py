@@ -1,7 +1,8 @@
 """What both clients have in common apart from I/O: settings, credentials, and arguments made into options."""
 
+import warnings
 from collections.abc import AsyncIterable, Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 import grpc
 
@@ -13,9 +14,9 @@ from encserve_client._logic.calls import Core, ModelKey, Settings, request_templ
 from encserve_client._logic.streams import Result, StreamBooks, StreamRun
 from encserve_client._logic.wire import Wire
 from encserve_client.exceptions import ClientClosedError, EncserveError, InvalidInputError
-from encserve_client.inputs import Input, check_iterable
-from encserve_client.options import Array, DType, Options, Output, Pooling, pooled_output
-from encserve_client.results import EncodeResult
+from encserve_client.inputs import Input, check_inputs, check_iterable
+from encserve_client.options import Array, DType, Options, Output, Pooling, Task, TrainedKind, pooled_output
+from encserve_client.results import EncodeResult, SparseVector
 from encserve_client.retry import RetryPolicy
 from encserve_client.tls import Tls
 
@@ -24,6 +25,7 @@ DEFAULT_TIMEOUT_SECONDS = 30.0
 DEFAULT_MAX_MESSAGE_BYTES = 64 * MIB
 DEFAULT_MAX_CONCURRENT_MESSAGES = 4
 DEFAULT_MAX_IN_FLIGHT = 64
+_MOST_NAMED = 10
 
 
 class StreamOptions(TypedDict, total=False):
@@ -40,6 +42,22 @@ class StreamOptions(TypedDict, total=False):
     prompt_name: str | None
     max_in_flight: int
     timeout_seconds: float | None
+
+
+class OutputOptions(TypedDict, total=False):
+    """The arguments of `encode_query` and `encode_document` that say what comes back."""
+
+    l2_normalize: bool
+    dimensions: int | None
+    max_active_dims: int | None
+    pool_factor: float | None
+
+
+Retrieved = Array | list[Array] | list[SparseVector]
+
+
+class TruncationWarning(UserWarning):
+    """Inputs were cut because they are longer than the model takes."""
 
 
 class BaseClient:
@@ -111,6 +129,36 @@ class BaseClient:
         key = model_key(model, version)
         return self._core.encode(self._wire(), items, key, options, timeout_seconds, describe=describe)
 
+    async def _encode_task(
+        self,
+        task: Task,
+        inputs: Iterable[Input],
+        kind: TrainedKind | None,
+        model: str | None,
+        version: str | None,
+        timeout_seconds: float | None,
+        *,
+        dtype: DType,
+        truncate: bool,
+        prompt_name: str | None,
+        **output: Unpack[OutputOptions],
+    ) -> tuple[Retrieved, str]:
+        """What the model makes of texts of a task, and which of them were cut, for people; empty if none was."""
+        items, key = check_inputs(inputs), model_key(model, version)
+        Output(kind or "model", **output)  # refused before anything is asked
+        if kind is None:
+            kind = (await self._core.known_model(self._wire(), key, timeout_seconds)).trained_kind
+        options = Options((Output(kind, **output),), dtype, truncate, prompt_name=prompt_name, task=task)
+        result = await self._encode(items, model, version, options, timeout_seconds, describe=True)
+        encoded, cut = result.outputs[0], [i for i, it in enumerate(result.sequences) if it.truncated]
+        told = ""
+        if cut:
+            first = ", ".join(map(str, cut[:_MOST_NAMED])) + (", …" if len(cut) > _MOST_NAMED else "")
+            told = f"{len(cut)} of {len(items)} inputs were longer than a {task} may be, and were cut: inputs {first}"
+        if kind == "sparse":
+            return encoded.sparse_vectors(), told
+        return encoded.arrays() if kind == "multi_vector" else encoded.matrix(), told
+
     def _stream(
         self,
         inputs: Iterable[Any] | AsyncIterable[Any],
@@ -162,6 +210,14 @@ def model_key(model: str | None, version: str | None) -> ModelKey:
     for name, value in (("model", model), ("version", version)):
         want(name, value, (str, type(None)), "a str or None")
     return model or "", version or ""
+
+
+def told(answer: tuple[Retrieved, str]) -> Retrieved:
+    """What `encode_query` and `encode_document` return; warns their caller of what was cut."""
+    encoded, cut = answer
+    if cut:
+        warnings.warn(cut, TruncationWarning, stacklevel=3)
+    return encoded
 
 
 def shown(index: int, result: Result, ordered: bool, return_exceptions: bool) -> Result | tuple[int, Result]:

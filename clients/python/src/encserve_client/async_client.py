@@ -7,7 +7,15 @@ from typing import Any, Literal, Self, Unpack, overload
 import grpc
 import grpc.aio
 
-from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, BaseClient, StreamOptions, model_key, shown
+from encserve_client._base import (
+    DEFAULT_MAX_IN_FLIGHT,
+    BaseClient,
+    OutputOptions,
+    StreamOptions,
+    model_key,
+    shown,
+    told,
+)
 from encserve_client._grpc.async_wire import AsyncWire
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._logic.inspecting import inspect_request
@@ -22,6 +30,8 @@ from encserve_client.options import (
     Output,
     OutputKind,
     Pooling,
+    Task,
+    TrainedKind,
     as_outputs,
     pooled_output,
 )
@@ -103,6 +113,62 @@ class AsyncEncoderClient(BaseClient):
         options = Options((pooled_output(pooling, l2_normalize, dimensions),), dtype, truncate, prompt_name=prompt_name)
         return (await self._encode(check_inputs(inputs), model, version, options, timeout_seconds)).outputs[0].matrix()
 
+    async def encode_query(
+        self,
+        inputs: Iterable[Input],
+        *,
+        kind: TrainedKind | None = None,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = True,
+        prompt_name: str | None = None,
+        timeout_seconds: float | None = None,
+        **output: Unpack[OutputOptions],
+    ) -> Any:
+        """What the model makes of texts that are looked for. See `EncoderClient.encode_query`."""
+        call = self._encode_task(
+            "query",
+            inputs,
+            kind,
+            model,
+            version,
+            timeout_seconds,
+            dtype=dtype,
+            truncate=truncate,
+            prompt_name=prompt_name,
+            **output,
+        )
+        return told(await call)
+
+    async def encode_document(
+        self,
+        inputs: Iterable[Input],
+        *,
+        kind: TrainedKind | None = None,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = True,
+        prompt_name: str | None = None,
+        timeout_seconds: float | None = None,
+        **output: Unpack[OutputOptions],
+    ) -> Any:
+        """What the model makes of texts that are found. See `EncoderClient.encode_document`."""
+        call = self._encode_task(
+            "document",
+            inputs,
+            kind,
+            model,
+            version,
+            timeout_seconds,
+            dtype=dtype,
+            truncate=truncate,
+            prompt_name=prompt_name,
+            **output,
+        )
+        return told(await call)
+
     async def run(
         self,
         inputs: Iterable[Input],
@@ -115,11 +181,12 @@ class AsyncEncoderClient(BaseClient):
         exclude_special_tokens: bool = False,
         include_token_strings: bool = False,
         prompt_name: str | None = None,
+        task: Task | None = None,
         timeout_seconds: float | None = None,
     ) -> EncodeResult:
         """Everything about the inputs at once. See `EncoderClient.run`."""
         options = Options(
-            as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings, prompt_name
+            as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings, prompt_name, task
         )
         return await self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
 

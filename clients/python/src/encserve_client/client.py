@@ -6,7 +6,15 @@ from typing import Any, Literal, Self, Unpack, overload
 
 import grpc
 
-from encserve_client._base import DEFAULT_MAX_IN_FLIGHT, BaseClient, StreamOptions, model_key, shown
+from encserve_client._base import (
+    DEFAULT_MAX_IN_FLIGHT,
+    BaseClient,
+    OutputOptions,
+    StreamOptions,
+    model_key,
+    shown,
+    told,
+)
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._grpc.sync_wire import SyncWire
 from encserve_client._logic.inspecting import inspect_request
@@ -22,6 +30,8 @@ from encserve_client.options import (
     Output,
     OutputKind,
     Pooling,
+    Task,
+    TrainedKind,
     as_outputs,
     pooled_output,
 )
@@ -192,6 +202,88 @@ class EncoderClient(BaseClient):
         call = self._encode(check_inputs(inputs), model, version, options, timeout_seconds)
         return run_without_loop(call).outputs[0].matrix()
 
+    def encode_query(
+        self,
+        inputs: Iterable[Input],
+        *,
+        kind: TrainedKind | None = None,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = True,
+        prompt_name: str | None = None,
+        timeout_seconds: float | None = None,
+        **output: Unpack[OutputOptions],
+    ) -> Any:
+        """What the model was trained to make of a text that is looked for, as sentence-transformers' encode_query.
+
+            queries = client.encode_query(["how warm is the sea?"])
+            documents = client.encode_document(texts)
+            best = rank(queries[0], documents)
+
+        Args:
+            inputs: Texts. Of token ids only where the task does not change the text; see `ModelInfo.tasks`.
+            kind: "model" for one vector each, "multi_vector" for the vectors of MaxSim, "sparse" for weights over the
+                vocabulary. Default: the first of these that the model has.
+            model: As for `encode`.
+            version: As for `encode`.
+            dtype: As for `encode`.
+            truncate: Whether to cut off the end of an input that is too long, which a `TruncationWarning` then says;
+                otherwise it is an error.
+            prompt_name: As for `encode`; it takes the place of the task's own prompt.
+            timeout_seconds: As for `encode`.
+            **output: Fields of `Output`: `l2_normalize`, `dimensions`, `max_active_dims`, `pool_factor`.
+
+        Returns:
+            Of one vector each an (inputs, width) array; of the vectors of MaxSim a list of (n, width) arrays, with 0
+            vectors where nothing of an input counts; of weights a list of `SparseVector`.
+
+        Raises:
+            InvalidRequestError: The model does not know the task, or does not have this kind.
+            EncserveError: As for `encode`.
+        """
+        call = self._encode_task(
+            "query",
+            inputs,
+            kind,
+            model,
+            version,
+            timeout_seconds,
+            dtype=dtype,
+            truncate=truncate,
+            prompt_name=prompt_name,
+            **output,
+        )
+        return told(run_without_loop(call))
+
+    def encode_document(
+        self,
+        inputs: Iterable[Input],
+        *,
+        kind: TrainedKind | None = None,
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = True,
+        prompt_name: str | None = None,
+        timeout_seconds: float | None = None,
+        **output: Unpack[OutputOptions],
+    ) -> Any:
+        """What the model was trained to make of a text that is found; takes and returns what `encode_query` does."""
+        call = self._encode_task(
+            "document",
+            inputs,
+            kind,
+            model,
+            version,
+            timeout_seconds,
+            dtype=dtype,
+            truncate=truncate,
+            prompt_name=prompt_name,
+            **output,
+        )
+        return told(run_without_loop(call))
+
     def run(
         self,
         inputs: Iterable[Input],
@@ -204,6 +296,7 @@ class EncoderClient(BaseClient):
         exclude_special_tokens: bool = False,
         include_token_strings: bool = False,
         prompt_name: str | None = None,
+        task: Task | None = None,
         timeout_seconds: float | None = None,
     ) -> EncodeResult:
         """Everything about the inputs at once: several outputs, what the model saw of each input, and the timings.
@@ -222,6 +315,8 @@ class EncoderClient(BaseClient):
             exclude_special_tokens: Whether to leave the rows of special tokens out of "tokens".
             include_token_strings: Whether to return the vocabulary's strings in `SequenceInfo.tokens`.
             prompt_name: As for `encode`.
+            task: Whether the texts are queries or documents, where the model treats them differently; see
+                `ModelInfo.tasks`. Default: neither.
             timeout_seconds: As for `encode`.
 
         Returns:
@@ -231,7 +326,7 @@ class EncoderClient(BaseClient):
             EncserveError: As for `encode`.
         """
         options = Options(
-            as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings, prompt_name
+            as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings, prompt_name, task
         )
         call = self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
         return run_without_loop(call)

@@ -7,14 +7,18 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client._arguments import as_int, want
+from encserve_client._arguments import as_float, as_int, want
 from encserve_client.exceptions import InvalidInputError
 from encserve_proto.v1 import encoder_pb2 as pb
 
 DType = Literal["float32", "float16"]
 Pooling = Literal["model", "mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length"]
 InputKind = Literal["token_ids", "embeddings"]
-OutputKind = Literal["tokens", "model", "mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length"]
+OutputKind = Literal[
+    "tokens", "model", "mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length", "multi_vector", "sparse"
+]
+Task = Literal["query", "document"]
+TrainedKind = Literal["model", "multi_vector", "sparse"]
 Array = npt.NDArray[np.floating[Any]]
 Layers: TypeAlias = bool | Sequence[int]
 """True for every layer, False for none, or the layers from 0 in ascending order."""
@@ -28,8 +32,11 @@ _KINDS: dict[OutputKind, pb.OutputKind] = {
     "last_token": pb.OUTPUT_KIND_LAST_TOKEN,
     "weighted_mean": pb.OUTPUT_KIND_WEIGHTED_MEAN,
     "mean_sqrt_length": pb.OUTPUT_KIND_MEAN_SQRT_LENGTH,
+    "multi_vector": pb.OUTPUT_KIND_MULTI_VECTOR,
+    "sparse": pb.OUTPUT_KIND_SPARSE,
 }
 _KIND_NAMES: dict[int, OutputKind] = {number: name for name, number in _KINDS.items()}
+TASKS: dict[Task, pb.Task] = {"query": pb.TASK_QUERY, "document": pb.TASK_DOCUMENT}
 _DATA_TYPES: dict[DType, pb.DataType] = {"float32": pb.DATA_TYPE_FLOAT32, "float16": pb.DATA_TYPE_FLOAT16}
 # The bytes are little-endian whatever this machine is.
 _DTYPES: dict[DType, np.dtype[np.floating[Any]]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
@@ -53,26 +60,47 @@ class Output:
     Attributes:
         kind: "tokens" for one row per token; "mean", "cls", "max", "last_token", "weighted_mean" or "mean_sqrt_length"
             for one row per input, pooled over all of its tokens; "model" for one row per input, made the way the model
-            was trained for.
+            was trained for; "multi_vector" for the vectors that MaxSim compares, as many as an input has; "sparse" for
+            weights over the vocabulary, those that are not 0.
         l2_normalize: Whether to scale every row to Euclidean length 1, after it has been cut.
         dimensions: To how many of its first numbers to cut every row. Default: all, or for "model" as many as the model
             was trained for.
+        max_active_dims: How many weights of "sparse" to keep, the largest ones. Default: what the model was trained
+            with.
+        pool_factor: How many vectors of "multi_vector" to make one on average, by hierarchical clustering. Default: no
+            more than the model itself does.
     """
 
     kind: OutputKind = "tokens"
     l2_normalize: bool = False
     dimensions: int | None = None
+    max_active_dims: int | None = None
+    pool_factor: float | None = None
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError for a kind that does not exist, or for dimensions below 1."""
+        """Raises InvalidInputError for a kind that does not exist, or for a number below 1."""
         _check("kind", self.kind, OutputKind)
-        if self.dimensions is not None and as_int("dimensions", self.dimensions) < 1:
-            raise InvalidInputError(f"dimensions must be >= 1; was {self.dimensions}")
+        for name in ("dimensions", "max_active_dims"):
+            value = getattr(self, name)
+            if value is not None and as_int(name, value) < 1:
+                raise InvalidInputError(f"{name} must be >= 1; was {value}")
+        if self.pool_factor is not None and not as_float("pool_factor", self.pool_factor) >= 1:
+            raise InvalidInputError(f"pool_factor must be >= 1; was {self.pool_factor}")
 
     @property
     def is_pooled(self) -> bool:
         """Whether it is one row per input."""
-        return self.kind != "tokens"
+        return self.kind not in ("tokens", "multi_vector", "sparse")
+
+    def to_proto(self) -> pb.OutputSpec:
+        """The same as a message."""
+        return pb.OutputSpec(
+            kind=_KINDS[self.kind],
+            l2_normalize=self.l2_normalize,
+            dimensions=self.dimensions or 0,
+            max_active_dims=self.max_active_dims or 0,
+            pool_factor=self.pool_factor or 0.0,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +113,12 @@ class Options:
     exclude_special_tokens: bool = False
     include_token_strings: bool = False
     prompt_name: str | None = None
+    task: Task | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for options that no server accepts."""
+        if self.task is not None:
+            _check("task", self.task, Task)
         want("prompt_name", self.prompt_name, (str, type(None)), "a str or None")
         _check("dtype", self.dtype, DType)
         if not self.outputs:
@@ -113,15 +144,13 @@ class Options:
     def to_proto(self) -> pb.EncodeOptions:
         """The same as a message."""
         return pb.EncodeOptions(
-            outputs=[
-                pb.OutputSpec(kind=_KINDS[it.kind], l2_normalize=it.l2_normalize, dimensions=it.dimensions or 0)
-                for it in self.outputs
-            ],
+            outputs=[it.to_proto() for it in self.outputs],
             data_type=self.data_type,
             truncation=self.truncation,
             exclude_special_tokens=self.exclude_special_tokens,
             include_token_strings=self.include_token_strings,
             prompt_name=self.prompt_name,
+            task=pb.TASK_UNSPECIFIED if self.task is None else TASKS[self.task],
         )
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from encserve_client.options import Array, InputKind, Output, OutputKind, Pooling
+from encserve_client.options import Array, InputKind, Output, OutputKind, Pooling, Task, TrainedKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,15 +16,46 @@ class Block:
     Attributes:
         rows: (sum(lengths), d_model), a read-only view on the bytes received.
         lengths: (sequences,) int64, the rows of each.
+        indices: (sum(lengths),) uint32: of "multi_vector" the token that each row comes from, of "sparse" its place in
+            the vocabulary; None where rows have none.
     """
 
     rows: Array
     lengths: npt.NDArray[np.int64]
+    indices: npt.NDArray[np.uint32] | None = None
 
     def split(self) -> list[Array]:
         """One view per sequence, (rows, d_model) each."""
-        ends = np.cumsum(self.lengths).tolist()
-        return [self.rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+        return [self.rows[start:end] for start, end in self._bounds()]
+
+    def split_indices(self) -> "list[npt.NDArray[np.uint32] | None]":
+        """One view per sequence, (rows,) each; None where rows have no indices."""
+        return [None if self.indices is None else self.indices[start:end] for start, end in self._bounds()]
+
+    def _bounds(self) -> list[tuple[int, int]]:
+        ends: list[int] = np.cumsum(self.lengths).tolist()
+        return list(zip([0, *ends], ends, strict=False))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class SparseVector:
+    """A vector of which only what is not 0 is kept.
+
+    Attributes:
+        indices: (n,) uint32, ascending: where its numbers stand.
+        values: (n,), its numbers.
+        width: Its length, zeros included.
+    """
+
+    indices: npt.NDArray[np.uint32]
+    values: Array
+    width: int
+
+    def dense(self) -> Array:
+        """(width,), zeros included."""
+        vector: Array = np.zeros(self.width, self.values.dtype)
+        vector[self.indices] = self.values
+        return vector
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,11 +66,29 @@ class EncodedOutput:
         kind: What the rows are.
         l2_normalized: Whether they have been scaled to Euclidean length 1.
         blocks: The rows, in as many parts as there were messages.
+        sparse_width: Of "sparse" the length of a vector, zeros included; otherwise 0.
     """
 
     kind: OutputKind
     l2_normalized: bool
     blocks: tuple[Block, ...] = field(repr=False)
+    sparse_width: int = 0
+
+    def token_indices(self) -> "list[npt.NDArray[np.uint32] | None]":
+        """Of "multi_vector" for each input the places of the tokens that its rows come from, (rows,).
+
+        None where rows come from several: they were pooled.
+        """
+        return [indices for block in self.blocks for indices in block.split_indices()]
+
+    def sparse_vectors(self) -> list[SparseVector]:
+        """Of "sparse" one vector per input, in order."""
+        nothing = np.empty(0, np.uint32)
+        return [
+            SparseVector(nothing if indices is None else indices, rows[:, 0], self.sparse_width)
+            for block in self.blocks
+            for rows, indices in zip(block.split(), block.split_indices(), strict=True)
+        ]
 
     def arrays(self) -> list[Array]:
         """One (rows, d_model) array per input, in order: a row per token, or a single row if pooled.
@@ -129,6 +178,21 @@ class EncodeResult:
     space_id: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class TaskInfo:
+    """How a model treats texts of one task.
+
+    Attributes:
+        prompt_name: The one of `ModelInfo.prompts` that is put before them; empty for none.
+        max_tokens: The longest, special tokens and prompt included.
+        min_tokens: To how many tokens a shorter one is made longer; 0 for none.
+    """
+
+    prompt_name: str
+    max_tokens: int
+    min_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelInfo:
     """A loaded model and the limits on what may be sent to it.
@@ -170,6 +234,10 @@ class ModelInfo:
         similarity: How its vectors are meant to be compared: "cosine", "dot", "euclidean" or "manhattan"; empty where
             that is not known.
         space_id: Identifies the vector space: keep it with an index of its vectors. Empty where it is not known.
+        tasks: Those that it treats differently, if any.
+        multi_vector_width: The numbers of a vector of "multi_vector"; 0 where it has none.
+        multi_vector_similarity: How sets of them are compared: "maxsim" or "meanmaxsim"; empty without them.
+        sparse_width: The length of a "sparse" vector, zeros included; 0 where it has none.
     """
 
     name: str
@@ -205,9 +273,24 @@ class ModelInfo:
     default_prompt_name: str = ""
     similarity: str = ""
     space_id: str = ""
+    tasks: Mapping[Task, TaskInfo] = field(default_factory=dict, hash=False)
+    multi_vector_width: int = 0
+    multi_vector_similarity: str = ""
+    sparse_width: int = 0
+
+    @property
+    def trained_kind(self) -> TrainedKind:
+        """What it was trained to make of a text: the first that it has of "model", "multi_vector" and "sparse"."""
+        if self.pooling is None and self.multi_vector_width:
+            return "multi_vector"
+        return "sparse" if self.pooling is None and self.sparse_width else "model"
 
     def width(self, output: Output) -> int:
         """The numbers of a row of an output."""
+        if output.kind == "sparse":
+            return 1
+        if output.kind == "multi_vector":
+            return output.dimensions or self.multi_vector_width or self.d_model
         if output.kind != "model":
             return output.dimensions or self.d_model
         return output.dimensions or self.default_dimensions or self.vector_width or self.d_model

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from encserve_client.exceptions import FingerprintError, ProtocolError, SpaceError
-from encserve_client.options import Array, Options, Output, OutputKind, kind_name
+from encserve_client.options import TASKS, Array, Options, Output, OutputKind, kind_name
 from encserve_client.results import (
     Block,
     EncodedOutput,
@@ -17,6 +17,7 @@ from encserve_client.results import (
     InspectResult,
     ModelInfo,
     SequenceInfo,
+    TaskInfo,
     Timings,
 )
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -144,7 +145,7 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         max_sequence_tokens=message.max_sequence_tokens,
         has_tokenizer=message.has_tokenizer,
         special_token_ids=tuple(message.special_token_ids),
-        pooling=None if pooling == "tokens" else pooling,
+        pooling=None if pooling in ("tokens", "multi_vector", "sparse") else pooling,  # type: ignore[arg-type]
         l2_normalize=message.l2_normalize,
         provider=message.provider,
         precision=message.precision,
@@ -165,7 +166,15 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         prompts=dict(sorted(message.prompts.items())),
         default_prompt_name=message.default_prompt_name,
         similarity=message.similarity,
+        tasks={name: _task_info(it) for it in message.tasks for name, number in TASKS.items() if it.task == number},
+        multi_vector_width=message.multi_vector_width,
+        multi_vector_similarity=message.multi_vector_similarity,
+        sparse_width=message.sparse_width,
     )
+
+
+def _task_info(message: pb.TaskInfo) -> TaskInfo:
+    return TaskInfo(message.prompt_name, message.max_tokens, message.min_tokens)
 
 
 def _kind(tensor: pb.RaggedTensor, output: Output, name: str) -> OutputKind:
@@ -194,14 +203,19 @@ def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) 
             f"{name}.data must have {n_bytes} bytes: {rows} rows of {tensor.width} {options.dtype}; was {len(data)}"
         )
     matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, tensor.width)
-    return Block(matrix, lengths)
+    indices = np.frombuffer(tensor.indices, "<u4") if tensor.indices else None  # (rows,)
+    if indices is not None:
+        _want(f"{name}.indices", len(tensor.indices), 4 * rows)
+    return Block(matrix, lengths, indices)
 
 
 def _check_lengths(
     block: Block, sequences: Sequence[pb.SequenceInfo], output: Output, options: Options, name: str
 ) -> None:
     """Compares the rows of each sequence with its tokens."""
-    if output.is_pooled:
+    if output.kind in ("multi_vector", "sparse"):
+        expected = block.lengths  # as many as count, or are not 0
+    elif output.is_pooled:
         expected = np.ones_like(block.lengths)
     else:
         expected = np.array([sequence.token_count for sequence in sequences], dtype=np.int64)
@@ -218,8 +232,8 @@ def _want(what: str, got: int, want: int) -> None:
         raise ProtocolError(f"the answer must have {want} {what}; had {got}")
 
 
-def merge_parts(parts: Sequence[Part], total_seconds: float, attempts: int) -> EncodeResult:
-    """Makes one result of one answer or more, which are in the order of the inputs.
+def merge_parts(parts: Sequence[Part], total_seconds: float, attempts: int, sparse_width: int = 0) -> EncodeResult:
+    """Makes one result of one answer or more, which are in the order of the inputs; `sparse_width` is the model's.
 
     Raises:
         FingerprintError: The answers are from different bundles.
@@ -234,7 +248,9 @@ def merge_parts(parts: Sequence[Part], total_seconds: float, attempts: int) -> E
                 f"and {part.kinds} of widths {_widths(part)}"
             )
     outputs = tuple(
-        EncodedOutput(kind, normalized, tuple(part.blocks[index] for part in parts))
+        EncodedOutput(
+            kind, normalized, tuple(part.blocks[index] for part in parts), sparse_width if kind == "sparse" else 0
+        )
         for index, (kind, normalized) in enumerate(first.kinds)
     )
     tokenize, queue, compute = map(max, zip(*(part.timings for part in parts), strict=True))
@@ -259,6 +275,7 @@ def empty_result(info: ModelInfo, options: Options, total_seconds: float) -> Enc
             output.kind,
             output.l2_normalize,
             (Block(np.empty((0, info.width(output)), options.numpy_dtype), np.empty(0, np.int64)),),
+            info.sparse_width if output.kind == "sparse" else 0,
         )
         for output in options.outputs
     )

@@ -110,7 +110,7 @@ class Core:
                 parts = [part for _, part in sorted(dispatch.answers, key=lambda answer: answer[0])]
                 if len({part.fingerprint for part in parts}) == 1:
                     break
-        result = merge_parts(parts, wire.now() - started, attempts)
+        result = merge_parts(parts, wire.now() - started, attempts, info.sparse_width)
         expected.check(result)
         return result
 
@@ -140,6 +140,10 @@ class Core:
         time_limit = self.time_limit(timeout_seconds, wire.now())
         async with aclosing(wire):
             return await self._fetch_model(wire, key, time_limit)
+
+    async def known_model(self, wire: Wire, key: ModelKey, timeout_seconds: float | None) -> ModelInfo:
+        """A model as it is remembered, or else asked for."""
+        return self._models.get(key) or await self.get_model(wire, key, timeout_seconds)
 
     def time_limit(self, timeout_seconds: float | None, now: float) -> TimeLimit:
         """How long a call that begins now may take in all; with None each of its messages, by the client's setting."""

@@ -29,6 +29,8 @@ _TOKEN_STRING_BYTES = 16
 # English has about 4.5 bytes a token, Chinese about 3, code in between.
 _TEXT_BYTES_PER_TOKEN = 3
 _TEXT_SPECIAL_TOKENS = 2
+# Models of sparse weights have some hundred of them for a long text.
+_ACTIVE_DIMS = 1024
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +89,7 @@ class Limits:
         max_sequence_tokens: Tokens of one sequence.
         d_model: Numbers in a row of the answer.
         vector_width: Numbers in a row of "model" pooling, where that is another number; else 0.
+        multi_vector_width: Numbers in a vector of "multi_vector"; 0 where there are none.
     """
 
     max_sequences: int
@@ -96,6 +99,7 @@ class Limits:
     max_sequence_tokens: int
     d_model: int
     vector_width: int = 0
+    multi_vector_width: int = 0
 
     @classmethod
     def of(cls, info: ModelInfo, max_message_bytes: int, max_concurrent_messages: int) -> "Limits":
@@ -115,6 +119,7 @@ class Limits:
             max_sequence_tokens=sequence_tokens,
             d_model=info.d_model,
             vector_width=info.default_dimensions or info.vector_width,
+            multi_vector_width=info.multi_vector_width,
         )
 
 
@@ -182,7 +187,7 @@ def cost_of(message: pb.Input, options: Options, limits: Limits) -> Cost:
     request_bytes = message.ByteSize() + _INPUT_OVERHEAD_BYTES
     is_text = message.HasField("text")
     tokens = min(_tokens_of(message, request_bytes), limits.max_sequence_tokens)
-    numbers = sum(_width_of(output, limits) * (1 if output.is_pooled else tokens) for output in options.outputs)
+    numbers = sum(_numbers_of(output, tokens, limits) for output in options.outputs)
     info_bytes = _SEQUENCE_INFO_BYTES + tokens * (
         (_TEXT_TOKEN_INFO_BYTES if is_text else int(options.exclude_special_tokens))
         + (_TOKEN_STRING_BYTES if options.include_token_strings else 0)
@@ -190,9 +195,14 @@ def cost_of(message: pb.Input, options: Options, limits: Limits) -> Cost:
     return Cost(1, tokens, request_bytes, numbers * options.numpy_dtype.itemsize + info_bytes)
 
 
-def _width_of(output: Output, limits: Limits) -> int:
+def _numbers_of(output: Output, tokens: int, limits: Limits) -> int:
+    """What an input of so many tokens has in an output, indices counted as numbers."""
+    if output.kind == "sparse":
+        return 2 * (output.max_active_dims or _ACTIVE_DIMS)
+    if output.kind == "multi_vector":
+        return (1 + (output.dimensions or limits.multi_vector_width or limits.d_model)) * tokens
     its_own = limits.vector_width if output.kind == "model" else 0
-    return output.dimensions or its_own or limits.d_model
+    return (output.dimensions or its_own or limits.d_model) * (1 if output.is_pooled else tokens)
 
 
 def _tokens_of(message: pb.Input, request_bytes: int) -> int:

@@ -1,0 +1,171 @@
+"""Queries and documents: what is asked for, what comes back of each kind of model, and how the two are compared."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from fake_encoder import Caller, FakeEncoder
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from encserve_client import InvalidInputError, Output, ProtocolError, SparseVector, TruncationWarning, maxsim, rank
+from encserve_client._logic.answers import decode_response
+from encserve_client.options import Options
+from encserve_proto.v1 import encoder_pb2 as pb
+
+TEXTS = ["a word or two", "", "longest of them"]
+LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="meanmaxsim")
+SPARSE = pb.ModelInfo(sparse_width=100)
+TASKS = [
+    pb.TaskInfo(task=pb.TASK_QUERY, prompt_name="q", max_tokens=32, min_tokens=32),
+    pb.TaskInfo(task=pb.TASK_DOCUMENT, max_tokens=60),
+]
+
+
+@pytest.mark.parametrize("task", ["query", "document"])
+async def test_one_vector_each(caller: Caller, service: FakeEncoder, task: str) -> None:
+    client = caller.connect()
+    vectors = await caller(getattr(client, f"encode_{task}"), TEXTS, prompt_name="p", dimensions=3)
+    assert vectors.shape == (3, 8)
+    (request,) = service.requests
+    asked = request.options
+    assert asked.task == pb.Task.Value(f"TASK_{task.upper()}")
+    assert (asked.prompt_name, asked.truncation) == ("p", pb.TRUNCATION_END)
+    assert [(it.kind, it.dimensions) for it in asked.outputs] == [(pb.OUTPUT_KIND_MODEL_POOLING, 3)]
+
+
+async def test_the_vectors_of_maxsim(caller: Caller, service: FakeEncoder) -> None:
+    service.model_info = LATE
+    client = caller.connect()
+    got = await caller(client.encode_document, TEXTS, pool_factor=2.5)
+    assert [its.shape for its in got] == [(4, 8), (0, 8), (3, 8)]
+    assert service.requests[0].options.outputs[0].pool_factor == 2.5
+    result = await caller(client.run, TEXTS, outputs=["multi_vector", "tokens"], task="document")
+    assert [its.tolist() for its in result.outputs[0].token_indices()] == [[1, 2, 3, 4], [], [1, 2, 3]]
+    assert result.outputs[1].token_indices() == [None, None, None]
+
+
+async def test_sparse_vectors(caller: Caller, service: FakeEncoder) -> None:
+    service.model_info = SPARSE
+    client = caller.connect()
+    got = await caller(client.encode_query, TEXTS, max_active_dims=5)
+    assert [(its.indices.tolist(), its.values.tolist(), its.width) for its in got] == [
+        ([3, 4], [1.5, 2.0], 100),
+        ([], [], 100),
+        ([4, 7], [2.0, 3.5], 100),
+    ]
+    assert got[2].dense()[[4, 5, 7]].tolist() == [2.0, 0.0, 3.5]
+    assert service.requests[0].options.outputs[0].max_active_dims == 5
+    assert await caller(client.encode_query, []) == []
+
+
+async def test_a_kind_of_several_can_be_chosen(caller: Caller, service: FakeEncoder) -> None:
+    service.model_info = pb.ModelInfo(sparse_width=100, multi_vector_width=8, pooling=pb.OUTPUT_KIND_CLS, tasks=TASKS)
+    client = caller.connect()
+    assert (await caller(client.encode_query, TEXTS)).shape == (3, 8)
+    assert len(await caller(client.encode_query, TEXTS, kind="multi_vector")) == 3
+    assert isinstance((await caller(client.encode_query, TEXTS, kind="sparse"))[0], SparseVector)
+    tasks = (await caller(client.model)).tasks
+    assert (tasks["query"].prompt_name, tasks["query"].min_tokens, tasks["document"].max_tokens) == ("q", 32, 60)
+
+
+async def test_what_was_cut_is_said(caller: Caller, service: FakeEncoder) -> None:
+    async def cut(request: pb.EncodeRequest) -> pb.EncodeResponse:
+        response = service.answer(request)
+        response.sequences[2].truncated = True
+        return response
+
+    service.before = cut
+    client = caller.connect()
+    with pytest.warns(
+        TruncationWarning, match=r"^1 of 3 inputs were longer than a query may be, and were cut: inputs 2$"
+    ):
+        await caller(client.encode_query, TEXTS)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"kind": "dense"}, "kind must be one of"),
+        ({"max_active_dims": 0}, "max_active_dims must be >= 1; was 0"),
+        ({"pool_factor": 0.5}, "pool_factor must be >= 1; was 0.5"),
+        ({"dimensions": -1}, "dimensions must be >= 1; was -1"),
+    ],
+)
+async def test_what_no_server_takes(
+    caller: Caller, service: FakeEncoder, options: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(InvalidInputError, match=problem):
+        await caller(caller.connect().encode_query, TEXTS, **options)
+    assert not service.requests
+
+
+def test_a_task_that_there_is_not() -> None:
+    with pytest.raises(InvalidInputError, match="task must be one of 'query', 'document'; was 'passage'"):
+        Options(task="passage")  # type: ignore[arg-type]
+
+
+def test_indices_that_do_not_fit() -> None:
+    tensor = pb.RaggedTensor(
+        kind=pb.OUTPUT_KIND_SPARSE,
+        data_type=pb.DATA_TYPE_FLOAT32,
+        width=1,
+        lengths=[2],
+        data=bytes(8),
+        indices=bytes(4),
+    )
+    response = pb.EncodeResponse(outputs=[tensor], sequences=[pb.SequenceInfo(token_count=3)])
+    with pytest.raises(ProtocolError, match=r"must have 8 outputs\[0\].indices; had 4"):
+        decode_response(response, Options((Output("sparse"),)), 1, describe=False)
+
+
+Floats = npt.NDArray[np.float32]
+SETS = hnp.arrays(np.float32, st.tuples(st.integers(1, 5), st.just(3)), elements=st.integers(-8, 8))
+
+
+@given(SETS, SETS)
+def test_maxsim_by_its_definition(query: Floats, document: Floats) -> None:
+    want = sum(max(float(q @ d) for d in document) for q in query)
+    assert maxsim(query, document) == pytest.approx(want)
+    assert maxsim(query, document, "meanmaxsim") == pytest.approx(want / len(query))
+
+
+@given(SETS, st.lists(SETS, min_size=1, max_size=5))
+def test_a_ranking_is_of_all_documents_the_best_first(query: Floats, documents: list[Floats]) -> None:
+    ranked = rank(query, documents)
+    assert sorted(index for index, _ in ranked) == list(range(len(documents)))
+    scores = [score for _, score in ranked]
+    assert scores == sorted(scores, reverse=True)
+    assert all(score == maxsim(query, documents[index]) for index, score in ranked)
+
+
+def test_sparse_and_single_vectors_are_ranked_by_their_dot_product() -> None:
+    def sparse(**weights: float) -> SparseVector:
+        places = [int(name[1:]) for name in weights]
+        return SparseVector(np.array(places, np.uint32), np.array(list(weights.values()), np.float32), 10)
+
+    assert rank(sparse(w1=2, w5=1), [sparse(w2=9), sparse(w1=1, w5=3), sparse(w5=6)]) == [(2, 6.0), (1, 5.0), (0, 0.0)]
+    assert rank(np.array([1, 2.0]), [np.array([1, 0.0]), np.array([0, 3.0])]) == [(1, 6.0), (0, 1.0)]
+
+
+def test_a_document_without_vectors_comes_last() -> None:
+    query, nothing = np.ones((2, 3), np.float32), np.empty((0, 3), np.float32)
+    assert maxsim(query, nothing) == -1e9
+    assert rank(query, [nothing, -query])[-1][0] == 0
+
+
+@pytest.mark.parametrize(
+    ("query", "document", "problem"),
+    [
+        (np.ones((2, 3)), np.ones((2, 4)), r"were \(2, 3\), \(2, 4\)"),
+        (np.empty((0, 3)), np.ones((2, 3)), "query must have at least 1 vector"),
+        (np.ones(3), np.ones((2, 3)), r"must be of one kind; were \(3,\) and \(2, 3\)"),
+        (np.ones(3), np.ones(4), "equally wide"),
+        (SparseVector(np.empty(0, np.uint32), np.empty(0, np.float32), 9), np.ones(3), "were sparse and"),
+    ],
+)
+def test_what_cannot_be_compared(query: Any, document: Any, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        rank(query, [document])
