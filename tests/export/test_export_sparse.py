@@ -68,6 +68,16 @@ def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> No
     change(directory / "sentence_bert_config.json", query_length=8, document_length=LONGEST)
     manifest = export(directory, tmp_path).manifest
     assert (manifest.query.max_tokens, manifest.document.max_tokens) == (8, 0)
+    shorter = Target(model_repository=tmp_path / "models", name="shorter")
+    assert export_hf(directory, shorter, max_sequence_tokens=6).manifest.query.max_tokens == 0
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("kind", ["ModernBert", "XLMRoberta", "Electra", "Albert"])
+def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
+    """The gate compares them with sentence-transformers."""
+    manifest = export(write_splade(tmp_path / "model", kind), tmp_path).manifest
+    assert manifest.parity.pipeline_texts == 10
 
 
 def test_queries_that_take_no_run(static: Path, tmp_path: Path) -> None:
@@ -119,7 +129,7 @@ def test_what_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
         read_sparse_encoder(tmp_path / "two")
     csr = [Transformer(model), Pooling(D_MODEL), SparseAutoEncoder(D_MODEL, hidden_dim=48, k=4)]
     SparseEncoder(modules=csr).save(str(tmp_path / "csr"))
-    with pytest.raises(UnsupportedModelError, match="transformer_task must be fill-mask|SparseAutoEncoder.*one pooled"):
+    with pytest.raises(UnsupportedModelError, match="has a SparseAutoEncoder, which .* its weights come of one pooled"):
         read_sparse_encoder(tmp_path / "csr")
 
 

@@ -33,7 +33,7 @@ def _tokenizer(longest: int = LONGEST) -> Any:
 
 
 def write_language_model(folder: Path, kind: str = "bert") -> Path:
-    """Writes a model with the head of "bert", "roberta" or "distilbert", biased to some `ACTIVE` words of a text."""
+    """Writes a "bert", "roberta", "distilbert" or class of transformers, biased to some `ACTIVE` words of a text."""
     import transformers
 
     torch.manual_seed(0)
@@ -43,8 +43,8 @@ def write_language_model(folder: Path, kind: str = "bert") -> Path:
             vocab_size=vocab_size, dim=D_MODEL, n_layers=2, n_heads=2, hidden_dim=32, max_position_embeddings=LONGEST
         )
     else:
-        make = {"bert": transformers.BertConfig, "roberta": transformers.RobertaConfig}[kind]
-        config = make(
+        make = {"bert": "Bert", "roberta": "Roberta"}.get(kind, kind)
+        config = getattr(transformers, f"{make}Config")(
             vocab_size=vocab_size,
             hidden_size=D_MODEL,
             num_hidden_layers=2,

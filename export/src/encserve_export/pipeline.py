@@ -74,18 +74,18 @@ def check_pipeline(
     if theirs is None:
         return None
     progress("comparing texts' vectors with sentence-transformers")
-    _set_lengths(theirs, manifest)
+    _set_lengths(theirs[0], manifest)
     ours = _Pipeline(folder, manifest)
     return (_compare_multi_vectors if has_vectors else _compare_vectors)(theirs, ours, manifest)
 
 
-def _set_lengths(theirs: Any, manifest: manifest_pb2.Manifest) -> None:
+def _set_lengths(transformer: Any, manifest: manifest_pb2.Manifest) -> None:
     """Has sentence-transformers cut texts where the bundle does, which may be shorter than the directory says."""
-    theirs.max_seq_length = longest = manifest.encoder.max_sequence_tokens
+    transformer.max_seq_length = longest = manifest.encoder.max_sequence_tokens
     for task in TASKS:
         settings = getattr(manifest, task)
-        if getattr(theirs[0], f"{task}_length", None) and not settings.HasField("expansion"):
-            setattr(theirs[0], f"{task}_length", settings.max_tokens or longest)
+        if getattr(transformer, f"{task}_length", None) and not settings.HasField("expansion"):
+            setattr(transformer, f"{task}_length", settings.max_tokens or longest)
 
 
 def _compare_vectors(theirs: Any, ours: "_Pipeline", manifest: manifest_pb2.Manifest) -> Compared:
@@ -132,7 +132,7 @@ def _compare_weights(theirs: Any, ours: "_Pipeline", manifest: manifest_pb2.Mani
     """The same for weights over the vocabulary, before the smallest are left out."""
     for module in theirs.modules():
         if hasattr(module, "transformer_task"):
-            module.max_seq_length = manifest.encoder.max_sequence_tokens
+            _set_lengths(module, manifest)
     errors = []
     for task, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
         made = _encode(encode, max_active_dims=manifest.sparse.width, convert_to_sparse_tensor=False)

@@ -143,7 +143,7 @@ def transformer_folder(directory: Path) -> Path:
     Raises:
         CheckpointFileError: modules.json is unreadable, or names a folder elsewhere.
     """
-    encoders = [folder for kind, folder in _routed_modules(directory) if kind in _TRANSFORMERS]
+    encoders = [folder for kind, folder in routed_modules(directory) if kind in _TRANSFORMERS]
     return encoders[0] if encoders else directory
 
 
@@ -155,7 +155,7 @@ def is_sparse_encoder(directory: Path) -> bool:
         UnsupportedModelError: A module is code of its own.
     """
     said = read_object(directory / SETTINGS).get("model_type") if (directory / SETTINGS).is_file() else None
-    kinds = {kind for kind, _ in _routed_modules(directory)}
+    kinds = {kind for kind, _ in routed_modules(directory)}
     return said == "SparseEncoder" or (said is None and not kinds.isdisjoint(_SPARSE))
 
 
@@ -194,7 +194,7 @@ def read_sentence_vector(directory: Path) -> SentenceVector:
         vector = dataclasses.replace(vector, head=nn.Sequential(*head).eval().requires_grad_(False))
     vector = _with_settings(vector, directory / SETTINGS)
     if (directory / MODULES).is_file():
-        vector = dataclasses.replace(vector, tasks=_tasks(vector.prompts, transformer_folder(directory)))
+        vector = dataclasses.replace(vector, tasks=read_tasks(vector.prompts, transformer_folder(directory)))
     return vector
 
 
@@ -337,8 +337,13 @@ def _modules(directory: Path) -> list[tuple[str, Path]]:
     return [(_own_class(directory / MODULES, name), folder) for name, folder in read_modules(directory)]
 
 
-def _routed_modules(directory: Path) -> list[tuple[str, Path]]:
-    """The same, with those of a Router in its place."""
+def routed_modules(directory: Path) -> list[tuple[str, Path]]:
+    """The class name, without its package, and the folder of each module, those of a Router in its place.
+
+    Raises:
+        CheckpointFileError: A file is unreadable or contradicts itself.
+        UnsupportedModelError: A module is code of its own.
+    """
     found = []
     for kind, folder in _modules(directory):
         path = folder / "router_config.json"
@@ -389,8 +394,17 @@ _HEAD: dict[str, Callable[[Path], list[nn.Module]]] = {
 }
 
 
-def _tasks(prompts: Mapping[str, str], directory: Path) -> dict[str, manifest_pb2.TaskSettings]:
-    """What encode_query and encode_document do: a prompt, or none in place of the default one, and a longest text."""
+def read_tasks(prompts: Mapping[str, str], directory: Path) -> dict[str, manifest_pb2.TaskSettings]:
+    """What encode_query and encode_document do: a prompt, or none in place of the default one, and a longest text.
+
+    Args:
+        prompts: The model's prompts by name.
+        directory: Where the encoder lies.
+
+    Raises:
+        CheckpointFileError: A length is none.
+        UnsupportedModelError: A length is more than that of all texts.
+    """
     path, settings = _transformer_settings(directory)
     tasks = {}
     for task in TASKS:

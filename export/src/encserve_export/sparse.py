@@ -13,7 +13,14 @@ from torch import Tensor, nn
 from encserve_export.errors import UnsupportedModelError
 from encserve_export.head import SparseHead, StaticWeights
 from encserve_export.multi_vector import load
-from encserve_export.sentence_transformers import TASKS, SentenceVector, check_transformer, transformer_folder
+from encserve_export.sentence_transformers import (
+    TASKS,
+    SentenceVector,
+    check_transformer,
+    read_tasks,
+    routed_modules,
+    transformer_folder,
+)
 from encserve_proto.v1 import manifest_pb2
 
 _POOLINGS = {"max": manifest_pb2.SPARSE_POOLING_MAX, "sum": manifest_pb2.SPARSE_POOLING_SUM}
@@ -77,6 +84,11 @@ def read_sparse_encoder(directory: Path) -> SentenceVector:
         MissingPackageError, CheckpointFileError: As for `load_sparse_encoder`.
         UnsupportedModelError: The model computes what a bundle cannot express.
     """
+    for kind, _ in routed_modules(directory):
+        if kind in _OTHER_MODULES:
+            raise UnsupportedModelError(
+                f"{directory} has a {kind}, which a bundle cannot express: {_OTHER_MODULES[kind]}"
+            )
     check_transformer(transformer_folder(directory), "fill-mask")
     loaded = load_sparse_encoder(directory)
     branches = {task: _branch(directory, loaded, task) for task in TASKS}
@@ -90,12 +102,7 @@ def read_sparse_encoder(directory: Path) -> SentenceVector:
     head = _splade(transformer.model, pooling, loaded.max_active_dims)
     width = int(transformer.model.get_output_embeddings().weight.shape[0])
     prompts = {name: text or "" for name, text in loaded.prompts.items()}
-    tasks = {
-        task: manifest_pb2.TaskSettings(
-            prompt_name=task if prompts.get(task) else "", max_tokens=getattr(transformer, f"{task}_length") or 0
-        )
-        for task in TASKS
-    }
+    tasks = read_tasks(prompts, transformer_folder(directory))
     static = {task: _static(directory, it[0], task, width) for task, it in branches.items() if len(it) == 1}
     for task, its in static.items():
         tasks[task].static_sparse.CopyFrom(its.files)
@@ -124,10 +131,9 @@ def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
         return modules
     if names == ["SparseStaticEmbedding"]:
         return modules
-    why = next((_OTHER_MODULES[name] for name in names if name in _OTHER_MODULES), "use sentence-transformers for it")
     raise UnsupportedModelError(
         f"{directory}: a {task} goes through {', '.join(names)}; a bundle can express Transformer, SpladePooling, or "
-        f"SparseStaticEmbedding alone: {why}"
+        "SparseStaticEmbedding alone"
     )
 
 
