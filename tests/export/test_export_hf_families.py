@@ -111,6 +111,7 @@ def test_queries_in_blocks_see_the_same(family: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
+        ("mpnet", {"pad_token_id": 0}, "pad_token_id of MPNet must be 1 here; was 0"),
         ("gte", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 'rope_type must be "default"; was'),
         ("gte", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type must be "default"; was'),
         ("gte", {"position_embedding_type": "absolute"}, 'position_embedding_type must be "rope"; was'),

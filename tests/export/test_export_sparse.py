@@ -73,7 +73,7 @@ def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.models
-@pytest.mark.parametrize("kind", ["ModernBert", "XLMRoberta", "Electra", "Albert"])
+@pytest.mark.parametrize("kind", ["ModernBert", "MPNet", "XLMRoberta", "Electra", "Albert"])
 def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
     """The gate compares them with sentence-transformers."""
     manifest = export(write_splade(tmp_path / "model", kind), tmp_path).manifest

@@ -119,6 +119,9 @@ def _bert_config(settings: Mapping[str, Any]) -> EncoderConfig:
     is_mpnet = settings["model_type"] in _MPNET
     is_roberta = settings["model_type"] in _ROBERTA or is_mpnet
     pad_token_id = read_pad_token_id(settings, 1 if is_roberta else 0)
+    if is_mpnet and pad_token_id != 1:
+        # The reference code counts positions from the id 1, whatever is said of padding.
+        raise UnsupportedModelError(f"pad_token_id of MPNet must be 1 here; was {pad_token_id}")
     position_offset = pad_token_id + 1 if is_roberta else 0
     return EncoderConfig(
         vocab_size=read_size(settings, "vocab_size"),
