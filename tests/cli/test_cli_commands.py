@@ -9,11 +9,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.sparse
 from click.testing import CliRunner, Result
 from fake_encoder import FakeEncoder
 
 from encserve_cli.commands import cli
+from encserve_proto.v1 import encoder_pb2 as pb
 
+TASKS = [pb.TaskInfo(task=pb.TASK_QUERY, max_tokens=32), pb.TaskInfo(task=pb.TASK_DOCUMENT, max_tokens=60)]
+LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="meanmaxsim", tasks=TASKS)
+SPARSE = pb.ModelInfo(sparse_width=100)
+WHICHEVER = pb.ModelInfo(
+    sparse_width=100, multi_vector_width=8, multi_vector_similarity="maxsim", pooling=pb.OUTPUT_KIND_CLS
+)
 LONG = "a rather long text " * 15
 
 
@@ -90,6 +98,125 @@ async def test_similarity_json(service: FakeEncoder) -> None:
     assert (answer["pooling"], answer["texts"]) == ("cls", ["one", "two words"])
 
 
+async def test_embed(service: FakeEncoder) -> None:
+    """A row for each text, with the task, the prompt and the cut that were asked for."""
+    options = ["--task", "query", "--prompt-name", "q", "--truncate"]
+    result = await encserve(service, "embed", "two words", "one", *options)
+    assert (result.exit_code, result.stderr) == (0, "")
+    [line] = [line.split() for line in result.stdout.splitlines() if line.startswith(" two words ")]
+    assert line[:4] == ["two", "words", "1", "3.125"]
+    assert "shape (2, 8)" in result.stdout
+    asked = service.requests[-1].options
+    assert (asked.task, asked.prompt_name, asked.truncation) == (pb.TASK_QUERY, "q", pb.TRUNCATION_END)
+
+
+async def test_embed_what_maxsim_compares(service: FakeEncoder, tmp_path: Path) -> None:
+    """The token that each vector comes from; a text of which nothing counts has none."""
+    service.model_info = LATE
+    result = await encserve(service, "embed", "two words", "")
+    [line] = [line.split() for line in result.stdout.splitlines() if line.startswith(" words ")]
+    assert line[:3] == ["words", "2", "5.500"]
+    assert "shape (0, 8)" in result.stdout
+    answer = json.loads((await encserve(service, "embed", "two words", "", "--json")).stdout)
+    assert answer["kind"] == "multi_vector"
+    assert [its["tokens"] for its in answer["sequences"]] == [["two", "words"], []]
+    await encserve(service, "embed", "two words", "", "--output", str(tmp_path / "v.npz"))
+    with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
+        assert (file["rows"].shape, file["lengths"].tolist()) == ((2, 8), [2, 0])
+        assert file["token_indices"].tolist() == [1, 2]
+
+
+async def test_embed_pooled_vectors(service: FakeEncoder) -> None:
+    """They come from no token."""
+    service.model_info = LATE
+
+    async def pooled(request: pb.EncodeRequest) -> pb.EncodeResponse:
+        response = service.answer(request)
+        response.outputs[0].indices = b""
+        return response
+
+    service.before = pooled
+    assert "(pooled)" in (await encserve(service, "embed", "two words")).stdout
+    [sequence] = json.loads((await encserve(service, "embed", "two words", "--json")).stdout)["sequences"]
+    assert sequence["token_indices"] is None
+
+
+async def test_embed_weights(service: FakeEncoder, tmp_path: Path) -> None:
+    """The largest first, with the tokens that the text has; SciPy reads the file."""
+    service.model_info = SPARSE
+    result = await encserve(service, "embed", "the vector with weights", "--max-rows", "2")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line for line in lines if len(line) == 3 and line[0].isdecimal()] == [
+        ["7", "weights", "3.500"],
+        ["6", "vector", "3.000"],
+    ]
+    assert "4 weights of 100 are not 0, 2 more rows not shown" in result.stdout
+    [sequence] = json.loads((await encserve(service, "embed", "two words", "--json")).stdout)["sequences"]
+    assert (sequence["indices"], sequence["values"], sequence["width"]) == ([3, 5], [1.5, 2.5], 100)
+    await encserve(service, "embed", "two words", "", "--output", str(tmp_path / "v.npz"))
+    matrix = scipy.sparse.load_npz(tmp_path / "v.npz")
+    assert matrix.shape == (2, 100)
+    assert (matrix[0, 3], matrix[0, 5], matrix.nnz) == (1.5, 2.5, 2)
+
+
+@pytest.mark.parametrize(
+    ("model", "compared_by", "score"), [(LATE, "meanmaxsim", 87.378), (SPARSE, "dot", 2.25), (WHICHEVER, "dot", 2.25)]
+)
+async def test_similarity_is_a_ranking(
+    service: FakeEncoder, model: pb.ModelInfo, compared_by: str, score: float
+) -> None:
+    """The first text is a query and the others are documents, the best first; a model without tasks is told none."""
+    service.model_info = model
+    kind = ["--kind", "sparse"] if model is WHICHEVER else []
+    texts = ["one", "four", "two", ""]
+    answer = json.loads((await encserve(service, "similarity", *texts, *kind, "--json")).stdout)
+    assert (answer["query"], answer["compared_by"]) == ("one", compared_by)
+    has_tasks = bool(model.tasks)
+    assert [it.options.task for it in service.requests] == (
+        [pb.TASK_QUERY, pb.TASK_DOCUMENT] if has_tasks else [pb.TASK_UNSPECIFIED] * 2
+    )
+    scores = {it["text"]: it["score"] for it in answer["documents"]}
+    assert [it["index"] for it in answer["documents"]] == ([0, 1, 2] if model is LATE else [1, 0, 2])
+    assert scores["two"] == pytest.approx(score, rel=0.01)
+    assert scores[""] == (None if model is LATE else 0)
+    shown = await encserve(service, "similarity", *texts, *kind)
+    lines = [line.split() for line in shown.stdout.splitlines() if line.strip()]
+    assert lines[0] == ["one"]
+    assert lines[1] == ["document", compared_by]
+    assert ("no vectors" in shown.stdout) is (model is LATE)
+
+
+async def test_similarity_of_texts_of_one_task(service: FakeEncoder) -> None:
+    service.model_info = LATE
+    result = await encserve(service, "similarity", "one", "two", "--task", "document", "--prompt-name", "")
+    assert result.exit_code == 0
+    assert [it.options.task for it in service.requests] == [pb.TASK_DOCUMENT] * 2
+    assert [it.options.HasField("prompt_name") for it in service.requests] == [True, True]
+
+
+async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
+    """A query without vectors, weights that are not compared by their product, a pooling of many vectors."""
+    service.model_info = LATE
+    result = await encserve(service, "similarity", "", "two")
+    assert result.stderr == "Error: query must have at least 1 vector; had none\n"
+    service.model_info = pb.ModelInfo(sparse_width=100, similarity="cosine")
+    result = await encserve(service, "similarity", "one", "two")
+    assert "compares weights by cosine, and this command only by their dot product" in result.stderr
+    result = await encserve(service, "similarity", "one", "two", "--pooling", "mean", "--kind", "sparse")
+    assert "--pooling makes one vector of a text; leave it out with --kind sparse" in result.stderr
+
+
+async def test_models_of_other_kinds(service: FakeEncoder) -> None:
+    """What a model makes of a text, and the longest text of each task."""
+    service.model_info.CopyFrom(WHICHEVER)
+    service.model_info.tasks.extend(TASKS)
+    lines = [line.split() for line in (await encserve(service, "models")).stdout.splitlines()]
+    first = next(place for place, line in enumerate(lines) if line[:1] == ["tiny"])
+    assert lines[first][:7] == ["tiny", "*", "1", "8", "2", "64", "cls"]
+    assert lines[first + 1] == ["query", "32", "maxsim", "8"]
+    assert lines[first + 2] == ["document", "60", "sparse", "100"]
+
+
 async def test_models(service: FakeEncoder) -> None:
     result = await encserve(service, "models")
     [line] = [line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["tiny"]]
@@ -140,7 +267,7 @@ def test_help_is_quick() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("command", [[], ["encode"], ["similarity"], ["inspect"], ["bench"], ["models"]])
+@pytest.mark.parametrize("command", [[], ["encode"], ["embed"], ["similarity"], ["inspect"], ["bench"], ["models"]])
 def test_help(command: list[str]) -> None:
     result = CliRunner().invoke(cli, [*command, "--help"])
     assert result.exit_code == 0

@@ -12,8 +12,9 @@ import numpy as np
 from encserve_cli import render
 from encserve_cli.bench import bench
 from encserve_cli.inspect import inspect
-from encserve_cli.shared import calls_server, names_model
-from encserve_client import EncoderClient, EncodeResult, Pooling, Tls
+from encserve_cli.retrieval import embed, similarity
+from encserve_cli.shared import calls_server, ids_of, names_model, prints_rows, save_arrays, treats_texts
+from encserve_client import EncoderClient, EncodeResult, Task, Tls
 
 
 @click.group("encserve", context_settings={"help_option_names": ["-h", "--help"], "auto_envvar_prefix": "ENCSERVE"})
@@ -41,12 +42,9 @@ def cli(context: click.Context, target: str, timeout: float, tls: bool, ca: Path
 @cli.command()
 @click.argument("texts", nargs=-1, required=True, metavar="TEXT...")
 @names_model
-@click.option("--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the vectors to this .npz file.")
-@click.option("--truncate", is_flag=True, help="Cut off the end of texts that are too long.")
+@treats_texts
+@prints_rows
 @click.option("--exclude-special", is_flag=True, help="Leave out the rows of special tokens.")
-@click.option(
-    "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Rows to print of each text."
-)
 @calls_server
 def encode(
     client: EncoderClient,
@@ -54,10 +52,12 @@ def encode(
     model: str | None,
     model_version: str | None,
     as_json: bool,
-    output: Path | None,
+    task: Task | None,
+    prompt_name: str | None,
     truncate: bool,
-    exclude_special: bool,
+    output: Path | None,
     max_rows: int,
+    exclude_special: bool,
 ) -> None:
     """Print one vector per token of each TEXT.
 
@@ -71,6 +71,8 @@ def encode(
         truncate=truncate,
         exclude_special_tokens=exclude_special,
         include_token_strings=True,
+        prompt_name=prompt_name,
+        task=task,
     )
     if output is not None:
         _save(output, result)
@@ -80,38 +82,6 @@ def encode(
         render.print_saved(output, result)
     else:
         render.print_encoded(texts, result, max_rows)
-
-
-@cli.command()
-@click.argument("texts", nargs=-1, required=True, metavar="TEXT TEXT...")
-@names_model
-@click.option(
-    "--pooling",
-    type=click.Choice(["model", "mean", "cls", "max"]),
-    help="How token vectors become one. Default: what the model was trained for, or mean where it does not say.",
-)
-@calls_server
-def similarity(
-    client: EncoderClient,
-    texts: tuple[str, ...],
-    model: str | None,
-    model_version: str | None,
-    as_json: bool,
-    pooling: Pooling | None,
-) -> None:
-    """Print the cosine similarity of every two TEXTs."""
-    if len(texts) < 2:
-        raise ValueError(f"similarity needs at least 2 texts; was {len(texts)}")
-    chosen: Pooling = pooling or ("model" if client.model(model, model_version).pooling else "mean")
-    result = client.run(texts, outputs=[chosen], model=model, version=model_version)
-    vectors = result.outputs[0].matrix().astype(np.float64)  # (texts, d_model)
-    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
-    cosines = np.clip(vectors @ vectors.T, -1, 1)  # (texts, texts)
-    if as_json:
-        body = _names(result) | {"pooling": result.outputs[0].kind, "texts": texts, "cosine": cosines.tolist()}
-        click.echo(json.dumps(body, ensure_ascii=False))
-    else:
-        render.print_similarity(texts, cosines, result)
 
 
 @cli.command()
@@ -126,17 +96,10 @@ def models(client: EncoderClient, as_json: bool) -> None:
         render.print_models(found)
 
 
+cli.add_command(embed)
+cli.add_command(similarity)
 cli.add_command(inspect)
 cli.add_command(bench)
-
-
-def _names(result: EncodeResult) -> dict[str, Any]:
-    return {
-        "model": result.model,
-        "version": result.version,
-        "fingerprint": result.fingerprint,
-        "space_id": result.space_id,
-    }
 
 
 def _encode_json(texts: tuple[str, ...], result: EncodeResult) -> dict[str, Any]:
@@ -154,23 +117,21 @@ def _encode_json(texts: tuple[str, ...], result: EncodeResult) -> dict[str, Any]
                 "rows": rows.tolist(),
             }
         )
-    return _names(result) | {"timings": asdict(result.timings), "sequences": sequences}
+    return ids_of(result) | {"timings": asdict(result.timings), "sequences": sequences}
 
 
 def _save(path: Path, result: EncodeResult) -> None:
     """Writes the .npz file; the same ragged form as on the wire."""
     arrays = result.outputs[0].arrays()
-    names: dict[str, Any] = {name: np.array(value) for name, value in _names(result).items()}
     ids = [
         token
         for info, rows in zip(result.sequences, arrays, strict=True)
         for _, token in render.shown_tokens(info, len(rows))
     ]
-    with path.open("wb") as file:  # np.savez would put its own suffix on a path
-        np.savez(
-            file,
-            rows=result.outputs[0].matrix(),
-            lengths=np.array([len(rows) for rows in arrays], np.int64),
-            token_ids=np.array(ids, np.int64),
-            **names,
-        )
+    save_arrays(
+        path,
+        result,
+        rows=result.outputs[0].matrix(),
+        lengths=np.array([len(rows) for rows in arrays], np.int64),
+        token_ids=np.array(ids, np.int64),
+    )

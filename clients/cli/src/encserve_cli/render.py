@@ -36,22 +36,70 @@ def print_encoded(texts: Sequence[str], result: EncodeResult, max_rows: int) -> 
     """A table of tokens × dimensions for each text."""
     console = Console(highlight=False)
     for text, rows, info in zip(texts, result.outputs[0].arrays(), result.sequences, strict=True):
-        table = _rows_table(rows, shown_tokens(info, len(rows)), max_rows, console.width)
+        _print_rows(console, text, rows, ("token", "id"), shown_tokens(info, len(rows)), info, max_rows)
+    print_footer(console, result)
+
+
+def print_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
+    """One table of texts × dimensions."""
+    console = Console(highlight=False)
+    rows = result.outputs[0].matrix()
+    names = [(" ".join(text.split()), number) for number, text in enumerate(texts, start=1)]
+    console.print(_rows_table(rows, ("text", ""), names, max_rows, console.width))
+    notes = [f"shape ({rows.shape[0]}, {rows.shape[1]})", *_hidden(len(rows), max_rows)]
+    notes += [
+        f"text {number}: {note}" for number, info in enumerate(result.sequences, start=1) for note in _cut_off(info)
+    ]
+    console.print(Text(", ".join(notes)))
+    print_footer(console, result)
+
+
+def print_multi_vectors(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
+    """A table of vectors × dimensions for each text, with the token that each comes from."""
+    console = Console(highlight=False)
+    output = result.outputs[0]
+    found = zip(texts, output.arrays(), output.token_indices(), result.sequences, strict=True)
+    for text, rows, places, info in found:
+        names = vector_names(info, places, len(rows))
+        numbers = range(len(rows)) if places is None else places.tolist()
+        _print_rows(console, text, rows, ("token", "place"), list(zip(names, numbers, strict=True)), info, max_rows)
+    print_footer(console, result)
+
+
+def print_sparse(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
+    """A table of each text's largest weights, with the tokens of those that stand in the text."""
+    console = Console(highlight=False)
+    for text, vector, info in zip(texts, result.outputs[0].sparse_vectors(), result.sequences, strict=True):
+        known = {token_id: token for token, token_id in shown_tokens(info, info.token_count)}
+        table = make_table()
+        table.add_column("index", justify="right")
+        table.add_column("token in the text", no_wrap=True, overflow="ellipsis", max_width=2 * _TOKEN_WIDTH)
+        table.add_column("weight", justify="right", no_wrap=True)
+        for place in np.argsort(-vector.values, kind="stable")[:max_rows].tolist():
+            index = int(vector.indices[place])
+            table.add_row(str(index), Text(known.get(index, "")), f"{vector.values[place]:.3f}")
         console.print(_clip(text, console.width, "bold"))
-        n_hidden = max(len(rows) - max_rows, 0)
-        notes = [f"shape ({rows.shape[0]}, {rows.shape[1]})"]
-        notes += [f"{n_hidden} more rows not shown"] if n_hidden else []
-        notes += [f"cut off after {info.token_count} of {info.original_token_count} tokens"] if info.truncated else []
         console.print(table)
+        n_weights = len(vector.indices)
+        notes = [f"{n_weights} weights of {vector.width} are not 0", *_hidden(n_weights, max_rows), *_cut_off(info)]
         console.print(Text(", ".join(notes) + "\n"))
     print_footer(console, result)
+
+
+def vector_names(info: SequenceInfo, places: npt.NDArray[np.uint32] | None, count: int) -> list[str]:
+    """The token that each vector of a text comes from; "(pooled)" where they come from several."""
+    if places is None:
+        return ["(pooled)"] * count
+    return [str(place) if info.tokens is None else info.tokens[place] for place in places.tolist()]
 
 
 def print_saved(path: Path, result: EncodeResult) -> None:
     """What was written to a file."""
     console = Console(highlight=False)
-    rows, width = result.outputs[0].matrix().shape
-    console.print(Text(f"wrote {path}: {len(result.sequences)} texts, {rows} rows of {width}"))
+    output = result.outputs[0]
+    rows, width = output.matrix().shape
+    held = f"{rows} weights of {output.sparse_width}" if output.kind == "sparse" else f"{rows} rows of {width}"
+    console.print(Text(f"wrote {path}: {len(result.sequences)} texts, {held}"))
     print_footer(console, result)
 
 
@@ -76,6 +124,23 @@ def print_similarity(texts: Sequence[str], cosines: npt.NDArray[np.float64], res
     print_footer(console, result)
 
 
+def print_ranking(
+    texts: Sequence[str], ranking: Sequence[tuple[int, float | None]], compared_by: str, result: EncodeResult
+) -> None:
+    """The documents, the best first. texts[0] is the query, and of an index i of the ranking texts[i + 1] the text."""
+    console = Console(highlight=False)
+    console.print(_clip(texts[0], console.width, "bold"))
+    table = make_table()
+    table.add_column("", justify="right")
+    table.add_column("document", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column(compared_by, justify="right", no_wrap=True)
+    for place, (index, score) in enumerate(ranking, start=1):
+        shown = "no vectors" if score is None else f"{score:.4f}"
+        table.add_row(str(place), _clip(texts[index + 1], console.width), shown)
+    console.print(table)
+    print_footer(console, result)
+
+
 def print_models(models: Sequence[ModelInfo]) -> None:
     """One line for each model."""
     console = Console(highlight=False)
@@ -84,7 +149,7 @@ def print_models(models: Sequence[ModelInfo]) -> None:
         table.add_column(name, overflow="fold")
     for name in ("d_model", "layers", "tokens"):
         table.add_column(name, justify="right")
-    for name in ("pooling", "runs on", "ready"):
+    for name in ("makes", "runs on", "ready"):
         table.add_column(name, overflow="fold")
     for it in models:
         ready = Text("yes", "green") if it.ready else Text(f"no: {it.not_ready_reason}", "red")
@@ -93,8 +158,8 @@ def print_models(models: Sequence[ModelInfo]) -> None:
             Text(it.version),
             str(it.d_model),
             str(it.n_layers or "-"),  # not known of a model that came as ONNX
-            str(it.max_sequence_tokens),
-            f"{it.pooling or '-'}{', norm 1' if it.l2_normalize else ''}",
+            "\n".join([str(it.max_sequence_tokens), *(f"{task} {its.max_tokens}" for task, its in it.tasks.items())]),
+            "\n".join(_kinds(it)) or "-",
             Text(f"{it.provider.removesuffix('ExecutionProvider')} {it.precision}"),
             ready,
         )
@@ -103,15 +168,48 @@ def print_models(models: Sequence[ModelInfo]) -> None:
         console.print("* answers calls that name no model", style="dim")
 
 
-def _rows_table(rows: Array, tokens: Sequence[tuple[str, int]], max_rows: int, width: int) -> Table:
+def _kinds(it: ModelInfo) -> list[str]:
+    """What a model makes of a text, besides a row per token."""
+    kinds = [f"{it.pooling}{', norm 1' if it.l2_normalize else ''}"] if it.pooling else []
+    kinds += [f"{it.multi_vector_similarity} {it.multi_vector_width}"] if it.multi_vector_width else []
+    return kinds + ([f"sparse {it.sparse_width}"] if it.sparse_width else [])
+
+
+def _print_rows(
+    console: Console,
+    text: str,
+    rows: Array,
+    headings: tuple[str, str],
+    names: Sequence[tuple[str, int]],
+    info: SequenceInfo,
+    max_rows: int,
+) -> None:
+    """A text, its rows as a table, and how many there are."""
+    console.print(_clip(text, console.width, "bold"))
+    console.print(_rows_table(rows, headings, names, max_rows, console.width))
+    notes = [f"shape ({rows.shape[0]}, {rows.shape[1]})", *_hidden(len(rows), max_rows), *_cut_off(info)]
+    console.print(Text(", ".join(notes) + "\n"))
+
+
+def _hidden(n_rows: int, max_rows: int) -> list[str]:
+    return [f"{n_rows - max_rows} more rows not shown"] if n_rows > max_rows else []
+
+
+def _cut_off(info: SequenceInfo) -> list[str]:
+    return [f"cut off after {info.token_count} of {info.original_token_count} tokens"] if info.truncated else []
+
+
+def _rows_table(
+    rows: Array, headings: tuple[str, str], names: Sequence[tuple[str, int]], max_rows: int, width: int
+) -> Table:
     """As many of the first dimensions as there is room for, the last, and each row's norm."""
     d_model = rows.shape[1]
     # The edges; token, id and the ellipsis; the last dimension and the norm.
     fixed = 2 + (_TOKEN_WIDTH + _GAP) + (_ID_WIDTH + _GAP) + (1 + _GAP) + 2 * (_NUMBER_WIDTH + _GAP)
     n_first = min(max((width - fixed) // (_NUMBER_WIDTH + _GAP), 1), d_model - 1)
     table = make_table()
-    table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=_TOKEN_WIDTH)
-    table.add_column("id", justify="right")
+    table.add_column(headings[0], no_wrap=True, overflow="ellipsis", max_width=_TOKEN_WIDTH)
+    table.add_column(headings[1], justify="right")
     for dimension in range(n_first):
         table.add_column(str(dimension), justify="right", no_wrap=True)
     if d_model - 1 > n_first:
@@ -119,10 +217,10 @@ def _rows_table(rows: Array, tokens: Sequence[tuple[str, int]], max_rows: int, w
     table.add_column(str(d_model - 1), justify="right", no_wrap=True)
     table.add_column("norm", justify="right", no_wrap=True)
     norms = np.linalg.norm(rows.astype(np.float64), axis=1)
-    for (token, token_id), row, norm in zip(tokens[:max_rows], rows, norms, strict=False):
+    for (name, number), row, norm in zip(names[:max_rows], rows, norms, strict=False):
         first = [f"{value:.3f}" for value in row[:n_first].tolist()]
         gap = ["…"] if d_model - 1 > n_first else []
-        table.add_row(Text(token), str(token_id), *first, *gap, f"{row[-1]:.3f}", f"{norm:.3f}")
+        table.add_row(Text(name), str(number), *first, *gap, f"{row[-1]:.3f}", f"{norm:.3f}")
     return table
 
 

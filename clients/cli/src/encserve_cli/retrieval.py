@@ -1,0 +1,210 @@
+"""`encserve embed` and `encserve similarity`: what a model makes of texts, and how well they go together."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, replace
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import click
+import numpy as np
+
+from encserve_cli import render
+from encserve_cli.shared import calls_server, ids_of, names_model, prints_rows, save_arrays, treats_texts
+from encserve_client import EncodedOutput, EncoderClient, EncodeResult, ModelInfo, Pooling, Task, Timings, rank
+from encserve_client.options import TrainedKind
+from encserve_client.scoring import Similarity
+
+_KIND = click.option(
+    "--kind",
+    type=click.Choice(get_args(TrainedKind)),
+    help="One vector for each text, the vectors of MaxSim, or weights over the vocabulary. Default: what the model was "
+    "trained for.",
+)
+
+
+@click.command()
+@click.argument("texts", nargs=-1, required=True, metavar="TEXT...")
+@names_model
+@_KIND
+@treats_texts
+@prints_rows
+@calls_server
+def embed(
+    client: EncoderClient,
+    texts: tuple[str, ...],
+    model: str | None,
+    model_version: str | None,
+    as_json: bool,
+    kind: TrainedKind | None,
+    task: Task | None,
+    prompt_name: str | None,
+    truncate: bool,
+    output: Path | None,
+    max_rows: int,
+) -> None:
+    """Print what the model was trained to make of each TEXT: a vector, several, or weights over the vocabulary.
+
+    The .npz file holds `rows` (texts, width); of several vectors `rows` (all vectors, width), `lengths` (texts,) and,
+    where they are not pooled, `token_indices`; of weights what scipy.sparse.load_npz reads as (texts, vocabulary).
+    """
+    result = client.run(
+        texts,
+        outputs=[kind or client.model(model, model_version).trained_kind],
+        model=model,
+        version=model_version,
+        truncate=truncate,
+        include_token_strings=True,
+        prompt_name=prompt_name,
+        task=task,
+    )
+    if output is not None:
+        save_arrays(output, result, **_arrays(result.outputs[0]))
+    if as_json:
+        click.echo(json.dumps(_embed_json(texts, result), ensure_ascii=False))
+    elif output is not None:
+        render.print_saved(output, result)
+    else:
+        printers = {"multi_vector": render.print_multi_vectors, "sparse": render.print_sparse}
+        printers.get(result.outputs[0].kind, render.print_vectors)(texts, result, max_rows)
+
+
+@click.command()
+@click.argument("texts", nargs=-1, required=True, metavar="TEXT TEXT...")
+@names_model
+@_KIND
+@click.option(
+    "--pooling",
+    type=click.Choice(["model", "mean", "cls", "max"]),
+    help="How token vectors become one. Default: what the model was trained for, or mean where it does not say.",
+)
+@treats_texts
+@calls_server
+def similarity(
+    client: EncoderClient,
+    texts: tuple[str, ...],
+    model: str | None,
+    model_version: str | None,
+    as_json: bool,
+    kind: TrainedKind | None,
+    pooling: Pooling | None,
+    **options: Any,
+) -> None:
+    """Print how similar TEXTs are, by what the model makes of them.
+
+    Of one vector each, the cosine similarity of every two. Of the vectors of MaxSim, and of weights over the
+    vocabulary, how well each text answers the first: that one is the query and the others are documents, unless --task
+    says what all of them are.
+    """
+    if len(texts) < 2:
+        raise ValueError(f"similarity needs at least 2 texts; was {len(texts)}")
+    if pooling is not None and kind not in (None, "model"):
+        raise click.UsageError(f"--pooling makes one vector of a text; leave it out with --kind {kind}")
+    info = client.model(model, model_version)
+    chosen = "model" if pooling else kind or info.trained_kind
+    options |= {"model": model, "version": model_version}
+    if chosen != "model":
+        _rank(client, texts, as_json, chosen, info, options)
+        return
+    result = client.run(texts, outputs=[pooling or ("model" if kind or info.pooling else "mean")], **options)
+    vectors = result.outputs[0].matrix().astype(np.float64)  # (texts, d_model)
+    vectors /= np.maximum(np.linalg.norm(vectors, axis=1, keepdims=True), np.finfo(np.float64).tiny)
+    cosines = np.clip(vectors @ vectors.T, -1, 1)  # (texts, texts)
+    if as_json:
+        body = ids_of(result) | {"pooling": result.outputs[0].kind, "texts": texts, "cosine": cosines.tolist()}
+        click.echo(json.dumps(body, ensure_ascii=False))
+    else:
+        render.print_similarity(texts, cosines, result)
+
+
+def _rank(
+    client: EncoderClient,
+    texts: Sequence[str],
+    as_json: bool,
+    kind: TrainedKind,
+    info: ModelInfo,
+    options: dict[str, Any],
+) -> None:
+    """How well the texts after the first answer it, the best first."""
+    compared_by = _compared_by(kind, info)
+    task = options.pop("task")
+    parts: tuple[tuple[Task, Sequence[str]], ...] = (("query", texts[:1]), ("document", texts[1:]))
+    asked = [
+        client.run(part, outputs=[kind], task=task or (own if own in info.tasks else None), **options)
+        for own, part in parts
+    ]
+    query, documents = ([*_encoded(result.outputs[0])] for result in asked)
+    ranking = [
+        (index, None if kind == "multi_vector" and not len(documents[index]) else score)
+        for index, score in rank(query[0], documents, cast("Similarity", compared_by))
+    ]
+    timings = zip(*(astuple(result.timings) for result in asked), strict=True)
+    result = replace(asked[1], timings=Timings(*map(sum, timings)))
+    if as_json:
+        found = [{"text": texts[index + 1], "index": index, "score": score} for index, score in ranking]
+        body = ids_of(result) | {"kind": kind, "compared_by": compared_by, "query": texts[0], "documents": found}
+        click.echo(json.dumps(body, ensure_ascii=False))
+    else:
+        render.print_ranking(texts, ranking, compared_by, result)
+
+
+def _compared_by(kind: TrainedKind, info: ModelInfo) -> str:
+    """What `rank` compares by, or "dot". ValueError where weights are compared in another way."""
+    if kind == "multi_vector":
+        return info.multi_vector_similarity or "maxsim"
+    if info.trained_kind == "sparse" and info.similarity not in ("", "dot"):
+        raise ValueError(
+            f"model {info.name} compares weights by {info.similarity}, and this command only by their dot product; "
+            "encserve embed has the weights themselves"
+        )
+    return "dot"
+
+
+def _encoded(output: EncodedOutput) -> Sequence[Any]:
+    return output.sparse_vectors() if output.kind == "sparse" else output.arrays()
+
+
+def _embed_json(texts: Sequence[str], result: EncodeResult) -> dict[str, Any]:
+    """Everything that `embed` has to say, as what JSON can hold."""
+    output = result.outputs[0]
+    made: list[dict[str, Any]]
+    if output.kind == "sparse":
+        made = [
+            {"indices": its.indices.tolist(), "values": its.values.tolist(), "width": its.width}
+            for its in output.sparse_vectors()
+        ]
+    elif output.kind == "multi_vector":
+        made = [
+            {
+                "tokens": render.vector_names(info, places, len(rows)),
+                "token_indices": None if places is None else places.tolist(),
+                "rows": rows.tolist(),
+            }
+            for rows, places, info in zip(output.arrays(), output.token_indices(), result.sequences, strict=True)
+        ]
+    else:
+        made = [{"vector": row} for row in output.matrix().tolist()]
+    sequences = [
+        {"text": text, "truncated": info.truncated} | its
+        for text, info, its in zip(texts, result.sequences, made, strict=True)
+    ]
+    return ids_of(result) | {"kind": output.kind, "timings": asdict(result.timings), "sequences": sequences}
+
+
+def _arrays(output: EncodedOutput) -> dict[str, np.ndarray[Any, Any]]:
+    """What the .npz file holds."""
+    lengths = np.concatenate([block.lengths for block in output.blocks])
+    if output.kind == "sparse":
+        vectors = output.sparse_vectors()
+        return {
+            "format": np.array("csr"),
+            "shape": np.array([len(vectors), output.sparse_width]),
+            "data": output.matrix()[:, 0],
+            "indices": np.concatenate([its.indices for its in vectors]).astype(np.int64),
+            "indptr": np.concatenate([[0], np.cumsum(lengths)]),
+        }
+    if output.kind != "multi_vector":
+        return {"rows": output.matrix()}
+    indices = [its for its in output.token_indices() if its is not None]
+    whole = {"token_indices": np.concatenate(indices)} if len(indices) == len(lengths) else {}
+    return {"rows": output.matrix(), "lengths": lengths, **whole}
