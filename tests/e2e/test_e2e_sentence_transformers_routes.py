@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from agreement import least_cosine
 from exporting import export_once
-from real_server import real_server
+from real_server import cpu_has_bfloat16, real_server
 from sentence_models import D_MODEL, LONGEST, text_of, write_model
 
 from encserve_client import AsyncEncoderClient, EncoderClient
@@ -104,7 +105,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def client(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[EncoderClient]:
+def models(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = tmp_path_factory.mktemp("models")
     for name, options in EXPORTS.items():
         directory, via, *_ = name.split(".")
@@ -112,6 +113,11 @@ def client(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
         exported = export_once(export_hf, directories[directory], target=target, **options)
         assert exported.manifest.source.route == via
         assert exported.manifest.parity.pipeline_texts >= 5
+    return models
+
+
+@pytest.fixture(scope="module")
+def client(models: Path) -> Iterator[EncoderClient]:
     flags = [flag for name in EXPORTS for flag in ("--model", name)]
     with real_server(models, *flags) as server, EncoderClient(server.target) as client:
         yield client
@@ -148,6 +154,26 @@ def test_vectors_are_those_of_sentence_transformers(
     for prompt_name in model.prompts:
         got = client.embed(TEXTS, model=name, truncate=True, prompt_name=prompt_name)
         check(got, model.encode(TEXTS, prompt_name=prompt_name), name)
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_openvino_has_what_comes_after_pooling(precision: str, directories: dict[str, Path], models: Path) -> None:
+    """In float32, whatever the rows are computed in."""
+    if precision == "bfloat16" and not cpu_has_bfloat16():
+        pytest.skip("THIS CPU HAS NO BFLOAT16")
+    want = theirs(directories["combined"]).encode(TEXTS, batch_size=1)
+    names = ["combined.own", "combined.onnx", "combined.transformers"]
+    flags = [flag for name in names for flag in ("--model", name)]
+    with (
+        real_server(models, "--engine", "openvino", "--precision", precision, *flags) as server,
+        EncoderClient(server.target) as client,
+    ):
+        for name in names:
+            got = client.embed(TEXTS, model=name, truncate=True)
+            if precision == "float32":
+                check(got, want, name)
+            else:
+                assert least_cosine([got], [want]) >= 0.999
 
 
 async def test_the_asynchronous_client_too(directories: dict[str, Path], client: EncoderClient) -> None:
