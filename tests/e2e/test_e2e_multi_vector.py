@@ -1,10 +1,10 @@
 """A multi-vector directory means what its authors meant: it serves MultiVectorEncoder's vectors, for both tasks."""
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -12,12 +12,11 @@ import torch
 from agreement import worst_relative_error
 from click.testing import CliRunner
 from real_server import real_server
-from retrieval_models import DIRECTORIES, WIDTH, native
+from retrieval_models import DIRECTORIES, native
 from sentence_models import text_of
 
+from encserve_client import AsyncEncoderClient, EncoderClient, TruncationWarning, maxsim
 from encserve_export.cli import main
-from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_proto.v1 import encoder_pb2_grpc
 
 pytestmark = pytest.mark.models
 
@@ -30,7 +29,7 @@ TEXTS = [
     "the cat: sat.",
     *(text_of(n, seed=n) for n in (1, 3, 10, 17, 29, 30, 31, 60, 93, 94, 130, 600)),
 ]
-TASKS = {"query": pb.TASK_QUERY, "document": pb.TASK_DOCUMENT}
+TASKS = ["query", "document"]
 POOLED, UNPOOLED = "token-pooling", "unpooled"
 ALL = {**DIRECTORIES, UNPOOLED: native(mask={"skiplist_words": [":"]})}  # the weights of POOLED
 
@@ -44,24 +43,27 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def ask(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
-    """Asks a server of all of them, exported with no option: the vectors of each text."""
+def target(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server of all of them, exported with no option."""
     models = tmp_path_factory.mktemp("models")
     for directory in directories.values():
         result = CliRunner().invoke(main, ["hf", str(directory), "--model-repository", str(models)])
         assert result.exit_code == 0, result.output
     flags = [flag for name in directories for flag in ("--model", name)]
-    with real_server(models, *flags) as server, grpc.insecure_channel(server.target) as channel:
-        stub = encoder_pb2_grpc.EncoderServiceStub(channel)
+    with real_server(models, *flags) as server:
+        yield server.target
+
+
+@pytest.fixture(scope="module")
+def ask(target: str) -> Iterator[Ask]:
+    """The vectors of each text, by the client's encode_query or encode_document."""
+    with EncoderClient(target) as client:
 
         def vectors(model: str, task: str, texts: Sequence[str], **output: Any) -> list[Vectors]:
-            spec = pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR, **output)
-            options = pb.EncodeOptions(outputs=[spec], task=TASKS[task], truncation=pb.TRUNCATION_END)
-            inputs = [pb.Input(text=text) for text in texts]
-            response = stub.Encode(pb.EncodeRequest(model=model, inputs=inputs, options=options), timeout=60)
-            (made,) = response.outputs
-            rows = np.frombuffer(made.data, "<f4").reshape(-1, WIDTH)
-            return np.split(rows, np.cumsum(made.lengths)[:-1])
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", TruncationWarning)
+                made: list[Vectors] = getattr(client, f"encode_{task}")(texts, model=model, **output)
+            return made
 
         yield vectors
 
@@ -90,6 +92,18 @@ def test_vectors_are_those_of_sentence_transformers(
     for text, company, due in zip(TEXTS, together, want, strict=True):
         assert worst_relative_error(company, due) <= TOLERANCE
         assert worst_relative_error(ask(name, task, [text])[0], due) <= TOLERANCE
+
+
+async def test_asyncio_has_them_too_and_is_told_what_was_cut(directories: dict[str, Path], target: str) -> None:
+    model, name = theirs(directories["fixed-unattended"]), "fixed-unattended"
+    longest = [i for i, text in enumerate(TEXTS) if len(text.split()) > 80 - 4]  # less prompt, CLS and SEP
+    async with AsyncEncoderClient(target) as client:
+        with pytest.warns(TruncationWarning, match=f"inputs {', '.join(map(str, longest))}$"):
+            documents = await client.encode_document(TEXTS, model=name)
+        queries = await client.encode_query(TEXTS[:6], model=name)
+    for texts, task, got in ((TEXTS, "document", documents), (TEXTS[:6], "query", queries)):
+        for its, due in zip(got, encoded(model, task, texts), strict=True):
+            assert worst_relative_error(its, due) <= TOLERANCE
 
 
 def test_pooled_vectors_are_of_the_same_clusters(directories: dict[str, Path], ask: Ask) -> None:
@@ -125,8 +139,8 @@ def test_scores_stand_in_the_same_order(name: str, directories: dict[str, Path],
     model = theirs(directories[name])
     want = model.similarity(model.encode_query(queries), model.encode_document(documents)).numpy().ravel()
     asked = ask(name, "query", queries)
-    found = [its for half in (documents[:250], documents[250:]) for its in ask(name, "document", half)]
-    got = np.array([(query @ document.T).max(axis=1).sum() for query in asked for document in found])
+    found = ask(name, "document", documents)
+    got = np.array([maxsim(query, document) for query in asked for document in found])
     order = np.argsort(want)
     highest = np.maximum.accumulate(got[order])  # of the served scores, as theirs ascend
     below = np.searchsorted(want[order], want - TOLERANCE * np.abs(want))  # how many of theirs are lower for certain

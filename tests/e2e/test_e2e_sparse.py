@@ -1,10 +1,10 @@
 """Sparse encoders and BGE-M3: what is served over gRPC is what their own code gives."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import grpc
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -13,8 +13,9 @@ from exporting import export_once
 from real_server import real_server
 from sparse_models import ACTIVE, sparse_text, write_bge_m3, write_splade, write_static_queries
 
+from encserve_client import AsyncEncoderClient, EncoderClient, SparseVector, TruncationWarning
+from encserve_client.options import TrainedKind
 from encserve_export import Target, export_hf
-from encserve_proto.v1 import encoder_pb2, encoder_pb2_grpc
 
 pytest.importorskip("sentence_transformers", reason="needs encserve-export[sentence-transformers]")
 pytestmark = pytest.mark.models
@@ -30,8 +31,7 @@ SPLADE: dict[str, dict[str, Any]] = {
     "distilbert": {"kind": "distilbert"},
     "few": {"max_active_dims": 50},
 }
-TASKS = {"query": encoder_pb2.TASK_QUERY, "document": encoder_pb2.TASK_DOCUMENT}
-SPARSE = encoder_pb2.OUTPUT_KIND_SPARSE
+TASKS = ["query", "document"]
 
 
 @pytest.fixture(scope="module")
@@ -46,35 +46,34 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def stub(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def target(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     models = tmp_path_factory.mktemp("models")
     for name, directory in directories.items():
         export_once(export_hf, directory, target=Target(model_repository=models, name=name))
     flags = [flag for name in directories for flag in ("--model", name)]
-    with real_server(models, *flags) as server, grpc.insecure_channel(server.target) as channel:
-        yield encoder_pb2_grpc.EncoderServiceStub(channel)
+    with real_server(models, *flags) as server:
+        yield server.target
 
 
-def ask(stub: Any, model: str, texts: Sequence[str], *kinds: int, task: int = 0) -> Any:
-    options = encoder_pb2.EncodeOptions(
-        outputs=[encoder_pb2.OutputSpec(kind=kind) for kind in kinds],  # type: ignore[arg-type]
-        truncation=encoder_pb2.TRUNCATION_END,
-        task=task,  # type: ignore[arg-type]
-    )
-    inputs = [encoder_pb2.Input(text=text) for text in texts]
-    return stub.Encode(encoder_pb2.EncodeRequest(model=model, inputs=inputs, options=options), timeout=120)
+@pytest.fixture(scope="module")
+def client(target: str) -> Iterator[EncoderClient]:
+    with EncoderClient(target) as client:
+        yield client
 
 
-def dense_of(tensor: Any, width: int) -> Array:
+def ask(client: EncoderClient, model: str, task: str, texts: Sequence[str], **options: Any) -> Any:
+    """What encode_query or encode_document gives."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TruncationWarning)
+        return getattr(client, f"encode_{task}")(texts, model=model, **options)
+
+
+def dense_of(vectors: Sequence[SparseVector], width: int) -> Array:
     """(texts, width), zeros included; and the places ascend."""
-    values, indices = np.frombuffer(tensor.data, "<f4"), np.frombuffer(tensor.indices, "<u4")
-    vectors, start = np.zeros((len(tensor.lengths), width), np.float32), 0
-    for vector, length in zip(vectors, tensor.lengths, strict=True):
-        places = indices[start : start + length]
-        assert (np.diff(places.astype(int)) > 0).all()
-        vector[places] = values[start : start + length]
-        start += length
-    return vectors
+    for its in vectors:
+        assert its.width == width
+        assert (np.diff(its.indices.astype(int)) > 0).all()
+    return np.stack([its.dense() for its in vectors])
 
 
 def assert_weights(got: Array, want: Array) -> None:
@@ -85,7 +84,7 @@ def assert_weights(got: Array, want: Array) -> None:
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("name", [*SPLADE, "static-queries", "static-documents"])
 def test_weights_are_those_of_sentence_transformers(
-    name: str, task: str, directories: dict[str, Path], stub: Any
+    name: str, task: str, directories: dict[str, Path], client: EncoderClient
 ) -> None:
     """Alone and together."""
     from sentence_transformers import SparseEncoder
@@ -93,19 +92,30 @@ def test_weights_are_those_of_sentence_transformers(
     model = SparseEncoder(str(directories[name]), device="cpu", local_files_only=True)
     encode = {"query": model.encode_query, "document": model.encode_document}[task]
     want = encode(TEXTS, convert_to_sparse_tensor=False).numpy()
-    assert_weights(dense_of(ask(stub, name, TEXTS, SPARSE, task=TASKS[task]).outputs[0], want.shape[1]), want)
+    assert_weights(dense_of(ask(client, name, task, TEXTS), want.shape[1]), want)
     for text, its in zip(TEXTS, want, strict=True):
-        alone = ask(stub, name, [text], SPARSE, task=TASKS[task]).outputs[0]
-        assert_weights(dense_of(alone, want.shape[1]), its[None])
+        assert_weights(dense_of(ask(client, name, task, [text]), want.shape[1]), its[None])
 
 
-def test_the_models_are_sparse_as_trained_ones(directories: dict[str, Path], stub: Any) -> None:
+async def test_asyncio_has_them_too(directories: dict[str, Path], target: str) -> None:
+    from sentence_transformers import SparseEncoder
+
+    model, texts = SparseEncoder(str(directories["max"]), device="cpu", local_files_only=True), TEXTS[:6]
+    async with AsyncEncoderClient(target) as client:
+        queries = await client.encode_query(texts, model="max")
+        documents = await client.encode_document(texts, model="max")
+    for got, encode in ((queries, model.encode_query), (documents, model.encode_document)):
+        want = encode(texts, convert_to_sparse_tensor=False).numpy()
+        assert_weights(dense_of(got, want.shape[1]), want)
+
+
+def test_the_models_are_sparse_as_trained_ones(directories: dict[str, Path], client: EncoderClient) -> None:
     for name in SPLADE:
-        active = np.mean(ask(stub, name, TEXTS[3:], SPARSE, task=encoder_pb2.TASK_DOCUMENT).outputs[0].lengths)
+        active = np.mean([len(its.indices) for its in ask(client, name, "document", TEXTS[3:])])
         assert (active == 50) if name == "few" else (ACTIVE / 4 < active < ACTIVE * 3)
 
 
-def test_bge_m3s_three_kinds_come_of_one_call(directories: dict[str, Path], stub: Any) -> None:
+def test_bge_m3s_three_kinds_come_of_one_call(directories: dict[str, Path], client: EncoderClient) -> None:
     """As its authors' code computes them."""
     from transformers import AutoModel, AutoTokenizer
 
@@ -113,13 +123,13 @@ def test_bge_m3s_three_kinds_come_of_one_call(directories: dict[str, Path], stub
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModel.from_pretrained(directory, dtype=torch.float32, add_pooling_layer=False).eval()
     linears = [torch.load(directory / f"{name}_linear.pt", weights_only=True) for name in ("colbert", "sparse")]
-    kinds = (encoder_pb2.OUTPUT_KIND_MODEL_POOLING, SPARSE, encoder_pb2.OUTPUT_KIND_MULTI_VECTOR)
-    together = ask(stub, "bge-m3", TEXTS, *kinds)
-    answers = [ask(stub, "bge-m3", [text], *kinds).outputs for text in TEXTS]
-    dense = np.frombuffer(together.outputs[0].data, "<f4").reshape(len(TEXTS), -1)
-    weights = dense_of(together.outputs[1], 1000)
-    ends = np.cumsum(together.outputs[2].lengths)
-    vectors = np.split(np.frombuffer(together.outputs[2].data, "<f4").reshape(ends[-1], -1), ends[:-1])
+    kinds: list[TrainedKind] = ["model", "sparse", "multi_vector"]
+
+    def one_call(texts: Sequence[str]) -> list[Any]:
+        outputs = client.run(texts, model="bge-m3", outputs=kinds, truncate=True).outputs
+        return [outputs[0].matrix(), outputs[1].sparse_vectors(), outputs[2].arrays()]
+
+    answers = [one_call(TEXTS), *([ask(client, "bge-m3", task, TEXTS, kind=kind) for kind in kinds] for task in TASKS)]
     for i, text in enumerate(TEXTS):
         ids = tokenizer(text, return_tensors="pt", truncation=True)["input_ids"]  # (1, seq)
         with torch.no_grad():
@@ -133,11 +143,9 @@ def test_bge_m3s_three_kinds_come_of_one_call(directories: dict[str, Path], stub
         ):
             if token not in {tokenizer.cls_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, 1}:
                 want_weights[0, token] = max(want_weights[0, token], weight.item())
-        alone = answers[i]
-        for got in (dense[i : i + 1], np.frombuffer(alone[0].data, "<f4")[None]):
-            assert np.abs(got - want_dense).max() <= 1e-4
-        for got in (weights[i : i + 1], dense_of(alone[1], 1000)):
-            assert_weights(got, want_weights)
-        for got in (vectors[i], np.frombuffer(alone[2].data, "<f4").reshape(-1, want_vectors.shape[1])):
-            assert got.shape == want_vectors.shape
-            assert np.linalg.norm(got - want_vectors, axis=1).max(initial=0) <= 1e-4
+        alone, together = [its[0] for its in one_call([text])], [[its[i] for its in answer] for answer in answers]
+        for dense, weights, vectors in (alone, *together):
+            assert np.abs(dense - want_dense).max() <= 1e-4
+            assert_weights(dense_of([weights], 1000), want_weights)
+            assert vectors.shape == want_vectors.shape
+            assert np.linalg.norm(vectors - want_vectors, axis=1).max(initial=0) <= 1e-4
