@@ -161,7 +161,7 @@ def test_everything_the_weights_do_not_tell_is_asked_for_in_one_error() -> None:
         find_encoder(saved("fused-qkv"), {})
     assert str(caught.value) == (
         "the weights, in the layout fused-qkv, do not tell scale_embedding (true, false); norm (post, pre); "
-        "activation (relu, gelu, gelu_tanh); n_heads (a divisor of 8); position (sinusoidal, none): "
+        "activation (relu, gelu, gelu_tanh, silu); n_heads (a divisor of 8); position (sinusoidal, none): "
         "give each in the JSON file that --config names"
     )
 
@@ -200,7 +200,7 @@ def test_all_contradictions_are_told_with_both_values() -> None:
     [
         ("split-qkv", {"norm": "none"}, 'norm is post or pre there, "none" here'),
         ("split-qkv", {"position": "learned"}, 'position is sinusoidal or none there, "learned" here'),
-        ("split-qkv", {"activation": "silu"}, 'activation is relu or gelu or gelu_tanh there, "silu" here'),
+        ("split-qkv", {"activation": "tanh"}, 'activation is relu or gelu or gelu_tanh or silu there, "tanh" here'),
         ("per-head-linears", {"n_heads": 4}, "n_heads is 2 there, 4 here"),
         ("attention-only", {"norm": "post"}, 'norm is "none" there, "post" here'),
         ("attention-only", {"d_ff": 2048}, "d_ff is 0 there, 2048 here"),
