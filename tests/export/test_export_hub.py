@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from fake_hub import COMMIT, fake_hub
 from google.protobuf import json_format
+from retrieval_models import stanford
 
 from encserve_export.cli import main
 from encserve_proto.v1 import manifest_pb2
@@ -32,6 +33,24 @@ def test_an_id_is_downloaded(data: Path, models: Path, tmp_path: Path) -> None:
     manifest = json_format.Parse((models / "tiny-bert" / "1" / "manifest.json").read_text(), manifest_pb2.Manifest())
     assert (manifest.source.repository, manifest.source.revision) == ("somebody/tiny-bert", COMMIT)
     assert (manifest.source.kind, manifest.source.route) == ("hf", "own")
+
+
+@pytest.mark.models
+def test_a_multi_vector_model_of_the_hub_is_what_its_directory_is(models: Path, tmp_path: Path) -> None:
+    """Stanford's layout has lengths and expansion in a file of a kind of its own."""
+    stanford(tmp_path / "colbert")
+    with fake_hub("somebody/colbert", tmp_path / "colbert") as endpoint:
+        found = run(endpoint, tmp_path / "hf", "somebody/colbert", "--model-repository", models, "--version", "2")
+    assert found.returncode == 0, found.stderr
+    result = CliRunner().invoke(main, ["hf", str(tmp_path / "colbert"), "--model-repository", str(models)])
+    assert result.exit_code == 0, result.output
+    here, there = (
+        json_format.Parse((models / "colbert" / version / "manifest.json").read_text(), manifest_pb2.Manifest())
+        for version in "12"
+    )
+    assert there.query == here.query
+    assert there.query.max_tokens == there.query.expansion.min_tokens == 24
+    assert there.space_id == here.space_id
 
 
 def test_what_the_hub_does_not_have(data: Path, models: Path, tmp_path: Path) -> None:

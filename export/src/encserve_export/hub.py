@@ -18,7 +18,7 @@ from encserve_export.errors import HubError
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Everything that says what the model is, and its weights in the one form that holds nothing but tensors.
-_FILES = ["*.json", "*.txt", "*.model", "*.safetensors", "colbert_linear.pt", "sparse_linear.pt"]
+_FILES = ["*.json", "*.txt", "*.model", "*.safetensors", "artifact.metadata", "colbert_linear.pt", "sparse_linear.pt"]
 _ONNX_FILES = ["onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx.data"]
 # Of older models, which have no other.
 _PICKLES = ["pytorch_model*.bin", "*/pytorch_model.bin"]
