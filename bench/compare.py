@@ -1,8 +1,7 @@
 """Compares encserve with what the same model can do at best, and with what one would otherwise do.
 
     python bench/compare.py MODEL_REPOSITORY [--model NAME] [--checkpoint DIRECTORY] [--rounds 4] [--only SIDE ...]
-                            [--lengths TOKENS ...] [--against DIRECTORY [--against-models MODEL_REPOSITORY]]
-                            [--json FILE]
+                            [--lengths TOKENS ...] [--against DIRECTORY] [--json FILE]
 
 All sides are given the same sequences, of lengths that real texts have, on the same CPUs. Rounds are interleaved: in
 each every side runs once, in random order, and what is reported are ratios taken round by round. The ceiling is ONNX
@@ -13,8 +12,6 @@ PyTorch takes part where --checkpoint names a directory in the layout of Hugging
 another checkout takes part too, with the same flags: so a change is compared with what was before,
 
     python bench/compare.py models --only encserve-1-pooled encserve-64-pooled --lengths 10 --against ../before
-
-and a change of the exporter where --against-models has the same model as it was exported before.
 
 See docs/performance.md.
 """
@@ -103,11 +100,7 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lengths", nargs="+", type=int, default=(), metavar="TOKENS", help=lengths_help)
     against_help = "another checkout, whose .venv/bin/encserve-server is asked the same"
     parser.add_argument("--against", type=Path, metavar="DIRECTORY", help=against_help)
-    against_models_help = "what that server serves; the same repository without it"
-    parser.add_argument("--against-models", type=Path, metavar="MODEL_REPOSITORY", help=against_models_help)
     options = parser.parse_args(arguments)
-    if options.against_models and not options.against:
-        parser.error("--against-models: needs --against")
     if options.against and not (options.against / ".venv/bin/encserve-server").exists():
         parser.error(f"--against: {options.against} has no .venv/bin/encserve-server; run `make install` there")
     if min(options.lengths, default=1) < 1:
@@ -181,14 +174,13 @@ class Comparison:
         is_same = against and not self._options.against_models
         flags += ["--max-batch-tokens", str(best_budget)] if is_same else ["--tune-batches"]
         flags += shlex.split(self._options.server_flags)
-        models, asked = self._options.model_repository, (flags, self._workload, self._options.seconds)
-        ours = self._stack.enter_context(served(models, *asked))
+        asked = (self._options.model_repository, flags, self._workload, self._options.seconds)
+        ours = self._stack.enter_context(served(*asked))
         self.sides += ours.sides()
         self.rows["encserve"] = ours.rows(self.places)
         if against:
             program = against.absolute() / ".venv/bin/encserve-server"
-            their_models = self._options.against_models or models
-            theirs = self._stack.enter_context(served(their_models, *asked, program=program))
+            theirs = self._stack.enter_context(served(*asked, program=program))
             self.rows[f"encserve of {against}"] = theirs.rows(self.places)
             for side in theirs.sides():
                 self.sides.append(

@@ -319,7 +319,7 @@ def test_it_runs_and_writes_what_it_found(tmp_path: Path) -> None:
     (other / ".venv/bin").mkdir(parents=True)
     (other / ".venv/bin/encserve-server").symlink_to(COMMAND)
     command = [sys.executable, "bench/compare.py", models, "--json", str(tmp_path / "found.json")]
-    command += ["--checkpoint", str(checkpoint), "--against", str(other), "--against-models", models]
+    command += ["--checkpoint", str(checkpoint), "--against", str(other)]
     command += ["--only", *(it for it in compare.SIDES if it not in {ONE_POOLED, MANY})]
     command += ["--rounds", "1", "--seconds", "1", "--sequences", "70", "--patience", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)

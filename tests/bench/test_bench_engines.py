@@ -1,4 +1,4 @@
-"""bench/engines.py and bench/gpu.py: batches as the server makes them, the target, and that a GPU would be measured.
+"""bench/engines.py, exports.py and gpu.py: batches as the server makes them, the target, that a GPU would be measured.
 
 On a CPU here, so that it works when there is one.
 """
@@ -7,6 +7,7 @@ import json
 import re
 from pathlib import Path
 
+import exports
 import gpu
 import numpy as np
 import pytest
@@ -31,6 +32,15 @@ def test_it_measures_every_side_and_writes_it_down(tmp_path: Path, capsys: pytes
         assert all(len(it["tokens_per_second"]) == 2 and it["batches"] for it in its)
     cosines = re.findall(r"\b[01]\.\d{6}\b", capsys.readouterr().out)
     assert cosines == ["1.000000"] * 6  # every row agrees with the CPU's
+
+
+def test_exports_are_compared_with_the_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("one", "two"):
+        write_bundle(tmp_path, name)
+    exports.main([str(tmp_path), "--model", "one", "--model", "two", "--rounds", "2", "--lengths", "9", "60"])
+    first, second = capsys.readouterr().out.splitlines()
+    assert re.fullmatch(r"one@1: [0-9,]+ tokens per CPU second, ratio 1\.000 \[1\.000-1\.000\]", first)
+    assert re.fullmatch(r"two@1: [0-9,]+ tokens per CPU second, ratio [0-9.]+ \[[0-9.]+-[0-9.]+\]", second)
 
 
 def test_the_best_budget_is_that_of_the_model_asked_for() -> None:

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_bundle import VOCAB_SIZE, expected_rows, write_bundle
 
+from encserve_server.engine.base import BatchResult
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.repository.bundle import read_bundle
@@ -166,6 +167,22 @@ def test_a_width_that_is_not_the_manifests_fails_in_warm_up(bundle: Bundle) -> N
         warm_up(engine, wrong, 512)
 
 
+def test_a_very_long_sequence_warms_up_alone(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traffic's batches do not hold more padded tokens than the budget either, but for one that is longer alone."""
+    engine = OnnxEngine(bundle.graph, device="cpu", intra_op_threads=1)
+    real, padded = engine.run, []
+
+    def run(sequences: list[np.ndarray], *, alone: bool) -> BatchResult:
+        result = real(sequences, alone=alone)
+        padded.append((len(sequences), result.padded_tokens))
+        return result
+
+    monkeypatch.setattr(engine, "run", run)
+    warm_up(engine, replace(bundle, max_sequence_tokens=8192), 512)
+    assert (1, 8192) in padded
+    assert max(tokens for count, tokens in padded if count > 1) <= 512
+
+
 def test_a_run_that_fails_writes_nothing_itself(engine: OnnxEngine, capfd: pytest.CaptureFixture[str]) -> None:
     """What runs models would write past the log, whose every line is JSON."""
     with pytest.raises(Exception, match="idx=99 must be within"):
@@ -178,6 +195,7 @@ def test_nothing_is_reported_to_anybody(bundle: Bundle, tmp_path: Path) -> None:
     program = f"""
 from pathlib import Path
 from encserve_server.repository.bundle import read_bundle
+from encserve_server.engine.base import BatchResult
 from encserve_server.engine.onnx import OnnxEngine
 OnnxEngine(read_bundle(Path({str(bundle.graph.path.parent)!r})).graph, device="cpu", intra_op_threads=1)
 """

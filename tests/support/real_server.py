@@ -25,14 +25,14 @@ class RealServer:
         log: Its log lines so far, parsed; one that is no JSON fails the test.
     """
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
+    def __init__(self, process: "subprocess.Popen[str]", start_seconds: float = 120) -> None:
         """Waits until it serves."""
         self.process = process
         self.log: list[dict[str, Any]] = []
         self._serving = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
-        self._serving.wait(timeout=120)
+        self._serving.wait(timeout=start_seconds)
         serving = [line for line in self.log if line["message"] == "serving"]
         assert serving, f"the server did not start: {self.log}"
         self.grpc_port: int = serving[0]["grpc_port"]
@@ -79,7 +79,9 @@ def cpu_has_bfloat16() -> bool:
 
 
 @contextlib.contextmanager
-def real_server(model_repository: Path, *flags: str, program: Path = COMMAND) -> Iterator[RealServer]:
+def real_server(
+    model_repository: Path, *flags: str, program: Path = COMMAND, start_seconds: float = 120
+) -> Iterator[RealServer]:
     """Runs a server and ends it, if the test has not.
 
     It does not measure its batch budget unless a flag says so: that would take seconds for every model.
@@ -89,7 +91,7 @@ def real_server(model_repository: Path, *flags: str, program: Path = COMMAND) ->
     command += ["--grpc-port", "0", "--metrics-port", "0", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
-            yield RealServer(process)
+            yield RealServer(process, start_seconds)
         finally:
             if process.poll() is None:
                 process.terminate()

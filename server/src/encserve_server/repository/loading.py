@@ -203,7 +203,9 @@ def warm_up(engine: Engine, bundle: Bundle, batch_tokens: int) -> None:
     """
     longest = bundle.max_sequence_tokens
     typical = max(1, min(32, longest))
-    batches = [[1], [typical] * max(1, batch_tokens // typical), [longest], [1, typical, longest]]
+    # With much padding, but no more of it than a batch of traffic's: of a very long text that would take minutes.
+    padded = [1, typical, min(longest, max(typical, batch_tokens // 3))]
+    batches = [[1], [typical] * max(1, batch_tokens // typical), [longest], padded]
     ways = [True, False] if engine.widens else [True]
     for lengths, alone in itertools.product(batches, ways):
         try:
