@@ -169,10 +169,9 @@ class Comparison:
     def add_servers(self, bundle: Bundle, best_budget: int) -> None:
         """Ours, and the other checkout's."""
         flags = ["--model", f"{bundle.name}@{bundle.version}", "--device", "cpu"]
-        # Two builds are compared, and not what each happens to find by measuring; two exports with what suits each.
+        # Two builds are compared, and not what each happens to find by measuring.
         against = self._options.against
-        is_same = against and not self._options.against_models
-        flags += ["--max-batch-tokens", str(best_budget)] if is_same else ["--tune-batches"]
+        flags += ["--max-batch-tokens", str(best_budget)] if against else ["--tune-batches"]
         flags += shlex.split(self._options.server_flags)
         asked = (self._options.model_repository, flags, self._workload, self._options.seconds)
         ours = self._stack.enter_context(served(*asked))

@@ -21,6 +21,8 @@ from encserve_server.types import (
 _VECTORS_PER_TOKEN = 2
 # And for every text: it pooled, once more where it goes through in slices, and the places and weights made of it.
 _VECTORS_PER_TEXT = 6
+# The share of the memory that is left to the weights of texts that have been made, and to the reply.
+_FOR_RESULTS = 1 / 8
 
 
 class SparseMaker:
@@ -36,7 +38,8 @@ class SparseMaker:
         self._pooling = sparse.pooling
         self._skipped_ids = np.array(sparse.skipped_token_ids, np.int64)
         self._head = head
-        self._most_vectors = max_bytes // (sparse.width * 4)  # at a time, of the vocabulary's width
+        # At a time, of the vocabulary's width.
+        self._most_vectors = int(max_bytes * (1 - _FOR_RESULTS)) // (sparse.width * 4)
 
     def make(
         self, result: BatchResult, inputs: Sequence[ModelInput], places: Sequence[int], output: Output
