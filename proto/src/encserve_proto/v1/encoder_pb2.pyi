@@ -260,7 +260,7 @@ class InspectSpec(_message.Message):
     def __init__(self, kind: _Optional[_Union[InspectKind, str]] = ..., layers: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class InspectRequest(_message.Message):
-    __slots__ = ("model", "model_version", "input", "truncation", "tensors", "data_type", "expected_fingerprint", "prompt_name", "expected_space_id")
+    __slots__ = ("model", "model_version", "input", "truncation", "tensors", "data_type", "expected_fingerprint", "prompt_name", "expected_space_id", "task")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INPUT_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,7 @@ class InspectRequest(_message.Message):
     EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_SPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_version: str
     input: Input
@@ -279,7 +280,8 @@ class InspectRequest(_message.Message):
     expected_fingerprint: str
     prompt_name: str
     expected_space_id: str
-    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., input: _Optional[_Union[Input, _Mapping]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., tensors: _Optional[_Iterable[_Union[InspectSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., expected_fingerprint: _Optional[str] = ..., prompt_name: _Optional[str] = ..., expected_space_id: _Optional[str] = ...) -> None: ...
+    task: Task
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., input: _Optional[_Union[Input, _Mapping]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., tensors: _Optional[_Iterable[_Union[InspectSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., expected_fingerprint: _Optional[str] = ..., prompt_name: _Optional[str] = ..., expected_space_id: _Optional[str] = ..., task: _Optional[_Union[Task, str]] = ...) -> None: ...
 
 class InspectResponse(_message.Message):
     __slots__ = ("header", "chunk")
