@@ -80,6 +80,12 @@ def test_the_prompt_is_the_one_asked_for(stub: StubClient) -> None:
         assert stub.asked["prompt_name"] == sent
 
 
+def test_the_task_is_the_one_asked_for(stub: StubClient) -> None:
+    for given, sent in (((), None), (("--task", "query"), "query")):
+        assert inspect("I understand this", *given).exit_code == 0
+        assert stub.asked["task"] == sent
+
+
 def test_few_rows(stub: StubClient) -> None:
     result = inspect("I understand this", "--max-rows", "2")
     assert "6 more tokens not shown" in result.stdout

@@ -48,7 +48,7 @@ N_TOKENS = 3
 def request_of(**wanted: Any) -> pb.InspectRequest:
     """For three token ids."""
     wanted = {"attention": True, "hidden_states": True, "positions": False, "dtype": "float32", **wanted}
-    return inspect_request([5, 6, 7], ("", ""), **{"truncate": False, "prompt_name": None, **wanted})
+    return inspect_request([5, 6, 7], ("", ""), **{"truncate": False, "prompt_name": None, "task": None, **wanted})
 
 
 def gathered(request: pb.InspectRequest, parts: list[pb.InspectResponse]) -> InspectResult:
@@ -90,6 +90,13 @@ def test_no_prompt_is_another_thing_than_the_default_one() -> None:
         assert (request.HasField("prompt_name"), request.prompt_name) == (True, name)
     with pytest.raises(InvalidInputError, match="prompt_name must be a str or None; was int"):
         request_of(prompt_name=5)
+
+
+def test_the_task_is_asked_for() -> None:
+    assert request_of().task == pb.TASK_UNSPECIFIED
+    assert request_of(task="query").task == pb.TASK_QUERY
+    with pytest.raises(InvalidInputError, match="task must be one of 'query', 'document'; was 'both'"):
+        request_of(task="both")
 
 
 @pytest.mark.parametrize(

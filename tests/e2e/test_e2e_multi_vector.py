@@ -15,7 +15,7 @@ from real_server import real_server
 from retrieval_models import DIRECTORIES, native
 from sentence_models import text_of
 
-from encserve_client import AsyncEncoderClient, EncoderClient, TruncationWarning, maxsim
+from encserve_client import AsyncEncoderClient, EncoderClient, Task, TruncationWarning, maxsim
 from encserve_export.cli import main
 
 pytestmark = pytest.mark.models
@@ -29,7 +29,7 @@ TEXTS = [
     "the cat: sat.",
     *(text_of(n, seed=n) for n in (1, 3, 10, 17, 29, 30, 31, 60, 93, 94, 130, 600)),
 ]
-TASKS = ["query", "document"]
+TASKS: list[Task] = ["query", "document"]
 POOLED, UNPOOLED = "token-pooling", "unpooled"
 ALL = {**DIRECTORIES, UNPOOLED: native(mask={"skiplist_words": [":"]})}  # the weights of POOLED
 
@@ -104,6 +104,18 @@ async def test_asyncio_has_them_too_and_is_told_what_was_cut(directories: dict[s
     for texts, task, got in ((TEXTS, "document", documents), (TEXTS[:6], "query", queries)):
         for its, due in zip(got, encoded(model, task, texts), strict=True):
             assert worst_relative_error(its, due) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", ["fixed-unattended", "fixed-attended", "min"])
+def test_what_is_inspected_is_what_is_encoded(name: str, target: str) -> None:
+    with EncoderClient(target) as client:
+        for task in (None, *TASKS):
+            inspected = client.inspect("the cat: sat.", attention=False, model=name, task=task)
+            encoded = client.run(["the cat: sat."], model=name, task=task, include_token_strings=True)
+            assert inspected.sequence.tokens == encoded.sequences[0].tokens
+            assert inspected.hidden_states is not None
+            rows = encoded.outputs[0].arrays()[0]
+            assert worst_relative_error(inspected.hidden_states[-1], rows) <= 1e-5
 
 
 def test_pooled_vectors_are_of_the_same_clusters(directories: dict[str, Path], ask: Ask) -> None:

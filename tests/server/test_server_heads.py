@@ -15,7 +15,7 @@ import tiny_heads
 from fake_server import Failed, FakeServer, StartServer, make_input
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_bundle import VOCAB_SIZE, expected_rows, table, write_bundle
+from tiny_bundle import VOCAB_SIZE, expected_rows, inspect_parts, table, write_bundle
 from tiny_heads import expected_vectors, expected_weights, multi_vector, sparse
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
@@ -189,6 +189,66 @@ async def test_a_prompt_beside_a_task_replaces_the_prompt_alone(serve: Serve) ->
         reply = await server.encode(text(5), options=options(MULTI, task=pb.TASK_QUERY, prompt_name=name))
         real = [BEGIN, *prompt, 5, END]
         assert list(reply.sequences[0].token_ids) == real + [MASK] * (8 - len(real))
+
+
+def inspection(it: Any, **how: Any) -> pb.InspectRequest:
+    last = pb.InspectSpec(kind=pb.INSPECT_KIND_HIDDEN_STATES, layers=[1])
+    return pb.InspectRequest(input=make_input(it), tensors=[last], **how)
+
+
+async def test_what_is_inspected_is_what_is_encoded_for_its_task(serve: Serve, tmp_path: Path) -> None:
+    its = inspect_parts(tmp_path)
+    server = await serve(LATE | its.pop("files"), **its, **TASKS, default_prompt_name="other")
+    six = text(*range(10, 16))
+    for it, how in (
+        (text(5), {}),
+        (text(5), {"task": pb.TASK_QUERY}),
+        (text(5), {"task": pb.TASK_QUERY, "prompt_name": ""}),
+        (text(5), {"task": pb.TASK_DOCUMENT}),
+        (six, {"task": pb.TASK_QUERY, "truncation": pb.TRUNCATION_END}),
+        ([5, DOT], {"task": pb.TASK_DOCUMENT}),
+    ):
+        header, *chunks = await server.inspect(inspection(it, **how))
+        info, due = header.header.sequence, await server.encode(it, options=options(pb.OutputSpec(), **how))
+        wanted = due.sequences[0]
+        assert list(info.token_ids) == (list(wanted.token_ids) or it)
+        assert (info.truncated, info.original_token_count) == (wanted.truncated, wanted.original_token_count)
+        data = b"".join(part.chunk.data for part in chunks)
+        np.testing.assert_allclose(np.frombuffer(data, "<f4"), np.frombuffer(due.outputs[0].data, "<f4"), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("it", "how", "problem"),
+    [
+        (
+            [5],
+            {"task": pb.TASK_QUERY},
+            "task: TASK_QUERY puts a prompt .* behind short texts; input is none: send text",
+        ),
+        (text(*range(10, 16)), {"task": pb.TASK_QUERY}, r"input.text: .* 8 tokens \(max_tokens of TASK_QUERY .* was 9"),
+        (
+            text(*[5] * 9),
+            {"task": pb.TASK_DOCUMENT},
+            r"input.text: .* 10 tokens \(max_inspect_tokens of tiny\); was 11",
+        ),
+        (text(5), {"task": 7}, "task: must be a value of Task, 0 to 2; was 7"),
+    ],
+)
+async def test_a_task_that_cannot_be_inspected(
+    serve: Serve, tmp_path: Path, it: Any, how: dict[str, Any], problem: str
+) -> None:
+    its = inspect_parts(tmp_path)
+    server = await serve(LATE | its.pop("files"), {"max_inspect_tokens": 10}, **its, **TASKS)
+    with pytest.raises(Failed, match=problem) as caught:
+        await server.inspect(inspection(it, **how))
+    assert caught.value.code is INVALID
+
+
+async def test_a_query_made_longer_than_can_be_inspected_is_refused(serve: Serve, tmp_path: Path) -> None:
+    its = inspect_parts(tmp_path)
+    server = await serve(LATE | its.pop("files"), {"max_inspect_tokens": 7}, **its, **TASKS)
+    with pytest.raises(Failed, match=r"task: TASK_QUERY makes texts 8 tokens long, and at most 7 can be inspected"):
+        await server.inspect(inspection(text(5), task=pb.TASK_QUERY))
 
 
 async def test_a_text_of_nothing_that_counts_has_no_vectors(serve: Serve) -> None:

@@ -55,6 +55,22 @@ def write_graph(path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
+def inspect_parts(directory: Path) -> dict[str, Any]:
+    """What `write_bundle` needs for a bundle that can be inspected: hidden states, and no real attention."""
+    write_graph(directory / "inspect.onnx")
+    model = onnx.load(directory / "inspect.onnx")
+    for name in ("vectors", "column"):
+        model.graph.output.append(helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", "seq", None]))
+    graph = manifest_pb2.InspectGraph(
+        file="inspect.onnx", attention_weights_names=["column"], hidden_state_names=["vectors", "rows"]
+    )
+    return {
+        "files": {"inspect.onnx": model.SerializeToString()},
+        "inspect_graph": graph,
+        "encoder__position": "none",
+    }
+
+
 def write_bundle(
     repository: Path,
     name: str = "tiny",

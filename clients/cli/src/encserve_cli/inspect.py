@@ -13,8 +13,8 @@ from rich.text import Text
 from encserve_cli import render
 from encserve_cli.report import numbers
 from encserve_cli.report.labels import token_names
-from encserve_cli.shared import calls_server, names_model
-from encserve_client import InspectResult, ModelInfo
+from encserve_cli.shared import calls_server, names_model, treats_texts
+from encserve_client import InspectResult, ModelInfo, Task
 
 _TOKEN_WIDTH = 16
 
@@ -36,6 +36,7 @@ class Inspector(Protocol):
         version: str | None = None,
         truncate: bool = False,
         prompt_name: str | None = None,
+        task: Task | None = None,
     ) -> InspectResult:
         """What the model did with an input."""
 
@@ -64,8 +65,7 @@ def _numbers(context: click.Context, option: click.Parameter, value: str | None)
 @names_model
 @click.option("--html", type=click.Path(dir_okay=False, path_type=Path), help="Write a page with figures to this file.")
 @click.option("--layers", callback=_numbers, metavar="N,N,…", help="Only these layers, from 0. Default: all of them.")
-@click.option("--truncate", is_flag=True, help="Cut off the end of a text that is too long.")
-@click.option("--prompt-name", metavar="NAME", help='Put this prompt before TEXT; "" for none. Default: the model\'s.')
+@treats_texts
 @click.option("--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Tokens to print.")
 @calls_server
 def inspect(
@@ -79,6 +79,7 @@ def inspect(
     layers: tuple[int, ...] | None,
     truncate: bool,
     prompt_name: str | None,
+    task: Task | None,
     max_rows: int,
 ) -> None:
     """Print what the model did with TEXT: attention, norms and similarity, layer by layer.
@@ -97,6 +98,7 @@ def inspect(
         version=model_version,
         truncate=truncate,
         prompt_name=prompt_name,
+        task=task,
     )
     if html is not None:
         from encserve_cli.report.page import build_page  # plotly takes a second to import

@@ -202,6 +202,7 @@ class AsyncEncoderClient(BaseClient):
         dtype: DType = "float32",
         truncate: bool = False,
         prompt_name: str | None = None,
+        task: Task | None = None,
         timeout_seconds: float | None = None,
     ) -> InspectResult:
         """What the model did with one input, layer by layer. See `EncoderClient.inspect`."""
@@ -214,6 +215,7 @@ class AsyncEncoderClient(BaseClient):
             dtype=dtype,
             truncate=truncate,
             prompt_name=prompt_name,
+            task=task,
         )
         return await self._core.inspect(self._wire(), request, timeout_seconds)
 

@@ -343,6 +343,7 @@ class EncoderClient(BaseClient):
         dtype: DType = "float32",
         truncate: bool = False,
         prompt_name: str | None = None,
+        task: Task | None = None,
         timeout_seconds: float | None = None,
     ) -> InspectResult:
         """What the model did with one input: attention weights and hidden states, layer by layer.
@@ -363,6 +364,7 @@ class EncoderClient(BaseClient):
             dtype: As for `encode`.
             truncate: As for `encode`.
             prompt_name: As for `encode`, so that what is inspected is what `encode` encodes.
+            task: As for `run`.
             timeout_seconds: As for `encode`.
 
         Returns:
@@ -381,6 +383,7 @@ class EncoderClient(BaseClient):
             dtype=dtype,
             truncate=truncate,
             prompt_name=prompt_name,
+            task=task,
         )
         return run_without_loop(self._core.inspect(self._wire(), request, timeout_seconds))
 

@@ -141,6 +141,11 @@ class Options:
         """What happens to an over-long input, in the contract's words."""
         return pb.TRUNCATION_END if self.truncate else pb.TRUNCATION_REFUSE
 
+    @property
+    def task_number(self) -> pb.Task:
+        """The task in the contract's words."""
+        return pb.TASK_UNSPECIFIED if self.task is None else TASKS[self.task]
+
     def to_proto(self) -> pb.EncodeOptions:
         """The same as a message."""
         return pb.EncodeOptions(
@@ -150,7 +155,7 @@ class Options:
             exclude_special_tokens=self.exclude_special_tokens,
             include_token_strings=self.include_token_strings,
             prompt_name=self.prompt_name,
-            task=pb.TASK_UNSPECIFIED if self.task is None else TASKS[self.task],
+            task=self.task_number,
         )
 
 

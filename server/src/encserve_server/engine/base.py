@@ -117,13 +117,14 @@ class Inspector(Protocol):
     """Looks into one model. Used from one thread at a time."""
 
     def run(
-        self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]]
+        self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]], *, attended: int = 0
     ) -> tuple[list[InspectTensor], float]:
         """Runs one sequence; blocks until it is done.
 
         Args:
             sequence: As for `Engine.run`.
             wanted: Kinds that the model has, each with its layers.
+            attended: How many of its first tokens all of its tokens see; 0 for all.
 
         Returns:
             A tensor for each of `wanted`, and how long the model ran, in seconds.

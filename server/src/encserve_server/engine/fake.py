@@ -140,7 +140,7 @@ class FakeInspector:
         self._go.set()
 
     def run(
-        self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]]
+        self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]], *, attended: int = 0
     ) -> tuple[list[InspectTensor], float]:
         """Gives each layer's array the numbers of `fake_numbers`."""
         self.lengths.append(len(sequence))

@@ -6,10 +6,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import numpy as np
-
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
-from encserve_server.engine.padding import check_interface, check_shape, feeds_of, lay_out
+from encserve_server.engine.padding import check_interface, check_shape, lay_out
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.types import Graph, HeadGraph, InspectGraph, InspectKind, InspectTensor, ModelInput, Numbers
 
@@ -136,12 +134,11 @@ class OnnxInspector:
             raise BundleError(f"{inspect.graph.path}: the graph has no outputs {', '.join(missing)}")
 
     def run(
-        self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]]
+        self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]], *, attended: int = 0
     ) -> tuple[list[InspectTensor], float]:
         """Runs one sequence and keeps what is wanted; what is not is never copied out."""
         names = [_output_names(self._inspect, kind, layers) for kind, layers in wanted]
-        mask = np.ones((1, len(sequence)), np.int64)  # (1, seq)
-        feeds = feeds_of(self._inspect.graph, sequence[None], mask)
+        feeds, _ = lay_out(self._inspect.graph, [sequence], [attended] if attended else ())
         began = time.perf_counter()
         outputs = self._session.run([name for its in names for name in its], feeds)
         compute_seconds = time.perf_counter() - began

@@ -76,12 +76,13 @@ class InspectLane:
         self._turn = asyncio.Lock()
 
     @contextlib.asynccontextmanager
-    async def inspect(self, sequence: ModelInput, wanted: Wanted) -> AsyncGenerator[Inspection]:
+    async def inspect(self, sequence: ModelInput, wanted: Wanted, attended: int = 0) -> AsyncGenerator[Inspection]:
         """Runs one sequence; its place in the lane is given back when the block ends, and nothing of it runs any more.
 
         Args:
             sequence: (seq,) int64 ids or (seq, d_model) float32 vectors, checked by the caller.
             wanted: Kinds that the model has, each with its layers.
+            attended: How many of its first tokens all of its tokens see; 0 for all.
 
         Raises:
             QueueFull: Too many are pending.
@@ -96,7 +97,9 @@ class InspectLane:
         try:
             came_at = time.perf_counter()
             await self._turn.acquire()
-            run = asyncio.get_running_loop().run_in_executor(self._thread, self._run, sequence, wanted, came_at)
+            run = asyncio.get_running_loop().run_in_executor(
+                self._thread, self._run, sequence, wanted, attended, came_at
+            )
             run.add_done_callback(lambda _: self._turn.release())
             inspection = await asyncio.shield(run)
             self._last_seconds = min(max(inspection.compute_seconds, 0.01), 5.0)
@@ -115,7 +118,7 @@ class InspectLane:
         self._closed = True
         self._thread.shutdown(wait=False)
 
-    def _run(self, sequence: ModelInput, wanted: Wanted, came_at: float) -> Inspection:
+    def _run(self, sequence: ModelInput, wanted: Wanted, attended: int, came_at: float) -> Inspection:
         if self._inspector is None:
             began = time.perf_counter()
             try:
@@ -125,7 +128,7 @@ class InspectLane:
                 raise InspectUnavailable(_NOT_LOADABLE) from None
             logger.info("inspector loaded", extra={"load_seconds": round(time.perf_counter() - began, 3)})
         queue_seconds = time.perf_counter() - came_at
-        tensors, compute_seconds = self._inspector.run(sequence, wanted)
+        tensors, compute_seconds = self._inspector.run(sequence, wanted, attended=attended)
         _check_finite(tensors)
         return Inspection(tensors, queue_seconds, compute_seconds)
 

@@ -12,6 +12,7 @@ from encserve_server.errors import (
     InspectUnavailable,
     InvalidField,
     ResponseTooLarge,
+    SequenceTooLong,
     TooManyInputs,
 )
 from encserve_server.models.inputs import InputChecker, Longest, SentInput
@@ -127,6 +128,7 @@ class InspectCall:
         data_type: The type of the numbers returned.
         truncate: Whether an over-long input is cut instead of refused.
         prompt_name: As of an EncodeCall.
+        task: As of an EncodeCall.
     """
 
     input: SentInput
@@ -134,6 +136,7 @@ class InspectCall:
     data_type: DataType
     truncate: bool
     prompt_name: str | None = None
+    task: Task = Task.NEITHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,7 +249,7 @@ class ServedModel:
         self._check_call(call)
         settings = self._tasks[call.task]
         prompt_name = self._prompt_name("options.prompt_name", call.prompt_name, call.inputs, call.task)
-        self._check_task(call, prompt_name)
+        self._check_task("options.task", call.task, prompt_name, call.inputs)
         outputs = self._outputs(call, prompt_name)
         static = self._static(call)
         checker, longest = self._checker, self._longest[call.task, call.truncate]
@@ -301,11 +304,21 @@ class ServedModel:
             InferenceFailed: The model gives numbers that are not finite.
         """
         lane = self.check_inspectable()
-        longest = Longest(self.max_inspect_tokens, f"max_inspect_tokens of {self.bundle.name}", call.truncate)
+        expansion = self._tasks[call.task].expansion
+        longest = self._longest[call.task, call.truncate]
+        if longest.tokens > self.max_inspect_tokens:
+            longest = Longest(self.max_inspect_tokens, f"max_inspect_tokens of {self.bundle.name}", call.truncate)
         began = self._clock.now()
-        prompt_name = self._prompt_name("prompt_name", call.prompt_name, [call.input])
+        prompt_name = self._prompt_name("prompt_name", call.prompt_name, [call.input], call.task)
+        self._check_task("task", call.task, prompt_name, [call.input])
         prompt = self.bundle.prompts.get(prompt_name, "")
-        (sequence,) = await self._checker.check([call.input], ["input"], longest, prompt=prompt)
+        (sequence,) = await self._checker.check([call.input], ["input"], longest, prompt=prompt, expansion=expansion)
+        if len(sequence.input) > self.max_inspect_tokens:
+            raise SequenceTooLong(
+                "task",
+                f"TASK_{call.task.name} makes texts {len(sequence.input)} tokens long, and at most "
+                f"{self.max_inspect_tokens} can be inspected (max_inspect_tokens of {self.bundle.name})",
+            )
         tokenize_seconds = self._clock.now() - began
         span = spans.current()
         if span is not None:
@@ -313,7 +326,7 @@ class ServedModel:
             if isinstance(call.input, str):
                 span.stage("tokenize", began, began + tokenize_seconds)
         came_at = self._clock.now()
-        async with lane.inspect(sequence.input, call.wanted) as inspection:
+        async with lane.inspect(sequence.input, call.wanted, sequence.attended) as inspection:
             if span is not None:
                 began = came_at + inspection.queue_seconds
                 span.stage("queue", came_at, began)
@@ -381,25 +394,23 @@ class ServedModel:
         if name and name not in bundle.prompts:
             there = ", ".join(map(repr, bundle.prompts)) or "none"
             raise InvalidField(field, f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}")
-        if name and (others := [i for i, it in enumerate(inputs) if not isinstance(it, str)]):
-            other = f"inputs[{others[0]}]" if field.startswith("options.") else "input"
+        if name and (other := _first_not_text(field, inputs)):
             raise InvalidField(field, f"goes before texts only; {other} is none: put it among its ids")
         return name
 
-    def _check_task(self, call: EncodeCall, prompt_name: str) -> None:
+    def _check_task(self, field: str, task: Task, prompt_name: str, inputs: Sequence[SentInput]) -> None:
         """Refuses a task that would change inputs which are no texts, and are taken as they are."""
-        if not call.task:
+        if not task:
             return
         changes = []
         if self.bundle.prompts.get(prompt_name):
             changes.append("puts a prompt before texts")
-        if self._tasks[call.task].expansion:
+        if self._tasks[task].expansion:
             changes.append("puts tokens behind short texts")
-        if changes and (others := [i for i, it in enumerate(call.inputs) if not isinstance(it, str)]):
+        if changes and (other := _first_not_text(field, inputs)):
             raise InvalidField(
-                "options.task",
-                f"TASK_{call.task.name} {' and '.join(changes)}; inputs[{others[0]}] is none: send text, or leave the "
-                "task out",
+                field,
+                f"TASK_{task.name} {' and '.join(changes)}; {other} is none: send text, or leave the task out",
             )
 
     def _static(self, call: EncodeCall) -> StaticSparse | None:
@@ -486,6 +497,16 @@ class ServedModel:
         if call.include_token_strings and self.tokenizer is not None:
             strings = tokens * (self.tokenizer.max_token_bytes + _STRING_OVERHEAD_BYTES)
         return row_bytes + tokens * _INFO_BYTES_PER_TOKEN + strings + _INFO_BYTES_PER_SEQUENCE
+
+
+def _first_not_text(field: str, inputs: Sequence[SentInput]) -> str:
+    """The path of the first input that is no text, in a request with this field; empty where all are texts."""
+    others = (
+        f"inputs[{i}]" if field.startswith("options.") else "input"
+        for i, it in enumerate(inputs)
+        if not isinstance(it, str)
+    )
+    return next(others, "")
 
 
 def _longest_name(task: Task) -> str:

@@ -353,6 +353,7 @@ def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> Inspe
         data_type=_decode_data_type("data_type", request.data_type),
         truncate=_decode_truncation("truncation", request.truncation),
         prompt_name=request.prompt_name if request.HasField("prompt_name") else None,
+        task=_decode_task("task", request.task, model.bundle),
     )
 
 

@@ -9,7 +9,7 @@ from encserve_client._arguments import as_int
 from encserve_client._logic.answers import sequence_info
 from encserve_client.exceptions import InvalidInputError, ProtocolError
 from encserve_client.inputs import Input, check_input, pack_input
-from encserve_client.options import Array, DType, Layers, Options, numpy_dtype
+from encserve_client.options import Array, DType, Layers, Options, Task, numpy_dtype
 from encserve_client.results import InspectResult, SequenceInfo, Timings
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -31,13 +31,14 @@ def inspect_request(
     dtype: DType,
     truncate: bool,
     prompt_name: str | None,
+    task: Task | None,
 ) -> pb.InspectRequest:
     """Makes the message of one `inspect` call; `key` is the model's name and version.
 
     Raises:
         InvalidInputError: `item` is not one input, nothing is asked for, or an argument is wrong.
     """
-    options = Options(dtype=dtype, truncate=truncate, prompt_name=prompt_name)
+    options = Options(dtype=dtype, truncate=truncate, prompt_name=prompt_name, task=task)
     tensors: list[pb.InspectSpec] = []
     for name, kind, wanted in (
         ("attention", pb.INSPECT_KIND_ATTENTION_WEIGHTS, attention),
@@ -60,6 +61,7 @@ def inspect_request(
         tensors=tensors,
         data_type=options.data_type,
         prompt_name=options.prompt_name,
+        task=options.task_number,
     )
 
 
