@@ -68,7 +68,10 @@ async def test_a_caller_that_goes_in_the_middle_of_its_answer_is_no_news(
     assert not [record for record in caplog.records if record.levelname != "INFO"]
 
 
-@pytest.mark.parametrize("method", ["health.v1.Health/Check", "health.v1.Health/Watch", REFLECTION])
+@pytest.mark.parametrize(
+    "method",
+    ["health.v1.Health/Check", "health.v1.Health/Watch", REFLECTION, REFLECTION.replace("v1alpha", "v1")],
+)
 async def test_other_services_refuse_bytes_that_are_no_message(
     server: FakeServer, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:

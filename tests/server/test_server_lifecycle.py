@@ -14,7 +14,6 @@ import grpc
 import pytest
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, fake_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
 
@@ -138,25 +137,6 @@ async def test_a_model_that_does_not_load_stops_the_start(start_server: StartSer
     with pytest.raises(BundleError, match=r"tiny/2/manifest.json: not a manifest"):
         await app.start()
     await app.stop()
-
-
-async def test_reflection_names_the_services(server: FakeServer) -> None:
-    channel: Any = server.channel
-    stub: Any = reflection_pb2_grpc.ServerReflectionStub(channel)
-    call: Any = stub.ServerReflectionInfo(iter([reflection_pb2.ServerReflectionRequest(list_services="")]))
-    (answer,) = [response async for response in call]
-    names = {service.name for service in answer.list_services_response.service}
-    assert {SERVICE, "grpc.health.v1.Health"} <= names
-
-
-async def test_reflection_can_be_turned_off(start_server: StartServer) -> None:
-    server = await start_server(reflection=False)
-    channel: Any = server.channel
-    # As a unary call: a stream may be refused while it is sending, and then gRPC blames the sending.
-    call: Any = channel.unary_unary("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call(reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString())
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_metrics_tell_what_happened(server: FakeServer) -> None:

@@ -167,8 +167,9 @@ class App:
         add_service(server, service.SERVICE_NAME, service.METHODS, ours)
         add_service(server, health.SERVICE_NAME, health.METHODS, self._health_service.handlers())
         if settings.reflection:
-            names = (service.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-            add_service(server, reflection.SERVICE_NAME, reflection.METHODS, reflection.handlers(names))
+            telling = reflection.handlers((service.SERVICE_NAME, health.SERVICE_NAME))
+            for name in reflection.SERVICE_NAMES:
+                add_service(server, name, reflection.METHODS, telling)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host  # an IPv6 address
         address = f"{host}:{settings.grpc_port}"
         try:
