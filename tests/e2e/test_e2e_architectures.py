@@ -28,14 +28,20 @@ EACH = pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda its: it
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of all of them."""
+    """A repository of all of them, and of our own encoder's where it is not what is taken."""
     directories, repository = tmp_path_factory.mktemp("directories"), tmp_path_factory.mktemp("models")
     for architecture in ARCHITECTURES:
         directory = save(architecture, directories)
         command = ["hf", directory, "--model-repository", repository, "--max-sequence-tokens", 60]
-        result = CliRunner().invoke(main, [str(argument) for argument in command])
-        assert result.exit_code == 0, f"{architecture.name}: {result.output}"
+        own = [["--via", "own", "--name", own_name(architecture)]] if architecture in OUR_OWN else []
+        for more in ([], *own):
+            result = CliRunner().invoke(main, [str(argument) for argument in (*command, *more)])
+            assert result.exit_code == 0, f"{architecture.name}: {result.output}"
     return repository
+
+
+def own_name(architecture: Architecture) -> str:
+    return f"{architecture.folder}-own"
 
 
 @pytest.fixture(scope="module")
@@ -54,19 +60,20 @@ def client_of_all(server_of_all: RealServer) -> Iterator[EncoderClient]:
 def test_rows_alone_and_among_others(client_of_all: EncoderClient, architecture: Architecture) -> None:
     model, random = build(architecture), np.random.default_rng(0)
     sequences = [random.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTHS]
-    together = client_of_all.encode(sequences, model=architecture.folder)
-    for got, ids in zip(together, sequences, strict=True):
-        want = rows_of(model, ids)
-        assert worst_relative_error(got, want) <= 5e-5
-        (alone,) = client_of_all.encode([ids], model=architecture.folder)
-        assert worst_relative_error(alone, want) <= 5e-5
+    for name in (architecture.folder, *([own_name(architecture)] if architecture in OUR_OWN else [])):
+        together = client_of_all.encode(sequences, model=name)
+        for got, ids in zip(together, sequences, strict=True):
+            want = rows_of(model, ids)
+            assert worst_relative_error(got, want) <= 5e-5
+            (alone,) = client_of_all.encode([ids], model=name)
+            assert worst_relative_error(alone, want) <= 5e-5
 
 
 @OURS
 def test_attention_and_states_are_transformers_own(client_of_all: EncoderClient, architecture: Architecture) -> None:
     """What inspect shows, with relative positions, rotary ones, and windows."""
     ids = np.random.default_rng(0).integers(3, VOCAB_SIZE, 50).tolist()
-    result = client_of_all.inspect(ids, model=architecture.folder)
+    result = client_of_all.inspect(ids, model=own_name(architecture))
     with torch.inference_mode():
         want = build(architecture)(torch.tensor([ids]), output_attentions=True, output_hidden_states=True)
     assert result.attention is not None
@@ -81,12 +88,12 @@ def test_attention_and_states_are_transformers_own(client_of_all: EncoderClient,
 def test_rows_of_openvino(served: Path, flags: list[str]) -> None:
     if flags and not cpu_has_bfloat16():
         pytest.skip("THIS CPU HAS NO BFLOAT16")
-    models = [flag for its in OUR_OWN for flag in ("--model", its.folder)]
+    models = [flag for its in OUR_OWN for flag in ("--model", own_name(its))]
     with real_server(served, "--engine", "openvino", *models, *flags) as server, EncoderClient(server.target) as client:
         for architecture in OUR_OWN:
             model, random = build(architecture), np.random.default_rng(0)
             sequences = [random.integers(3, VOCAB_SIZE, length).tolist() for length in LENGTHS]
-            for got, ids in zip(client.encode(sequences, model=architecture.folder), sequences, strict=True):
+            for got, ids in zip(client.encode(sequences, model=own_name(architecture)), sequences, strict=True):
                 want = rows_of(model, ids)
                 if flags:
                     assert least_cosine([got], [want]) >= 0.999, architecture.name

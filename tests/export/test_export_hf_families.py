@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from encserve_export import Target, export_hf, graph, query_blocks
+from encserve_export import Target, export_hf, graph, query_blocks, transformers_export
 from encserve_export.encoder import Encoder
-from encserve_export.errors import UnsupportedModelError
+from encserve_export.errors import MissingPackageError, UnsupportedModelError
+from encserve_export.export import Exported
 from encserve_export.layouts import hf_bert
 from encserve_export.precision import Precision
 from encserve_export.verify import check_inspection, check_parity, relative_error
@@ -131,18 +132,39 @@ def test_what_is_not_our_encoders(family: str, settings: dict[str, Any], reason:
 
 
 def test_other_positions_are_transformers_own(tmp_path: Path) -> None:
-    directory = tmp_path / "theirs"
+    directory, target = tmp_path / "theirs", Target(model_repository=tmp_path / "models", name="m")
     save("gte", directory, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
-    exported = export_hf(directory, Target(model_repository=tmp_path / "models", name="m"), max_sequence_tokens=20)
-    assert exported.manifest.source.route == "transformers"
-    assert 'our own encoder does not take it: rope_type must be "default"' in exported.route
+    with pytest.raises(UnsupportedModelError, match='rope_type must be "default"'):
+        export_hf(directory, target, max_sequence_tokens=20, via="own")
+    assert export_hf(directory, target, max_sequence_tokens=20).manifest.source.route == "transformers"
 
 
 def test_names_of_transformers_own_are_read_by_transformers(tmp_path: Path) -> None:
     """It writes weights by their authors' names, and reads them by its own as well."""
-    directory = tmp_path / "theirs"
+    directory, target = tmp_path / "theirs", Target(model_repository=tmp_path / "models", name="m")
     theirs = save("nomic_bert", directory)
     save_file(dict(theirs.state_dict()), directory / "model.safetensors", {"format": "pt"})
-    exported = export_hf(directory, Target(model_repository=tmp_path / "models", name="m"), max_sequence_tokens=20)
-    assert exported.manifest.source.route == "transformers"
-    assert "our own encoder does not take it: the weights do not fit NomicBertModel; missing" in exported.route
+    with pytest.raises(UnsupportedModelError, match="the weights do not fit NomicBertModel; missing"):
+        export_hf(directory, target, max_sequence_tokens=20, via="own")
+    assert export_hf(directory, target, max_sequence_tokens=20).manifest.source.route == "transformers"
+
+
+def test_ours_takes_what_it_is_better_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts, and everything where transformers is not installed; others it runs no faster."""
+    save("gte", tmp_path / "theirs", max_position_embeddings=1025)
+
+    def export(longest: int) -> Exported:
+        target = Target(model_repository=tmp_path / "models", name="m", version=str(longest))
+        return export_hf(tmp_path / "theirs", target, max_sequence_tokens=longest)
+
+    short, long = export(20), export(1025)
+    assert (short.manifest.source.route, long.manifest.source.route) == ("transformers", "own")
+    assert "our own encoder is no faster for it up to 1024 tokens; with --via own it can be inspected" in short.route
+
+    def missing(what: str) -> None:
+        raise MissingPackageError(f"{what} needs transformers")
+
+    monkeypatch.setattr(transformers_export, "package", missing)
+    without = export(21)
+    assert without.manifest.source.route == "own"
+    assert "transformers does not take it: model_type 'gte' needs transformers" in without.route

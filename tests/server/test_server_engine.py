@@ -70,11 +70,11 @@ def test_many_batches_at_once_keep_their_own_rows(bundle: Bundle) -> None:
 
 
 def test_what_a_long_sequence_took_is_given_back(engine: OnnxEngine) -> None:
-    """Its tensors are 64 MB each here; the place of the rows, which leave later, may be kept."""
+    """Its two tensors are 128 MB each; the place of the rows, which leave later, may be kept, and 72 MB of others'."""
     engine.run([np.zeros(1, np.int64)])
     before = resident_bytes()
-    assert engine.run([np.zeros(2_000_000, np.int64)]).padded_tokens == 2_000_000
-    assert resident_bytes() - before < 100e6
+    assert engine.run([np.zeros(4_000_000, np.int64)]).padded_tokens == 4_000_000
+    assert resident_bytes() - before < 200e6
 
 
 def resident_bytes() -> int:

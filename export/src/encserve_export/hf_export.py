@@ -29,6 +29,7 @@ from encserve_export.layouts import hf_bert, hf_rotary
 from encserve_export.onnx_export import OnnxOptions, export_onnx
 from encserve_export.pipeline import Compared, check_pipeline
 from encserve_export.precision import Precision
+from encserve_export.query_blocks import LONGEST_AT_ONCE
 from encserve_export.sentence_transformers import (
     POOLINGS,
     SentenceVector,
@@ -45,10 +46,14 @@ from encserve_export.transformers_export import TransformersModel
 from encserve_export.weights import Weights, holds_weights, read_object, read_weights
 from encserve_proto.v1 import manifest_pb2
 
-# How the graph is made, in the order of preference: our own encoder is the fastest, and can be inspected.
+# How the graph is made, in the order of preference. Our own encoder can be inspected, and for BERT's kind is fastest.
 Route = Literal["own", "onnx", "transformers"]
 ROUTES: tuple[Route, ...] = get_args(Route)
 ONNX_FILE = Path("onnx", "model.onnx")
+# Our own encoder is no faster for these than transformers' graph (docs/performance.md). It takes them where texts may
+# be long, whose memory would grow with the square of their length, and where transformers is not installed.
+_NO_FASTER = ("mpnet", *hf_rotary.MODEL_TYPES)
+_OWN_LAST: tuple[Route, ...] = ("onnx", "transformers", "own")
 # Models whose positions begin after the padding's row.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 # By default; what decoders have positions for, nobody embeds, and checking it takes hours.
@@ -144,7 +149,7 @@ def export_hf(
         max_sequence_tokens: The longest sequence to serve, in tokens, at most as many as the model has positions; by
             default the max_seq_length of sentence-transformers, or all of them.
         precision: What the bundle computes in.
-        via: How the graph is made; by default the first of `ROUTES` that takes the model.
+        via: How the graph is made; by default the first route that takes the model, in the order of `ROUTES`.
         pooling: One of `POOLINGS`, for a directory that does not say how rows become one vector.
         origin: Where on the hub the directory came from, for the manifest.
         progress: Called with what is being done.
@@ -238,21 +243,33 @@ def _by_route(via: Route, checkpoint: _Checkpoint, target: Target) -> Exported:
 
 def _first_that_fits(checkpoint: _Checkpoint, target: Target) -> Exported:
     refusals: list[str] = []
-    for route in ROUTES[:-1]:
+    *routes, last = _preferred(checkpoint)
+    for route in routes:
         try:
             exported = _EXPORTS[route](checkpoint, target)
         except _REFUSALS[route] as error:
             refusals.append(f"{_NAMES[route]} does not take it: {error}")
             checkpoint.progress(refusals[-1])
         else:
+            if last == "own":
+                refusals.append(f"our own encoder is no faster for it up to {LONGEST_AT_ONCE} tokens")
+                refusals.append("with --via own it can be inspected")
             return dataclasses.replace(exported, route="; ".join([_NAMES[route], *refusals]))
     try:
-        exported = _EXPORTS["transformers"](checkpoint, target)
+        exported = _EXPORTS[last](checkpoint, target)
     except ExportError as error:
-        if not isinstance(error, _REFUSALS["transformers"]) and not (checkpoint.directory / ONNX_FILE).is_file():
+        if not isinstance(error, _REFUSALS[last]) and not (checkpoint.directory / ONNX_FILE).is_file():
             raise  # the routes before had nothing to try
         raise type(error)("; ".join([*refusals, str(error)])) from error
-    return dataclasses.replace(exported, route="; ".join([_NAMES["transformers"], *refusals]))
+    return dataclasses.replace(exported, route="; ".join([_NAMES[last], *refusals]))
+
+
+def _preferred(checkpoint: _Checkpoint) -> tuple[Route, ...]:
+    """The routes in the order in which they are tried."""
+    if checkpoint.settings.get("model_type") not in _NO_FASTER:
+        return ROUTES
+    longest, _ = checkpoint.longest(_facts(checkpoint.settings).positions)
+    return ROUTES if longest > LONGEST_AT_ONCE else _OWN_LAST
 
 
 def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tuple[int, str]:
