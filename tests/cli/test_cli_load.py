@@ -187,6 +187,26 @@ def test_an_answer_of_pooled_rows_is_checked() -> None:
         call.check(answer([3, 5], **half))
 
 
+def test_calls_for_what_retrieval_models_make() -> None:
+    """How many vectors or weights a text has, only the model knows."""
+    info = dataclasses.replace(INFO, multi_vector_width=2, sparse_width=10)
+    [call] = make_calls([3, 5], info, Request(sequences_per_call=2, kind="multi_vector"))
+    assert pb.EncodeRequest.FromString(call.data).options.outputs[0].kind == pb.OUTPUT_KIND_MULTI_VECTOR
+    assert call.check(answer([3, 5], rows=[0, 4], width=2, data=bytes(4 * 2 * 4))) == 8
+    for wrong in (
+        answer([3, 5], rows=[4], width=2, data=bytes(4 * 2 * 4)),
+        answer([3, 5], rows=[0, 4], width=4, data=bytes(4 * 4 * 4)),
+        answer([3, 5], rows=[0, 4], width=2, data=bytes(3 * 2 * 4)),
+    ):
+        with pytest.raises(ProtocolError):
+            call.check(wrong)
+    [call] = make_text_calls(["one"], info, Request(kind="sparse"))
+    assert pb.EncodeRequest.FromString(call.data).options.outputs[0].kind == pb.OUTPUT_KIND_SPARSE
+    assert call.check(answer([3], rows=[7], width=1, data=bytes(7 * 4))) == 3
+    with pytest.raises(ValueError, match="model tiny gives no sparse"):
+        make_text_calls(["one"], INFO, Request(kind="sparse"))
+
+
 class ScriptedStream:
     """A channel whose one stream answers its first request with some bytes and then says no more."""
 

@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -18,6 +19,7 @@ class Request:
     Attributes:
         sequences_per_call: Sequences in a call; what is left over at the end is left out.
         pooling: How tokens' rows become one; None for one row per token.
+        kind: What is wanted in place of these rows: vectors for MaxSim, or weights over the vocabulary.
         dtype: The type of the numbers.
         truncate: Whether the end of a text that is too long is cut off; otherwise it is an error.
         model: The model's name. Default: the server's default model.
@@ -26,6 +28,7 @@ class Request:
 
     sequences_per_call: int = 1
     pooling: Pooling | None = None
+    kind: Literal["rows", "multi_vector", "sparse"] = "rows"
     dtype: DType = "float32"
     truncate: bool = False
     model: str | None = None
@@ -34,6 +37,8 @@ class Request:
     def template(self) -> pb.EncodeRequest:
         """Everything that is sent but the inputs."""
         kind = {None: "TOKENS", "model": "MODEL_POOLING"}.get(self.pooling) or str(self.pooling).upper()
+        if self.kind != "rows":
+            kind = self.kind.upper()
         options = pb.EncodeOptions(
             outputs=[pb.OutputSpec(kind=f"OUTPUT_KIND_{kind}")],
             data_type=f"DATA_TYPE_{self.dtype.upper()}",
@@ -48,15 +53,15 @@ class Expected:
 
     Attributes:
         fingerprint: The model that must have answered.
-        d_model: Numbers in a row.
+        width: Numbers in a row.
         dtype: Their type.
-        is_pooled: Whether a sequence has one row, or one per token.
+        rows: How many a sequence has: one per token, a single one, or whatever the model makes of it.
     """
 
     fingerprint: str
-    d_model: int
+    width: int
     dtype: DType = "float32"
-    is_pooled: bool = False
+    rows: Literal["each token", "one", "any"] = "each token"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +102,13 @@ class Call:
         if len(response.outputs) != 1:
             raise ProtocolError(f"the answer must have 1 output; had {len(response.outputs)}")
         tensor = response.outputs[0]
-        rows = (1,) * self.sequences if expected.is_pooled else lengths
-        if tuple(tensor.lengths) != rows or tensor.width != expected.d_model:
-            shape = f"{tuple(tensor.lengths)} rows of {tensor.width}"
-            raise ProtocolError(f"the sequences have {shape}; wanted {rows} of {expected.d_model}")
+        had = tuple(tensor.lengths)
+        rows = {"each token": lengths, "one": (1,) * self.sequences, "any": had}[expected.rows]
+        if had != rows or len(had) != self.sequences or tensor.width != expected.width:
+            shape = f"{had} rows of {tensor.width}"
+            raise ProtocolError(f"the sequences have {shape}; wanted {rows} of {expected.width}")
         dtype = np.dtype("<f2" if expected.dtype == "float16" else "<f4")
-        n_bytes = sum(rows) * expected.d_model * dtype.itemsize
+        n_bytes = sum(rows) * expected.width * dtype.itemsize
         if tensor.data_type != pb.DataType.Value(f"DATA_TYPE_{expected.dtype.upper()}") or len(tensor.data) != n_bytes:
             raise ProtocolError(f"the rows have {len(tensor.data)} bytes; wanted {n_bytes} of {expected.dtype}")
         if not np.isfinite(np.frombuffer(tensor.data, dtype)).all():
@@ -149,7 +155,8 @@ def make_text_calls(texts: Sequence[str], info: ModelInfo, request: Request = Re
     """Calls of these texts, in their order; otherwise as `make_calls`.
 
     Raises:
-        ValueError: The model takes no text, a text is too long, or `request.sequences_per_call` is out of bounds.
+        ValueError: The model takes no text, or does not give what is wanted, a text is too long, or
+            `request.sequences_per_call` is out of bounds.
     """
     if not info.has_tokenizer:
         raise ValueError(f"model {info.name} has no tokenizer, so it takes no text")
@@ -169,7 +176,7 @@ def _pack(inputs: Iterator[pb.Input], counts: list[int], info: ModelInfo, reques
     if len(counts) < many:
         raise ValueError(f"a call needs {many} sequences; there are only {len(counts)}")
     template = request.template()
-    expected = Expected(info.fingerprint, info.d_model, request.dtype, request.pooling is not None)
+    expected = _expected(info, request)
     calls = []
     for start in range(0, len(counts) - many + 1, many):
         lengths = tuple(counts[start : start + many])
@@ -177,3 +184,12 @@ def _pack(inputs: Iterator[pb.Input], counts: list[int], info: ModelInfo, reques
         message.MergeFrom(template)
         calls.append(Call(message.SerializeToString(), many, sum(lengths), lengths if all(lengths) else (), expected))
     return calls
+
+
+def _expected(info: ModelInfo, request: Request) -> Expected:
+    if request.kind == "rows":
+        return Expected(info.fingerprint, info.d_model, request.dtype, "one" if request.pooling else "each token")
+    width = info.multi_vector_width if request.kind == "multi_vector" else min(info.sparse_width, 1)
+    if not width:
+        raise ValueError(f"model {info.name} gives no {request.kind}")
+    return Expected(info.fingerprint, width, request.dtype, "any")
