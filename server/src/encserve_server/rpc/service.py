@@ -4,10 +4,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from concurrent.futures import Executor
-from enum import Enum
-from typing import Any
-
-import grpc
+from functools import partial
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import DeadlineExpired, Draining, InvalidField, ResponseTooLarge
@@ -15,7 +12,8 @@ from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
 from encserve_server.rpc import codec
 from encserve_server.rpc.guard import Context, Handler, RpcGuard
-from encserve_server.rpc.status import to_failure
+from encserve_server.rpc.status import Failure
+from encserve_server.rpc.streams import answer_one, answer_stream
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans
 from encserve_server.telemetry.metrics import Metrics
@@ -35,13 +33,6 @@ _MAX_REQUEST_ID_BYTES = 128
 # How long a caller of Inspect may read nothing, and how long it may take to read everything.
 _UNREAD_SECONDS = 30.0
 _ANSWER_SECONDS = 300.0
-
-
-class _CutShort(Enum):
-    CUT_SHORT = "the server drains"
-
-
-CUT_SHORT = _CutShort.CUT_SHORT
 
 
 class EncoderService:
@@ -80,52 +71,18 @@ class EncoderService:
         return await self._encode(request, self._deadline(context))
 
     async def encode_stream(self, requests: AsyncIterator[bytes], context: Context) -> None:
-        """Many requests, each answered as soon as it is ready; at most `max_stream_in_flight` at a time.
-
-        A place is given back only when an answer has been written, so a caller that does not read stops being read.
-        Nobody else writes: gRPC cannot end a call with an error while a message is under way.
-        """
+        """Many requests, each answered as soon as it is ready; at most `max_stream_in_flight` at a time."""
         self._refuse_while_draining()
-        places = asyncio.Semaphore(self._max_stream_in_flight)
-        answers: asyncio.Queue[bytes | None] = asyncio.Queue()
-        answering = asyncio.create_task(self._answer_all(requests, places, answers, self._deadline(context)))
-        answering.add_done_callback(lambda _: answers.put_nowait(None))
-        try:
-            while (answer := await answers.get()) is not None:
-                await context.write(answer)
-                places.release()
-            await answering
-        finally:
-            answering.cancel()
-            await asyncio.gather(answering, return_exceptions=True)
+        deadline = self._deadline(context)
 
-    async def _answer_all(
-        self,
-        requests: AsyncIterator[bytes],
-        places: asyncio.Semaphore,
-        answers: "asyncio.Queue[bytes | None]",
-        deadline: float,
-    ) -> None:
-        """Answers a stream's requests, in the order in which they are ready, until there are no more."""
+        async def answer(data: bytes) -> bytes:
+            request = codec.parse(pb.EncodeStreamRequest, data)
+            request_id = request.request_id
+            answering = self._encode_one(request, deadline)
+            return await answer_one(self._metrics, request_id, answering, partial(_stream_error, request_id))
 
-        async def answer(data: bytes) -> None:
-            answers.put_nowait(await self._answer(data, deadline))
-
-        draining = asyncio.ensure_future(self._draining.wait())
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                while True:
-                    await places.acquire()
-                    data = await _next(requests, draining)
-                    if data is None or data is CUT_SHORT:
-                        break
-                    tasks.create_task(answer(data))
-        except ExceptionGroup as group:  # one cause is enough, and the status table knows single errors only
-            raise _first(group) from None
-        finally:
-            draining.cancel()
-        if data is CUT_SHORT:
-            raise Draining("the server is stopping; requests that were not answered can be sent to another")
+        limit = self._max_stream_in_flight
+        await answer_stream(requests, answer, context.write, max_in_flight=limit, draining=self._draining)
 
     async def inspect(self, data: bytes, context: Context) -> None:
         """What happens inside a model: the header, then the numbers in chunks."""
@@ -226,27 +183,16 @@ class EncoderService:
         model.answered(ended - began, len(data))
         return data
 
-    async def _answer(self, data: bytes, deadline: float) -> bytes:
-        """One stream request's answer, an error included."""
-        request = codec.parse(pb.EncodeStreamRequest, data)
-        request_id = request.request_id
-        span = spans.begin_request(request_id)
-        code, reason = grpc.StatusCode.CANCELLED, ""
-        try:
-            size = len(request_id.encode())
-            if not 1 <= size <= _MAX_REQUEST_ID_BYTES:
-                raise InvalidField("request_id", f"must be 1 to {_MAX_REQUEST_ID_BYTES} bytes; was {size}")
-            response = await self._encode(request.request, deadline, request_id)
-            code = grpc.StatusCode.OK
-            return response
-        except Exception as error:  # one request's error is its own answer
-            failure = to_failure(error)
-            code, reason = failure.code, failure.reason
-            self._metrics.refused.labels(failure.reason).inc()
-            return codec.encode_stream_error(request_id, failure).SerializeToString()
-        finally:
-            if span is not None:
-                span.end(code.name, reason)
+    async def _encode_one(self, request: pb.EncodeStreamRequest, deadline: float) -> bytes:
+        """The bytes of one stream request's answer."""
+        size = len(request.request_id.encode())
+        if not 1 <= size <= _MAX_REQUEST_ID_BYTES:
+            raise InvalidField("request_id", f"must be 1 to {_MAX_REQUEST_ID_BYTES} bytes; was {size}")
+        return await self._encode(request.request, deadline, request.request_id)
+
+
+def _stream_error(request_id: str, failure: Failure) -> bytes:
+    return codec.encode_stream_error(request_id, failure).SerializeToString()
 
 
 def _next_chunk(chunks: Iterator[pb.InspectResponse]) -> bytes:
@@ -266,21 +212,3 @@ async def _soon(write: Awaitable[None]) -> None:
             await write
     except TimeoutError:
         raise DeadlineExpired(f"nothing of the answer was read for {_UNREAD_SECONDS:.0f} s") from None
-
-
-async def _next(requests: AsyncIterator[bytes], draining: "asyncio.Future[Any]") -> bytes | _CutShort | None:
-    """The stream's next request, None at its end, or CUT_SHORT if the server drains first."""
-    reading = asyncio.ensure_future(anext(requests, None))
-    try:
-        await asyncio.wait((reading, draining), return_when=asyncio.FIRST_COMPLETED)
-        return reading.result() if reading.done() else CUT_SHORT
-    finally:
-        reading.cancel()
-
-
-def _first(group: ExceptionGroup[Exception]) -> Exception:
-    """The first single error of a group of groups."""
-    error: Exception = group
-    while isinstance(error, ExceptionGroup):
-        error = error.exceptions[0]
-    return error
