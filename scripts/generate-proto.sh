@@ -12,9 +12,9 @@ if [ ! -x "$venv/bin/python" ]; then
 fi
 mkdir -p "$out"
 # Mapping encserve_proto onto proto/encserve gives the import path encserve_proto.v1 without editing the output;
-# the wire package stays encserve.v1.
+# the wire packages stay encserve.v1 and encserve.bundle.v1.
 "$venv/bin/python" -W ignore -m grpc_tools.protoc -I encserve_proto=proto/encserve \
     --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" \
-    proto/encserve/v1/encoder.proto proto/encserve/v1/manifest.proto
+    proto/encserve/v1/encoder.proto proto/encserve/bundle/v1/manifest.proto
 # A file without services still gets a gRPC module; an empty module helps nobody.
-rm -f "$out/encserve_proto/v1/manifest_pb2_grpc.py"
+rm -f "$out/encserve_proto/bundle/v1/manifest_pb2_grpc.py"

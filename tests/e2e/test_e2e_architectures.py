@@ -14,7 +14,7 @@ from real_server import RealServer, cpu_has_bfloat16, real_server
 
 from encserve_client import EncoderClient
 from encserve_export.cli import main
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 pytestmark = pytest.mark.models
 pytest.importorskip("transformers", reason="needs ./export[transformers]")

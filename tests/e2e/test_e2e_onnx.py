@@ -17,7 +17,7 @@ from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx, onn
 from encserve_export.onnx_model import Names
 from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.text import read_tokenizer
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 # On the same runtime, and on another one.
 SAME = {"onnxruntime": 1e-6, "openvino": 5e-5}

@@ -14,7 +14,7 @@ from google.protobuf import json_format
 from safetensors.torch import load_file
 
 from encserve_export.cli import main
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 if TYPE_CHECKING:
     from tests.export.conftest import Checkpoint

@@ -12,7 +12,7 @@ from google.protobuf import json_format
 from retrieval_models import stanford
 
 from encserve_export.cli import main
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 COMMAND = Path(sys.executable).parent / "encserve-export"
 

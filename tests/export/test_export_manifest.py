@@ -13,8 +13,8 @@ from encserve_export import EncoderConfig, Exported, Target, export_hf, export_i
 from encserve_export.init import random_encoder
 from encserve_export.manifest import count_parameters
 from encserve_export.text import read_tokenizer
+from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
-from encserve_proto.v1 import manifest_pb2
 
 
 def read_manifest(bundle: Path) -> manifest_pb2.Manifest:

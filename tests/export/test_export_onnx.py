@@ -33,7 +33,7 @@ from encserve_export.errors import ConfigError, TokenizerError, UnsupportedModel
 from encserve_export.onnx_model import Names, embedding_rows, precision
 from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.text import read_tokenizer
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 SHORT = OnnxOptions(max_sequence_tokens=16)
 

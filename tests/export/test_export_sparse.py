@@ -21,7 +21,7 @@ from sparse_models import (
 from encserve_export import Target, export_hf
 from encserve_export.errors import CheckpointFileError, ParityError, UnsafeWeightsError, UnsupportedModelError
 from encserve_export.sparse import read_sparse_encoder
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 pytest.importorskip("sentence_transformers", reason="needs encserve-export[sentence-transformers]")
 

@@ -18,7 +18,7 @@ from encserve_export.sentence_transformers import (
     transformer_folder,
 )
 from encserve_export.text import read_tokenizer
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 if TYPE_CHECKING:
     from tests.export.conftest import Checkpoint

@@ -9,8 +9,8 @@ import pytest
 from google.protobuf import json_format
 from tiny_bundle import D_MODEL, write_bundle
 
+from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
-from encserve_proto.v1 import manifest_pb2
 from encserve_server.errors import BundleError
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.types import ModelPooling, OutputKind

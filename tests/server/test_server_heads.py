@@ -19,8 +19,8 @@ from tiny_bundle import VOCAB_SIZE, expected_rows, inspect_parts, table, write_b
 from tiny_heads import expected_vectors, expected_weights, multi_vector, sparse
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
+from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_proto.v1 import manifest_pb2
 from encserve_server.models.token_pooling import pool_tokens
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.repository.loading import load_model

@@ -12,7 +12,7 @@ from tiny_bundle import VOCAB_SIZE, write_bundle
 from tiny_heads import multi_vector, sparse
 from tokenizers import Tokenizer, models
 
-from encserve_proto.v1 import manifest_pb2 as m
+from encserve_proto.bundle.v1 import manifest_pb2 as m
 from encserve_server.errors import BundleError
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.repository.loading import load_model

@@ -164,13 +164,13 @@ BAD_REQUESTS = {
     "data type": (
         one(pb.EncodeOptions(data_type=unknown(9))),
         "options.data_type",
-        "must be a value of DataType, 0 to 2; was 9",
+        "must be a value of DataType, 0 to 3; was 9",
     ),
     "truncation": (one(pb.EncodeOptions(truncation=unknown(7))), "options.truncation", "was 7"),
     "output kind": (
         one(pb.EncodeOptions(outputs=[pb.OutputSpec(), pb.OutputSpec(kind=unknown(42))])),
         "options.outputs[1].kind",
-        "must be a value of OutputKind, 0 to 10; was 42",
+        "must be a value of OutputKind, 0 to 11; was 42",
     ),
     "no multi-vectors": (
         one(pb.EncodeOptions(outputs=[pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR)])),

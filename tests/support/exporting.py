@@ -15,7 +15,7 @@ from typing import Any
 from google.protobuf import json_format
 
 from encserve_export import Exported, Target
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 ROOT = Path(__file__).parent.parent.parent
 KEPT = ROOT / ".cache" / "exports"

@@ -13,8 +13,8 @@ from google.protobuf.message import Message
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer
 
+from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
-from encserve_proto.v1 import manifest_pb2
 
 D_MODEL, VOCAB_SIZE, LONGEST = 8, 50, 64
 

@@ -8,7 +8,7 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 from tiny_bundle import D_MODEL, VOCAB_SIZE
 
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 Array = npt.NDArray[Any]
 WIDTH = 3  # of a vector of MaxSim

@@ -15,7 +15,7 @@ from encserve_export.head import MultiVectorHead, Normalize, SparseHead
 from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.text import TokenizerFile
 from encserve_export.weights import read_checkpoint, read_object
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 _MULTI_VECTOR_FILE, _SPARSE_FILE = "colbert_linear.pt", "sparse_linear.pt"
 _WITHOUT_WEIGHT = ("cls_token", "eos_token", "pad_token", "unk_token")

@@ -14,8 +14,8 @@ from google.protobuf import json_format
 from encserve_export.errors import BundleError, BundleExistsError, BundleNameError
 from encserve_export.manifest import FILE, FORMAT_VERSION
 from encserve_export.weights import sha256
+from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
-from encserve_proto.v1 import manifest_pb2
 
 _HEADS = ("head", "multi_vector", "sparse")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -22,7 +22,7 @@ from encserve_export.precision import Precision
 from encserve_export.propagation import measure, read_sequence
 from encserve_export.sentence_transformers import POOLINGS, SentenceVector
 from encserve_export.text import TokenizerFile, read_tokenizer
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 _DEFAULT_VOCAB_SIZE = 32000
 

@@ -18,7 +18,7 @@ from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.space import digest_encoder, digest_model
 from encserve_export.text import TokenizerFile
 from encserve_export.weights import read_checkpoint, read_table
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 Progress = Callable[[str], None]
 

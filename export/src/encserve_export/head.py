@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from encserve_export.errors import CheckpointFileError, ParityError, UnsupportedModelError
 from encserve_export.runtime import onnxruntime
 from encserve_export.weights import read_object, read_weights
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 M = TypeVar("M", bound=nn.Module)
 

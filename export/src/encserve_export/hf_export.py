@@ -44,7 +44,7 @@ from encserve_export.sparse import read_sparse_encoder
 from encserve_export.text import TokenizerFile, read_tokenizer
 from encserve_export.transformers_export import TransformersModel
 from encserve_export.weights import Weights, holds_weights, read_object, read_weights
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 # How the graph is made, in the order of preference. Our own encoder can be inspected, and for BERT's kind is fastest.
 Route = Literal["own", "onnx", "transformers"]

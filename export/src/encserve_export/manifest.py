@@ -1,4 +1,4 @@
-"""Fills the manifest of a bundle. The contract is `proto/encserve/v1/manifest.proto`."""
+"""Fills the manifest of a bundle. The contract is `proto/encserve/bundle/v1/manifest.proto`."""
 
 import dataclasses
 import json
@@ -16,8 +16,8 @@ from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.space import space_id
 from encserve_export.text import TokenizerFile
 from encserve_export.weights import sha256
+from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint, to_fields
-from encserve_proto.v1 import manifest_pb2
 
 FILE = "manifest.json"
 TOKENIZER_FILE = "tokenizer.json"

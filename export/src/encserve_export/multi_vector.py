@@ -19,7 +19,7 @@ from encserve_export.errors import CheckpointFileError, MissingPackageError, Uns
 from encserve_export.head import MultiVectorHead
 from encserve_export.sentence_transformers import MODULES, SETTINGS, TASKS, SentenceVector, read_modules
 from encserve_export.weights import read_object
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 # What only PyLate writes into config_sentence_transformers.json.
 _PYLATE = ("query_prefix", "document_prefix", "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")

@@ -16,7 +16,7 @@ from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.space import digest_onnx, is_quantized
 from encserve_export.text import TokenizerFile
 from encserve_export.weights import sha256
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

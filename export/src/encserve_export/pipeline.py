@@ -16,7 +16,7 @@ from encserve_export.runtime import onnxruntime
 from encserve_export.sentence_transformers import TASKS
 from encserve_export.sparse import load_sparse_encoder
 from encserve_export.verify import Ids, Mask, Rows, least_cosine, relative_error
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 TOLERANCE = 1e-4
 _LEAST_WEIGHT = 1e-5  # by which a weight may differ whatever it is

@@ -10,7 +10,7 @@ from encserve_export.parameters import LayerParameters, count_by_layer
 from encserve_export.precision import BOUNDS
 from encserve_export.propagation import Propagation
 from encserve_export.sentence_transformers import TASKS
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 _POOLING = (
     "not said by the checkpoint, so callers ask for one by its name; sentence-transformers would take the mean, or the "

@@ -15,7 +15,7 @@ from torch import nn
 from encserve_export.errors import CheckpointFileError, UnsupportedModelError
 from encserve_export.head import MultiVectorHead, Normalize, SparseHead, StaticWeights, read_dense, read_layer_norm
 from encserve_export.weights import read_json, read_object
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"

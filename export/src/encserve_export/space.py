@@ -37,7 +37,7 @@ from encserve_export.onnx_model import Interface
 from encserve_export.sentence_transformers import SentenceVector
 from encserve_export.text import TokenizerFile
 from encserve_export.weights import INDICES, read_object
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 # Keys of config.json that change no row, at any depth; and parts of the names of those that only training reads.
 _HARMLESS = {

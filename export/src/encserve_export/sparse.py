@@ -21,7 +21,7 @@ from encserve_export.sentence_transformers import (
     routed_modules,
     transformer_folder,
 )
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 _POOLINGS = {"max": manifest_pb2.SPARSE_POOLING_MAX, "sum": manifest_pb2.SPARSE_POOLING_SUM}
 _LOGARITHMS = {"relu": 1, "log1p_relu": 2}

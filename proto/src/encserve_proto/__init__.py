@@ -1,1 +1,1 @@
-"""Generated code for the contracts in `proto/encserve` (import `encserve_proto.v1`), and the rule for fingerprints."""
+"""Generated code for the contracts in `proto/encserve`, packages as there, and the rule for fingerprints."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from google.protobuf import json_format
 
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 
 _FACTS = (
     "encoder",

@@ -1,1 +1,1 @@
-"""Version 1 of the contracts: the service (`encoder_pb2`) and the bundle's manifest (`manifest_pb2`)."""
+"""The contract between callers and an encserve server (`encoder_pb2`)."""

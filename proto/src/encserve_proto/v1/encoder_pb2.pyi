@@ -26,6 +26,7 @@ class OutputKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     OUTPUT_KIND_MEAN_SQRT_LENGTH: _ClassVar[OutputKind]
     OUTPUT_KIND_MULTI_VECTOR: _ClassVar[OutputKind]
     OUTPUT_KIND_SPARSE: _ClassVar[OutputKind]
+    OUTPUT_KIND_SPANS: _ClassVar[OutputKind]
 
 class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -38,6 +39,21 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
     DATA_TYPE_FLOAT32: _ClassVar[DataType]
     DATA_TYPE_FLOAT16: _ClassVar[DataType]
+    DATA_TYPE_BINARY: _ClassVar[DataType]
+
+class OffsetUnit(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OFFSET_UNIT_UNSPECIFIED: _ClassVar[OffsetUnit]
+    OFFSET_UNIT_CODE_POINTS: _ClassVar[OffsetUnit]
+    OFFSET_UNIT_UTF8_BYTES: _ClassVar[OffsetUnit]
+    OFFSET_UNIT_TOKENS: _ClassVar[OffsetUnit]
+
+class Detail(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DETAIL_UNSPECIFIED: _ClassVar[Detail]
+    DETAIL_NONE: _ClassVar[Detail]
+    DETAIL_COUNTS: _ClassVar[Detail]
+    DETAIL_TOKENS: _ClassVar[Detail]
 
 class Truncation(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -65,12 +81,22 @@ OUTPUT_KIND_WEIGHTED_MEAN: OutputKind
 OUTPUT_KIND_MEAN_SQRT_LENGTH: OutputKind
 OUTPUT_KIND_MULTI_VECTOR: OutputKind
 OUTPUT_KIND_SPARSE: OutputKind
+OUTPUT_KIND_SPANS: OutputKind
 TASK_UNSPECIFIED: Task
 TASK_QUERY: Task
 TASK_DOCUMENT: Task
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT16: DataType
+DATA_TYPE_BINARY: DataType
+OFFSET_UNIT_UNSPECIFIED: OffsetUnit
+OFFSET_UNIT_CODE_POINTS: OffsetUnit
+OFFSET_UNIT_UTF8_BYTES: OffsetUnit
+OFFSET_UNIT_TOKENS: OffsetUnit
+DETAIL_UNSPECIFIED: Detail
+DETAIL_NONE: Detail
+DETAIL_COUNTS: Detail
+DETAIL_TOKENS: Detail
 TRUNCATION_UNSPECIFIED: Truncation
 TRUNCATION_REFUSE: Truncation
 TRUNCATION_END: Truncation
@@ -95,32 +121,46 @@ class TokenEmbeddings(_message.Message):
     data: bytes
     def __init__(self, width: _Optional[int] = ..., data_type: _Optional[_Union[DataType, str]] = ..., data: _Optional[bytes] = ...) -> None: ...
 
+class Spans(_message.Message):
+    __slots__ = ("unit", "starts", "ends")
+    UNIT_FIELD_NUMBER: _ClassVar[int]
+    STARTS_FIELD_NUMBER: _ClassVar[int]
+    ENDS_FIELD_NUMBER: _ClassVar[int]
+    unit: OffsetUnit
+    starts: _containers.RepeatedScalarFieldContainer[int]
+    ends: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, unit: _Optional[_Union[OffsetUnit, str]] = ..., starts: _Optional[_Iterable[int]] = ..., ends: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class Input(_message.Message):
-    __slots__ = ("token_ids", "text", "embeddings")
+    __slots__ = ("token_ids", "text", "embeddings", "spans")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     EMBEDDINGS_FIELD_NUMBER: _ClassVar[int]
+    SPANS_FIELD_NUMBER: _ClassVar[int]
     token_ids: TokenIds
     text: str
     embeddings: TokenEmbeddings
-    def __init__(self, token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., text: _Optional[str] = ..., embeddings: _Optional[_Union[TokenEmbeddings, _Mapping]] = ...) -> None: ...
+    spans: Spans
+    def __init__(self, token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., text: _Optional[str] = ..., embeddings: _Optional[_Union[TokenEmbeddings, _Mapping]] = ..., spans: _Optional[_Union[Spans, _Mapping]] = ...) -> None: ...
 
 class OutputSpec(_message.Message):
-    __slots__ = ("kind", "l2_normalize", "dimensions", "max_active_dims", "pool_factor")
+    __slots__ = ("kind", "l2_normalize", "dimensions", "max_active_dims", "pool_factor", "span_pooling")
     KIND_FIELD_NUMBER: _ClassVar[int]
     L2_NORMALIZE_FIELD_NUMBER: _ClassVar[int]
     DIMENSIONS_FIELD_NUMBER: _ClassVar[int]
     MAX_ACTIVE_DIMS_FIELD_NUMBER: _ClassVar[int]
     POOL_FACTOR_FIELD_NUMBER: _ClassVar[int]
+    SPAN_POOLING_FIELD_NUMBER: _ClassVar[int]
     kind: OutputKind
     l2_normalize: bool
     dimensions: int
     max_active_dims: int
     pool_factor: float
-    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., dimensions: _Optional[int] = ..., max_active_dims: _Optional[int] = ..., pool_factor: _Optional[float] = ...) -> None: ...
+    span_pooling: OutputKind
+    def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., dimensions: _Optional[int] = ..., max_active_dims: _Optional[int] = ..., pool_factor: _Optional[float] = ..., span_pooling: _Optional[_Union[OutputKind, str]] = ...) -> None: ...
 
 class EncodeOptions(_message.Message):
-    __slots__ = ("outputs", "data_type", "truncation", "exclude_special_tokens", "include_token_strings", "prompt_name", "task")
+    __slots__ = ("outputs", "data_type", "truncation", "exclude_special_tokens", "include_token_strings", "prompt_name", "task", "detail", "offset_unit")
     OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     DATA_TYPE_FIELD_NUMBER: _ClassVar[int]
     TRUNCATION_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +168,8 @@ class EncodeOptions(_message.Message):
     INCLUDE_TOKEN_STRINGS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
     TASK_FIELD_NUMBER: _ClassVar[int]
+    DETAIL_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_UNIT_FIELD_NUMBER: _ClassVar[int]
     outputs: _containers.RepeatedCompositeFieldContainer[OutputSpec]
     data_type: DataType
     truncation: Truncation
@@ -135,7 +177,9 @@ class EncodeOptions(_message.Message):
     include_token_strings: bool
     prompt_name: str
     task: Task
-    def __init__(self, outputs: _Optional[_Iterable[_Union[OutputSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., exclude_special_tokens: bool = ..., include_token_strings: bool = ..., prompt_name: _Optional[str] = ..., task: _Optional[_Union[Task, str]] = ...) -> None: ...
+    detail: Detail
+    offset_unit: OffsetUnit
+    def __init__(self, outputs: _Optional[_Iterable[_Union[OutputSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., exclude_special_tokens: bool = ..., include_token_strings: bool = ..., prompt_name: _Optional[str] = ..., task: _Optional[_Union[Task, str]] = ..., detail: _Optional[_Union[Detail, str]] = ..., offset_unit: _Optional[_Union[OffsetUnit, str]] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
     __slots__ = ("model", "model_version", "inputs", "options", "expected_fingerprint", "expected_space_id")
@@ -172,7 +216,7 @@ class RaggedTensor(_message.Message):
     def __init__(self, kind: _Optional[_Union[OutputKind, str]] = ..., l2_normalized: bool = ..., data_type: _Optional[_Union[DataType, str]] = ..., width: _Optional[int] = ..., lengths: _Optional[_Iterable[int]] = ..., data: _Optional[bytes] = ..., indices: _Optional[bytes] = ...) -> None: ...
 
 class SequenceInfo(_message.Message):
-    __slots__ = ("token_count", "original_token_count", "truncated", "token_ids", "char_starts", "char_ends", "special", "tokens")
+    __slots__ = ("token_count", "original_token_count", "truncated", "token_ids", "char_starts", "char_ends", "special", "tokens", "span_token_counts")
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     ORIGINAL_TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
     TRUNCATED_FIELD_NUMBER: _ClassVar[int]
@@ -181,6 +225,7 @@ class SequenceInfo(_message.Message):
     CHAR_ENDS_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPAN_TOKEN_COUNTS_FIELD_NUMBER: _ClassVar[int]
     token_count: int
     original_token_count: int
     truncated: bool
@@ -189,7 +234,8 @@ class SequenceInfo(_message.Message):
     char_ends: _containers.RepeatedScalarFieldContainer[int]
     special: _containers.RepeatedScalarFieldContainer[bool]
     tokens: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, token_count: _Optional[int] = ..., original_token_count: _Optional[int] = ..., truncated: bool = ..., token_ids: _Optional[_Iterable[int]] = ..., char_starts: _Optional[_Iterable[int]] = ..., char_ends: _Optional[_Iterable[int]] = ..., special: _Optional[_Iterable[bool]] = ..., tokens: _Optional[_Iterable[str]] = ...) -> None: ...
+    span_token_counts: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, token_count: _Optional[int] = ..., original_token_count: _Optional[int] = ..., truncated: bool = ..., token_ids: _Optional[_Iterable[int]] = ..., char_starts: _Optional[_Iterable[int]] = ..., char_ends: _Optional[_Iterable[int]] = ..., special: _Optional[_Iterable[bool]] = ..., tokens: _Optional[_Iterable[str]] = ..., span_token_counts: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Timings(_message.Message):
     __slots__ = ("tokenize_seconds", "queue_seconds", "compute_seconds")
@@ -218,6 +264,38 @@ class EncodeResponse(_message.Message):
     timings: Timings
     space_id: str
     def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., outputs: _Optional[_Iterable[_Union[RaggedTensor, _Mapping]]] = ..., sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ..., timings: _Optional[_Union[Timings, _Mapping]] = ..., space_id: _Optional[str] = ...) -> None: ...
+
+class TokenizeRequest(_message.Message):
+    __slots__ = ("model", "model_version", "texts", "prompt_name", "task", "truncation", "include_token_strings", "offset_unit")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TEXTS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_NAME_FIELD_NUMBER: _ClassVar[int]
+    TASK_FIELD_NUMBER: _ClassVar[int]
+    TRUNCATION_FIELD_NUMBER: _ClassVar[int]
+    INCLUDE_TOKEN_STRINGS_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_UNIT_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_version: str
+    texts: _containers.RepeatedScalarFieldContainer[str]
+    prompt_name: str
+    task: Task
+    truncation: Truncation
+    include_token_strings: bool
+    offset_unit: OffsetUnit
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., texts: _Optional[_Iterable[str]] = ..., prompt_name: _Optional[str] = ..., task: _Optional[_Union[Task, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., include_token_strings: bool = ..., offset_unit: _Optional[_Union[OffsetUnit, str]] = ...) -> None: ...
+
+class TokenizeResponse(_message.Message):
+    __slots__ = ("model", "model_version", "fingerprint", "sequences")
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    model: str
+    model_version: str
+    fingerprint: str
+    sequences: _containers.RepeatedCompositeFieldContainer[SequenceInfo]
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., sequences: _Optional[_Iterable[_Union[SequenceInfo, _Mapping]]] = ...) -> None: ...
 
 class EncodeStreamRequest(_message.Message):
     __slots__ = ("request_id", "request")

@@ -54,6 +54,11 @@ class EncoderServiceStub(object):
                 request_serializer=encserve__proto_dot_v1_dot_encoder__pb2.EncodeStreamRequest.SerializeToString,
                 response_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.EncodeStreamResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/encserve.v1.EncoderService/Tokenize',
+                request_serializer=encserve__proto_dot_v1_dot_encoder__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/encserve.v1.EncoderService/ListModels',
                 request_serializer=encserve__proto_dot_v1_dot_encoder__pb2.ListModelsRequest.SerializeToString,
@@ -106,6 +111,14 @@ class EncoderServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Tokenize says which tokens the model would see of texts, with nothing computed: it waits for no engine, and answers
+        while the model is not ready. The errors are those of Encode, naming fields of TokenizeRequest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListModels(self, request, context):
         """ListModels lists every model and version this server has loaded, the default first.
         """
@@ -147,6 +160,11 @@ def add_EncoderServiceServicer_to_server(servicer, server):
                     servicer.EncodeStream,
                     request_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.EncodeStreamRequest.FromString,
                     response_serializer=encserve__proto_dot_v1_dot_encoder__pb2.EncodeStreamResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=encserve__proto_dot_v1_dot_encoder__pb2.TokenizeRequest.FromString,
+                    response_serializer=encserve__proto_dot_v1_dot_encoder__pb2.TokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -222,6 +240,33 @@ class EncoderService(object):
             '/encserve.v1.EncoderService/EncodeStream',
             encserve__proto_dot_v1_dot_encoder__pb2.EncodeStreamRequest.SerializeToString,
             encserve__proto_dot_v1_dot_encoder__pb2.EncodeStreamResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/encserve.v1.EncoderService/Tokenize',
+            encserve__proto_dot_v1_dot_encoder__pb2.TokenizeRequest.SerializeToString,
+            encserve__proto_dot_v1_dot_encoder__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -8,8 +8,8 @@ from pathlib import Path, PurePosixPath
 
 from google.protobuf import json_format
 
+from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
-from encserve_proto.v1 import manifest_pb2
 from encserve_server.errors import BundleError
 from encserve_server.repository.heads import ManifestReader, VerifiedPath
 from encserve_server.types import Bundle, Graph, HeadGraph, InspectGraph, InspectKind, ModelPooling, OutputKind

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from encserve_proto.v1 import manifest_pb2
+from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_server.errors import BundleError
 from encserve_server.types import (
     Expansion,

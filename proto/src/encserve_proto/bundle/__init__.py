@@ -1,0 +1,1 @@
+"""The contract between the exporter and the server: see `v1`."""
