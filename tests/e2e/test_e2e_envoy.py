@@ -79,7 +79,7 @@ def addresses(servers: list[FakeServer]) -> list[str]:
 
 async def test_what_one_refuses_goes_to_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
     """Envoy itself sends it again: the caller does not. Requests as large as the server takes them too."""
-    fakes[0].app._service.drain()  # refuses everything, while its health still says SERVING
+    fakes[0].app._calls.drain()  # refuses everything, while its health still says SERVING
     texts = ["hello " * 40_000] * 16  # 3.7 MiB
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
         for _ in range(3):
@@ -111,7 +111,7 @@ async def test_what_a_stop_did_not_take_goes_to_the_other(fakes: list[FakeServer
 async def test_when_nobody_can_the_caller_is_told(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
     """With the server's own words, and no sooner than every server was asked."""
     for server in fakes:
-        server.app._service.drain()
+        server.app._calls.drain()
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
         with pytest.raises(ServerUnavailableError, match="the server is stopping") as caught:
             await client.models()

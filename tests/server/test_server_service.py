@@ -289,7 +289,7 @@ async def test_grpc_retries_what_is_refused_by_itself(server: FakeServer, method
         "retryableStatusCodes": ["UNAVAILABLE"],
     }
     config = json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": policy}]})
-    server.app._service.drain()
+    server.app._calls.drain()
     target = f"127.0.0.1:{server.app.grpc_port}"
     channel: Any = grpc.aio.insecure_channel(target, options=[("grpc.service_config", config)])
     async with channel:

@@ -20,6 +20,7 @@ import grpc
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
 from encserve_server.errors import StartupError
+from encserve_server.models.calls import Calls
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
 from encserve_server.repository.activation import LoadedModel, serve_model
@@ -59,15 +60,17 @@ class App:
             collector(registry=self.registry)
         self.metrics = Metrics(self.registry)
         self.catalog = Catalog()
-        self._guard = RpcGuard(self.metrics, service.SERVICE_NAME, service.METHODS)
         self._clock = MonotonicClock()
         self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
         # Loading is in no hurry, and the threads that engines make are made here.
         self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=step_back)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
+        self._calls = Calls(self.catalog, self._clock, self._encode_pool)
+        self.metrics.in_flight.set_function(lambda: self._calls.in_flight)  # read when the page is, which costs no call
         self._health_service = health.HealthService()
         self._health = health.ModelHealth(self._health_service, service.SERVICE_NAME, self.metrics)
         self._service = service.EncoderService(
+            self._calls,
             self.catalog,
             self.metrics,
             clock=self._clock,
@@ -135,11 +138,11 @@ class App:
         grpcio's own stop answers calls that it has read but not begun with CANCELLED. So whoever has an answer is first
         refused by us, with UNAVAILABLE, for long enough to have gone elsewhere with the next call.
         """
-        self._service.drain()
+        self._calls.drain()
         grace_ends = self._clock.now() + self.settings.grace_seconds
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.settings.grace_seconds):
-                await self._guard.idle.wait()
+                await self._calls.idle.wait()
                 if self.catalog.all():
                     await asyncio.sleep(_REFUSING_SECONDS)
         self._health_service.end()
@@ -163,7 +166,8 @@ class App:
     async def _start_grpc(self) -> None:
         settings = self.settings
         server = make_server(settings)
-        ours = self._service.handlers(self._guard, self._tracer)
+        guard = RpcGuard(self.metrics, self._calls, service.SERVICE_NAME, service.METHODS)
+        ours = self._service.handlers(guard, self._tracer)
         add_service(server, service.SERVICE_NAME, service.METHODS, ours)
         add_service(server, health.SERVICE_NAME, health.METHODS, self._health_service.handlers())
         if settings.reflection:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 
+from encserve_server.models.calls import Calls
 from encserve_server.rpc.status import REASONS, Failure, code_label, to_failure
 from encserve_server.telemetry.metrics import Metrics
 from encserve_server.telemetry.spans import Tracer
@@ -35,18 +36,12 @@ class RpcGuard:
 
     Handlers are wrapped once, when they are registered: for an interceptor gRPC builds a chain of coroutines in every
     call.
-
-    Attributes:
-        idle: Set while no RPC is being worked on, and no answer is on its way.
     """
 
-    def __init__(self, metrics: Metrics, service: str, methods: dict[str, str]) -> None:
+    def __init__(self, metrics: Metrics, calls: Calls, service: str, methods: dict[str, str]) -> None:
         """Takes the service's full name, and its methods with their types ("unary", "server_stream", "bidi_stream")."""
         self._metrics = metrics
-        self._open = 0
-        self.idle = asyncio.Event()
-        self.idle.set()
-        metrics.in_flight.set_function(lambda: self._open)  # read when the page is, so that a call costs nothing
+        self._calls = calls
         self._labels = {name: (kind, service, name) for name, kind in methods.items()}
         metrics.zero(self._labels.values(), map(code_label, grpc.StatusCode), REASONS)
         self._refused = {reason: metrics.refused.labels(reason) for reason in REASONS}
@@ -64,8 +59,7 @@ class RpcGuard:
             began = time.perf_counter()
             started.inc()
             span = None if tracer is None else tracer.begin(full_name, context.invocation_metadata() or ())
-            self._open += 1
-            self.idle.clear()
+            self._calls.opened()
             code, reason = grpc.StatusCode.CANCELLED, ""
             try:
                 answer, failure = await _attempt(inner, request, context)
@@ -91,9 +85,7 @@ class RpcGuard:
         return wrapped
 
     def _closed(self, *_: object) -> None:
-        self._open -= 1
-        if not self._open:
-            self.idle.set()
+        self._calls.closed()
 
 
 async def _attempt(inner: Handler, request: Any, context: Context) -> tuple[Any, Failure | None]:

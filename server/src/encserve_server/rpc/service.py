@@ -7,9 +7,10 @@ from concurrent.futures import Executor
 from functools import partial
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.errors import DeadlineExpired, Draining, InvalidField, ResponseTooLarge
+from encserve_server.errors import DeadlineExpired, InvalidField
+from encserve_server.models.calls import Calls
 from encserve_server.models.catalog import Catalog
-from encserve_server.models.served import EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
+from encserve_server.models.served import InspectCall, InspectReply, ServedModel
 from encserve_server.rpc import codec
 from encserve_server.rpc.guard import Context, Handler, RpcGuard
 from encserve_server.rpc.status import Failure
@@ -27,8 +28,6 @@ METHODS = {
     "ListModels": "unary",
     "GetModel": "unary",
 }
-# A reply larger than this is built in a thread: on the event loop it would hold up everybody else.
-_INLINE_REPLY_BYTES = 256 * 1024
 _MAX_REQUEST_ID_BYTES = 128
 # How long a caller of Inspect may read nothing, and how long it may take to read everything.
 _UNREAD_SECONDS = 30.0
@@ -39,15 +38,22 @@ class EncoderService:
     """The handlers of encserve.v1.EncoderService."""
 
     def __init__(
-        self, catalog: Catalog, metrics: Metrics, *, clock: Clock, encode_pool: Executor, max_stream_in_flight: int
+        self,
+        calls: Calls,
+        catalog: Catalog,
+        metrics: Metrics,
+        *,
+        clock: Clock,
+        encode_pool: Executor,
+        max_stream_in_flight: int,
     ) -> None:
-        """Takes the models, and the threads in which large replies are built."""
+        """Takes the calls of all protocols, the models, and the threads in which inspections are written."""
+        self._calls = calls
         self._catalog = catalog
         self._metrics = metrics
         self._clock = clock
         self._encode_pool = encode_pool
         self._max_stream_in_flight = max_stream_in_flight
-        self._draining = asyncio.Event()
 
     def handlers(self, guard: RpcGuard, tracer: spans.Tracer | None = None) -> dict[str, Handler]:
         """The methods by their names."""
@@ -60,19 +66,15 @@ class EncoderService:
         }
         return {name: guard.wrap(name, method, tracer) for name, method in methods.items()}
 
-    def drain(self) -> None:
-        """From now on new requests get Draining, and streams end once what they have read is answered."""
-        self._draining.set()
-
     async def encode(self, data: bytes, context: Context) -> bytes:
         """One request, one response."""
-        self._refuse_while_draining()
+        self._calls.refuse_while_draining()
         request = codec.parse(pb.EncodeRequest, data)
         return await self._encode(request, self._deadline(context))
 
     async def encode_stream(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """Many requests, each answered as soon as it is ready; at most `max_stream_in_flight` at a time."""
-        self._refuse_while_draining()
+        self._calls.refuse_while_draining()
         deadline = self._deadline(context)
 
         async def answer(data: bytes) -> bytes:
@@ -82,11 +84,11 @@ class EncoderService:
             return await answer_one(self._metrics, request_id, answering, partial(_stream_error, request_id))
 
         limit = self._max_stream_in_flight
-        await answer_stream(requests, answer, context.write, max_in_flight=limit, draining=self._draining)
+        await answer_stream(requests, answer, context.write, max_in_flight=limit, draining=self._calls.draining)
 
     async def inspect(self, data: bytes, context: Context) -> None:
         """What happens inside a model: the header, then the numbers in chunks."""
-        self._refuse_while_draining()
+        self._calls.refuse_while_draining()
         request = codec.parse(pb.InspectRequest, data)
         model = self._resolve(request, 1)
         call = codec.decode_inspect_call(request, model)
@@ -116,7 +118,7 @@ class EncoderService:
     async def list_models(self, data: bytes, context: Context) -> bytes:
         """Every model that is loaded."""
         del context
-        self._refuse_while_draining()
+        self._calls.refuse_while_draining()
         codec.parse(pb.ListModelsRequest, data)
         models = [self._info(model) for model in self._catalog.all()]
         return pb.ListModelsResponse(models=models).SerializeToString()
@@ -124,25 +126,17 @@ class EncoderService:
     async def get_model(self, data: bytes, context: Context) -> bytes:
         """One model."""
         del context
-        self._refuse_while_draining()
+        self._calls.refuse_while_draining()
         request = codec.parse(pb.GetModelRequest, data)
         model = self._catalog.resolve(request.model, request.model_version)
         return pb.GetModelResponse(model=self._info(model)).SerializeToString()
-
-    def _refuse_while_draining(self) -> None:
-        if self._draining.is_set():
-            raise Draining("the server is stopping; send the request to another")
 
     def _info(self, model: ServedModel) -> pb.ModelInfo:
         return codec.encode_model_info(model, is_default=self._catalog.is_default(model))
 
     def _resolve(self, request: pb.EncodeRequest | pb.InspectRequest, sequences: int) -> ServedModel:
-        """The model that so many sequences are for; tells the request's span of it."""
         expected = request.expected_fingerprint, request.expected_space_id
-        model = self._catalog.resolve(request.model, request.model_version, *expected)
-        if (span := spans.current()) is not None:
-            span.about(model.bundle.name, model.bundle.version, sequences)
-        return model
+        return self._calls.resolve(sequences, request.model, request.model_version, *expected)
 
     def _deadline(self, context: Context) -> float:
         """The caller's deadline on our clock; infinity where there is none."""
@@ -151,37 +145,16 @@ class EncoderService:
 
     async def _encode(self, request: pb.EncodeRequest, deadline: float, stream_request_id: str | None = None) -> bytes:
         """The bytes of an EncodeResponse, or with a stream's request id of an EncodeStreamResponse around it."""
-        model = self._resolve(request, len(request.inputs))
-        model.check_count(len(request.inputs))
-        # Before the inputs are decoded: refusing a call must not take what answering it does.
-        model.check_open(lambda: codec.count_tokens(request, model.bundle.max_sequence_tokens))
-        call = codec.decode_call(request, model)
-        with model.in_use():
-            reply = await model.encode(call, deadline)
-            what = model, call, reply, stream_request_id, spans.current()
-            if reply.estimated_bytes <= _INLINE_REPLY_BYTES:
-                return self._build(*what)
-            return await asyncio.get_running_loop().run_in_executor(self._encode_pool, self._build, *what)
-
-    def _build(
-        self,
-        model: ServedModel,
-        call: EncodeCall,
-        reply: EncodeReply,
-        stream_request_id: str | None,
-        span: spans.RequestSpan | None,
-    ) -> bytes:
-        """The bytes of a response; any thread may ask."""
-        began = self._clock.now()
-        data = codec.encode_reply(model, call, reply, stream_request_id)
-        ended = self._clock.now()
-        if span is not None:
-            span.stage("encode", began, ended)
-        limit = model.limits.max_response_bytes
-        if len(data) > limit:  # the estimate was wrong; callers' own limits would fail the call without a reason
-            raise ResponseTooLarge("inputs", f"the reply takes {len(data)} bytes, over the limit of {limit}")
-        model.answered(ended - began, len(data))
-        return data
+        count = len(request.inputs)
+        model = self._resolve(request, count)
+        return await self._calls.encode(
+            model,
+            count,
+            deadline,
+            count_tokens=lambda: codec.count_tokens(request, model.bundle.max_sequence_tokens),
+            decode=lambda: codec.decode_call(request, model),
+            build=lambda call, reply: codec.encode_reply(model, call, reply, stream_request_id),
+        )
 
     async def _encode_one(self, request: pb.EncodeStreamRequest, deadline: float) -> bytes:
         """The bytes of one stream request's answer."""

@@ -60,7 +60,9 @@ class Metrics:
             _METHOD,
             buckets=SECONDS_BUCKETS,
         )
-        self.in_flight = gauge("encserve_in_flight_requests", "RPCs being worked on; a stream counts as one.")
+        self.in_flight = gauge(
+            "encserve_in_flight_requests", "Calls being worked on, of all protocols; a stream counts as one."
+        )
         self.refused = counter(
             "encserve_refused",
             "Requests answered with an error, by the reason that the caller is told (docs/errors.md).",
