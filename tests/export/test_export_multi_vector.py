@@ -1,5 +1,6 @@
 """Multi-vector directories of every layout: what is exported is what sentence-transformers reads."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -9,9 +10,9 @@ from retrieval_models import DIRECTORIES, WIDTH, native, pylate
 
 from encserve_export import Target, export_hf
 from encserve_export.cli import main
-from encserve_export.errors import ConfigError
+from encserve_export.errors import ConfigError, ParityError
 from encserve_export.hf_export import Route
-from encserve_export.precision import Precision
+from encserve_export.precision import BOUNDS, Precision
 
 pytestmark = pytest.mark.models
 
@@ -57,7 +58,22 @@ def test_other_precisions_say_what_they_do_to_scores(precision: Precision, via: 
     DIRECTORIES["plain"](tmp_path / "m")
     target = Target(model_repository=tmp_path / "models", name="m")
     its = export_hf(tmp_path / "m", target, via=via, precision=precision).manifest
-    assert 0 < its.parity.max_maxsim_error < 0.05
+    bounds = BOUNDS[precision]
+    assert bounds.cosine is not None
+    assert its.parity.min_pipeline_cosine >= bounds.cosine
+    assert its.parity.maxsim_tolerance == bounds.maxsim_error
+    assert 0 < its.parity.max_maxsim_error <= bounds.maxsim_error
+
+
+def test_scores_that_a_precision_would_move_too_far_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DIRECTORIES["plain"](tmp_path / "m")
+    monkeypatch.setitem(BOUNDS, "int8", dataclasses.replace(BOUNDS["int8"], maxsim_error=1e-6))
+    figures = r"by \d\.\de-05 of the best of its query, at most 1.0e-06 is allowed; int8 rounds too much here"
+    with pytest.raises(ParityError, match=f"a MaxSim score differs from sentence-transformers {figures}"):
+        export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m"), precision="int8")
+    assert not (tmp_path / "models").exists()
 
 
 def test_the_report_says_what_is_served(tmp_path: Path) -> None:
@@ -69,7 +85,7 @@ def test_the_report_says_what_is_served(tmp_path: Path) -> None:
     assert said["query"] == "prompt '[unused0] ', at most 24 tokens, made 24 with token 4, not seen by others"
     assert said["document"].startswith("prompt '[unused1] ', at most 60 tokens, ")
     assert said["left behind"] == "pooler"
-    assert "of a MaxSim score" in said["pipeline"]
+    assert "of its query's best, tolerance 0.0001" in said["pipeline"]
     assert "pooling" not in said
 
 

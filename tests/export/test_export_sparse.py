@@ -20,6 +20,7 @@ from sparse_models import (
 
 from encserve_export import Target, export_hf
 from encserve_export.errors import CheckpointFileError, ParityError, UnsafeWeightsError, UnsupportedModelError
+from encserve_export.precision import BOUNDS
 from encserve_export.sparse import read_sparse_encoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -51,7 +52,7 @@ def export(directory: Path, folder: Path, **options: Any) -> Any:
     return export_hf(directory, Target(model_repository=folder / "models", name="m"), **options)
 
 
-@pytest.mark.parametrize("precision", ["float32", "int8"])
+@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision: Any) -> None:
     exported = export(splade, tmp_path, precision=precision)
     manifest = exported.manifest
@@ -59,6 +60,7 @@ def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision
     assert (manifest.sparse.width, manifest.sparse.max_active_dims) == (1000, 32)
     assert (manifest.query.prompt_name, manifest.document.prompt_name) == ("query", "document")
     assert manifest.parity.pipeline_texts == 10
+    assert manifest.parity.min_pipeline_cosine >= (BOUNDS[precision].cosine or 0)
     assert manifest.encoder.max_sequence_tokens == LONGEST
     assert exported.left_behind == ()
     assert {"sparse.onnx", "sparse.onnx.data"} <= {file.path for file in manifest.files}
@@ -143,6 +145,8 @@ def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
     assert sorted(manifest.sparse.skipped_token_ids) == [0, 1, 2, 3]
     assert "FlagEmbedding to 512 tokens" in exported.remark
+    # Dense vectors, those for MaxSim, and the weights of tokens.
+    assert (manifest.parity.pipeline_texts, manifest.parity.maxsim_tolerance) == (15, 1e-4)
 
 
 def test_other_heads_are_another_space(bge_m3: Path, tmp_path: Path) -> None:

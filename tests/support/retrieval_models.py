@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoints import minilm_directory
 from safetensors.torch import load_file, save_file
 from sentence_models import D_MODEL, write_encoder
 from torch import nn
@@ -129,3 +130,20 @@ DIRECTORIES: dict[str, Callable[[Path], None]] = {
         transformer={"query_expansion": {"strategy": "fixed", "length": 32}},
     ),
 }
+
+
+def trained(folder: Path) -> None:
+    """Writes the real MiniLM as a multi-vector model, with a projection that nobody has trained."""
+    from sentence_transformers import MultiVectorEncoder
+    from sentence_transformers.base.modules import Dense, Normalize, Transformer
+    from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask
+
+    torch.manual_seed(1)
+    ends = {"module_input_name": "token_embeddings", "module_output_name": "token_embeddings"}
+    modules = [
+        Transformer(str(minilm_directory()), query_expansion={"strategy": "fixed", "length": 32}),
+        Dense(384, 128, bias=False, activation_function=nn.Identity(), **ends),
+        MultiVectorMask(skiplist_words=_PUNCTUATION),
+        Normalize(**ends),
+    ]
+    MultiVectorEncoder(modules=modules, device="cpu", prompts=PROMPTS).save_pretrained(str(folder))

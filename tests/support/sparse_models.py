@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from checkpoints import minilm_directory
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import nn
 
@@ -133,3 +134,23 @@ def write_bge_m3(folder: Path, longest: int = 640) -> Path:
 def change(path: Path, **changed: Any) -> None:
     """Changes fields of a JSON file."""
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+
+
+def write_trained_splade(folder: Path) -> Path:
+    """Writes the real MiniLM as a SPLADE model, with a language model's head that nobody has trained."""
+    import transformers
+    from sentence_transformers import SparseEncoder
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    torch.manual_seed(1)
+    model = transformers.AutoModelForMaskedLM.from_pretrained(minilm_directory(), dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_directory())
+    with torch.no_grad():
+        largest = model(**tokenizer("The cat sleeps.", return_tensors="pt")).logits[0].amax(dim=0)  # (vocab_size,)
+        model.get_output_embeddings().bias -= largest.sort(descending=True).values[ACTIVE]
+    bare = folder.with_name(f"{folder.name}-language-model")
+    model.save_pretrained(bare)
+    tokenizer.save_pretrained(bare)
+    SparseEncoder(modules=[Transformer(str(bare), transformer_task="fill-mask"), SpladePooling()]).save(str(folder))
+    return folder

@@ -204,9 +204,7 @@ def complete(
     described = manifest.build_manifest(target.name, target.version, model, source, parity, listed, heads)
     compared = None if source.pipeline is None else source.pipeline(folder, described)
     if compared is not None:
-        described.parity.pipeline_texts = compared.texts
-        described.parity.max_pipeline_error = manifest.rounded(compared.max_relative_error)
-        described.parity.max_maxsim_error = manifest.rounded(compared.max_maxsim_error)
+        manifest.add_pipeline(described.parity, compared)
     (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
     return Exported(target.model_repository / target.name / target.version, described)
 

@@ -257,21 +257,32 @@ def _parity(parity: verify.Parity) -> manifest_pb2.Parity:
     )
     return manifest_pb2.Parity(
         tolerance=bounds.error or 0,
-        max_relative_error=rounded(parity.max_relative_error),
-        max_padding_error=rounded(parity.max_padding_error),
+        max_relative_error=_rounded(parity.max_relative_error),
+        max_padding_error=_rounded(parity.max_padding_error),
         cases=[
-            manifest_pb2.ParityCase(lengths=case.lengths, max_relative_error=rounded(case.max_relative_error))
+            manifest_pb2.ParityCase(lengths=case.lengths, max_relative_error=_rounded(case.max_relative_error))
             for case in parity.cases
         ],
         **by_cosine,
     )
 
 
-def rounded(error: float) -> float:
+def add_pipeline(parity: manifest_pb2.Parity, compared: Compared) -> None:
+    """Adds what was found of texts' vectors."""
+    parity.pipeline_texts = compared.texts
+    parity.max_pipeline_error = _rounded(compared.max_relative_error)
+    if compared.bounds.cosine is not None:
+        parity.min_pipeline_cosine = _rounded_cosine(compared.min_cosine)
+    if compared.max_maxsim_error is not None:
+        parity.max_maxsim_error = _rounded(compared.max_maxsim_error)
+        parity.maxsim_tolerance = compared.bounds.maxsim_error
+
+
+def _rounded(error: float) -> float:
     """Two digits: more would only say which thread added what first."""
     return float(f"{error:.1e}")
 
 
 def _rounded_cosine(cosine: float) -> float:
     """Two digits of what it lacks of 1, for the same reason."""
-    return round(1 - rounded(1 - cosine), 12)
+    return round(1 - _rounded(1 - cosine), 12)

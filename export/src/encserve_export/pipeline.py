@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from encserve_export.errors import ParityError
-from encserve_export.precision import BOUNDS
+from encserve_export.precision import BOUNDS, Bounds
 from encserve_export.runtime import onnxruntime
 from encserve_export.sentence_transformers import TASKS
 from encserve_export.sparse import load_sparse_encoder
@@ -21,7 +21,6 @@ from encserve_proto.bundle.v1 import manifest_pb2
 TOLERANCE = 1e-4
 _LEAST_WEIGHT = 1e-5  # by which a weight may differ whatever it is
 _EXACT = {"model_kwargs": {"dtype": "float32"}}  # whatever the checkpoint was saved in
-_LEAST_COSINE = 0.99  # of precisions that have no bounds of their own
 _SENTENCE = "The cat sleeps on the warm windowsill while it rains. "
 _TEXTS = ("", "Cats", _SENTENCE, "Grüße aus Köln, 東京 и Москва: naïve café 🌍", 200 * _SENTENCE)
 _ADVICE = (
@@ -37,12 +36,17 @@ class Compared:
     Attributes:
         texts: How many texts were compared, each with each prompt.
         max_relative_error: The largest ‖got - want‖/‖want‖ of their vectors.
-        max_maxsim_error: The largest |got - want|/|want| of a MaxSim score between them; 0 for models without.
+        min_cosine: The least cosine similarity of one of them.
+        max_maxsim_error: The largest |got - want| of a MaxSim score between them, as a share of the best score of its
+            query; None for models without.
+        bounds: What was allowed.
     """
 
     texts: int
     max_relative_error: float
-    max_maxsim_error: float = 0.0
+    min_cosine: float
+    max_maxsim_error: float | None
+    bounds: Bounds
 
 
 def check_pipeline(
@@ -79,6 +83,77 @@ def check_pipeline(
     return (_compare_multi_vectors if has_vectors else _compare_vectors)(theirs, ours, manifest)
 
 
+class _Judge:
+    """Compares what the bundle makes of texts with what sentence-transformers does, and keeps the worst of it."""
+
+    def __init__(self, precision: str) -> None:
+        self._precision = precision
+        self.bounds = {str(name): its for name, its in BOUNDS.items()}.get(precision, BOUNDS["int8"])
+        self._texts, self._max_error, self._min_cosine = 0, 0.0, 1.0
+        self._max_maxsim_error: float | None = None
+
+    @property
+    def compared(self) -> Compared:
+        """What was found."""
+        return Compared(self._texts, self._max_error, self._min_cosine, self._max_maxsim_error, self.bounds)
+
+    def vectors(self, got: Sequence[Rows], want: Sequence[Rows], asked: str) -> None:
+        """Refuses the first text of which (vectors, width) are others."""
+        for text, ours, theirs in zip(_TEXTS, got, want, strict=True):
+            where = f"for the text {text[:40]!r} with {asked}"
+            if ours.shape != theirs.shape:
+                raise ParityError(
+                    f"the bundle gives {ours.shape} numbers, sentence-transformers {theirs.shape}, {where}; {_ADVICE}"
+                )
+            self._vectors(ours, theirs, where)
+        self._texts += len(_TEXTS)
+
+    def weights(self, got: Rows, want: Rows, asked: str) -> None:
+        """The same of each text's weights, (texts, width), which in float32 are judged one by one."""
+        if self.bounds.cosine is not None:
+            for ours, theirs in zip(got, want, strict=True):
+                self._vectors(ours[None], theirs[None], f"with {asked}")
+        elif (excess := float((np.abs(got - want) - TOLERANCE * np.abs(want)).max(initial=0))) > _LEAST_WEIGHT:
+            raise ParityError(
+                f"the bundle gives other weights than sentence-transformers with {asked}: one differs by "
+                f"{excess:.1e} more than {TOLERANCE:.0e} of it, at most {_LEAST_WEIGHT:.0e}; {_ADVICE}"
+            )
+        self._max_error = max(self._max_error, relative_error(got, want))
+        self._texts += len(_TEXTS)
+
+    def scores(self, got: tuple[Sequence[Rows], Sequence[Rows]], want: tuple[Sequence[Rows], Sequence[Rows]]) -> None:
+        """Refuses other MaxSim scores of the vectors of queries and those of documents."""
+        ours, theirs = (
+            np.array([[_maxsim(query, document) for document in documents] for query in queries])  # (texts, texts)
+            for queries, documents in (got, want)
+        )
+        best = np.abs(theirs).max(axis=1, keepdims=True)  # (texts, 1)
+        self._max_maxsim_error = error = float((np.abs(ours - theirs) / np.maximum(best, 1e-12)).max())
+        if not error <= self.bounds.maxsim_error:
+            raise ParityError(
+                f"a MaxSim score differs from sentence-transformers by {error:.1e} of the best of its query, at most "
+                f"{self.bounds.maxsim_error:.1e} is allowed; {self._advice}"
+            )
+
+    def _vectors(self, ours: Rows, theirs: Rows, where: str) -> None:
+        if not len(theirs):
+            return
+        error, cosine, least = relative_error(ours, theirs), least_cosine(ours, theirs), self.bounds.cosine
+        self._max_error, self._min_cosine = max(self._max_error, error), min(self._min_cosine, cosine)
+        if error <= TOLERANCE or (least is not None and cosine >= least):
+            return
+        figures = f"relative error {error:.1e}, tolerance {TOLERANCE:.1e}"
+        if least is not None:
+            figures = f"cosine similarity {cosine:.4f}, at least {least} is required"
+        raise ParityError(
+            f"the bundle gives another vector than sentence-transformers {where}: {figures}; {self._advice}"
+        )
+
+    @property
+    def _advice(self) -> str:
+        return _ADVICE if self.bounds.cosine is None else f"{self._precision} rounds too much here, float32 is exact"
+
+
 def _set_lengths(transformer: Any, manifest: manifest_pb2.Manifest) -> None:
     """Has sentence-transformers cut texts where the bundle does, which may be shorter than the directory says."""
     transformer.max_seq_length = longest = manifest.encoder.max_sequence_tokens
@@ -89,7 +164,7 @@ def _set_lengths(transformer: Any, manifest: manifest_pb2.Manifest) -> None:
 
 
 def _compare_vectors(theirs: Any, ours: "_Pipeline", manifest: manifest_pb2.Manifest) -> Compared:
-    errors = []
+    judge = _Judge(manifest.graph.precision)
     asked = {text: name for name, text in manifest.prompts.items()} | {"": ""}
     calls = [(f"the prompt {name!r}", text, "", {"prompt": text}) for text, name in sorted(asked.items())]
     for task in ours.tasks:
@@ -99,9 +174,24 @@ def _compare_vectors(theirs: Any, ours: "_Pipeline", manifest: manifest_pb2.Mani
     for what, prompt, task, arguments in calls:
         want = _encode(getattr(theirs, f"encode_{task}") if task else theirs.encode, **arguments)
         got = np.concatenate([ours.vector(prompt, text, task) for text in _TEXTS])
-        _refuse(list(got[:, None]), list(want[:, None]), manifest.graph.precision, what)
-        errors.append(relative_error(got, want))
-    return Compared(len(_TEXTS) * len(calls), max(errors))
+        judge.vectors(list(got[:, None]), list(want[:, None]), what)
+    if manifest.HasField("multi_vector") or manifest.HasField("sparse"):
+        _compare_others(_encode(theirs.encode, output_value="token_embeddings", prompt=""), ours, manifest, judge)
+    return judge.compared
+
+
+def _compare_others(rows: Sequence[Any], ours: "_Pipeline", manifest: manifest_pb2.Manifest, judge: _Judge) -> None:
+    """The same for what a model makes beside one vector: sentence-transformers knows its rows alone, one set a text."""
+    due = [it.numpy() for it in rows]  # (seq, d_model) each
+    if manifest.HasField("multi_vector"):
+        got = [ours.multi_vectors("", text, "") for text in _TEXTS]
+        want = [ours.multi_vectors("", text, "", its) for text, its in zip(_TEXTS, due, strict=True)]
+        judge.vectors(got, want, "its vectors for MaxSim")
+        judge.scores((got, got), (want, want))
+    if manifest.HasField("sparse"):
+        got = [ours.token_weights(text) for text in _TEXTS]
+        want = [ours.token_weights(text, its) for text, its in zip(_TEXTS, due, strict=True)]
+        judge.weights(np.concatenate(got, axis=1), np.concatenate(want, axis=1), "its weights of tokens")
 
 
 def _compare_multi_vectors(theirs: Any, ours: "_Pipeline", manifest: manifest_pb2.Manifest) -> Compared:
@@ -109,23 +199,16 @@ def _compare_multi_vectors(theirs: Any, ours: "_Pipeline", manifest: manifest_pb
     for module in theirs:
         if hasattr(module, "pool_factor"):  # what it joins turns on the last bit of what is alike
             module.pool_factor, module.normalize_embeddings = 1.0, False
+    judge = _Judge(manifest.graph.precision)
     ask = {"": theirs.encode, "query": theirs.encode_query, "document": theirs.encode_document}
-    errors, vectors = [], {}
+    got, want = {}, {}
     for task, encode in ask.items():
-        want = _encode(encode, convert_to_numpy=True)
+        want[task] = _encode(encode, convert_to_numpy=True)
         prompt = getattr(manifest, task).prompt_name if task else manifest.default_prompt_name
-        got = [ours.multi_vectors(manifest.prompts.get(prompt, ""), text, task) for text in _TEXTS]
-        _refuse(got, want, manifest.graph.precision, f"the task {task}" if task else "no task")
-        errors += [relative_error(mine, its) for mine, its in zip(got, want, strict=True) if len(its)]
-        vectors[task] = got, want
-    scores = [
-        np.array(
-            [[_maxsim(query, document) for document in vectors["document"][side]] for query in vectors["query"][side]]
-        )
-        for side in (0, 1)
-    ]
-    change = float((np.abs(scores[0] - scores[1]) / np.maximum(np.abs(scores[1]), 1e-12)).max())
-    return Compared(len(_TEXTS) * len(ask), max(errors), change)
+        got[task] = [ours.multi_vectors(manifest.prompts.get(prompt, ""), text, task) for text in _TEXTS]
+        judge.vectors(got[task], want[task], f"the task {task}" if task else "no task")
+    judge.scores(*((its["query"], its["document"]) for its in (got, want)))
+    return judge.compared
 
 
 def _compare_weights(theirs: Any, ours: "_Pipeline", manifest: manifest_pb2.Manifest) -> Compared:
@@ -133,20 +216,12 @@ def _compare_weights(theirs: Any, ours: "_Pipeline", manifest: manifest_pb2.Mani
     for module in theirs.modules():
         if hasattr(module, "transformer_task"):
             _set_lengths(module, manifest)
-    errors = []
+    judge = _Judge(manifest.graph.precision)
     for task, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
         made = _encode(encode, max_active_dims=manifest.sparse.width, convert_to_sparse_tensor=False)
-        want: Rows = made.numpy()  # (texts, width)
-        got = np.concatenate([ours.weights(text, task) for text in _TEXTS])
-        if manifest.graph.precision != "float32":
-            _refuse(list(got[:, None]), list(want[:, None]), manifest.graph.precision, f"the task {task}")
-        elif (excess := float((np.abs(got - want) - TOLERANCE * np.abs(want)).max())) > _LEAST_WEIGHT:
-            raise ParityError(
-                f"the bundle gives other weights than sentence-transformers with the task {task}: one differs by "
-                f"{excess:.1e} more than {TOLERANCE:.0e} of it, at most {_LEAST_WEIGHT:.0e}; {_ADVICE}"
-            )
-        errors.append(relative_error(got, want))
-    return Compared(len(_TEXTS) * len(errors), max(errors))
+        got = np.concatenate([ours.weights(text, task) for text in _TEXTS])  # (texts, width)
+        judge.weights(got, made.numpy(), f"the task {task}")
+    return judge.compared
 
 
 def _maxsim(query: Rows, document: Rows) -> float:
@@ -218,17 +293,17 @@ class _Pipeline:
             vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
         return vector[:, : manifest.dimensions or None]
 
-    def multi_vectors(self, prompt: str, text: str, task: str) -> Rows:
-        """(vectors, width) of a text behind a prompt, before any token pooling."""
+    def multi_vectors(self, prompt: str, text: str, task: str, rows: Rows | None = None) -> Rows:
+        """(vectors, width) of a text behind a prompt, before any token pooling; of others' `rows` if there are any."""
         settings, head = getattr(self._manifest, task or "document"), self._manifest.multi_vector
         ids, mask = self._tokens(prompt + text, task)
         counts = ~np.isin(ids, settings.skipped_token_ids)  # (seq)
         if settings.kept_token_ids:
             counts &= np.isin(ids, settings.kept_token_ids)
         counts[: int(head.skips_first_token)] = False
-        rows = self._rows(ids, mask)[counts]  # (vectors, d_model)
+        rows = self._rows(ids, mask) if rows is None else rows  # (seq, d_model)
         assert self._multi_vector is not None  # noqa: S101
-        vectors: Rows = self._multi_vector.run([head.output_name], {head.input_name: rows})[0]
+        vectors: Rows = self._multi_vector.run([head.output_name], {head.input_name: rows[counts]})[0]
         return vectors
 
     def weights(self, text: str, task: str) -> Rows:
@@ -241,6 +316,15 @@ class _Pipeline:
         feeds = {sparse.rows_name: rows, sparse.mask_name: np.ones(rows.shape[:2], np.float32)}
         assert self._sparse is not None  # noqa: S101
         weights: Rows = self._sparse.run([sparse.output_name], feeds)[0]
+        return weights
+
+    def token_weights(self, text: str, rows: Rows | None = None) -> Rows:
+        """(1, tokens) of those that have a weight of their own; of others' `rows` if there are any."""
+        sparse, (ids, mask) = self._manifest.sparse, self._tokens(text, "")
+        rows = self._rows(ids, mask) if rows is None else rows  # (seq, d_model)
+        rows = rows[~np.isin(ids, sparse.skipped_token_ids)]
+        assert self._sparse is not None  # noqa: S101
+        weights: Rows = self._sparse.run([sparse.output_name], {sparse.rows_name: rows})[0].T
         return weights
 
     def _static_weights(self, static: manifest_pb2.StaticSparse, text: str) -> Rows:
@@ -297,24 +381,3 @@ def _pool(rows: Rows, pooling: int, skipped: int) -> Rows:
 
 def _session(path: Path) -> Any:
     return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-
-def _refuse(got: Sequence[Rows], want: Sequence[Rows], precision: str, asked: str) -> None:
-    """Compares each text's (vectors, width) with sentence-transformers' own."""
-    bounds = {str(name): its for name, its in BOUNDS.items()}.get(precision)
-    exact, least = bounds is not None and bounds.cosine is None, (bounds and bounds.cosine) or _LEAST_COSINE
-    for text, ours, theirs in zip(_TEXTS, got, want, strict=True):
-        where = f"for the text {text[:40]!r} with {asked}"
-        if ours.shape != theirs.shape:
-            raise ParityError(
-                f"the bundle gives {ours.shape} numbers, sentence-transformers {theirs.shape}, {where}; {_ADVICE}"
-            )
-        if not len(theirs):
-            continue
-        error, cosine = relative_error(ours, theirs), least_cosine(ours, theirs)
-        if error <= TOLERANCE or (not exact and cosine >= least):
-            continue
-        figures = f"relative error {error:.1e}, tolerance {TOLERANCE:.1e}"
-        if not exact:
-            figures = f"cosine similarity {cosine:.4f}, at least {least} is required"
-        raise ParityError(f"the bundle gives another vector than sentence-transformers {where}: {figures}; {_ADVICE}")

@@ -18,6 +18,8 @@ class Bounds:
         padding_error: The same, of a sequence in a batch against the sequence alone.
         cosine: The least cosine similarity of a row and PyTorch's; None where errors are what counts.
         padding_cosine: The same, of a sequence in a batch against the sequence alone.
+        maxsim_error: The largest difference of a MaxSim score from sentence-transformers', as a share of the best score
+            of its query.
         attention_error: The largest difference of an attention weight from PyTorch's; where cosines count, the largest
             share of attention that may go elsewhere in a block, the mean over heads and tokens.
     """
@@ -26,11 +28,12 @@ class Bounds:
     padding_error: float | None = None
     cosine: float | None = None
     padding_cosine: float | None = None
+    maxsim_error: float = 1e-4
     attention_error: float = 1e-5
 
 
 BOUNDS: dict[Precision, Bounds] = {
     "float32": Bounds(error=5e-5, padding_error=1e-5),
-    "float16": Bounds(cosine=0.999, padding_cosine=0.999, attention_error=0.01),
-    "int8": Bounds(cosine=0.99, padding_cosine=0.999, attention_error=0.1),
+    "float16": Bounds(cosine=0.999, padding_cosine=0.999, maxsim_error=0.01, attention_error=0.01),
+    "int8": Bounds(cosine=0.99, padding_cosine=0.999, maxsim_error=0.05, attention_error=0.1),
 }

@@ -168,12 +168,14 @@ def _parity(manifest: manifest_pb2.Manifest) -> str:
 
 
 def _pipeline(manifest: manifest_pb2.Manifest) -> str:
-    parity = manifest.parity
-    scores = f", of a MaxSim score {parity.max_maxsim_error:.1e}" if manifest.HasField("multi_vector") else ""
-    return (
-        f"{parity.pipeline_texts} texts' vectors as sentence-transformers', max error {parity.max_pipeline_error:.1e}"
-        f"{scores}"
-    )
+    its = manifest.parity
+    said = f"{its.pipeline_texts} texts' vectors as sentence-transformers', max error {its.max_pipeline_error:.1e}"
+    if its.min_pipeline_cosine:
+        said += f", least cosine similarity {its.min_pipeline_cosine:.6g}"
+    if its.maxsim_tolerance:
+        share = f"{its.max_maxsim_error:.1e} of its query's best, tolerance {its.maxsim_tolerance:g}"
+        said += f", of a MaxSim score {share}"
+    return said
 
 
 def _padding(parity: manifest_pb2.Parity) -> str:
