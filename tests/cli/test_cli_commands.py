@@ -194,6 +194,22 @@ async def test_similarity_of_texts_of_one_task(service: FakeEncoder) -> None:
     assert [it.options.HasField("prompt_name") for it in service.requests] == [True, True]
 
 
+async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
+    """The best document first; the page's words are those that the model saw."""
+    service.model_info, path = LATE, tmp_path / "met.html"
+    result = await encserve(service, "similarity", "two words", "one", "four five", "--html", str(path))
+    assert result.exit_code == 0, result.output
+    page = path.read_text()
+    assert 'data-figure="match-0"' in page
+    assert 'data-figure="match-1"' in page
+    assert "words" in page
+    service.model_info = WHICHEVER
+    result = await encserve(service, "similarity", "one", "two", "--html", str(tmp_path / "not.html"))
+    assert result.exit_code == 1
+    assert "--html shows which vectors of MaxSim met" in result.stderr
+    assert not (tmp_path / "not.html").exists()
+
+
 async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
     """A query without vectors, weights that are not compared by their product, a pooling of many vectors."""
     service.model_info = LATE

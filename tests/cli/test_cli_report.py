@@ -8,11 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from made_inspections import make_inspection, make_model
+from made_matches import match_page, side_of, vectors_of
 
-from encserve_cli.report import figures, labels, numbers, stacks
+from encserve_cli.report import figures, labels, matches, numbers, stacks
+from encserve_cli.report.matches import match
 from encserve_cli.report.page import build_page
+from encserve_client import maxsim
 from encserve_client.results import Timings
+from encserve_client.scoring import Similarity
 
 
 def data_of(page: str) -> dict[str, Any]:
@@ -199,6 +205,52 @@ def test_markup_is_only_text() -> None:
     hostile = "</script><script>alert(1)</script>"
     result, model = make_inspection(n_layers=1, n_heads=1, d_model=8, tokens=(hostile, "a"))
     page = build_page(dataclasses.replace(result, model=hostile), model, hostile)
+    assert "<script>alert" not in page
+
+
+@given(n=st.integers(1, 12), m=st.integers(1, 30), by=st.sampled_from(["maxsim", "meanmaxsim"]))
+def test_what_the_vectors_add_is_the_score(n: int, m: int, by: Similarity) -> None:
+    found = match(vectors_of(n), vectors_of(m), by)
+    assert found.added.sum() == pytest.approx(maxsim(vectors_of(n), vectors_of(m), by), rel=1e-5, abs=1e-6)
+    assert found.products[np.arange(n), found.best].tolist() == found.products.max(axis=1).tolist()
+
+
+@pytest.mark.parametrize("by", ["maxsim", "meanmaxsim"])
+def test_a_query_against_documents(by: Similarity) -> None:
+    """Every dot product, the largest of each row framed, and bars that sum to the score, which is the heading."""
+    query, document = side_of(3, "[MASK]", "a", "a"), side_of(5)
+    page = match_page(query, document, side_of(0), by=by)
+    products, frames, bars = data_of(page)["figures"]["match-0"]["data"]
+    want = query.vectors @ document.vectors.T
+    np.testing.assert_allclose(products["z"], want, atol=1e-4)
+    assert [products["x"].index(it) for it in frames["x"]] == want.argmax(axis=1).tolist()
+    assert len(set(frames["y"])) == 3, "a word that is there twice has two rows"
+    score = maxsim(query.vectors, document.vectors, by)
+    assert sum(bars["x"]) == pytest.approx(score, rel=1e-5)
+    assert f"<h2>1. {score:.4f}</h2>" in page
+    assert "<h2>2. No vectors</h2>" in page
+    assert "match-1" not in data_of(page)["figures"]
+
+
+def test_of_long_documents_what_is_like_the_query_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No frame is lost, and what is left out is said, as is a document that no picture is made of."""
+    monkeypatch.setattr(matches, "MOST_COLUMNS", 6)
+    monkeypatch.setattr("encserve_cli.report.page.MOST_COLUMNS", 6)
+    monkeypatch.setattr(matches, "_MOST_NUMBERS", 4 * 6)
+    query, document = side_of(4), side_of(100)
+    page = match_page(query, document, side_of(7))
+    products, frames, bars = data_of(page)["figures"]["match-0"]["data"]
+    assert len(products["x"]) == 6
+    assert set(frames["x"]) <= set(products["x"])
+    assert sum(bars["x"]) == pytest.approx(maxsim(query.vectors, document.vectors), rel=1e-5)
+    assert "of its 100 the 6 most like one of the query" in page
+    assert "Its 7 vectors are left out, so that the page stays small" in page
+    assert list(data_of(page)["figures"]) == ["match-0"]
+
+
+def test_hostile_words_of_a_match_are_only_text() -> None:
+    hostile = "</script><script>alert(1)</script>"
+    page = match_page(side_of(2, hostile, "שלום"), side_of(1, hostile))
     assert "<script>alert" not in page
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from browser import OpenPage, chromium
 from made_inspections import make_inspection
+from made_matches import match_page, side_of
 from playwright.sync_api import Browser
 
 from encserve_cli.report.numbers import cosine_similarity
@@ -124,6 +125,22 @@ def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
     it.page.mouse.click(box["x"] + box["width"] * 11.5 / 12, box["y"] + box["height"] * 1.5 / 6)
     it.page.wait_for_function("document.getElementById('which').textContent === 'Layer 1, head 11'")
     it.wait()
+    assert it.complaints == []
+    it.close()
+
+
+@pytest.mark.parametrize("width", [1200, 390])
+def test_a_query_against_documents(browser: Browser, tmp_path: Path, width: int) -> None:
+    """A short one and a long one are drawn and fit; hovering says which tokens met, markup in them as it stands."""
+    sides = [side_of(len(HOSTILE), *HOSTILE), side_of(300), side_of(12)]
+    path = tmp_path / "met.html"
+    path.write_text(match_page(*sides), encoding="utf-8", newline="\n")
+    it = OpenPage(browser, path, width)
+    figures = it.page.evaluate(DRAWN)
+    assert [figure["name"] for figure in figures] == ["match-0", "match-1"]
+    assert all(figure["marks"] >= 1 and figure["size"] >= 50 for figure in figures), figures
+    assert it.page.evaluate(WIDER) == []
+    assert it.page.locator("img").count() == 0
     assert it.complaints == []
     it.close()
 

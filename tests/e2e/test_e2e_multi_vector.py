@@ -1,5 +1,7 @@
 """A multi-vector directory means what its authors meant: it serves MultiVectorEncoder's vectors, for both tasks."""
 
+import json
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,6 +17,7 @@ from real_server import real_server
 from retrieval_models import DIRECTORIES, native
 from sentence_models import text_of
 
+from encserve_cli.commands import cli
 from encserve_client import AsyncEncoderClient, EncoderClient, Task, TruncationWarning, maxsim
 from encserve_export.cli import main
 
@@ -159,3 +162,23 @@ def test_scores_stand_in_the_same_order(name: str, directories: dict[str, Path],
     assert below.sum() > 50_000_000  # of 312 million pairs: what most words score is near the most there is
     compared = below > 0
     assert (highest[below[compared] - 1] < got[compared]).all()
+
+
+@pytest.mark.parametrize("name", ["fixed-attended", "min"])
+def test_the_bars_of_the_page_are_the_score_of_sentence_transformers(
+    name: str, directories: dict[str, Path], target: str, tmp_path: Path
+) -> None:
+    """Tokens put behind a short query are rows of their own."""
+    query, document, page = "the cat", text_of(30, seed=30), tmp_path / "met.html"
+    command = ["--target", target, "similarity", query, document, "--model", name, "--html", str(page)]
+    result = CliRunner().invoke(cli, command)
+    assert result.exit_code == 0, result.output
+    data = re.search(r'<script type="application/json" id="report">(.*?)</script>', page.read_text(), re.DOTALL)
+    assert data
+    products, _, bars = json.loads(data[1])["figures"]["match-0"]["data"]
+    model = theirs(directories[name])
+    ((score,),) = model.similarity(model.encode_query([query]), model.encode_document([document])).tolist()
+    assert sum(bars["x"]) == pytest.approx(score, rel=1e-4)
+    assert len(products["y"]) == len(model.encode_query(query)) >= 12
+    last = [row.strip("\u2068\u2069").split(" ", 1)[1] for row in products["y"][-5:]]
+    assert len(set(last)) == 1, last

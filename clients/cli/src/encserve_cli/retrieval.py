@@ -10,6 +10,8 @@ import click
 import numpy as np
 
 from encserve_cli import render
+from encserve_cli.report.labels import visible
+from encserve_cli.report.matches import Side
 from encserve_cli.shared import calls_server, ids_of, names_model, prints_rows, save_arrays, treats_texts
 from encserve_client import EncodedOutput, EncoderClient, EncodeResult, ModelInfo, Pooling, Task, Timings, rank
 from encserve_client.options import TrainedKind
@@ -79,6 +81,11 @@ def embed(
     help="How token vectors become one. Default: what the model was trained for, or mean where it does not say.",
 )
 @treats_texts
+@click.option(
+    "--html",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write a page to this file that shows which vectors of MaxSim met.",
+)
 @calls_server
 def similarity(
     client: EncoderClient,
@@ -88,6 +95,7 @@ def similarity(
     as_json: bool,
     kind: TrainedKind | None,
     pooling: Pooling | None,
+    html: Path | None,
     **options: Any,
 ) -> None:
     """Print how similar TEXTs are, by what the model makes of them.
@@ -102,9 +110,14 @@ def similarity(
         raise click.UsageError(f"--pooling makes one vector of a text; leave it out with --kind {kind}")
     info = client.model(model, model_version)
     chosen = "model" if pooling else kind or info.trained_kind
+    if html is not None and chosen != "multi_vector":
+        raise ValueError(
+            f"--html shows which vectors of MaxSim met; of model {info.name} these texts get {chosen!r}: ask a model "
+            "that has multi_vector, or leave it out"
+        )
     options |= {"model": model, "version": model_version}
     if chosen != "model":
-        _rank(client, texts, as_json, chosen, info, options)
+        _rank(client, texts, as_json, chosen, info, html, options)
         return
     result = client.run(texts, outputs=[pooling or ("model" if kind or info.pooling else "mean")], **options)
     vectors = result.outputs[0].matrix().astype(np.float64)  # (texts, d_model)
@@ -123,6 +136,7 @@ def _rank(
     as_json: bool,
     kind: TrainedKind,
     info: ModelInfo,
+    html: Path | None,
     options: dict[str, Any],
 ) -> None:
     """How well the texts after the first answer it, the best first."""
@@ -130,13 +144,26 @@ def _rank(
     task = options.pop("task")
     parts: tuple[tuple[Task, Sequence[str]], ...] = (("query", texts[:1]), ("document", texts[1:]))
     asked = [
-        client.run(part, outputs=[kind], task=task or (own if own in info.tasks else None), **options)
+        client.run(
+            part,
+            outputs=[kind],
+            task=task or (own if own in info.tasks else None),
+            include_token_strings=html is not None,
+            **options,
+        )
         for own, part in parts
     ]
     query, documents = ([*_encoded(result.outputs[0])] for result in asked)
+    by = cast("Similarity", compared_by)  # which `rank` reads where there are several vectors
+    scores = rank(query[0], documents, by)
+    if html is not None:
+        from encserve_cli.report.page import build_match_page  # plotly takes a second to import
+
+        [asker], sides = (_sides(part, result) for (_, part), result in zip(parts, asked, strict=True))
+        page = build_match_page(asker, [(sides[index], score) for index, score in scores], by, asked[0])
+        html.write_text(page, encoding="utf-8", newline="\n")
     ranking = [
-        (index, None if kind == "multi_vector" and not len(documents[index]) else score)
-        for index, score in rank(query[0], documents, cast("Similarity", compared_by))
+        (index, None if kind == "multi_vector" and not len(documents[index]) else score) for index, score in scores
     ]
     timings = zip(*(astuple(result.timings) for result in asked), strict=True)
     result = replace(asked[1], timings=Timings(*map(sum, timings)))
@@ -146,6 +173,16 @@ def _rank(
         click.echo(json.dumps(body, ensure_ascii=False))
     else:
         render.print_ranking(texts, ranking, compared_by, result)
+
+
+def _sides(texts: Sequence[str], result: EncodeResult) -> list[Side]:
+    """Texts with their vectors, and the tokens that these come from."""
+    output = result.outputs[0]
+    found = zip(texts, output.arrays(), output.token_indices(), result.sequences, strict=True)
+    return [
+        Side(text, tuple(visible(name) for name in render.vector_names(info, places, len(rows))), rows)
+        for text, rows, places, info in found
+    ]
 
 
 def _compared_by(kind: TrainedKind, info: ModelInfo) -> str:

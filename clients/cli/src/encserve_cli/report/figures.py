@@ -12,6 +12,7 @@ import plotly.graph_objects as go
 
 from encserve_cli.report import numbers
 from encserve_cli.report.labels import AXIS_COLUMNS, HOVER_COLUMNS, clip, for_plotly
+from encserve_cli.report.matches import Match
 
 MAX_COLOURED_TOKENS = 8  # more lines than these get one colour
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
@@ -66,6 +67,60 @@ def entropy_map(entropy: numbers.Float64, layers: Sequence[int]) -> go.Figure:
         margin={"l": 46, "r": 4, "t": 6, "b": 44},
         clickmode="event",
     )
+    return figure
+
+
+def match_map(match: Match, query: Sequence[str], document: Sequence[str], columns: Sequence[int]) -> go.Figure:
+    """The dot products of a query's vectors and a document's, each row's largest marked, and what it added.
+
+    Args:
+        match: What they are.
+        query: What stands for each of the n vectors of the query.
+        document: And for each of the m of the document.
+        columns: The places of those of the document that are shown; every row's largest is among them.
+    """
+    end = numbers.widest(match.products)
+    figure = _map("diverging", -end, end, "%{y} meets %{x}<br><b>%{z:.4f}</b><extra></extra>")
+    # A name for each place, as the same token may be there twice; what hovers tell is the name of a place.
+    rows = [for_plotly(f"{i} {clip(name, HOVER_COLUMNS)}") for i, name in enumerate(query)]
+    places = {i: for_plotly(f"{i} {clip(document[i], HOVER_COLUMNS)}") for i in columns}
+    met = [places[i] for i in match.best.tolist()]
+    shown = match.products[:, list(columns)].astype(np.float64)
+    figure.update_traces(x=list(places.values()), y=rows, z=np.round(shown, 4).tolist())
+    figure.add_scatter(
+        x=met,
+        y=rows,
+        mode="markers",
+        marker={"symbol": "square-open", "size": 10, "line": {"width": 2}},
+        hoverinfo="skip",
+        meta={"colour": "strong"},
+    )
+    added = match.added.astype(np.float64).tolist()
+    figure.add_bar(
+        x=added,
+        y=rows,
+        xaxis="x2",
+        orientation="h",
+        text=[
+            f"{value:.3f} {for_plotly(clip(document[best], AXIS_COLUMNS))}"
+            for value, best in zip(added, match.best.tolist(), strict=True)
+        ],
+        textposition="auto",
+        insidetextanchor="start",
+        customdata=[f"{row}, most like {column}" for row, column in zip(rows, met, strict=True)],
+        hovertemplate="%{customdata}<br>added <b>%{x:.4f}</b><extra></extra>",
+        meta={"colour": "accent"},
+    )
+    ticks = [clip(document[i], AXIS_COLUMNS) for i in columns]
+    figure.update_layout(
+        xaxis={"type": "category", "domain": [0, 0.72], "tickangle": -90, "range": [-0.5, len(columns) - 0.5]},
+        xaxis2={"domain": [0.75, 1], "anchor": "y", "fixedrange": True, "nticks": 3, "title": {"text": "added"}},
+        yaxis={"type": "category", "autorange": None, "range": [len(query) - 0.5, -0.5]},
+        showlegend=False,
+        height=24 * len(query) + 136,
+        margin={"l": 108, "r": 8, "t": 8, "b": 120},
+    )
+    figure.update_layout(xaxis=_ticks(ticks), yaxis=_ticks([clip(name, AXIS_COLUMNS) for name in query]))
     return figure
 
 
@@ -162,6 +217,13 @@ def amount(count: float) -> str:
         if count >= unit:
             return f"{count / unit:.1f} {letter}"
     return f"{count:.0f}"
+
+
+def _ticks(names: Sequence[str]) -> dict[str, Any]:
+    return {
+        "tickvals": list(range(len(names))),
+        "ticktext": [for_plotly(name) for name in names],
+    }
 
 
 def _bars(

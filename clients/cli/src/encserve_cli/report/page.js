@@ -74,7 +74,7 @@ function dress(figure) {
     bgcolor: colours.surface, bordercolor: colours.muted, align: "left",
     font: { color: colours.strong, family: layout.font.family, size: 13 },
   };
-  for (const axis of [layout.xaxis, layout.yaxis]) {
+  for (const axis of [layout.xaxis, layout.xaxis2 ?? {}, layout.yaxis]) {
     axis.gridcolor = colours.grid;
     axis.linecolor = colours.grid;
   }
@@ -86,6 +86,7 @@ function dress(figure) {
     trace.marker = { ...trace.marker, color: colour };
     if (trace.type === "scatter") trace.line = { ...trace.line, color: colour };
     else trace.textfont = { color: colours.strong, size: 13 };
+    trace.insidetextfont = { color: colours.surface, size: 13 };
   }
 }
 
@@ -135,12 +136,17 @@ function layTokens(figure, width, fit) {
   }
 }
 
+// Names as many places of an axis as there is room for, in pixels.
+function thin(axis, room, each) {
+  const { tickvals, ticktext } = axis;
+  const step = Math.ceil(tickvals.length / Math.max(Math.floor(room / each), 1));
+  axis.tickvals = tickvals.filter((_, place) => place % step === 0);
+  axis.ticktext = ticktext.filter((_, place) => place % step === 0);
+}
+
 // On a phone fewer layers are named, and the legend takes two columns and room of its own.
 function layLines({ layout, data }, width) {
-  const { tickvals, ticktext } = layout.xaxis;
-  const step = Math.ceil(tickvals.length / Math.max(Math.floor(width / 46), 1));
-  layout.xaxis.tickvals = tickvals.filter((_, place) => place % step === 0);
-  layout.xaxis.ticktext = ticktext.filter((_, place) => place % step === 0);
+  thin(layout.xaxis, width, 46);
   layout.xaxis.tickangle = 0;
   if (width >= 520) return;
   Object.assign(layout.legend, { entrywidthmode: "fraction", entrywidth: 0.46 });
@@ -159,6 +165,10 @@ function render(box) {
     outline(figure);
   } else if (name === "norms") {
     layLines(figure, width);
+  } else if (name.startsWith("match")) {
+    const { margin: { l, r }, xaxis } = figure.layout;
+    thin(xaxis, (width - l - r) * xaxis.domain[1], 14);
+    if (width < 520) delete figure.data[2].text; // bars without room for it
   }
   dress(figure);
   figure.layout.width ??= width;

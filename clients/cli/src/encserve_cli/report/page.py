@@ -7,6 +7,7 @@ their hashes and no others, so that even markup that slipped through could neith
 import base64
 import hashlib
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from importlib import resources
@@ -17,7 +18,9 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from encserve_cli.report import figures, labels, numbers, palette, sections, stacks
-from encserve_client import InspectResult, ModelInfo
+from encserve_cli.report.matches import MOST_COLUMNS, Side, columns_to_show, match, pictured
+from encserve_client import EncodeResult, InspectResult, ModelInfo
+from encserve_client.scoring import Similarity
 
 TITLE_COLUMNS = 60
 
@@ -54,16 +57,48 @@ def build_page(result: InspectResult, model: ModelInfo, text: str | None = None)
     drawn["times"] = figures.time_bars(numbers.time_parts(result.timings))
     for part in parts:
         drawn |= part.figures
-    data = {
+    data = _data(drawn) | {
         "names": [labels.for_plotly(labels.clip(name, labels.AXIS_COLUMNS)) for name in names],
-        "font": figures.FONT,
         "hovers": [labels.clip(name, labels.HOVER_COLUMNS) for name in names],
-        "themes": {"light": palette.LIGHT, "dark": palette.DARK},
-        "figures": {name: json.loads(figure.to_json()) for name, figure in drawn.items()},
         "stacks": {name: stack.to_json() for part in parts for name, stack in part.stacks.items()},
         "attention": next((part.attention for part in parts if part.attention), None),
     }
     return _fill(labels.clip(text or f"{len(names)} tokens", TITLE_COLUMNS), "\n".join(body), data)
+
+
+def build_match_page(query: Side, ranking: Sequence[tuple[Side, float]], by: Similarity, result: EncodeResult) -> str:
+    """The page of a query against documents, as HTML.
+
+    Args:
+        query: The query, of one vector at least.
+        ranking: The documents and their scores, in the order in which they are shown.
+        by: How the scores were made.
+        result: What names the model.
+    """
+    body = [sections.match_top(query.text, len(query.vectors), result, by)]
+    drawn = {}
+    fits = pictured([document for document, _ in ranking], len(query.vectors))
+    for place, ((document, score), fit) in enumerate(zip(ranking, fits, strict=True)):
+        n_vectors = len(document.vectors)
+        if not n_vectors or not fit:
+            body.append(sections.no_match(place, document.text, n_vectors, score))
+            continue
+        found = match(query.vectors, document.vectors, by)
+        columns = columns_to_show(found, MOST_COLUMNS)
+        drawn[f"match-{place}"] = figures.match_map(found, query.names, document.names, columns)
+        end = numbers.widest(found.products)
+        body.append(sections.match(place, document.text, (n_vectors, len(columns)), score, end))
+    body.append(sections.match_bottom(result))
+    return _fill(labels.clip(query.text, TITLE_COLUMNS), "\n".join(body), _data(drawn))
+
+
+def _data(drawn: Mapping[str, go.Figure]) -> dict[str, Any]:
+    """What the script of every page draws from."""
+    return {
+        "font": figures.FONT,
+        "themes": {"light": palette.LIGHT, "dark": palette.DARK},
+        "figures": {name: json.loads(figure.to_json()) for name, figure in drawn.items()},
+    }
 
 
 def _attention(result: InspectResult) -> _Part | None:

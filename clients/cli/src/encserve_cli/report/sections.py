@@ -6,10 +6,11 @@ from html import escape
 import numpy as np
 
 from encserve_cli.report.figures import amount
-from encserve_client import InspectResult, ModelInfo, Timings
+from encserve_client import EncodeResult, InspectResult, ModelInfo, Timings
 
 _LONG_TEXT = 90  # characters; a longer one is set smaller
 _MAX_TEXT = 2000
+_MAX_DOCUMENT = 400
 
 
 def top(result: InspectResult, model: ModelInfo, names: Sequence[str], text: str | None) -> str:
@@ -18,8 +19,7 @@ def top(result: InspectResult, model: ModelInfo, names: Sequence[str], text: str
     if text is None:
         shown, size = f"{sequence.token_count} {'token' if sequence.token_count == 1 else 'tokens'}", ""
     else:
-        shown = text if len(text) <= _MAX_TEXT else text[:_MAX_TEXT] + "…"
-        size = ' class="long"' if len(shown) > _LONG_TEXT else ""
+        shown, size = _text(text)
     special = sequence.special if sequence.special is not None else np.zeros(len(names), np.bool_)
     ids = [""] * len(names)
     if sequence.token_ids is not None and sequence.tokens is not None:
@@ -38,6 +38,69 @@ def top(result: InspectResult, model: ModelInfo, names: Sequence[str], text: str
     )
 
 
+def match_top(query: str, n_vectors: int, result: EncodeResult, compared_by: str) -> str:
+    """The query, and the model that ran."""
+    shown, size = _text(query)
+    facts = {
+        "model": result.model,
+        "version": result.version,
+        "vectors of the query": f"{n_vectors:,}",
+        "compared by": compared_by,
+    }
+    return (
+        f'<header class="top"><p class="eyebrow">A query, and what answers it</p>'
+        f'<h1{size} dir="auto">{escape(shown)}</h1></header>'
+        f'<section class="card" id="model"><dl class="facts">{_cells(facts, result.fingerprint)}</dl></section>'
+    )
+
+
+def match(place: int, text: str, vectors: tuple[int, int], score: float, end: float) -> str:
+    """A document with so many vectors, of which so many are shown, and its figure; the colours end at ±end."""
+    n_vectors, n_shown = vectors
+    columns = f"each of the {n_vectors:,} columns one of the document"
+    if n_shown < n_vectors:
+        columns = f"each column one of the document (of its {n_vectors:,} the {n_shown:,} most like one of the query)"
+    return _card(
+        f"match-{place}",
+        f"{place + 1}. {score:.4f}",
+        f"{_document(text)}Each row is a vector of the query, {columns}, and a colour is their "
+        "dot product. Framed is the largest of a row, which alone counts: the bar is what it adds to the score.",
+        _scale("diverging", "dot product", [(0, f"−{end:.2g}"), (0.5, "0"), (1, f"{end:.2g}")]),
+        f'<div class="plot" data-figure="match-{place}"></div>',
+    )
+
+
+def no_match(place: int, text: str, n_vectors: int, score: float) -> str:
+    """A document without a picture: nothing of it counts, or the page would become too large."""
+    title, why = f"{place + 1}. No vectors", "Nothing of this text counts."
+    if n_vectors:
+        title = f"{place + 1}. {score:.4f}"
+        why = f"Its {n_vectors:,} vectors are left out, so that the page stays small: ask with fewer documents."
+    return _card(f"match-{place}", title, f"{_document(text)}{why}", "", "")
+
+
+def match_bottom(result: EncodeResult) -> str:
+    """Where the page comes from."""
+    return (
+        f"<footer>Made by encserve similarity from {escape(result.model)}, version {escape(result.version)}.</footer>"
+    )
+
+
+def _text(text: str) -> tuple[str, str]:
+    """As much of a text as is shown, and the class of its heading."""
+    shown = _shortened(text, _MAX_TEXT)
+    return shown, ' class="long"' if len(shown) > _LONG_TEXT else ""
+
+
+def _document(text: str) -> str:
+    """The text of a document, as HTML."""
+    return f'<bdi dir="auto">{escape(_shortened(text, _MAX_DOCUMENT))}</bdi><br>'
+
+
+def _shortened(text: str, longest: int) -> str:
+    return text if len(text) <= longest else text[:longest] + "…"
+
+
 def _facts(result: InspectResult, model: ModelInfo) -> str:
     pooling = f"{model.pooling or 'not known'}{', norm 1' if model.l2_normalize else ''}"
     total = sum(model.parameters.values())
@@ -53,8 +116,12 @@ def _facts(result: InspectResult, model: ModelInfo) -> str:
         "pooling": pooling,
         "runs on": f"{model.provider.removesuffix('ExecutionProvider')}, {model.precision}",
     }
+    return _cells(facts, result.fingerprint)
+
+
+def _cells(facts: Mapping[str, str], fingerprint: str) -> str:
     cells = [f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts.items()]
-    code = f'<div class="wide"><dt>fingerprint</dt><dd class="code">{escape(result.fingerprint)}</dd></div>'
+    code = f'<div class="wide"><dt>fingerprint</dt><dd class="code">{escape(fingerprint)}</dd></div>'
     return "".join([*cells, code])
 
 
