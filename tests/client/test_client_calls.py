@@ -79,6 +79,15 @@ async def test_embeddings_are_one_matrix(caller: Caller, service: FakeEncoder) -
     assert service.requests[-1].options.outputs[0].kind == pb.OUTPUT_KIND_MODEL_POOLING
 
 
+async def test_tokens_are_told_to_those_who_look_at_them(caller: Caller, service: FakeEncoder) -> None:
+    """They take more than a pooled vector."""
+    client = caller.connect()
+    result = await caller(client.run, TEXTS[:1], outputs=["mean"])
+    assert result.sequences[0].token_ids.tolist() == [1, 3, 2]
+    await caller(client.embed, TEXTS[:1])
+    assert [it.options.detail for it in service.requests] == [pb.DETAIL_TOKENS, pb.DETAIL_COUNTS]
+
+
 async def test_run_tells_everything(caller: Caller, service: FakeEncoder) -> None:
     """Several outputs, cut into several messages, put together again."""
     service.max_request_sequences = 2

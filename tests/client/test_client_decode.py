@@ -1,6 +1,7 @@
 """Answers to arrays: what the wire carries comes out; what does not fit together is refused with the numbers."""
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from encserve_client import FingerprintError, Output, ProtocolError
-from encserve_client._logic.answers import decode_response, merge_parts, sequence_info
+from encserve_client._logic.answers import decode_response, merge_parts, model_info, sequence_info
 from encserve_client.options import Array, DType, Options
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -158,3 +159,16 @@ def test_one_message_is_not_copied_several_are() -> None:
     assert one.outputs[0].matrix() is part.blocks[0].rows
     assert two.outputs[0].matrix().shape == (6, 3)
     assert [array.shape for array in two.outputs[0].arrays()] == [(2, 3), (1, 3)] * 2
+
+
+def test_a_pooling_of_a_newer_server_is_handed_on() -> None:
+    """Asked for as "model", it needs no name here."""
+    newer: Any = 77
+    response = good()
+    tensor = response.outputs[0]
+    tensor.kind, tensor.data = newer, tensor.data[: 2 * 3 * 4]
+    tensor.lengths[:] = [1, 1]
+    part = decode_response(response, Options((Output("model"),)), 2, describe=False)
+    assert part.kinds == [("model", False)]
+    assert model_info(pb.ModelInfo(pooling=newer)).pooling == "model"
+    assert model_info(pb.ModelInfo()).pooling is None

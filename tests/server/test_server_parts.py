@@ -249,6 +249,14 @@ def test_a_sequence_gets_the_same_alone_and_beside_others_to_the_last_bit(
         assert [array.dtype for array in together] == [output.data_type.dtype for output in wanted]
 
 
+@given(st.integers(1, 20), st.integers(1, 20), st.sampled_from(KINDS), st.integers(0, 2**32))
+def test_binary_says_which_numbers_are_more_than_0(length: int, width: int, kind: OutputKind, seed: int) -> None:
+    rows = [np.random.default_rng(seed).integers(-1, 2, (length, width)).astype(np.float32)]
+    its, bits = outputs_of(rows, Output(kind, False), Output(kind, False, DataType.BINARY))[0]
+    np.testing.assert_array_equal(bits, np.packbits(its > 0, axis=1))
+    assert bits.nbytes == DataType.BINARY.row_bytes(width)
+
+
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 2**32))
 def test_outputs_are_those_of_the_rows(lengths: list[int], seed: int) -> None:
     rng = np.random.default_rng(seed)

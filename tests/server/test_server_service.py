@@ -278,7 +278,7 @@ async def test_one_bad_request_disturbs_nobody(server: FakeServer) -> None:
             assert isinstance(result, Failed)
 
 
-@pytest.mark.parametrize("method", ["Encode", "ListModels", "GetModel", "Inspect", "EncodeStream"])
+@pytest.mark.parametrize("method", ["Encode", "Tokenize", "ListModels", "GetModel", "Inspect", "EncodeStream"])
 async def test_grpc_retries_what_is_refused_by_itself(server: FakeServer, method: str) -> None:
     """It does, and so does Envoy, only if nothing was sent before the status: not even an empty message."""
     policy = {
@@ -462,7 +462,7 @@ async def test_a_reply_that_turns_out_too_large_is_ours_to_refuse(
     server = await start_server(
         FakeEngine(D_MODEL), max_response_mib=1, max_request_sequences=4000, max_queue_tokens=10**6
     )
-    monkeypatch.setattr("encserve_server.models.served.ServedModel._check_reply_size", lambda *_: 0)
+    monkeypatch.setattr("encserve_server.models.reply_size.ReplySize.check", lambda *_, **__: 0)
     with pytest.raises(Failed, match="the reply takes .* bytes, over the limit of 1048576") as caught:
         await server.encode(*[[1] * LONGEST] * 4000)
     assert caught.value.reason == "RESPONSE_TOO_LARGE"

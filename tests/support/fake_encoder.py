@@ -69,6 +69,8 @@ def _info(item: pb.Input, options: pb.EncodeOptions) -> pb.SequenceInfo:
     ids = ids_of(item)
     n_tokens = len(rows_of_input(item))
     info = pb.SequenceInfo(token_count=n_tokens, original_token_count=n_tokens)
+    if options.detail == pb.DETAIL_COUNTS:
+        return info
     is_special = [token in (FIRST, LAST) for token in ids]
     if item.HasField("text"):
         words = item.text.split()

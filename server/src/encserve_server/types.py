@@ -14,7 +14,7 @@ Rows = npt.NDArray[np.float32]  # (seq, d_model)
 Vectors = npt.NDArray[np.float32]  # (seq, d_model)
 ModelInput = TokenIds | Vectors  # one sequence, whichever its model takes; len() is its tokens
 Numbers = npt.NDArray[np.float32]
-OutputRows = npt.NDArray[np.floating[Any]]  # (rows, width), C-contiguous
+OutputRows = npt.NDArray[np.floating[Any] | np.uint8]  # (rows, width), C-contiguous; bits are (rows, bytes)
 Mask = npt.NDArray[np.bool_]
 
 
@@ -62,22 +62,39 @@ class DataType(IntEnum):
 
     FLOAT32 = 1
     FLOAT16 = 2
+    BINARY = 3  # whether a number is more than 0: 8 in a byte
 
     @property
-    def dtype(self) -> np.dtype[np.floating[Any]]:
-        """The type as NumPy has it, little-endian whatever this machine is."""
+    def dtype(self) -> np.dtype[np.floating[Any] | np.uint8]:
+        """The type as NumPy has it, little-endian whatever this machine is; of BINARY that of the bytes."""
         return _DTYPES[self]
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes a number."""
-        return self.dtype.itemsize
+    def row_bytes(self, width: int) -> int:
+        """The bytes of a row of so many numbers."""
+        return -(-width // 8) if self is DataType.BINARY else width * self.dtype.itemsize
 
 
-_DTYPES: dict[DataType, np.dtype[np.floating[Any]]] = {
+_DTYPES: dict[DataType, np.dtype[np.floating[Any] | np.uint8]] = {
     DataType.FLOAT32: np.dtype("<f4"),
     DataType.FLOAT16: np.dtype("<f2"),
+    DataType.BINARY: np.dtype(np.uint8),
 }
+
+
+class OffsetUnit(IntEnum):
+    """What places in a sequence are counted in; the values are those of the protobuf enum of the same name."""
+
+    CODE_POINTS = 1
+    UTF8_BYTES = 2
+    TOKENS = 3  # before truncation
+
+
+class Detail(IntEnum):
+    """How much is told of each sequence; the values are those of the protobuf enum of the same name."""
+
+    NONE = 1
+    COUNTS = 2
+    TOKENS = 3
 
 
 class Output(NamedTuple):

@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 
 from encserve_server.errors import Draining, ResponseTooLarge
 from encserve_server.models.catalog import Catalog
-from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
+from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel, TokenizeCall, TokenizeReply
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans
 
@@ -97,22 +98,34 @@ class Calls:
         call = decode()
         with model.in_use():
             reply = await model.encode(call, deadline)
-            span = spans.current()
+            return await self._answer(model, partial(build, call, reply), "inputs", reply.estimated_bytes, growth)
 
-            def answer() -> bytes:
-                began = self._clock.now()
-                data = build(call, reply)
-                ended = self._clock.now()
-                if span is not None:
-                    span.stage("encode", began, ended)
-                limit = round(model.limits.max_response_bytes * growth)
-                if (
-                    len(data) > limit
-                ):  # the estimate was wrong; callers' own limits would fail the call without a reason
-                    raise ResponseTooLarge("inputs", f"the reply takes {len(data)} bytes, over the limit of {limit}")
-                model.answered(ended - began, len(data))
-                return data
+    async def tokenize(
+        self, model: ServedModel, call: TokenizeCall, build: Callable[[TokenizeReply], bytes], growth: float = 1.0
+    ) -> bytes:
+        """Answers a call that only tokenizes, whether or not the model is ready; for the rest see `encode`."""
+        with model.in_use():
+            reply = await model.tokenize(call)
+            return await self._answer(model, partial(build, reply), "texts", reply.estimated_bytes, growth)
 
-            if reply.estimated_bytes * growth <= _INLINE_REPLY_BYTES:
-                return answer()
-            return await asyncio.get_running_loop().run_in_executor(self._encode_pool, answer)
+    async def _answer(
+        self, model: ServedModel, build: Callable[[], bytes], field: str, estimated_bytes: int, growth: float
+    ) -> bytes:
+        """What `build` makes, in a thread where that is much; `field` is where the call's inputs are."""
+        span = spans.current()
+
+        def answer() -> bytes:
+            began = self._clock.now()
+            data = build()
+            ended = self._clock.now()
+            if span is not None:
+                span.stage("encode", began, ended)
+            limit = round(model.limits.max_response_bytes * growth)
+            if len(data) > limit:  # the estimate was wrong; callers' own limits would fail the call without a reason
+                raise ResponseTooLarge(field, f"the reply takes {len(data)} bytes, over the limit of {limit}")
+            model.answered(ended - began, len(data))
+            return data
+
+        if estimated_bytes * growth <= _INLINE_REPLY_BYTES:
+            return answer()
+        return await asyncio.get_running_loop().run_in_executor(self._encode_pool, answer)

@@ -105,23 +105,47 @@ class InputChecker:
                 texts[i] = it
             else:
                 checked[i] = self._check_ids(f"{field}.token_ids", it, longest, mark_special)
-        places = iter(texts)
+        if texts:
+            paths = [f"{fields[i]}.text" for i in texts]
+            tokenized = await self._tokenize(list(texts.values()), paths, longest, prompt, expansion)
+            checked |= zip(texts, tokenized, strict=True)
+        return [checked[i] for i in range(len(inputs))]
+
+    async def tokenize(
+        self,
+        texts: Sequence[str],
+        fields: Sequence[str],
+        longest: Longest,
+        *,
+        prompt: str = "",
+        expansion: Expansion | None = None,
+    ) -> list[CheckedSequence]:
+        """Checks texts and tokenizes them; the arguments, and what it raises, are those of `check`."""
+        for text, field in zip(texts, fields, strict=True):
+            self._check_text(field, text)
+        return await self._tokenize(texts, fields, longest, prompt, expansion)
+
+    async def _tokenize(
+        self, texts: Sequence[str], fields: Sequence[str], longest: Longest, prompt: str, expansion: Expansion | None
+    ) -> list[CheckedSequence]:
+        """Tokenizes texts that `_check_text` lets through."""
+        checked: list[CheckedSequence] = []
 
         def take(text: TokenizedText | str) -> None:
-            i = next(places)
+            field = fields[len(checked)]
             if isinstance(text, str):
                 raise InvalidField(
-                    f"{fields[i]}.text",
+                    field,
                     f"the tokenizer of {self._bundle.name} fails for it: {text}. Its vocabulary lacks something of it: "
                     "leave that out, or have the model exported with an unk token in its tokenizer.json",
                 )
             its = _without_prompt(text, len(prompt)) if prompt else text
-            sequence = self._check_tokenized(f"{fields[i]}.text", its, longest)
-            checked[i] = _expanded(sequence, its, expansion) if expansion else sequence
+            sequence = self._check_tokenized(field, its, longest)
+            checked.append(_expanded(sequence, its, expansion) if expansion else sequence)
 
-        if self._tokenizer is not None and texts:
-            await self._tokenizer.tokenize([prompt + it for it in texts.values()], longest.tokens, take)
-        return [checked[i] for i in range(len(inputs))]
+        assert self._tokenizer is not None  # noqa: S101 - `_check_text` lets no text through without one
+        await self._tokenizer.tokenize([prompt + it for it in texts], longest.tokens, take)
+        return checked
 
     def _check_text(self, field: str, text: str) -> None:
         if self._tokenizer is None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from encserve_server.engine.base import BatchResult, Head
 from encserve_server.types import (
+    DataType,
     IndexedRows,
     ModelInput,
     ModelPooling,
@@ -170,6 +171,8 @@ def finish(rows: Numbers, output: Output) -> OutputRows:
         rows = np.ascontiguousarray(rows[:, : output.dimensions])
     if output.l2_normalize:
         rows = normalized(rows)
+    if output.data_type is DataType.BINARY:
+        return np.packbits(rows > 0, axis=1)
     return rows.astype(output.data_type.dtype, copy=False)
 
 

@@ -11,12 +11,12 @@ from encserve_server.engine.base import EngineInfo
 from encserve_server.errors import (
     InspectUnavailable,
     InvalidField,
-    ResponseTooLarge,
     SequenceTooLong,
     TooManyInputs,
 )
 from encserve_server.models.inputs import InputChecker, Longest, SentInput
 from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted
+from encserve_server.models.reply_size import ReplySize
 from encserve_server.models.sparse import static_weights
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.scheduling.scheduler import Scheduler
@@ -26,22 +26,18 @@ from encserve_server.types import (
     Bundle,
     CheckedSequence,
     DataType,
+    Detail,
     EncodedSequence,
+    OffsetUnit,
     Output,
     OutputKind,
     StaticSparse,
     Task,
 )
 
-# What a reply holds besides its rows, at most: an id, two offsets and a flag for each token, and a little more.
-_INFO_BYTES_PER_TOKEN = 24
-_STRING_OVERHEAD_BYTES = 6
-_INFO_BYTES_PER_SEQUENCE = 64
-_INFO_BYTES_PER_REPLY = 1024
-_INDEX_BYTES = 4
-
 # A bound that no text reaches.
 _ANY_TOKENS = 2**62
+_ALL_TOKENS = Longest(_ANY_TOKENS, "", truncate=False)
 
 
 class ModelObserver(InspectObserver, Protocol):
@@ -90,6 +86,8 @@ class EncodeCall:
         include_token_strings: Whether the reply holds the vocabulary's strings.
         prompt_name: What to put before every text; empty for nothing, None for what the task, or the model, has.
         task: What the texts are; one that the model knows.
+        detail: How much the reply tells of each sequence.
+        offset_unit: What it counts places in the text in.
     """
 
     inputs: Sequence[SentInput]
@@ -99,6 +97,8 @@ class EncodeCall:
     include_token_strings: bool
     prompt_name: str | None = None
     task: Task = Task.NEITHER
+    detail: Detail = Detail.TOKENS
+    offset_unit: OffsetUnit = OffsetUnit.CODE_POINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +115,40 @@ class EncodeReply:
     sequences: Sequence[CheckedSequence]
     encoded: Sequence[EncodedSequence]
     tokenize_seconds: float
+    estimated_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeCall:
+    """Texts that are to be tokenized and nothing else, decoded but not checked against their model.
+
+    Attributes:
+        texts: The texts.
+        truncate: Whether an over-long text is cut, or refused; None to give all of its tokens.
+        include_token_strings: Whether the reply holds the vocabulary's strings.
+        prompt_name: As of an EncodeCall.
+        task: As of an EncodeCall.
+        offset_unit: As of an EncodeCall.
+    """
+
+    texts: Sequence[str]
+    truncate: bool | None = None
+    include_token_strings: bool = False
+    prompt_name: str | None = None
+    task: Task = Task.NEITHER
+    offset_unit: OffsetUnit = OffsetUnit.CODE_POINTS
+
+
+@dataclass(frozen=True, slots=True)
+class TokenizeReply:
+    """What a model would see of texts.
+
+    Attributes:
+        sequences: One for each text, in order.
+        estimated_bytes: The reply's size, at most.
+    """
+
+    sequences: Sequence[CheckedSequence]
     estimated_bytes: int
 
 
@@ -201,6 +235,7 @@ class ServedModel:
             self._skipped_tokens = {
                 name: min(tokenizer.count_prompt(text), longest) if text else 0 for name, text in its
             }
+        self._reply_size = ReplySize(bundle, tokenizer, limits.max_response_bytes)
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -275,7 +310,13 @@ class ServedModel:
                     span.stage("tokenize", began, began + tokenize_seconds)
         if span is not None:
             span.counted(sum(len(it.input) for it in sequences))
-        estimated_bytes = self._check_reply_size(call, sequences)
+        estimated_bytes = self._reply_size.check(
+            sequences,
+            outputs,
+            call.detail,
+            with_strings=call.include_token_strings,
+            without_special=call.exclude_special_tokens,
+        )
         if static is not None:
             encoded = [
                 EncodedSequence(tuple(static_weights(static, it.input, output) for output in outputs), 0.0, 0.0)
@@ -285,8 +326,38 @@ class ServedModel:
             expands = settings.expansion is not None and not settings.expansion.attended
             attended = [it.attended for it in sequences] if expands else ()
             encoded = await self._scheduler.encode([it.input for it in sequences], outputs, deadline, attended)
-        estimated_bytes += self._check_sparse_size(call, estimated_bytes, encoded)
+        estimated_bytes += self._reply_size.check_sparse(estimated_bytes, outputs, encoded)
         return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
+
+    async def tokenize(self, call: TokenizeCall) -> TokenizeReply:
+        """Says what the model would see of texts; nothing is queued for it but the text.
+
+        Raises:
+            RequestError: The call cannot succeed; the text names the text and the numbers.
+            QueueFull: Too much text is waiting.
+        """
+        self._check_number("texts", len(call.texts))
+        if self.tokenizer is None:
+            raise InvalidField("texts", f"model {self.bundle.name} has no tokenizer")
+        prompt_name = self._prompt_name("prompt_name", call.prompt_name, call.texts, call.task)
+        longest = _ALL_TOKENS if call.truncate is None else self._longest[call.task, call.truncate]
+        began = self._clock.now()
+        try:
+            sequences = await self._checker.tokenize(
+                call.texts,
+                [f"texts[{i}]" for i in range(len(call.texts))],
+                longest,
+                prompt=self.bundle.prompts.get(prompt_name, ""),
+                expansion=self._tasks[call.task].expansion,
+            )
+        finally:
+            ended = self._clock.now()
+            self._observer.tokenized(ended - began)
+            if (span := spans.current()) is not None:
+                span.stage("tokenize", began, ended)
+        if span is not None:
+            span.counted(sum(len(it.input) for it in sequences))
+        return TokenizeReply(sequences, self._reply_size.check_tokens("texts", sequences, call.include_token_strings))
 
     @property
     def max_inspect_tokens(self) -> int:
@@ -362,11 +433,15 @@ class ServedModel:
             InvalidField: There are none.
             TooManyInputs: There are too many.
         """
+        self._check_number("inputs", count)
+
+    def _check_number(self, field: str, count: int) -> None:
+        """Refuses so many inputs, which are in this field."""
         if count == 0:
-            raise InvalidField("inputs", "must hold at least 1 sequence; was empty")
+            raise InvalidField(field, "must hold at least 1 sequence; was empty")
         if count > self.limits.max_sequences:
             raise TooManyInputs(
-                "inputs",
+                field,
                 f"must hold at most {self.limits.max_sequences} sequences (max_request_sequences); was {count}",
             )
 
@@ -449,54 +524,6 @@ class ServedModel:
                 "of pooling, and only texts have one",
             )
         return tuple(it._replace(skipped_tokens=skipped) for it in call.outputs)
-
-    def _check_reply_size(self, call: EncodeCall, sequences: Sequence[CheckedSequence]) -> int:
-        """The reply's size in bytes, at most; refuses one that would not fit, before any compute."""
-        limit = self.limits.max_response_bytes
-        total, fitting = _INFO_BYTES_PER_REPLY, 0
-        for sequence in sequences:
-            total += self._sequence_bytes(call, sequence)
-            if total <= limit:
-                fitting += 1
-        if total > limit:
-            raise ResponseTooLarge(
-                "inputs",
-                f"the reply would take {total} bytes, over the limit of {limit} (max_response_bytes); the first "
-                f"{fitting} of {len(sequences)} inputs would fit, and float16 or pooled outputs take less",
-            )
-        return total
-
-    def _check_sparse_size(self, call: EncodeCall, others: int, encoded: Sequence[EncodedSequence]) -> int:
-        """What sparse weights add to a reply of so many bytes: how many they are is known only when they are there."""
-        size = 0
-        for i, output in enumerate(call.outputs):
-            if output.kind is OutputKind.SPARSE:
-                size += sum(len(it.outputs[i][0]) for it in encoded) * (output.data_type.itemsize + _INDEX_BYTES)
-        limit = self.limits.max_response_bytes
-        if size and others + size > limit:
-            raise ResponseTooLarge(
-                "inputs",
-                f"the reply would take {others + size} bytes, over the limit of {limit} (max_response_bytes); fewer "
-                "inputs, or max_active_dims in options.outputs, take less",
-            )
-        return size
-
-    def _sequence_bytes(self, call: EncodeCall, sequence: CheckedSequence) -> int:
-        """What one sequence adds to a reply, in bytes, at most; sparse weights are not counted."""
-        tokens = token_rows = len(sequence.input)
-        if call.exclude_special_tokens and sequence.special is not None:
-            token_rows -= int(sequence.special.sum())
-        row_bytes = 0
-        for it in call.outputs:
-            width_bytes = self.bundle.width(it) * it.data_type.itemsize
-            if it.kind is OutputKind.MULTI_VECTOR:
-                row_bytes += tokens * (width_bytes + _INDEX_BYTES)
-            elif it.kind is not OutputKind.SPARSE:
-                row_bytes += width_bytes * (token_rows if it.kind is OutputKind.TOKENS else 1)
-        strings = 0
-        if call.include_token_strings and self.tokenizer is not None:
-            strings = tokens * (self.tokenizer.max_token_bytes + _STRING_OVERHEAD_BYTES)
-        return row_bytes + tokens * _INFO_BYTES_PER_TOKEN + strings + _INFO_BYTES_PER_SEQUENCE
 
 
 def _first_not_text(field: str, inputs: Sequence[SentInput]) -> str:

@@ -11,7 +11,16 @@ from google.protobuf.message import DecodeError, Message
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import InvalidField, MalformedRequest
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
-from encserve_server.models.served import EncodeCall, EncodeReply, InspectCall, InspectReply, ServedModel
+from encserve_server.models.offsets import utf8_offsets
+from encserve_server.models.served import (
+    EncodeCall,
+    EncodeReply,
+    InspectCall,
+    InspectReply,
+    ServedModel,
+    TokenizeCall,
+    TokenizeReply,
+)
 from encserve_server.models.token_pooling import EXTRA, can_pool
 from encserve_server.rpc.status import Failure
 from encserve_server.rpc.wire import Part, field
@@ -19,9 +28,11 @@ from encserve_server.types import (
     Bundle,
     CheckedSequence,
     DataType,
+    Detail,
     InspectKind,
     InspectTensor,
     ModelPooling,
+    OffsetUnit,
     Output,
     OutputKind,
     Task,
@@ -41,10 +52,17 @@ _OUTPUT_KINDS = {kind.value: kind for kind in OutputKind}
 _OUTPUT_KIND_NAMES = {kind: pb.OutputKind.Name(kind.value) for kind in OutputKind}
 _DATA_TYPES = {0: DataType.FLOAT32} | {data_type.value: data_type for data_type in DataType}
 _DATA_TYPE_NAMES = {data_type: pb.DataType.Name(data_type.value) for data_type in DataType}
+_OFFSET_UNITS = {0: OffsetUnit.CODE_POINTS} | {unit.value: unit for unit in OffsetUnit}
+_DETAILS = {detail.value: detail for detail in Detail}
 _TASKS = {task.value: task for task in Task}
 _TRUNCATES: dict[int, bool] = {pb.TRUNCATION_UNSPECIFIED: False, pb.TRUNCATION_REFUSE: False, pb.TRUNCATION_END: True}
 
 _INDEXED = (OutputKind.MULTI_VECTOR, OutputKind.SPARSE)
+# Of these every token matters, so that each is told unless less is asked for; and none of them may be binary.
+_OF_TOKENS = (OutputKind.TOKENS, *_INDEXED)
+
+# What is returned where nothing is asked for.
+_ROWS = pb.OutputSpec(kind=pb.OUTPUT_KIND_TOKENS)
 
 # Small enough that sending one holds nobody up, large enough that there are few.
 _CHUNK_BYTES = 256 * 1024
@@ -75,14 +93,34 @@ def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
     options, bundle = request.options, model.bundle
     task = _decode_task("options.task", options.task, bundle)
     data_type = _decode_data_type("options.data_type", options.data_type)
+    outputs = _decode_outputs(options.outputs, data_type, task, bundle)
     return EncodeCall(
         inputs=[_decode_input(f"inputs[{i}]", it, bundle.max_sequence_tokens) for i, it in enumerate(request.inputs)],
-        outputs=_decode_outputs(options.outputs, data_type, task, bundle),
+        outputs=outputs,
         truncate=_decode_truncation("options.truncation", options.truncation),
         exclude_special_tokens=options.exclude_special_tokens,
         include_token_strings=options.include_token_strings,
         prompt_name=options.prompt_name if options.HasField("prompt_name") else None,
         task=task,
+        detail=_decode_detail(options, outputs),
+        offset_unit=_decode_offset_unit("options.offset_unit", options.offset_unit),
+    )
+
+
+def decode_tokenize_call(request: pb.TokenizeRequest, model: ServedModel) -> TokenizeCall:
+    """Decodes a request whose texts are not too many, filling in every default.
+
+    Raises:
+        InvalidField: An enum has a value that this server does not know, or that is not for this.
+    """
+    truncate = _decode_truncation("truncation", request.truncation) if request.truncation else None
+    return TokenizeCall(
+        texts=request.texts,
+        truncate=truncate,
+        include_token_strings=request.include_token_strings,
+        prompt_name=request.prompt_name if request.HasField("prompt_name") else None,
+        task=_decode_task("task", request.task, model.bundle),
+        offset_unit=_decode_offset_unit("offset_unit", request.offset_unit),
     )
 
 
@@ -106,9 +144,13 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply, strea
             compute_seconds=max(encoded.compute_seconds for encoded in reply.encoded),
         ),
     )
-    strings = call.include_token_strings
-    for sequence in reply.sequences:
-        _fill(response.sequences.add(), sequence, model, with_ids=sequence.text is not None, with_strings=strings)
+    for sequence, sent in zip(reply.sequences, call.inputs, strict=True):
+        info = response.sequences.add()
+        if call.detail is not Detail.NONE:
+            _fill_counts(info, sequence)
+        if call.detail is Detail.TOKENS:
+            text = sent if isinstance(sent, str) else None
+            _fill_tokens(info, sequence, model, call.include_token_strings, text, call.offset_unit)
     parts: list[Part] = [response.SerializeToString()]
     pooling = model.bundle.pooling
     for i, output in enumerate(call.outputs):
@@ -133,6 +175,17 @@ def encode_reply(model: ServedModel, call: EncodeCall, reply: EncodeReply, strea
         around = pb.EncodeStreamResponse(request_id=stream_request_id).SerializeToString()
         parts = [around, *field(_RESPONSE, parts)]
     return b"".join(parts)  # the one copy of the rows
+
+
+def encode_tokens(model: ServedModel, call: TokenizeCall, reply: TokenizeReply) -> bytes:
+    """The bytes of a TokenizeResponse."""
+    bundle = model.bundle
+    response = pb.TokenizeResponse(model=bundle.name, model_version=bundle.version, fingerprint=bundle.fingerprint)
+    for sequence, text in zip(reply.sequences, call.texts, strict=True):
+        info = response.sequences.add()
+        _fill_counts(info, sequence)
+        _fill_tokens(info, sequence, model, call.include_token_strings, text, call.offset_unit)
+    return response.SerializeToString()
 
 
 def _without_special(rows: npt.NDArray[Any], sequence: CheckedSequence) -> npt.NDArray[Any]:
@@ -225,7 +278,7 @@ def _decode_input(field: str, it: pb.Input, longest: int) -> SentInput:
 
 
 def _decode_vectors(field: str, it: pb.TokenEmbeddings, longest: int) -> SentVectors:
-    dtype = _decode_data_type(f"{field}.data_type", it.data_type).dtype
+    dtype = _decode_float_type(f"{field}.data_type", it.data_type).dtype
     data, width = it.data, it.width
     if width < 1:
         raise InvalidField(f"{field}.width", f"must be at least 1; was {width}")
@@ -244,7 +297,7 @@ def _decode_outputs(
     specs: Sequence[pb.OutputSpec], data_type: DataType, task: Task, bundle: Bundle
 ) -> tuple[Output, ...]:
     if not specs:
-        return (Output(OutputKind.TOKENS, False, data_type),)
+        specs = [_ROWS]
     outputs: list[Output] = []
     seen: dict[tuple[object, ...], int] = {}
     for i, spec in enumerate(specs):
@@ -278,6 +331,8 @@ def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, task: T
         raise InvalidField(
             f"{field}.dimensions", f"must be at most {width}, the numbers of a row; was {spec.dimensions}"
         )
+    if data_type is DataType.BINARY and kind in _OF_TOKENS:
+        raise InvalidField("options.data_type", f"DATA_TYPE_BINARY is not for {_OUTPUT_KIND_NAMES[kind]}, see {field}")
     if kind is OutputKind.MODEL and bundle.pooling is not None:
         return bundle.pooling.output(spec.l2_normalize, data_type, spec.dimensions)
     output = Output(kind, spec.l2_normalize, data_type, spec.dimensions)
@@ -328,6 +383,37 @@ def _decode_data_type(field: str, value: int) -> DataType:
     return _DATA_TYPES[value]
 
 
+def _decode_float_type(field: str, value: int) -> DataType:
+    """The type of numbers that have more than a sign."""
+    data_type = _decode_data_type(field, value)
+    if data_type is DataType.BINARY:
+        raise InvalidField(field, "DATA_TYPE_BINARY is for pooled outputs of Encode alone")
+    return data_type
+
+
+def _decode_offset_unit(field: str, value: int) -> OffsetUnit:
+    """What characters are counted in."""
+    if value not in _OFFSET_UNITS:
+        raise _unknown_value(field, value, pb.OffsetUnit)
+    if _OFFSET_UNITS[value] is OffsetUnit.TOKENS:
+        raise InvalidField(field, "OFFSET_UNIT_TOKENS is for spans alone")
+    return _OFFSET_UNITS[value]
+
+
+def _decode_detail(options: pb.EncodeOptions, outputs: Sequence[Output]) -> Detail:
+    strings = options.include_token_strings
+    if not options.detail:
+        return Detail.TOKENS if strings or any(it.kind in _OF_TOKENS for it in outputs) else Detail.COUNTS
+    if options.detail not in _DETAILS:
+        raise _unknown_value("options.detail", options.detail, pb.Detail)
+    detail = _DETAILS[options.detail]
+    if strings and detail is not Detail.TOKENS:
+        raise InvalidField(
+            "options.include_token_strings", f"is for DETAIL_TOKENS alone; detail is DETAIL_{detail.name}"
+        )
+    return detail
+
+
 def _decode_truncation(field: str, value: int) -> bool:
     if value not in _TRUNCATES:
         raise _unknown_value(field, value, pb.Truncation)
@@ -350,7 +436,7 @@ def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> Inspe
     return InspectCall(
         input=_decode_input("input", request.input, model.bundle.max_sequence_tokens),
         wanted=_decode_specs(request.tensors, model.bundle),
-        data_type=_decode_data_type("data_type", request.data_type),
+        data_type=_decode_float_type("data_type", request.data_type),
         truncate=_decode_truncation("truncation", request.truncation),
         prompt_name=request.prompt_name if request.HasField("prompt_name") else None,
         task=_decode_task("task", request.task, model.bundle),
@@ -371,7 +457,10 @@ def encode_inspect_header(model: ServedModel, call: InspectCall, reply: InspectR
             compute_seconds=inspection.compute_seconds,
         ),
     )
-    _fill(header.sequence, reply.sequence, model, with_ids=True, with_strings=True)
+    _fill_counts(header.sequence, reply.sequence)
+    _fill_tokens(header.sequence, reply.sequence, model, with_strings=True)
+    if reply.sequence.text is None:
+        header.sequence.token_ids.extend(reply.sequence.token_ids or ())
     for tensor in inspection.tensors:
         header.tensors.add(
             kind=pb.InspectKind.Name(tensor.kind.value),
@@ -429,20 +518,33 @@ def _decode_layers(field: str, kind: InspectKind, layers: Sequence[int], bundle:
     return tuple(layers) or tuple(range(count))
 
 
-def _fill(
-    info: pb.SequenceInfo, sequence: CheckedSequence, model: ServedModel, *, with_ids: bool, with_strings: bool
-) -> None:
-    """Tells of a sequence; strings only where the model has any."""
+def _fill_counts(info: pb.SequenceInfo, sequence: CheckedSequence) -> None:
+    """Tells how many tokens a sequence has."""
     info.token_count = len(sequence.input)
     info.original_token_count = sequence.original_token_count
     info.truncated = sequence.truncated
-    ids = sequence.token_ids if with_ids or with_strings else None
+
+
+def _fill_tokens(
+    info: pb.SequenceInfo,
+    sequence: CheckedSequence,
+    model: ServedModel,
+    with_strings: bool,
+    sent: str | None = None,
+    offset_unit: OffsetUnit = OffsetUnit.CODE_POINTS,
+) -> None:
+    """Tells of every token of a sequence; `sent` is the text that it was made of. Strings only where there are any."""
     if sequence.special is not None:
         info.special.extend(sequence.special.tolist())
-    if ids is not None and with_ids:
-        info.token_ids.extend(ids)
-    if sequence.text is not None:
-        info.char_starts.extend(sequence.text.char_starts)
-        info.char_ends.extend(sequence.text.char_ends)
-    if ids is not None and with_strings and model.tokenizer is not None:
-        info.tokens.extend(map(model.tokenizer.token_string, ids))
+    text = sequence.text
+    if text is not None:
+        info.token_ids.extend(text.ids.tolist())
+        starts: Sequence[int] = text.char_starts
+        ends: Sequence[int] = text.char_ends
+        if offset_unit is OffsetUnit.UTF8_BYTES and sent is not None and not sent.isascii():
+            places = utf8_offsets(sent)
+            starts, ends = places[starts].tolist(), places[ends].tolist()
+        info.char_starts.extend(starts)
+        info.char_ends.extend(ends)
+    if with_strings and model.tokenizer is not None:
+        info.tokens.extend(map(model.tokenizer.token_string, sequence.token_ids or ()))

@@ -25,6 +25,7 @@ METHODS = {
     "Encode": "unary",
     "EncodeStream": "bidi_stream",
     "Inspect": "server_stream",
+    "Tokenize": "unary",
     "ListModels": "unary",
     "GetModel": "unary",
 }
@@ -61,6 +62,7 @@ class EncoderService:
             "Encode": self.encode,
             "EncodeStream": self.encode_stream,
             "Inspect": self.inspect,
+            "Tokenize": self.tokenize,
             "ListModels": self.list_models,
             "GetModel": self.get_model,
         }
@@ -114,6 +116,15 @@ class EncoderService:
         loop = asyncio.get_running_loop()
         while chunk := await loop.run_in_executor(self._encode_pool, _next_chunk, chunks):
             await _soon(context.write(chunk))
+
+    async def tokenize(self, data: bytes, context: Context) -> bytes:
+        """The tokens of texts, with no model run; so it is answered whether or not the engine is ready."""
+        del context
+        self._calls.refuse_while_draining()
+        request = codec.parse(pb.TokenizeRequest, data)
+        model = self._calls.resolve(len(request.texts), request.model, request.model_version)
+        call = codec.decode_tokenize_call(request, model)
+        return await self._calls.tokenize(model, call, partial(codec.encode_tokens, model, call))
 
     async def list_models(self, data: bytes, context: Context) -> bytes:
         """Every model that is loaded."""

@@ -131,7 +131,8 @@ def sequence_info(message: pb.SequenceInfo) -> SequenceInfo:
 
 def model_info(message: pb.ModelInfo) -> ModelInfo:
     """Reads the description of a model."""
-    pooling = kind_name(message.pooling)
+    # One that is newer than this library is the server's to make: "model" asks for it.
+    pooling = kind_name(message.pooling) or ("model" if message.pooling else None)
     return ModelInfo(
         name=message.name,
         version=message.version,
@@ -178,8 +179,10 @@ def _task_info(message: pb.TaskInfo) -> TaskInfo:
 
 
 def _kind(tensor: pb.RaggedTensor, output: Output, name: str) -> OutputKind:
-    """The kind of the rows. For "model" the server may name the pooling that it stands for."""
+    """The kind of the rows. For "model" the server may name what it stands for, which this library need not know."""
     kind = kind_name(tensor.kind)
+    if kind is None and tensor.kind and output.kind == "model":
+        return "model"
     if kind is None or (kind != output.kind and (output.kind != "model" or kind == "tokens")):
         raise ProtocolError(f"{name}.kind must be that of {output.kind!r}; was {tensor.kind}")
     if output.l2_normalize and not tensor.l2_normalized:

@@ -56,15 +56,19 @@ class Settings:
             raise ValueError(f"max_concurrent_messages must be >= 1; was {self.max_concurrent_messages}")
 
 
-def request_template(key: ModelKey, options: Options, expected: Expected) -> pb.EncodeRequest:
-    """What every request of a call has in common: all but its inputs."""
-    return pb.EncodeRequest(
+def request_template(
+    key: ModelKey, options: Options, expected: Expected, *, describe: bool = False
+) -> pb.EncodeRequest:
+    """What every request of a call has in common: all but its inputs. `describe`: whether every token is told of."""
+    request = pb.EncodeRequest(
         model=key[0],
         model_version=key[1],
         options=options.to_proto(),
         expected_fingerprint=expected.fingerprint,
         expected_space_id=expected.space_id,
     )
+    request.options.detail = pb.DETAIL_TOKENS if describe else pb.DETAIL_COUNTS
+    return request
 
 
 class Core:
@@ -101,7 +105,7 @@ class Core:
                 return empty_result(info, options, wire.now() - started)
             info = self._models.get(key) or await self._fetch_model(wire, key, time_limit)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
-            template = request_template(key, options, expected)
+            template = request_template(key, options, expected, describe=describe)
             attempts = 0
             for _ in range(_MOST_ROUNDS):
                 dispatch: Dispatch[Part] = self._dispatch(plan_messages(inputs, template, options, limits), time_limit)

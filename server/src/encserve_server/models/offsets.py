@@ -1,0 +1,13 @@
+"""Places in a text, counted in code points and in bytes."""
+
+import numpy as np
+import numpy.typing as npt
+
+
+def utf8_offsets(text: str) -> npt.NDArray[np.int64]:
+    """(len(text) + 1,) how many bytes of UTF-8 there are before each code point, and in all."""
+    code_points = np.frombuffer(text.encode("utf-32-le"), "<u4")  # (len(text),)
+    sizes = 1 + (code_points >= 0x80) + (code_points >= 0x800) + (code_points >= 0x10000)
+    offsets = np.zeros(len(text) + 1, np.int64)
+    np.cumsum(sizes, out=offsets[1:])
+    return offsets

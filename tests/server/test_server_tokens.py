@@ -1,0 +1,188 @@
+"""What is told of tokens: the RPC that only tokenizes, how much Encode tells, what places are counted in."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_server import LONGEST, Failed, FakeServer, StartServer, make_input
+from hypothesis import given
+from hypothesis import strategies as st
+from waiting import until
+
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.models.offsets import utf8_offsets
+
+MEAN = pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN)
+
+
+async def tokenize(server: FakeServer, *texts: str, **fields: Any) -> pb.TokenizeResponse:
+    request = pb.TokenizeRequest(texts=texts, **fields)
+    return pb.TokenizeResponse.FromString(await server.call("Tokenize", request))
+
+
+async def test_tokenize_tells_what_encode_would_see(server: FakeServer) -> None:
+    texts = ["hello world", "", "brave new world"]
+    told = await tokenize(server, *texts, include_token_strings=True)
+    options = pb.EncodeOptions(include_token_strings=True)
+    assert list(told.sequences) == list((await server.encode(*texts, options=options)).sequences)
+    assert (told.model, told.model_version, told.fingerprint) == ("tiny", "2", "f" * 32)
+    first = told.sequences[0]
+    assert (list(first.token_ids), list(first.tokens)) == ([1, 4, 7, 2], ["[CLS]", "hello", "world", "[SEP]"])
+    assert (list(first.char_starts), list(first.char_ends)) == ([0, 0, 6, 0], [0, 5, 11, 0])
+    assert list(first.special) == [True, False, False, True]
+
+
+async def test_tokenize_gives_every_token_unless_truncation_is_asked_for(server: FakeServer) -> None:
+    text = "hello " * 50
+    (whole,) = (await tokenize(server, text)).sequences
+    assert (whole.token_count, whole.truncated, len(whole.token_ids)) == (52, False, 52)
+    (cut,) = (await tokenize(server, text, truncation=pb.TRUNCATION_END)).sequences
+    assert (cut.token_count, cut.original_token_count, cut.truncated) == (LONGEST, 52, True)
+    with pytest.raises(Failed, match=r"texts\[0\]: must be at most 32 tokens .*; was 52"):
+        await tokenize(server, text, truncation=pb.TRUNCATION_REFUSE)
+
+
+async def test_tokenize_puts_the_prompt_before_texts(start_server: StartServer) -> None:
+    server = await start_server(prompts={"q": "brave ", "none": ""})
+    (default,) = (await tokenize(server, "hello")).sequences
+    assert list(default.token_ids) == [1, 5, 4, 2]
+    (plain,) = (await tokenize(server, "hello", prompt_name="")).sequences
+    assert list(plain.token_ids) == [1, 4, 2]
+
+
+async def test_tokenize_waits_for_no_engine(server: FakeServer) -> None:
+    server.engine.broken = True
+    for _ in range(4):
+        with pytest.raises(Failed):
+            await server.encode([1])
+    model = server.app.catalog.resolve("", "")
+    await until(lambda: bool(model.not_ready_reason()))
+    assert (await tokenize(server, "hello")).sequences[0].token_count == 3
+    server.engine.broken = False
+
+
+async def test_tokenize_has_the_bound_of_waiting_text(start_server: StartServer) -> None:
+    server = await start_server(max_queue_text_mib=1)
+    model = server.app.catalog.resolve("", "")
+    assert model.tokenizer is not None
+    model.tokenizer._queued_bytes = 2**20
+    with pytest.raises(Failed, match="bytes of text") as caught:
+        await tokenize(server, "hello " * 100)
+    assert caught.value.reason == "QUEUE_FULL"
+
+
+async def test_tokenize_refuses_a_reply_that_is_too_large(start_server: StartServer) -> None:
+    server = await start_server(max_response_mib=1)
+    too_large = r"texts: the reply would take .* over the limit of 1048576 .*the first 1 of 2"
+    with pytest.raises(Failed, match=too_large) as caught:
+        await tokenize(server, "hello", "new " * 60_000)
+    assert caught.value.reason == "RESPONSE_TOO_LARGE"
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "no texts": ({"texts": []}, "texts: must hold at least 1 sequence; was empty"),
+    "too many": ({"texts": ["a"] * 257}, r"texts: must hold at most 256 sequences .*; was 257"),
+    "text too large": ({"texts": ["a", "x" * 262145]}, r"texts\[1\]: must be at most 262144 bytes .*; was 262145"),
+    "no such prompt": ({"texts": ["a"], "prompt_name": "q"}, "prompt_name: model tiny has no prompt 'q'"),
+    "no such task": ({"texts": ["a"], "task": pb.TASK_QUERY}, "task: model tiny does not know TASK_QUERY"),
+    "tokens": ({"texts": ["a"], "offset_unit": pb.OFFSET_UNIT_TOKENS}, "offset_unit: OFFSET_UNIT_TOKENS is for spans"),
+    "unit": ({"texts": ["a"], "offset_unit": 9}, "offset_unit: must be a value of OffsetUnit, 0 to 3; was 9"),
+    "truncation": ({"texts": ["a"], "truncation": 7}, "truncation: must be a value of Truncation, 0 to 2; was 7"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+async def test_tokenize_names_what_is_wrong(server: FakeServer, name: str) -> None:
+    fields, problem = BAD[name]
+    with pytest.raises(Failed, match=f"INVALID_ARGUMENT: {problem}"):
+        await tokenize(server, *fields.pop("texts"), **fields)
+
+
+async def test_tokenize_needs_a_tokenizer(start_server: StartServer) -> None:
+    server = await start_server(with_tokenizer=False)
+    with pytest.raises(Failed, match="texts: model tiny has no tokenizer"):
+        await tokenize(server, "hello")
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (pb.EncodeOptions(outputs=[MEAN]), "counts"),
+        (pb.EncodeOptions(), "tokens"),
+        (pb.EncodeOptions(outputs=[MEAN, pb.OutputSpec()]), "tokens"),
+        (pb.EncodeOptions(outputs=[MEAN], include_token_strings=True), "tokens"),
+        (pb.EncodeOptions(detail=pb.DETAIL_NONE), "nothing"),
+        (pb.EncodeOptions(detail=pb.DETAIL_COUNTS), "counts"),
+        (pb.EncodeOptions(outputs=[MEAN], detail=pb.DETAIL_TOKENS), "tokens"),
+    ],
+)
+async def test_as_much_is_told_of_sequences_as_was_asked_for(
+    server: FakeServer, options: pb.EncodeOptions, expected: str
+) -> None:
+    response = await server.encode("hello world", [5], options=options)
+    text, ids = response.sequences
+    if expected == "nothing":
+        assert [text.ByteSize(), ids.ByteSize()] == [0, 0]
+        return
+    assert [(it.token_count, it.original_token_count, it.truncated) for it in (text, ids)] == [
+        (4, 4, False),
+        (1, 1, False),
+    ]
+    tokens = [1, 4, 7, 2] if expected == "tokens" else []
+    assert [list(text.token_ids), list(ids.token_ids)] == [tokens, []]
+    assert [len(text.char_starts), len(text.char_ends), len(text.special)] == [len(tokens)] * 3
+
+
+async def test_strings_are_told_with_every_token_only(server: FakeServer) -> None:
+    options = pb.EncodeOptions(include_token_strings=True, detail=pb.DETAIL_COUNTS)
+    with pytest.raises(Failed, match="options.include_token_strings: is for DETAIL_TOKENS alone; detail is"):
+        await server.encode("hello", options=options)
+    unknown: Any = 4
+    with pytest.raises(Failed, match="options.detail: must be a value of Detail, 0 to 3; was 4"):
+        await server.encode("hello", options=pb.EncodeOptions(detail=unknown))
+
+
+async def test_offsets_can_be_counted_in_bytes(server: FakeServer) -> None:
+    text = "héllo 🙂 wörld"
+    options = pb.EncodeOptions(offset_unit=pb.OFFSET_UNIT_UTF8_BYTES)
+    (told,) = (await tokenize(server, text, offset_unit=pb.OFFSET_UNIT_UTF8_BYTES)).sequences
+    (encoded,) = (await server.encode(text, options=options)).sequences
+    assert told == encoded
+    words = [text.encode()[start:end].decode() for start, end in zip(told.char_starts, told.char_ends, strict=True)]
+    assert words == ["", "héllo", "🙂", "wörld", ""]
+
+
+@given(st.text())
+def test_bytes_before_each_code_point(text: str) -> None:
+    assert utf8_offsets(text).tolist() == [len(text[:i].encode()) for i in range(len(text) + 1)]
+
+
+@pytest.mark.parametrize("dimensions", [0, 3])
+async def test_vectors_of_one_bit_a_number(server: FakeServer, dimensions: int) -> None:
+    outputs = [pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN, dimensions=dimensions), pb.OutputSpec(kind=pb.OUTPUT_KIND_CLS)]
+    options = pb.EncodeOptions(outputs=outputs, data_type=pb.DATA_TYPE_BINARY)
+    response = await server.encode([0], [5, 6], options=options)
+    for tensor, width in zip(response.outputs, (dimensions or 4, 4), strict=True):
+        assert (tensor.data_type, tensor.width, list(tensor.lengths)) == (pb.DATA_TYPE_BINARY, width, [1, 1])
+        bits = np.unpackbits(np.frombuffer(tensor.data, np.uint8).reshape(2, -1), axis=1)
+        assert bits.shape == (2, 8)
+        assert bits[1].tolist() == [1] * width + [0] * (8 - width)
+
+
+async def test_rows_of_tokens_are_never_binary(server: FakeServer) -> None:
+    problem = "options.data_type: DATA_TYPE_BINARY is not for OUTPUT_KIND_TOKENS, see options.outputs"
+    for outputs, index in (([], 0), ([MEAN, pb.OutputSpec()], 1)):
+        options = pb.EncodeOptions(outputs=outputs, data_type=pb.DATA_TYPE_BINARY)
+        with pytest.raises(Failed, match=rf"{problem}\[{index}\]"):
+            await server.encode([1], options=options)
+
+
+async def test_what_comes_in_or_is_inspected_is_never_binary(start_server: StartServer) -> None:
+    problem = "data_type: DATA_TYPE_BINARY is for pooled outputs of Encode alone"
+    server = await start_server(takes_vectors=True)
+    vectors = make_input(np.ones((1, 4), np.float32))
+    with pytest.raises(Failed, match=problem):
+        await server.inspect(pb.InspectRequest(input=vectors, data_type=pb.DATA_TYPE_BINARY))
+    vectors.embeddings.data_type = pb.DATA_TYPE_BINARY
+    with pytest.raises(Failed, match=r"inputs\[0\].embeddings." + problem):
+        await server.call("Encode", pb.EncodeRequest(inputs=[vectors]))
