@@ -1,5 +1,6 @@
 """Directories of sparse encoders: what is read of them, and what is refused."""
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from sparse_models import (
     D_MODEL,
     LONGEST,
@@ -21,6 +23,7 @@ from sparse_models import (
 from encserve_export import Target, export_hf
 from encserve_export.errors import CheckpointFileError, ParityError, UnsafeWeightsError, UnsupportedModelError
 from encserve_export.precision import BOUNDS
+from encserve_export.report import show
 from encserve_export.sparse import read_sparse_encoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -147,6 +150,55 @@ def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
     assert "FlagEmbedding to 512 tokens" in exported.remark
     # Dense vectors, those for MaxSim, and the weights of tokens.
     assert (manifest.parity.pipeline_texts, manifest.parity.maxsim_tolerance) == (15, 1e-4)
+
+
+def facts(exported: Any) -> dict[str, str]:
+    """The rows of an export's report, by name."""
+    console = Console(record=True, file=io.StringIO())
+    show(exported, console)
+    return {line[:13].strip(): line[13:].strip() for line in console.export_text().splitlines()}
+
+
+def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, tmp_path: Path) -> None:
+    said = facts(export(bge_m3, tmp_path / "m3"))
+    assert said["pooling"] == f"cls, scaled to length 1, {D_MODEL} numbers"
+    assert said["vectors"] == f"one of {D_MODEL} numbers for each token that counts, compared by meanmaxsim"
+    assert said["weights"] == "over 1000 words, of each token under its own id"
+    assert said["document"] == "at most 640 tokens"
+    said = facts(export(splade, tmp_path / "splade"))
+    assert said["weights"] == "over 1000 words, the largest of all tokens, no more than the 32 largest"
+    assert "pooling" not in said
+    said = facts(export(static, tmp_path / "static"))
+    assert said["query"].endswith("weights from a table, without a run of the model")
+
+
+def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> None:
+    """And what is to be done about it makes a sparse model."""
+    from sentence_transformers import SparseEncoder
+
+    left = facts(export(write_language_model(tmp_path / "bare"), tmp_path))["left behind"]
+    assert left.startswith("cls, which is a language model's head. If that makes SPLADE's weights, save the directory")
+    SparseEncoder(str(tmp_path / "bare"), device="cpu").save_pretrained(str(tmp_path / "other"))
+    assert export(tmp_path / "other", tmp_path / "saved").manifest.HasField("sparse")
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "tokenizer.json"])
+def test_texts_that_are_cut_at_their_beginning_are_refused(where: str, directory: Path, tmp_path: Path) -> None:
+    left = {"direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0}
+    change(directory / where, **({"truncation": left} if where == "tokenizer.json" else {"truncation_side": "left"}))
+    with pytest.raises(UnsupportedModelError, match=r'cuts long texts at their beginning .* Write "truncation_side"'):
+        export(directory, tmp_path)
+    change(directory / "tokenizer_config.json", truncation_side="right")
+    assert export(directory, tmp_path).manifest.parity.pipeline_texts == 10
+
+
+def test_another_tokenizer_of_a_table_is_another_space(static: Path, tmp_path: Path) -> None:
+    directory = shutil.copytree(static, tmp_path / "model")
+    (path,) = directory.glob("query*/tokenizer.json")
+    path.write_text(json.dumps(json.loads(path.read_text()), indent=3))
+    assert export(directory, tmp_path / "again").manifest.space_id == export(static, tmp_path).manifest.space_id
+    change(path, normalizer={"type": "Lowercase"})
+    assert export(directory, tmp_path / "lower").manifest.space_id != export(static, tmp_path / "not").manifest.space_id
 
 
 def test_other_heads_are_another_space(bge_m3: Path, tmp_path: Path) -> None:

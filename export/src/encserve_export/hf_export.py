@@ -59,6 +59,10 @@ _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 # By default; what decoders have positions for, nobody embeds, and checking it takes hours.
 _LONGEST_BY_DEFAULT = 8192
 _PADDED_TOKENS = 32
+_LANGUAGE_MODEL = (
+    "which is a language model's head. If that makes SPLADE's weights, save the directory with sentence-transformers, "
+    "SparseEncoder(DIRECTORY).save_pretrained(OTHER), and export OTHER"
+)
 _NOT_OF_ONE_MODEL = "config.json and the weights must be of one model: download or save them again, together"
 _CODE_OF_ITS_OWN = (
     "config.json names code of its own (auto_map), which is never executed; where the weights are for that, "
@@ -178,6 +182,7 @@ def export_hf(
                 raise ConfigError("pooling is for a checkpoint that does not say its own; this one's modules.json does")
             vector = dataclasses.replace(vector, pooling=POOLINGS[pooling])
         settings = _read_settings(directory)
+        _check_sides(directory)
         if text:
             progress(text)
         checkpoint = _Checkpoint(
@@ -203,8 +208,31 @@ def export_hf(
     # The head of a language model makes no rows, but weights of them.
     used = exported.left_behind if exported.manifest.sparse.mask_name else inline
     left_behind = tuple(part for part in exported.left_behind if part not in used)
+    if _has_language_model(settings, vector) and set(left_behind) - {"pooler"}:
+        left_behind += (_LANGUAGE_MODEL,)
     remark = "; ".join(it for it in (exported.remark, vector.remark) if it)
     return dataclasses.replace(exported, text=text, route=exported.route + code, remark=remark, left_behind=left_behind)
+
+
+def _has_language_model(settings: Mapping[str, Any], vector: SentenceVector) -> bool:
+    """Whether a directory that says nothing of vectors is a masked-language model's, as those of SPLADE often are."""
+    named = any(str(it).endswith("ForMaskedLM") for it in settings.get("architectures") or ())
+    return named and not (vector.pooling or vector.multi_vector or vector.sparse)
+
+
+def _check_sides(directory: Path) -> None:
+    """Refuses a tokenizer that cuts texts at their beginning, as transformers reads it."""
+    config, file = (
+        read_object(path) if (path := directory / name).is_file() else {}
+        for name in ("tokenizer_config.json", manifest.TOKENIZER_FILE)
+    )
+    side = config.get("truncation_side") or (file.get("truncation") or {}).get("direction") or "right"
+    if side.lower() != "right":
+        raise UnsupportedModelError(
+            f"{directory}: its tokenizer cuts long texts at their beginning (truncation_side {side!r}), which a bundle "
+            'cannot express. Write "truncation_side": "right" into tokenizer_config.json, and have callers send the '
+            "end of what is too long"
+        )
 
 
 def _read_settings(directory: Path) -> dict[str, Any]:

@@ -43,7 +43,9 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         *([("route", exported.route)] if exported.route else []),
         *([("text", exported.text)] if exported.text else []),
         *([("pooling", _POOLING)] if exported.route and not _gives_vectors(manifest) else []),
+        *([("pooling", _pooling(manifest))] if manifest.pooling else []),
         *([("vectors", _vectors(manifest.multi_vector))] if manifest.HasField("multi_vector") else []),
+        *([("weights", _weights(manifest.sparse))] if manifest.HasField("sparse") else []),
         *((task, _task(getattr(manifest, task), manifest)) for task in TASKS if manifest.HasField(task)),
         *([("left behind", ", ".join(exported.left_behind))] if exported.left_behind else []),
         ("model size", f"{size / 2**20:,.1f} MiB, {manifest.graph.precision}, opset {manifest.graph.opset}"),
@@ -58,8 +60,25 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
     ]
 
 
+def _pooling(manifest: manifest_pb2.Manifest) -> str:
+    kinds = [manifest_pb2.Pooling.Name(it) for it in (manifest.pooling, *manifest.more_poolings)]
+    said = " and ".join(it.removeprefix("POOLING_").lower().replace("_", " ") for it in kinds)
+    width = manifest.dimensions or manifest.head.width or manifest.encoder.d_model * len(kinds)
+    return f"{said}{', scaled to length 1' if manifest.l2_normalize else ''}, {width} numbers"
+
+
 def _vectors(its: manifest_pb2.MultiVector) -> str:
     return f"one of {its.width} numbers for each token that counts, compared by {its.similarity}"
+
+
+def _weights(its: manifest_pb2.Sparse) -> str:
+    how = {
+        manifest_pb2.SPARSE_POOLING_MAX: "the largest of all tokens",
+        manifest_pb2.SPARSE_POOLING_SUM: "the sum over all tokens",
+        manifest_pb2.SPARSE_POOLING_OWN_ID: "of each token under its own id",
+    }[its.pooling]
+    kept = f", no more than the {its.max_active_dims} largest" if its.max_active_dims else ""
+    return f"over {its.width} words, {how}{kept}"
 
 
 def _task(its: manifest_pb2.TaskSettings, manifest: manifest_pb2.Manifest) -> str:
@@ -69,6 +88,8 @@ def _task(its: manifest_pb2.TaskSettings, manifest: manifest_pb2.Manifest) -> st
     if its.HasField("expansion"):
         seen = "seen" if its.expansion.attended else "not seen"
         said.append(f"made {its.expansion.min_tokens} with token {its.expansion.token_id}, {seen} by others")
+    if its.HasField("static_sparse"):
+        said.append("weights from a table, without a run of the model")
     for ids, what in ((its.skipped_token_ids, "have no vector"), (its.kept_token_ids, "alone have one")):
         if ids:
             said.append(f"{len(ids)} of the vocabulary's tokens {what}")

@@ -93,7 +93,7 @@ def space_id(
         "sparse": weights,
         "static_weights": static,
     }
-    facts = {
+    facts: dict[str, Any] = {
         "model": model,
         "max_sequence_tokens": manifest.encoder.max_sequence_tokens,
         "vectors": _plain({name: said[name] for name in _FACTS if name in said}, _OF_FILES),
@@ -101,6 +101,8 @@ def space_id(
         "tokenizer": None if tokenizer is None else _tokenizer_facts(tokenizer),
         "quantized": manifest.graph.precision if is_quantized(manifest.graph.precision) else None,
     }
+    if vector.static_weights:
+        facts["static_tokenizers"] = [_plain_tokenizer(dict(it.tokenizer)) for it in vector.static_weights]
     return _digest(facts)[:32]
 
 
@@ -202,11 +204,15 @@ def _plain(value: Any, names: Collection[str], parts: Collection[str] = ()) -> A
 
 
 def _tokenizer_facts(tokenizer: TokenizerFile) -> dict[str, Any]:
-    settings = read_object(tokenizer.path)
+    return {**_plain_tokenizer(read_object(tokenizer.path)), "lowercase": tokenizer.lowercase}
+
+
+def _plain_tokenizer(settings: dict[str, Any]) -> dict[str, Any]:
+    """What tokenizer.json says, but for what servers decide and how it is written."""
     for name in ("truncation", "padding", "version"):
         settings.pop(name, None)
     model = settings.get("model") or {}
     if isinstance(merges := model.get("merges"), list):
         # Newer versions write the two parts of a merge apart.
         model["merges"] = [it.split(" ") if isinstance(it, str) else it for it in merges]
-    return {**settings, "lowercase": tokenizer.lowercase}
+    return settings
