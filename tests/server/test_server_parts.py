@@ -22,6 +22,7 @@ from encserve_server.__main__ import main
 from encserve_server.engine.base import BatchResult
 from encserve_server.errors import BundleError, EncserveError, InvalidField, QueueFull
 from encserve_server.models.pooling import ModelVector, make_outputs
+from encserve_server.models.spans import POOLINGS
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.repository import loading
 from encserve_server.rpc import status, wire
@@ -211,7 +212,8 @@ def outputs_of(rows: list[Rows], *wanted: Output) -> list[OutputArrays]:
         place[: len(its)] = its
     with np.errstate(all="ignore"):
         inputs = [np.zeros(length, np.int64) for length in lengths]
-        return make_outputs(BatchResult(padded, lengths, 0.0, 0.0), inputs, [wanted] * len(rows), MAKERS)
+        spans = [np.array([[0, length], [length // 2, length], [0, 0]]) for length in lengths]
+        return make_outputs(BatchResult(padded, lengths, 0.0, 0.0), inputs, [wanted] * len(rows), spans, MAKERS)
 
 
 class Doubling:
@@ -224,7 +226,7 @@ class Doubling:
 IDS: list[TokenIds] = []  # plain pooling looks at none
 # Every pooling, joined.
 MADE = (OutputKind.MODEL, OutputKind.MULTI_VECTOR, OutputKind.SPARSE)
-KINDS = tuple(kind for kind in OutputKind if kind not in (OutputKind.TOKENS, *MADE))
+KINDS = tuple(kind for kind in OutputKind if kind not in (OutputKind.TOKENS, OutputKind.SPANS, *MADE))
 MAKERS = {OutputKind.MODEL: ModelVector(ModelPooling(KINDS, l2_normalize=False, width=3 * len(KINDS)), Doubling())}
 EVERY_OUTPUT = [
     Output(kind, l2_normalize, data_type, dimensions, skipped)
@@ -232,7 +234,7 @@ EVERY_OUTPUT = [
     for l2_normalize in (False, True)
     for data_type in DataType
     for dimensions, skipped in ((0, 0), (2, 0), *([(0, 4)] if kind is OutputKind.MODEL else []))
-]
+] + [Output(OutputKind.SPANS, False, span_pooling=pooling) for pooling in POOLINGS]
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.permutations(EVERY_OUTPUT), st.integers(0, 2**32))
@@ -282,13 +284,13 @@ def test_outputs_are_those_of_the_rows(lengths: list[int], seed: int) -> None:
 def test_sequences_of_a_batch_may_want_different_things() -> None:
     rows = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
     wanted = [(Output(OutputKind.MAX, False),), (Output(OutputKind.CLS, False), Output(OutputKind.MEAN, False)), ()]
-    made = make_outputs(BatchResult(np.concatenate([rows, rows[:1]]), [2, 2, 2], 0.0, 0.0), IDS, wanted)
+    made = make_outputs(BatchResult(np.concatenate([rows, rows[:1]]), [2, 2, 2], 0.0, 0.0), IDS, wanted, [])
     assert [[array.tolist() for array in its] for its in made] == [[[[3, 4, 5]]], [[[6, 7, 8]], [[7.5, 8.5, 9.5]]], []]
 
 
 def test_rows_that_are_wanted_as_they_are_are_not_copied() -> None:
     batch = BatchResult(np.ones((2, 5, 3), np.float32), [5, 2], 0.0, 0.0)
-    for (rows,) in make_outputs(batch, IDS, [(Output(OutputKind.TOKENS, False),)] * 2):
+    for (rows,) in make_outputs(batch, IDS, [(Output(OutputKind.TOKENS, False),)] * 2, []):
         assert np.shares_memory(rows, batch.output)
 
 

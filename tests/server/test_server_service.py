@@ -175,7 +175,7 @@ BAD_REQUESTS = {
     "no multi-vectors": (
         one(pb.EncodeOptions(outputs=[pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR)])),
         "options.outputs[0].kind",
-        "model tiny has no OUTPUT_KIND_MULTI_VECTOR; it has OUTPUT_KIND_TOKENS, .*OUTPUT_KIND_MEAN_SQRT_LENGTH$",
+        "model tiny has no OUTPUT_KIND_MULTI_VECTOR; it has OUTPUT_KIND_TOKENS, .*_SQRT_LENGTH, OUTPUT_KIND_SPANS$",
     ),
     "no sparse weights": (
         one(pb.EncodeOptions(outputs=[pb.OutputSpec(), pb.OutputSpec(kind=pb.OUTPUT_KIND_SPARSE)])),

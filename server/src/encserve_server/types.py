@@ -16,6 +16,7 @@ ModelInput = TokenIds | Vectors  # one sequence, whichever its model takes; len(
 Numbers = npt.NDArray[np.float32]
 OutputRows = npt.NDArray[np.floating[Any] | np.uint8]  # (rows, width), C-contiguous; bits are (rows, bytes)
 Mask = npt.NDArray[np.bool_]
+TokenSpans = npt.NDArray[np.int64]  # (spans, 2): where each begins and ends, exclusive, among a sequence's tokens
 
 
 class IndexedRows(NamedTuple):
@@ -47,6 +48,7 @@ class OutputKind(IntEnum):
     MEAN_SQRT_LENGTH = 8
     MULTI_VECTOR = 9  # a vector for each token that counts in MaxSim
     SPARSE = 10  # weights over the vocabulary
+    SPANS = 11  # of each range of the sequence its rows, pooled
 
 
 class Task(IntEnum):
@@ -109,6 +111,7 @@ class Output(NamedTuple):
         task: Whose tokens OutputKind.MULTI_VECTOR has a vector for, and whose pooling.
         pool_factor: How many of its vectors become one, after what the model does of this itself; 0 for no pooling.
         max_active_dims: How many weights of OutputKind.SPARSE are kept, the largest ones; 0 for all.
+        span_pooling: How OutputKind.SPANS pools: a kind of `models.spans.POOLINGS`.
     """
 
     kind: OutputKind
@@ -119,6 +122,7 @@ class Output(NamedTuple):
     task: Task = Task.NEITHER
     pool_factor: float = 0.0
     max_active_dims: int = 0
+    span_pooling: OutputKind = OutputKind.MEAN
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +135,7 @@ class TokenizedText:
         char_ends: (seq,) where it ends, exclusive.
         special: (seq,) whether the tokenizer added the token around the text.
         original_token_count: The tokens before truncation.
+        kept_behind: How many of the tokens stood behind those that were cut off; 0 where none were.
     """
 
     ids: TokenIds
@@ -138,6 +143,7 @@ class TokenizedText:
     char_ends: list[int]
     special: Mask
     original_token_count: int
+    kept_behind: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +156,7 @@ class CheckedSequence:
         special: (seq,) which tokens are special, or None where nobody asked.
         text: How the text was tokenized, or None if the caller sent something else.
         attended: How many of its first tokens all of its tokens see; 0 for all.
+        token_spans: What OutputKind.SPANS has rows for; None where nobody asked.
     """
 
     input: ModelInput
@@ -157,6 +164,7 @@ class CheckedSequence:
     special: Mask | None = None
     text: TokenizedText | None = None
     attended: int = 0
+    token_spans: TokenSpans | None = None
 
     @property
     def truncated(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from encserve_server.engine.base import BatchResult, Head
+from encserve_server.models.spans import pool_spans
 from encserve_server.types import (
     DataType,
     IndexedRows,
@@ -19,6 +20,7 @@ from encserve_server.types import (
     OutputArrays,
     OutputKind,
     OutputRows,
+    TokenSpans,
 )
 
 _LEAST_NORM = np.finfo(np.float32).tiny
@@ -72,6 +74,7 @@ def make_outputs(
     result: BatchResult,
     inputs: Sequence[ModelInput],
     wanted: Sequence[tuple[Output, ...]],
+    token_spans: Sequence[TokenSpans | None],
     makers: Mapping[OutputKind, Maker] = MappingProxyType({}),
 ) -> list[OutputArrays]:
     """Makes of a batch what each of its sequences is wanted for.
@@ -84,19 +87,25 @@ def make_outputs(
         result: What the batch gave; its padding may be written to.
         inputs: Its sequences.
         wanted: For each sequence its outputs.
+        token_spans: For each what OutputKind.SPANS has rows for; None for nothing.
         makers: What makes the kinds that only some models have.
 
     Returns:
         For each sequence an array of (rows, width) for each of its outputs: as many rows as tokens for
-        OutputKind.TOKENS, else one; what a maker makes is as its kind has it. Rows that are wanted as they are refer to
-        the batch's own.
+        OutputKind.TOKENS, as ranges for OutputKind.SPANS, else one; what a maker makes is as its kind has it. Rows that
+        are wanted as they are refer to the batch's own.
     """
     alike: dict[tuple[Output, ...], list[int]] = {}  # the places of those who want the same, mostly all
     for i, outputs in enumerate(wanted):
         alike.setdefault(outputs, []).append(i)
     made: list[OutputArrays] = [()] * len(wanted)
     for outputs, places in alike.items():
-        columns = [_make(result, inputs, places, output, makers) for output in outputs]
+        columns = [
+            _make_spans(result, places, token_spans, output)
+            if output.kind is OutputKind.SPANS
+            else _make(result, inputs, places, output, makers)
+            for output in outputs
+        ]
         for i, *its in zip(places, *columns, strict=True):
             made[i] = tuple(its)
     return made
@@ -116,6 +125,19 @@ def _make(
     if output.kind in _MADE:
         return makers[output.kind].make(result, inputs, places, output)
     return _each(_pool(result, output.kind), places, output)
+
+
+def _make_spans(
+    result: BatchResult, places: list[int], token_spans: Sequence[TokenSpans | None], output: Output
+) -> list[OutputRows]:
+    """OutputKind.SPANS of the sequences at these places of a batch."""
+    rows = result.rows
+    nothing = np.empty((0, 2), np.int64)
+    made = []
+    for i in places:
+        its = token_spans[i]
+        made.append(finish(pool_spans(rows[i], nothing if its is None else its, output.span_pooling), output))
+    return made
 
 
 def _each(pooled: Numbers, places: Sequence[int], output: Output) -> list[OutputRows]:

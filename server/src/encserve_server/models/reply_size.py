@@ -12,6 +12,8 @@ _STRING_OVERHEAD_BYTES = 6
 _INFO_BYTES_PER_SEQUENCE = 64
 _INFO_BYTES_PER_REPLY = 1024
 _INDEX_BYTES = 4
+_COUNT_BYTES = 5
+_FLOAT_BYTES = 4
 
 
 class ReplySize:
@@ -91,6 +93,9 @@ class ReplySize:
                 size += token_rows * row_bytes
             elif it.kind is OutputKind.MULTI_VECTOR:
                 size += tokens * (row_bytes + _INDEX_BYTES)
+            elif it.kind is OutputKind.SPANS:  # as they are made: their number has no other bound in all
+                spans = 0 if sequence.token_spans is None else len(sequence.token_spans)
+                size += spans * (self._bundle.d_model * _FLOAT_BYTES + _COUNT_BYTES)
             elif it.kind is not OutputKind.SPARSE:
                 size += row_bytes
         return size

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from encserve_server.engine.base import EngineInfo
@@ -17,6 +17,7 @@ from encserve_server.errors import (
 from encserve_server.models.inputs import InputChecker, Longest, SentInput
 from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted
 from encserve_server.models.reply_size import ReplySize
+from encserve_server.models.spans import SentSpans, place_spans
 from encserve_server.models.sparse import static_weights
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.scheduling.scheduler import Scheduler
@@ -88,6 +89,7 @@ class EncodeCall:
         task: What the texts are; one that the model knows.
         detail: How much the reply tells of each sequence.
         offset_unit: What it counts places in the text in.
+        spans: For each input what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
     """
 
     inputs: Sequence[SentInput]
@@ -99,6 +101,7 @@ class EncodeCall:
     task: Task = Task.NEITHER
     detail: Detail = Detail.TOKENS
     offset_unit: OffsetUnit = OffsetUnit.CODE_POINTS
+    spans: Sequence[SentSpans | None] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -310,6 +313,8 @@ class ServedModel:
                     span.stage("tokenize", began, began + tokenize_seconds)
         if span is not None:
             span.counted(sum(len(it.input) for it in sequences))
+        if call.spans:
+            sequences = _with_spans(sequences, call)
         estimated_bytes = self._reply_size.check(
             sequences,
             outputs,
@@ -325,7 +330,9 @@ class ServedModel:
         else:
             expands = settings.expansion is not None and not settings.expansion.attended
             attended = [it.attended for it in sequences] if expands else ()
-            encoded = await self._scheduler.encode([it.input for it in sequences], outputs, deadline, attended)
+            token_spans = [it.token_spans for it in sequences] if call.spans else ()
+            inputs = [it.input for it in sequences]
+            encoded = await self._scheduler.encode(inputs, outputs, deadline, attended, token_spans)
         estimated_bytes += self._reply_size.check_sparse(estimated_bytes, outputs, encoded)
         return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
 
@@ -524,6 +531,20 @@ class ServedModel:
                 "of pooling, and only texts have one",
             )
         return tuple(it._replace(skipped_tokens=skipped) for it in call.outputs)
+
+
+def _with_spans(sequences: Sequence[CheckedSequence], call: EncodeCall) -> list[CheckedSequence]:
+    """The sequences of a call, each with the tokens of its ranges.
+
+    Raises:
+        InvalidField: A range is not one of its input.
+    """
+    return [
+        sequence
+        if spans is None
+        else replace(sequence, token_spans=place_spans(f"inputs[{i}].spans", spans, it, sequence))
+        for i, (it, spans, sequence) in enumerate(zip(call.inputs, call.spans, sequences, strict=True))
+    ]
 
 
 def _first_not_text(field: str, inputs: Sequence[SentInput]) -> str:

@@ -129,7 +129,7 @@ def _turns(texts: Sequence[str]) -> Iterator[list[str]]:
 def _cut(encoding: Encoding, max_tokens: int) -> TokenizedText:
     """An encoding with tokens dropped from the end of the text, but the special tokens after it kept."""
     ids, special = encoding.ids, encoding.special_tokens_mask
-    count = len(ids)
+    count, closing = len(ids), 0
     if count <= max_tokens:
         offsets = encoding.offsets
     else:
@@ -144,4 +144,5 @@ def _cut(encoding: Encoding, max_tokens: int) -> TokenizedText:
         char_ends=[end for _, end in offsets],
         special=np.array(special, np.bool_),
         original_token_count=count,
+        kept_behind=closing,
     )

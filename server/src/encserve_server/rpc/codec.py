@@ -21,6 +21,7 @@ from encserve_server.models.served import (
     TokenizeCall,
     TokenizeReply,
 )
+from encserve_server.models.spans import POOLINGS, SentSpans
 from encserve_server.models.token_pooling import EXTRA, can_pool
 from encserve_server.rpc.status import Failure
 from encserve_server.rpc.wire import Part, field
@@ -60,6 +61,9 @@ _TRUNCATES: dict[int, bool] = {pb.TRUNCATION_UNSPECIFIED: False, pb.TRUNCATION_R
 _INDEXED = (OutputKind.MULTI_VECTOR, OutputKind.SPARSE)
 # Of these every token matters, so that each is told unless less is asked for; and none of them may be binary.
 _OF_TOKENS = (OutputKind.TOKENS, *_INDEXED)
+
+# More of one input take so much memory while they are pooled that a few inputs would take all of it.
+_MAX_SPANS = 16_384
 
 # What is returned where nothing is asked for.
 _ROWS = pb.OutputSpec(kind=pb.OUTPUT_KIND_TOKENS)
@@ -104,6 +108,7 @@ def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
         task=task,
         detail=_decode_detail(options, outputs),
         offset_unit=_decode_offset_unit("options.offset_unit", options.offset_unit),
+        spans=_decode_spans(request.inputs, outputs),
     )
 
 
@@ -303,7 +308,7 @@ def _decode_outputs(
     for i, spec in enumerate(specs):
         field = f"options.outputs[{i}]"
         kind = spec.kind or pb.OUTPUT_KIND_TOKENS
-        key = (kind, spec.l2_normalize, spec.dimensions, spec.max_active_dims, spec.pool_factor)
+        key = (kind, spec.l2_normalize, spec.dimensions, spec.max_active_dims, spec.pool_factor, spec.span_pooling)
         if key in seen:
             raise InvalidField(field, f"asks for the same as options.outputs[{seen[key]}]")
         seen[key] = i
@@ -325,7 +330,7 @@ def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, task: T
             )
         there = ", ".join(name for it, name in _OUTPUT_KIND_NAMES.items() if bundle.width_of(it))
         raise InvalidField(f"{field}.kind", f"model {bundle.name} has no {_OUTPUT_KIND_NAMES[kind]}; it has {there}")
-    if spec.max_active_dims or spec.pool_factor or kind is OutputKind.SPARSE:
+    if spec.max_active_dims or spec.pool_factor or spec.span_pooling or kind is OutputKind.SPARSE:
         _check_own_fields(field, spec, kind, task)
     if spec.dimensions > width:
         raise InvalidField(
@@ -335,18 +340,71 @@ def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, task: T
         raise InvalidField("options.data_type", f"DATA_TYPE_BINARY is not for {_OUTPUT_KIND_NAMES[kind]}, see {field}")
     if kind is OutputKind.MODEL and bundle.pooling is not None:
         return bundle.pooling.output(spec.l2_normalize, data_type, spec.dimensions)
-    output = Output(kind, spec.l2_normalize, data_type, spec.dimensions)
-    if kind is OutputKind.MULTI_VECTOR:
+    return _with_own_fields(Output(kind, spec.l2_normalize, data_type, spec.dimensions), field, spec, task, bundle)
+
+
+def _with_own_fields(output: Output, field: str, spec: pb.OutputSpec, task: Task, bundle: Bundle) -> Output:
+    """An output with the fields that only its kind has."""
+    if output.kind is OutputKind.MULTI_VECTOR:
         return output._replace(task=task, pool_factor=spec.pool_factor)
-    if kind is OutputKind.SPARSE and bundle.sparse is not None:
+    if output.kind is OutputKind.SPARSE and bundle.sparse is not None:
         return output._replace(max_active_dims=spec.max_active_dims or bundle.sparse.max_active_dims)
+    if output.kind is OutputKind.SPANS:
+        return output._replace(span_pooling=_decode_span_pooling(f"{field}.span_pooling", spec.span_pooling))
     return output
+
+
+def _decode_span_pooling(field: str, value: int) -> OutputKind:
+    if not value:
+        return OutputKind.MEAN
+    pooling = _OUTPUT_KINDS.get(value)
+    if pooling not in POOLINGS:
+        there = ", ".join(_OUTPUT_KIND_NAMES[it] for it in POOLINGS)
+        was = value if pooling is None else _OUTPUT_KIND_NAMES[pooling]
+        raise InvalidField(field, f"must be one of {there}; was {was}")
+    return pooling
+
+
+def _decode_spans(inputs: Sequence[pb.Input], outputs: Sequence[Output]) -> list[SentSpans | None]:
+    """The ranges of each input; nothing where none has any."""
+    having = [i for i, it in enumerate(inputs) if it.HasField("spans")]
+    if not having:
+        return []
+    if all(it.kind is not OutputKind.SPANS for it in outputs):
+        raise InvalidField(f"inputs[{having[0]}].spans", "is for OUTPUT_KIND_SPANS, which options.outputs lack")
+    decoded: list[SentSpans | None] = [None] * len(inputs)
+    for i in having:
+        decoded[i] = _decode_ranges(f"inputs[{i}].spans", inputs[i])
+    return decoded
+
+
+def _decode_ranges(field: str, it: pb.Input) -> SentSpans:
+    spans = it.spans
+    if spans.unit:
+        if spans.unit not in _OFFSET_UNITS:
+            raise _unknown_value(f"{field}.unit", spans.unit, pb.OffsetUnit)
+        unit = _OFFSET_UNITS[spans.unit]
+    else:
+        unit = OffsetUnit.CODE_POINTS if it.HasField("text") else OffsetUnit.TOKENS
+    count = len(spans.starts)
+    if count > _MAX_SPANS:
+        raise InvalidField(f"{field}.starts", f"must be at most {_MAX_SPANS}; was {count}")
+    if len(spans.ends) != count:
+        raise InvalidField(f"{field}.ends", f"must be as many as starts, {count}; was {len(spans.ends)}")
+    starts, ends = np.array(spans.starts, np.int64), np.array(spans.ends, np.int64)  # (spans,)
+    behind = starts > ends
+    if behind.any():
+        i = int(behind.argmax())
+        raise InvalidField(f"{field}.starts[{i}]", f"must be at most the range's end, {ends[i]}; was {starts[i]}")
+    return SentSpans(unit, starts, ends)
 
 
 def _check_own_fields(field: str, spec: pb.OutputSpec, kind: OutputKind, task: Task) -> None:
     """Refuses what other kinds have, and what those kinds cannot have."""
     if spec.max_active_dims and kind is not OutputKind.SPARSE:
         raise InvalidField(f"{field}.max_active_dims", f"is for OUTPUT_KIND_SPARSE alone; was {spec.max_active_dims}")
+    if spec.span_pooling and kind is not OutputKind.SPANS:
+        raise InvalidField(f"{field}.span_pooling", f"is for OUTPUT_KIND_SPANS alone; was {spec.span_pooling}")
     for name in ("l2_normalize", "dimensions"):
         if kind is OutputKind.SPARSE and (value := getattr(spec, name)):
             raise InvalidField(
@@ -433,6 +491,8 @@ def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> Inspe
             for twice or is not in the model.
     """
     model.check_inspectable()
+    if request.input.HasField("spans"):
+        raise InvalidField("input.spans", "is for Encode alone")
     return InspectCall(
         input=_decode_input("input", request.input, model.bundle.max_sequence_tokens),
         wanted=_decode_specs(request.tensors, model.bundle),
@@ -523,6 +583,8 @@ def _fill_counts(info: pb.SequenceInfo, sequence: CheckedSequence) -> None:
     info.token_count = len(sequence.input)
     info.original_token_count = sequence.original_token_count
     info.truncated = sequence.truncated
+    if sequence.token_spans is not None:
+        info.span_token_counts.extend((sequence.token_spans[:, 1] - sequence.token_spans[:, 0]).tolist())
 
 
 def _fill_tokens(

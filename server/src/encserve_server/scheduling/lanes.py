@@ -24,10 +24,12 @@ from encserve_server.scheduling.pending import Entry, PendingQueue
 from encserve_server.system.clock import Clock
 from encserve_server.system.cpus import step_back
 from encserve_server.telemetry.spans import RanBatch
-from encserve_server.types import BatchSeconds, ClosedBy, ModelInput, Output, OutputArrays
+from encserve_server.types import BatchSeconds, ClosedBy, ModelInput, Output, OutputArrays, TokenSpans
 
 # Makes of a batch what each of its sequences is wanted for; called in an engine's thread, where NumPy warns of nothing.
-MakeOutputs = Callable[[BatchResult, Sequence[ModelInput], Sequence[tuple[Output, ...]]], list[OutputArrays]]
+MakeOutputs = Callable[
+    [BatchResult, Sequence[ModelInput], Sequence[tuple[Output, ...]], Sequence[TokenSpans | None]], list[OutputArrays]
+]
 
 
 class LaneListener(Protocol):
@@ -261,9 +263,7 @@ class Lanes:
                 continue
             began_at = self._clock.now()
             try:
-                wanted = [it.ticket.wanted for it in part]
-                attended = [it.attended for it in part]
-                made = self._run(lane, [it.input for it in part], wanted, attended, alone=batch.alone)
+                made = self._run(lane, part, alone=batch.alone)
             except Exception as error:  # whatever the runtime raises
                 if self._is_broken(lane, error):
                     self._tell(self._listener.on_broken, batch.entries, error)
@@ -291,21 +291,17 @@ class Lanes:
                 self._tell(self._listener.on_broken, batch.entries, nothing)
                 return
 
-    def _run(
-        self,
-        lane: _Lane,
-        inputs: list[ModelInput],
-        wanted: list[tuple[Output, ...]],
-        attended: Sequence[int] = (),
-        *,
-        alone: bool,
-    ) -> _Made:
-        """One run, whose beginning others can see."""
+    def _run(self, lane: _Lane, entries: list[Entry], *, alone: bool) -> _Made:
+        """One run, whose beginning others can see; without entries it is of the probe."""
+        inputs = [it.input for it in entries] or [self._probe_input]
+        wanted = [it.ticket.wanted for it in entries] or [()]
+        attended = [it.attended for it in entries]
+        token_spans = [it.token_spans for it in entries]
         lane.started_at = began = self._clock.now()
         self._busy.begin(began)
         try:
             result = self._engine.run(inputs, attended=attended if any(attended) else (), alone=alone)
-            return _make(result, inputs, wanted, self._make_outputs)
+            return _make(result, inputs, wanted, token_spans, self._make_outputs)
         finally:
             self._busy.end(self._clock.now())
             lane.started_at = None
@@ -331,7 +327,7 @@ class Lanes:
 
     def _probe(self, lane: _Lane) -> bool:
         try:
-            made = self._run(lane, [self._probe_input], [()], alone=False)
+            made = self._run(lane, [], alone=False)
         except Exception as error:  # whatever the runtime raises
             self._tell(self._listener.on_failed_probe, error)
             return False
@@ -344,7 +340,11 @@ class Lanes:
 
 
 def _make(
-    result: BatchResult, inputs: list[ModelInput], wanted: list[tuple[Output, ...]], make_outputs: MakeOutputs
+    result: BatchResult,
+    inputs: list[ModelInput],
+    wanted: list[tuple[Output, ...]],
+    token_spans: list[TokenSpans | None],
+    make_outputs: MakeOutputs,
 ) -> _Made:
     """Looks at every number of a run, and makes of it what is wanted.
 
@@ -356,7 +356,8 @@ def _make(
         raise RuntimeError("the engine gave rows that are not those of the sequences")
     began = time.perf_counter()
     finite = _finite(result)
-    outputs = [its if ok else None for its, ok in zip(make_outputs(result, inputs, wanted), finite, strict=True)]
+    made = make_outputs(result, inputs, wanted, token_spans)
+    outputs = [its if ok else None for its, ok in zip(made, finite, strict=True)]
     split_seconds = time.perf_counter() - began
     seconds = BatchSeconds(result.collate_seconds, result.compute_seconds, split_seconds)
     return _Made(outputs, result.padded_tokens, seconds)

@@ -10,7 +10,7 @@ from typing import Protocol
 from encserve_server.errors import EncserveError
 from encserve_server.scheduling.batching import BatchPolicy, Taken, take_batch
 from encserve_server.telemetry.spans import RequestSpan
-from encserve_server.types import EncodedSequence, ModelInput, Output
+from encserve_server.types import EncodedSequence, ModelInput, Output, TokenSpans
 
 # So many entries that are gone are not worth a pass.
 _FEW = 64
@@ -60,6 +60,7 @@ class Ticket:
         deadline: float,
         span: RequestSpan | None = None,
         attended: Sequence[int] = (),
+        token_spans: Sequence[TokenSpans | None] = (),
     ) -> "Ticket":
         """A ticket for a call that comes now, on the running event loop."""
         count = len(sequences)
@@ -67,6 +68,8 @@ class Ticket:
         ticket.entries = [Entry(it, i, ticket, now, deadline) for i, it in enumerate(sequences)]
         for entry, count in zip(ticket.entries, attended, strict=False):  # of all, or of none
             entry.attended = count
+        for entry, its in zip(ticket.entries, token_spans, strict=False):
+            entry.token_spans = its
         return ticket
 
     def fail(self, error: EncserveError) -> None:
@@ -86,6 +89,7 @@ class Entry:
         enqueued_at: When it came, in the clock's seconds.
         deadline: When its caller stops waiting; infinity for never.
         attended: How many of its first tokens all of its tokens see; 0 for all.
+        token_spans: What OutputKind.SPANS has rows for, if that is wanted.
         started_at: When its batch started; NaN before.
         queued: Whether it counts against the queue's bound.
     """
@@ -96,6 +100,7 @@ class Entry:
     enqueued_at: float
     deadline: float
     attended: int = 0
+    token_spans: TokenSpans | None = None
     started_at: float = math.nan
     queued: bool = True
 

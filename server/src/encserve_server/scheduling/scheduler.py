@@ -25,7 +25,7 @@ from encserve_server.scheduling.pending import Entry, PendingQueue, QueueObserve
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans
 from encserve_server.telemetry.spans import BatchTracer, RanBatch
-from encserve_server.types import EncodedSequence, ModelInput, Output, OutputArrays, OutputKind
+from encserve_server.types import EncodedSequence, ModelInput, Output, OutputArrays, OutputKind, TokenSpans
 
 logger = logging.getLogger(__name__)
 
@@ -185,6 +185,7 @@ class Scheduler:
         wanted: tuple[Output, ...] = _ROWS,
         deadline: float = math.inf,
         attended: Sequence[int] = (),
+        token_spans: Sequence[TokenSpans | None] = (),
     ) -> list[EncodedSequence]:
         """Runs sequences and returns what was made of each, in order.
 
@@ -194,6 +195,7 @@ class Scheduler:
             wanted: What is to be made of each.
             deadline: The clock's seconds after which nobody waits any more.
             attended: For each how many of its first tokens all of its tokens see, 0 for all; or nothing.
+            token_spans: For each what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
 
         Raises:
             QueueFull: No room now.
@@ -202,7 +204,7 @@ class Scheduler:
             InferenceFailed: The engine cannot compute one of the sequences.
             EngineUnhealthy: The engine fails for everything.
         """
-        ticket = self._admit(sequences, wanted, deadline, attended)
+        ticket = self._admit(sequences, wanted, deadline, attended, token_spans)
         try:
             await ticket.done
         except asyncio.CancelledError:
@@ -217,7 +219,12 @@ class Scheduler:
         return [result for result in ticket.results if result is not None]
 
     def _admit(
-        self, sequences: Sequence[ModelInput], wanted: tuple[Output, ...], deadline: float, attended: Sequence[int]
+        self,
+        sequences: Sequence[ModelInput],
+        wanted: tuple[Output, ...],
+        deadline: float,
+        attended: Sequence[int],
+        token_spans: Sequence[TokenSpans | None],
     ) -> Ticket:
         """Queues all sequences of a call, or refuses it."""
         self._check_ready()
@@ -227,7 +234,7 @@ class Scheduler:
             for _ in sequences:
                 self._observer.expired()
             raise DeadlineExpired("the deadline had passed before the request was queued")
-        ticket = Ticket.of(sequences, wanted, now, deadline, spans.current(), attended)
+        ticket = Ticket.of(sequences, wanted, now, deadline, spans.current(), attended, token_spans)
         self._pending.add(ticket)
         self._lanes.wake()
         return ticket
