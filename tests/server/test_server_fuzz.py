@@ -7,6 +7,7 @@ from typing import Any
 import grpc
 import pytest
 from fake_server import Failed, FakeServer, make_input
+from fuzzing import damaged
 
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -41,20 +42,6 @@ def wild_request(rng: random.Random) -> Any:
     )
     model, version = rng.choice([("", ""), ("tiny", "1"), ("", "2"), ("tiny", ""), (text(), text())])
     return pb.EncodeRequest(model=model, model_version=version, inputs=inputs, options=options)
-
-
-def damaged(data: bytes, rng: random.Random) -> bytes:
-    """The bytes with some flipped, cut off or added."""
-    changed = bytearray(data)
-    for _ in range(rng.randint(1, 4)):
-        match rng.randrange(3):
-            case 0 if changed:
-                changed[rng.randrange(len(changed))] = rng.randrange(256)
-            case 1:
-                del changed[rng.randrange(len(changed) + 1) :]
-            case _:
-                changed += rng.randbytes(rng.randint(1, 8))
-    return bytes(changed)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -15,6 +15,7 @@ import tiny_heads
 from fake_server import Failed, FakeServer, StartServer, make_input
 from hypothesis import given
 from hypothesis import strategies as st
+from open_inference import infer, text_tensor
 from tiny_bundle import VOCAB_SIZE, expected_rows, inspect_parts, table, write_bundle
 from tiny_heads import expected_vectors, expected_weights, multi_vector, sparse
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -258,6 +259,39 @@ async def test_a_text_of_nothing_that_counts_has_no_vectors(serve: Serve) -> Non
     assert [indices.tolist() for _, indices in sets(reply.outputs[0])] == [[], [], [1]]
     empty = await server.encode(text(7), options=options(MULTI, task=pb.TASK_DOCUMENT))
     assert (list(empty.outputs[0].lengths), empty.outputs[0].data, empty.outputs[0].indices) == ([0], b"", b"")
+
+
+async def test_sets_of_vectors_are_padded_in_the_open_inference_protocol(serve: Serve) -> None:
+    document = manifest_pb2.TaskSettings(skipped_token_ids=[6, 7])
+    server = await serve(LATE, multi_vector=multi_vector(), document=document)
+    texts = [text(6, 7), text(5, 8, 9)]
+    reply = await server.encode(*texts, options=options(MULTI, task=pb.TASK_DOCUMENT))
+    outputs = ["multi_vector", "multi_vector_lengths"]
+    got = await infer(server, text=text_tensor(*texts), outputs=outputs, parameters={"task": "document"})
+    assert got["multi_vector_lengths"].tolist() == list(reply.outputs[0].lengths)
+    for padded, (vectors, _) in zip(got["multi_vector"], sets(reply.outputs[0]), strict=True):
+        np.testing.assert_array_equal(padded[: len(vectors)], vectors)
+        assert not padded[len(vectors) :].any()
+    with pytest.raises(Failed, match="parameters.task: must be 'document'; was 'query'"):
+        await infer(server, text=text_tensor(*texts), parameters={"task": "query"})
+
+
+async def test_weights_are_padded_in_the_open_inference_protocol(serve: Serve) -> None:
+    server = await serve({"sparse.onnx": tiny_heads.sparse_file("max")}, sparse=sparse())
+    ids = [[5, 6, 7], [8, 9, 10]]
+    reply = await server.encode(*ids, options=options(SPARSE))
+    got = await infer(server, input_ids=np.array(ids))
+    assert list(got) == [
+        "last_hidden_state",
+        "lengths",
+        "embedding",
+        *(f"sparse_{it}" for it in ("weights", "indices", "lengths")),
+    ]
+    assert got["sparse_lengths"].tolist() == list(reply.outputs[0].lengths)
+    for i, (weights, indices) in enumerate(sets(reply.outputs[0])):
+        np.testing.assert_array_equal(got["sparse_weights"][i, : len(weights)], weights[:, 0])
+        np.testing.assert_array_equal(got["sparse_indices"][i, : len(weights)], indices)
+        assert not got["sparse_weights"][i, len(weights) :].any()
 
 
 async def test_the_first_token_may_have_no_vector(serve: Serve) -> None:

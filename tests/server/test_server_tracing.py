@@ -19,6 +19,7 @@ from fake_clock import FakeClock
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
 from hypothesis import given
 from hypothesis import strategies as st
+from open_inference import infer_request, text_tensor
 from otlp_receiver import ERROR, SERVER_KIND, OtlpReceiver, ReceivedSpan, otlp_receiver
 from prometheus_client import CollectorRegistry
 from waiting import until
@@ -27,6 +28,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import _open_tracer
 from encserve_server.engine.fake import FakeEngine
 from encserve_server.errors import StartupError
+from encserve_server.rpc.open_inference.service import SERVICE_NAME
 from encserve_server.settings import Settings
 from encserve_server.system.clock import MonotonicClock
 from encserve_server.telemetry import logs, spans, tracing
@@ -104,6 +106,17 @@ async def test_the_parts_of_a_request_lie_in_it_one_after_the_other(traced: Trac
     assert began - 5e9 < parent.start_ns
     assert parent.end_ns < ended + 5e9
     assert len(got) == 6
+
+
+async def test_other_protocols_are_traced_alike(traced: Traced) -> None:
+    server, receiver = traced
+    data = infer_request(text=text_tensor("hello", "world")).SerializeToString()
+    await server.call("ModelInfer", data, SERVICE_NAME, metadata=SAMPLED)
+    got = await received(receiver, has(f"{SERVICE_NAME}/ModelInfer", "batch"))
+    (span,) = named(got, f"{SERVICE_NAME}/ModelInfer")
+    assert (span.trace_id, span.parent_id) == (TRACE_ID, PARENT_ID)
+    assert span.attributes.items() >= {"encserve.model": "tiny", "encserve.sequences": 2, "encserve.tokens": 6}.items()
+    assert {"tokenize", "queue", "compute", "encode"} <= {it.name for it in got if it.parent_id == span.span_id}
 
 
 async def test_ids_are_not_tokenized(traced: Traced) -> None:

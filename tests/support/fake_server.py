@@ -16,6 +16,7 @@ from waiting import until
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
 from encserve_server.engine.fake import FakeEngine, FakeInspector
+from encserve_server.models.pooling import ModelVector
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.repository.manager import Loader
@@ -72,10 +73,10 @@ class FakeServer:
         self.inspector = inspector
         self.channel = channel
 
-    async def call(self, method: str, request: Any, **options: Any) -> bytes:
-        """Sends a message, or raw bytes, to a method of the service; gives the reply's bytes, raises Failed."""
+    async def call(self, method: str, request: Any, service: str = SERVICE, **options: Any) -> bytes:
+        """Sends a message, or raw bytes, to a method of a service; gives the reply's bytes, raises Failed."""
         data = request if isinstance(request, bytes) else request.SerializeToString()
-        rpc: Any = self.channel.unary_unary(f"/{SERVICE}/{method}")
+        rpc: Any = self.channel.unary_unary(f"/{service}/{method}")
         try:
             reply = await rpc(data, **options)
         except grpc.aio.AioRpcError as error:
@@ -176,7 +177,8 @@ def fake_model(
         default_prompt_name=next(iter(prompts or ()), ""),
     )
     tokenizer = TextTokenizer(tokenizer_file, tokenize_pool, max_queue_text_mib * 2**20) if tokenizer_file else None
-    return LoadedModel(bundle, tokenizer, engine, 0.1, 0.1, load_inspector)
+    makers = {OutputKind.MODEL: ModelVector(bundle.pooling)} if bundle.pooling else {}
+    return LoadedModel(bundle, tokenizer, engine, 0.1, 0.1, load_inspector, makers=makers)
 
 
 async def start_fake_server(

@@ -28,6 +28,7 @@ from encserve_server.repository.loading import load_model
 from encserve_server.repository.manager import Loader, ModelManager
 from encserve_server.rpc import health, reflection, service
 from encserve_server.rpc.guard import RpcGuard
+from encserve_server.rpc.open_inference import service as open_inference
 from encserve_server.rpc.server import add_service, make_server
 from encserve_server.settings import Settings
 from encserve_server.system.clock import Clock, MonotonicClock
@@ -75,6 +76,13 @@ class App:
             self.metrics,
             clock=self._clock,
             encode_pool=self._encode_pool,
+            max_stream_in_flight=settings.max_stream_in_flight,
+        )
+        self._open_inference = open_inference.OpenInferenceService(
+            self._calls,
+            self.catalog,
+            self.metrics,
+            clock=self._clock,
             max_stream_in_flight=settings.max_stream_in_flight,
         )
         self.manager = ModelManager(
@@ -166,12 +174,15 @@ class App:
     async def _start_grpc(self) -> None:
         settings = self.settings
         server = make_server(settings)
-        guard = RpcGuard(self.metrics, self._calls, service.SERVICE_NAME, service.METHODS)
-        ours = self._service.handlers(guard, self._tracer)
-        add_service(server, service.SERVICE_NAME, service.METHODS, ours)
+        names = [health.SERVICE_NAME]
         add_service(server, health.SERVICE_NAME, health.METHODS, self._health_service.handlers())
+        protocols = [(service, self._service)] + [(open_inference, self._open_inference)] * settings.open_inference
+        for protocol, its in protocols:
+            guard = RpcGuard(self.metrics, self._calls, protocol.SERVICE_NAME, protocol.METHODS)
+            add_service(server, protocol.SERVICE_NAME, protocol.METHODS, its.handlers(guard, self._tracer))
+            names.append(protocol.SERVICE_NAME)
         if settings.reflection:
-            telling = reflection.handlers((service.SERVICE_NAME, health.SERVICE_NAME))
+            telling = reflection.handlers(names)
             for name in reflection.SERVICE_NAMES:
                 add_service(server, name, reflection.METHODS, telling)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host  # an IPv6 address

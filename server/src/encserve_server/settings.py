@@ -182,6 +182,9 @@ class Settings:
         minimum=0,
         maximum=1,
     )
+    open_inference: bool = _setting(
+        True, "Whether to serve the Open Inference Protocol v2 on the gRPC port too, for KServe's and Triton's clients."
+    )
     reflection: bool = _setting(True, "Whether to serve gRPC reflection, so that grpcurl and its kind need no .proto.")
 
     def __post_init__(self) -> None:

@@ -33,6 +33,7 @@ class ReplySize:
         *,
         with_strings: bool,
         without_special: bool,
+        padded: bool,
     ) -> int:
         """What a reply with these outputs takes, but for sparse weights.
 
@@ -42,12 +43,15 @@ class ReplySize:
             detail: How much it tells of each.
             with_strings: Whether that is the vocabulary's strings too.
             without_special: Whether special tokens have no rows in OutputKind.TOKENS.
+            padded: Whether all have as many rows as the longest.
 
         Raises:
             ResponseTooLarge: It is over the limit.
         """
         info_bytes = self._info_bytes(with_strings) if detail is Detail.TOKENS else 0
         sizes = [self._row_bytes(it, outputs, without_special) + len(it.input) * info_bytes for it in sequences]
+        if padded:
+            sizes = [max(sizes)] * len(sizes)
         return self._sum("inputs", sizes, ", and float16 or pooled outputs take less")
 
     def check_tokens(self, field: str, sequences: Sequence[CheckedSequence], with_strings: bool) -> int:

@@ -90,6 +90,7 @@ class EncodeCall:
         detail: How much the reply tells of each sequence.
         offset_unit: What it counts places in the text in.
         spans: For each input what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
+        padded: Whether every sequence has as many rows in the reply as the longest.
     """
 
     inputs: Sequence[SentInput]
@@ -102,6 +103,7 @@ class EncodeCall:
     detail: Detail = Detail.TOKENS
     offset_unit: OffsetUnit = OffsetUnit.CODE_POINTS
     spans: Sequence[SentSpans | None] = ()
+    padded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,6 +323,7 @@ class ServedModel:
             call.detail,
             with_strings=call.include_token_strings,
             without_special=call.exclude_special_tokens,
+            padded=call.padded,
         )
         if static is not None:
             encoded = [

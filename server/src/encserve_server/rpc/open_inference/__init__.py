@@ -1,0 +1,1 @@
+"""The Open Inference Protocol v2, and what Triton's tools ask for besides: docs/open-inference.md."""

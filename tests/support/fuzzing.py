@@ -1,0 +1,17 @@
+"""What fuzzers of every protocol do to good messages."""
+
+import random
+
+
+def damaged(data: bytes, rng: random.Random) -> bytes:
+    """The bytes with some flipped, cut off or added."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        match rng.randrange(3):
+            case 0 if changed:
+                changed[rng.randrange(len(changed))] = rng.randrange(256)
+            case 1:
+                del changed[rng.randrange(len(changed) + 1) :]
+            case _:
+                changed += rng.randbytes(rng.randint(1, 8))
+    return bytes(changed)

@@ -1,0 +1,68 @@
+"""Requests of the Open Inference Protocol and what is in their answers, for tests of a `FakeServer`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from fake_server import FakeServer
+
+from encserve_server.rpc.open_inference.service import SERVICE_NAME
+from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
+
+DTYPES = {"INT64": "<i8", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2"}
+_DATATYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+
+
+def text_tensor(*texts: str) -> npt.NDArray[np.object_]:
+    """(n,) texts."""
+    return np.array([text.encode() for text in texts], object)
+
+
+def infer_request(
+    *,
+    outputs: Sequence[str] = (),
+    raw: bool = True,
+    parameters: Any = None,
+    request_id: str = "",
+    model: str = "tiny",
+    **inputs: Any,
+) -> pb.ModelInferRequest:
+    """A request of arrays by their names; arrays of objects are BYTES."""
+    request = pb.ModelInferRequest(model_name=model, id=request_id)
+    for name, array in inputs.items():
+        is_bytes = array.dtype == object
+        datatype = "BYTES" if is_bytes else _DATATYPES[array.dtype]
+        tensor = request.inputs.add(name=name, datatype=datatype, shape=array.shape)
+        flat = array.reshape(-1).tolist()
+        if raw:
+            elements = b"".join(len(it).to_bytes(4, "little") + it for it in flat) if is_bytes else array.tobytes()
+            request.raw_input_contents.append(elements)
+        else:
+            field = {"BYTES": "bytes_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}[datatype]
+            getattr(tensor.contents, field).extend(flat)
+    for name in outputs:
+        request.outputs.add(name=name)
+    for name, value in (parameters or {}).items():
+        field = {bool: "bool_param", int: "int64_param", str: "string_param", float: "double_param"}[type(value)]
+        setattr(request.parameters[name], field, value)
+    return request
+
+
+def arrays_of(response: pb.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
+    """The outputs by their names."""
+    assert len(response.raw_output_contents) == len(response.outputs)
+    return {
+        it.name: np.frombuffer(data, DTYPES[it.datatype]).reshape(it.shape)
+        for it, data in zip(response.outputs, response.raw_output_contents, strict=True)
+    }
+
+
+async def ask(server: FakeServer, method: str, request: Any, response_type: Any) -> Any:
+    """A call of the service; raises Failed."""
+    return response_type.FromString(await server.call(method, request, SERVICE_NAME))
+
+
+async def infer(server: FakeServer, **request: Any) -> dict[str, npt.NDArray[Any]]:
+    """The outputs of a ModelInfer by their names; raises Failed."""
+    return arrays_of(await ask(server, "ModelInfer", infer_request(**request), pb.ModelInferResponse))
