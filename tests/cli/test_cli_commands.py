@@ -7,6 +7,7 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 import scipy.sparse
@@ -29,7 +30,7 @@ async def encserve(service: FakeEncoder, *arguments: str, **env: str) -> Result:
     """Runs the command against the service; 80 columns, as if piped."""
     call = ["--target", service.target, *arguments]
     result = await asyncio.to_thread(CliRunner().invoke, cli, call, env={"COLUMNS": "80", **env})
-    assert max(map(len, result.output.splitlines())) <= 80 or "--json" in arguments or result.exit_code
+    assert max(map(len, result.output.splitlines())) <= 80 or {"--json", "models"} & set(arguments) or result.exit_code
     return result
 
 
@@ -66,7 +67,7 @@ async def test_encode_json(service: FakeEncoder) -> None:
 
 async def test_encode_to_a_file(service: FakeEncoder, tmp_path: Path) -> None:
     """The file has exactly the name that was asked for, and needs no pickle."""
-    path = tmp_path / "vectors.out"
+    path = tmp_path / "vectors.NPZ"
     result = await encserve(service, "encode", "two words", "one", "--output", str(path))
     assert "2 texts, 7 rows of 8" in " ".join(result.stdout.split())
     with np.load(path, allow_pickle=False) as file:
@@ -75,7 +76,7 @@ async def test_encode_to_a_file(service: FakeEncoder, tmp_path: Path) -> None:
         assert file["token_ids"].tolist() == [1, 3, 5, 2, 1, 3, 2]
         assert str(file["fingerprint"]) == "f" * 16
         assert str(file["space_id"]) == "5" * 16
-    assert [it.name for it in tmp_path.iterdir()] == ["vectors.out"]  # noqa: ASYNC240 - a test's own folder
+    assert [it.name for it in tmp_path.iterdir()] == ["vectors.NPZ"]  # noqa: ASYNC240 - a test's own folder
 
 
 async def test_similarity(service: FakeEncoder) -> None:
@@ -222,23 +223,41 @@ async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
     assert "--pooling makes one vector of a text; leave it out with --kind sparse" in result.stderr
 
 
+TERMINAL = {"TTY_COMPATIBLE": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "110"}
+
+
 async def test_models_of_other_kinds(service: FakeEncoder) -> None:
     """What a model makes of a text, and the longest text of each task."""
     service.model_info.CopyFrom(WHICHEVER)
     service.model_info.tasks.extend(TASKS)
-    lines = [line.split() for line in (await encserve(service, "models")).stdout.splitlines()]
+    lines = [line.split() for line in (await encserve(service, "models", **TERMINAL)).stdout.splitlines()]
     first = next(place for place, line in enumerate(lines) if line[:1] == ["tiny"])
     assert lines[first][:7] == ["tiny", "*", "1", "8", "2", "64", "cls"]
-    assert lines[first + 1] == ["query", "32", "maxsim", "8"]
+    assert [click.unstyle(it) for it in lines[first + 1]] == ["f" * 16, "query", "32", "maxsim", "8"]
     assert lines[first + 2] == ["document", "60", "sparse", "100"]
 
 
 async def test_models(service: FakeEncoder) -> None:
-    result = await encserve(service, "models")
-    [line] = [line.split() for line in result.stdout.splitlines() if line.split()[:1] == ["tiny"]]
-    assert line == ["tiny", "*", "1", "8", "2", "64", "mean", "CPU", "float32", "yes"]
+    """Whole names and fingerprints, on a terminal and in a pipe."""
+    name = service.model_info.name = "a-model-with-a-name-of-forty-characters-"
+    shown = (await encserve(service, "models", **TERMINAL)).stdout
+    assert f" {name} * " in shown
+    assert "f" * 16 in shown
+    [line] = (await encserve(service, "models")).stdout.splitlines()
+    assert line.split("\t") == [
+        *(name, "1", "f" * 16, "5" * 16, "8", "64", "mean", "CPUExecutionProvider", "float32", "ready")
+    ]
     [model] = json.loads((await encserve(service, "models", "--json")).stdout)
     assert model["max_request_tokens"] == 65536
+
+
+async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
+    flags = ["--metadata", "x-team=search", "--metadata", "x-empty=", "--token", "secret"]
+    assert (await encserve(service, *flags, "embed", "one")).exit_code == 0
+    sent = service.metadata[-1]
+    assert (sent["x-team"], sent["x-empty"], sent["authorization"]) == ("search", "", "Bearer secret")
+    assert "--metadata wants NAME=VALUE; was 'x'" in (await encserve(service, "--metadata", "x", "models")).stderr
+    assert "--cert and --key go together" in (await encserve(service, "--cert", "a.pem", "models")).stderr
 
 
 @pytest.mark.parametrize(

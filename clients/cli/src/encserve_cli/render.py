@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+import click
 import numpy as np
 import numpy.typing as npt
 from rich import box
@@ -93,14 +94,15 @@ def vector_names(info: SequenceInfo, places: npt.NDArray[np.uint32] | None, coun
     return [str(place) if info.tokens is None else info.tokens[place] for place in places.tolist()]
 
 
-def print_saved(path: Path, result: EncodeResult) -> None:
-    """What was written to a file."""
+def print_saved(path: Path, result: EncodeResult, inputs: int, rows: int, seconds: float) -> None:
+    """What was written to a file, and what of it came last."""
     console = Console(highlight=False)
     output = result.outputs[0]
-    rows, width = output.matrix().shape
-    held = f"{rows} weights of {output.sparse_width}" if output.kind == "sparse" else f"{rows} rows of {width}"
-    console.print(Text(f"wrote {path}: {len(result.sequences)} texts, {held}"))
-    print_footer(console, result)
+    held = f"{rows:,} weights of {output.sparse_width:,}" if output.kind == "sparse" else f"{rows:,} rows"
+    if output.kind != "sparse":
+        held += f" of {output.blocks[0].rows.shape[1]}"
+    console.print(Text(f"wrote {path}: {inputs:,} texts, {held}, in {seconds:.1f} s, {inputs / seconds:,.0f} a second"))
+    console.print(Text(f"model {result.model}, version {result.version}, fingerprint {result.fingerprint}", "dim"))
 
 
 def print_similarity(texts: Sequence[str], cosines: npt.NDArray[np.float64], result: EncodeResult) -> None:
@@ -142,19 +144,23 @@ def print_ranking(
 
 
 def print_models(models: Sequence[ModelInfo]) -> None:
-    """One line for each model."""
+    """A table on a terminal; elsewhere a line for each model, its fields between tabs."""
     console = Console(highlight=False)
+    if not console.is_terminal:
+        for it in models:
+            click.echo("\t".join(_model_fields(it)))
+        return
     table = make_table()
-    for name in ("model", "version"):
-        table.add_column(name, overflow="fold")
+    table.add_column("model, fingerprint", no_wrap=True)
+    table.add_column("version", no_wrap=True)
     for name in ("d_model", "layers", "tokens"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     for name in ("makes", "runs on", "ready"):
         table.add_column(name, overflow="fold")
     for it in models:
         ready = Text("yes", "green") if it.ready else Text(f"no: {it.not_ready_reason}", "red")
         table.add_row(
-            Text(f"{it.name} *" if it.is_default else it.name),
+            Text(f"{it.name} *" if it.is_default else it.name).append(f"\n{it.fingerprint}", "dim"),
             Text(it.version),
             str(it.d_model),
             str(it.n_layers or "-"),  # not known of a model that came as ONNX
@@ -166,6 +172,14 @@ def print_models(models: Sequence[ModelInfo]) -> None:
     console.print(table)
     if any(it.is_default for it in models):
         console.print("* answers calls that name no model", style="dim")
+
+
+def _model_fields(it: ModelInfo) -> list[str]:
+    return [
+        *(it.name, it.version, it.fingerprint, it.space_id or "-"),
+        *(str(it.d_model), str(it.max_sequence_tokens), "; ".join(_kinds(it)) or "-", it.provider, it.precision),
+        "ready" if it.ready else f"not ready: {it.not_ready_reason}",
+    ]
 
 
 def _kinds(it: ModelInfo) -> list[str]:

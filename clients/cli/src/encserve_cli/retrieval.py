@@ -1,8 +1,9 @@
 """`encserve embed` and `encserve similarity`: what a model makes of texts, and how well they go together."""
 
+import functools
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -10,10 +11,11 @@ import click
 import numpy as np
 
 from encserve_cli import render
+from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, reads_inputs
 from encserve_cli.report.labels import visible
 from encserve_cli.report.matches import Side
-from encserve_cli.shared import calls_server, ids_of, names_model, prints_rows, save_arrays, treats_texts
-from encserve_client import EncodedOutput, EncoderClient, EncodeResult, ModelInfo, Pooling, Task, Timings, rank
+from encserve_cli.shared import calls_server, ids_of, names_model, treats_texts
+from encserve_client import EncodedOutput, EncoderClient, EncodeResult, ModelInfo, Output, Pooling, Task, Timings, rank
 from encserve_client.options import TrainedKind
 from encserve_client.scoring import Similarity
 
@@ -23,63 +25,75 @@ _KIND = click.option(
     help="One vector for each text, the vectors of MaxSim, or weights over the vocabulary. Default: what the model was "
     "trained for.",
 )
+_POOLING = click.option(
+    "--pooling",
+    type=click.Choice(get_args(Pooling)),
+    help="How token vectors become one. Default: what the model was trained for.",
+)
 
 
 @click.command()
-@click.argument("texts", nargs=-1, required=True, metavar="TEXT...")
+@reads_inputs
 @names_model
 @_KIND
+@_POOLING
 @treats_texts
 @prints_rows
 @calls_server
 def embed(
     client: EncoderClient,
-    texts: tuple[str, ...],
+    sources: Sources,
     model: str | None,
     model_version: str | None,
     as_json: bool,
     kind: TrainedKind | None,
+    pooling: Pooling | None,
     task: Task | None,
     prompt_name: str | None,
     truncate: bool,
-    output: Path | None,
-    max_rows: int,
+    printing: Printing,
 ) -> None:
-    """Print what the model was trained to make of each TEXT: a vector, several, or weights over the vocabulary.
+    r"""Print what the model was trained to make of each TEXT: a vector, several, or weights over the vocabulary.
 
-    The .npz file holds `rows` (texts, width); of several vectors `rows` (all vectors, width), `lengths` (texts,) and,
-    where they are not pooled, `token_indices`; of weights what scipy.sparse.load_npz reads as (texts, vocabulary).
+    A TEXT that ends in .txt, .jsonl, .csv or .parquet is a file of texts, and - is standard input, a text a line.
+
+    \b
+    --output FILE holds, by its suffix:
+      .npy, .csv    one vector for each text
+      .npz          rows (texts, width); of several vectors rows (all vectors,
+                    width), lengths (texts,) and, where they are not pooled,
+                    token_indices; of weights what scipy.sparse.load_npz reads
+      .jsonl        a line for each text
+      .parquet      text, and vector, rows with token_indices, or indices and
+                    values
     """
-    result = client.run(
-        texts,
-        outputs=[kind or client.model(model, model_version).trained_kind],
+    if pooling is not None and kind not in (None, "model"):
+        raise click.UsageError(f"--pooling makes one vector of a text; leave it out with --kind {kind}")
+    wanted = pooling or kind or client.model(model, model_version).trained_kind
+    run = functools.partial(
+        client.run,
+        outputs=[Output(wanted, dimensions=printing.dimensions)],
+        dtype=printing.dtype,
         model=model,
         version=model_version,
         truncate=truncate,
-        include_token_strings=True,
+        include_token_strings=not sources.ids,
         prompt_name=prompt_name,
         task=task,
     )
-    if output is not None:
-        save_arrays(output, result, **_arrays(result.outputs[0]))
-    if as_json:
-        click.echo(json.dumps(_embed_json(texts, result), ensure_ascii=False))
-    elif output is not None:
-        render.print_saved(output, result)
-    else:
-        printers = {"multi_vector": render.print_multi_vectors, "sparse": render.print_sparse}
-        printers.get(result.outputs[0].kind, render.print_vectors)(texts, result, max_rows)
+    deliver(run, sources, printing, as_json, _print)
+
+
+def _print(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
+    printers = {"multi_vector": render.print_multi_vectors, "sparse": render.print_sparse}
+    printers.get(result.outputs[0].kind, render.print_vectors)(texts, result, max_rows)
 
 
 @click.command()
 @click.argument("texts", nargs=-1, required=True, metavar="TEXT TEXT...")
 @names_model
 @_KIND
-@click.option(
-    "--pooling",
-    type=click.Choice(["model", "mean", "cls", "max"]),
-    help="How token vectors become one. Default: what the model was trained for, or mean where it does not say.",
-)
+@_POOLING
 @treats_texts
 @click.option(
     "--html",
@@ -199,49 +213,3 @@ def _compared_by(kind: TrainedKind, info: ModelInfo) -> str:
 
 def _encoded(output: EncodedOutput) -> Sequence[Any]:
     return output.sparse_vectors() if output.kind == "sparse" else output.arrays()
-
-
-def _embed_json(texts: Sequence[str], result: EncodeResult) -> dict[str, Any]:
-    """Everything that `embed` has to say, as what JSON can hold."""
-    output = result.outputs[0]
-    made: list[dict[str, Any]]
-    if output.kind == "sparse":
-        made = [
-            {"indices": its.indices.tolist(), "values": its.values.tolist(), "width": its.width}
-            for its in output.sparse_vectors()
-        ]
-    elif output.kind == "multi_vector":
-        made = [
-            {
-                "tokens": render.vector_names(info, places, len(rows)),
-                "token_indices": None if places is None else places.tolist(),
-                "rows": rows.tolist(),
-            }
-            for rows, places, info in zip(output.arrays(), output.token_indices(), result.sequences, strict=True)
-        ]
-    else:
-        made = [{"vector": row} for row in output.matrix().tolist()]
-    sequences = [
-        {"text": text, "truncated": info.truncated} | its
-        for text, info, its in zip(texts, result.sequences, made, strict=True)
-    ]
-    return ids_of(result) | {"kind": output.kind, "timings": asdict(result.timings), "sequences": sequences}
-
-
-def _arrays(output: EncodedOutput) -> dict[str, np.ndarray[Any, Any]]:
-    """What the .npz file holds."""
-    lengths = np.concatenate([block.lengths for block in output.blocks])
-    if output.kind == "sparse":
-        vectors = output.sparse_vectors()
-        return {
-            "format": np.array("csr"),
-            "shape": np.array([len(vectors), output.sparse_width]),
-            "data": output.matrix()[:, 0],
-            "indices": np.concatenate([its.indices for its in vectors]).astype(np.int64),
-            "indptr": np.concatenate([[0], np.cumsum(lengths)]),
-        }
-    if output.kind != "multi_vector":
-        return {"rows": output.matrix()}
-    indices = [its for its in output.token_indices() if its is not None]
-    whole = {"token_indices": np.concatenate(indices)} if len(indices) == len(lengths) else {}
-    return {"rows": output.matrix(), "lengths": lengths, **whole}

@@ -2,11 +2,9 @@
 
 import functools
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-import numpy as np
 
 from encserve_client import EncodeResult, EncserveError
 
@@ -30,7 +28,7 @@ def calls_server(command: F) -> F:
 
 def names_model(command: F) -> F:
     """Adds the options that choose a model, and --json."""
-    return _with(
+    return with_options(
         command,
         click.option("--model", help="Default: the server's default model."),
         click.option("--model-version", help="Default: the model's default version."),
@@ -40,7 +38,7 @@ def names_model(command: F) -> F:
 
 def treats_texts(command: F) -> F:
     """Adds the options that say how texts are treated."""
-    return _with(
+    return with_options(
         command,
         click.option("--task", type=click.Choice(["query", "document"]), help="What every TEXT is. Default: neither."),
         click.option(
@@ -49,19 +47,6 @@ def treats_texts(command: F) -> F:
             help='Put this before every TEXT; "" for none. Default: the model\'s.',
         ),
         click.option("--truncate", is_flag=True, help="Cut off the end of texts that are too long."),
-    )
-
-
-def prints_rows(command: F) -> F:
-    """Adds the options that say where vectors go."""
-    return _with(
-        command,
-        click.option(
-            "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the vectors to this .npz file."
-        ),
-        click.option(
-            "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Rows to print of each text."
-        ),
     )
 
 
@@ -75,14 +60,8 @@ def ids_of(result: EncodeResult) -> dict[str, Any]:
     }
 
 
-def save_arrays(path: Path, result: EncodeResult, **arrays: np.ndarray[Any, Any]) -> None:
-    """Writes an .npz file with these arrays and what identifies the model."""
-    named: dict[str, Any] = arrays | {name: np.array(value) for name, value in ids_of(result).items()}
-    with path.open("wb") as file:  # np.savez would put its own suffix on a path
-        np.savez(file, **named)
-
-
-def _with(command: F, *options: Callable[[F], F]) -> F:
+def with_options(command: F, *options: Callable[[F], F]) -> F:
+    """Adds options, in the order in which the help lists them."""
     for option in reversed(options):
         command = option(command)
     return command

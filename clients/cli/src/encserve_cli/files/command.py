@@ -1,0 +1,201 @@
+"""What `encode` and `embed` share: where inputs come from, and where vectors go."""
+
+import functools
+import itertools
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from encserve_cli import render
+from encserve_cli.files.encoding import Run, encode_all
+from encserve_cli.files.reading import Sent, count_inputs, read_inputs
+from encserve_cli.files.records import records
+from encserve_cli.files.writing import SUFFIXES, check_suffix, writing
+from encserve_cli.shared import ids_of, with_options
+from encserve_client import DType, EncodeResult
+
+Command = Callable[..., Any]
+# Without a file all results are held, and printed when the last is there.
+_MOST_PRINTED = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """Where inputs come from.
+
+    Attributes:
+        arguments: Texts, files and "-".
+        column: The column of files that have several, or None.
+        ids: Whether inputs are token ids.
+    """
+
+    arguments: tuple[str, ...]
+    column: str | None
+    ids: bool
+
+    def read(self) -> Iterator[Sent]:
+        """Every input; see `read_inputs`."""
+        return read_inputs(self.arguments, self.column, ids=self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Printing:
+    """Where vectors go, and as what.
+
+    Attributes:
+        output: A file, or None.
+        max_rows: How many rows to print of each text.
+        dimensions: To how many numbers each row is cut, or None.
+        dtype: The type of the numbers.
+    """
+
+    output: Path | None
+    max_rows: int
+    dimensions: int | None
+    dtype: DType
+
+
+def reads_inputs(command: Command) -> Command:
+    """Adds what says where inputs come from, as `sources`."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, texts: tuple[str, ...], column: str | None, ids: bool, **others: Any) -> Any:
+        return command(*args, sources=Sources(texts, column, ids), **others)
+
+    return with_options(
+        wrapper,
+        click.argument("texts", nargs=-1, required=True, metavar="TEXT|FILE|-..."),
+        click.option("--column", metavar="NAME", help='Of files. Default: "text", or the only one.'),
+        click.option("--ids", is_flag=True, help="Each TEXT is token ids, special tokens included: 101,2023,102."),
+    )
+
+
+def prints_rows(command: Command) -> Command:
+    """Adds what says where vectors go, as `printing`."""
+
+    @functools.wraps(command)
+    def wrapper(
+        *args: Any, output: Path | None, max_rows: int, dimensions: int | None, dtype: DType, **others: Any
+    ) -> Any:
+        return command(*args, printing=Printing(output, max_rows, dimensions, dtype), **others)
+
+    return with_options(
+        wrapper,
+        click.option(
+            "--output",
+            type=click.Path(dir_okay=False, path_type=Path),
+            help=f"Write the vectors to this file: {', '.join(SUFFIXES)}.",
+        ),
+        click.option(
+            "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Rows to print of each text."
+        ),
+        click.option("--dimensions", type=click.IntRange(min=1), help="Cut each row to so many numbers. Default: all."),
+        click.option(
+            "--dtype",
+            type=click.Choice(["float32", "float16"]),
+            default="float32",
+            show_default=True,
+            help="The type of the numbers.",
+        ),
+    )
+
+
+def deliver(
+    run: Callable[..., EncodeResult],
+    sources: Sources,
+    printing: Printing,
+    as_json: bool,
+    print_result: Callable[[Sequence[str], EncodeResult, int], None],
+) -> None:
+    """Has everything encoded, and puts it where it is wanted; `print_result` prints it for people.
+
+    Raises:
+        ValueError: An input cannot be had or is refused, there is none, or too many to print, or the file cannot hold
+            what is to be written.
+        OSError: A file cannot be read or written.
+        EncserveError: Whatever else `run` raises.
+    """
+    if sources.ids:
+        run = functools.partial(_with_ids, run)
+    if printing.output is not None:
+        _save(run, sources, printing.output, as_json)
+        return
+    inputs = list(itertools.islice(sources.read(), _MOST_PRINTED + 1))
+    if len(inputs) > _MOST_PRINTED:
+        raise ValueError(f"more than {_MOST_PRINTED:,} inputs are not printed: --output FILE takes any number")
+    if not inputs:
+        raise ValueError(_NOTHING)
+    result = run([it.value for it in inputs])
+    texts = [it.value if isinstance(it.value, str) else " ".join(map(str, it.value)) for it in inputs]
+    if as_json:
+        key = "ids" if sources.ids else "text"
+        sequences = [{key: it.value} | its for it, its in zip(inputs, records(result), strict=True)]
+        body = {"kind": result.outputs[0].kind, "timings": asdict(result.timings), "sequences": sequences}
+        click.echo(json.dumps(ids_of(result) | body, ensure_ascii=False))
+    else:
+        print_result(texts, result, printing.max_rows)
+
+
+_NOTHING = "there is nothing to encode: no input was found"
+
+
+def _save(run: Run, sources: Sources, path: Path, as_json: bool) -> None:
+    """Writes everything to a file, as a stream, and says what is in it."""
+    check_suffix(path)
+    began = time.monotonic()
+    inputs = rows = 0
+    last: EncodeResult | None = None
+    with writing(path) as writer, _progress(count_inputs(sources.arguments)) as advance:
+        for call, result in encode_all(run, sources.read()):
+            if last is not None and result.fingerprint != last.fingerprint:
+                raise ValueError(
+                    f"the model was replaced meanwhile: {last.fingerprint} by {result.fingerprint}; nothing was "
+                    "written. Begin again, or name a --model-version"
+                )
+            writer.write(call, result)
+            last = result
+            inputs += len(call)
+            rows += sum(len(block.rows) for block in result.outputs[0].blocks)
+            advance(len(call))
+        if last is None:
+            raise ValueError(_NOTHING)
+    seconds = time.monotonic() - began
+    if as_json:
+        body = {"kind": last.outputs[0].kind, "output": str(path), "inputs": inputs, "rows": rows, "seconds": seconds}
+        click.echo(json.dumps(ids_of(last) | body))
+    else:
+        render.print_saved(path, last, inputs, rows, seconds)
+
+
+def _with_ids(run: Callable[..., EncodeResult], inputs: list[list[int]]) -> EncodeResult:
+    """A result that has the ids which were sent, as one of texts has those of its tokens."""
+    result = run(inputs)
+    sequences = tuple(
+        replace(info, token_ids=np.array(ids[: info.token_count], np.int64))
+        for ids, info in zip(inputs, result.sequences, strict=True)
+    )
+    return replace(result, sequences=sequences)
+
+
+@contextmanager
+def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
+    """A bar on a terminal, to be told how many more inputs are done; nothing elsewhere."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.completed:,} inputs"),
+        BarColumn(),
+        TextColumn("{task.speed:,.0f}/s"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda count: progress.advance(task, count)

@@ -1,0 +1,83 @@
+"""Many inputs through one client: in order, a bounded number at a time, and each error by the input's own place."""
+
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from encserve_cli.files.reading import Sent
+from encserve_client import EncodeResult, OverloadedError
+
+# Of one call: some 8,000 tokens of English, so that no call takes long, or this many short inputs.
+_CALL_BYTES = 32 * 1024
+_CALL_INPUTS = 256
+# Enough for the server to choose among a thousand short inputs when it makes batches.
+_CALLS_AT_ONCE = 6
+_PATIENCE_SECONDS = 300.0  # with a server that has no room
+
+Run = Callable[[list[str | list[int]]], EncodeResult]
+
+
+def encode_all(run: Run, inputs: Iterable[Sent]) -> Iterator[tuple[list[Sent], EncodeResult]]:
+    """What `run` makes of the inputs, in their order, some at a time.
+
+    Raises:
+        ValueError: An input cannot be had, or is refused; the text says where it comes from.
+        EncserveError: Whatever else `run` raises. A server without room is asked again, for five minutes.
+    """
+    with ThreadPoolExecutor(_CALLS_AT_ONCE, thread_name_prefix="encserve-call") as pool:
+        waiting: deque[tuple[list[Sent], Future[EncodeResult]]] = deque()
+        try:
+            for call in _calls(inputs):
+                waiting.append((call, pool.submit(_patiently, run, call)))
+                if len(waiting) > _CALLS_AT_ONCE:
+                    yield _next(waiting)
+            while waiting:
+                yield _next(waiting)
+        finally:
+            for _, future in waiting:
+                future.cancel()
+
+
+def _next(waiting: "deque[tuple[list[Sent], Future[EncodeResult]]]") -> tuple[list[Sent], EncodeResult]:
+    call, future = waiting.popleft()
+    return call, future.result()
+
+
+def _calls(inputs: Iterable[Sent]) -> Iterator[list[Sent]]:
+    """Cuts inputs into calls of neither too many nor too long ones."""
+    call: list[Sent] = []
+    size = 0
+    for it in inputs:
+        if call and (len(call) == _CALL_INPUTS or size + it.size > _CALL_BYTES):
+            yield call
+            call, size = [], 0
+        call.append(it)
+        size += it.size
+    if call:
+        yield call
+
+
+def _patiently(run: Run, call: list[Sent]) -> EncodeResult:
+    gives_up_at = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return run([it.value for it in call])
+        except OverloadedError as error:
+            delay_seconds = error.retry_delay_seconds or 1.0
+            if time.monotonic() + delay_seconds > gives_up_at:
+                raise
+            time.sleep(delay_seconds)
+        except ValueError as error:
+            raise ValueError(_located(str(error), call)) from error
+
+
+def _located(problem: str, call: list[Sent]) -> str:
+    """An error's text with an input's own place for its place in the call."""
+
+    def own(found: re.Match[str]) -> str:
+        place = int(found[1])
+        return call[place].where if place < len(call) else found[0]
+
+    return re.sub(r"\binputs\[(\d+)\]", own, problem)

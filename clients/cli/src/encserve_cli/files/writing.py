@@ -1,0 +1,270 @@
+"""Vectors into files, by their suffix: call by call, and under the file's own name only when it is whole."""
+
+import csv
+import json
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from encserve_cli.files.reading import Sent, import_parquet
+from encserve_cli.files.records import records
+from encserve_cli.render import shown_tokens
+from encserve_cli.shared import ids_of
+from encserve_client import EncodeResult
+
+Array = npt.NDArray[Any]
+_RAGGED = ("tokens", "multi_vector", "sparse")
+_ROW_GROUP_INPUTS = 4096
+
+
+class Writer(Protocol):
+    """Writes one kind of file."""
+
+    def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
+        """Adds what was made of some inputs; all results are of the same model and kind."""
+
+    def finish(self) -> None:
+        """Writes what is still held; the file is whole then."""
+
+
+def check_suffix(path: Path) -> None:
+    """ValueError where nobody writes such a file, or where what does is not installed."""
+    if path.suffix.lower() not in _WRITERS:
+        raise ValueError(f"--output {path}: must end in {', '.join(_WRITERS)}; was {path.suffix or 'without a suffix'}")
+    if path.suffix.lower() == ".parquet":
+        import_parquet(path)
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[Writer]:
+    """A writer of the file, which is there, or replaced, only if the block ends well.
+
+    Raises:
+        ValueError: The suffix is not one of those, or the file cannot hold what is to be written.
+        OSError: It cannot be written.
+    """
+    check_suffix(path)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder, ExitStack() as stack:
+        whole = Path(folder, path.name)
+        writer = _WRITERS[path.suffix.lower()](whole, stack)
+        yield writer
+        writer.finish()
+        stack.close()
+        whole.replace(path)
+
+
+class _GrowingArray:
+    """A .npy file whose first axis grows. NumPy leaves room in the header for its length."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._file = stack.enter_context(path.open("w+b"))
+        self._shape: tuple[int, ...] = ()
+        self._dtype: np.dtype[Any] | None = None
+
+    def append(self, array: Array) -> None:
+        """Adds rows of the shape and type of those before."""
+        if self._dtype is None:
+            self._dtype, self._shape = array.dtype, (0, *array.shape[1:])
+            self._write_header()
+        np.ascontiguousarray(array).tofile(self._file)
+        self._shape = (self._shape[0] + len(array), *self._shape[1:])
+
+    def finish(self) -> None:
+        """Puts the length into the header."""
+        self._write_header()
+        self._file.flush()
+
+    def _write_header(self) -> None:
+        assert self._dtype is not None  # noqa: S101 - nothing is finished before something was added
+        self._file.seek(0)
+        descr = np.lib.format.dtype_to_descr(self._dtype)
+        header = {"shape": self._shape, "fortran_order": False, "descr": descr}
+        np.lib.format.write_array_header_1_0(self._file, header)
+        self._file.seek(0, 2)
+
+
+class _NpyWriter:
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._array = _GrowingArray(path, stack)
+
+    def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
+        self._array.append(_one_each(result, ".npy"))
+
+    def finish(self) -> None:
+        self._array.finish()
+
+
+class _NpzWriter:
+    """Each array grows in a file of its own, and all are put into one in the end."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._path = path
+        self._stack = stack
+        self._arrays: dict[str, tuple[_GrowingArray, Path]] = {}
+        self._more: dict[str, Array] = {}
+
+    def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
+        output = result.outputs[0]
+        rows, lengths = output.matrix(), _lengths(result)
+        if output.kind == "sparse":
+            vectors = output.sparse_vectors()
+            last = int(self._more["indptr"][-1]) if self._more else 0
+            ends = last + np.cumsum(lengths)
+            indptr = np.concatenate([self._more.get("indptr", np.zeros(1, np.int64)), ends])
+            self._append("data", rows[:, 0])
+            self._append("indices", np.concatenate([its.indices for its in vectors]).astype(np.int64))
+            self._more = {
+                "format": np.array("csr"),
+                "shape": np.array([len(indptr) - 1, output.sparse_width]),
+                "indptr": indptr,
+            }
+        else:
+            self._append("rows", rows)
+            if output.kind in _RAGGED:
+                self._append("lengths", lengths)
+            for name, numbers in _beside_rows(result).items():
+                self._append(name, numbers)
+        self._more |= {name: np.array(value) for name, value in ids_of(result).items()}
+
+    def _append(self, name: str, array: Array) -> None:
+        if name not in self._arrays:
+            path = self._path.with_name(f"{name}.npy")
+            self._arrays[name] = _GrowingArray(path, self._stack), path
+        self._arrays[name][0].append(array)
+
+    def finish(self) -> None:
+        with zipfile.ZipFile(self._path, "w", allowZip64=True) as archive:
+            for array, path in self._arrays.values():
+                array.finish()
+                archive.write(path, path.name)
+                path.unlink()
+            for name, value in self._more.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, value)
+
+
+class _JsonlWriter:
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._file = stack.enter_context(path.open("w", encoding="utf-8", newline="\n"))
+
+    def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
+        for it, record in zip(inputs, records(result), strict=True):
+            line = {"text" if isinstance(it.value, str) else "ids": it.value} | record
+            self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def finish(self) -> None:
+        pass
+
+
+class _CsvWriter:
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._lines = csv.writer(stack.enter_context(path.open("w", encoding="utf-8", newline="")))
+        self._has_names = False
+
+    def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
+        vectors = _one_each(result, ".csv")
+        if not self._has_names:
+            self._lines.writerow([_column(inputs), *range(vectors.shape[1])])
+            self._has_names = True
+        for it, row in zip(inputs, vectors.tolist(), strict=True):
+            self._lines.writerow([it.value if isinstance(it.value, str) else " ".join(map(str, it.value)), *row])
+
+    def finish(self) -> None:
+        pass
+
+
+class _ParquetWriter:
+    """Columns: the input, and `vector`, `rows` with what is beside each, or `indices` and `values`."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._parquet = import_parquet(path)
+        self._path = path
+        self._stack = stack
+        self._writer: Any = None
+        self._held: list[Any] = []
+
+    def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
+        import pyarrow as arrow
+
+        columns = {_column(inputs): arrow.array([it.value for it in inputs]), **_arrow_columns(arrow, result)}
+        table = arrow.table(columns).replace_schema_metadata(ids_of(result))
+        if self._writer is None:
+            self._writer = self._stack.enter_context(self._parquet.ParquetWriter(self._path, table.schema))
+        self._held.append(table)
+        if sum(map(len, self._held)) >= _ROW_GROUP_INPUTS:
+            self._write_held()
+
+    def _write_held(self) -> None:
+        import pyarrow as arrow
+
+        if self._held:
+            self._writer.write_table(arrow.concat_tables(self._held))
+            self._held.clear()
+
+    def finish(self) -> None:
+        self._write_held()
+
+
+def _arrow_columns(arrow: Any, result: EncodeResult) -> dict[str, Any]:
+    output = result.outputs[0]
+    numbers = output.matrix()
+    vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(numbers.reshape(-1)), numbers.shape[1])
+    if output.kind not in _RAGGED:
+        return {"vector": vectors}
+    ends = arrow.array(np.concatenate([[0], np.cumsum(_lengths(result))]).astype(np.int32))
+    if output.kind == "sparse":
+        indices = np.concatenate([its.indices for its in output.sparse_vectors()])
+        return {
+            "indices": arrow.ListArray.from_arrays(ends, arrow.array(indices)),
+            "values": arrow.ListArray.from_arrays(ends, arrow.array(numbers[:, 0])),
+        }
+    beside = _beside_rows(result).items()
+    lists = {name: arrow.ListArray.from_arrays(ends, arrow.array(its)) for name, its in beside}
+    return {"rows": arrow.ListArray.from_arrays(ends, vectors), **lists}
+
+
+def _one_each(result: EncodeResult, suffix: str) -> Array:
+    """(inputs, width)."""
+    if (kind := result.outputs[0].kind) in _RAGGED:
+        raise ValueError(
+            f"--output: a {suffix} file holds one vector for each input, and of {kind!r} each has a number of its own: "
+            ".npz, .jsonl and .parquet hold them"
+        )
+    return result.outputs[0].matrix()
+
+
+def _lengths(result: EncodeResult) -> Array:
+    """(inputs,), the rows of each."""
+    return np.concatenate([block.lengths for block in result.outputs[0].blocks]).astype(np.int64)
+
+
+def _beside_rows(result: EncodeResult) -> dict[str, Array]:
+    """What stands beside each row: the id of its token, or the place of that in the text unless rows are pooled."""
+    output = result.outputs[0]
+    if output.kind == "multi_vector":
+        places = [its for its in output.token_indices() if its is not None]
+        return {"token_indices": np.concatenate(places)} if len(places) == len(result.sequences) else {}
+    if output.kind != "tokens":
+        return {}
+    shown = [shown_tokens(*its) for its in zip(result.sequences, _lengths(result).tolist(), strict=True)]
+    return {"token_ids": np.array([token for its in shown for _, token in its], np.int64)}
+
+
+def _column(inputs: Sequence[Sent]) -> str:
+    return "text" if isinstance(inputs[0].value, str) else "ids"
+
+
+_WRITERS: Mapping[str, Callable[[Path, ExitStack], Writer]] = {
+    ".npy": _NpyWriter,
+    ".npz": _NpzWriter,
+    ".jsonl": _JsonlWriter,
+    ".csv": _CsvWriter,
+    ".parquet": _ParquetWriter,
+}
+SUFFIXES = tuple(_WRITERS)

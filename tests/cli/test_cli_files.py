@@ -1,0 +1,246 @@
+"""`encserve embed` and `encserve encode` with files: any number of inputs in, everything out, in order, or nothing."""
+
+import asyncio
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import scipy.sparse
+from click.testing import CliRunner, Result
+from fake_encoder import FakeEncoder, Refused
+
+from encserve_cli.commands import cli
+from encserve_cli.files import encoding
+from encserve_cli.files.reading import count_inputs, read_inputs
+from encserve_client import EncoderClient
+from encserve_proto.v1 import encoder_pb2 as pb
+
+LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim")
+SPARSE = pb.ModelInfo(sparse_width=100)
+TEXTS = ["two words", "", 'a "quoted", text', *(" ".join(["word"] * (i % 7)) + f" {i}" for i in range(60))]
+
+
+@pytest.fixture(autouse=True)
+def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "_CALL_INPUTS", 4)
+
+
+async def encserve(service: FakeEncoder, *arguments: object, stdin: str | None = None) -> Result:
+    call = ["--target", service.target, *map(str, arguments)]
+    return await asyncio.to_thread(CliRunner().invoke, cli, call, input=stdin)
+
+
+def write_texts(folder: Path, suffix: str) -> Path:
+    path = folder / f"texts{suffix}"
+    if suffix == ".txt":
+        path.write_text("".join(f"{it}\n" for it in TEXTS), encoding="utf-8")
+    elif suffix == ".jsonl":
+        path.write_text("".join(json.dumps({"n": i, "text": it}) + "\n" for i, it in enumerate(TEXTS)))
+    elif suffix == ".csv":
+        with path.open("w", newline="") as file:
+            csv.writer(file).writerows([["n", "text"], *enumerate(TEXTS)])
+    else:
+        pyarrow.parquet.write_table(pyarrow.table({"n": range(len(TEXTS)), "text": TEXTS}), path)
+    return path
+
+
+async def vectors_of(service: FakeEncoder, texts: list[str]) -> Any:
+    def ask() -> Any:
+        with EncoderClient(service.target) as client:
+            return client.embed(texts)
+
+    return await asyncio.to_thread(ask)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".parquet"])
+async def test_files_in_and_one_vector_each_out(service: FakeEncoder, tmp_path: Path, suffix: str) -> None:
+    """Whatever the file: the vectors of its texts, in their order, an empty text too."""
+    path, output = write_texts(tmp_path, suffix), tmp_path / "vectors.npy"
+    result = await encserve(service, "embed", path, "--output", output)
+    assert result.exit_code == 0, result.output
+    vectors = np.load(output, allow_pickle=False)
+    np.testing.assert_array_equal(vectors, await vectors_of(service, TEXTS))
+    assert "63 texts, 63 rows of 8" in " ".join(result.stdout.split())
+    assert sorted(it.name for it in tmp_path.iterdir()) == sorted([path.name, output.name])  # noqa: ASYNC240
+    assert count_inputs([str(path)]) == (None if suffix == ".csv" else len(TEXTS))
+
+
+async def test_one_vector_each_in_every_form(service: FakeEncoder, tmp_path: Path) -> None:
+    want = await vectors_of(service, TEXTS)
+    source = write_texts(tmp_path, ".txt")
+    for suffix in (".npz", ".jsonl", ".csv", ".parquet"):
+        assert (await encserve(service, "embed", source, "--output", tmp_path / f"v{suffix}")).exit_code == 0
+    with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
+        np.testing.assert_array_equal(file["rows"], want)
+        assert str(file["fingerprint"]) == "f" * 16
+    lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
+    assert [it["text"] for it in lines] == TEXTS
+    np.testing.assert_array_equal(np.array([it["vector"] for it in lines], np.float32), want)
+    with (tmp_path / "v.csv").open(newline="") as file_of_rows:
+        names, *rows = csv.reader(file_of_rows)
+    assert names == ["text", *map(str, range(8))]
+    assert [it[0] for it in rows] == TEXTS
+    np.testing.assert_array_equal(np.array([it[1:] for it in rows], np.float32), want)
+    table = pyarrow.parquet.read_table(tmp_path / "v.parquet")
+    assert table["text"].to_pylist() == TEXTS
+    np.testing.assert_array_equal(np.array(table["vector"].to_pylist(), np.float32), want)
+    assert table.schema.metadata[b"fingerprint"] == b"f" * 16
+
+
+async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None:
+    """.npz, .jsonl and .parquet hold them, with the ids; .npy and .csv say that they cannot."""
+    source = write_texts(tmp_path, ".txt")
+    for suffix in (".npz", ".jsonl", ".parquet"):
+        result = await encserve(service, "encode", source, "--output", tmp_path / f"v{suffix}")
+        assert result.exit_code == 0, result.output
+    with EncoderClient(service.target) as client:
+        want = await asyncio.to_thread(client.encode, TEXTS)
+    with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
+        np.testing.assert_array_equal(file["rows"], np.concatenate(want))
+        assert file["lengths"].tolist() == [len(it) for it in want]
+        assert file["token_ids"][:7].tolist() == [1, 3, 5, 2, 1, 2, 1]
+    lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
+    assert lines[0]["tokens"] == ["[FIRST]", "two", "words", "[LAST]"]
+    rows = pyarrow.parquet.read_table(tmp_path / "v.parquet").to_pylist()
+    for line, row, its in zip(lines, rows, want, strict=True):
+        np.testing.assert_array_equal(np.array(line["rows"], np.float32), its)
+        np.testing.assert_array_equal(np.array(row["rows"], np.float32), its)
+        assert line["token_ids"] == row["token_ids"]
+    for suffix in (".npy", ".csv"):
+        result = await encserve(service, "encode", source, "--output", tmp_path / f"not{suffix}")
+        assert f"a {suffix} file holds one vector for each input" in result.stderr
+        assert not (tmp_path / f"not{suffix}").exists()
+
+
+async def test_vectors_of_maxsim_and_weights(service: FakeEncoder, tmp_path: Path) -> None:
+    source = write_texts(tmp_path, ".txt")
+    service.model_info = LATE
+    for suffix in (".npz", ".parquet"):
+        assert (await encserve(service, "embed", source, "--output", tmp_path / f"late{suffix}")).exit_code == 0
+    with np.load(tmp_path / "late.npz", allow_pickle=False) as file:
+        lengths, places = file["lengths"], file["token_indices"]
+        assert len(file["rows"]) == lengths.sum() == len(places)
+        assert (lengths[1], places[:2].tolist()) == (0, [1, 2])
+    rows = pyarrow.parquet.read_table(tmp_path / "late.parquet").to_pylist()
+    assert [len(it["rows"]) for it in rows] == [len(it["token_indices"]) for it in rows] == lengths.tolist()
+    service.model_info = SPARSE
+    for suffix in (".npz", ".parquet"):
+        assert (await encserve(service, "embed", source, "--output", tmp_path / f"sparse{suffix}")).exit_code == 0
+    matrix = scipy.sparse.load_npz(tmp_path / "sparse.npz")
+    assert matrix.shape == (len(TEXTS), 100)
+    rows = pyarrow.parquet.read_table(tmp_path / "sparse.parquet").to_pylist()
+    for i, row in enumerate(rows):
+        assert dict(zip(row["indices"], row["values"], strict=True)) == {
+            int(place): float(matrix[i, place]) for place in matrix[i].nonzero()[1]
+        }
+
+
+async def test_arguments_files_and_standard_input_together(service: FakeEncoder, tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text("one\n")
+    output = tmp_path / "v.jsonl"
+    result = await encserve(service, "embed", "zero", tmp_path / "one.txt", "-", "--output", output, stdin="two\nfour")
+    assert result.exit_code == 0, result.output
+    assert [json.loads(line)["text"] for line in output.read_text().splitlines()] == ["zero", "one", "two", "four"]
+    printed = await encserve(service, "embed", "-", "--json", stdin="two\n")
+    assert [it["text"] for it in json.loads(printed.stdout)["sequences"]] == ["two"]
+
+
+async def test_token_ids(service: FakeEncoder, tmp_path: Path) -> None:
+    """Out of arguments, text and lists; they come back beside their rows."""
+    (tmp_path / "ids.txt").write_text("1 3 2\n")
+    (tmp_path / "ids.jsonl").write_text('[1, 4, 2]\n{"text": [1, 5, 2]}\n')
+    sources = ["1,2", tmp_path / "ids.txt", tmp_path / "ids.jsonl"]
+    result = await encserve(service, "encode", *sources, "--ids", "--output", tmp_path / "v.npz")
+    assert result.exit_code == 0, result.output
+    with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
+        assert file["token_ids"].tolist() == [1, 2, 1, 3, 2, 1, 4, 2, 1, 5, 2]
+    wrong = await encserve(service, "encode", "1,x", "--ids", "--output", tmp_path / "not.npz")
+    assert "argument 1: --ids wants whole numbers, as in 101,2023,102; was '1,x'" in wrong.stderr
+
+
+async def test_options_are_the_servers(service: FakeEncoder, tmp_path: Path) -> None:
+    options = ["--pooling", "max", "--dimensions", "3", "--dtype", "float16", "--truncate", "--prompt-name", "q"]
+    result = await encserve(service, "embed", "one", *options, "--output", tmp_path / "v.npy")
+    assert result.exit_code == 0, result.output
+    asked = service.requests[-1].options
+    assert (asked.outputs[0].kind, asked.outputs[0].dimensions) == (pb.OUTPUT_KIND_MAX, 3)
+    assert (asked.data_type, asked.truncation) == (pb.DATA_TYPE_FLOAT16, pb.TRUNCATION_END)
+    assert asked.prompt_name == "q"
+    assert np.load(tmp_path / "v.npy").dtype == np.float16
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "flags", "problem"),
+    [
+        ("a.txt", "", [], "there is nothing to encode"),
+        ("a.txt", "one", ["--column", "x"], "--column is for .jsonl, .csv and .parquet"),
+        ("a.jsonl", '{"text": "a"}\n{', [], "a.jsonl, line 2: must be JSON"),
+        ("a.jsonl", '{"a": "x", "b": "y"}', [], "line 1: has no column 'text'; it has 'a', 'b': --column chooses one"),
+        ("a.jsonl", '"a"\n[1, 2]', [], "line 2: must be text; was [1, 2]; token ids are read with --ids"),
+        ("a.jsonl", '["a"]', ["--ids"], 'line 1: --ids wants a list of whole numbers; was ["a"]'),
+        ("a.csv", "text,n\none,1\ntwo\n", [], "a.csv, line 3: must have 2 fields as line 1 has; had 1"),
+        ("a.csv", "a,b\n", [], "line 1: has no column 'text'; it has 'a', 'b'"),
+        ("a.parquet", "not parquet", [], "a.parquet: cannot be read as Parquet"),
+        ("missing.txt", None, [], "missing.txt"),
+    ],
+)
+async def test_what_cannot_be_read(
+    service: FakeEncoder, tmp_path: Path, name: str, text: str | None, flags: list[str], problem: str
+) -> None:
+    """One line that names the file and the line; nothing is written, and what was there stays."""
+    path, output = tmp_path / name, tmp_path / "v.npz"
+    output.write_text("before")
+    if text is not None:
+        path.write_text(text)
+    result = await encserve(service, "embed", path, "--output", output, *flags)
+    assert result.exit_code == 1
+    assert problem in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert output.read_text() == "before"
+    assert {it.name for it in tmp_path.iterdir()} <= {name, "v.npz"}  # noqa: ASYNC240
+
+
+async def test_a_text_that_is_refused_is_named_by_its_line(service: FakeEncoder, tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_text("\n".join([*map(str, range(30)), "word " * 80, "after"]))
+    result = await encserve(service, "embed", tmp_path / "t.txt", "--output", tmp_path / "v.npy")
+    assert result.exit_code == 1
+    assert "t.txt, line 31: has 82 tokens; the model takes at most 64" in result.stderr
+    assert not (tmp_path / "v.npy").exists()
+
+
+async def test_another_suffix_and_too_many_to_print(service: FakeEncoder, tmp_path: Path) -> None:
+    result = await encserve(service, "embed", "one", "--output", tmp_path / "v.out")
+    assert "must end in .npy, .npz, .jsonl, .csv, .parquet; was .out" in result.stderr
+    assert not service.requests, "it is said before anything is asked"
+    (tmp_path / "t.txt").write_text("a\n" * 1001)
+    result = await encserve(service, "embed", tmp_path / "t.txt")
+    assert "more than 1,000 inputs are not printed: --output FILE takes any number" in result.stderr
+
+
+async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_path: Path) -> None:
+    """Far more often than a single call would be."""
+    full = 12
+
+    async def refuse(request: pb.EncodeRequest) -> None:
+        nonlocal full
+        if full:
+            full -= 1
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", "QUEUE_FULL", pushback="10")
+
+    service.before = refuse
+    (tmp_path / "t.txt").write_text("one\n")
+    result = await encserve(service, "embed", tmp_path / "t.txt", "--output", tmp_path / "v.npy")
+    assert result.exit_code == 0, result.output
+
+
+def test_reading_is_a_stream(tmp_path: Path) -> None:
+    """What is wrong further down does not hold up what comes before."""
+    (tmp_path / "t.jsonl").write_text('"one"\n{')
+    found = read_inputs([str(tmp_path / "t.jsonl")], None, ids=False)
+    assert next(found).value == "one"
