@@ -13,6 +13,7 @@ from encserve_cli.commands import cli as client
 from encserve_export.cli import main as exporter
 from encserve_export.layouts import known_layouts
 from encserve_server.__main__ import main as server
+from encserve_server.http.status import ERROR_TABLE as HTTP_TABLE
 from encserve_server.rpc.status import ERROR_TABLE
 
 ROOT = Path(__file__).parent.parent.parent
@@ -92,7 +93,9 @@ def test_the_layouts_table() -> None:
 
 
 def test_the_errors_table() -> None:
-    """docs/errors.md has every reason with its status code."""
-    documented = {reason: row[0] for reason, row in table_under("docs/errors.md", "Errors").items()}
-    raised = {mapping.reason: mapping.code.name for mapping in ERROR_TABLE.values()} | {"INTERNAL": "INTERNAL"}
-    assert documented == raised
+    """docs/errors.md has every reason with its status code, and those of HTTP."""
+    documented = {reason: tuple(row[:2]) for reason, row in table_under("docs/errors.md", "Errors").items()}
+    raised = {error.reason: mapping.code.name for error, mapping in ERROR_TABLE.items()} | {"INTERNAL": "INTERNAL"}
+    both = {error.reason: (it.openai_status, it.tei_status) for error, it in HTTP_TABLE.items() if error in ERROR_TABLE}
+    http = {reason: " / ".join(map(str, dict.fromkeys(statuses))) for reason, statuses in both.items()}
+    assert documented == {reason: (code, http.get(reason, "500")) for reason, code in raised.items()}

@@ -21,6 +21,7 @@ from encserve_server import errors
 from encserve_server.__main__ import main
 from encserve_server.engine.base import BatchResult
 from encserve_server.errors import BundleError, EncserveError, InvalidField, QueueFull
+from encserve_server.http import status as http_status
 from encserve_server.models.pooling import ModelVector, make_outputs
 from encserve_server.models.spans import POOLINGS
 from encserve_server.models.tokenizing import TextTokenizer
@@ -46,10 +47,11 @@ def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
     return {base, *(found for sub in base.__subclasses__() for found in subclasses(sub))}
 
 
-def test_every_error_that_a_caller_can_get_is_in_the_table() -> None:
-    """A new class must be given a status code."""
+def test_every_error_that_a_caller_can_get_is_in_the_tables() -> None:
+    """A new class must be given a status code of each protocol."""
     never_raised_to_callers = {EncserveError, errors.RequestError, *subclasses(errors.StartupError)}
-    assert set(status.ERROR_TABLE) == subclasses(EncserveError) - never_raised_to_callers
+    assert set(http_status.ERROR_TABLE) == subclasses(EncserveError) - never_raised_to_callers
+    assert set(status.ERROR_TABLE) == set(http_status.ERROR_TABLE) - {http_status.EmptyInputs}
 
 
 def test_reasons_are_unique() -> None:

@@ -17,6 +17,7 @@ import grpc
 import pytest
 from fake_clock import FakeClock
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
+from http_calls import connect
 from hypothesis import given
 from hypothesis import strategies as st
 from open_inference import infer_request, text_tensor
@@ -89,6 +90,31 @@ async def test_the_callers_trace_is_continued(traced: Traced) -> None:
     assert span.schema_url == "https://opentelemetry.io/schemas/1.44.0"
     assert span.resource["service.name"] == "encserve"
     assert {"service.version", "service.instance.id"} <= set(span.resource)
+
+
+async def test_http_requests_are_traced(receiver: OtlpReceiver, start_server: StartServer) -> None:
+    server = await start_server(trace_endpoint=receiver.endpoint, http_port=0)
+    async with connect(server) as client:
+        await client.post("/embed", json={"inputs": "hello"}, headers=dict(SAMPLED))
+        await client.post("/v1/embeddings", json={"input": []}, headers=dict(SAMPLED))
+    got = await received(receiver, has("POST /embed", "POST /v1/embeddings", "batch"))
+    (span,) = named(got, "POST /embed")
+    assert (span.trace_id, span.parent_id, span.kind) == (TRACE_ID, PARENT_ID, SERVER_KIND)
+    assert span.attributes == {
+        "http.request.method": "POST",
+        "http.route": "/embed",
+        "http.response.status_code": 200,
+        "encserve.model": "tiny",
+        "encserve.model_version": "2",
+        "encserve.sequences": 1,
+        "encserve.tokens": 3,
+    }
+    assert {it.name for it in got if it.parent_id == span.span_id} == {"tokenize", "queue", "compute", "encode"}
+    (refused,) = named(got, "POST /v1/embeddings")
+    assert (refused.attributes["http.response.status_code"], refused.attributes["encserve.reason"]) == (
+        400,
+        "INVALID_FIELD",
+    )
 
 
 async def test_the_parts_of_a_request_lie_in_it_one_after_the_other(traced: Traced) -> None:
@@ -466,7 +492,7 @@ METADATA_TEXT = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), m
 @given(st.lists(st.tuples(st.sampled_from(["traceparent", "tracestate", "other"]), METADATA_TEXT), max_size=4))
 async def test_no_header_of_a_caller_breaks_a_request(metadata: list[tuple[str, str]]) -> None:
     tracer = tracing.OtlpTracer(None, None, 0.0, FakeClock())  # type: ignore[arg-type]
-    assert tracer.begin(ENCODE, metadata) is None
+    assert tracer.begin(ENCODE, metadata, {}) is None
     ids = spans.current_ids()
     assert ids is not None
     assert len(ids.trace_id) == 32
@@ -480,7 +506,7 @@ async def test_spans_lie_within_each_other_whatever_the_walls_clock_does(
     monkeypatch.setattr(tracing, "time", SimpleNamespace(time_ns=lambda: next(wall)))
     clock = FakeClock(3.1e7)
     tracer = tracing.open_otlp(receiver.endpoint, 1.0, clock, Metrics(CollectorRegistry()))
-    stream = tracer.begin(f"{SERVICE}/EncodeStream", SAMPLED)
+    stream = tracer.begin(f"{SERVICE}/EncodeStream", SAMPLED, {})
     assert stream is not None
     clock.advance(0.25)
     request = stream.request("r0")

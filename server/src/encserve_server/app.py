@@ -14,7 +14,9 @@ import asyncio
 import contextlib
 import logging
 import signal
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
 
 import grpc
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -39,6 +41,9 @@ from encserve_server.telemetry.metrics import Metrics
 from encserve_server.telemetry.page import MetricsPage
 from encserve_server.telemetry.spans import Tracer
 
+if TYPE_CHECKING:
+    from encserve_server.http.server import HttpServer
+
 logger = logging.getLogger(__name__)
 
 _ENCODE_THREADS = 2
@@ -56,6 +61,7 @@ class App:
         self.settings = settings
         self.grpc_port = 0  # the real ports, once started
         self.metrics_port = 0
+        self.http_port: int | None = None
         self.registry = CollectorRegistry()
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
@@ -98,6 +104,7 @@ class App:
         )
         self._tracer: Tracer | None = None
         self._server: grpc.aio.Server | None = None
+        self._http: HttpServer | None = None
         self._metrics_page: MetricsPage | None = None
         self._lag_task: asyncio.Task[None] | None = None
 
@@ -110,12 +117,14 @@ class App:
         self._tracer = _open_tracer(self.settings, self._clock, self.metrics)
         await self._start_metrics()
         await self._start_grpc()
+        await self._start_http()
         await self.manager.start()
         logger.info(
             "serving",
             extra={
                 "grpc_port": self.grpc_port,
                 "metrics_port": self.metrics_port,
+                "http_port": self.http_port,
                 "models": ["@".join(model.key) for model in self.catalog.all()],
             },
         )
@@ -155,12 +164,15 @@ class App:
                     await asyncio.sleep(_REFUSING_SECONDS)
         self._health_service.end()
         # Nothing of ours is left, or its time is up: what is open now are health checks, and who looks at reflection.
-        await server.stop(min(max(grace_ends - self._clock.now(), 0), _FAREWELL_SECONDS))
+        farewell_seconds = min(max(grace_ends - self._clock.now(), 0), _FAREWELL_SECONDS)
+        if self._http is not None:
+            await self._http.close(farewell_seconds)
+        await server.stop(farewell_seconds)
 
     async def _start_metrics(self) -> None:
         settings = self.settings
         try:
-            self._metrics_page = MetricsPage(settings.host, settings.metrics_port, self.registry)
+            self._metrics_page = MetricsPage(settings.host, settings.metrics_port, self.registry, self._is_serving)
         except OSError as error:
             raise StartupError(
                 f"--metrics-port {settings.metrics_port} on {settings.host}: {error.strerror}"
@@ -195,6 +207,21 @@ class App:
             ) from error
         await server.start()
         self._server = server
+
+    async def _start_http(self) -> None:
+        settings = self.settings
+        if settings.http_port is None:
+            return
+        open_http = _import_http()
+        try:
+            self._http = open_http(settings, self._calls, self.catalog, self.metrics, self._is_serving, self._tracer)
+        except OSError as error:
+            raise StartupError(f"--http-port {settings.http_port} on {settings.host}: {error.strerror}") from error
+        self.http_port = self._http.port
+
+    def _is_serving(self) -> bool:
+        """Whether every model is ready, and the server is not stopping; any thread may ask."""
+        return self._health_service.serving[""]
 
     def _serve_model(self, loaded: LoadedModel) -> ServedModel:
         return serve_model(
@@ -236,6 +263,23 @@ def _report_start(starting: "asyncio.Task[None]") -> bool:
     elif error is not None:
         logger.error("cannot start: unexpected error", exc_info=error)
     return error is not None
+
+
+def _import_http() -> "Callable[..., HttpServer]":
+    """What serves HTTP.
+
+    Raises:
+        StartupError: It is not installed.
+    """
+    try:
+        from encserve_server.http.server import open_http
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("httptools", "orjson", "uvicorn"):
+            raise
+        raise StartupError(
+            f"--http-port: the Python package {error.name} is not installed; install encserve-server[http]"
+        ) from error
+    return open_http
 
 
 def _open_tracer(settings: Settings, clock: Clock, metrics: Metrics) -> Tracer | None:

@@ -26,9 +26,22 @@
 The text of every class but StartupError's reaches the caller: it names fields and numbers, never paths.
 """
 
+import re
+from typing import ClassVar
+
 
 class EncserveError(Exception):
-    """Base of all errors of this server; its text is for people."""
+    """Base of all errors of this server; its text is for people.
+
+    Attributes:
+        reason: What programs are told: the class's name, as in INVALID_FIELD, unless it says otherwise.
+    """
+
+    reason: ClassVar[str] = "INTERNAL"
+
+    def __init_subclass__(cls) -> None:
+        if "reason" not in vars(cls):
+            cls.reason = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).upper()
 
 
 class RequestError(EncserveError):

@@ -61,10 +61,20 @@ class Settings:
     )
     host: str = _setting(
         "127.0.0.1",
-        "Address for gRPC and metrics. Loopback by default, because neither is authenticated; 0.0.0.0 in a container.",
+        "Address for gRPC, HTTP and metrics. Loopback by default, because none is authenticated; 0.0.0.0 in a "
+        "container.",
     )
     grpc_port: int = _setting(50051, "Port for gRPC; 0 takes a free one.", minimum=0, maximum=65535)
-    metrics_port: int = _setting(9464, "Port for /metrics over HTTP; 0 takes a free one.", minimum=0, maximum=65535)
+    metrics_port: int = _setting(
+        9464, "Port for /metrics and /healthz over HTTP; 0 takes a free one.", minimum=0, maximum=65535
+    )
+    http_port: int | None = _setting(
+        None,
+        "Port for embeddings over HTTP, as OpenAI and text-embeddings-inference have them (docs/http.md); 0 takes a "
+        "free one. Needs encserve-server[http]. Default: no HTTP.",
+        minimum=0,
+        maximum=65535,
+    )
     max_batch_tokens: int | None = _setting(
         None,
         "Most padded tokens (longest x count) in a batch. More fills the device better until activations leave its "
@@ -108,7 +118,7 @@ class Settings:
     )
     max_request_mib: int = _setting(
         4,
-        "Largest request, in MiB. It bounds how long parsing one holds up the others.",
+        "Largest request, over HTTP the body, in MiB. It bounds how long parsing one holds up the others.",
         minimum=1,
         maximum=1024,
     )
@@ -210,8 +220,15 @@ class Settings:
         self._check_trace_endpoint()
         if not self.host:
             raise ValueError("host must not be empty; 0.0.0.0 is every address")
-        if self.grpc_port and self.grpc_port == self.metrics_port:
-            raise ValueError(f"grpc_port and metrics_port must differ; both were {self.grpc_port}")
+        self._check_ports()
+
+    def _check_ports(self) -> None:
+        ports: dict[int, str] = {}
+        for name in ("grpc_port", "metrics_port", "http_port"):
+            port = getattr(self, name)
+            if port and port in ports:
+                raise ValueError(f"{ports[port]} and {name} must differ; both were {port}")
+            ports[port] = name
 
     def _check_trace_endpoint(self) -> None:
         if not self.trace_endpoint:

@@ -52,13 +52,14 @@ class RpcGuard:
         started = metrics.started.labels(*labels)
         handling_seconds = metrics.handling_seconds.labels(*labels)
         full_name = "/".join(labels[1:])
+        attributes = {"rpc.system.name": "grpc", "rpc.method": full_name}
         handled = {code: metrics.handled.labels(*labels, code_label(code)) for code in grpc.StatusCode}
 
         @functools.wraps(inner)
         async def wrapped(request: Any, context: Context) -> Any:
             began = time.perf_counter()
             started.inc()
-            span = None if tracer is None else tracer.begin(full_name, context.invocation_metadata() or ())
+            span = None if tracer is None else tracer.begin(full_name, context.invocation_metadata() or (), attributes)
             self._calls.opened()
             code, reason = grpc.StatusCode.CANCELLED, ""
             try:

@@ -1,7 +1,5 @@
 """Error to gRPC status, by one table."""
 
-import logging
-import secrets
 from dataclasses import dataclass
 
 import grpc
@@ -11,8 +9,7 @@ from google.rpc import error_details_pb2, status_pb2
 
 from encserve_server import errors
 from encserve_server.errors import EncserveError, QueueFull, RequestError
-
-logger = logging.getLogger(__name__)
+from encserve_server.telemetry.logs import log_unexpected
 
 ERROR_DOMAIN = "encserve"
 REASON_TRAILER = "encserve-error-reason"
@@ -26,33 +23,31 @@ _UNAVAILABLE_RETRY_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """What a caller sees of an error class: the status code, the machine-readable reason, and when to try again."""
+    """What a caller sees of an error class beside its reason: the status code, and when to try again."""
 
     code: grpc.StatusCode
-    reason: str
     retry_delay_s: float | None = None
 
 
 ERROR_TABLE: dict[type[EncserveError], Mapping] = {
-    errors.InvalidField: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
-    errors.MalformedRequest: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST"),
-    errors.TooManyInputs: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "TOO_MANY_INPUTS"),
-    errors.SequenceTooLong: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "SEQUENCE_TOO_LONG"),
-    errors.RequestTooLarge: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_TOO_LARGE"),
-    errors.ResponseTooLarge: Mapping(grpc.StatusCode.INVALID_ARGUMENT, "RESPONSE_TOO_LARGE"),
-    errors.ModelNotFound: Mapping(grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND"),
-    errors.QueueFull: Mapping(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
-    errors.DeadlineExpired: Mapping(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED"),
-    errors.FingerprintMismatch: Mapping(grpc.StatusCode.FAILED_PRECONDITION, "FINGERPRINT_MISMATCH"),
-    errors.SpaceMismatch: Mapping(grpc.StatusCode.FAILED_PRECONDITION, "SPACE_MISMATCH"),
-    errors.InspectUnavailable: Mapping(grpc.StatusCode.FAILED_PRECONDITION, "INSPECT_UNAVAILABLE"),
-    errors.InferenceFailed: Mapping(grpc.StatusCode.INTERNAL, "INFERENCE_FAILED"),
-    errors.EngineUnhealthy: Mapping(grpc.StatusCode.UNAVAILABLE, "ENGINE_UNHEALTHY", _UNAVAILABLE_RETRY_S),
-    errors.NotReady: Mapping(grpc.StatusCode.UNAVAILABLE, "NOT_READY", _UNAVAILABLE_RETRY_S),
-    errors.Draining: Mapping(grpc.StatusCode.UNAVAILABLE, "DRAINING"),
+    errors.InvalidField: Mapping(grpc.StatusCode.INVALID_ARGUMENT),
+    errors.MalformedRequest: Mapping(grpc.StatusCode.INVALID_ARGUMENT),
+    errors.TooManyInputs: Mapping(grpc.StatusCode.INVALID_ARGUMENT),
+    errors.SequenceTooLong: Mapping(grpc.StatusCode.INVALID_ARGUMENT),
+    errors.RequestTooLarge: Mapping(grpc.StatusCode.INVALID_ARGUMENT),
+    errors.ResponseTooLarge: Mapping(grpc.StatusCode.INVALID_ARGUMENT),
+    errors.ModelNotFound: Mapping(grpc.StatusCode.NOT_FOUND),
+    errors.QueueFull: Mapping(grpc.StatusCode.RESOURCE_EXHAUSTED),
+    errors.DeadlineExpired: Mapping(grpc.StatusCode.DEADLINE_EXCEEDED),
+    errors.FingerprintMismatch: Mapping(grpc.StatusCode.FAILED_PRECONDITION),
+    errors.SpaceMismatch: Mapping(grpc.StatusCode.FAILED_PRECONDITION),
+    errors.InspectUnavailable: Mapping(grpc.StatusCode.FAILED_PRECONDITION),
+    errors.InferenceFailed: Mapping(grpc.StatusCode.INTERNAL),
+    errors.EngineUnhealthy: Mapping(grpc.StatusCode.UNAVAILABLE, _UNAVAILABLE_RETRY_S),
+    errors.NotReady: Mapping(grpc.StatusCode.UNAVAILABLE, _UNAVAILABLE_RETRY_S),
+    errors.Draining: Mapping(grpc.StatusCode.UNAVAILABLE),
 }
-_UNKNOWN = Mapping(grpc.StatusCode.INTERNAL, "INTERNAL")
-REASONS = [*(mapping.reason for mapping in ERROR_TABLE.values()), _UNKNOWN.reason]
+REASONS = [*(error.reason for error in ERROR_TABLE), EncserveError.reason]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +76,8 @@ class Failure:
 def to_failure(error: Exception) -> Failure:
     """What the caller sees of an error. Anything but our own errors becomes a fixed text and an id that is logged."""
     mapping = ERROR_TABLE.get(type(error)) if isinstance(error, EncserveError) else None
-    if mapping is None:  # a StartupError too: its text names paths
-        error_id = secrets.token_hex(8)
-        logger.error("unexpected error", exc_info=error, extra={"error_id": error_id})
-        return _failure(_UNKNOWN, f"internal error; the server's log has it under the id {error_id}", None, [])
+    if mapping is None or not isinstance(error, EncserveError):  # a StartupError too: its text names paths
+        return _failure(grpc.StatusCode.INTERNAL, EncserveError.reason, log_unexpected(error), None, [])
     message = str(error)
     text = message if len(message) <= _MAX_TEXT_CHARS else message[:_MAX_TEXT_CHARS] + "…"
     more: list[Message] = []
@@ -94,16 +87,18 @@ def to_failure(error: Exception) -> Failure:
         )
         more.append(error_details_pb2.BadRequest(field_violations=[violation]))
     retry_delay_s = error.retry_delay_s if isinstance(error, QueueFull) else mapping.retry_delay_s
-    return _failure(mapping, text, retry_delay_s, more)
+    return _failure(mapping.code, type(error).reason, text, retry_delay_s, more)
 
 
-def _failure(mapping: Mapping, text: str, retry_delay_s: float | None, more: list[Message]) -> Failure:
-    details: list[Message] = [error_details_pb2.ErrorInfo(reason=mapping.reason, domain=ERROR_DOMAIN), *more]
+def _failure(
+    code: grpc.StatusCode, reason: str, text: str, retry_delay_s: float | None, more: list[Message]
+) -> Failure:
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=ERROR_DOMAIN), *more]
     if retry_delay_s is not None:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(retry_delay_s * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
-    return Failure(mapping.code, mapping.reason, text, retry_delay_s, list(map(_packed, details)))
+    return Failure(code, reason, text, retry_delay_s, list(map(_packed, details)))
 
 
 def _packed(message: Message) -> any_pb2.Any:

@@ -1,6 +1,7 @@
 """Structured logs on standard error: one JSON object a line, or text for people."""
 
 import logging
+import secrets
 import sys
 import threading
 
@@ -48,6 +49,13 @@ def configure(level: str, log_format: str) -> None:
     sys.excepthook = lambda kind, error, traceback: _log_uncaught(error, "the main thread")
     threading.excepthook = lambda it: _log_uncaught(it.exc_value, it.thread)
     sys.unraisablehook = lambda it: _log_uncaught(it.exc_value, it.object)
+
+
+def log_unexpected(error: Exception) -> str:
+    """Logs an error that nobody foresaw; gives what its caller is told, which is not the error's own text."""
+    error_id = secrets.token_hex(8)
+    logger.error("unexpected error", exc_info=error, extra={"error_id": error_id})
+    return f"internal error; the server's log has it under the id {error_id}"
 
 
 def _log_uncaught(error: BaseException | None, where: object) -> None:

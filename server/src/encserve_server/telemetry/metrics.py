@@ -60,6 +60,18 @@ class Metrics:
             _METHOD,
             buckets=SECONDS_BUCKETS,
         )
+        self.http_requests = counter(
+            "encserve_http_requests",
+            "HTTP requests answered, by route and status; 499 is a caller that went before its answer. Health and "
+            "unknown paths are counted nowhere.",
+            ("route", "status"),
+        )
+        self.http_request_seconds = histogram(
+            "encserve_http_request_seconds",
+            "Time from the head of an HTTP request to its answer.",
+            ("route",),
+            buckets=SECONDS_BUCKETS,
+        )
         self.in_flight = gauge(
             "encserve_in_flight_requests", "Calls being worked on, of all protocols; a stream counts as one."
         )
@@ -201,6 +213,16 @@ class Metrics:
             self.handling_seconds.labels(*method)
             for code in codes:
                 self.handled.labels(*method, code)
+        for reason in reasons:
+            self.refused.labels(reason)
+
+    def zero_http(self, routes: Iterable[str], statuses: Iterable[str], reasons: Iterable[str]) -> None:
+        """As `zero`, of the metrics of HTTP."""
+        statuses = list(statuses)
+        for route in routes:
+            self.http_request_seconds.labels(route)
+            for status in statuses:
+                self.http_requests.labels(route, status)
         for reason in reasons:
             self.refused.labels(reason)
 

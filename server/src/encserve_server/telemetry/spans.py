@@ -7,7 +7,7 @@ Times are in the clock's seconds. Which request is handled is known by a context
 stream every request, in a task of its own, which has a copy of the context of its own.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -66,8 +66,8 @@ class RequestSpan(Protocol):
     def request(self, request_id: str) -> "RequestSpan | None":
         """Begins a request of this stream; None if it has had so many that no more are traced."""
 
-    def end(self, code: str, reason: str) -> None:
-        """It has been answered: with a status code such as "OK", and of an error its reason."""
+    def end(self, code: str | int, reason: str) -> None:
+        """It has been answered: with a gRPC status such as "OK" or an HTTP status, and of an error its reason."""
 
 
 class BatchTracer(Protocol):
@@ -80,8 +80,11 @@ class BatchTracer(Protocol):
 class Tracer(Protocol):
     """Traces requests; everything is called on the event loop."""
 
-    def begin(self, method: str, metadata: Metadata) -> RequestSpan | None:
-        """An RPC has begun; gives its span, or None where it is not sampled. Log lines carry its ids from now on."""
+    def begin(self, name: str, metadata: Metadata, attributes: Mapping[str, str]) -> RequestSpan | None:
+        """A request has begun; gives its span, or None where it is not sampled. Log lines carry its ids from now on.
+
+        `attributes` are those of OpenTelemetry's conventions for its protocol.
+        """
 
     def for_model(self, name: str, version: str) -> BatchTracer:
         """What traces a model's batches."""

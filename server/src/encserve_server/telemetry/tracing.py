@@ -1,7 +1,7 @@
 """OpenTelemetry spans of requests and of batches, made by its SDK and sent by OTLP over gRPC.
 
     caller's span
-    └── encserve.v1.EncoderService/Encode     SERVER, one for each RPC
+    └── encserve.v1.EncoderService/Encode     SERVER, one for each RPC, or request over HTTP
         ├── tokenize                          where there is text
         ├── queue                             until its first batch was taken
         ├── compute ─ ─ link ─ ─▶ batch       one for each batch that held sequences of it
@@ -24,7 +24,7 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from opentelemetry.context import Context
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -57,6 +57,7 @@ logger = logging.getLogger(__name__)
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
 # Of a server's span; the caller's own mistakes, and a full queue, are none.
 ERROR_CODES = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
+_HTTP_ERRORS = 500
 # A request of hundreds of sequences runs in dozens of batches: the last span stands for all further ones.
 MAX_COMPUTE_SPANS = 16
 # A stream may go on for days, and its requests are all in one trace.
@@ -108,15 +109,15 @@ class OtlpTracer:
         self._requests = _open_tracer(ParentBased(TraceIdRatioBased(sample_ratio)), resource, processor)
         self._sampled = _open_tracer(ALWAYS_ON, resource, processor)  # what belongs to requests that are sampled
 
-    def begin(self, method: str, metadata: Metadata) -> RequestSpan | None:
+    def begin(self, name: str, metadata: Metadata, attributes: Mapping[str, str]) -> RequestSpan | None:
         """See `spans.Tracer`."""
-        headers = {key: [value for name, value in metadata if name == key] for key in self._propagator.fields}
+        headers = {key: [value for it, value in metadata if it == key] for key in self._propagator.fields}
         moments = _Moments(self._clock)
         span = self._requests.start_span(
-            method,
+            name,
             self._propagator.extract(headers, Context()),
             SpanKind.SERVER,
-            attributes={"rpc.system.name": "grpc", "rpc.method": method},
+            attributes=attributes,
             start_time=moments.began_ns,
         )
         request = _RequestSpan(self._sampled, span, moments) if span.is_recording() else None
@@ -227,7 +228,7 @@ class _RequestSpan:
         spans.enter(child, _ids_of(span))
         return child
 
-    def end(self, code: str, reason: str) -> None:
+    def end(self, code: str | int, reason: str) -> None:
         """See `spans.RequestSpan`."""
         if not self._span.is_recording():
             return
@@ -235,13 +236,14 @@ class _RequestSpan:
             began, ended, batches = zip(*self._further, strict=True)
             self._child("compute", min(began), max(ended), batches)
         span = self._span
-        span.set_attribute("rpc.response.status_code", code)
+        is_http = isinstance(code, int)
+        span.set_attribute("http.response.status_code" if is_http else "rpc.response.status_code", code)
         if self._requests:
             span.set_attribute("encserve.requests", self._requests)
         if reason:
             span.set_attribute("encserve.reason", reason)
-        if code in ERROR_CODES:
-            span.set_attribute("error.type", code)
+        if code in ERROR_CODES or (isinstance(code, int) and code >= _HTTP_ERRORS):
+            span.set_attribute("error.type", str(code))
             span.set_status(StatusCode.ERROR, reason or None)
         span.end(self._moments.now_ns())
 

@@ -1,0 +1,37 @@
+"""Numbers as JSON, in pieces: orjson keeps Python's lock, and a large array takes it for a second."""
+
+import base64
+from collections.abc import Iterator
+
+import numpy as np
+import orjson
+
+from encserve_server.models.served import EncodeReply
+from encserve_server.types import OutputRows
+
+# The longest number is -1.1754944e-38 or so, with a comma 17 characters instead of 4 bytes.
+JSON_GROWTH = 5.0
+_PIECE_NUMBERS = 16_384
+
+
+def pooled_rows(reply: EncodeReply) -> OutputRows:
+    """(inputs, width) the one vector of each input."""
+    rows: OutputRows = np.concatenate([encoded.outputs[0] for encoded in reply.encoded])
+    return rows
+
+
+def rows_as_json(rows: OutputRows) -> Iterator[bytes]:
+    """A list of lists of numbers, each in as few digits as say which float32 it is."""
+    step = max(1, _PIECE_NUMBERS // rows.shape[1])
+    yield b"["
+    for begin in range(0, len(rows), step):
+        piece = orjson.dumps(rows[begin : begin + step], option=orjson.OPT_SERIALIZE_NUMPY)
+        yield b"," + piece[1:-1] if begin else piece[1:-1]
+    yield b"]"
+
+
+def row_as_json(row: OutputRows, *, as_base64: bool) -> bytes:
+    """One vector, as a list of numbers or as a string: base64 of its little-endian float32."""
+    if as_base64:
+        return b'"' + base64.b64encode(row.data) + b'"'
+    return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)

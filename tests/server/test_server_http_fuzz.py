@@ -1,0 +1,113 @@
+"""Whatever body arrives on whatever route, the answer is a reply or the protocol's own error for its caller."""
+
+import asyncio
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import D_MODEL, FakeServer, start_fake_server
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+ROUTES = {"/v1/embeddings": "input", "/": "inputs", "/embed": "inputs", "/embed_all": "inputs", "/tokenize": "inputs"}
+
+words = st.text(max_size=8) | st.sampled_from(["hello", "hello brave new world", "hello " * 40, "\x00", "🌍", "[SEP]"])
+numbers = st.integers(0, 999) | st.sampled_from([-1, 1000, 2**31, 2**63, 2**64 - 1, 2**70, 0.5, 1e300])
+scalars = st.none() | st.booleans() | numbers | words
+wild = st.recursive(
+    scalars, lambda its: st.lists(its, max_size=3) | st.dictionaries(words, its, max_size=3), max_leaves=5
+)
+ids = st.lists(st.integers(0, 999), min_size=1, max_size=40)
+inputs = words | ids | st.lists(words | ids | wild, max_size=4)
+fields: dict[str, st.SearchStrategy[Any]] = {
+    "model": st.sampled_from(["", "tiny", "tiny@1", "tiny@", "@2", "nobody"]),
+    "encoding_format": st.sampled_from(["float", "base64", "hex"]),
+    "dimensions": st.integers(-1, D_MODEL + 1),
+    "user": words,
+    "normalize": st.booleans(),
+    "pooling": st.sampled_from(["mean", "cls", "MAX", "sum"]),
+    "prompt_name": st.sampled_from(["", "query", "nobody"]),
+    "task": st.sampled_from(["query", "document", "rank"]),
+    "truncate": st.booleans(),
+    "truncation_direction": st.sampled_from(["Right", "left"]),
+    "add_special_tokens": st.booleans(),
+}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, bytes]:
+    """A route, and a body that may be right."""
+    path = draw(st.sampled_from(sorted(ROUTES)))
+    if draw(st.integers(0, 9)) == 0:
+        return path, draw(st.binary(max_size=40))
+    body: Any = draw(wild) if draw(st.integers(0, 9)) == 0 else {ROUTES[path]: draw(inputs)}
+    if isinstance(body, dict):
+        for name in draw(st.lists(st.sampled_from(sorted(fields)), max_size=2)):
+            body[name] = draw(wild if draw(st.integers(0, 3)) == 0 else fields[name])
+    data = json.dumps(body).encode()
+    if draw(st.integers(0, 5)) == 0:
+        at = draw(st.integers(0, len(data)))
+        data = data[:at] + draw(st.binary(max_size=3)) + data[at + draw(st.integers(0, 3)) :]
+    return path, data
+
+
+async def ask(server: FakeServer, path: str, body: bytes) -> tuple[int, Any]:
+    """What the application answers; the body comes in two parts."""
+    assert server.app._http is not None
+    parts = [body[: len(body) // 2], body[len(body) // 2 :]]
+    messages = [{"type": "http.request", "body": part, "more_body": i == 0} for i, part in enumerate(parts)]
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        if not messages:
+            await asyncio.Event().wait()  # the caller stays
+        return messages.pop(0)
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
+    await server.app._http.app(scope, receive, send)
+    start, rest = sent
+    return start["status"], json.loads(rest["body"])
+
+
+def check_refusal(path: str, status: int, told: Any) -> None:
+    """An error is for the caller, and told as the protocol does."""
+    assert 400 <= status < 500, told
+    if path == "/v1/embeddings":
+        assert status in (400, 404)
+        assert set(told["error"]) == {"message", "type", "param", "code"}
+        assert told["error"]["type"] == "invalid_request_error"
+    else:
+        assert status in (400, 404, 413, 422)
+        assert set(told) == {"error", "error_type"}
+        assert told["error_type"] in ("Validation", "Empty")
+
+
+@pytest.mark.parametrize("examples", [150, pytest.param(10_000, marks=pytest.mark.system)])
+def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, examples: int) -> None:
+    seen: Counter[int] = Counter()
+    with asyncio.Runner() as runner:
+        server = runner.run(start_fake_server(tmp_path, http_port=0, prompts={"query": "hello "}))
+
+        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(requests())
+        def fuzz(request: tuple[str, bytes]) -> None:
+            path, body = request
+            status, told = runner.run(ask(server, path, body))
+            seen[status] += 1
+            if status != 200:
+                check_refusal(path, status, told)
+
+        fuzz()
+        assert server.sample("encserve_in_flight_requests") == 0
+        assert server.sample("encserve_queue_tokens", model="tiny", version="2") == 0
+        assert runner.run(ask(server, "/embed", b'{"inputs": "hello"}'))[0] == 200
+        runner.run(server.channel.close())
+        runner.run(server.app.stop())
+    assert sum(seen.values()) >= examples
+    assert seen[200] > examples / 20, f"the fuzzer sent too little that is right: {seen}"
+    assert {200, 400, 422} <= set(seen), f"the fuzzer reached too little: {seen}"

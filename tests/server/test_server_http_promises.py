@@ -1,0 +1,298 @@
+"""What the service promises holds over HTTP: overload, callers that go, faults, draining, bounds, metrics."""
+
+import asyncio
+import contextlib
+import re
+import subprocess
+import sys
+from concurrent.futures import Executor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fake_server import D_MODEL, FakeServer, StartServer, fake_model
+from http_calls import connect, get, post
+from waiting import until
+
+from encserve_server.app import App
+from encserve_server.engine.fake import FakeEngine
+from encserve_server.errors import StartupError
+from encserve_server.repository.activation import LoadedModel
+from encserve_server.settings import Settings
+
+ROUTES = {"/v1/embeddings": "input", "/embed": "inputs", "/embed_all": "inputs"}
+BOTH = ("/v1/embeddings", "/embed")
+
+
+@pytest.fixture
+async def server(start_server: StartServer) -> FakeServer:
+    """One server with HTTP."""
+    return await start_server(http_port=0)
+
+
+def body(path: str, inputs: Any) -> dict[str, Any]:
+    """A request with these inputs."""
+    return {ROUTES[path]: inputs}
+
+
+def counted(server: FakeServer, path: str, status: int) -> float:
+    """How many requests a route has answered so."""
+    return server.sample("encserve_http_requests_total", route=f"POST {path}", status=str(status))
+
+
+@contextlib.asynccontextmanager
+async def raw(server: FakeServer) -> Any:
+    """A connection, to say on it what no library would."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.app.http_port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_full_queue(start_server: StartServer, path: str) -> None:
+    server = await start_server(http_port=0, max_queue_tokens=32)
+    async with server.queue_of(30):
+        refused = await post(server, path, body(path, [[1, 2, 3, 4]]))
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) >= 1
+    assert 0 < int(refused.headers["retry-after-ms"]) <= 1000 * int(refused.headers["retry-after"])
+    assert refused.headers["encserve-error-reason"] == "QUEUE_FULL"
+    told = refused.json()
+    if path == "/v1/embeddings":
+        assert (told["error"]["type"], told["error"]["code"]) == ("rate_limit_error", "rate_limit_exceeded")
+    else:
+        assert told["error_type"] == "Overloaded"
+    assert counted(server, path, 429) == server.sample("encserve_refused_total", reason="QUEUE_FULL") == 1
+    assert (await post(server, path, body(path, "hello"))).status_code == 200
+
+
+async def test_more_than_the_queue_ever_holds(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, max_queue_tokens=32)
+    for path in BOTH:
+        refused = await post(server, path, body(path, [[1] * 20, [1] * 20]))
+        assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "REQUEST_TOO_LARGE")
+
+
+@pytest.mark.parametrize("path", ROUTES)
+async def test_a_caller_that_goes_away_frees_its_place(server: FakeServer, path: str) -> None:
+    server.engine.hold()
+    running = asyncio.create_task(post(server, path, body(path, [[1]])))
+    await asyncio.to_thread(server.engine.started.acquire)
+    waiting = asyncio.create_task(post(server, path, body(path, [[2, 2, 2]])))
+    await until(lambda: server.sample("encserve_queue_tokens", model="tiny", version="2") == 3)
+    waiting.cancel()
+    await until(lambda: server.sample("encserve_queue_tokens", model="tiny", version="2") == 0)
+    await until(lambda: counted(server, path, 499) == 1)
+    assert server.sample("encserve_cancelled_total", model="tiny", version="2", stage="queued") == 1
+    assert server.sample("encserve_in_flight_requests") == 1
+    server.engine.let_go()
+    assert (await running).status_code == 200
+
+
+async def test_a_caller_that_goes_in_the_middle_of_its_body(server: FakeServer) -> None:
+    async with raw(server) as (_, writer):
+        writer.write(b'POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"inputs"')
+        await writer.drain()
+        await until(lambda: server.sample("encserve_in_flight_requests") == 1)
+    await until(lambda: counted(server, "/embed", 499) == 1)
+    assert server.sample("encserve_in_flight_requests") == 0
+
+
+async def test_a_body_that_does_not_come(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encserve_server.http.app._BODY_SECONDS", 0.05)
+    async with raw(server) as (reader, writer):
+        writer.write(b'POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"input"')
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 20_000, b"GET /" + b"x" * 100_000])
+async def test_a_head_without_end(server: FakeServer, head: bytes) -> None:
+    async with raw(server) as (reader, writer):
+        writer.write(head)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+    assert (await get(server, "/health")).status_code == 200
+
+
+async def test_what_is_no_http(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    """Such as a gRPC client, which got the ports wrong."""
+    async with raw(server) as (reader, writer):
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+    assert not caplog.records
+
+
+async def test_requests_on_one_connection_are_answered_in_turn(server: FakeServer) -> None:
+    text = b'{"inputs": "hello"}'
+    one = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text)
+    async with raw(server) as (reader, writer):
+        writer.write(one * 3 + b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        answers = await reader.read()
+    assert len(re.findall(rb"HTTP/1.1 200 OK", answers)) == 4
+    assert answers.count(b"[[0.5,0.5,0.5,0.5]]") == 3
+
+
+async def test_an_engine_that_fails(start_server: StartServer) -> None:
+    """For one input it is the input's fault; for everything, the server's, which says when to try again."""
+    server = await start_server(FakeEngine(D_MODEL, poison=666), http_port=0)
+    for path, code, told in zip(BOTH, (500, 424), ("server_error", "Backend"), strict=True):
+        refused = await post(server, path, body(path, [[666]]))
+        assert refused.status_code == code
+        assert told in refused.text
+        assert f"{ROUTES[path]}[0]: the model could not compute it" in refused.text
+    server.engine.broken = True
+    while (refused := await post(server, "/embed", body("/embed", [[1]]))).status_code == 424:
+        pass
+    assert (refused.status_code, refused.json()["error_type"]) == (503, "Unhealthy")
+    assert refused.headers["retry-after"] == "1"
+    refused = await post(server, "/v1/embeddings", body("/v1/embeddings", [[1]]))
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_unhealthy")
+    await until(lambda: not server.app._is_serving())
+    assert (await get(server, "/health")).status_code == 503
+
+
+async def test_an_error_that_nobody_foresaw(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its text stays in the log."""
+
+    def explode(*_: object, **__: object) -> None:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr("encserve_server.models.served.ServedModel.encode", explode)
+    for path in BOTH:
+        refused = await post(server, path, body(path, "hello"))
+        assert refused.status_code == 500
+        assert "secret" not in refused.text
+        error_id = re.search("id ([0-9a-f]{16})", refused.text)
+        assert error_id
+        assert error_id[1] in [getattr(it, "error_id", "") for it in caplog.records]
+    assert server.sample("encserve_refused_total", reason="INTERNAL") == 2
+
+
+async def test_before_the_models_are_there(tmp_path: Path) -> None:
+    """The ports are open, and say so."""
+    loading = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    (tmp_path / "tiny" / "1").mkdir(parents=True)
+    (tmp_path / "tiny" / "1" / "manifest.json").touch()
+
+    def load(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+        del settings
+        asyncio.run_coroutine_threadsafe(loading.wait(), loop).result()
+        return fake_model(directory, tokenize_pool, FakeEngine(D_MODEL))
+
+    app = App(Settings(model_repository=tmp_path, grpc_port=0, metrics_port=0, http_port=0), load)
+    server = FakeServer(app, None, None, None)  # type: ignore[arg-type]
+    starting = asyncio.create_task(app.start())
+    await until(lambda: app.http_port)
+    for path in BOTH:
+        refused = await post(server, path, body(path, [[1]]))
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert (await get(server, "/info")).status_code == (await get(server, "/health")).status_code == 503
+    loading.set()
+    await starting
+    await until(app._is_serving)
+    assert (await get(server, "/health")).status_code == 200
+    await app.stop()
+
+
+async def test_what_is_in_flight_is_finished(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGTERM does this: what has come is answered, what comes is sent elsewhere, and the connections end."""
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.2)
+    server = await start_server(http_port=0)
+    server.engine.hold()
+    calls = [asyncio.create_task(post(server, path, body(path, [[i + 1]]))) for path in ROUTES for i in range(10)]
+    await until(lambda: server.sample("encserve_in_flight_requests") == 30)
+    async with connect(server) as client:
+        assert (await client.get("/health")).status_code == 200
+        stopping = asyncio.create_task(server.app.stop())
+        await until(server.app._calls.draining.is_set)
+        assert (await client.get("/health")).status_code == 503
+        for path in BOTH:
+            refused = await client.post(path, json=body(path, "hello"))
+            assert (refused.status_code, refused.headers["encserve-error-reason"]) == (503, "DRAINING")
+            assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+    server.engine.let_go()
+    assert [call.status_code for call in await asyncio.gather(*calls)] == [200] * 30
+    assert await stopping
+    with pytest.raises(OSError, match="refused|Connect"):
+        await asyncio.open_connection("127.0.0.1", server.app.http_port)
+
+
+async def test_the_grace_period_ends(start_server: StartServer) -> None:
+    """Whoever has no answer by then is told so."""
+    server = await start_server(http_port=0, grace_seconds=0.2)
+    server.engine.hold()
+    call = asyncio.create_task(post(server, "/embed", body("/embed", [[1]])))
+    await asyncio.to_thread(server.engine.started.acquire)
+    stopping = asyncio.create_task(server.app.stop())
+    refused = await call
+    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (503, "DRAINING")
+    server.engine.let_go()
+    await stopping
+
+
+async def test_requests_are_counted_by_route_and_status(server: FakeServer) -> None:
+    """And nothing that a caller makes up is."""
+    names = server.app.registry.get_sample_value
+    for path in BOTH:
+        assert counted(server, path, 200) == counted(server, path, 429) == 0
+        await post(server, path, body(path, "hello"))
+        assert counted(server, path, 200) == 1
+        assert server.sample("encserve_http_request_seconds_count", route=f"POST {path}") == 1
+    before = sum(1 for metric in server.app.registry.collect() for _ in metric.samples)
+    await get(server, "/made-up")
+    await post(server, "/embed", {"inputs": "hello", "model": "made-up"})
+    await get(server, "/health")
+    assert sum(1 for metric in server.app.registry.collect() for _ in metric.samples) == before
+    assert names("encserve_response_bytes_count", {"model": "tiny", "version": "2"}) == 2
+
+
+async def test_large_replies_are_built_off_the_event_loop(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encserve_server.models.calls._INLINE_REPLY_BYTES", 0)
+    for path in BOTH:
+        assert (await post(server, path, body(path, "hello"))).status_code == 200
+
+
+async def test_a_taken_port_is_said(server: FakeServer) -> None:
+    settings = Settings(
+        model_repository=server.app.settings.model_repository,
+        grpc_port=0,
+        metrics_port=0,
+        http_port=server.app.http_port,
+    )
+    second = App(settings)
+    with pytest.raises(StartupError, match="--http-port .*: Address already in use"):
+        await second.start()
+    await second.stop()
+
+
+def test_without_its_extra_it_says_what_to_install() -> None:
+    program = """
+import sys
+from encserve_server.app import _import_http
+for package in ("uvicorn", "httptools", "orjson"):
+    saved = dict(sys.modules)
+    sys.modules[package] = None
+    try:
+        _import_http()
+    except Exception as error:
+        print(type(error).__name__, error)
+    sys.modules.clear()
+    sys.modules.update(saved)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
+    assert re.findall(r"StartupError --http-port: .* (\w+) is not installed; install (.*)", done.stdout) == [
+        (package, "encserve-server[http]") for package in ("uvicorn", "httptools", "orjson")
+    ], done
+
+
+async def test_ports_must_differ(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="metrics_port and http_port must differ; both were 8080"):
+        Settings(model_repository=tmp_path, metrics_port=8080, http_port=8080)
