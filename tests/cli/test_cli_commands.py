@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -185,6 +186,15 @@ async def test_similarity_is_a_ranking(
     assert lines[0] == ["one"]
     assert lines[1] == ["document", compared_by]
     assert ("no vectors" in shown.stdout) is (model is LATE)
+
+
+async def test_a_long_document_leaves_its_score_room(service: FakeEncoder) -> None:
+    service.model_info = LATE
+    shown = (await encserve(service, "similarity", "one", "three " + 50 * "four", "two", "")).stdout
+    heading, _, *rows = [line.split() for line in shown.splitlines()[2:7]]
+    assert heading == ["document", "meanmaxsim"]
+    assert all(re.fullmatch(r"\d+\.\d{4}", line[-1]) for line in rows[:-1])
+    assert rows[-1][-2:] == ["no", "vectors"]
 
 
 async def test_similarity_of_texts_of_one_task(service: FakeEncoder) -> None:

@@ -1,5 +1,6 @@
 """Queries and documents: what is asked for, what comes back of each kind of model, and how the two are compared."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -88,7 +89,8 @@ async def test_what_was_cut_is_said(caller: Caller, service: FakeEncoder) -> Non
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        ({"kind": "dense"}, "kind must be one of"),
+        ({"kind": "dense"}, "kind must be one of 'model', 'multi_vector', 'sparse'; was 'dense'"),
+        ({"kind": "tokens"}, "kind must be one of 'model', 'multi_vector', 'sparse'; was 'tokens'"),
         ({"max_active_dims": 0}, "max_active_dims must be >= 1; was 0"),
         ({"pool_factor": 0.5}, "pool_factor must be >= 1; was 0.5"),
         ({"dimensions": -1}, "dimensions must be >= 1; was -1"),
@@ -156,16 +158,30 @@ def test_a_document_without_vectors_comes_last() -> None:
     assert rank(query, [nothing, -query])[-1][0] == 0
 
 
+NO_WEIGHTS = SparseVector(np.empty(0, np.uint32), np.empty(0, np.float32), 9)
+
+
 @pytest.mark.parametrize(
     ("query", "document", "problem"),
     [
-        (np.ones((2, 3)), np.ones((2, 4)), r"were \(2, 3\), \(2, 4\)"),
+        (np.ones((2, 3)), np.ones((2, 4)), r"were \(2, 3\) and \(2, 4\)"),
         (np.empty((0, 3)), np.ones((2, 3)), "query must have at least 1 vector"),
         (np.ones(3), np.ones((2, 3)), r"must be of one kind; were \(3,\) and \(2, 3\)"),
         (np.ones(3), np.ones(4), "equally wide"),
-        (SparseVector(np.empty(0, np.uint32), np.empty(0, np.float32), 9), np.ones(3), "were sparse and"),
+        (NO_WEIGHTS, np.ones(3), "were sparse and"),
     ],
 )
 def test_what_cannot_be_compared(query: Any, document: Any, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         rank(query, [document])
+
+
+def test_maxsim_is_of_several_vectors_and_by_one_of_two_names() -> None:
+    vectors = np.ones((2, 3), np.float32)
+    for query, document in ((NO_WEIGHTS, NO_WEIGHTS), ([[1.0]], vectors), (vectors, NO_WEIGHTS)):
+        with pytest.raises(ValueError, match=r"query and document must be \(n, width\) and \(m, width\) arrays; were"):
+            maxsim(query, document)  # type: ignore[arg-type]
+    calls: list[tuple[Callable[..., Any], Any]] = [(maxsim, vectors), (rank, [vectors])]
+    for compare, compared in calls:
+        with pytest.raises(ValueError, match="similarity must be 'maxsim' or 'meanmaxsim'; was 'cosine'"):
+            compare(vectors, compared, similarity="cosine")

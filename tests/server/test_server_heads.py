@@ -252,6 +252,12 @@ async def test_a_query_made_longer_than_can_be_inspected_is_refused(serve: Serve
         await server.inspect(inspection(text(5), task=pb.TASK_QUERY))
 
 
+async def test_a_model_of_no_pooling_says_what_it_makes(serve: Serve) -> None:
+    server = await serve(LATE, multi_vector=multi_vector(), pooling=manifest_pb2.POOLING_UNSPECIFIED)
+    with pytest.raises(Failed, match="tiny has no OUTPUT_KIND_MODEL_POOLING; it has .*, OUTPUT_KIND_MULTI_VECTOR"):
+        await server.encode([5], options=options(pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING)))
+
+
 async def test_a_text_of_nothing_that_counts_has_no_vectors(serve: Serve) -> None:
     document = manifest_pb2.TaskSettings(kept_token_ids=[5, 6], skipped_token_ids=[6])
     server = await serve(LATE, multi_vector=multi_vector(), document=document)

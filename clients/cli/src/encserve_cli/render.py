@@ -18,6 +18,7 @@ _NUMBER_WIDTH = 7  # "-12.345"
 _ID_WIDTH = 6
 _TOKEN_WIDTH = 14
 _COSINE_WIDTH = 6  # "-0.123"
+_NO_VECTORS = "no vectors"  # in place of a score
 _TEXT_WIDTH = 20  # the least that a text gets beside its cosines
 # Least cosine, and the style of a cell from there on. Colour only repeats what the number says.
 _STYLES = ((0.999, "dim"), (0.7, "bold green"), (0.4, "green"), (0.2, "yellow"), (-1.0, "red"))
@@ -134,11 +135,12 @@ def print_ranking(
     console.print(_clip(texts[0], console.width, "bold"))
     table = make_table()
     table.add_column("", justify="right")
-    table.add_column("document", no_wrap=True, overflow="ellipsis", ratio=1)
+    table.add_column("document", no_wrap=True, overflow="ellipsis")
     table.add_column(compared_by, justify="right", no_wrap=True)
+    width = console.width - len(str(len(ranking))) - max(len(compared_by), len(_NO_VECTORS)) - 4 * _GAP
     for place, (index, score) in enumerate(ranking, start=1):
-        shown = "no vectors" if score is None else f"{score:.4f}"
-        table.add_row(str(place), _clip(texts[index + 1], console.width), shown)
+        shown = _NO_VECTORS if score is None else f"{score:.4f}"
+        table.add_row(str(place), _clip(texts[index + 1], width), shown)
     console.print(table)
     print_footer(console, result)
 

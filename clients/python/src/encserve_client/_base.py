@@ -15,7 +15,17 @@ from encserve_client._logic.streams import Result, StreamBooks, StreamRun
 from encserve_client._logic.wire import Wire
 from encserve_client.exceptions import ClientClosedError, EncserveError, InvalidInputError
 from encserve_client.inputs import Input, check_inputs, check_iterable
-from encserve_client.options import Array, DType, Options, Output, Pooling, Task, TrainedKind, pooled_output
+from encserve_client.options import (
+    Array,
+    DType,
+    Options,
+    Output,
+    Pooling,
+    Task,
+    TrainedKind,
+    check_choice,
+    pooled_output,
+)
 from encserve_client.results import EncodeResult, SparseVector
 from encserve_client.retry import RetryPolicy
 from encserve_client.tls import Tls
@@ -145,7 +155,8 @@ class BaseClient:
     ) -> tuple[Retrieved, str]:
         """What the model makes of texts of a task, and which of them were cut, for people; empty if none was."""
         items, key = check_inputs(inputs), model_key(model, version)
-        Output(kind or "model", **output)  # refused before anything is asked
+        check_choice("kind", kind or "model", TrainedKind)  # refused before anything is asked
+        Output(kind or "model", **output)
         if kind is None:
             kind = (await self._core.known_model(self._wire(), key, timeout_seconds)).trained_kind
         options = Options((Output(kind, **output),), dtype, truncate, prompt_name=prompt_name, task=task)

@@ -47,7 +47,8 @@ def numpy_dtype(data_type: int) -> np.dtype[np.floating[Any]]:
     return _DTYPES["float16" if data_type == pb.DATA_TYPE_FLOAT16 else "float32"]
 
 
-def _check(name: str, value: object, choices: object) -> None:
+def check_choice(name: str, value: object, choices: object) -> None:
+    """Raises InvalidInputError for what is none of a Literal's values."""
     allowed = get_args(choices)
     if value not in allowed:
         raise InvalidInputError(f"{name} must be one of {', '.join(map(repr, allowed))}; was {value!r}")
@@ -79,7 +80,7 @@ class Output:
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for a kind that does not exist, or for a number below 1."""
-        _check("kind", self.kind, OutputKind)
+        check_choice("kind", self.kind, OutputKind)
         for name in ("dimensions", "max_active_dims"):
             value = getattr(self, name)
             if value is not None and as_int(name, value) < 1:
@@ -118,9 +119,9 @@ class Options:
     def __post_init__(self) -> None:
         """Raises InvalidInputError for options that no server accepts."""
         if self.task is not None:
-            _check("task", self.task, Task)
+            check_choice("task", self.task, Task)
         want("prompt_name", self.prompt_name, (str, type(None)), "a str or None")
-        _check("dtype", self.dtype, DType)
+        check_choice("dtype", self.dtype, DType)
         if not self.outputs:
             raise InvalidInputError("outputs must name at least one output; was empty")
         if len(set(self.outputs)) != len(self.outputs):
@@ -168,7 +169,7 @@ def as_outputs(outputs: Sequence[Output | OutputKind]) -> tuple[Output, ...]:
 
 def pooled_output(pooling: Pooling, l2_normalize: bool, dimensions: int | None = None) -> Output:
     """The output for a pooling. Raises InvalidInputError for one that does not exist."""
-    _check("pooling", pooling, Pooling)
+    check_choice("pooling", pooling, Pooling)
     return Output(pooling, l2_normalize, dimensions)
 
 

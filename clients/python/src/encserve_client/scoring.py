@@ -1,7 +1,7 @@
 """How queries and documents are compared: MaxSim, and rankings. Pure NumPy."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -27,10 +27,16 @@ def maxsim(query: Array, document: Array, similarity: Similarity = "maxsim") -> 
         The score, computed in float32; -1e9 where the document has no vectors.
 
     Raises:
-        ValueError: The arrays are not two-dimensional and equally wide, or the query has no vectors.
+        ValueError: They are not two-dimensional arrays that are equally wide, the query has no vectors, or there is no
+            such similarity.
     """
-    if query.ndim != 2 or document.ndim != 2 or query.shape[1] != document.shape[1]:
-        raise ValueError(f"query and document must be (n, width) and (m, width); were {query.shape}, {document.shape}")
+    if similarity not in get_args(Similarity):
+        raise ValueError(f"similarity must be 'maxsim' or 'meanmaxsim'; was {similarity!r}")
+    shapes = [its.shape if isinstance(its, np.ndarray) else type(its).__name__ for its in (query, document)]
+    if any(len(shape) != 2 or isinstance(shape, str) for shape in shapes) or shapes[0][1] != shapes[1][1]:
+        raise ValueError(
+            f"query and document must be (n, width) and (m, width) arrays; were {shapes[0]} and {shapes[1]}"
+        )
     if not len(query):
         raise ValueError("query must have at least 1 vector; had none")
     if not len(document):
@@ -51,7 +57,7 @@ def rank(query: Encoded, documents: Sequence[Encoded], similarity: Similarity = 
         The index of each document and its score, the best first; of equal scores the first document's first.
 
     Raises:
-        ValueError: A document is of another kind, or another width, than the query.
+        ValueError: A document is of another kind, or another width, than the query; and as for `maxsim`.
     """
     scores = [_score(query, document, similarity) for document in documents]
     return sorted(enumerate(scores), key=lambda pair: -pair[1])

@@ -323,7 +323,7 @@ def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, task: T
     kind = _OUTPUT_KINDS[number]
     width = bundle.width_of(kind)
     if not width:
-        if kind is OutputKind.MODEL:
+        if kind is OutputKind.MODEL and not (bundle.multi_vector or bundle.sparse):
             raise InvalidField(
                 f"{field}.kind",
                 f"model {bundle.name} does not say how it was trained to pool; ask for a pooling by its name",
