@@ -1,5 +1,5 @@
 # The server, on the CPU: docker build -f deploy/server.cpu.Dockerfile -t encserve-server:cpu .
-# Serves the bundles in /models on port 50051, metrics on 9464. ENGINE=openvino adds that engine (--engine openvino).
+# Serves the bundles in /models on port 50051, metrics on 9464, HTTP where ENCSERVE_HTTP_PORT says. ENGINE=openvino adds that engine (--engine openvino).
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
 # hadolint ignore=DL3006
@@ -40,7 +40,7 @@ ENV PATH=/opt/encserve/bin:${PATH} \
     ENCSERVE_MODEL_REPOSITORY=/models
 WORKDIR /models
 USER 10001:10001
-EXPOSE 50051 9464
+EXPOSE 50051 9464 8080
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
     CMD ["python", "-m", "encserve_server.healthcheck"]

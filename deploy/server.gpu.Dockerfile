@@ -1,5 +1,5 @@
 # The server, on a GPU: docker build -f deploy/server.gpu.Dockerfile -t encserve-server:gpu .
-# Serves the bundles in /models on port 50051, metrics on 9464; does not start unless CUDA really runs them. CUDA's
+# Serves the bundles in /models on port 50051, metrics on 9464, HTTP where ENCSERVE_HTTP_PORT says; does not start unless CUDA really runs them. CUDA's
 # libraries are in it; the host has the driver (for CUDA 13) and the NVIDIA Container Toolkit.
 ARG PYTHON_IMAGE=docker.io/library/python:3.11-slim-bookworm
 
@@ -43,7 +43,7 @@ ENV PATH=/opt/encserve/bin:${PATH} \
     ENCSERVE_MODEL_REPOSITORY=/models
 WORKDIR /models
 USER 10001:10001
-EXPOSE 50051 9464
+EXPOSE 50051 9464 8080
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=10s --timeout=5s --start-period=120s --retries=3 \
     CMD ["python", "-m", "encserve_server.healthcheck"]

@@ -11,7 +11,7 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 # What docker-compose.yml publishes.
-PORTS = ("GRPC_PORT", "METRICS_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
+PORTS = ("GRPC_PORT", "HTTP_PORT", "METRICS_PORT", "PROMETHEUS_PORT", "GRAFANA_PORT")
 
 
 class EngineFailed(Exception):

