@@ -73,7 +73,7 @@ class DataType(IntEnum):
 
     def row_bytes(self, width: int) -> int:
         """The bytes of a row of so many numbers."""
-        return -(-width // 8) if self is DataType.BINARY else width * self.dtype.itemsize
+        return (width * _BITS[self] + 7) // 8
 
 
 _DTYPES: dict[DataType, np.dtype[np.floating[Any] | np.uint8]] = {
@@ -81,6 +81,7 @@ _DTYPES: dict[DataType, np.dtype[np.floating[Any] | np.uint8]] = {
     DataType.FLOAT16: np.dtype("<f2"),
     DataType.BINARY: np.dtype(np.uint8),
 }
+_BITS = (0, 32, 16, 1)  # of a number, by the types' values
 
 
 class OffsetUnit(IntEnum):
@@ -111,7 +112,7 @@ class Output(NamedTuple):
         task: Whose tokens OutputKind.MULTI_VECTOR has a vector for, and whose pooling.
         pool_factor: How many of its vectors become one, after what the model does of this itself; 0 for no pooling.
         max_active_dims: How many weights of OutputKind.SPARSE are kept, the largest ones; 0 for all.
-        span_pooling: How OutputKind.SPANS pools: a kind of `models.spans.POOLINGS`.
+        span_pooling: How OutputKind.SPANS pools: a kind of `models.spans.POOLINGS`; None for MEAN.
     """
 
     kind: OutputKind
@@ -122,7 +123,7 @@ class Output(NamedTuple):
     task: Task = Task.NEITHER
     pool_factor: float = 0.0
     max_active_dims: int = 0
-    span_pooling: OutputKind = OutputKind.MEAN
+    span_pooling: OutputKind | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,7 +136,8 @@ def _make_spans(
     made = []
     for i in places:
         its = token_spans[i]
-        made.append(finish(pool_spans(rows[i], nothing if its is None else its, output.span_pooling), output))
+        pooled = pool_spans(rows[i], nothing if its is None else its, output.span_pooling or OutputKind.MEAN)
+        made.append(finish(pooled, output))
     return made
 
 

@@ -53,12 +53,13 @@ _OUTPUT_KINDS = {kind.value: kind for kind in OutputKind}
 _OUTPUT_KIND_NAMES = {kind: pb.OutputKind.Name(kind.value) for kind in OutputKind}
 _DATA_TYPES = {0: DataType.FLOAT32} | {data_type.value: data_type for data_type in DataType}
 _DATA_TYPE_NAMES = {data_type: pb.DataType.Name(data_type.value) for data_type in DataType}
-_OFFSET_UNITS = {0: OffsetUnit.CODE_POINTS} | {unit.value: unit for unit in OffsetUnit}
+_OFFSET_UNITS = {unit.value: unit for unit in OffsetUnit}
 _DETAILS = {detail.value: detail for detail in Detail}
 _TASKS = {task.value: task for task in Task}
 _TRUNCATES: dict[int, bool] = {pb.TRUNCATION_UNSPECIFIED: False, pb.TRUNCATION_REFUSE: False, pb.TRUNCATION_END: True}
 
 _INDEXED = (OutputKind.MULTI_VECTOR, OutputKind.SPARSE)
+_WITH_OWN_FIELDS = {OutputKind.SPANS, *_INDEXED}
 # Of these every token matters, so that each is told unless less is asked for; and none of them may be binary.
 _OF_TOKENS = (OutputKind.TOKENS, *_INDEXED)
 
@@ -94,12 +95,12 @@ def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
         InvalidField: An enum has a value that this server does not know, an output is asked for twice, an input is
             empty or malformed, or the model's own pooling is wanted but not known.
     """
-    options, bundle = request.options, model.bundle
+    options, bundle, inputs = request.options, model.bundle, list(request.inputs)
     task = _decode_task("options.task", options.task, bundle)
     data_type = _decode_data_type("options.data_type", options.data_type)
     outputs = _decode_outputs(options.outputs, data_type, task, bundle)
     return EncodeCall(
-        inputs=[_decode_input(f"inputs[{i}]", it, bundle.max_sequence_tokens) for i, it in enumerate(request.inputs)],
+        inputs=[_decode_input(f"inputs[{i}]", it, bundle.max_sequence_tokens) for i, it in enumerate(inputs)],
         outputs=outputs,
         truncate=_decode_truncation("options.truncation", options.truncation),
         exclude_special_tokens=options.exclude_special_tokens,
@@ -108,7 +109,7 @@ def decode_call(request: pb.EncodeRequest, model: ServedModel) -> EncodeCall:
         task=task,
         detail=_decode_detail(options, outputs),
         offset_unit=_decode_offset_unit("options.offset_unit", options.offset_unit),
-        spans=_decode_spans(request.inputs, outputs),
+        spans=_decode_spans(inputs, outputs),
     )
 
 
@@ -302,6 +303,8 @@ def _decode_outputs(
     specs: Sequence[pb.OutputSpec], data_type: DataType, task: Task, bundle: Bundle
 ) -> tuple[Output, ...]:
     if not specs:
+        if data_type is not DataType.BINARY:
+            return (Output(OutputKind.TOKENS, False, data_type),)
         specs = [_ROWS]
     outputs: list[Output] = []
     seen: dict[tuple[object, ...], int] = {}
@@ -340,7 +343,8 @@ def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, task: T
         raise InvalidField("options.data_type", f"DATA_TYPE_BINARY is not for {_OUTPUT_KIND_NAMES[kind]}, see {field}")
     if kind is OutputKind.MODEL and bundle.pooling is not None:
         return bundle.pooling.output(spec.l2_normalize, data_type, spec.dimensions)
-    return _with_own_fields(Output(kind, spec.l2_normalize, data_type, spec.dimensions), field, spec, task, bundle)
+    output = Output(kind, spec.l2_normalize, data_type, spec.dimensions)
+    return _with_own_fields(output, field, spec, task, bundle) if kind in _WITH_OWN_FIELDS else output
 
 
 def _with_own_fields(output: Output, field: str, spec: pb.OutputSpec, task: Task, bundle: Bundle) -> Output:
@@ -354,9 +358,9 @@ def _with_own_fields(output: Output, field: str, spec: pb.OutputSpec, task: Task
     return output
 
 
-def _decode_span_pooling(field: str, value: int) -> OutputKind:
+def _decode_span_pooling(field: str, value: int) -> OutputKind | None:
     if not value:
-        return OutputKind.MEAN
+        return None
     pooling = _OUTPUT_KINDS.get(value)
     if pooling not in POOLINGS:
         there = ", ".join(_OUTPUT_KIND_NAMES[it] for it in POOLINGS)
@@ -451,6 +455,8 @@ def _decode_float_type(field: str, value: int) -> DataType:
 
 def _decode_offset_unit(field: str, value: int) -> OffsetUnit:
     """What characters are counted in."""
+    if not value:
+        return OffsetUnit.CODE_POINTS
     if value not in _OFFSET_UNITS:
         raise _unknown_value(field, value, pb.OffsetUnit)
     if _OFFSET_UNITS[value] is OffsetUnit.TOKENS:
@@ -459,12 +465,17 @@ def _decode_offset_unit(field: str, value: int) -> OffsetUnit:
 
 
 def _decode_detail(options: pb.EncodeOptions, outputs: Sequence[Output]) -> Detail:
-    strings = options.include_token_strings
-    if not options.detail:
-        return Detail.TOKENS if strings or any(it.kind in _OF_TOKENS for it in outputs) else Detail.COUNTS
-    if options.detail not in _DETAILS:
-        raise _unknown_value("options.detail", options.detail, pb.Detail)
-    detail = _DETAILS[options.detail]
+    value, strings = options.detail, options.include_token_strings
+    if not value:
+        if strings:
+            return Detail.TOKENS
+        for it in outputs:
+            if it.kind in _OF_TOKENS:
+                return Detail.TOKENS
+        return Detail.COUNTS
+    if value not in _DETAILS:
+        raise _unknown_value("options.detail", value, pb.Detail)
+    detail = _DETAILS[value]
     if strings and detail is not Detail.TOKENS:
         raise InvalidField(
             "options.include_token_strings", f"is for DETAIL_TOKENS alone; detail is DETAIL_{detail.name}"
