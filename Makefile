@@ -15,7 +15,7 @@ SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
 MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
 # The tests that `make test` leaves to `make test-all`, by marker. Each of so many workers takes a file of tests at a time.
-TIERS := system or browser or operate or packaging or bench or models
+TIERS := system or browser or operate or packaging or bench or models or judges
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
@@ -105,4 +105,4 @@ wheels: $(VENV)/.installed  ## Build the five wheels into dist/.
 	for part in proto export server clients/python clients/cli; do $(BIN)/python -m build --no-isolation --wheel --outdir dist $$part || exit 1; done
 
 clean:  ## Remove what was built, but not the models.
-	rm -rf build dist $(VENV) .venv-proto .venv-peers .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache
+	rm -rf build dist $(VENV) .venv-proto .venv-peers .venv-judges .mypy_cache .ruff_cache .pytest_cache .hypothesis .cache

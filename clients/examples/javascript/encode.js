@@ -1,0 +1,37 @@
+// Prints the vector of each text as a line of JSON: node encode.js localhost:50051 "I understand this" "and that"
+"use strict";
+
+const path = require("path");
+const grpc = require("@grpc/grpc-js");
+const protoLoader = require("@grpc/proto-loader");
+
+const PROTO = process.env.ENCSERVE_PROTO || path.join(__dirname, "../../../proto");
+const [address, ...texts] = process.argv.slice(2);
+if (!texts.length) {
+  console.error("usage: node encode.js ADDRESS TEXT...");
+  process.exit(2);
+}
+
+const definition = protoLoader.loadSync("encserve/v1/encoder.proto", { includeDirs: [PROTO], keepCase: true });
+const { EncoderService } = grpc.loadPackageDefinition(definition).encserve.v1;
+// The library's own bound on answers is 4 MiB; the server's default is 64.
+const limits = { "grpc.max_receive_message_length": 64 * 1024 * 1024 };
+const client = new EncoderService(address, grpc.credentials.createInsecure(), limits);
+
+const request = {
+  inputs: texts.map((text) => ({ text })),
+  options: { outputs: [{ kind: "OUTPUT_KIND_MODEL_POOLING" }] },
+};
+client.Encode(request, { deadline: Date.now() + 30000 }, (error, response) => {
+  if (error) {
+    console.error(`${grpc.status[error.code]}: ${error.details}`);
+    process.exitCode = 1;
+  } else {
+    const [{ data, width }] = response.outputs; // little-endian float32, one row after another
+    texts.forEach((text, i) => {
+      const vector = Array.from({ length: width }, (_, j) => data.readFloatLE(4 * (i * width + j)));
+      console.log(JSON.stringify({ text, vector }));
+    });
+  }
+  client.close();
+});

@@ -1,0 +1,151 @@
+"""Clients that nobody here wrote, unchanged, against a real server: the same vectors as our own client, to the bit."""
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from checkpoints import MODEL, export_minilm
+from judging import JUDGES, ROOT, missing, npm_folder, program, python_environment, run
+from real_server import RealServer, real_server
+
+from encserve_client import EncoderClient
+
+pytestmark = pytest.mark.judges
+
+Array = npt.NDArray[Any]
+TEXTS = [
+    "I understand this",
+    "and that",
+    "🌍 ein längerer Satz, der in mehr Tokens zerfällt als andere",
+    "a" * 300,
+]
+IDS = [[101, 1045, 3305, 2023, 102], [101, 1998, 2008, 102]]
+DEBIAN = (  # the same are in .ci/run
+    "golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protobuf-compiler protoc-gen-go "
+    "protoc-gen-go-grpc"
+)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    models = tmp_path_factory.mktemp("models")
+    export_minilm(models)
+    with real_server(models, "--model", MODEL) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server: RealServer) -> Iterator[EncoderClient]:
+    with EncoderClient(server.target) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def vectors(client: EncoderClient) -> Array:
+    """(texts, width) float32, as our own client gets them."""
+    return client.embed(TEXTS)
+
+
+def judge(name: str, address: str, folder: Path) -> tuple[dict[str, Array], dict[str, Any]]:
+    """What a program of tests/judges got, and what it tells besides."""
+    longest = max(map(len, IDS))
+    requests = {
+        "texts": TEXTS,
+        "ids": [ids + [0] * (longest - len(ids)) for ids in IDS],
+        "mask": [[1] * len(ids) + [0] * (longest - len(ids)) for ids in IDS],
+    }
+    (folder / "requests.json").write_text(json.dumps(requests))
+    python = python_environment("clients") / "python"
+    told = run([python, JUDGES / name, address, MODEL, folder / "requests.json", folder / "results.npz"])
+    with np.load(folder / "results.npz") as file:
+        return dict(file), json.loads(told.splitlines()[-1])
+
+
+def assert_same_bits(got: Array, want: Array) -> None:
+    assert got.shape == want.shape
+    assert got.astype(np.float32).tobytes() == want.tobytes()
+
+
+def test_tritonclient(server: RealServer, client: EncoderClient, vectors: Array, tmp_path: Path) -> None:
+    got, told = judge("triton_judge.py", server.target, tmp_path)
+    for name in ("sync", "async_infer", "stream", "aio", "aio_stream"):
+        assert got[name].dtype == np.float32
+        assert_same_bits(got[name], vectors)
+    np.testing.assert_array_equal(got["half"], vectors.astype(np.float16))
+    assert got["lengths"].tolist() == [5, 4]
+    for padded, its in zip(got["last_hidden_state"], client.encode(IDS), strict=True):
+        assert_same_bits(padded[: len(its)], its)
+        assert not padded[len(its) :].any()
+    assert_same_bits(got["embedding_of_ids"], client.embed(IDS))
+    assert (told["ready"], told["unknown_ready"], told["request_id"]) == ([True] * 3, False, "an id")
+    assert [it["name"] for it in told["metadata"]["outputs"]] == ["last_hidden_state", "lengths", "embedding"]
+    assert told["config"]["config"]["name"] == MODEL
+    status, message = told["error"]
+    assert status == "StatusCode.INVALID_ARGUMENT"
+    assert message.startswith("input_ids[0, 0]: must be from 0 to 30521")
+    (statistics,) = told["statistics"]["model_stats"]
+    assert int(statistics["inference_stats"]["success"]["count"]) == 4
+    assert int(statistics["inference_stats"]["fail"]["count"]) == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_perf_analyzer(server: RealServer, tmp_path: Path, streaming: bool) -> None:
+    """A whole run, its statistics included."""
+    binaries = python_environment("perf-analyzer")
+    analyzer = binaries / "perf_analyzer"
+    (library,) = binaries.parent.glob("lib/python*/site-packages/nvidia/cuda_runtime/lib")
+    environment = {"LD_LIBRARY_PATH": str(library)}
+    lacking = re.findall(r"(\S+) => not found", run(["ldd", analyzer], environment=environment))
+    if lacking:
+        missing(f"perf_analyzer lacks {lacking} (apt-get install libb64-0d)")
+    data = tmp_path / "data.json"
+    if streaming:
+        data.write_text(json.dumps({"data": [{"text": {"content": [TEXTS[0]], "shape": [1]}}]}))
+    else:
+        ones = {"content": [1] * 5, "shape": [1, 5]}
+        ids = {"content": IDS[0], "shape": [1, 5]}
+        data.write_text(json.dumps({"data": [{"input_ids": ids, "attention_mask": ones}]}))
+    flags = ["-m", MODEL, "-i", "grpc", "-u", server.target, "--input-data", data, "--concurrency-range", "4"]
+    flags += ["--measurement-mode", "count_windows", "--measurement-request-count", "50"]
+    flags += ["--stability-percentage", "999", *(["--streaming"] if streaming else [])]
+    report = run([analyzer, *flags], environment=environment)
+    assert "Failed" not in report
+    counts = {name: int(count) for name, count in re.findall(r"(Request|Inference|request) count: (\d+)", report)}
+    assert counts["Request"] >= 150  # three windows
+    assert counts["request"] >= counts["Request"]
+    assert "queue" in report
+
+
+def lines_of(output: str) -> Array:
+    """The vectors of the examples' lines."""
+    lines = [json.loads(line) for line in output.splitlines()]
+    assert [line["text"] for line in lines] == TEXTS
+    return np.array([line["vector"] for line in lines])
+
+
+def test_javascript(server: RealServer, vectors: Array) -> None:
+    folder = npm_folder(ROOT / "clients/examples/javascript")
+    command = [program("node", "nodejs"), "encode.js", server.target, *TEXTS]
+    environment = {"ENCSERVE_PROTO": str(ROOT / "proto")}
+    assert_same_bits(lines_of(run(command, cwd=folder, environment=environment)), vectors)
+
+
+def test_go(server: RealServer, vectors: Array, tmp_path: Path) -> None:
+    """As its README says."""
+    go = program("go", DEBIAN)
+    for plugin in ("protoc", "protoc-gen-go", "protoc-gen-go-grpc"):
+        program(plugin, DEBIAN)
+    build = tmp_path / "build"
+    (build / "src").mkdir(parents=True)
+    out = [f"--go_out={build}/src", f"--go-grpc_out={build}/src"]
+    run(["protoc", "-I", ROOT / "proto", *out, "encserve/v1/encoder.proto"])
+    shutil.copy(ROOT / "clients/examples/go/main.go", tmp_path)
+    environment = {"GO111MODULE": "off", "GOPATH": f"{build}:/usr/share/gocode", "GOCACHE": str(ROOT / ".cache/go")}
+    output = run([go, "run", "main.go", server.target, *TEXTS], cwd=tmp_path, environment=environment)
+    assert_same_bits(lines_of(output), vectors)
