@@ -276,7 +276,10 @@ async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
         (["encode", "a", "--model", "nope"], "Error: model: 'nope' is not loaded; tiny is\n"),
         (["similarity", "a"], "Error: similarity needs at least 2 texts; was 1\n"),
         (["--timeout", "0", "models"], "Error: timeout_seconds must be > 0; was 0.0\n"),
-        (["--ca", "/nowhere/ca.pem", "models"], "Error: [Errno 2] No such file or directory: '/nowhere/ca.pem'\n"),
+        (
+            ["--ca", "/nowhere/ca.pem", "models"],
+            "Error: tls.ca cannot be read: [Errno 2] No such file or directory: '/nowhere/ca.pem'\n",
+        ),
         (["--target", "127.0.0.1:1", "models"], None),
     ],
 )

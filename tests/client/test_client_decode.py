@@ -162,13 +162,13 @@ def test_one_message_is_not_copied_several_are() -> None:
 
 
 def test_a_pooling_of_a_newer_server_is_handed_on() -> None:
-    """Asked for as "model", it needs no name here."""
+    """By its number, where it was asked for as "model"."""
     newer: Any = 77
     response = good()
     tensor = response.outputs[0]
     tensor.kind, tensor.data = newer, tensor.data[: 2 * 3 * 4]
     tensor.lengths[:] = [1, 1]
     part = decode_response(response, Options((Output("model"),)), 2, describe=False)
-    assert part.kinds == [("model", False)]
-    assert model_info(pb.ModelInfo(pooling=newer)).pooling == "model"
+    assert part.kinds == [(newer, False)]
+    assert model_info(pb.ModelInfo(pooling=newer)).pooling == newer
     assert model_info(pb.ModelInfo()).pooling is None

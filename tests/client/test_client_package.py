@@ -140,7 +140,7 @@ def test_contradictions_are_refused() -> None:
         Tls(cert="client.pem")
     with pytest.raises(ValueError, match="tls or credentials, not both"):
         EncoderClient(tls=True, credentials=grpc.ssl_channel_credentials())
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(InvalidInputError, match=r"^tls.ca cannot be read: .*/nowhere/ca.pem"):
         EncoderClient(tls=Tls(ca="/nowhere/ca.pem"))
 
 

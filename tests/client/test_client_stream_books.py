@@ -32,20 +32,23 @@ POLICY = RetryPolicy(max_attempts=3, initial_backoff_seconds=1.0, backoff_multip
 BROKEN = Failure(Code.UNAVAILABLE, "connection reset")
 
 
+def ids_in(request: pb.EncodeStreamRequest) -> list[int]:
+    """The inputs of a message, each of one token."""
+    return [token for item in request.request.inputs for token in item.token_ids.ids]
+
+
 def echo(request: pb.EncodeStreamRequest, fingerprint: str = "f") -> pb.EncodeStreamResponse:
-    """One row of one number: the token id."""
-    [item] = request.request.inputs
-    ids = list(item.token_ids.ids)
+    """A row of one number for each token: its id."""
+    ids = ids_in(request)
     tensor = pb.RaggedTensor(
         kind=pb.OUTPUT_KIND_TOKENS,
         data_type=pb.DATA_TYPE_FLOAT32,
         width=1,
-        lengths=[len(ids)],
+        lengths=[1] * len(ids),
         data=np.array(ids, "<f4").tobytes(),
     )
-    response = pb.EncodeResponse(
-        outputs=[tensor], sequences=[pb.SequenceInfo(token_count=len(ids))], fingerprint=fingerprint
-    )
+    sequences = [pb.SequenceInfo(token_count=1)] * len(ids)
+    response = pb.EncodeResponse(outputs=[tensor], sequences=sequences, fingerprint=fingerprint)
     return pb.EncodeStreamResponse(request_id=request.request_id, response=response)
 
 
@@ -86,7 +89,7 @@ def counting(n: int, read: list[int]) -> Iterator[list[int]]:
     delays=st.lists(st.floats(0, 10), min_size=1, max_size=30),
     breaks=st.sets(st.integers(1, 5), max_size=2),
     refused=st.sets(st.integers(1, 30)),
-    max_in_flight=st.integers(1, 8),
+    max_in_flight=st.integers(1, 40),
     ordered=st.booleans(),
 )
 def test_every_input_is_answered_once(
@@ -97,14 +100,15 @@ def test_every_input_is_answered_once(
     break_once, refuse_once = set(breaks), set(refused)
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
-        token = request.request.inputs[0].token_ids.ids[0]
+        tokens = ids_in(request)
+        assert len(tokens) <= max(max_in_flight // 4, 1)
         if stream in break_once:
             break_once.discard(stream)
             return 0.5, BROKEN
-        if token in refuse_once:
-            refuse_once.discard(token)
+        if refuse_once.intersection(tokens):
+            refuse_once.difference_update(tokens)
             return 0.1, refusal(request, Code.RESOURCE_EXHAUSTED, delay=1.0)
-        return delays[token - 1], echo(request)
+        return max(delays[token - 1] for token in tokens), echo(request)
 
     wire = FakeWire(answer_stream=answer, inputs=counting(len(delays), read))
     found = []
@@ -147,17 +151,17 @@ def test_a_ready_result_waits_for_one_read_at_most() -> None:
 
 
 def test_a_broken_stream_is_opened_again_for_what_was_not_answered() -> None:
-    sent: list[tuple[int, str]] = []
+    sent: list[tuple[int, list[int]]] = []
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
-        sent.append((stream, request.request_id))
-        if stream == 1 and request.request_id == "2":
+        sent.append((stream, ids_in(request)))
+        if stream == 1 and ids_in(request) == [3]:
             return 1.0, BROKEN
-        return 2.0 * (request.request_id == "1"), echo(request)  # 1 is still out when the stream breaks
+        return 2.0 * (ids_in(request) == [2]), echo(request)  # 2 is still out when the stream breaks
 
     wire = FakeWire(answer_stream=answer, inputs=[[1], [2], [3]])
     assert list(results(run_of(wire))) == [(0, 1), (1, 2), (2, 3)]
-    assert sent == [(1, "0"), (1, "1"), (1, "2"), (2, "1"), (2, "2")]
+    assert sent == [(1, [1]), (1, [2]), (1, [3]), (2, [2]), (2, [3])]
     assert wire.sent[3:] == [2.0, 2.0]  # broken after 1 s, then a wait of 1 s
 
 
@@ -176,16 +180,17 @@ def test_a_stream_that_breaks_in_other_ways_is_not_opened_again() -> None:
     assert wire.n_streams == 1
 
 
-def test_an_input_that_brings_down_every_stream_is_given_up() -> None:
+@pytest.mark.parametrize("max_in_flight", [3, 64])
+def test_an_input_that_brings_down_every_stream_is_given_up(max_in_flight: int) -> None:
     """The others, which are answered in between, do not keep it alive for ever."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
-        return (0.5, BROKEN) if request.request_id == "0" else (0.1, echo(request))
+        return (0.5, BROKEN) if 1 in ids_in(request) else (0.1, echo(request))
 
-    wire = FakeWire(answer_stream=answer, inputs=[[i] for i in range(1, 100)])
-    found = dict(results(run_of(wire, ordered=False, max_in_flight=3)))
+    wire = FakeWire(answer_stream=answer, inputs=[[i] for i in range(1, 2000)])
+    found = dict(results(run_of(wire, ordered=False, max_in_flight=max_in_flight)))
     assert isinstance(found.pop(0), ServerUnavailableError)
-    assert found == {i: i + 1 for i in range(1, 99)}
+    assert found == {i: i + 1 for i in range(1, 1999)}
     assert wire.n_streams <= 4
 
 
@@ -207,17 +212,17 @@ def test_an_error_is_the_inputs_own() -> None:
 
 def test_a_server_that_is_stopping_gets_nothing_more() -> None:
     """An input refused with UNAVAILABLE goes to a new stream; the old one still brings its answers."""
-    sent: list[tuple[int, str]] = []
+    sent: list[tuple[int, list[int]]] = []
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
-        sent.append((stream, request.request_id))
-        if stream == 1 and request.request_id == "1":
+        sent.append((stream, ids_in(request)))
+        if stream == 1 and ids_in(request) == [2]:
             return 0.0, refusal(request, Code.UNAVAILABLE)
         return 0.5, echo(request)
 
     wire = FakeWire(answer_stream=answer, inputs=[[1], [2]])
     assert list(results(run_of(wire))) == [(0, 1), (1, 2)]
-    assert sent == [(1, "0"), (1, "1"), (2, "1")]
+    assert sent == [(1, [1]), (1, [2]), (2, [2])]
 
 
 def test_an_input_that_is_never_answered_is_given_up() -> None:
@@ -301,6 +306,103 @@ def test_a_stream_that_fails_names_the_server() -> None:
     never = FakeWire(answer_stream=lambda *_: None, inputs=[[1]])
     [(_, error)] = results(run_of(never, timeout=2.5, target="host:1"))
     assert str(error) == "inputs[0] was not answered within 2.5 s by host:1"
+
+
+def packs_of(wire_answer: Answer, inputs: list[Any], **settings: Any) -> tuple[list[list[int]], dict[int, Any]]:
+    """What was sent together, and what came of it."""
+    sent: list[list[int]] = []
+
+    def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome | None:
+        sent.append(ids_in(request))
+        return wire_answer(stream, request)
+
+    wire = FakeWire(answer_stream=answer, inputs=inputs)
+    return sent, dict(results(run_of(wire, **settings)))
+
+
+def test_short_inputs_that_come_fast_share_messages() -> None:
+    """The first few go at once; while as many are out as may be, what is read waits for the next message."""
+    inputs = [[i] for i in range(1, 1001)]
+    sent, found = packs_of(lambda _, request: (1.0, echo(request)), inputs, max_in_flight=64)
+    assert found == {i: i + 1 for i in range(1000)}
+    assert [it for its in sent for it in its] == list(range(1, 1001))
+    assert sent[:4] == [[1], [2], [3], [4]]
+    assert max(map(len, sent)) == 16
+    assert len(sent) < 1000 / 12
+
+
+def test_an_input_that_comes_alone_is_sent_at_once() -> None:
+    """Nothing waits for a neighbour while there is room for a message."""
+    times: list[float] = []
+
+    def inputs() -> Iterator[list[int]]:
+        for i in range(1, 6):
+            wire.time += 100.0  # more than an input has: the time in which the caller makes one does not count
+            times.append(wire.time)
+            yield [i]
+
+    wire = FakeWire(answer_stream=lambda _, request: (0.0, echo(request)))
+    wire._inputs = inputs()
+    assert dict(results(run_of(wire, max_in_flight=64, timeout=10.0))) == {i: i + 1 for i in range(5)}
+    assert wire.sent == times
+
+
+def test_long_inputs_do_not_share_messages() -> None:
+    """Two of these have more tokens than one message of `encode` may have."""
+    sent: list[int] = []
+
+    def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
+        sent.append(len(request.request.inputs))
+        return 1.0, refusal(request, Code.INVALID_ARGUMENT)
+
+    wire = FakeWire(answer_stream=answer, inputs=[[1] * 2049] * 30)
+    assert len(list(results(run_of(wire, max_in_flight=64)))) == 30
+    assert sent == [1] * 30
+
+
+def test_one_bad_input_does_not_fail_its_neighbours() -> None:
+    """The message is sent again without it, and that is no attempt of the others."""
+
+    def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
+        bad = [place for place, token in enumerate(ids_in(request)) if token % 3 == 0]
+        if bad:
+            return 0.5, refusal(request, Code.INVALID_ARGUMENT, text=f"inputs[{bad[0]}]: is bad")
+        return 0.5, echo(request)
+
+    sent, found = packs_of(answer, [[i] for i in range(1, 101)], max_in_flight=64)
+    assert max(map(len, sent)) == 16
+    for index, result in found.items():
+        if (index + 1) % 3:
+            assert result == index + 1
+        else:
+            assert (str(result), result.index) == (f"inputs[{index}]: is bad", index)
+
+
+def test_a_message_that_is_too_large_is_halved() -> None:
+    def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
+        if len(request.request.inputs) > 3:
+            failed = pb.StreamError(code=3, message="too many", reason="TOO_MANY_INPUTS")
+            return 0.1, pb.EncodeStreamResponse(request_id=request.request_id, error=failed)
+        return 0.1, echo(request)
+
+    sent, found = packs_of(answer, [[i] for i in range(1, 101)], max_in_flight=64)
+    assert found == {i: i + 1 for i in range(100)}
+    assert {2, 4, 8, 16} <= set(map(len, sent))
+
+
+def test_a_message_that_is_never_answered_makes_room_when_its_inputs_are_given_up() -> None:
+    """As many as may be out at a time hang; what waited behind them is sent all the same."""
+
+    def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome | None:
+        return None if ids_in(request)[0] <= 4 else (0.0, echo(request))
+
+    def inputs() -> Iterator[list[int]]:
+        for i in range(1, 9):
+            yield [i]
+
+    wire = FakeWire(answer_stream=answer, inputs=inputs())
+    found = dict(results(run_of(wire, max_in_flight=5, timeout=10.0)))
+    assert [isinstance(found[i], DeadlineError) for i in range(8)] == [True] * 5 + [False] * 3
 
 
 def test_no_inputs_open_no_stream() -> None:

@@ -62,9 +62,12 @@ async def test_results_come_as_they_are_ready_if_asked(caller: Caller, service: 
 
 
 async def test_pooled_results_are_vectors(caller: Caller) -> None:
-    vectors = await caller.all_of(caller.connect(), ["two words"], pooling="model", dtype="float16")
-    assert [vector.shape for vector in vectors] == [(8,)]
-    np.testing.assert_allclose(vectors[0], rows_of([1, 3, 5, 2]).mean(axis=0), rtol=1e-3)
+    texts = ["two words"] * 50
+    vectors = await caller.all_of(caller.connect(), texts, method="embed_stream", pooling="model", dtype="float16")
+    assert [vector.shape for vector in vectors] == [(8,)] * 50
+    for vector in vectors:
+        np.testing.assert_allclose(vector, rows_of([1, 3, 5, 2]).mean(axis=0), rtol=1e-3)
+        assert not vector.flags.writeable
 
 
 async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, service: FakeEncoder) -> None:
@@ -72,16 +75,17 @@ async def test_a_broken_connection_loses_and_doubles_nothing(caller: Caller, ser
     service.before_stream = jitter
     port = int(service.target.rpartition(":")[2])
     client = caller.connect(retry=RetryPolicy(max_attempts=1000, max_backoff_seconds=0.2))
-    inputs = [[i] for i in range(1, 400)]
+    inputs = [[i] for i in range(1, 2000)]
     call = asyncio.create_task(caller.all_of(client, inputs))
-    await until(lambda: len(service.stream_requests) > 100)
+    await until(lambda: service.n_stream_inputs > 100)
     await service.server.stop(None)
     await service.start(port)
     arrays = await call
     for array, ids in zip(arrays, inputs, strict=True):
         np.testing.assert_array_equal(array, rows_of(ids))
     assert service.n_streams >= 2
-    assert len(service.stream_requests) <= len(inputs) + 2 * 64
+    assert service.n_stream_inputs <= len(inputs) + 2 * 64
+    assert len(service.stream_requests) < len(inputs) / 2
 
 
 async def test_a_server_that_is_gone_ends_the_call(caller: Caller, service: FakeEncoder) -> None:
@@ -91,16 +95,17 @@ async def test_a_server_that_is_gone_ends_the_call(caller: Caller, service: Fake
 
 
 async def test_a_full_queue_delays_only_its_inputs(caller: Caller, service: FakeEncoder) -> None:
-    turned_away = set[str]()
+    turned_away = set[int]()
 
     async def full_once(request: Any, _: object) -> None:
-        if request.request_id not in turned_away:
-            turned_away.add(request.request_id)
+        its = {token for item in request.request.inputs for token in item.token_ids.ids}
+        if its - turned_away:
+            turned_away.update(its)
             raise Refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", "20")
 
     service.before_stream = full_once
     assert len(await caller.all_of(caller.connect(), [[i] for i in range(1, 50)])) == 49
-    assert len(service.stream_requests) == 98
+    assert len(turned_away) == 49
     assert service.n_streams == 1
 
 
@@ -205,10 +210,10 @@ async def test_the_callers_own_error_comes_through(caller: Caller, service: Fake
 
 async def test_arguments_are_checked_before_anything_is_read(caller: Caller) -> None:
     client = caller.connect()
-    with pytest.raises(InvalidInputError, match="for one text pass"):
-        client.encode_stream("text")
     with pytest.raises(InvalidInputError, match="pooling must be one of"):
-        client.encode_stream(["a"], pooling="sum")
+        client.embed_stream(["a"], pooling="sum")
+    with pytest.raises(InvalidInputError, match="progress must be a function or None; was int"):
+        client.encode_stream(["a"], progress=1)
     with pytest.raises(ValueError, match="max_in_flight must be >= 1; was 0"):
         client.encode_stream(["a"], max_in_flight=0)
     with pytest.raises(ValueError, match="timeout_seconds must be > 0; was -1"):
@@ -219,6 +224,24 @@ async def test_arguments_are_checked_before_anything_is_read(caller: Caller) -> 
         client.encode_stream(["a"], model="tiny", version=1)
     with pytest.raises(InvalidInputError, match="inputs must be an iterable of inputs; was int"):
         client.encode_stream(5)
+
+
+async def test_a_single_text_is_one_input(caller: Caller) -> None:
+    [rows] = await caller.all_of(caller.connect(), "two words")
+    np.testing.assert_array_equal(rows, rows_of([1, 3, 5, 2]))
+
+
+async def test_progress(caller: Caller) -> None:
+    """With each result; of how many only where that is known."""
+    told: list[tuple[int, int | None]] = []
+    client = caller.connect()
+
+    def progress(done: int, total: int | None) -> None:
+        told.append((done, total))
+
+    await caller.all_of(client, [[1], [2], [3]], progress=progress)
+    await caller.all_of(client, iter([[1], [2]]), method="embed_stream", progress=progress)
+    assert told == [(1, 3), (2, 3), (3, 3), (1, None), (2, None)]
 
 
 async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, service: FakeEncoder) -> None:

@@ -19,6 +19,7 @@ from encserve_client import (
     Output,
     OverloadedError,
     RetryPolicy,
+    SequenceInfo,
     Tls,
     TokenEmbeddings,
 )
@@ -51,14 +52,22 @@ def with_threads() -> None:
         assert_type(client.encode_stream(["a"]), Generator[Array, None, None])
         assert_type(client.encode_stream(["a"], ordered=False), Generator[tuple[int, Array], None, None])
         assert_type(
-            client.encode_stream(["a"], return_exceptions=True, pooling="model"),
+            client.embed_stream(["a"], return_exceptions=True, pooling="model"),
             Generator[Array | EncserveError, None, None],
         )
         assert_type(
             client.encode_stream(["a"], ordered=False, return_exceptions=True, max_in_flight=3),
             Generator[tuple[int, Array | EncserveError], None, None],
         )
-        client.embed(["a"], pooling="sum")  # type: ignore[arg-type]
+        client.embed(["a"], pooling="sum")  # type: ignore[call-overload]
+        assert_type(client.encode("a"), Array)
+        assert_type(client.encode("a", return_exceptions=True), Array | EncserveError)
+        assert_type(client.encode(["a"], return_exceptions=True), list[Array | EncserveError])
+        assert_type(client.embed("a", dtype="binary"), Array)
+        assert_type(client.embed(["a"], return_exceptions=True), list[Array | EncserveError])
+        assert_type(client.embed_spans("a text", [(0, 1), (2, 6)], pooling="max"), Array)
+        assert_type(client.tokenize("a"), SequenceInfo)
+        assert_type(client.tokenize(["a"], truncate=True), list[SequenceInfo])
         client.encode([1.5])  # type: ignore[list-item]
         client.inspect(["a", "b"])  # type: ignore[list-item]
         client.inspect("a", attention=1.5)  # type: ignore[arg-type]

@@ -154,7 +154,7 @@ def test_vectors_are_cut_as_there(
 async def test_every_way_to_call_takes_a_prompt(client: EncoderClient) -> None:
     model, texts = "default-prompt", ["the cat", "sat on"]
     want = client.embed(texts, model=model, prompt_name="passage", dimensions=9)
-    streamed = client.encode_stream(texts, pooling="model", model=model, prompt_name="passage", dimensions=9)
+    streamed = client.embed_stream(texts, pooling="model", model=model, prompt_name="passage", dimensions=9)
     assert worst(np.stack(list(streamed)), want) <= TOLERANCE
     target = client._target
     async with AsyncEncoderClient(target) as other:

@@ -152,6 +152,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
     stream_requests: list[tuple[int, str]] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
+    n_stream_inputs: int = 0
     n_streams: int = 0
     n_open_streams: int = 0
     n_open_inspections: int = 0
@@ -237,6 +238,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         try:
             async for request in requests:
                 self.stream_requests.append((stream, request.request_id))
+                self.n_stream_inputs += len(request.request.inputs)
                 task = asyncio.create_task(self._answer_on_stream(request, context, writing))
                 tasks.add(task)
                 if (ended := [it for it in tasks if it.done()]) and (error := ended[0].exception()):
@@ -328,9 +330,9 @@ class Caller:
             return await method(*args, **kwargs)
         return await asyncio.to_thread(method, *args, **kwargs)
 
-    async def all_of(self, client: Any, inputs: Any, **options: Any) -> list[Any]:
-        """Everything that `encode_stream` yields."""
-        stream = client.encode_stream(inputs, **options)
+    async def all_of(self, client: Any, inputs: Any, method: str = "encode_stream", **options: Any) -> list[Any]:
+        """Everything that a stream yields."""
+        stream = getattr(client, method)(inputs, **options)
         if self.kind == "async":
             return [it async for it in stream]
         return await asyncio.to_thread(list, stream)

@@ -86,7 +86,7 @@ def embed(
 
 def _print(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
     printers = {"multi_vector": render.print_multi_vectors, "sparse": render.print_sparse}
-    printers.get(result.outputs[0].kind, render.print_vectors)(texts, result, max_rows)
+    printers.get(str(result.outputs[0].kind), render.print_vectors)(texts, result, max_rows)
 
 
 @click.command()

@@ -32,7 +32,7 @@ from encserve_client.exceptions import (
     SpaceError,
 )
 from encserve_client.inputs import Input, TokenEmbeddings, TokenIds
-from encserve_client.options import Array, DType, Output, OutputKind, Pooling, Task
+from encserve_client.options import Array, DType, Output, OutputKind, Pooling, Progress, Task
 from encserve_client.results import (
     Block,
     EncodedOutput,
@@ -46,6 +46,7 @@ from encserve_client.results import (
 )
 from encserve_client.retry import RetryPolicy
 from encserve_client.scoring import maxsim, rank
+from encserve_client.spans import sentence_spans, token_spans
 from encserve_client.tls import Tls
 
 __version__ = "0.1.0"
@@ -77,6 +78,7 @@ __all__ = [
     "OutputKind",
     "OverloadedError",
     "Pooling",
+    "Progress",
     "ProtocolError",
     "RetryPolicy",
     "SequenceInfo",
@@ -93,4 +95,6 @@ __all__ = [
     "TruncationWarning",
     "maxsim",
     "rank",
+    "sentence_spans",
+    "token_spans",
 ]

@@ -9,9 +9,16 @@ import grpc.aio
 
 from encserve_client._base import (
     DEFAULT_MAX_IN_FLIGHT,
+    DEFAULT_MAX_VECTORS_IN_FLIGHT,
     BaseClient,
+    EmbedOptions,
+    EmbedStreamOptions,
+    EncodeOptions,
+    EncodeStreamOptions,
     OutputOptions,
-    StreamOptions,
+    TokenizeOptions,
+    embed_options,
+    encode_options,
     model_key,
     shown,
     told,
@@ -21,21 +28,25 @@ from encserve_client._grpc.metadata import with_trace
 from encserve_client._logic.inspecting import inspect_request
 from encserve_client._logic.streams import StreamRun
 from encserve_client.exceptions import EncserveError
-from encserve_client.inputs import Input, check_inputs
+from encserve_client.inputs import Input
 from encserve_client.options import (
     Array,
+    Detail,
     DType,
     Layers,
+    OffsetUnit,
     Options,
     Output,
     OutputKind,
     Pooling,
+    Progress,
+    SpanPooling,
+    SpanUnit,
     Task,
     TrainedKind,
     as_outputs,
-    pooled_output,
 )
-from encserve_client.results import EncodeResult, InspectResult, ModelInfo
+from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo
 from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
 
 
@@ -73,6 +84,42 @@ class AsyncEncoderClient(BaseClient):
         if self._channel is not None:
             await self._channel.close()
 
+    @overload
+    async def encode(  # type: ignore[overload-overlap]
+        self,
+        inputs: str,
+        *,
+        return_exceptions: Literal[False] = ...,
+        **options: Unpack[EncodeOptions],
+    ) -> Array: ...
+
+    @overload
+    async def encode(  # type: ignore[overload-overlap]
+        self,
+        inputs: str,
+        *,
+        return_exceptions: Literal[True],
+        **options: Unpack[EncodeOptions],
+    ) -> Array | EncserveError: ...
+
+    @overload
+    async def encode(
+        self,
+        inputs: Iterable[Input],
+        *,
+        return_exceptions: Literal[False] = ...,
+        **options: Unpack[EncodeOptions],
+    ) -> list[Array]: ...
+
+    @overload
+    async def encode(
+        self,
+        inputs: Iterable[Input],
+        *,
+        return_exceptions: Literal[True],
+        **options: Unpack[EncodeOptions],
+    ) -> list[Array | EncserveError]: ...
+
     async def encode(
         self,
         inputs: Iterable[Input],
@@ -84,22 +131,57 @@ class AsyncEncoderClient(BaseClient):
         exclude_special_tokens: bool = False,
         l2_normalize: bool = False,
         prompt_name: str | None = None,
+        task: Task | None = None,
         timeout_seconds: float | None = None,
-    ) -> list[Array]:
+        progress: Progress | None = None,
+        return_exceptions: bool = False,
+    ) -> Any:
         """One row per token for every input: a (seq_len, d_model) array each. See `EncoderClient.encode`."""
-        items = check_inputs(inputs)
-        options = Options(
-            (Output("tokens", l2_normalize),), dtype, truncate, exclude_special_tokens, prompt_name=prompt_name
+        key, options = (
+            model_key(model, version),
+            encode_options(
+                dtype=dtype,
+                truncate=truncate,
+                exclude_special_tokens=exclude_special_tokens,
+                l2_normalize=l2_normalize,
+                prompt_name=prompt_name,
+                task=task,
+            ),
         )
-        if not items:
-            return []
-        return (await self._encode(items, model, version, options, timeout_seconds)).outputs[0].arrays()
+        return await self._rows(inputs, key, options, timeout_seconds, progress, return_exceptions)
+
+    @overload
+    async def embed(
+        self,
+        inputs: Iterable[Input],
+        *,
+        return_exceptions: Literal[False] = ...,
+        **options: Unpack[EmbedOptions],
+    ) -> Array: ...
+
+    @overload
+    async def embed(  # type: ignore[overload-overlap]
+        self,
+        inputs: str,
+        *,
+        return_exceptions: Literal[True],
+        **options: Unpack[EmbedOptions],
+    ) -> Array | EncserveError: ...
+
+    @overload
+    async def embed(
+        self,
+        inputs: Iterable[Input],
+        *,
+        return_exceptions: Literal[True],
+        **options: Unpack[EmbedOptions],
+    ) -> list[Array | EncserveError]: ...
 
     async def embed(
         self,
         inputs: Iterable[Input],
         *,
-        pooling: Pooling = "model",
+        pooling: Pooling | int = "model",
         model: str | None = None,
         version: str | None = None,
         dtype: DType = "float32",
@@ -107,11 +189,25 @@ class AsyncEncoderClient(BaseClient):
         l2_normalize: bool = False,
         dimensions: int | None = None,
         prompt_name: str | None = None,
+        task: Task | None = None,
         timeout_seconds: float | None = None,
-    ) -> Array:
-        """One row per input: (inputs, d_model). See `EncoderClient.embed`."""
-        options = Options((pooled_output(pooling, l2_normalize, dimensions),), dtype, truncate, prompt_name=prompt_name)
-        return (await self._encode(check_inputs(inputs), model, version, options, timeout_seconds)).outputs[0].matrix()
+        progress: Progress | None = None,
+        return_exceptions: bool = False,
+    ) -> Any:
+        """One row per input: (inputs, width). See `EncoderClient.embed`."""
+        key, options = (
+            model_key(model, version),
+            embed_options(
+                pooling=pooling,
+                dtype=dtype,
+                truncate=truncate,
+                l2_normalize=l2_normalize,
+                dimensions=dimensions,
+                prompt_name=prompt_name,
+                task=task,
+            ),
+        )
+        return await self._vectors(inputs, key, options, timeout_seconds, progress, return_exceptions)
 
     async def encode_query(
         self,
@@ -124,6 +220,8 @@ class AsyncEncoderClient(BaseClient):
         truncate: bool = True,
         prompt_name: str | None = None,
         timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+        return_exceptions: bool = False,
         **output: Unpack[OutputOptions],
     ) -> Any:
         """What the model makes of texts that are looked for. See `EncoderClient.encode_query`."""
@@ -137,6 +235,8 @@ class AsyncEncoderClient(BaseClient):
             dtype=dtype,
             truncate=truncate,
             prompt_name=prompt_name,
+            progress=progress,
+            return_exceptions=return_exceptions,
             **output,
         )
         return told(await call)
@@ -152,6 +252,8 @@ class AsyncEncoderClient(BaseClient):
         truncate: bool = True,
         prompt_name: str | None = None,
         timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+        return_exceptions: bool = False,
         **output: Unpack[OutputOptions],
     ) -> Any:
         """What the model makes of texts that are found. See `EncoderClient.encode_document`."""
@@ -165,6 +267,8 @@ class AsyncEncoderClient(BaseClient):
             dtype=dtype,
             truncate=truncate,
             prompt_name=prompt_name,
+            progress=progress,
+            return_exceptions=return_exceptions,
             **output,
         )
         return told(await call)
@@ -173,7 +277,7 @@ class AsyncEncoderClient(BaseClient):
         self,
         inputs: Iterable[Input],
         *,
-        outputs: Sequence[Output | OutputKind] = ("tokens",),
+        outputs: Sequence[Output | OutputKind | int] = ("tokens",),
         model: str | None = None,
         version: str | None = None,
         dtype: DType = "float32",
@@ -182,13 +286,24 @@ class AsyncEncoderClient(BaseClient):
         include_token_strings: bool = False,
         prompt_name: str | None = None,
         task: Task | None = None,
+        detail: Detail | None = None,
+        offset_unit: OffsetUnit = "code_points",
         timeout_seconds: float | None = None,
+        progress: Progress | None = None,
     ) -> EncodeResult:
         """Everything about the inputs at once. See `EncoderClient.run`."""
         options = Options(
-            as_outputs(outputs), dtype, truncate, exclude_special_tokens, include_token_strings, prompt_name, task
+            as_outputs(outputs),
+            dtype,
+            truncate,
+            exclude_special_tokens,
+            include_token_strings,
+            prompt_name,
+            task,
+            detail,
+            offset_unit,
         )
-        return await self._encode(check_inputs(inputs), model, version, options, timeout_seconds, describe=True)
+        return await self._run(inputs, model_key(model, version), options, timeout_seconds, progress)
 
     async def inspect(
         self,
@@ -226,7 +341,7 @@ class AsyncEncoderClient(BaseClient):
         *,
         ordered: Literal[True] = ...,
         return_exceptions: Literal[False] = ...,
-        **options: Unpack[StreamOptions],
+        **options: Unpack[EncodeStreamOptions],
     ) -> AsyncGenerator[Array, None]: ...
 
     @overload
@@ -236,7 +351,7 @@ class AsyncEncoderClient(BaseClient):
         *,
         ordered: Literal[False],
         return_exceptions: Literal[False] = ...,
-        **options: Unpack[StreamOptions],
+        **options: Unpack[EncodeStreamOptions],
     ) -> AsyncGenerator[tuple[int, Array], None]: ...
 
     @overload
@@ -246,7 +361,7 @@ class AsyncEncoderClient(BaseClient):
         *,
         ordered: Literal[True] = ...,
         return_exceptions: Literal[True],
-        **options: Unpack[StreamOptions],
+        **options: Unpack[EncodeStreamOptions],
     ) -> AsyncGenerator[Array | EncserveError, None]: ...
 
     @overload
@@ -256,7 +371,7 @@ class AsyncEncoderClient(BaseClient):
         *,
         ordered: Literal[False],
         return_exceptions: Literal[True],
-        **options: Unpack[StreamOptions],
+        **options: Unpack[EncodeStreamOptions],
     ) -> AsyncGenerator[tuple[int, Array | EncserveError], None]: ...
 
     def encode_stream(
@@ -265,43 +380,171 @@ class AsyncEncoderClient(BaseClient):
         *,
         ordered: bool = True,
         return_exceptions: bool = False,
-        pooling: Pooling | None = None,
         model: str | None = None,
         version: str | None = None,
         dtype: DType = "float32",
         truncate: bool = False,
         exclude_special_tokens: bool = False,
         l2_normalize: bool = False,
-        dimensions: int | None = None,
         prompt_name: str | None = None,
-        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
+        task: Task | None = None,
         timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+        max_in_flight: int = DEFAULT_MAX_IN_FLIGHT,
     ) -> AsyncGenerator[Any, None]:
         """Encodes as many inputs as there are, however many, in bounded memory. See `EncoderClient.encode_stream`.
 
         Inputs may come from an async iterable, which is read while answers come in. Leaving an `async for` early does
         not close its generator at once; `contextlib.aclosing` does:
 
-            async with aclosing(client.encode_stream(texts(), pooling="model")) as vectors:
-                async for vector in vectors:  # (d_model,)
+            async with aclosing(client.encode_stream(texts())) as rows_of_texts:
+                async for rows in rows_of_texts:  # (seq_len, d_model)
                     ...
         """
-        run = self._stream(
-            inputs,
-            ordered,
-            pooling=pooling,
-            model=model,
-            version=version,
-            dtype=dtype,
-            truncate=truncate,
-            exclude_special_tokens=exclude_special_tokens,
-            l2_normalize=l2_normalize,
-            dimensions=dimensions,
-            prompt_name=prompt_name,
-            max_in_flight=max_in_flight,
-            timeout_seconds=timeout_seconds,
+        key, options = (
+            model_key(model, version),
+            encode_options(
+                dtype=dtype,
+                truncate=truncate,
+                exclude_special_tokens=exclude_special_tokens,
+                l2_normalize=l2_normalize,
+                prompt_name=prompt_name,
+                task=task,
+            ),
         )
+        run = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
         return self._results(run, ordered, return_exceptions)
+
+    @overload
+    def embed_stream(
+        self,
+        inputs: Iterable[Input] | AsyncIterable[Input],
+        *,
+        ordered: Literal[True] = ...,
+        return_exceptions: Literal[False] = ...,
+        **options: Unpack[EmbedStreamOptions],
+    ) -> AsyncGenerator[Array, None]: ...
+
+    @overload
+    def embed_stream(
+        self,
+        inputs: Iterable[Input] | AsyncIterable[Input],
+        *,
+        ordered: Literal[False],
+        return_exceptions: Literal[False] = ...,
+        **options: Unpack[EmbedStreamOptions],
+    ) -> AsyncGenerator[tuple[int, Array], None]: ...
+
+    @overload
+    def embed_stream(
+        self,
+        inputs: Iterable[Input] | AsyncIterable[Input],
+        *,
+        ordered: Literal[True] = ...,
+        return_exceptions: Literal[True],
+        **options: Unpack[EmbedStreamOptions],
+    ) -> AsyncGenerator[Array | EncserveError, None]: ...
+
+    @overload
+    def embed_stream(
+        self,
+        inputs: Iterable[Input] | AsyncIterable[Input],
+        *,
+        ordered: Literal[False],
+        return_exceptions: Literal[True],
+        **options: Unpack[EmbedStreamOptions],
+    ) -> AsyncGenerator[tuple[int, Array | EncserveError], None]: ...
+
+    def embed_stream(
+        self,
+        inputs: Iterable[Input] | AsyncIterable[Input],
+        *,
+        ordered: bool = True,
+        return_exceptions: bool = False,
+        pooling: Pooling | int = "model",
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        l2_normalize: bool = False,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        task: Task | None = None,
+        timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+        max_in_flight: int = DEFAULT_MAX_VECTORS_IN_FLIGHT,
+    ) -> AsyncGenerator[Any, None]:
+        """Embeds as many inputs as there are, however many, in bounded memory. See `EncoderClient.embed_stream`."""
+        key, options = (
+            model_key(model, version),
+            embed_options(
+                pooling=pooling,
+                dtype=dtype,
+                truncate=truncate,
+                l2_normalize=l2_normalize,
+                dimensions=dimensions,
+                prompt_name=prompt_name,
+                task=task,
+            ),
+        )
+        run = self._stream(inputs, key, options, ordered, max_in_flight, timeout_seconds, progress)
+        return self._results(run, ordered, return_exceptions)
+
+    @overload
+    async def tokenize(  # type: ignore[overload-overlap]
+        self, texts: str, **options: Unpack[TokenizeOptions]
+    ) -> SequenceInfo: ...
+
+    @overload
+    async def tokenize(self, texts: Iterable[str], **options: Unpack[TokenizeOptions]) -> list[SequenceInfo]: ...
+
+    async def tokenize(
+        self,
+        texts: Iterable[str],
+        *,
+        model: str | None = None,
+        version: str | None = None,
+        prompt_name: str | None = None,
+        task: Task | None = None,
+        truncate: bool | None = None,
+        include_token_strings: bool = False,
+        offset_unit: OffsetUnit = "code_points",
+        timeout_seconds: float | None = None,
+        progress: Progress | None = None,
+    ) -> Any:
+        """Which tokens the model would see of texts, with nothing computed. See `EncoderClient.tokenize`."""
+        key = model_key(model, version)
+        options = Options(
+            truncate=bool(truncate),
+            include_token_strings=include_token_strings,
+            prompt_name=prompt_name,
+            task=task,
+            offset_unit=offset_unit,
+        )
+        return await self._tokenize(texts, key, options, truncate, timeout_seconds, progress)
+
+    async def embed_spans(
+        self,
+        text: Input,
+        spans: Iterable[tuple[int, int]],
+        *,
+        unit: SpanUnit | None = None,
+        pooling: SpanPooling = "mean",
+        model: str | None = None,
+        version: str | None = None,
+        dtype: DType = "float32",
+        truncate: bool = False,
+        l2_normalize: bool = False,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        task: Task | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Array:
+        """One row for each range of one text, from one run over the whole of it. See `EncoderClient.embed_spans`."""
+        key = model_key(model, version)
+        output = Output("spans", l2_normalize, dimensions, span_pooling=pooling)
+        options = Options((output,), dtype, truncate, prompt_name=prompt_name, task=task, detail="none")
+        return await self._spans(text, spans, unit, key, options, timeout_seconds)
 
     async def models(self, *, timeout_seconds: float | None = None) -> list[ModelInfo]:
         """Every model and version that the server has loaded, the default first."""

@@ -31,6 +31,7 @@ class EncserveError(Exception):
         code: The gRPC status behind the error; for errors found here, the one that fits best.
         reason: The server's machine-readable reason, such as "QUEUE_FULL"; empty where it gave none.
         attempts: How often the failing message had been sent; 0 where nothing was sent.
+        index: The place, among the caller's inputs, of the one that is at fault; None where that is not one of them.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class EncserveError(Exception):
         self.code = code
         self.reason = reason
         self.attempts = attempts
+        self.index: int | None = None
 
 
 class InvalidRequestError(EncserveError, ValueError):

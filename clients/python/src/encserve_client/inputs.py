@@ -2,12 +2,15 @@
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
+from encserve_client._arguments import as_int
 from encserve_client.exceptions import InvalidInputError
+from encserve_client.options import UNITS, SpanUnit
 from encserve_proto.v1 import encoder_pb2 as pb
 
 TokenIds: TypeAlias = Sequence[int] | npt.NDArray[np.integer[Any]]
@@ -19,6 +22,16 @@ TokenEmbeddings: TypeAlias = npt.NDArray[np.floating[Any]]
 Input: TypeAlias = str | TokenIds | TokenEmbeddings
 """One sequence: a text that the server tokenizes, token ids, or, for a model that takes them, one vector per token."""
 
+
+@dataclass(frozen=True, slots=True)
+class Spanned:
+    """One input with ranges of it: starts, ends and what they are counted in, None for the contract's default."""
+
+    input: Input
+    spans: tuple[list[int], list[int]]
+    unit: SpanUnit | None
+
+
 _FLOAT32 = np.dtype("<f4")
 # What each type of vectors is sent as; the bytes are little-endian whatever this machine and the array are.
 _SENT_AS: dict[str, tuple[np.dtype[np.floating[Any]], pb.DataType]] = {
@@ -28,31 +41,59 @@ _SENT_AS: dict[str, tuple[np.dtype[np.floating[Any]], pb.DataType]] = {
 }
 
 
-def check_inputs(inputs: Iterable[Input]) -> list[Input]:
-    """Reads all inputs, so that one of the wrong type is found before anything is sent.
+def read_inputs(inputs: Iterable[Input], *, keep_wrong: bool = False) -> tuple[list[Input], bool]:
+    """Reads all inputs, so that one of the wrong type is found before anything is sent; `keep_wrong` leaves it there.
+
+    Returns:
+        The inputs, and whether there is but one because `inputs` is a text.
 
     Raises:
-        InvalidInputError: `inputs` is itself one input, or one of them is none.
+        InvalidInputError: `inputs` is itself one input but no text, or one of them is none.
     """
+    if isinstance(inputs, str):
+        return [inputs], True
     check_iterable(inputs)
     if isinstance(inputs, Mapping | Set):  # a tokenizer's own result, say, would be encoded by its keys
         kind = type(inputs).__name__
         raise InvalidInputError(f"inputs must be a list of inputs, in an order of its own; was {kind}")
     if not isinstance(inputs, Iterable):
         raise InvalidInputError(f"inputs must be a list of inputs; was {type(inputs).__name__}")
-    return [check_input(item, f"inputs[{index}]") for index, item in enumerate(inputs)]
+    items = list(inputs)
+    for index, item in enumerate(items if not keep_wrong else ()):
+        try:
+            check_input(item, f"inputs[{index}]")
+        except InvalidInputError as error:
+            error.index = index
+            raise
+    return items, False
 
 
 def check_iterable(inputs: object) -> None:
     """Refuses one input where several are wanted, though it could be iterated over.
 
     Raises:
-        InvalidInputError: It is a text, or the vectors of one sequence.
+        InvalidInputError: It is the vectors of one sequence.
     """
-    if isinstance(inputs, str):
-        raise InvalidInputError("inputs must be a list of inputs; for one text pass [text]")
     if isinstance(inputs, np.ndarray) and inputs.ndim == 2 and inputs.dtype.kind == "f":
         raise InvalidInputError("inputs must be a list of inputs; for one sequence of vectors pass [array]")
+
+
+def check_spans(spans: Iterable[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Where ranges start, and where they end.
+
+    Raises:
+        InvalidInputError: One is no pair of integers, or one of these is negative or has more than 32 bits.
+    """
+    starts: list[int] = []
+    ends: list[int] = []
+    for index, span in enumerate(spans):
+        if isinstance(span, str) or not isinstance(span, Sequence | np.ndarray) or len(span) != 2:
+            raise InvalidInputError(f"spans[{index}] must be (start, end); was {span!r}")
+        for numbers, value in ((starts, span[0]), (ends, span[1])):
+            numbers.append(as_int(f"spans[{index}]", value))
+            if not 0 <= numbers[-1] < 2**32:
+                raise InvalidInputError(f"spans[{index}] must be from 0 to {2**32 - 1}; was {numbers[-1]}")
+    return starts, ends
 
 
 def check_input(item: object, name: str) -> Input:
@@ -77,13 +118,17 @@ def check_input(item: object, name: str) -> Input:
     return item
 
 
-def pack_input(item: Input, name: str) -> pb.Input:
+def pack_input(item: Input | Spanned, name: str) -> pb.Input:
     """Makes the message for one input that passed `check_input`.
 
     Raises:
         InvalidInputError: The text is no Unicode (a lone surrogate), an id is no integer of 64 bits, or a number of a
             vector is not finite as it is sent.
     """
+    if isinstance(item, Spanned):
+        packed = pack_input(item.input, name)
+        packed.spans.CopyFrom(pb.Spans(unit=UNITS[item.unit], starts=item.spans[0], ends=item.spans[1]))
+        return packed
     if isinstance(item, np.ndarray) and item.ndim == 2:
         return pb.Input(embeddings=_pack_vectors(item, name))
     try:

@@ -1,8 +1,8 @@
 """What to return, in the caller's words and in the contract's."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -11,15 +11,32 @@ from encserve_client._arguments import as_float, as_int, want
 from encserve_client.exceptions import InvalidInputError
 from encserve_proto.v1 import encoder_pb2 as pb
 
-DType = Literal["float32", "float16"]
+DType = Literal["float32", "float16", "binary"]
 Pooling = Literal["model", "mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length"]
+SpanPooling = Literal["mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length"]
 InputKind = Literal["token_ids", "embeddings"]
 OutputKind = Literal[
-    "tokens", "model", "mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length", "multi_vector", "sparse"
+    "tokens",
+    "model",
+    "mean",
+    "cls",
+    "max",
+    "last_token",
+    "weighted_mean",
+    "mean_sqrt_length",
+    "multi_vector",
+    "sparse",
+    "spans",
 ]
+Detail = Literal["none", "counts", "tokens"]
+OffsetUnit = Literal["code_points", "utf8_bytes"]
+SpanUnit = Literal["code_points", "utf8_bytes", "tokens"]
 Task = Literal["query", "document"]
 TrainedKind = Literal["model", "multi_vector", "sparse"]
-Array = npt.NDArray[np.floating[Any]]
+Array = npt.NDArray[Any]
+"""Numbers of float32 or float16; of "binary" uint8, with 8 numbers in each."""
+Progress = Callable[[int, int | None], None]
+"""Is told how many inputs are done, and of how many; None where nobody knows."""
 Layers: TypeAlias = bool | Sequence[int]
 """True for every layer, False for none, or the layers from 0 in ascending order."""
 
@@ -34,24 +51,51 @@ _KINDS: dict[OutputKind, pb.OutputKind] = {
     "mean_sqrt_length": pb.OUTPUT_KIND_MEAN_SQRT_LENGTH,
     "multi_vector": pb.OUTPUT_KIND_MULTI_VECTOR,
     "sparse": pb.OUTPUT_KIND_SPARSE,
+    "spans": pb.OUTPUT_KIND_SPANS,
 }
 _KIND_NAMES: dict[int, OutputKind] = {number: name for name, number in _KINDS.items()}
 TASKS: dict[Task, pb.Task] = {"query": pb.TASK_QUERY, "document": pb.TASK_DOCUMENT}
-_DATA_TYPES: dict[DType, pb.DataType] = {"float32": pb.DATA_TYPE_FLOAT32, "float16": pb.DATA_TYPE_FLOAT16}
+DETAILS: dict[Detail | None, pb.Detail] = {
+    None: pb.DETAIL_UNSPECIFIED,
+    "none": pb.DETAIL_NONE,
+    "counts": pb.DETAIL_COUNTS,
+    "tokens": pb.DETAIL_TOKENS,
+}
+UNITS: dict[SpanUnit | None, pb.OffsetUnit] = {
+    None: pb.OFFSET_UNIT_UNSPECIFIED,
+    "code_points": pb.OFFSET_UNIT_CODE_POINTS,
+    "utf8_bytes": pb.OFFSET_UNIT_UTF8_BYTES,
+    "tokens": pb.OFFSET_UNIT_TOKENS,
+}
+_DATA_TYPES: dict[DType, pb.DataType] = {
+    "float32": pb.DATA_TYPE_FLOAT32,
+    "float16": pb.DATA_TYPE_FLOAT16,
+    "binary": pb.DATA_TYPE_BINARY,
+}
 # The bytes are little-endian whatever this machine is.
-_DTYPES: dict[DType, np.dtype[np.floating[Any]]] = {"float32": np.dtype("<f4"), "float16": np.dtype("<f2")}
+_DTYPES: dict[DType, np.dtype[Any]] = {
+    "float32": np.dtype("<f4"),
+    "float16": np.dtype("<f2"),
+    "binary": np.dtype("u1"),
+}
+_MANY_ROWS = ("tokens", "multi_vector", "sparse", "spans")
 
 
-def numpy_dtype(data_type: int) -> np.dtype[np.floating[Any]]:
+def numpy_dtype(data_type: int) -> np.dtype[Any]:
     """The NumPy type of a DataType that this library has sent."""
     return _DTYPES["float16" if data_type == pb.DATA_TYPE_FLOAT16 else "float32"]
 
 
 def check_choice(name: str, value: object, choices: object) -> None:
-    """Raises InvalidInputError for what is none of a Literal's values."""
+    """Raises InvalidInputError for what is not one of a Literal's values."""
     allowed = get_args(choices)
     if value not in allowed:
         raise InvalidInputError(f"{name} must be one of {', '.join(map(repr, allowed))}; was {value!r}")
+
+
+def _check_kind(name: str, value: object, choices: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        check_choice(name, value, choices)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +106,8 @@ class Output:
         kind: "tokens" for one row per token; "mean", "cls", "max", "last_token", "weighted_mean" or "mean_sqrt_length"
             for one row per input, pooled over all of its tokens; "model" for one row per input, made the way the model
             was trained for; "multi_vector" for the vectors that MaxSim compares, as many as an input has; "sparse" for
-            weights over the vocabulary, those that are not 0.
+            weights over the vocabulary, those that are not 0; "spans" for one row per range, of `embed_spans`. A number
+            for an OutputKind that this library does not know yet: it is handed on, and the rows come as they are.
         l2_normalize: Whether to scale every row to Euclidean length 1, after it has been cut.
         dimensions: To how many of its first numbers to cut every row. Default: all, or for "model" as many as the model
             was trained for.
@@ -70,17 +115,21 @@ class Output:
             with.
         pool_factor: How many vectors of "multi_vector" to make one on average, by hierarchical clustering. Default: no
             more than the model itself does.
+        span_pooling: How the rows of a range become one in "spans". Default: their mean.
     """
 
-    kind: OutputKind = "tokens"
+    kind: OutputKind | int = "tokens"
     l2_normalize: bool = False
     dimensions: int | None = None
     max_active_dims: int | None = None
     pool_factor: float | None = None
+    span_pooling: SpanPooling | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for a kind that does not exist, or for a number below 1."""
-        check_choice("kind", self.kind, OutputKind)
+        _check_kind("kind", self.kind, OutputKind)
+        if self.span_pooling is not None:
+            check_choice("span_pooling", self.span_pooling, SpanPooling)
         for name in ("dimensions", "max_active_dims"):
             value = getattr(self, name)
             if value is not None and as_int(name, value) < 1:
@@ -90,17 +139,23 @@ class Output:
 
     @property
     def is_pooled(self) -> bool:
-        """Whether it is one row per input."""
-        return self.kind not in ("tokens", "multi_vector", "sparse")
+        """Whether it is known to be one row per input."""
+        return not isinstance(self.kind, int) and self.kind not in _MANY_ROWS
+
+    @property
+    def number(self) -> int:
+        """The kind in the contract's words."""
+        return kind_number(self.kind)
 
     def to_proto(self) -> pb.OutputSpec:
         """The same as a message."""
         return pb.OutputSpec(
-            kind=_KINDS[self.kind],
+            kind=cast("pb.OutputKind", self.number),
             l2_normalize=self.l2_normalize,
             dimensions=self.dimensions or 0,
             max_active_dims=self.max_active_dims or 0,
             pool_factor=self.pool_factor or 0.0,
+            span_pooling=pb.OUTPUT_KIND_UNSPECIFIED if self.span_pooling is None else _KINDS[self.span_pooling],
         )
 
 
@@ -115,11 +170,17 @@ class Options:
     include_token_strings: bool = False
     prompt_name: str | None = None
     task: Task | None = None
+    detail: Detail | None = None
+    offset_unit: OffsetUnit | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for options that no server accepts."""
         if self.task is not None:
             check_choice("task", self.task, Task)
+        if self.detail is not None:
+            check_choice("detail", self.detail, Detail)
+        if self.offset_unit is not None:
+            check_choice("offset_unit", self.offset_unit, OffsetUnit)
         want("prompt_name", self.prompt_name, (str, type(None)), "a str or None")
         check_choice("dtype", self.dtype, DType)
         if not self.outputs:
@@ -128,9 +189,20 @@ class Options:
             raise InvalidInputError(f"outputs must differ from each other; was {list(self.outputs)}")
 
     @property
-    def numpy_dtype(self) -> np.dtype[np.floating[Any]]:
+    def numpy_dtype(self) -> np.dtype[Any]:
         """The type of the numbers on the wire."""
         return _DTYPES[self.dtype]
+
+    def columns(self, width: int) -> int:
+        """How many numbers of `numpy_dtype` a row of so many numbers has."""
+        return -(-width // 8) if self.dtype == "binary" else width
+
+    @property
+    def tells_tokens(self) -> bool:
+        """Whether answers say of each input which tokens it has; see DETAIL_UNSPECIFIED for the default."""
+        if self.detail is not None:
+            return self.detail == "tokens"
+        return self.include_token_strings or any(not it.is_pooled and it.kind != "spans" for it in self.outputs)
 
     @property
     def data_type(self) -> pb.DataType:
@@ -157,22 +229,29 @@ class Options:
             include_token_strings=self.include_token_strings,
             prompt_name=self.prompt_name,
             task=self.task_number,
+            detail=DETAILS[self.detail],
+            offset_unit=UNITS[self.offset_unit],
         )
 
 
-def as_outputs(outputs: Sequence[Output | OutputKind]) -> tuple[Output, ...]:
+def as_outputs(outputs: Sequence[Output | OutputKind | int]) -> tuple[Output, ...]:
     """Takes names for outputs that are not normalised."""
     if isinstance(outputs, str):
         raise InvalidInputError(f"outputs must be a list; for one output pass [{outputs!r}]")
     return tuple(it if isinstance(it, Output) else Output(it) for it in outputs)
 
 
-def pooled_output(pooling: Pooling, l2_normalize: bool, dimensions: int | None = None) -> Output:
+def pooled_output(pooling: Pooling | int, l2_normalize: bool, dimensions: int | None = None) -> Output:
     """The output for a pooling. Raises InvalidInputError for one that does not exist."""
-    check_choice("pooling", pooling, Pooling)
+    _check_kind("pooling", pooling, Pooling)
     return Output(pooling, l2_normalize, dimensions)
 
 
-def kind_name(kind: int) -> OutputKind | None:
-    """The name of an OutputKind; None for OUTPUT_KIND_UNSPECIFIED and for one this library does not know."""
-    return _KIND_NAMES.get(kind)
+def kind_name(kind: int) -> OutputKind | int:
+    """The name of an OutputKind; the number itself where this library has no name for it."""
+    return _KIND_NAMES.get(kind, kind)
+
+
+def kind_number(kind: OutputKind | int) -> int:
+    """The other way round."""
+    return kind if isinstance(kind, int) else _KINDS[kind]

@@ -2,11 +2,20 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from encserve_client.options import Array, InputKind, Output, OutputKind, Pooling, Task, TrainedKind
+
+A = TypeVar("A", bound=npt.NDArray[Any])
+
+
+def read_only(array: A) -> A:
+    """The same array, which from now on cannot be written to."""
+    array.flags.writeable = False
+    return array
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +23,7 @@ class Block:
     """The rows of one message's sequences: a part of an `EncodedOutput`.
 
     Attributes:
-        rows: (sum(lengths), d_model), a read-only view on the bytes received.
+        rows: (sum(lengths), d_model), a view on the bytes received. The three arrays are made read-only.
         lengths: (sequences,) int64, the rows of each.
         indices: (sum(lengths),) uint32: of "multi_vector" the token that each row comes from, of "sparse" its place in
             the vocabulary; None where rows have none.
@@ -23,6 +32,13 @@ class Block:
     rows: Array
     lengths: npt.NDArray[np.int64]
     indices: npt.NDArray[np.uint32] | None = None
+
+    def __post_init__(self) -> None:
+        """What a call returns is read-only, whether it is a view on the bytes received or not."""
+        read_only(self.rows)
+        read_only(self.lengths)
+        if self.indices is not None:
+            read_only(self.indices)
 
     def split(self) -> list[Array]:
         """One view per sequence, (rows, d_model) each."""
@@ -52,7 +68,7 @@ class SparseVector:
     width: int
 
     def dense(self) -> Array:
-        """(width,), zeros included."""
+        """(width,), zeros included: an array of its own, which may be written to."""
         vector: Array = np.zeros(self.width, self.values.dtype)
         vector[self.indices] = self.values
         return vector
@@ -63,13 +79,13 @@ class EncodedOutput:
     """One output of all inputs.
 
     Attributes:
-        kind: What the rows are.
+        kind: What the rows are; a number where this library has no name for it.
         l2_normalized: Whether they have been scaled to Euclidean length 1.
         blocks: The rows, in as many parts as there were messages.
         sparse_width: Of "sparse" the length of a vector, zeros included; otherwise 0.
     """
 
-    kind: OutputKind
+    kind: OutputKind | int
     l2_normalized: bool
     blocks: tuple[Block, ...] = field(repr=False)
     sparse_width: int = 0
@@ -83,7 +99,7 @@ class EncodedOutput:
 
     def sparse_vectors(self) -> list[SparseVector]:
         """Of "sparse" one vector per input, in order."""
-        nothing = np.empty(0, np.uint32)
+        nothing = read_only(np.empty(0, np.uint32))
         return [
             SparseVector(nothing if indices is None else indices, rows[:, 0], self.sparse_width)
             for block in self.blocks
@@ -100,28 +116,31 @@ class EncodedOutput:
     def matrix(self) -> Array:
         """All rows one under another: (inputs, d_model) if pooled, (sum of rows, d_model) for tokens.
 
-        A read-only view where the call was one message, otherwise a copy.
+        Read-only: a view where the call was one message, otherwise a copy.
         """
         if len(self.blocks) == 1:
             return self.blocks[0].rows
-        return np.concatenate([block.rows for block in self.blocks])
+        return read_only(np.concatenate([block.rows for block in self.blocks]))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SequenceInfo:
-    """One input as the model saw it. Arrays are (token_count,) unless they say otherwise.
+    """One input as the model saw it, as far as the call's `detail` goes.
+
+    Arrays are read-only, and (token_count,) unless they say otherwise.
 
     Attributes:
         token_count: The tokens that the model saw, special tokens included.
         original_token_count: The tokens before truncation.
         truncated: Whether anything was cut off.
-        token_ids: int64 ids, special tokens included. For text; None for token ids, which the caller has, except from
-            `inspect`; None for vectors, which have none.
-        offsets: (token_count, 2) int64: where each token begins and ends (exclusive) in the text, in code points;
-            (0, 0) for special tokens. For text; otherwise None.
+        token_ids: int64 ids, special tokens included. For text, with detail "tokens"; None for token ids, which the
+            caller has, except from `inspect`; None for vectors, which have none.
+        offsets: (token_count, 2) int64: where each token begins and ends (exclusive) in the text, in code points or as
+            `offset_unit` says; (0, 0) for special tokens. For text; otherwise None.
         special: bool, which tokens are special. For text, and for token ids with `exclude_special_tokens`; otherwise
             None.
         tokens: The vocabulary's strings, where they were asked for; otherwise None.
+        span_token_counts: Of "spans" for each range the tokens that its row was pooled from; otherwise None. (ranges,)
     """
 
     token_count: int
@@ -131,6 +150,7 @@ class SequenceInfo:
     offsets: npt.NDArray[np.int64] | None
     special: npt.NDArray[np.bool_] | None
     tokens: tuple[str, ...] | None
+    span_token_counts: npt.NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +230,7 @@ class ModelInfo:
         has_tokenizer: Whether text is accepted.
         special_token_ids: The ids that the tokenizer puts around a text, and the padding id.
         pooling: The pooling that the model was trained for; None where it is not known, "model" where it is more than
-            one pooling, or something comes between it and normalising.
+            one pooling, or something comes between it and normalising. A number where this library has no name for it.
         l2_normalize: Whether it was trained with pooled vectors of length 1.
         provider: The ONNX Runtime execution provider that it really runs on, or "OpenVINO".
         precision: The type that it computes in.
@@ -221,7 +241,8 @@ class ModelInfo:
         max_response_bytes: The largest response, in bytes. As above.
         ready: Whether the model answers now.
         not_ready_reason: Why not; empty where ready.
-        input_kind: What inputs are made of: token ids (and text), or one vector per token.
+        input_kind: What inputs are made of: token ids (and text), or one vector per token. A number where this library
+            has no name for it.
         can_inspect: Whether `inspect` answers for it.
         max_inspect_tokens: The longest sequence that `inspect` takes; 0 where it does not answer.
         position: Where a token's place comes from: "sinusoidal", "learned", "rotary" or "none"; empty where it is not
@@ -251,7 +272,7 @@ class ModelInfo:
     max_sequence_tokens: int
     has_tokenizer: bool
     special_token_ids: tuple[int, ...]
-    pooling: Pooling | None
+    pooling: Pooling | int | None
     l2_normalize: bool
     provider: str
     precision: str
@@ -262,7 +283,7 @@ class ModelInfo:
     max_response_bytes: int
     ready: bool
     not_ready_reason: str
-    input_kind: InputKind = "token_ids"
+    input_kind: InputKind | int = "token_ids"
     can_inspect: bool = False
     max_inspect_tokens: int = 0
     position: str = ""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from encserve_client._arguments import as_float, as_int
+from encserve_client.exceptions import InvalidInputError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,18 +32,18 @@ class RetryPolicy:
     max_backoff_seconds: float = 5.0
 
     def __post_init__(self) -> None:
-        """Raises ValueError with the setting, its bound and the value, InvalidInputError for a wrong type."""
+        """Raises InvalidInputError with the setting, its bound or type, and the value."""
         as_int("max_attempts", self.max_attempts)
         for name in ("initial_backoff_seconds", "backoff_multiplier", "max_backoff_seconds"):
             as_float(name, getattr(self, name))
         if self.max_attempts < 1:
-            raise ValueError(f"max_attempts must be >= 1; was {self.max_attempts}")
+            raise InvalidInputError(f"max_attempts must be >= 1; was {self.max_attempts}")
         if self.initial_backoff_seconds < 0:
-            raise ValueError(f"initial_backoff_seconds must be >= 0; was {self.initial_backoff_seconds}")
+            raise InvalidInputError(f"initial_backoff_seconds must be >= 0; was {self.initial_backoff_seconds}")
         if self.backoff_multiplier < 1:
-            raise ValueError(f"backoff_multiplier must be >= 1; was {self.backoff_multiplier}")
+            raise InvalidInputError(f"backoff_multiplier must be >= 1; was {self.backoff_multiplier}")
         if self.max_backoff_seconds < self.initial_backoff_seconds:
-            raise ValueError(
+            raise InvalidInputError(
                 "max_backoff_seconds must be >= initial_backoff_seconds; "
                 f"was {self.max_backoff_seconds} < {self.initial_backoff_seconds}"
             )

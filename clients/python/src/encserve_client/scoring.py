@@ -5,6 +5,7 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from encserve_client.exceptions import InvalidInputError
 from encserve_client.options import Array
 from encserve_client.results import SparseVector
 
@@ -27,18 +28,18 @@ def maxsim(query: Array, document: Array, similarity: Similarity = "maxsim") -> 
         The score, computed in float32; -1e9 where the document has no vectors.
 
     Raises:
-        ValueError: They are not two-dimensional arrays that are equally wide, the query has no vectors, or there is no
-            such similarity.
+        InvalidInputError: They are not two-dimensional arrays that are equally wide, the query has no vectors, or there
+            is no such similarity.
     """
     if similarity not in get_args(Similarity):
-        raise ValueError(f"similarity must be 'maxsim' or 'meanmaxsim'; was {similarity!r}")
+        raise InvalidInputError(f"similarity must be 'maxsim' or 'meanmaxsim'; was {similarity!r}")
     shapes = [its.shape if isinstance(its, np.ndarray) else type(its).__name__ for its in (query, document)]
     if any(len(shape) != 2 or isinstance(shape, str) for shape in shapes) or shapes[0][1] != shapes[1][1]:
-        raise ValueError(
+        raise InvalidInputError(
             f"query and document must be (n, width) and (m, width) arrays; were {shapes[0]} and {shapes[1]}"
         )
     if not len(query):
-        raise ValueError("query must have at least 1 vector; had none")
+        raise InvalidInputError("query must have at least 1 vector; had none")
     if not len(document):
         return _NOTHING
     best = (query.astype(np.float32) @ document.astype(np.float32).T).max(axis=1)  # (n,)
@@ -57,7 +58,7 @@ def rank(query: Encoded, documents: Sequence[Encoded], similarity: Similarity = 
         The index of each document and its score, the best first; of equal scores the first document's first.
 
     Raises:
-        ValueError: A document is of another kind, or another width, than the query; and as for `maxsim`.
+        InvalidInputError: A document is of another kind, or another width, than the query; and as for `maxsim`.
     """
     scores = [_score(query, document, similarity) for document in documents]
     return sorted(enumerate(scores), key=lambda pair: -pair[1])
@@ -66,15 +67,15 @@ def rank(query: Encoded, documents: Sequence[Encoded], similarity: Similarity = 
 def _score(query: Encoded, document: Encoded, similarity: Similarity) -> float:
     if isinstance(query, SparseVector) and isinstance(document, SparseVector):
         if query.width != document.width:
-            raise ValueError(f"query and document must be equally wide; were {query.width} and {document.width}")
+            raise InvalidInputError(f"query and document must be equally wide; were {query.width} and {document.width}")
         _, ours, theirs = np.intersect1d(query.indices, document.indices, assume_unique=True, return_indices=True)
         return float(query.values[ours].astype(np.float32) @ document.values[theirs].astype(np.float32))
     if isinstance(query, SparseVector) or isinstance(document, SparseVector) or query.ndim != document.ndim:
-        raise ValueError(f"query and document must be of one kind; were {_shape(query)} and {_shape(document)}")
+        raise InvalidInputError(f"query and document must be of one kind; were {_shape(query)} and {_shape(document)}")
     if query.ndim == 2:
         return maxsim(query, document, similarity)
     if query.shape != document.shape:
-        raise ValueError(f"query and document must be equally wide; were {query.shape} and {document.shape}")
+        raise InvalidInputError(f"query and document must be equally wide; were {query.shape} and {document.shape}")
     return float(query.astype(np.float32) @ document.astype(np.float32))
 
 

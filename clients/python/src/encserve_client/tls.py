@@ -5,6 +5,8 @@ from pathlib import Path
 
 import grpc
 
+from encserve_client.exceptions import InvalidInputError
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
@@ -29,14 +31,17 @@ class Tls:
     server_name: str | None = None
 
     def __post_init__(self) -> None:
-        """Raises ValueError if only one of `cert` and `key` is given."""
+        """Raises InvalidInputError if only one of `cert` and `key` is given."""
         if (self.cert is None) != (self.key is None):
-            raise ValueError(f"cert and key go together; were {self.cert} and {self.key}")
+            raise InvalidInputError(f"cert and key go together; were {self.cert} and {self.key}")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files."""
-        return grpc.ssl_channel_credentials(_read(self.ca), _read(self.key), _read(self.cert))
+        """Reads the files. Raises InvalidInputError for one that cannot be read."""
+        return grpc.ssl_channel_credentials(_read("ca", self.ca), _read("key", self.key), _read("cert", self.cert))
 
 
-def _read(path: str | Path | None) -> bytes | None:
-    return None if path is None else Path(path).read_bytes()
+def _read(name: str, path: str | Path | None) -> bytes | None:
+    try:
+        return None if path is None else Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidInputError(f"tls.{name} cannot be read: {error}") from error

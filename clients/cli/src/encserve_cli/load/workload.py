@@ -54,7 +54,7 @@ def workload_of_lengths(
     lengths = np.minimum(wanted, info.max_sequence_tokens)
     return Workload(
         calls=make_calls(lengths.tolist(), info, request, seed=seed),
-        kind=info.input_kind,
+        kind=str(info.input_kind),
         source=source,
         mean_tokens=float(lengths.mean()),
         longest_tokens=int(lengths.max()),

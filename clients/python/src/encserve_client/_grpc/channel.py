@@ -96,8 +96,7 @@ def channel_credentials(
     """What `tls=` and `credentials=` mean together; no credentials stand for plaintext.
 
     Raises:
-        InvalidInputError: One of them is of the wrong type.
-        ValueError: Both are given.
+        InvalidInputError: One of them is of the wrong type, a file cannot be read, or both are given.
     """
     want("tls", tls, (Tls, bool, type(None)), "a Tls or a bool")
     want("credentials", credentials, (grpc.ChannelCredentials, type(None)), "grpc.ChannelCredentials or None")
@@ -105,7 +104,7 @@ def channel_credentials(
     if settings is None:
         return None, credentials
     if credentials is not None:
-        raise ValueError("give tls or credentials, not both")
+        raise InvalidInputError("give tls or credentials, not both")
     return settings, settings.credentials()
 
 

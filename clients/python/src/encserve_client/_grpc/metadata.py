@@ -16,8 +16,8 @@ def call_metadata(token: str | None, metadata: GivenMetadata | None) -> Metadata
     """What every call sends along.
 
     Raises:
-        InvalidInputError: Something is of the wrong type.
-        ValueError: A key or a value cannot be sent; the text names the key and keeps the value secret.
+        InvalidInputError: Something is of the wrong type, or a key or a value cannot be sent; the text names the key
+            and keeps the value secret.
     """
     given = () if metadata is None else want("metadata", metadata, (Mapping, list, tuple), "a dict or a list of pairs")
     pairs = list(given.items() if isinstance(given, Mapping) else given)
@@ -29,9 +29,9 @@ def call_metadata(token: str | None, metadata: GivenMetadata | None) -> Metadata
         key, value = pair
         want("a metadata key", key, str, "a str")
         if not _KEY.fullmatch(key):
-            raise ValueError(f"a metadata key must be of a-z, 0-9, '-', '_' and '.'; was {key!r}")
+            raise InvalidInputError(f"a metadata key must be of a-z, 0-9, '-', '_' and '.'; was {key!r}")
         if not isinstance(value, str) or not (value.isascii() and value.isprintable()):
-            raise ValueError(f"the metadata value of {key!r} must be a str of printable ASCII")
+            raise InvalidInputError(f"the metadata value of {key!r} must be a str of printable ASCII")
     return tuple(pairs)
 
 

@@ -5,11 +5,13 @@ Every number that the contract ties to another is checked before it is used.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from encserve_client.exceptions import FingerprintError, ProtocolError, SpaceError
-from encserve_client.options import TASKS, Array, Options, Output, OutputKind, kind_name
+from encserve_client.options import TASKS, Array, InputKind, Options, Output, OutputKind, kind_name
 from encserve_client.results import (
     Block,
     EncodedOutput,
@@ -19,8 +21,17 @@ from encserve_client.results import (
     SequenceInfo,
     TaskInfo,
     Timings,
+    read_only,
 )
 from encserve_proto.v1 import encoder_pb2 as pb
+
+T = TypeVar("T", bound=np.generic)
+# A server from before there was the field took token ids.
+_INPUT_KINDS: dict[int, InputKind] = {
+    pb.INPUT_KIND_UNSPECIFIED: "token_ids",
+    pb.INPUT_KIND_TOKEN_IDS: "token_ids",
+    pb.INPUT_KIND_EMBEDDINGS: "embeddings",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +80,7 @@ class Part:
     version: str
     fingerprint: str
     space_id: str
-    kinds: list[tuple[OutputKind, bool]]
+    kinds: list[tuple[OutputKind | int, bool]]
     blocks: list[Block]
     sequences: tuple[SequenceInfo, ...]
     timings: tuple[float, float, float]
@@ -90,7 +101,8 @@ def decode_response(response: pb.EncodeResponse, options: Options, n_inputs: int
         name = f"outputs[{index}]"
         kinds.append((_kind(tensor, output, name), tensor.l2_normalized))
         blocks.append(_block(tensor, options, n_inputs, name))
-        _check_lengths(blocks[-1], response.sequences, output, options, name)
+        if options.detail != "none" or output.is_pooled:
+            _check_lengths(blocks[-1], response.sequences, output, options, name)
     return Part(
         response.model,
         response.model_version,
@@ -117,22 +129,36 @@ def sequence_info(message: pb.SequenceInfo) -> SequenceInfo:
     offsets = None
     if message.char_starts or message.char_ends:
         _want("char_ends of a sequence", len(message.char_ends), len(message.char_starts))
-        offsets = np.array([message.char_starts, message.char_ends], dtype=np.int64).T  # (token_count, 2)
+        offsets = read_only(np.array([message.char_starts, message.char_ends], dtype=np.int64)).T  # (token_count, 2)
     return SequenceInfo(
         token_count=count,
         original_token_count=message.original_token_count,
         truncated=message.truncated,
-        token_ids=np.array(message.token_ids, dtype=np.int64) if message.token_ids else None,
+        token_ids=_array(message.token_ids, np.int64),
         offsets=offsets,
-        special=np.array(message.special, dtype=np.bool_) if message.special else None,
+        special=_array(message.special, np.bool_),
         tokens=tuple(message.tokens) if message.tokens else None,
+        span_token_counts=_array(message.span_token_counts, np.int64),
     )
+
+
+def _array(values: Sequence[Any], dtype: type[T]) -> npt.NDArray[T] | None:
+    return read_only(np.array(values, dtype)) if values else None
+
+
+def sequence_infos(response: pb.TokenizeResponse, n_texts: int) -> list[SequenceInfo]:
+    """Reads the answer to a TokenizeRequest of n_texts texts.
+
+    Raises:
+        ProtocolError: It is not what the contract promises.
+    """
+    _want("sequences", len(response.sequences), n_texts)
+    return [sequence_info(it) for it in response.sequences]
 
 
 def model_info(message: pb.ModelInfo) -> ModelInfo:
     """Reads the description of a model."""
-    # One that is newer than this library is the server's to make: "model" asks for it.
-    pooling = kind_name(message.pooling) or ("model" if message.pooling else None)
+    pooling = kind_name(message.pooling)
     return ModelInfo(
         name=message.name,
         version=message.version,
@@ -146,7 +172,8 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         max_sequence_tokens=message.max_sequence_tokens,
         has_tokenizer=message.has_tokenizer,
         special_token_ids=tuple(message.special_token_ids),
-        pooling=None if pooling in ("tokens", "multi_vector", "sparse") else pooling,  # type: ignore[arg-type]
+        # 0 is that it does not say.
+        pooling=None if pooling in (0, "tokens", "multi_vector", "sparse", "spans") else pooling,  # type: ignore[arg-type]
         l2_normalize=message.l2_normalize,
         provider=message.provider,
         precision=message.precision,
@@ -157,7 +184,7 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         max_response_bytes=message.max_response_bytes,
         ready=message.ready,
         not_ready_reason=message.not_ready_reason,
-        input_kind="embeddings" if message.input_kind == pb.INPUT_KIND_EMBEDDINGS else "token_ids",
+        input_kind=_INPUT_KINDS.get(message.input_kind, message.input_kind),
         can_inspect=message.can_inspect,
         max_inspect_tokens=message.max_inspect_tokens,
         position=message.position,
@@ -178,12 +205,10 @@ def _task_info(message: pb.TaskInfo) -> TaskInfo:
     return TaskInfo(message.prompt_name, message.max_tokens, message.min_tokens)
 
 
-def _kind(tensor: pb.RaggedTensor, output: Output, name: str) -> OutputKind:
-    """The kind of the rows. For "model" the server may name what it stands for, which this library need not know."""
+def _kind(tensor: pb.RaggedTensor, output: Output, name: str) -> OutputKind | int:
+    """The kind of the rows. For "model" the server may name the pooling that it stands for."""
     kind = kind_name(tensor.kind)
-    if kind is None and tensor.kind and output.kind == "model":
-        return "model"
-    if kind is None or (kind != output.kind and (output.kind != "model" or kind == "tokens")):
+    if tensor.kind == 0 or (tensor.kind != output.number and (output.kind != "model" or kind == "tokens")):
         raise ProtocolError(f"{name}.kind must be that of {output.kind!r}; was {tensor.kind}")
     if output.l2_normalize and not tensor.l2_normalized:
         raise ProtocolError(f"{name}.l2_normalized must be true; was false")
@@ -200,12 +225,13 @@ def _block(tensor: pb.RaggedTensor, options: Options, n_inputs: int, name: str) 
     lengths = np.array(tensor.lengths, dtype=np.int64)
     rows = int(lengths.sum())
     data = tensor.data  # protobuf makes one `bytes` of it here; everything after is a view on that
-    n_bytes = rows * tensor.width * options.numpy_dtype.itemsize
+    columns = options.columns(tensor.width)
+    n_bytes = rows * columns * options.numpy_dtype.itemsize
     if len(data) != n_bytes:
         raise ProtocolError(
             f"{name}.data must have {n_bytes} bytes: {rows} rows of {tensor.width} {options.dtype}; was {len(data)}"
         )
-    matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, tensor.width)
+    matrix: Array = np.frombuffer(data, dtype=options.numpy_dtype).reshape(rows, columns)
     indices = np.frombuffer(tensor.indices, "<u4") if tensor.indices else None  # (rows,)
     if indices is not None:
         _want(f"{name}.indices", len(tensor.indices), 4 * rows)
@@ -216,10 +242,10 @@ def _check_lengths(
     block: Block, sequences: Sequence[pb.SequenceInfo], output: Output, options: Options, name: str
 ) -> None:
     """Compares the rows of each sequence with its tokens."""
-    if output.kind in ("multi_vector", "sparse"):
-        expected = block.lengths  # as many as count, or are not 0
-    elif output.is_pooled:
+    if output.is_pooled:
         expected = np.ones_like(block.lengths)
+    elif output.kind != "tokens":
+        expected = block.lengths  # as many as count, or are not 0, or whatever a kind has that is not known here
     else:
         expected = np.array([sequence.token_count for sequence in sequences], dtype=np.int64)
         if options.exclude_special_tokens:
@@ -277,13 +303,17 @@ def empty_result(info: ModelInfo, options: Options, total_seconds: float) -> Enc
         EncodedOutput(
             output.kind,
             output.l2_normalize,
-            (Block(np.empty((0, info.width(output)), options.numpy_dtype), np.empty(0, np.int64)),),
+            (_no_rows(options, info.width(output)),),
             info.sparse_width if output.kind == "sparse" else 0,
         )
         for output in options.outputs
     )
     timings = Timings(0.0, 0.0, 0.0, total_seconds, 0, 0)
     return EncodeResult(info.name, info.version, info.fingerprint, outputs, (), timings, info.space_id)
+
+
+def _no_rows(options: Options, width: int) -> Block:
+    return Block(np.empty((0, options.columns(width)), options.numpy_dtype), np.empty(0, np.int64))
 
 
 def _widths(part: Part) -> list[int]:

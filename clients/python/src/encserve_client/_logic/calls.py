@@ -2,7 +2,7 @@
 
 import math
 import random as random_module
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -11,19 +11,21 @@ from encserve_client._arguments import as_float
 from encserve_client._logic.answers import (
     Expected,
     Part,
+    check_fingerprint,
     decode_response,
     empty_result,
     merge_parts,
     model_info,
+    sequence_infos,
 )
 from encserve_client._logic.dispatch import Dispatch, TimeLimit
 from encserve_client._logic.inspecting import Gathering
-from encserve_client._logic.planning import Limits, Message, plan_messages
+from encserve_client._logic.planning import Limits, Message, plan_messages, plan_texts
 from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
-from encserve_client.exceptions import ProtocolError
-from encserve_client.inputs import Input
-from encserve_client.options import Options
-from encserve_client.results import EncodeResult, InspectResult, ModelInfo
+from encserve_client.exceptions import EncserveError, InvalidInputError, ProtocolError
+from encserve_client.inputs import Input, Spanned
+from encserve_client.options import Options, Progress
+from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo
 from encserve_client.retry import RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -47,28 +49,24 @@ class Settings:
     expected: Expected = field(default_factory=Expected)
 
     def __post_init__(self) -> None:
-        """Raises ValueError with the setting, its bound and the value."""
+        """Raises InvalidInputError with the setting, its bound and the value."""
         if not self.timeout_seconds > 0:
-            raise ValueError(f"timeout_seconds must be > 0; was {self.timeout_seconds}")
+            raise InvalidInputError(f"timeout_seconds must be > 0; was {self.timeout_seconds}")
         if self.max_message_bytes < 1:
-            raise ValueError(f"max_message_bytes must be >= 1; was {self.max_message_bytes}")
+            raise InvalidInputError(f"max_message_bytes must be >= 1; was {self.max_message_bytes}")
         if self.max_concurrent_messages < 1:
-            raise ValueError(f"max_concurrent_messages must be >= 1; was {self.max_concurrent_messages}")
+            raise InvalidInputError(f"max_concurrent_messages must be >= 1; was {self.max_concurrent_messages}")
 
 
-def request_template(
-    key: ModelKey, options: Options, expected: Expected, *, describe: bool = False
-) -> pb.EncodeRequest:
-    """What every request of a call has in common: all but its inputs. `describe`: whether every token is told of."""
-    request = pb.EncodeRequest(
+def request_template(key: ModelKey, options: Options, expected: Expected) -> pb.EncodeRequest:
+    """What every request of a call has in common: all but its inputs."""
+    return pb.EncodeRequest(
         model=key[0],
         model_version=key[1],
         options=options.to_proto(),
         expected_fingerprint=expected.fingerprint,
         expected_space_id=expected.space_id,
     )
-    request.options.detail = pb.DETAIL_TOKENS if describe else pb.DETAIL_COUNTS
-    return request
 
 
 class Core:
@@ -84,16 +82,19 @@ class Core:
     async def encode(
         self,
         wire: Wire,
-        inputs: Sequence[Input],
+        inputs: Sequence[Input | Spanned],
         key: ModelKey,
         options: Options,
         timeout_seconds: float | None,
         *,
         describe: bool = False,
+        progress: Progress | None = None,
+        rejected: dict[int, EncserveError] | None = None,
     ) -> EncodeResult:
-        """Cuts checked inputs into messages, has them answered, and puts the answers together.
+        """Cuts inputs into messages, has them answered, and puts the answers together.
 
-        `describe`: whether the result says what the model saw of each input.
+        `describe`: whether the result says what the model saw of each input. `rejected`: gets the error of each input
+        that fails by itself, by its index; the result then is of the others. None to have it end the call.
         """
         started = wire.now()
         time_limit = self.time_limit(timeout_seconds, started)
@@ -105,15 +106,21 @@ class Core:
                 return empty_result(info, options, wire.now() - started)
             info = self._models.get(key) or await self._fetch_model(wire, key, time_limit)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
-            template = request_template(key, options, expected, describe=describe)
+            template = request_template(key, options, expected)
             attempts = 0
             for _ in range(_MOST_ROUNDS):
-                dispatch: Dispatch[Part] = self._dispatch(plan_messages(inputs, template, options, limits), time_limit)
-                await self._exchange_parts(wire, dispatch, key, options, describe)
+                if rejected is not None:
+                    rejected.clear()
+                messages = plan_messages(inputs, template, options, limits, rejected)
+                dispatch: Dispatch[Part] = self._dispatch(messages, time_limit, rejected)
+                tell = _Teller(progress, len(inputs), rejected)
+                await self._exchange_parts(wire, dispatch, key, options, describe, tell)
                 attempts += dispatch.attempts
                 parts = [part for _, part in sorted(dispatch.answers, key=lambda answer: answer[0])]
-                if len({part.fingerprint for part in parts}) == 1:
+                if len({part.fingerprint for part in parts}) <= 1:
                     break
+        if not parts:  # all of them were rejected
+            return empty_result(info, options, wire.now() - started)
         result = merge_parts(parts, wire.now() - started, attempts, info.sparse_width)
         expected.check(result)
         return result
@@ -131,6 +138,40 @@ class Core:
         result = answer.result(wire.now() - started, dispatch.attempts)
         expected.check(result)
         return result
+
+    async def tokenize(
+        self,
+        wire: Wire,
+        texts: Sequence[str],
+        key: ModelKey,
+        template: pb.TokenizeRequest,
+        timeout_seconds: float | None,
+        progress: Progress | None,
+    ) -> list[SequenceInfo]:
+        """Cuts texts into messages, has them tokenized, and puts the answers together."""
+        expected = self.settings.expected.fingerprint
+        async with aclosing(wire):
+            time_limit = self.time_limit(timeout_seconds, wire.now())
+            info = self._models.get(key) or await self._fetch_model(wire, key, time_limit)
+            limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
+            tell = _Teller(progress, len(texts))
+
+            def decode(message: Message, response: pb.TokenizeResponse) -> tuple[str, list[SequenceInfo]]:
+                found = sequence_infos(response, message.n_inputs)
+                tell(message.n_inputs)
+                return response.fingerprint, found
+
+            for _ in range(_MOST_ROUNDS):
+                messages = plan_texts(texts, template, limits)
+                dispatch: Dispatch[tuple[str, list[SequenceInfo]]] = self._dispatch(messages, time_limit)
+                await exchange(wire, "Tokenize", dispatch, decode)
+                answers = sorted(dispatch.answers, key=lambda answer: answer[0])
+                fingerprints = {fingerprint for _, (fingerprint, _) in answers}
+                if len(fingerprints) <= 1:
+                    break
+        for fingerprint in fingerprints:
+            check_fingerprint(expected or min(fingerprints), fingerprint)
+        return [it for _, (_, its) in answers for it in its]
 
     async def list_models(self, wire: Wire, timeout_seconds: float | None) -> list[ModelInfo]:
         """Asks for every model."""
@@ -155,19 +196,22 @@ class Core:
             return TimeLimit(self.settings.timeout_seconds)
         timeout = as_float("timeout_seconds", timeout_seconds)
         if not timeout > 0:
-            raise ValueError(f"timeout_seconds must be > 0; was {timeout}")
+            raise InvalidInputError(f"timeout_seconds must be > 0; was {timeout}")
         return TimeLimit(timeout, now + timeout)
 
     async def _exchange_parts(
-        self, wire: Wire, dispatch: Dispatch[Part], key: ModelKey, options: Options, describe: bool
+        self, wire: Wire, dispatch: Dispatch[Part], key: ModelKey, options: Options, describe: bool, tell: "_Teller"
     ) -> None:
         """Has every input encoded once; the answers' fingerprints may differ."""
 
         def decode(message: Message, response: pb.EncodeResponse) -> Part:
-            return decode_response(response, options, message.n_inputs, describe=describe)
+            part = decode_response(response, options, message.n_inputs, describe=describe)
+            tell(message.n_inputs)
+            return part
 
         try:
             await exchange(wire, "Encode", dispatch, decode)
+            tell(0)
         finally:
             if dispatch.saw_too_large:  # the limits that the plan was made for may be out of date
                 self._models.pop(key, None)
@@ -187,11 +231,40 @@ class Core:
         await exchange(wire, rpc, dispatch, lambda _, response: response)
         return dispatch.answers[0][1]
 
-    def _dispatch(self, messages: Iterable[Message], time_limit: TimeLimit) -> Dispatch[Any]:
+    def _dispatch(
+        self, messages: Iterable[Message], time_limit: TimeLimit, rejected: dict[int, EncserveError] | None = None
+    ) -> Dispatch[Any]:
         settings = self.settings
         return Dispatch(
-            messages, settings.retry, time_limit, settings.max_concurrent_messages, settings.random, settings.target
+            messages,
+            settings.retry,
+            time_limit,
+            settings.max_concurrent_messages,
+            settings.random,
+            settings.target,
+            rejected,
         )
+
+
+class _Teller:
+    """Tells a call's `progress` how many of its inputs are done, whenever they are more than before."""
+
+    def __init__(
+        self, progress: Progress | None, total: int, rejected: Mapping[int, EncserveError] | None = None
+    ) -> None:
+        self._progress = progress
+        self._total = total
+        self._rejected = {} if rejected is None else rejected
+        self._answered = 0
+        self._told = 0
+
+    def __call__(self, answered: int) -> None:
+        """So many more inputs were answered."""
+        self._answered += answered
+        done = self._answered + len(self._rejected)
+        if self._progress is not None and done > self._told:
+            self._told = done
+            self._progress(done, self._total)
 
 
 async def exchange(wire: Wire, rpc: Rpc, dispatch: Dispatch[R], decode: Callable[[Message, Any], R]) -> None:

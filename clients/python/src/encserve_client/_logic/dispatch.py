@@ -16,7 +16,7 @@ import grpc
 
 from encserve_client._logic.failures import CallInfo, Failure, seconds_until_retry
 from encserve_client._logic.planning import Message
-from encserve_client.exceptions import DeadlineError
+from encserve_client.exceptions import DeadlineError, EncserveError
 from encserve_client.retry import RetryPolicy
 
 R = TypeVar("R")
@@ -85,11 +85,13 @@ class Dispatch(Generic[R]):
 
     At most `max_concurrent` are out at a time, and messages are drawn from their iterator only when there is room. A
     message that failed for a while is sent again within the policy and its deadline; one that is too large is replaced
-    by its halves, which are new messages; any other failure ends the call.
+    by its halves, which are new messages. Where `rejected` is given, a failure of one input is booked there, and the
+    message's others are sent without it. Any other failure ends the call.
 
     Attributes:
         answers: What `answered` was given, each after its message's first_index; in no order.
         attempts: How many messages were sent, those sent again included.
+        rejected: The error of each input that failed by itself, by its index; None where that ends the call.
         saw_too_large: Whether a message was refused for its size, so that known limits may be out of date.
     """
 
@@ -101,8 +103,10 @@ class Dispatch(Generic[R]):
         max_concurrent: int,
         random: Callable[[], float] = random_module.random,
         target: str = "",
+        rejected: dict[int, EncserveError] | None = None,
     ) -> None:
         self.answers: list[tuple[int, R]] = []
+        self.rejected = rejected
         self.attempts = 0
         self.saw_too_large = False
         self._messages: Iterator[Message] | None = iter(messages)
@@ -171,7 +175,13 @@ class Dispatch(Generic[R]):
                 return
         wait = seconds_until_retry(self._policy, failure, message.attempts, message.deadline - now, self._random)
         if wait is None:
-            raise failure.to_exception(message.attempts, message.first_index, self._call)
+            error = failure.to_exception(message.attempts, message.first_index, self._call)
+            place = failure.input_at_fault(message.n_inputs)
+            if self.rejected is None or place is None:
+                raise error
+            self.rejected[message.first_index + place] = error
+            self._outbox.push_first(message.without(place))
+            return
         self._outbox.push_later(now + wait, message)
 
     def _next(self, now: float) -> Message | None:

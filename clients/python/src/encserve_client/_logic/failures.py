@@ -18,6 +18,8 @@ PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 
 # What the server calls a message that may pass in smaller pieces.
 _TOO_LARGE_REASONS = frozenset({"RESPONSE_TOO_LARGE", "REQUEST_TOO_LARGE", "TOO_MANY_INPUTS"})
+# How the server's text begins where one input is at fault.
+_AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
 # gRPC itself refuses an oversize message, on either side, with this text and no reason of ours.
 _TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
 
@@ -87,6 +89,12 @@ class Failure:
             return self.reason in _TOO_LARGE_REASONS
         return self.code is grpc.StatusCode.RESOURCE_EXHAUSTED and bool(_TOO_LARGE_TEXT.search(self.message))
 
+    def input_at_fault(self, n_inputs: int) -> int | None:
+        """The place of the one input that failed, in a message of so many; None where it is not one of them."""
+        found = _AT_FAULT.match(self.message)
+        place = int(found[1]) if found else 0 if self.too_large and n_inputs == 1 else n_inputs
+        return place if place < n_inputs else None
+
     def to_exception(
         self,
         attempts: int,
@@ -109,6 +117,8 @@ class Failure:
         errors.EncserveError.__init__(
             error, self._text(attempts, first_index, call), code=self.code, reason=self.reason, attempts=attempts
         )
+        place = self.input_at_fault(2**31)
+        error.index = None if place is None else first_index + place
         if isinstance(error, errors.OverloadedError):
             error.retry_delay_seconds = self.retry_delay_seconds
         return error
@@ -116,7 +126,9 @@ class Failure:
     def _text(self, attempts: int, first_index: int, call: CallInfo) -> str:
         text = self.message or self.code.name
         if first_index:
-            text = re.sub(r"\binputs\[(\d+)\]", lambda match: f"inputs[{int(match[1]) + first_index}]", text)
+            text = re.sub(
+                r"\b(inputs|texts)\[(\d+)\]", lambda match: f"{match[1]}[{int(match[2]) + first_index}]", text
+            )
         # gRPC's own texts for these two name neither the server that was asked nor the time that it had.
         if call.target and self.code is grpc.StatusCode.DEADLINE_EXCEEDED:
             text = f"{text}: {call.target} did not answer within {call.timeout_seconds:g} s"

@@ -9,16 +9,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from encserve_client.inputs import Input, pack_input
+from encserve_client.exceptions import EncserveError, InvalidInputError
+from encserve_client.inputs import Input, Spanned, check_input, pack_input
 from encserve_client.options import Options, Output, numpy_dtype
 from encserve_client.results import ModelInfo
 from encserve_proto.v1 import encoder_pb2 as pb
 
-Request = pb.EncodeRequest | pb.InspectRequest | pb.GetModelRequest | pb.ListModelsRequest
+Request = pb.EncodeRequest | pb.TokenizeRequest | pb.InspectRequest | pb.GetModelRequest | pb.ListModelsRequest
 
 # Of a message, unless one sequence has more. Four of these take BERT-large on two CPUs 45 s and on four 23 s; less than
 # this would leave a fast server waiting for the next.
-_MOST_TOKENS = 4096
+MOST_TOKENS = 4096
 # Room for what a message holds beside its inputs or rows: names, options, timings, framing.
 _MESSAGE_OVERHEAD_BYTES = 4096
 _INPUT_OVERHEAD_BYTES = 8
@@ -52,17 +53,45 @@ class Message:
     @property
     def n_inputs(self) -> int:
         """How many inputs it holds."""
+        if isinstance(self.request, pb.TokenizeRequest):
+            return len(self.request.texts)
         return len(self.request.inputs) if isinstance(self.request, pb.EncodeRequest) else 0
 
     def halves(self) -> "list[Message]":
         """The same inputs in two messages; none where there is one input or no inputs at all."""
-        if not isinstance(self.request, pb.EncodeRequest) or self.n_inputs < 2:
+        middle = self.n_inputs // 2
+        return [*self._part(0, middle), *self._part(middle, self.n_inputs)] if middle else []
+
+    def without(self, place: int) -> "list[Message]":
+        """The same inputs but for one, in two messages at most."""
+        return [*self._part(0, place), *self._part(place + 1, self.n_inputs)]
+
+    def _part(self, start: int, end: int) -> "list[Message]":
+        """One message with the inputs of these places; none for no inputs."""
+        if start >= end:
             return []
-        inputs, middle = self.request.inputs, self.n_inputs // 2
-        return [
-            Message(request_like(self.request, inputs[:middle]), self.first_index),
-            Message(request_like(self.request, inputs[middle:]), self.first_index + middle),
-        ]
+        part: Request = self.request
+        if isinstance(part, pb.TokenizeRequest):
+            part = tokenize_request_like(part, part.texts[start:end])
+        elif isinstance(part, pb.EncodeRequest):
+            part = request_like(part, part.inputs[start:end])
+        return [Message(part, self.first_index + start)]
+
+
+def tokenize_request_like(template: pb.TokenizeRequest, texts: Sequence[str]) -> pb.TokenizeRequest:
+    """A request with other texts."""
+    request = pb.TokenizeRequest(
+        model=template.model,
+        model_version=template.model_version,
+        texts=texts,
+        task=template.task,
+        truncation=template.truncation,
+        include_token_strings=template.include_token_strings,
+        offset_unit=template.offset_unit,
+    )
+    if template.HasField("prompt_name"):
+        request.prompt_name = template.prompt_name
+    return request
 
 
 def request_like(template: pb.EncodeRequest, inputs: Sequence[pb.Input]) -> pb.EncodeRequest:
@@ -113,7 +142,7 @@ class Limits:
         sequence_tokens = info.max_sequence_tokens or 2**31
         return cls(
             max_sequences=info.max_request_sequences or 2**31,
-            max_tokens=min(max((info.max_request_tokens or 2**63) // max_concurrent_messages, 1), _MOST_TOKENS),
+            max_tokens=min(max((info.max_request_tokens or 2**63) // max_concurrent_messages, 1), MOST_TOKENS),
             max_request_bytes=max(request_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
             max_response_bytes=max(response_bytes - _MESSAGE_OVERHEAD_BYTES, 1),
             max_sequence_tokens=sequence_tokens,
@@ -152,7 +181,11 @@ class Cost:
 
 
 def plan_messages(
-    inputs: Sequence[Input], template: pb.EncodeRequest, options: Options, limits: Limits
+    inputs: Sequence[Input | Spanned],
+    template: pb.EncodeRequest,
+    options: Options,
+    limits: Limits,
+    rejected: dict[int, EncserveError] | None = None,
 ) -> Iterator[Message]:
     """Cuts inputs into messages: each input once, in order, each message within the limits, none needlessly small.
 
@@ -160,43 +193,82 @@ def plan_messages(
     they are asked for.
 
     Args:
-        inputs: Inputs that passed `check_inputs`.
+        inputs: What should be inputs.
         template: A request with everything but the inputs.
         options: The same options as in the template.
         limits: What one message may hold.
+        rejected: Gets the error of each input that is none, by its index; None to raise it.
 
     Raises:
-        InvalidInputError: An input cannot be packed.
+        InvalidInputError: An input is none, and there is no `rejected`.
     """
     packed: list[pb.Input] = []
     first_index, total = 0, Cost()
     for index, item in enumerate(inputs):
-        message = pack_input(item, f"inputs[{index}]")
+        try:
+            checked = item if isinstance(item, Spanned) else check_input(item, f"inputs[{index}]")
+            message = pack_input(checked, f"inputs[{index}]")
+        except InvalidInputError as error:
+            error.index = index
+            if rejected is None:
+                raise
+            rejected[index] = error
+            continue
         cost = cost_of(message, options, limits)
-        if packed and not total.plus(cost).fits(limits):
+        # A message's inputs follow each other, so that of each the caller's index is known.
+        if packed and (index != first_index + len(packed) or not total.plus(cost).fits(limits)):
             yield Message(request_like(template, packed), first_index)
-            packed, first_index, total = [], index, Cost()
+            packed, total = [], Cost()
+        if not packed:
+            first_index = index
         packed.append(message)
         total = total.plus(cost)
     if packed:
         yield Message(request_like(template, packed), first_index)
 
 
+def plan_texts(texts: Sequence[str], template: pb.TokenizeRequest, limits: Limits) -> Iterator[Message]:
+    """Cuts texts into messages for the tokenizer, as `plan_messages` does inputs.
+
+    Raises:
+        InvalidInputError: A text is no Unicode.
+    """
+    packed: list[str] = []
+    first_index, total = 0, Cost()
+    for index, text in enumerate(texts):
+        size = pack_input(text, f"texts[{index}]").ByteSize() + _INPUT_OVERHEAD_BYTES
+        token_bytes = _TEXT_TOKEN_INFO_BYTES + (_TOKEN_STRING_BYTES if template.include_token_strings else 0)
+        # A token has a byte at least, and mostly more: a message that is too large all the same is halved.
+        cost = Cost(1, 0, size, _SEQUENCE_INFO_BYTES + size // _TEXT_BYTES_PER_TOKEN * token_bytes)
+        if packed and not total.plus(cost).fits(limits):
+            yield Message(tokenize_request_like(template, packed), first_index)
+            packed, first_index, total = [], index, Cost()
+        packed.append(text)
+        total = total.plus(cost)
+    if packed:
+        yield Message(tokenize_request_like(template, packed), first_index)
+
+
 def cost_of(message: pb.Input, options: Options, limits: Limits) -> Cost:
     """What one input takes: exact for token ids and vectors, an estimate for text."""
     request_bytes = message.ByteSize() + _INPUT_OVERHEAD_BYTES
     is_text = message.HasField("text")
-    tokens = min(_tokens_of(message, request_bytes), limits.max_sequence_tokens)
-    numbers = sum(_numbers_of(output, tokens, limits) for output in options.outputs)
-    info_bytes = _SEQUENCE_INFO_BYTES + tokens * (
-        (_TEXT_TOKEN_INFO_BYTES if is_text else int(options.exclude_special_tokens))
-        + (_TOKEN_STRING_BYTES if options.include_token_strings else 0)
-    )
+    tokens = min(tokens_of(message), limits.max_sequence_tokens)
+    spans = len(message.spans.starts)
+    numbers = sum(_numbers_of(output, tokens, spans, limits) for output in options.outputs)
+    info_bytes = _SEQUENCE_INFO_BYTES
+    if options.tells_tokens:
+        info_bytes += tokens * (
+            (_TEXT_TOKEN_INFO_BYTES if is_text else int(options.exclude_special_tokens))
+            + (_TOKEN_STRING_BYTES if options.include_token_strings else 0)
+        )
     return Cost(1, tokens, request_bytes, numbers * options.numpy_dtype.itemsize + info_bytes)
 
 
-def _numbers_of(output: Output, tokens: int, limits: Limits) -> int:
-    """What an input of so many tokens has in an output, indices counted as numbers."""
+def _numbers_of(output: Output, tokens: int, spans: int, limits: Limits) -> int:
+    """What an input of so many tokens and spans has in an output, indices counted as numbers."""
+    if output.kind == "spans":
+        return (output.dimensions or limits.d_model) * spans
     if output.kind == "sparse":
         return 2 * (output.max_active_dims or _ACTIVE_DIMS)
     if output.kind == "multi_vector":
@@ -205,9 +277,10 @@ def _numbers_of(output: Output, tokens: int, limits: Limits) -> int:
     return (output.dimensions or its_own or limits.d_model) * (1 if output.is_pooled else tokens)
 
 
-def _tokens_of(message: pb.Input, request_bytes: int) -> int:
+def tokens_of(message: pb.Input) -> int:
+    """The tokens of one input: exact for token ids and vectors, an estimate for text."""
     if message.HasField("text"):
-        return request_bytes // _TEXT_BYTES_PER_TOKEN + _TEXT_SPECIAL_TOKENS
+        return (message.ByteSize() + _INPUT_OVERHEAD_BYTES) // _TEXT_BYTES_PER_TOKEN + _TEXT_SPECIAL_TOKENS
     if message.HasField("embeddings"):
         vectors = message.embeddings
         return len(vectors.data) // (vectors.width * numpy_dtype(vectors.data_type).itemsize)

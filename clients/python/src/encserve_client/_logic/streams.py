@@ -1,16 +1,19 @@
-"""One encode_stream call: its books, which are pure, and the loop that reads, sends, books and hands over.
+"""One encode_stream or embed_stream call: its books, which are pure, and the loop that reads, sends, and hands over.
 
-An input is in exactly one of these states: waiting in the outbox, out on a stream, finished and not yet handed over,
-handed over. Those not yet handed over are never more than `max_in_flight`; that bounds the memory, whichever answer is
-late. Only the driver of the call (`StreamRun`) touches a `StreamBooks`.
+An input is in exactly one of these states: waiting in the outbox, out on a stream in a `Pack`, finished and not yet
+handed over, handed over. Those not yet handed over are never more than `max_in_flight`; that bounds the memory,
+whichever answer is late. Only the driver of the call (`StreamRun`) touches a `StreamBooks`.
 
-`now` is the driver's clock, which stands still while the caller is busy with a result: a slow caller costs no input its
-time.
+Few messages are out at a time, and what is read meanwhile waits for the next of them. So short inputs that come fast
+share messages, and one that comes alone is sent at once.
+
+`now` is the driver's clock, which stands still while the caller is busy, with a result or with making the next input: a
+slow caller costs no input its time.
 """
 
 import math
 import random as random_module
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -19,10 +22,11 @@ import grpc
 from encserve_client._logic.answers import Expected, check_fingerprint, decode_response
 from encserve_client._logic.dispatch import Outbox
 from encserve_client._logic.failures import CallInfo, Failure, failure_of_stream_error, seconds_until_retry
+from encserve_client._logic.planning import MOST_TOKENS, request_like, tokens_of
 from encserve_client._logic.wire import Event, InputRead, InputsEnded, StreamAnswered, StreamEnded, Wire
 from encserve_client.exceptions import DeadlineError, EncserveError, InvalidInputError, ProtocolError
 from encserve_client.inputs import check_input, pack_input
-from encserve_client.options import Array, Options
+from encserve_client.options import Array, Options, Progress
 from encserve_client.retry import RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -30,6 +34,8 @@ R = TypeVar("R")
 Result = Array | EncserveError
 
 _ENDED_EARLY = Failure(grpc.StatusCode.UNAVAILABLE, "the server ended the stream before it had answered everything")
+# Inputs of one message; the server takes 256 unless it is told otherwise.
+_MOST_INPUTS = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -37,18 +43,33 @@ class Item:
     """One input that has not been answered.
 
     Attributes:
-        index: Its place among the caller's inputs; its request_id is the same in decimal.
-        request: The request.
+        index: Its place among the caller's inputs.
+        input: The input.
         deadline: When its answer must have come.
-        attempts: How often it has been sent.
-        stream: The stream that it is out on; None while it is waiting.
+        attempts: How often it has been sent, but for messages that failed because of another input.
+        most_together: The most inputs of a message with it: fewer after one that was too large, or broke its stream.
     """
 
     index: int
-    request: pb.EncodeStreamRequest
+    input: pb.Input
     deadline: float
     attempts: int = 0
-    stream: int | None = None
+    most_together: int = _MOST_INPUTS
+
+
+@dataclass(slots=True, eq=False)
+class Pack:
+    """Inputs that are out in one message.
+
+    Attributes:
+        number: Its request_id, in decimal.
+        items: The inputs, in the message's order.
+        stream: The stream that it is out on.
+    """
+
+    number: int
+    items: list[Item]
+    stream: int = 0
 
 
 class Finished(Generic[R]):
@@ -63,6 +84,11 @@ class Finished(Generic[R]):
         """Adds the result of an input."""
         self._results[index] = result
 
+    @property
+    def is_ready(self) -> bool:
+        """Whether `pop` has something."""
+        return bool(self._results) and (not self._ordered or self._next_index in self._results)
+
     def pop(self) -> tuple[int, R] | None:
         """Takes the next result with its index; None if it is not there yet."""
         index = self._next_index if self._ordered else next(iter(self._results), -1)
@@ -75,10 +101,11 @@ class Finished(Generic[R]):
 class StreamBooks(Generic[R]):
     """The books; see the module's text.
 
-    A request that the server refused for a while is sent again within the policy and the input's deadline. A stream
-    that broke is replaced, and what it had not answered is sent again. The call itself fails once a stream has broken
-    `policy.max_attempts` times in a row without one answer in between, or has broken in a way that trying again does
-    not mend.
+    A message that the server refused for a while is sent again within the policy and its inputs' deadlines. One that it
+    refused because of one input is sent again without that one, and one that is too large in halves. A stream that
+    broke is replaced, and what it had not answered is sent again, each input by itself, so that one which breaks it is
+    found. The call itself fails once a stream has broken `policy.max_attempts` times in a row without one answer in
+    between, or has broken in a way that trying again does not mend.
     """
 
     def __init__(
@@ -89,16 +116,21 @@ class StreamBooks(Generic[R]):
         ordered: bool,
         random: Callable[[], float] = random_module.random,
         target: str = "",
+        max_packs: int = 4,
     ) -> None:
         self.finished: Finished[R | EncserveError] = Finished(ordered)
         self._policy = policy
         self._max_in_flight = max_in_flight
+        self._max_packs = max_packs
+        self._most_inputs = min(max(max_in_flight // max_packs, 1), _MOST_INPUTS)
         self._timeout_seconds = timeout_seconds
         self._call = CallInfo(target, timeout_seconds)
         self._random = random
         self._outbox: Outbox[Item] = Outbox()
-        self._items: dict[int, Item] = {}  # unanswered, in the order of their deadlines
+        self._items: dict[int, Item] = {}  # unanswered, by index, in the order of their deadlines
+        self._packs: dict[int, Pack] = {}  # out, by number
         self._next_index = 0
+        self._next_number = 0
         self._handed_over = 0
         self._breaks = 0  # streams broken in a row without an answer
         self._closed_until = -math.inf  # nothing is sent before this; set when a stream breaks
@@ -114,65 +146,86 @@ class StreamBooks(Generic[R]):
         return self._next_index
 
     @property
+    def handed_over(self) -> int:
+        """How many inputs' results the caller has."""
+        return self._handed_over
+
+    @property
     def is_empty(self) -> bool:
         """Whether every input that was read has been handed over."""
         return self._next_index == self._handed_over
 
-    def add(self, request: pb.EncodeRequest, now: float) -> None:
+    def add(self, message: pb.Input, now: float) -> None:
         """Books the next input. Its time begins now."""
-        index = self._next_index
-        wrapped = pb.EncodeStreamRequest(request_id=str(index), request=request)
-        self._items[index] = item = Item(index, wrapped, now + self._timeout_seconds)
+        self._items[self._next_index] = item = Item(self._next_index, message, now + self._timeout_seconds)
         self._outbox.push(item)
         self._next_index += 1
 
     def reject(self, error: EncserveError) -> None:
         """Books the next input as one that cannot be sent: its result is the error."""
+        error.index = self._next_index
         self.finished.put(self._next_index, error)
         self._next_index += 1
 
-    def take(self, now: float) -> list[Item]:
-        """What to send now. The driver says with `sent` on which stream."""
-        taken: list[Item] = []
-        if now >= self._closed_until:
-            while (item := self._outbox.pop(now)) is not None:
-                taken.append(item)
-        return taken
+    def take(self, now: float, more_soon: bool = False) -> list[Pack]:
+        """What to send now; it counts as out. The driver says on which stream.
 
-    def sent(self, item: Item, stream: int) -> None:
-        """Books that an item is out on a stream."""
-        item.attempts += 1
-        item.stream = stream
+        `more_soon`: another input is about to be read, so that what is waiting may wait until it fills a message.
+        """
+        taken: list[Pack] = []
+        while now >= self._closed_until and len(self._packs) < self._max_packs:
+            if more_soon and len(self._outbox) < self._most_inputs:
+                break
+            if not (items := self._gather(now)):
+                break
+            self._packs[self._next_number] = pack = Pack(self._next_number, items)
+            self._next_number += 1
+            taken.append(pack)
+        return taken
 
     def seconds_to_wait(self, now: float) -> float | None:
         """How long until there is something to do without an event coming in; None for never."""
         times = [item.deadline for item in self._items.values()][:1]  # the first is the earliest
-        if self._outbox:
+        if self._outbox and len(self._packs) < self._max_packs:
             times.append(max(self._closed_until, self._outbox.next_due() or self._closed_until))
         earliest = min(times, default=math.inf)
         return None if math.isinf(earliest) else max(earliest - now, 0.0)
 
-    def item_of(self, request_id: str) -> Item | None:
-        """The item that an answer belongs to; None for one that has been given up.
+    def pack_of(self, request_id: str) -> Pack | None:
+        """The message that an answer belongs to; None for one that has been given up.
 
         Raises:
-            ProtocolError: No such request was ever sent.
+            ProtocolError: No such message was ever sent.
         """
         is_number = len(request_id) < 20 and request_id.isascii() and request_id.isdigit()
-        if not is_number or int(request_id) >= self._next_index:
+        if not is_number or int(request_id) >= self._next_number:
             raise ProtocolError(f"an answer on the stream names request {request_id[:128]!r}, which was never sent")
-        item = self._items.get(int(request_id))
-        return None if item is None or item.stream is None else item
+        return self._packs.get(int(request_id))
 
-    def answered(self, item: Item, result: R | EncserveError) -> None:
-        """Books the result of an item: what the caller gets, be it an error."""
+    def answered(self, pack: Pack, results: Iterable[R]) -> None:
+        """Books the results of a message's inputs."""
         self._breaks = 0
-        self._finish(item, result)
+        del self._packs[pack.number]
+        for item, result in zip(pack.items, results, strict=True):
+            self._finish(item, result)
 
-    def refused(self, item: Item, failure: Failure, now: float) -> None:
-        """Books that the server answered an item with an error."""
+    def refused(self, pack: Pack, failure: Failure, now: float) -> None:
+        """Books that the server answered a message with an error."""
         self._breaks = 0
-        self._retry_or_finish(item, failure, now)
+        del self._packs[pack.number]
+        place = failure.input_at_fault(len(pack.items))
+        if len(pack.items) > 1 and place is not None:
+            culprit = pack.items[place]
+            self._finish(culprit, failure.to_exception(culprit.attempts, culprit.index - place, self._call))
+            self._send_again(pack.items)
+        elif len(pack.items) > 1 and failure.too_large:
+            for item in pack.items:
+                item.most_together = len(pack.items) // 2
+            self._send_again(pack.items)
+        else:
+            drawn = self._random()  # once, so that they stay together
+            for item in pack.items:
+                self._retry_or_finish(item, failure, now, drawn)
 
     def broke(self, stream: int, failure: Failure, now: float) -> None:
         """Books that a stream is over, with what was still out on it.
@@ -180,7 +233,7 @@ class StreamBooks(Generic[R]):
         Raises:
             EncserveError: The failure ends the call.
         """
-        lost = [item for item in self._items.values() if item.stream == stream]
+        lost = [pack for pack in self._packs.values() if pack.stream == stream]
         if not lost:
             return
         self._breaks += 1
@@ -188,11 +241,15 @@ class StreamBooks(Generic[R]):
         if wait is None:
             raise failure.to_exception(self._breaks, call=self._call)
         self._closed_until = now + wait
-        for item in lost:
+        items = [item for pack in lost for item in pack.items]
+        for pack in lost:
+            del self._packs[pack.number]
+        for item in items:
+            item.most_together = 1
             # An input that brings down every stream it is on is given up, however well the others fare.
             if item.attempts >= self._policy.max_attempts:
                 self._finish(item, failure.to_exception(item.attempts, item.index, self._call))
-        self._outbox.push_first(self._reset(item) for item in lost if item.index in self._items)
+        self._outbox.push_first(item for item in items if item.index in self._items)
 
     def expire(self, now: float) -> None:
         """Gives up what was not answered in time."""
@@ -205,6 +262,9 @@ class StreamBooks(Generic[R]):
                 attempts=item.attempts,
             )
             self._finish(item, error)
+            for pack in [it for it in self._packs.values() if item in it.items]:
+                if not any(it.index in self._items for it in pack.items):
+                    del self._packs[pack.number]  # nobody waits for it
 
     def pop(self) -> tuple[int, R | EncserveError] | None:
         """Hands over the next result with its index; None if it is not there yet."""
@@ -213,27 +273,60 @@ class StreamBooks(Generic[R]):
             self._handed_over += 1
         return result
 
-    def _retry_or_finish(self, item: Item, failure: Failure, now: float) -> None:
-        wait = seconds_until_retry(self._policy, failure, item.attempts, item.deadline - now, self._random)
+    def _gather(self, now: float) -> list[Item]:
+        """Takes what goes into the next message: what waits, in its order, as far as there is room."""
+        items: list[Item] = []
+        tokens, most = 0, self._most_inputs
+        while len(items) < most and (item := self._outbox.pop(now)) is not None:
+            tokens += tokens_of(item.input)
+            most = min(most, item.most_together)
+            if items and (len(items) >= most or tokens > MOST_TOKENS):
+                self._outbox.push_first([item])
+                break
+            item.attempts += 1
+            items.append(item)
+        return items
+
+    def _send_again(self, items: Sequence[Item]) -> None:
+        """What failed only because of its neighbours, or their number."""
+        again = [item for item in items if item.index in self._items]
+        for item in again:
+            item.attempts -= 1
+        self._outbox.push_first(again)
+
+    def _retry_or_finish(self, item: Item, failure: Failure, now: float, drawn: float) -> None:
+        if item.index not in self._items:
+            return
+        wait = seconds_until_retry(self._policy, failure, item.attempts, item.deadline - now, lambda: drawn)
         if wait is None:
             self._finish(item, failure.to_exception(item.attempts, item.index, self._call))
         else:
-            self._outbox.push_later(now + wait, self._reset(item))
-
-    def _reset(self, item: Item) -> Item:
-        item.stream = None
-        return item
+            self._outbox.push_later(now + wait, item)
 
     def _finish(self, item: Item, result: R | EncserveError) -> None:
-        del self._items[item.index]
+        """Books a result, unless the input has been given up."""
+        if self._items.pop(item.index, None) is None:
+            return
+        if isinstance(result, EncserveError):
+            result.index = item.index
         self.finished.put(item.index, result)
 
 
 class StreamRun:
-    """One encode_stream call. `next` is called by one task or thread, and `aclose` always at the end."""
+    """One call. `next` is called by one task or thread, and `aclose` always at the end."""
 
-    def __init__(self, wire: Wire, books: StreamBooks[Array], template: pb.EncodeRequest, options: Options) -> None:
+    def __init__(
+        self,
+        wire: Wire,
+        books: StreamBooks[Array],
+        template: pb.EncodeRequest,
+        options: Options,
+        progress: Progress | None = None,
+        total: int | None = None,
+    ) -> None:
         self._wire = wire
+        self._progress = progress
+        self._total = total
         self._books = books
         self._template = template
         self._options = options
@@ -255,7 +348,10 @@ class StreamRun:
         """
         self._paused_seconds += self._wire.now() - self._paused_at
         try:
-            return await self._next()
+            result = await self._next()
+            if result is not None and self._progress is not None:
+                self._progress(self._books.handed_over, self._total)
+            return result
         finally:
             self._paused_at = self._wire.now()
 
@@ -279,7 +375,9 @@ class StreamRun:
             may_hand_over = True
             if self._wants_input:
                 self._is_reading = True
+                begun = wire.now()
                 wire.read_input()
+                self._paused_seconds += wire.now() - begun  # with threads the caller's iterable runs here and now
             elif (event := await wire.wait(books.seconds_to_wait(self._now()))) is not None:
                 self._handle(event)
 
@@ -308,31 +406,31 @@ class StreamRun:
 
     def _add(self, item: object) -> None:
         name = f"inputs[{self._books.next_index}]"
-        request = pb.EncodeRequest()
-        request.CopyFrom(self._template)
         try:
-            request.inputs.append(pack_input(check_input(item, name), name))
+            message = pack_input(check_input(item, name), name)
         except InvalidInputError as error:
             self._books.reject(error)  # in its turn, like one that the server refuses
             return
-        self._books.add(request, self._now())
+        self._books.add(message, self._now())
 
     def _send(self) -> None:
-        for item in self._books.take(self._now()):
+        more_soon = self._books.finished.is_ready and not self._inputs_ended
+        for pack in self._books.take(self._now(), more_soon):
             if not self._stream:
                 self._stream = self._wire.open_stream()
-            self._books.sent(item, self._stream)
-            self._wire.send(self._stream, item.request)
+            pack.stream = self._stream
+            request = request_like(self._template, [item.input for item in pack.items])
+            self._wire.send(self._stream, pb.EncodeStreamRequest(request_id=str(pack.number), request=request))
 
     def _answer(self, response: pb.EncodeStreamResponse, stream: int) -> None:
-        item = self._books.item_of(response.request_id)
-        if item is None:
+        pack = self._books.pack_of(response.request_id)
+        if pack is None:
             return  # given up already
         if response.HasField("response"):
-            self._books.answered(item, self._decode(response.response))
+            self._books.answered(pack, self._decode(response.response, len(pack.items)))
         elif response.HasField("error"):
             failure = failure_of_stream_error(response.error)
-            self._books.refused(item, failure, self._now())
+            self._books.refused(pack, failure, self._now())
             if failure.code is grpc.StatusCode.UNAVAILABLE and stream == self._stream:
                 # This server is stopping or failing. The next request gets a new stream, perhaps to another one; this
                 # stream still brings its answers.
@@ -341,11 +439,11 @@ class StreamRun:
         else:
             raise ProtocolError(f"the answer to request {response.request_id} has neither a response nor an error")
 
-    def _decode(self, response: pb.EncodeResponse) -> Array:
-        """(rows, d_model) for tokens, (d_model,) if pooled."""
-        part = decode_response(response, self._options, 1, describe=False)
+    def _decode(self, response: pb.EncodeResponse, n_inputs: int) -> list[Array]:
+        """For each input (rows, d_model) for tokens, (d_model,) if pooled."""
+        part = decode_response(response, self._options, n_inputs, describe=False)
         self._expected.check(part)
         self._fingerprint = self._fingerprint or part.fingerprint
         check_fingerprint(self._fingerprint, part.fingerprint)
-        rows = part.blocks[0].rows
-        return rows[0] if self._options.outputs[0].is_pooled else rows
+        block = part.blocks[0]
+        return list(block.rows) if self._options.outputs[0].is_pooled else block.split()

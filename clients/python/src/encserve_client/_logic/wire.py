@@ -12,7 +12,7 @@ from encserve_client._logic.failures import Failure
 from encserve_client._logic.planning import Message
 from encserve_proto.v1 import encoder_pb2 as pb
 
-Rpc = Literal["Encode", "Inspect", "ListModels", "GetModel"]
+Rpc = Literal["Encode", "Inspect", "Tokenize", "ListModels", "GetModel"]
 T = TypeVar("T")
 
 

@@ -1,0 +1,284 @@
+"""Calls of many inputs: one text by itself, errors in their places, progress, read-only arrays, what is handed on."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_encoder import Caller, FakeEncoder, Refused, rows_of
+from grpc import StatusCode
+
+import encserve_client
+from encserve_client import (
+    AsyncEncoderClient,
+    EncoderClient,
+    EncserveError,
+    InferenceError,
+    InvalidInputError,
+    InvalidRequestError,
+    Output,
+    RetryPolicy,
+    SequenceInfo,
+    Tls,
+    sentence_spans,
+    token_spans,
+)
+from encserve_client.inputs import check_spans
+from encserve_proto.v1 import encoder_pb2 as pb
+
+WORDS = rows_of([1, 3, 5, 2])  # of "two words"
+LONG = [4] * 65  # the service takes 64
+LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim")
+
+
+async def test_a_text_is_one_input(caller: Caller, service: FakeEncoder) -> None:
+    """What comes back is its own, without a list around it."""
+    client = caller.connect()
+    np.testing.assert_array_equal(await caller(client.encode, "two words"), WORDS)
+    np.testing.assert_allclose(await caller(client.embed, "two words"), WORDS.mean(axis=0), rtol=1e-6)
+    assert (await caller(client.encode_query, "two words")).shape == (8,)
+    assert len((await caller(client.run, "two words")).sequences) == 1
+    service.model_info = LATE
+    late = caller.connect()
+    assert (await caller(late.encode_document, "two words")).shape == (2, 8)
+    assert [len(it.inputs) for it in service.requests] == [1] * 5
+
+
+@pytest.mark.parametrize("n", [1, 10])
+async def test_arrays_are_read_only(caller: Caller, service: FakeEncoder, n: int) -> None:
+    """Whether they are views on one message, or a copy of several, or of no inputs at all."""
+    service.max_request_sequences = 4
+    client, texts = caller.connect(), ["two words"] * n
+    result = await caller(client.run, texts, outputs=["tokens", "mean"])
+    info = result.sequences[0]
+    arrays: list[Any] = [
+        *await caller(client.encode, texts),
+        await caller(client.embed, texts),
+        await caller(client.embed, []),
+        await caller(client.encode_query, texts),
+        *await caller(client.embed, texts, return_exceptions=True),
+        *result.outputs[0].arrays(),
+        result.outputs[0].matrix(),
+        result.outputs[0].blocks[0].lengths,
+        info.token_ids,
+        info.offsets,
+        info.special,
+    ]
+    for array in arrays:
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
+
+
+@pytest.mark.parametrize("size", [4, 256])
+async def test_one_bad_input_does_not_lose_the_others(caller: Caller, service: FakeEncoder, size: int) -> None:
+    """Those that are no inputs, that the server refuses and that it cannot compute are errors in their places."""
+    service.max_request_sequences = size
+
+    async def poisoned(request: pb.EncodeRequest) -> None:
+        for index, item in enumerate(request.inputs):
+            if list(item.token_ids.ids) == [66]:
+                raise Refused(
+                    StatusCode.INTERNAL, f"inputs[{index}]: the model could not compute it", "INFERENCE_FAILED"
+                )
+
+    service.before = poisoned
+    inputs: list[Any] = [[i] for i in range(1, 60)]
+    inputs[3], inputs[4], inputs[20], inputs[41], inputs[58] = LONG, LONG, [66], None, [1.5]
+    client = caller.connect()
+    found = await caller(client.encode, inputs, return_exceptions=True)
+    failed = {index: type(it) for index, it in enumerate(found) if isinstance(it, EncserveError)}
+    refused, wrong = InvalidRequestError, InvalidInputError
+    assert failed == {3: refused, 4: refused, 20: InferenceError, 41: wrong, 58: wrong}
+    for index, it in enumerate(found):
+        if index in failed:
+            assert it.index == index
+            assert f"inputs[{index}]" in str(it)
+        else:
+            np.testing.assert_array_equal(it, rows_of(inputs[index]))
+    vectors = await caller(client.embed, inputs, return_exceptions=True)
+    assert {index for index, it in enumerate(vectors) if isinstance(it, EncserveError)} == set(failed)
+    assert {it.shape for it in vectors if not isinstance(it, EncserveError)} == {(8,)}
+    texts: list[Any] = ["a b", "word " * 70, None, "c"]
+    first, long, none, last = await caller(client.encode_document, texts, return_exceptions=True)
+    assert first.shape == last.shape == (8,)
+    assert (type(long), type(none)) == (refused, wrong)
+
+
+async def test_all_inputs_may_be_bad(caller: Caller) -> None:
+    client = caller.connect()
+    for method in (client.encode, client.embed, client.encode_query):
+        found = await caller(method, [LONG, None], return_exceptions=True)
+        assert [type(it) for it in found] == [InvalidRequestError, InvalidInputError]
+    assert isinstance(await caller(client.embed, "word " * 70, return_exceptions=True), InvalidRequestError)
+    assert await caller(client.embed, [], return_exceptions=True) == []
+
+
+async def test_what_is_wrong_with_the_whole_call_is_raised(caller: Caller, service: FakeEncoder) -> None:
+    """Not sent again for every input, though it is an error of the request."""
+
+    async def refused(_: pb.EncodeRequest) -> None:
+        raise Refused(StatusCode.INVALID_ARGUMENT, "options.prompt_name: the model has no prompts", "INVALID_OPTION")
+
+    service.before = refused
+    with pytest.raises(InvalidRequestError, match=r"options\.prompt_name") as caught:
+        await caller(caller.connect().embed, ["a"] * 100, prompt_name="x", return_exceptions=True)
+    assert caught.value.index is None
+    assert len(service.requests) <= 4
+
+
+async def test_without_return_exceptions_the_error_has_the_index(caller: Caller, service: FakeEncoder) -> None:
+    service.max_request_sequences = 2
+    client = caller.connect()
+    for inputs in ([[1]] * 5 + [LONG], [[1]] * 5 + [[]]):
+        with pytest.raises(InvalidRequestError, match=r"^inputs\[5\]") as caught:
+            await caller(client.encode, inputs)
+        assert caught.value.index == 5
+
+
+async def test_progress(caller: Caller, service: FakeEncoder) -> None:
+    """It grows to the number of inputs, those that failed included; what it raises ends the call."""
+    service.max_request_sequences = 3
+    client = caller.connect()
+    inputs = [[i + 1] for i in range(10)]
+    for method, options in (
+        (client.encode, {}),
+        (client.embed, {"return_exceptions": True}),
+        (client.encode_query, {}),
+        (client.run, {}),
+    ):
+        told: list[tuple[int, int]] = []
+        await caller(method, inputs, progress=lambda *its, told=told: told.append(its), **options)
+        assert told == sorted(set(told))
+        assert len(told) == 4
+        assert told[-1] == (10, 10)
+    told = []
+    await caller(client.encode, [[1], LONG, [3]], progress=lambda *its: told.append(its), return_exceptions=True)
+    assert told[-1] == (3, 3)
+
+    def stop(done: int, total: int | None) -> None:
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        await caller(client.encode, inputs, progress=stop)
+    with pytest.raises(InvalidInputError, match="progress must be a function or None; was str"):
+        await caller(client.encode, inputs, progress="bar")
+
+
+async def test_what_is_told_of_inputs(caller: Caller, service: FakeEncoder) -> None:
+    """No more than the method reads."""
+    client = caller.connect()
+    await caller(client.encode, ["a"])
+    await caller(client.embed, ["a"])
+    await caller(client.encode_query, ["a"])
+    await caller(client.run, ["a"])
+    result = await caller(client.run, ["a"], outputs=["mean"], detail="tokens", offset_unit="utf8_bytes")
+    assert result.sequences[0].token_ids.tolist() == [1, 1, 2]
+    assert [it.options.detail for it in service.requests] == [
+        pb.DETAIL_COUNTS,
+        pb.DETAIL_NONE,
+        pb.DETAIL_COUNTS,
+        pb.DETAIL_UNSPECIFIED,
+        pb.DETAIL_TOKENS,
+    ]
+    assert service.requests[-1].options.offset_unit == pb.OFFSET_UNIT_UTF8_BYTES
+    for wrong in ({"detail": "all"}, {"offset_unit": "tokens"}):
+        with pytest.raises(InvalidInputError, match=f"{next(iter(wrong))} must be one of"):
+            await caller(client.run, ["a"], **wrong)
+
+
+NEW_KIND = 77  # of a server of tomorrow
+
+
+async def test_a_kind_of_tomorrow_is_handed_on(caller: Caller, service: FakeEncoder) -> None:
+    """In what is asked for, in answers, and in what a model says of itself."""
+    service.model_info = pb.ModelInfo(pooling=NEW_KIND, input_kind=NEW_KIND)  # type: ignore[arg-type]
+
+    async def of_two_rows(request: pb.EncodeRequest) -> pb.EncodeResponse:
+        response = service.answer(request)
+        asked = request.options.outputs[0].kind
+        response.outputs[0].kind = NEW_KIND  # type: ignore[assignment]
+        if asked == NEW_KIND:
+            response.outputs[0].width //= 2
+            response.outputs[0].lengths[:] = [2] * len(request.inputs)
+        return response
+
+    service.before = of_two_rows
+    client = caller.connect()
+    info = await caller(client.model)
+    assert (info.pooling, info.input_kind, info.trained_kind) == (NEW_KIND, NEW_KIND, "model")
+    assert json.dumps(info.pooling) == "77"
+    result = await caller(client.run, ["a", "b"], outputs=[Output(NEW_KIND), "model"][:1])
+    assert result.outputs[0].kind == NEW_KIND
+    assert [its.shape for its in result.outputs[0].arrays()] == [(2, 4)] * 2
+    assert (await caller(client.embed, ["a", "b"])).shape == (2, 8)  # "model" stands for a pooling without a name
+    assert (await caller(client.embed, ["a"], pooling=NEW_KIND)).shape == (2, 4)
+    assert [it.options.outputs[0].kind for it in service.requests] == [
+        NEW_KIND,
+        pb.OUTPUT_KIND_MODEL_POOLING,
+        NEW_KIND,
+    ]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: EncoderClient(timeout_seconds=0),
+        lambda: EncoderClient(max_message_bytes=0),
+        lambda: EncoderClient(max_concurrent_messages=0),
+        lambda: EncoderClient(target=""),
+        lambda: EncoderClient(["127.0.0.1:1", "127.0.0.1:2"], tls=True),
+        lambda: EncoderClient(metadata={"Upper": "x"}),
+        lambda: EncoderClient(metadata={"x": "\n"}),
+        lambda: EncoderClient(tls=Tls(ca="/nowhere/ca.pem")),
+        lambda: AsyncEncoderClient(tls=Tls(ca="/nowhere/ca.pem")),
+        lambda: EncoderClient().encode(["a"], timeout_seconds=-1),
+        lambda: EncoderClient().encode_stream(["a"], max_in_flight=0),
+        lambda: Tls(cert="client.pem"),
+        lambda: RetryPolicy(max_attempts=0),
+        lambda: RetryPolicy(initial_backoff_seconds=-1),
+        lambda: RetryPolicy(backoff_multiplier=0.5),
+        lambda: RetryPolicy(max_backoff_seconds=0),
+        lambda: Output("sum"),  # type: ignore[arg-type]
+        lambda: Output(0),
+        lambda: Output(True),
+        lambda: Output("spans", span_pooling="model"),  # type: ignore[arg-type]
+        lambda: encserve_client.maxsim(np.zeros((0, 2)), np.zeros((1, 2))),
+        lambda: encserve_client.rank(np.zeros(2), [np.zeros(3)]),
+        lambda: check_spans([(1, -1)]),
+        lambda: check_spans([(1, 2, 3)]),  # type: ignore[list-item]
+        lambda: token_spans(SequenceInfo(1, 1, False, None, None, None, None), 5),
+        lambda: token_spans(SequenceInfo(1, 1, False, None, np.zeros((1, 2), np.int64), None, None), 0),
+    ],
+)
+def test_a_wrong_setting_is_one_of_our_errors_and_a_value_error(make: Callable[[], object]) -> None:
+    with pytest.raises(EncserveError) as caught:
+        make()
+    assert isinstance(caught.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("text", "sentences"),
+    [
+        ("One. Two!  Three?", ["One.", "Two!", "Three?"]),
+        ("  no end", ["no end"]),
+        ("3.14 is pi. It is.", ["3.14 is pi.", "It is."]),
+        ('He said "no." Then left.', ['He said "no."', "Then left."]),
+        ("一つ。二つ！三つ", ["一つ。", "二つ！", "三つ"]),
+        ("A title\n\nA text", ["A title", "A text"]),
+        ("", []),
+        (" \n ", []),
+        ("Wait... what?!", ["Wait...", "what?!"]),
+    ],
+)
+def test_sentences(text: str, sentences: list[str]) -> None:
+    assert [text[start:end] for start, end in sentence_spans(text)] == sentences
+
+
+def test_so_many_tokens_at_a_time() -> None:
+    """Special tokens are left out, wherever they stand; the last range has what is left."""
+    offsets = np.array([(0, 0), (0, 3), (3, 5), (6, 9), (10, 11), (11, 12), (0, 0)])
+    info = SequenceInfo(7, 7, False, None, offsets, None, None)
+    assert token_spans(info, 2) == [(0, 5), (6, 11), (11, 12)]
+    assert token_spans(info, 9) == [(0, 12)]
+    assert token_spans(SequenceInfo(2, 2, False, None, offsets[[0, 6]], None, None), 2) == []
