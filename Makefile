@@ -19,7 +19,7 @@ TIERS := system or browser or operate or packaging or bench or models or judges
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: help install demo serve test test-all lint format types proto check-proto unit lock test-containers bench bench-peers bench-scaling dashboards docs screenshots wheels clean
+.PHONY: help install demo serve test test-all lint format types proto contract check-proto unit lock test-containers bench bench-peers bench-scaling dashboards docs screenshots wheels clean
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -49,7 +49,7 @@ lint: $(VENV)/.installed  ## Check style, formatting, imports, the contracts, Do
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
-	cd proto && ../$(BIN)/buf lint
+	cd proto && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against contract.binpb
 	$(BIN)/hadolint --no-color deploy/*Dockerfile
 	for version in 1.31 1.37; do $(BIN)/kubernetes-validate --quiet --strict -k $$version $(MANIFESTS) || exit 1; done
 
@@ -62,6 +62,9 @@ types: $(VENV)/.installed  ## Check types.
 
 proto:  ## Regenerate the committed stubs.
 	PYTHON=$(PYTHON) scripts/generate-proto.sh
+
+contract: $(VENV)/.installed  ## From now on hold the contracts to what they are now: nothing of it may change.
+	cd proto && ../$(BIN)/buf build --exclude-source-info --output contract.binpb
 
 check-proto:  ## Check that the committed stubs are those of the .proto files.
 	rm -rf build/proto build/triton && PYTHON=$(PYTHON) scripts/generate-proto.sh build/proto build/triton

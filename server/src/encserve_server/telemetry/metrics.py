@@ -82,7 +82,7 @@ class Metrics:
         )
         self.response_bytes = histogram(
             "encserve_response_bytes",
-            "Size of each reply of Encode and EncodeStream, as serialised.",
+            "Size of each reply with rows or tokens, as serialised; not of Inspect.",
             _MODEL,
             buckets=BYTES_BUCKETS,
         )
