@@ -36,7 +36,7 @@ DEBIAN = (  # the same are in .ci/run
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     models = tmp_path_factory.mktemp("models")
     export_minilm(models)
-    with real_server(models, "--model", MODEL) as server:
+    with real_server(models, "--model", MODEL, "--http-port", "0") as server:
         yield server
 
 
@@ -62,7 +62,8 @@ def judge(name: str, address: str, folder: Path) -> tuple[dict[str, Array], dict
     }
     (folder / "requests.json").write_text(json.dumps(requests))
     python = python_environment("clients") / "python"
-    told = run([python, JUDGES / name, address, MODEL, folder / "requests.json", folder / "results.npz"])
+    command = [python, JUDGES / name, address, MODEL, folder / "requests.json", folder / "results.npz"]
+    told = run(command, environment={"HF_HUB_OFFLINE": "0"})  # which would keep Hugging Face's client from loopback too
     with np.load(folder / "results.npz") as file:
         return dict(file), json.loads(told.splitlines()[-1])
 
@@ -120,6 +121,19 @@ def test_perf_analyzer(server: RealServer, tmp_path: Path, streaming: bool) -> N
     assert counts["Request"] >= 150  # three windows
     assert counts["request"] >= counts["Request"]
     assert "queue" in report
+
+
+def test_clients_of_openai_and_tei(server: RealServer, client: EncoderClient, tmp_path: Path) -> None:
+    vectors = client.embed(TEXTS, l2_normalize=True)
+    got, told = judge("http_judge.py", f"http://127.0.0.1:{server.http_port}", tmp_path)
+    for name in ("openai", "openai_float", "openai_async", "langchain", "llama_index", "huggingface_hub"):
+        assert_same_bits(got[name], vectors)
+    assert told["models"] == [MODEL]
+    assert told["usage"] > len(TEXTS)
+    assert "nobody" in told["unknown"]
+    status, message = told["langchain_default"]
+    assert status == 400
+    assert "check_embedding_ctx_length=False" in message
 
 
 def lines_of(output: str) -> Array:

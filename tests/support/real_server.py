@@ -37,6 +37,7 @@ class RealServer:
         assert serving, f"the server did not start: {self.log}"
         self.grpc_port: int = serving[0]["grpc_port"]
         self.metrics_port: int = serving[0]["metrics_port"]
+        self.http_port: int | None = serving[0]["http_port"]
         self.target = f"127.0.0.1:{self.grpc_port}"
 
     def _read(self) -> None:
