@@ -22,6 +22,7 @@ class RealServer:
 
     Attributes:
         target: Its gRPC address.
+        url: Where it answers HTTP, if it does.
         log: Its log lines so far, parsed; one that is no JSON fails the test.
     """
 
@@ -39,6 +40,7 @@ class RealServer:
         self.metrics_port: int = serving[0]["metrics_port"]
         self.http_port: int | None = serving[0]["http_port"]
         self.target = f"127.0.0.1:{self.grpc_port}"
+        self.url = f"http://127.0.0.1:{serving[0]['http_port']}"
 
     def _read(self) -> None:
         assert self.process.stderr is not None

@@ -1,0 +1,98 @@
+"""HTTP on a real server process with a real model: gRPC's vectors to the bit, a flood, callers that go, SIGTERM."""
+
+import asyncio
+import base64
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+from checkpoints import MODEL
+from real_server import RealServer, real_server
+
+from encserve_client import EncoderClient
+
+TEXTS = ["a cat", "The quick brown fox jumps over the lazy dog.", "Überraschung 🌍", "licence " * 40]
+
+
+@pytest.fixture(scope="module")
+def server(models: Path) -> Iterator[RealServer]:
+    with real_server(models, "--model", MODEL, "--http-port", "0", "--max-queue-tokens", "4000") as server:
+        yield server
+
+
+def connect(server: RealServer) -> httpx.AsyncClient:
+    limits = httpx.Limits(max_connections=None)
+    return httpx.AsyncClient(base_url=server.url, trust_env=False, timeout=60, limits=limits)
+
+
+async def test_vectors_and_rows_are_those_of_grpc_to_the_bit(server: RealServer) -> None:
+    with EncoderClient(server.target) as client:
+        vectors, rows = client.embed(TEXTS, l2_normalize=True), client.encode(TEXTS)
+    async with connect(server) as http:
+        for encoding in ("float", "base64"):
+            answer = (await http.post("/v1/embeddings", json={"input": TEXTS, "encoding_format": encoding})).json()
+            got = [it["embedding"] for it in answer["data"]]
+            if encoding == "base64":
+                got = [np.frombuffer(base64.b64decode(it), "<f4") for it in got]
+            np.testing.assert_array_equal(np.array(got, np.float32), vectors)
+        embedded = (await http.post("/embed", json={"inputs": TEXTS})).json()
+        np.testing.assert_array_equal(np.array(embedded, np.float32), vectors)
+        for got_rows, want in zip((await http.post("/embed_all", json={"inputs": TEXTS})).json(), rows, strict=True):
+            np.testing.assert_array_equal(np.array(got_rows, np.float32), want)
+
+
+async def test_tokens_are_where_they_stand_in_the_text(server: RealServer) -> None:
+    async with connect(server) as http:
+        answer = (await http.post("/tokenize", json={"inputs": TEXTS})).json()
+    for text, tokens in zip(TEXTS, answer, strict=True):
+        for token in tokens:
+            if not token["special"]:
+                assert text.encode()[token["start"] : token["stop"]].decode() == token["text"]
+
+
+async def test_a_flood_is_answered_or_refused(server: RealServer) -> None:
+    """And callers that go away in the middle of it leave nothing behind."""
+    body = {"inputs": ["licence " * 100] * 4}
+    async with connect(server) as http:
+        calls = [asyncio.create_task(http.post("/embed", json=body)) for _ in range(60)]
+        await asyncio.sleep(0.2)
+        for call in calls[::5]:
+            call.cancel()
+        done = await asyncio.gather(*calls, return_exceptions=True)
+        seen = Counter(it.status_code if isinstance(it, httpx.Response) else type(it).__name__ for it in done)
+        assert set(seen) <= {200, 429, "CancelledError"}
+        assert seen[200] > 0
+        assert seen[429] > 0
+        assert all("retry-after" in it.headers for it in done if isinstance(it, httpx.Response) and it.is_error)
+        assert (await http.post("/embed", json={"inputs": TEXTS})).status_code == 200
+    assert server.metric("encserve_queue_tokens") == 0
+    assert server.metric("encserve_in_flight_requests") == 0
+
+
+@pytest.mark.system
+async def test_sigterm_loses_nothing(models: Path) -> None:
+    """What has come is answered, and callers who go on calling are sent elsewhere, each with an answer."""
+    with real_server(models, "--model", MODEL, "--http-port", "0") as server:
+        async with connect(server) as http:
+
+            async def call_until_refused() -> Counter[int]:
+                seen: Counter[int] = Counter()
+                while 503 not in seen:
+                    response = await http.post("/embed", json={"inputs": ["licence " * 100] * 4})
+                    seen[response.status_code] += 1
+                    if response.status_code == 503:
+                        assert response.headers["connection"] == "close"
+                return seen
+
+            callers = [asyncio.create_task(call_until_refused()) for _ in range(16)]
+            while server.metric("encserve_http_requests_total", route="POST /embed", status="200") < 16:
+                await asyncio.sleep(0.05)
+            server.terminate()
+            for seen in await asyncio.gather(*callers):
+                assert set(seen) == {200, 503}
+                assert seen[503] == 1
+        assert server.wait() == 0
+        assert [line["message"] for line in server.log][-2:] == ["stopping", "stopped"]
