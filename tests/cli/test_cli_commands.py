@@ -22,7 +22,11 @@ TASKS = [pb.TaskInfo(task=pb.TASK_QUERY, max_tokens=32), pb.TaskInfo(task=pb.TAS
 LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="meanmaxsim", tasks=TASKS)
 SPARSE = pb.ModelInfo(sparse_width=100)
 WHICHEVER = pb.ModelInfo(
-    sparse_width=100, multi_vector_width=8, multi_vector_similarity="maxsim", pooling=pb.OUTPUT_KIND_CLS
+    sparse_width=100,
+    multi_vector_width=8,
+    multi_vector_similarity="maxsim",
+    pooling=pb.OUTPUT_KIND_CLS,
+    vector_width=9,
 )
 LONG = "a rather long text " * 15
 
@@ -242,7 +246,7 @@ async def test_models_of_other_kinds(service: FakeEncoder) -> None:
     service.model_info.tasks.extend(TASKS)
     lines = [line.split() for line in (await encserve(service, "models", **TERMINAL)).stdout.splitlines()]
     first = next(place for place, line in enumerate(lines) if line[:1] == ["tiny"])
-    assert lines[first][:7] == ["tiny", "*", "1", "8", "2", "64", "cls"]
+    assert lines[first][:8] == ["tiny", "*", "1", "8", "2", "64", "cls", "9"]
     assert [click.unstyle(it) for it in lines[first + 1]] == ["f" * 16, "query", "32", "maxsim", "8"]
     assert lines[first + 2] == ["document", "60", "sparse", "100"]
 
@@ -255,7 +259,7 @@ async def test_models(service: FakeEncoder) -> None:
     assert "f" * 16 in shown
     [line] = (await encserve(service, "models")).stdout.splitlines()
     assert line.split("\t") == [
-        *(name, "1", "f" * 16, "5" * 16, "8", "64", "mean", "CPUExecutionProvider", "float32", "ready")
+        *(name, "1", "f" * 16, "5" * 16, "8", "64", "mean 8", "CPUExecutionProvider", "float32", "ready")
     ]
     [model] = json.loads((await encserve(service, "models", "--json")).stdout)
     assert model["max_request_tokens"] == 65536

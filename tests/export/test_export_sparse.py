@@ -169,7 +169,7 @@ def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, 
     assert said["weights"] == "over 1000 words, the largest of all tokens, no more than the 32 largest"
     assert "pooling" not in said
     said = facts(export(static, tmp_path / "static"))
-    assert said["query"].endswith("weights from a table, without a run of the model")
+    assert said["query"].endswith("weights from a table of at most 40 tokens, without a run of the model")
 
 
 def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> None:

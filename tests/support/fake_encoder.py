@@ -176,6 +176,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             has_tokenizer=True,
             special_token_ids=[FIRST, LAST],
             pooling=pb.OUTPUT_KIND_MEAN,
+            vector_width=D_MODEL,
             provider="CPUExecutionProvider",
             precision="float32",
             max_request_sequences=self.max_request_sequences,

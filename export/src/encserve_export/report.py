@@ -89,7 +89,8 @@ def _task(its: manifest_pb2.TaskSettings, manifest: manifest_pb2.Manifest) -> st
         seen = "seen" if its.expansion.attended else "not seen"
         said.append(f"made {its.expansion.min_tokens} with token {its.expansion.token_id}, {seen} by others")
     if its.HasField("static_sparse"):
-        said.append("weights from a table, without a run of the model")
+        longest = f" of at most {its.static_sparse.max_tokens} tokens" if its.static_sparse.max_tokens else ""
+        said.append(f"weights from a table{longest}, without a run of the model")
     for ids, what in ((its.skipped_token_ids, "have no vector"), (its.kept_token_ids, "alone have one")):
         if ids:
             said.append(f"{len(ids)} of the vocabulary's tokens {what}")

@@ -186,7 +186,8 @@ def _model_fields(it: ModelInfo) -> list[str]:
 
 def _kinds(it: ModelInfo) -> list[str]:
     """What a model makes of a text, besides a row per token."""
-    kinds = [f"{it.pooling}{', norm 1' if it.l2_normalize else ''}"] if it.pooling else []
+    width = it.default_dimensions or it.vector_width
+    kinds = [f"{it.pooling} {width}{', norm 1' if it.l2_normalize else ''}"] if it.pooling else []
     kinds += [f"{it.multi_vector_similarity} {it.multi_vector_width}"] if it.multi_vector_width else []
     return kinds + ([f"sparse {it.sparse_width}"] if it.sparse_width else [])
 
