@@ -1,157 +1,86 @@
-"""Spans, tokens, detail and binary vectors, asked for by the clients of a real server with real weights."""
+"""Ranges of a text on a real server: what a caller would make of its own rows, in one run; and what Tokenize tells."""
 
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
 import numpy as np
 import pytest
+from checkpoints import DATA, MODEL
 from real_server import RealServer
 
-from encserve_client import (
-    AsyncEncoderClient,
-    EncoderClient,
-    InvalidRequestError,
-    ModelNotFoundError,
-    Output,
-    sentence_spans,
-    token_spans,
-)
-from encserve_client.options import SpanPooling
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceStub
 
-TEXT = "Grüße aus Köln! 東京 is far. The cat sleeps 🌍 on the warm windowsill. It dreams of 3.14 mice."
-POOLINGS: tuple[SpanPooling, ...] = ("mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length")
-
-
-def pooled(rows: np.ndarray, pooling: SpanPooling) -> np.ndarray:
-    """(width,): the rows of one range, in float64."""
-    rows = rows.astype(np.float64)
-    weights = np.arange(1, len(rows) + 1)[:, None]
-    by_pooling: dict[SpanPooling, np.ndarray] = {
-        "mean": rows.mean(axis=0),
-        "cls": rows[0],
-        "max": rows.max(axis=0),
-        "last_token": rows[-1],
-        "weighted_mean": (rows * weights).sum(axis=0) / weights.sum(),
-        "mean_sqrt_length": rows.sum(axis=0) / np.sqrt(len(rows)),
-    }
-    return by_pooling[pooling]
+TEXT = "Grüße aus Köln, 東京 и Москва: naïve café 🌍 — “quoted”. " + (DATA.parent.parent / "LICENSE").read_text()[:800]
+POOL: dict[Any, Callable[[Any], Any]] = {
+    pb.OUTPUT_KIND_MEAN: lambda rows: rows.mean(axis=0),
+    pb.OUTPUT_KIND_CLS: lambda rows: rows[0],
+    pb.OUTPUT_KIND_MAX: lambda rows: rows.max(axis=0),
+    pb.OUTPUT_KIND_LAST_TOKEN: lambda rows: rows[-1],
+    pb.OUTPUT_KIND_WEIGHTED_MEAN: lambda rows: np.average(rows, axis=0, weights=np.arange(1, len(rows) + 1)),
+    pb.OUTPUT_KIND_MEAN_SQRT_LENGTH: lambda rows: rows.sum(axis=0) / np.sqrt(len(rows)),
+}
+OUTPUTS = [pb.OutputSpec(), *(pb.OutputSpec(kind=pb.OUTPUT_KIND_SPANS, span_pooling=it) for it in POOL)]
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
-def test_a_span_is_the_pooled_rows_of_its_tokens(client: EncoderClient, pooling: SpanPooling) -> None:
-    """As the client has them from the same text: sentences, every so many tokens, ranges that overlap."""
-    result = client.run(TEXT)
-    [rows], [info] = result.outputs[0].arrays(), result.sequences
-    assert info.offsets is not None
-    starts, ends = info.offsets.T
-    spans = [*sentence_spans(TEXT), *token_spans(info, 3), (0, len(TEXT)), (5, 30), (6, 8)]
-    got = client.embed_spans(TEXT, spans, pooling=pooling)
-    for (start, end), row in zip(spans, got, strict=True):
-        its = rows[(starts < end) & (ends > start) & (ends > starts)]
-        np.testing.assert_allclose(row, pooled(its, pooling), atol=1e-6)
+@pytest.fixture(scope="module")
+def stub(server: RealServer) -> Iterator[Any]:
+    with grpc.insecure_channel(server.target, options=[("grpc.max_receive_message_length", -1)]) as channel:
+        yield EncoderServiceStub(channel)
 
 
-def test_spans_in_every_unit(client: EncoderClient) -> None:
-    """Of a text in code points, bytes and tokens, and of its ids in tokens, the same rows."""
-    spans = sentence_spans(TEXT)
-    want = client.embed_spans(TEXT, spans)
-    in_bytes = [tuple(len(TEXT[:place].encode()) for place in span) for span in spans]
-    np.testing.assert_array_equal(client.embed_spans(TEXT, in_bytes, unit="utf8_bytes"), want)  # type: ignore[arg-type]
-    info = client.tokenize(TEXT)
-    assert info.offsets is not None
-    assert info.token_ids is not None
-    starts, ends = info.offsets.T
-    places = [np.flatnonzero((starts < end) & (ends > start)) for start, end in spans]
-    in_tokens = [(int(its[0]), int(its[-1]) + 1) for its in places]
-    np.testing.assert_array_equal(client.embed_spans(TEXT, in_tokens, unit="tokens"), want)
-    np.testing.assert_array_equal(client.embed_spans(info.token_ids, in_tokens), want)
+def tensor_of(tensor: pb.RaggedTensor) -> Any:
+    return np.frombuffer(tensor.data, "<f4").reshape(-1, tensor.width)
 
 
-def test_a_thousand_spans(client: EncoderClient) -> None:
-    spans = [(i % 40, 40 + i % 50) for i in range(1000)]
-    rows = client.embed_spans(TEXT, spans, l2_normalize=True, dimensions=16)
-    assert rows.shape == (1000, 16)
-    np.testing.assert_allclose(np.linalg.norm(rows, axis=1), 1, atol=1e-6)
-    assert not rows.flags.writeable
+def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> None:
+    """Overlapping, empty, of white space, of all: each within 1e-6 of pooling the caller's own rows."""
+    rng = np.random.default_rng(3)
+    bounds = np.sort(rng.integers(0, len(TEXT) + 1, (1000, 2)), axis=1)
+    bounds[0], bounds[1], bounds[2] = (0, len(TEXT)), (5, 6), (7, 7)
+
+    def ask(ranges: Any) -> pb.EncodeResponse:
+        it = pb.Input(text=TEXT, spans=pb.Spans(starts=ranges[:, 0].tolist(), ends=ranges[:, 1].tolist()))
+        options = pb.EncodeOptions(outputs=OUTPUTS)
+        response = stub.Encode(pb.EncodeRequest(model=MODEL, inputs=[it, pb.Input(text="other")], options=options))
+        assert isinstance(response, pb.EncodeResponse)
+        return response
+
+    with ThreadPoolExecutor(4) as pool:  # in company
+        responses = list(pool.map(ask, np.split(bounds, [1, 500])))
+        responses.append(ask(bounds))
+    for response, ranges in zip(responses, [*np.split(bounds, [1, 500]), bounds], strict=True):
+        info = response.sequences[0]
+        count = info.token_count
+        rows = tensor_of(response.outputs[0])[:count].astype(np.float64)
+        starts, ends = np.array(info.char_starts), np.array(info.char_ends)
+        of_text = (ends > starts) & ~np.array(info.special)
+        tokens = [np.flatnonzero(of_text & (starts < end) & (ends > start) & (start < end)) for start, end in ranges]
+        assert list(info.span_token_counts) == [len(its) for its in tokens]
+        for tensor, pool_rows in zip(response.outputs[1:], POOL.values(), strict=True):
+            assert list(tensor.lengths) == [len(ranges), 0]
+            want = np.array([pool_rows(rows[its]) if len(its) else np.zeros(tensor.width) for its in tokens])
+            assert np.abs(tensor_of(tensor) - want).max() <= 1e-6
 
 
-def test_spans_without_tokens_and_wrong_ones(client: EncoderClient) -> None:
-    assert not client.embed_spans(TEXT, [(3, 3), (15, 16)]).any()  # empty, and a space
-    assert client.embed_spans(TEXT, []).shape[0] == 0
-    long = "The cat sleeps. " * 300
-    rows = client.embed_spans(long, [(0, 15), (4000, 4015)], truncate=True)
-    assert rows.any(axis=1).tolist() == [True, False]
-    for span, words in (((5, 4), r"spans.*end, 4; was 5"), ((0, 5000), "spans.*was 5000")):
-        with pytest.raises(InvalidRequestError, match=words):
-            client.embed_spans(TEXT, [span])
-
-
-def test_tokens_are_those_that_encode_sees(client: EncoderClient) -> None:
-    """In several messages; every token unless it is to be cut, and offsets in bytes on request."""
-    texts = [TEXT, "", "The cat sleeps. " * 300] * 120
-    told: list[tuple[int, int | None]] = []
-    found = client.tokenize(texts, include_token_strings=True, progress=lambda *its: told.append(its))
-    assert len(found) == len(texts)
-    assert told[-1] == (360, 360)
-    [info] = client.run(TEXT, include_token_strings=True).sequences
-    for one in (found[0], client.tokenize(TEXT, include_token_strings=True)):
-        assert (one.token_count, one.tokens) == (info.token_count, info.tokens)
-        np.testing.assert_array_equal(one.token_ids, info.token_ids)
-        np.testing.assert_array_equal(one.offsets, info.offsets)
-    limit = client.model().max_sequence_tokens
-    assert found[2].token_count > limit
-    cut = client.tokenize(texts[2], truncate=True)
-    assert (cut.token_count, cut.original_token_count, cut.truncated) == (limit, found[2].token_count, True)
-    with pytest.raises(InvalidRequestError, match=r"^texts\[2\]") as caught:
-        client.tokenize(texts[:3], truncate=False)
-    assert caught.value.index == 2
-    offsets = client.tokenize(TEXT, offset_unit="utf8_bytes").offsets
-    assert offsets is not None
-    assert int(offsets.max()) == len(TEXT.encode())
-    assert client.tokenize([]) == []
-    with pytest.raises(ModelNotFoundError):
-        client.tokenize(TEXT, model="nope")
-
-
-def test_binary_vectors(client: EncoderClient) -> None:
-    """The signs of the numbers, eight in a byte; the same from `run`, from a stream, and of spans."""
-    texts = [TEXT, "The cat", "3.14"]
-    floats = client.embed(texts, dimensions=13)
-    want = np.packbits(floats > 0, axis=1)
-    assert want.shape == (3, 2)
-    packed = client.embed(texts, dtype="binary", dimensions=13)
-    assert packed.dtype == np.uint8
-    np.testing.assert_array_equal(packed, want)
-    result = client.run(texts, outputs=[Output("model", dimensions=13)], dtype="binary")
-    np.testing.assert_array_equal(result.outputs[0].matrix(), want)
-    np.testing.assert_array_equal(list(client.embed_stream(texts, dtype="binary", dimensions=13)), want)
-    spans = sentence_spans(TEXT)
-    signs = np.packbits(client.embed_spans(TEXT, spans) > 0, axis=1)
-    np.testing.assert_array_equal(client.embed_spans(TEXT, spans, dtype="binary"), signs)
-    assert client.embed([], dtype="binary", dimensions=13).shape == (0, 2)
-    with pytest.raises(InvalidRequestError, match="BINARY|binary"):
-        client.encode(texts, dtype="binary")
-
-
-def test_detail(client: EncoderClient) -> None:
-    """Rows of tokens tell of tokens, pooled vectors how many there were, unless something else is asked for."""
-    for outputs, detail, has_count, has_ids in (
-        (["tokens"], None, True, True),
-        (["model"], None, True, False),
-        (["model"], "tokens", True, True),
-        (["tokens"], "counts", True, False),
-        (["tokens"], "none", False, False),
-    ):
-        result = client.run([TEXT], outputs=outputs, detail=detail)  # type: ignore[arg-type]
-        [info] = result.sequences
-        assert (info.token_count > 0, info.token_ids is not None) == (has_count, has_ids)
-        assert result.outputs[0].matrix().any()
-
-
-async def test_asyncio(server: RealServer, client: EncoderClient) -> None:
-    spans = sentence_spans(TEXT)
-    async with AsyncEncoderClient(server.target) as asking:
-        np.testing.assert_array_equal(await asking.embed_spans(TEXT, spans), client.embed_spans(TEXT, spans))
-        assert (await asking.tokenize(TEXT)).token_count == client.tokenize(TEXT).token_count
-        assert [it.token_count for it in await asking.tokenize(["a", "b c"])] == [3, 4]
-        long = "The cat sleeps. " * 300
-        first, error, last = await asking.embed([TEXT, long, "b"], return_exceptions=True)
-        assert isinstance(error, InvalidRequestError)
-        assert np.shape(first) == np.shape(last)  # type: ignore[arg-type]
+def test_tokenize_tells_what_encode_sees(stub: Any) -> None:
+    """And that is the whole text, in bytes as in characters, though it is too long for the model."""
+    texts = [TEXT, "", TEXT * 3]
+    options = pb.EncodeOptions(truncation=pb.TRUNCATION_END, include_token_strings=True)
+    request = pb.EncodeRequest(model=MODEL, inputs=[pb.Input(text=it) for it in texts], options=options)
+    cut = pb.TokenizeRequest(model=MODEL, texts=texts, truncation=pb.TRUNCATION_END, include_token_strings=True)
+    assert list(stub.Tokenize(cut).sequences) == list(stub.Encode(request).sequences)
+    whole, in_bytes = (
+        stub.Tokenize(pb.TokenizeRequest(model=MODEL, texts=texts, offset_unit=unit)).sequences[2]
+        for unit in (pb.OFFSET_UNIT_CODE_POINTS, pb.OFFSET_UNIT_UTF8_BYTES)
+    )
+    assert whole.token_count > 400
+    assert not whole.truncated
+    characters = [texts[2][start:end] for start, end in zip(whole.char_starts, whole.char_ends, strict=True)]
+    data = texts[2].encode()
+    assert [
+        data[start:end].decode() for start, end in zip(in_bytes.char_starts, in_bytes.char_ends, strict=True)
+    ] == characters
+    assert "".join(characters).replace(" ", "") == "".join(texts[2].split())
