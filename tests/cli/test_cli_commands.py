@@ -240,6 +240,40 @@ async def test_what_similarity_cannot_compare(service: FakeEncoder) -> None:
 TERMINAL = {"TTY_COMPATIBLE": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "110"}
 
 
+async def test_tokenize(service: FakeEncoder, tmp_path: Path) -> None:
+    """A table for each text; special tokens stand nowhere in it. As JSON a line each, of files of any length."""
+    result = await encserve(service, "tokenize", "two words", "", "--task", "query", "--offset-unit", "utf8_bytes")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [line for line in lines if line[:1] in (["two"], ["words"], ["[FIRST]"])] == [
+        ["two", "words"],
+        ["[FIRST]", "1"],
+        ["two", "3", "0", "3"],
+        ["words", "5", "4", "9"],
+        ["[FIRST]", "1"],
+    ]
+    assert "4 tokens" in result.stdout
+    [asked] = service.tokenize_requests
+    assert (asked.task, asked.offset_unit) == (pb.TASK_QUERY, pb.OFFSET_UNIT_UTF8_BYTES)
+    assert asked.truncation == pb.TRUNCATION_UNSPECIFIED
+    (tmp_path / "texts.txt").write_text("".join(f"text {i}\n" for i in range(1000)))
+    service.tokenize_requests.clear()
+    result = await encserve(service, "tokenize", str(tmp_path / "texts.txt"), "--json", "--truncate")
+    records = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [it["text"] for it in records] == [f"text {i}" for i in range(1000)]
+    assert records[107]["tokens"] == ["[FIRST]", "text", "107", "[LAST]"]
+    assert records[107]["offsets"] == [[0, 0], [0, 4], [5, 8], [0, 0]]
+    assert records[107]["special"] == [True, False, False, True]
+    assert len(service.tokenize_requests) >= 4
+    assert {it.truncation for it in service.tokenize_requests} == {pb.TRUNCATION_END}
+
+
+async def test_tokens_are_named_only_where_they_are_shown(service: FakeEncoder, tmp_path: Path) -> None:
+    """They take more of an answer than a vector."""
+    for command, suffix in (("embed", ".npy"), ("embed", ".jsonl"), ("encode", ".npz"), ("encode", ".jsonl")):
+        await encserve(service, command, "two words", "--output", str(tmp_path / f"out{suffix}"))
+    assert [it.options.include_token_strings for it in service.requests] == [False, False, False, True]
+
+
 async def test_models_of_other_kinds(service: FakeEncoder) -> None:
     """What a model makes of a text, and the longest text of each task."""
     service.model_info.CopyFrom(WHICHEVER)
@@ -319,8 +353,11 @@ def test_help_is_quick() -> None:
     assert done.stdout == "[]\n"
 
 
-@pytest.mark.parametrize("command", [[], ["encode"], ["embed"], ["similarity"], ["inspect"], ["bench"], ["models"]])
+@pytest.mark.parametrize(
+    "command", [[], ["encode"], ["embed"], ["tokenize"], ["similarity"], ["inspect"], ["bench"], ["models"]]
+)
 def test_help(command: list[str]) -> None:
-    result = CliRunner().invoke(cli, [*command, "--help"])
-    assert result.exit_code == 0
-    assert "Usage: " in result.stdout
+    for flag in ("-h", "--help"):
+        result = CliRunner().invoke(cli, [*command, flag])
+        assert result.exit_code == 0
+        assert "Usage: " in result.stdout

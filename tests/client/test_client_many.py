@@ -187,6 +187,39 @@ async def test_what_is_told_of_inputs(caller: Caller, service: FakeEncoder) -> N
             await caller(client.run, ["a"], **wrong)
 
 
+async def test_tokenize(caller: Caller, service: FakeEncoder) -> None:
+    """Cut into messages and put together, an error by the caller's own index."""
+    service.max_request_sequences = 3
+    client = caller.connect()
+    texts = [f"{'x' * (i + 1)} words" for i in range(10)]
+    found = await caller(client.tokenize, texts, include_token_strings=True)
+    assert [it.token_ids.tolist() for it in found] == [[1, i + 1, 5, 2] for i in range(10)]
+    assert found[3].tokens == ("[FIRST]", "xxxx", "words", "[LAST]")
+    assert [len(it.texts) for it in service.tokenize_requests] == [3, 3, 3, 1]
+    with pytest.raises(ValueError, match="read-only"):
+        found[0].token_ids[0] = 5
+    assert (await caller(client.tokenize, "one")).token_count == 3
+    assert await caller(client.tokenize, []) == []
+    with pytest.raises(InvalidRequestError, match=r"^texts\[7\]: has 72 tokens") as caught:
+        await caller(client.tokenize, [*texts[:7], "word " * 70], truncate=False)
+    assert caught.value.index == 7
+    with pytest.raises(InvalidInputError, match=r"texts\[1\] must be a str; was list"):
+        await caller(client.tokenize, ["a", [1]])
+    with pytest.raises(InvalidInputError, match=r"^texts\[0\] cannot be sent"):
+        await caller(client.tokenize, ["\ud800"])
+    with pytest.raises(encserve_client.FingerprintError):
+        await caller(caller.connect(expected_fingerprint="e" * 16).tokenize, ["a"])
+
+
+async def test_spans_are_sent_with_their_unit(caller: Caller, service: FakeEncoder) -> None:
+    await caller(caller.connect().embed_spans, "two words", [(0, 3), (4, 9)], pooling="max", unit="utf8_bytes")
+    [request] = service.requests
+    spans = request.inputs[0].spans
+    assert (list(spans.starts), list(spans.ends), spans.unit) == ([0, 4], [3, 9], pb.OFFSET_UNIT_UTF8_BYTES)
+    [output] = request.options.outputs
+    assert (output.kind, output.span_pooling) == (pb.OUTPUT_KIND_SPANS, pb.OUTPUT_KIND_MAX)
+
+
 NEW_KIND = 77  # of a server of tomorrow
 
 

@@ -149,6 +149,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None
     model_info: pb.ModelInfo = field(default_factory=pb.ModelInfo)  # what it has besides
     requests: list[pb.EncodeRequest] = field(default_factory=list)
+    tokenize_requests: list[pb.TokenizeRequest] = field(default_factory=list)
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
     stream_requests: list[tuple[int, str]] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
@@ -289,6 +290,17 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
             raise
         finally:
             self.n_open_inspections -= 1
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:  # noqa: N802
+        self.tokenize_requests.append(request)
+        options = pb.EncodeOptions(include_token_strings=request.include_token_strings)
+        sequences = [_info(pb.Input(text=text), options) for text in request.texts]
+        for index, info in enumerate(sequences):
+            if info.token_count > 64 and request.truncation == pb.TRUNCATION_REFUSE:
+                text = f"texts[{index}]: has {info.token_count} tokens; the model takes at most 64"
+                context.set_trailing_metadata((("encserve-error-reason", "SEQUENCE_TOO_LONG"),))
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        return pb.TokenizeResponse(model="tiny", model_version="1", fingerprint=self.fingerprint, sequences=sequences)
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:  # noqa: N802
         return pb.ListModelsResponse(models=[self.info()])

@@ -13,6 +13,7 @@ from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, 
 from encserve_cli.inspect import inspect
 from encserve_cli.retrieval import embed, similarity
 from encserve_cli.shared import calls_server, names_model, treats_texts
+from encserve_cli.tokens import tokenize
 from encserve_client import EncoderClient, Output, Task, Tls
 
 
@@ -98,7 +99,7 @@ def encode(
         version=model_version,
         truncate=truncate,
         exclude_special_tokens=exclude_special,
-        include_token_strings=not sources.ids,
+        include_token_strings=not sources.ids and printing.names_tokens,
         prompt_name=prompt_name,
         task=task,
     )
@@ -118,6 +119,7 @@ def models(client: EncoderClient, as_json: bool) -> None:
 
 
 cli.add_command(embed)
+cli.add_command(tokenize)
 cli.add_command(similarity)
 cli.add_command(inspect)
 cli.add_command(bench)

@@ -88,6 +88,21 @@ def print_sparse(texts: Sequence[str], result: EncodeResult, max_rows: int) -> N
     print_footer(console, result)
 
 
+def print_tokens(console: Console, text: str, info: SequenceInfo) -> None:
+    """A table of a text's tokens; special ones, and those of a prompt, stand nowhere in it."""
+    offsets = np.zeros((info.token_count, 2), np.int64) if info.offsets is None else info.offsets
+    table = make_table()
+    table.add_column("token", no_wrap=True, overflow="ellipsis", max_width=2 * _TOKEN_WIDTH)
+    for name in ("id", "start", "end"):
+        table.add_column(name, justify="right")
+    for (token, token_id), (start, end) in zip(shown_tokens(info, info.token_count), offsets.tolist(), strict=True):
+        places = (str(start), str(end)) if end > start else ("", "")
+        table.add_row(Text(token), str(token_id), *places)
+    console.print(_clip(text, console.width, "bold"))
+    console.print(table)
+    console.print(Text(", ".join([f"{info.token_count} tokens", *_cut_off(info)]) + "\n"))
+
+
 def vector_names(info: SequenceInfo, places: npt.NDArray[np.uint32] | None, count: int) -> list[str]:
     """The token that each vector of a text comes from; "(pooled)" where they come from several."""
     if places is None:

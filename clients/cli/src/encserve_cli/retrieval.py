@@ -77,7 +77,7 @@ def embed(
         model=model,
         version=model_version,
         truncate=truncate,
-        include_token_strings=not sources.ids,
+        include_token_strings=not sources.ids and printing.names_tokens and wanted in ("multi_vector", "sparse"),
         prompt_name=prompt_name,
         task=task,
     )

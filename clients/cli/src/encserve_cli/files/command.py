@@ -63,6 +63,20 @@ class Printing:
     dimensions: int | None
     dtype: DType
 
+    @property
+    def names_tokens(self) -> bool:
+        """Whether the vocabulary's strings are shown; other files have no place for them."""
+        return self.output is None or self.output.suffix.lower() == ".jsonl"
+
+
+def takes_texts_and_files(command: Command) -> Command:
+    """Adds the arguments, and --column."""
+    return with_options(
+        command,
+        click.argument("texts", nargs=-1, required=True, metavar="TEXT|FILE|-..."),
+        click.option("--column", metavar="NAME", help='Of files. Default: "text", or the only one.'),
+    )
+
 
 def reads_inputs(command: Command) -> Command:
     """Adds what says where inputs come from, as `sources`."""
@@ -71,12 +85,10 @@ def reads_inputs(command: Command) -> Command:
     def wrapper(*args: Any, texts: tuple[str, ...], column: str | None, ids: bool, **others: Any) -> Any:
         return command(*args, sources=Sources(texts, column, ids), **others)
 
-    return with_options(
-        wrapper,
-        click.argument("texts", nargs=-1, required=True, metavar="TEXT|FILE|-..."),
-        click.option("--column", metavar="NAME", help='Of files. Default: "text", or the only one.'),
-        click.option("--ids", is_flag=True, help="Each TEXT is token ids, special tokens included: 101,2023,102."),
+    ids_option = click.option(
+        "--ids", is_flag=True, help="Each TEXT is token ids, special tokens included: 101,2023,102."
     )
+    return takes_texts_and_files(ids_option(wrapper))
 
 
 def prints_rows(command: Command) -> Command:
@@ -148,7 +160,7 @@ def deliver(
 _NOTHING = "there is nothing to encode: no input was found"
 
 
-def _save(run: Run, sources: Sources, path: Path, as_json: bool) -> None:
+def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool) -> None:
     """Writes everything to a file, as a stream, and says what is in it."""
     check_suffix(path)
     began = time.monotonic()

@@ -5,9 +5,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from encserve_cli.files.reading import Sent
-from encserve_client import EncodeResult, OverloadedError
+from encserve_client import OverloadedError
+
+R = TypeVar("R")
 
 # Of one call: some 8,000 tokens of English, so that no call takes long, or this many short inputs.
 _CALL_BYTES = 32 * 1024
@@ -16,10 +19,10 @@ _CALL_INPUTS = 256
 _CALLS_AT_ONCE = 6
 _PATIENCE_SECONDS = 300.0  # with a server that has no room
 
-Run = Callable[[list[str | list[int]]], EncodeResult]
+Run = Callable[[list[Any]], R]
 
 
-def encode_all(run: Run, inputs: Iterable[Sent]) -> Iterator[tuple[list[Sent], EncodeResult]]:
+def encode_all(run: Run[R], inputs: Iterable[Sent]) -> Iterator[tuple[list[Sent], R]]:
     """What `run` makes of the inputs, in their order, some at a time.
 
     Raises:
@@ -27,7 +30,7 @@ def encode_all(run: Run, inputs: Iterable[Sent]) -> Iterator[tuple[list[Sent], E
         EncserveError: Whatever else `run` raises. A server without room is asked again, for five minutes.
     """
     with ThreadPoolExecutor(_CALLS_AT_ONCE, thread_name_prefix="encserve-call") as pool:
-        waiting: deque[tuple[list[Sent], Future[EncodeResult]]] = deque()
+        waiting: deque[tuple[list[Sent], Future[R]]] = deque()
         try:
             for call in _calls(inputs):
                 waiting.append((call, pool.submit(_patiently, run, call)))
@@ -40,7 +43,7 @@ def encode_all(run: Run, inputs: Iterable[Sent]) -> Iterator[tuple[list[Sent], E
                 future.cancel()
 
 
-def _next(waiting: "deque[tuple[list[Sent], Future[EncodeResult]]]") -> tuple[list[Sent], EncodeResult]:
+def _next(waiting: "deque[tuple[list[Sent], Future[R]]]") -> tuple[list[Sent], R]:
     call, future = waiting.popleft()
     return call, future.result()
 
@@ -59,7 +62,7 @@ def _calls(inputs: Iterable[Sent]) -> Iterator[list[Sent]]:
         yield call
 
 
-def _patiently(run: Run, call: list[Sent]) -> EncodeResult:
+def _patiently(run: Run[R], call: list[Sent]) -> R:
     gives_up_at = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
@@ -80,4 +83,4 @@ def _located(problem: str, call: list[Sent]) -> str:
         place = int(found[1])
         return call[place].where if place < len(call) else found[0]
 
-    return re.sub(r"\binputs\[(\d+)\]", own, problem)
+    return re.sub(r"\b(?:inputs|texts)\[(\d+)\]", own, problem)

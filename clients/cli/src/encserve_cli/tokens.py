@@ -1,0 +1,76 @@
+"""`encserve tokenize`: which tokens a model sees of texts."""
+
+import json
+from typing import Any
+
+import click
+from rich.console import Console
+
+from encserve_cli import render
+from encserve_cli.files.command import takes_texts_and_files
+from encserve_cli.files.encoding import encode_all
+from encserve_cli.files.reading import read_inputs
+from encserve_cli.shared import calls_server, names_model, treats_texts
+from encserve_client import EncoderClient, SequenceInfo
+from encserve_client.options import OffsetUnit
+
+
+@click.command()
+@takes_texts_and_files
+@names_model
+@treats_texts
+@click.option(
+    "--offset-unit",
+    type=click.Choice(["code_points", "utf8_bytes"]),
+    default="code_points",
+    show_default=True,
+    help="What places in a text are counted in.",
+)
+@calls_server
+def tokenize(
+    client: EncoderClient,
+    texts: tuple[str, ...],
+    column: str | None,
+    model: str | None,
+    model_version: str | None,
+    as_json: bool,
+    truncate: bool,
+    offset_unit: OffsetUnit,
+    **options: Any,
+) -> None:
+    """Print the tokens of each TEXT: the vocabulary's string, its id, and where it begins and ends.
+
+    A TEXT that ends in .txt, .jsonl, .csv or .parquet is a file of texts, and - is standard input, a text a line.
+    Nothing is computed, and the model need not be ready. Without --truncate there are all tokens, however many. --json
+    prints a line for each text.
+    """
+    console = Console(highlight=False)
+
+    def run(asked: list[str]) -> list[SequenceInfo]:
+        return client.tokenize(
+            asked,
+            model=model,
+            version=model_version,
+            truncate=truncate or None,
+            include_token_strings=True,
+            offset_unit=offset_unit,
+            **options,
+        )
+
+    for call, infos in encode_all(run, read_inputs(texts, column, ids=False)):
+        for it, info in zip(call, infos, strict=True):
+            if as_json:
+                click.echo(json.dumps({"text": it.value} | _record(info), ensure_ascii=False))
+            else:
+                render.print_tokens(console, str(it.value), info)
+
+
+def _record(info: SequenceInfo) -> dict[str, Any]:
+    return {
+        "token_count": info.token_count,
+        "original_token_count": info.original_token_count,
+        "tokens": info.tokens or (),
+        "token_ids": [] if info.token_ids is None else info.token_ids.tolist(),
+        "offsets": [] if info.offsets is None else info.offsets.tolist(),
+        "special": [] if info.special is None else info.special.tolist(),
+    }
