@@ -23,7 +23,8 @@ DATASOURCE_UID = "encserve-prometheus"
 # What every selector has, by the labels that its metric has.
 INSTANCE = 'instance=~"$instance"'
 MODEL = f'model=~"$model", {INSTANCE}'
-GRPC = f'grpc_service="encserve.v1.EncoderService", {INSTANCE}'
+GRPC = f'grpc_service=~"encserve.v1.EncoderService|inference.GRPCInferenceService", {INSTANCE}'
+ENCODE = f'grpc_method=~"Encode|ModelInfer", {INSTANCE}'  # the calls that encode, of both services
 RATE = "[$__rate_interval]"
 # As in deploy/prometheus/rules/recording.yml.
 FAILED = 'grpc_code=~"Unknown|DeadlineExceeded|ResourceExhausted|Internal|Unavailable|DataLoss"'

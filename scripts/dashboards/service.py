@@ -1,6 +1,7 @@
 """Service: is it well, for those who call it? Everything else is a reason why not."""
 
 from dashboards.parts import (
+    ENCODE,
     FAILED,
     GRPC,
     INSTANCE,
@@ -52,7 +53,7 @@ def _objectives(board: Board) -> None:
         Query(_budget("calls_failed", "calls", "error")), falling(0, 0.25), width=3, decimals=1, course=False,
     )  # fmt: skip
     board.number(
-        "Latency budget left", "What is left of the slow Encode calls that 30 days may have.", "percentunit",
+        "Latency budget left", "What is left of the slow calls that 30 days may have.", "percentunit",
         Query(_budget("calls_slow", "calls_timed", "latency")), falling(0, 0.25), width=3, decimals=1, course=False,
     )  # fmt: skip
     board.number(
@@ -60,7 +61,7 @@ def _objectives(board: Board) -> None:
         "suffix: ×", Query(_burn("calls_failed", "calls", "error")), rising(1, 14.4), width=3, decimals=1,
     )  # fmt: skip
     board.number(
-        "Latency burn", "Slow Encode calls in the last hour, as a multiple of what the objective allows.", "suffix: ×",
+        "Latency burn", "Slow calls in the last hour, as a multiple of what the objective allows.", "suffix: ×",
         Query(_burn("calls_slow", "calls_timed", "latency")), rising(1, 14.4), width=3, decimals=1,
     )  # fmt: skip
     board.number(
@@ -99,10 +100,9 @@ def _traffic(board: Board) -> None:
             f"/ {rate('grpc_server_handled_total', GRPC, 'grpc_method')}", "{{grpc_method}}",
         ), steps=rising(0.001),
     )  # fmt: skip
-    encode = f'{GRPC}, grpc_method="Encode"'
     board.lines(
         "Encode latency", "From a request's arrival to its answer; the line is the objective's bound.", "s",
-        *quantiles("grpc_server_handling_seconds", encode),
+        *quantiles("grpc_server_handling_seconds", ENCODE),
         steps=rising(_OBJECTIVE_S),
     )  # fmt: skip
     board.lines(

@@ -109,7 +109,7 @@ def tiny(i: int) -> pb.EncodeRequest:
 @pytest.fixture(scope="module")
 def server(models: Path) -> Iterator[RealServer]:
     need("prometheus")
-    with real_server(models, "--max-queue-tokens", "4000") as server:
+    with real_server(models, "--http-port", "0", "--max-queue-tokens", "4000") as server:
         yield server
 
 
