@@ -30,12 +30,22 @@ def wild_request(rng: random.Random) -> Any:
 
     def sequence() -> pb.Input:
         ids = [number() for _ in range(rng.choice([0, 1, 3, 40]))]
-        return rng.choice([pb.Input(), make_input(text()), make_input([number()]), make_input(ids)])
+        it = rng.choice([pb.Input(), make_input(text()), make_input([number()]), make_input(ids)])
+        if rng.random() < 0.2:
+            bounds = [sorted(rng.choice([0, 1, 2, 3, 2**32 - 1]) for _ in range(2)) for _ in range(rng.randrange(4))]
+            starts, ends = [start for start, _ in bounds], [end for _, end in bounds[rng.random() < 0.05 :]]
+            it.spans.CopyFrom(pb.Spans(unit=enum(), starts=starts, ends=ends))
+        return it
 
     inputs = [sequence() for _ in range(rng.choice([0, 1, 1, 2]))]
     options = pb.EncodeOptions(
-        outputs=[pb.OutputSpec(kind=enum(), l2_normalize=rng.random() < 0.5) for _ in range(rng.choice([0, 0, 1, 3]))],
-        data_type=enum(),
+        outputs=[
+            pb.OutputSpec(kind=rng.choice([enum(), 11]), l2_normalize=rng.random() < 0.5)
+            for _ in range(rng.choice([0, 0, 1, 3]))
+        ],
+        data_type=rng.choice([enum(), 3]),
+        detail=enum(),
+        offset_unit=enum(),
         truncation=enum(),
         exclude_special_tokens=rng.random() < 0.3,
         include_token_strings=rng.random() < 0.3,
@@ -61,7 +71,8 @@ async def test_any_message_gets_a_reply_or_a_status_of_ours(server: FakeServer, 
         else:
             seen["OK"] += 1
             for tensor in reply.outputs:
-                assert len(tensor.data) == sum(tensor.lengths) * tensor.width * (4 if tensor.data_type == 1 else 2)
+                row_bytes = {1: 4 * tensor.width, 2: 2 * tensor.width, 3: -(-tensor.width // 8)}[tensor.data_type]
+                assert len(tensor.data) == sum(tensor.lengths) * row_bytes
     assert not unexpected
     assert seen["OK"] > 5, f"the fuzzer sent too little that is right: {seen}"
     assert len(seen) >= 4, f"the fuzzer reached too little: {seen}"
@@ -69,7 +80,31 @@ async def test_any_message_gets_a_reply_or_a_status_of_ours(server: FakeServer, 
     assert len((await server.encode([1, 2])).sequences) == 1
 
 
-@pytest.mark.parametrize("method", ["GetModel", "ListModels"])
+async def test_any_texts_are_tokenized_or_refused(server: FakeServer) -> None:
+    rng = random.Random(0)
+    seen: Counter[grpc.StatusCode] = Counter()
+    for _ in range(250):
+        wild = wild_request(rng)
+        texts = [it.text for it in wild.inputs]
+        options = wild.options
+        request = pb.TokenizeRequest(
+            model=wild.model, texts=texts, truncation=options.truncation, offset_unit=options.offset_unit
+        )
+        data = request.SerializeToString()
+        if rng.random() < 0.3:
+            data = damaged(data, rng)
+        try:
+            reply = pb.TokenizeResponse.FromString(await server.call("Tokenize", data))
+        except Failed as failed:
+            seen[failed.code] += 1
+        else:
+            assert all(len(it.token_ids) == len(it.char_ends) == it.token_count for it in reply.sequences)
+            seen[grpc.StatusCode.OK] += 1
+    assert seen.keys() == EXPECTED | {grpc.StatusCode.OK}
+    assert min(seen.values()) > 5, seen
+
+
+@pytest.mark.parametrize("method", ["GetModel", "ListModels", "Tokenize"])
 async def test_other_methods_refuse_bytes_that_are_no_message(server: FakeServer, method: str) -> None:
     with pytest.raises(Failed) as caught:
         await server.call(method, b"\x0a\xff")
