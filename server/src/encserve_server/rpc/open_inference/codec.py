@@ -1,6 +1,7 @@
 """The protocol's messages to calls, and replies to its messages."""
 
 import re
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -370,7 +371,7 @@ class Spent:
 
 @dataclass(slots=True)
 class Statistics:
-    """What the calls of this protocol for one model have taken.
+    """What the calls of this protocol for one model have taken; owned by the event loop.
 
     Attributes:
         success: Calls that were answered, from their arrival to their answer.
@@ -390,8 +391,10 @@ class Statistics:
     compute_output: Spent = field(default_factory=Spent)
     last_at_ms: int = 0
 
-    def computed(self, reply: EncodeReply, encode_seconds: float) -> None:
-        """A reply has been made of a call, and an answer of the reply."""
+    def answered(self, reply: EncodeReply, encode_seconds: float, seconds: float) -> None:
+        """A call has been answered after so long; building the answer of its reply is a part of that."""
+        self.last_at_ms = time.time_ns() // 1_000_000
+        self.success.add(seconds)
         self.compute_input.add(reply.tokenize_seconds)
         self.queue.add(max(it.queue_seconds for it in reply.encoded))
         self.compute_infer.add(max(it.compute_seconds for it in reply.encoded))

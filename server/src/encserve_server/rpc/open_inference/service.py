@@ -1,7 +1,6 @@
 """inference.GRPCInferenceService: the six RPCs of the protocol, and three that Triton's tools insist on."""
 
 import math
-import time
 from collections.abc import AsyncIterator
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -148,11 +147,12 @@ class OpenInferenceService:
         began = self._clock.now()
         model = self._catalog.resolve(request.model_name, request.model_version)
         statistics = self._statistics.setdefault(model, Statistics())
+        built: list[tuple[EncodeReply, float]] = []
 
         def build(call: EncodeCall, reply: EncodeReply) -> bytes:
             began = self._clock.now()
             data = codec.encode_reply(model, infer, call, reply, request.id, in_stream=in_stream)
-            statistics.computed(reply, self._clock.now() - began)
+            built.append((reply, self._clock.now() - began))  # perhaps in a thread, which counts nothing
             return data
 
         try:
@@ -172,8 +172,7 @@ class OpenInferenceService:
             if isinstance(error, RequestError):
                 raise codec.in_our_terms(error) from None
             raise
-        statistics.success.add(self._clock.now() - began)
-        statistics.last_at_ms = time.time_ns() // 1_000_000
+        statistics.answered(*built[0], self._clock.now() - began)
         return response
 
     def _deadline(self, context: Context) -> float:
