@@ -106,6 +106,15 @@ def _traffic(board: Board) -> None:
         steps=rising(_OBJECTIVE_S),
     )  # fmt: skip
     board.lines(
+        "HTTP", "Requests over HTTP answered a second, by route and status; 499 is a caller that went away.", "reqps",
+        Query(f"{rate('encserve_http_requests_total', INSTANCE, 'route', 'status')} > 0", "{{route}} {{status}}"),
+        stacked=True,
+    )  # fmt: skip
+    board.lines(
+        "HTTP latency", "From the head of a request to its answer, by route; the line is the objective's bound.", "s",
+        *quantiles("encserve_http_request_seconds", INSTANCE, "route", of=(0.5, 0.99)), steps=rising(_OBJECTIVE_S),
+    )  # fmt: skip
+    board.lines(
         "Tokens", "Tokens run a second, by model.", "suffix: tokens/s",
         Query(rate("encserve_tokens_total", MODEL, "model"), "{{model}}"), stacked=True,
     )  # fmt: skip

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from boards import ALERTS, RECORDED, ROOT, RULES, metric_names, queries, selectors
 from checkpoints import export_small_with_text
@@ -58,8 +59,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Load:
     """Callers of every kind, in a thread of their own, until they are stopped: some right, some wrong, some gone."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, url: str) -> None:
         self._target = target
+        self._url = url
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()))
 
@@ -71,7 +73,8 @@ class Load:
         self._thread.join(timeout=30)
 
     async def _run(self) -> None:
-        async with grpc.aio.insecure_channel(self._target) as channel:
+        http = httpx.AsyncClient(base_url=self._url, trust_env=False)
+        async with http, grpc.aio.insecure_channel(self._target) as channel:
             encode: Any = channel.unary_unary(f"{SERVICE}Encode")
             while not self._over.is_set():
                 texts = pb.EncodeRequest(model="bert", inputs=[pb.Input(text="hello brave new world")] * 3)
@@ -81,7 +84,10 @@ class Load:
                 calls += [encode(many.SerializeToString()) for _ in range(8)]  # more than may wait
                 stream: Any = channel.stream_stream(f"{SERVICE}EncodeStream")
                 gone, late = stream(), stream(timeout=0.1)  # neither ever sends anything
-                others = (self._stream(stream), self._inspect(channel), late.read())
+                others = [self._stream(stream), self._inspect(channel), late.read()]
+                others += [
+                    http.post("/embed_all", json={"model": name, "inputs": "hello"}) for name in ("bert", "nobody")
+                ]
                 await asyncio.gather(*calls, *others, return_exceptions=True)
                 gone.cancel()
                 await asyncio.sleep(0.1)
@@ -118,7 +124,7 @@ def prometheus(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> 
     """A Prometheus that scrapes a server under load."""
     committed, folder = ROOT / "deploy/prometheus/prometheus.yml", tmp_path_factory.mktemp("prometheus")
     target = f"127.0.0.1:{server.metrics_port}"
-    with Load(server.target), running_prometheus(committed, folder, target, interval="500ms") as prometheus:
+    with Load(server.target, server.url), running_prometheus(committed, folder, target, interval="500ms") as prometheus:
         yield prometheus
 
 
@@ -150,6 +156,7 @@ def test_the_load_is_of_every_kind(server: RealServer, prometheus: Prometheus) -
     wanted = [
         *(("grpc_server_handled_total", {"grpc_method": it, "grpc_code": code}) for it in CODES for code in CODES[it]),
         ("encserve_refused_total", {"reason": "QUEUE_FULL"}),
+        *(("encserve_http_requests_total", {"status": it}) for it in ("200", "404")),
         *(("encserve_tokens_total", {"model": it}) for it in ("bert", "tiny-1", "tiny-2")),
     ]
     ends = time.monotonic() + PATIENCE_S
