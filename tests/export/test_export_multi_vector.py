@@ -117,6 +117,14 @@ def test_code_of_others_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     )
 
 
+def test_a_model_of_images_is_refused_with_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sentence_transformers.base.modules import Transformer
+
+    DIRECTORIES["plain"](tmp_path / "m")
+    monkeypatch.setattr(Transformer, "modalities", ["text", "image"])
+    assert "takes text, image: only models of text alone are served" in refused(tmp_path / "m", tmp_path)
+
+
 def test_a_model_that_is_cut_shorter_than_its_queries(tmp_path: Path) -> None:
     DIRECTORIES["fixed-unattended"](tmp_path / "m")
     with pytest.raises(
