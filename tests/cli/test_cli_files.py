@@ -239,6 +239,23 @@ async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_pa
     assert result.exit_code == 0, result.output
 
 
+async def test_nobody_waits_for_room_once_an_input_has_failed(service: FakeEncoder, tmp_path: Path) -> None:
+    """The calls beside the one that fails have been told to come back in 100 s."""
+    others_wait = asyncio.Event()
+
+    async def refuse(request: pb.EncodeRequest) -> None:
+        if request.inputs[0].text != "first":
+            others_wait.set()
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "no room", "QUEUE_FULL", pushback="100000")
+        await others_wait.wait()
+        raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "inputs[0]: is bad")
+
+    service.before = refuse
+    (tmp_path / "t.txt").write_text("first\n" + "other\n" * 11)
+    call = encserve(service, "embed", tmp_path / "t.txt", "--output", tmp_path / "v.npy")
+    assert f"{tmp_path}/t.txt, line 1: is bad" in (await asyncio.wait_for(call, 50)).stderr
+
+
 def test_reading_is_a_stream(tmp_path: Path) -> None:
     """What is wrong further down does not hold up what comes before."""
     (tmp_path / "t.jsonl").write_text('"one"\n{')

@@ -1,6 +1,7 @@
 """Many inputs through one client: in order, a bounded number at a time, and each error by the input's own place."""
 
 import re
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -29,16 +30,18 @@ def encode_all(run: Run[R], inputs: Iterable[Sent]) -> Iterator[tuple[list[Sent]
         ValueError: An input cannot be had, or is refused; the text says where it comes from.
         EncserveError: Whatever else `run` raises. A server without room is asked again, for five minutes.
     """
+    stopping = threading.Event()  # nobody waits for the others once one has failed
     with ThreadPoolExecutor(_CALLS_AT_ONCE, thread_name_prefix="encserve-call") as pool:
         waiting: deque[tuple[list[Sent], Future[R]]] = deque()
         try:
             for call in _calls(inputs):
-                waiting.append((call, pool.submit(_patiently, run, call)))
+                waiting.append((call, pool.submit(_patiently, run, call, stopping)))
                 if len(waiting) > _CALLS_AT_ONCE:
                     yield _next(waiting)
             while waiting:
                 yield _next(waiting)
         finally:
+            stopping.set()
             for _, future in waiting:
                 future.cancel()
 
@@ -62,16 +65,15 @@ def _calls(inputs: Iterable[Sent]) -> Iterator[list[Sent]]:
         yield call
 
 
-def _patiently(run: Run[R], call: list[Sent]) -> R:
+def _patiently(run: Run[R], call: list[Sent], stopping: threading.Event) -> R:
     gives_up_at = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             return run([it.value for it in call])
         except OverloadedError as error:
             delay_seconds = error.retry_delay_seconds or 1.0
-            if time.monotonic() + delay_seconds > gives_up_at:
+            if time.monotonic() + delay_seconds > gives_up_at or stopping.wait(delay_seconds):
                 raise
-            time.sleep(delay_seconds)
         except ValueError as error:
             raise ValueError(_located(str(error), call)) from error
 
