@@ -196,7 +196,7 @@ def _lengths(mask: SentTensor | None, shape: tuple[int, ...]) -> list[int]:
 
 
 def _decode_outputs(request: pb.ModelInferRequest, bundle: Bundle, parameters: Parameters) -> tuple[str, ...]:
-    known = [it.name for it in outputs_of(bundle)]
+    known = [name for name, (kind, _) in OUTPUTS.items() if bundle.width_of(kind)]
     for i, it in enumerate(request.outputs):
         if it.name not in known:
             there = ", ".join(known)
