@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import json
 import re
+import socket
 import subprocess
 import sys
 from concurrent.futures import Executor
@@ -107,6 +109,27 @@ async def test_a_body_that_does_not_come(server: FakeServer, monkeypatch: pytest
     async with raw(server) as (reader, writer):
         writer.write(b'POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"input"')
         assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+
+
+@pytest.mark.system
+async def test_who_does_not_read_is_given_up_on(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer holds memory."""
+    monkeypatch.setattr("encserve_server.http.server._UNREAD_SECONDS", 1.0)
+    server = await start_server(http_port=0)
+    assert server.app._http is not None
+    connections = server.app._http._server.server_state.connections
+    text = json.dumps({"inputs": [[1] * 32] * 250}).encode()  # 0.4 MB of answer
+    with socket.socket() as caller:
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        caller.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(caller, ("127.0.0.1", server.app.http_port))
+        await loop.sock_sendall(
+            caller, b"POST /embed_all HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text)
+        )
+        await until(lambda: counted(server, "/embed_all", 200) == 1)
+        assert len(connections) == 1
+        await until(lambda: not connections)
 
 
 @pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 20_000, b"GET /" + b"x" * 100_000])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, fake_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -77,6 +78,24 @@ async def test_a_stuck_batch_turns_health(start_server: StartServer) -> None:
     server.engine.let_go()
     await call
     await becomes(server, SERVING)
+
+
+def page_status(server: FakeServer, path: str) -> int:
+    """What the metrics port answers."""
+    return httpx.get(f"http://127.0.0.1:{server.app.metrics_port}{path}", trust_env=False, verify=False).status_code  # noqa: S501
+
+
+async def test_the_metrics_port_has_health_for_probes_that_know_no_grpc(start_server: StartServer) -> None:
+    server = await start_server(drain_delay_seconds=0.5)
+    await becomes(server, SERVING)
+    assert await asyncio.to_thread(page_status, server, "/healthz") == 200
+    assert await asyncio.to_thread(page_status, server, "/healthz?verbose") == 200
+    for path in ("/", "/health", "/metrics/x", "/favicon.ico"):
+        assert await asyncio.to_thread(page_status, server, path) == 404
+    stopping = asyncio.create_task(server.app.stop())
+    await becomes(server, NOT_SERVING)
+    assert await asyncio.to_thread(page_status, server, "/healthz") == 503
+    assert await stopping
 
 
 async def test_a_watcher_sees_the_drain_before_calls_are_refused(start_server: StartServer) -> None:

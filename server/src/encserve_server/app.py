@@ -1,9 +1,9 @@
 """The composition root: what is built, and in which order it starts, drains and stops.
 
-Start: the metrics page, and gRPC with health (NOT_SERVING); then each model is verified, loaded and warmed up in a
-thread; only then health says SERVING. From then on the manager follows the model repository. Stop: health says
-NOT_SERVING; when balancers have had time to see it, new calls are refused and what is in flight is answered; those who
-watch health are ended, and gRPC stops; then schedulers and engines are closed.
+Start: the metrics page, gRPC with health (NOT_SERVING), and HTTP if it is wanted; then each model is verified, loaded
+and warmed up in a thread; only then health says SERVING. From then on the manager follows the model repository. Stop:
+health says NOT_SERVING; when balancers have had time to see it, new calls are refused and what is in flight is
+answered; those who watch health are ended, and gRPC and HTTP stop; then schedulers and engines are closed.
 
     EncoderService ──▶ Catalog ──▶ ServedModel ──▶ TextTokenizer (threads)
                          ▲              └────────▶ Scheduler ──▶ Engine (threads of its own)
@@ -165,9 +165,8 @@ class App:
         self._health_service.end()
         # Nothing of ours is left, or its time is up: what is open now are health checks, and who looks at reflection.
         farewell_seconds = min(max(grace_ends - self._clock.now(), 0), _FAREWELL_SECONDS)
-        if self._http is not None:
-            await self._http.close(farewell_seconds)
-        await server.stop(farewell_seconds)
+        closing = [] if self._http is None else [self._http.close(farewell_seconds)]
+        await asyncio.gather(server.stop(farewell_seconds), *closing)
 
     async def _start_metrics(self) -> None:
         settings = self.settings
