@@ -461,8 +461,9 @@ class ServedModel:
             raise InvalidField(
                 "options.include_token_strings", f"model {self.bundle.name} has no tokenizer, so no strings for its ids"
             )
-        has_texts_only = all(isinstance(it, str) for it in call.inputs)
-        if call.exclude_special_tokens and not has_texts_only and not self.bundle.special_token_ids:
+        if not call.exclude_special_tokens or self.bundle.special_token_ids:
+            return
+        if not all(isinstance(it, str) for it in call.inputs):
             raise InvalidField(
                 "options.exclude_special_tokens", f"model {self.bundle.name} does not say which tokens are special"
             )

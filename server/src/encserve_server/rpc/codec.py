@@ -306,17 +306,22 @@ def _decode_outputs(
         if data_type is not DataType.BINARY:
             return (Output(OutputKind.TOKENS, False, data_type),)
         specs = [_ROWS]
-    outputs: list[Output] = []
+    if len(specs) > 1:
+        _check_distinct(specs)
+    return tuple(
+        [_decode_output(f"options.outputs[{i}]", spec, data_type, task, bundle) for i, spec in enumerate(specs)]
+    )
+
+
+def _check_distinct(specs: Sequence[pb.OutputSpec]) -> None:
+    """Refuses what is asked for twice."""
     seen: dict[tuple[object, ...], int] = {}
     for i, spec in enumerate(specs):
-        field = f"options.outputs[{i}]"
         kind = spec.kind or pb.OUTPUT_KIND_TOKENS
         key = (kind, spec.l2_normalize, spec.dimensions, spec.max_active_dims, spec.pool_factor, spec.span_pooling)
         if key in seen:
-            raise InvalidField(field, f"asks for the same as options.outputs[{seen[key]}]")
+            raise InvalidField(f"options.outputs[{i}]", f"asks for the same as options.outputs[{seen[key]}]")
         seen[key] = i
-        outputs.append(_decode_output(field, spec, data_type, task, bundle))
-    return tuple(outputs)
 
 
 def _decode_output(field: str, spec: pb.OutputSpec, data_type: DataType, task: Task, bundle: Bundle) -> Output:
