@@ -8,7 +8,6 @@ start included, and the most memory that the command held.
 """
 
 import argparse
-import os
 import subprocess
 import sys
 import tempfile
@@ -21,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
 import numpy as np
 from harness.load import POOLED, served
-from harness.machine import OtherWork
+from harness.machine import OtherWork, peak_bytes
 from harness.rounds import Measurement, Patience, Side, measure, ratios, spread
 from harness.workload import choose_lengths, open_tokenizer, read_newest, text_workload
 
@@ -56,11 +55,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         def run() -> Measurement:
             began = time.perf_counter()
             with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-                _, status, used = os.wait4(process.pid, 0)
-                process.returncode = os.waitstatus_to_exitcode(status)
+                while process.poll() is None:
+                    memory.append(peak_bytes(process.pid))  # what wait4 says would be of this program too
+                    time.sleep(0.05)
             if process.returncode:
                 raise RuntimeError(f"the command ended with {process.returncode}")
-            memory.append(used.ru_maxrss)
             if len(found := np.load(vectors, mmap_mode="r")) != options.lines:
                 raise RuntimeError(f"{len(found)} vectors of {options.lines} lines")
             return Measurement(workload.tokens, time.perf_counter() - began)
@@ -71,7 +70,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for side in sides:
         print(f"{side.label}: {np.median([it.tokens_per_second for it in found[side.name]]):,.0f} tokens/s")
     ratio = spread(ratios(found[FILE], found[POOLED]))
-    print(f"ratio {ratio.median:.2f} [{ratio.low:.2f}-{ratio.high:.2f}], the command held {max(memory) / 1024:.0f} MiB")
+    print(
+        f"ratio {ratio.median:.2f} [{ratio.low:.2f}-{ratio.high:.2f}], the command held {max(memory) / 2**20:.0f} MiB"
+    )
 
 
 if __name__ == "__main__":

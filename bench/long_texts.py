@@ -11,19 +11,17 @@ of the two is more than --gigabytes. The sizes above take some 15 minutes on 2 C
 import argparse
 import json
 import math
-import re
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
-from harness.machine import process_tree
+from harness.machine import peak_bytes
 from harness.workload import Sequence64, random_workload
 from real_server import real_server
 
@@ -62,16 +60,6 @@ def serve(models: Path, texts: Sequence[Sequence64]) -> tuple[int, int]:
         with ThreadPoolExecutor(len(texts)) as callers:
             list(callers.map(lambda text: client.encode([text]), texts))
         return one, peak_bytes(server.process.pid)
-
-
-def peak_bytes(pid: int) -> int:
-    """The most memory that a process, and each that descends from it and is alive, ever had resident, summed."""
-    peak = 0
-    for it in process_tree(pid):
-        with suppress(OSError):  # it has ended meanwhile
-            found = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{it}/status").read_text(), re.MULTILINE)
-            peak += 1024 * int(found[1]) if found else 0
-    return peak
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -103,3 +103,13 @@ class OtherWork:
             return None
         ticks = os.sysconf("SC_CLK_TCK")
         return sum(times) / ticks, sum(times[i] for i in BUSY) / ticks, own_cpu_seconds()
+
+
+def peak_bytes(pid: int) -> int:
+    """The most memory that a process, and each that descends from it and is alive, ever had resident, summed."""
+    peak = 0
+    for it in process_tree(pid):
+        with suppress(OSError):  # it has ended meanwhile
+            found = re.search(r"^VmHWM:\s+(\d+) kB$", Path(f"/proc/{it}/status").read_text(), re.MULTILINE)
+            peak += 1024 * int(found[1]) if found else 0
+    return peak

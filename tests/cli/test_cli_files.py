@@ -3,6 +3,7 @@
 import asyncio
 import csv
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from fake_encoder import FakeEncoder, Refused
 
 from encserve_cli.commands import cli
 from encserve_cli.files import encoding
-from encserve_cli.files.reading import count_inputs, read_inputs
+from encserve_cli.files.reading import Sent, count_inputs, read_inputs
 from encserve_client import EncoderClient
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -254,6 +255,23 @@ async def test_nobody_waits_for_room_once_an_input_has_failed(service: FakeEncod
     (tmp_path / "t.txt").write_text("first\n" + "other\n" * 11)
     call = encserve(service, "embed", tmp_path / "t.txt", "--output", tmp_path / "v.npy")
     assert f"{tmp_path}/t.txt, line 1: is bad" in (await asyncio.wait_for(call, 50)).stderr
+
+
+def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
+    """So memory does not grow with the file, whichever call is slow."""
+    read: list[int] = []
+
+    def inputs() -> Iterator[Sent]:
+        for i in range(2000):
+            read.append(i)
+            yield Sent(f"line {i + 1}", str(i))
+
+    written: list[str] = []
+    for call, made in encoding.encode_all(lambda texts: [f"of {text}" for text in texts], inputs()):
+        assert made == [f"of {it.value}" for it in call]
+        assert len(read) - len(written) <= 4 * (encoding._CALLS_AT_ONCE + 1) + 1
+        written += made
+    assert written == [f"of {i}" for i in range(2000)]
 
 
 def test_reading_is_a_stream(tmp_path: Path) -> None:
