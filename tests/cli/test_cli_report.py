@@ -238,7 +238,7 @@ def test_of_long_documents_what_is_like_the_query_is_shown(monkeypatch: pytest.M
     monkeypatch.setattr("encserve_cli.report.page.MOST_COLUMNS", 6)
     monkeypatch.setattr(matches, "_MOST_NUMBERS", 4 * 6)
     query, document = side_of(4), side_of(100)
-    page = match_page(query, document, side_of(7))
+    page = match_page(query, document, side_of(7), side_of(0))
     products, frames, bars = data_of(page)["figures"]["match-0"]["data"]
     assert len(products["x"]) == 6
     assert set(frames["x"]) <= set(products["x"])
@@ -250,7 +250,7 @@ def test_of_long_documents_what_is_like_the_query_is_shown(monkeypatch: pytest.M
 
 def test_hostile_words_of_a_match_are_only_text() -> None:
     hostile = "</script><script>alert(1)</script>"
-    page = match_page(side_of(2, hostile, "שלום"), side_of(1, hostile))
+    page = match_page(side_of(3, hostile, "שלום", "🙂"), side_of(1, hostile))
     assert "<script>alert" not in page
 
 

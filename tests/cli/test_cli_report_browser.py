@@ -131,7 +131,7 @@ def test_choosing_a_layer_and_a_head(browser: Browser, usual: Path) -> None:
 
 @pytest.mark.parametrize("width", [1200, 390])
 def test_a_query_against_documents(browser: Browser, tmp_path: Path, width: int) -> None:
-    """A short one and a long one are drawn and fit; hovering says which tokens met, markup in them as it stands."""
+    """A short one and a long one are drawn and fit, and markup in tokens is only text."""
     sides = [side_of(len(HOSTILE), *HOSTILE), side_of(300), side_of(12)]
     path = tmp_path / "met.html"
     path.write_text(match_page(*sides), encoding="utf-8", newline="\n")

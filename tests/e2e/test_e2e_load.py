@@ -8,23 +8,52 @@ from typing import Any
 
 import grpc
 import numpy as np
+import pytest
 from agreement import worst_relative_error
 from checkpoints import MODEL, export_golden
 from real_server import RealServer, real_server
 
 from encserve_client import EncoderClient
 from encserve_proto.v1 import encoder_pb2 as pb
-
-METHOD = "/encserve.v1.EncoderService/Encode"
-
-
-def request(ids: list[int]) -> bytes:
-    return pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=ids))]).SerializeToString()
+from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as triton
 
 
-def rows_of(reply: bytes) -> Any:
-    tensor = pb.EncodeResponse.FromString(reply).outputs[0]
-    return np.frombuffer(tensor.data, "<f4").reshape(-1, tensor.width)
+class Encode:
+    """Our own protocol."""
+
+    method = "/encserve.v1.EncoderService/Encode"
+
+    @staticmethod
+    def request(ids: list[int]) -> bytes:
+        return pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=ids))]).SerializeToString()
+
+    @staticmethod
+    def rows_of(reply: bytes) -> Any:
+        tensor = pb.EncodeResponse.FromString(reply).outputs[0]
+        return np.frombuffer(tensor.data, "<f4").reshape(-1, tensor.width)
+
+
+class ModelInfer:
+    """The Open Inference Protocol."""
+
+    method = "/inference.GRPCInferenceService/ModelInfer"
+
+    @staticmethod
+    def request(ids: list[int]) -> bytes:
+        return triton.ModelInferRequest(
+            model_name=MODEL,
+            inputs=[triton.ModelInferRequest.InferInputTensor(name="input_ids", datatype="INT64", shape=[1, len(ids)])],
+            raw_input_contents=[np.array(ids, "<i8").tobytes()],
+            outputs=[triton.ModelInferRequest.InferRequestedOutputTensor(name="last_hidden_state")],
+        ).SerializeToString()
+
+    @staticmethod
+    def rows_of(reply: bytes) -> Any:
+        response = triton.ModelInferResponse.FromString(reply)
+        return np.frombuffer(response.raw_output_contents[0], "<f4").reshape(response.outputs[0].shape[1:])
+
+
+PROTOCOLS = pytest.mark.parametrize("protocol", [Encode, pytest.param(ModelInfer, marks=pytest.mark.system)])
 
 
 def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[int]]:
@@ -35,17 +64,18 @@ def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[
     ]
 
 
+@PROTOCOLS
 async def test_of_64_callers_one_cancels_and_one_is_in_a_hurry(
-    server: RealServer, client: EncoderClient, real_ids: list[int]
+    server: RealServer, client: EncoderClient, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
     """The other 62 all get right answers, and so does whoever comes next."""
     callers = sequences(real_ids, 64, longest=60)
     want = [client.encode([ids])[0] for ids in callers]
     async with grpc.aio.insecure_channel(server.target) as channel:
-        rpc: Any = channel.unary_unary(METHOD)
+        rpc: Any = channel.unary_unary(protocol.method)
         cancelled = 0
         for round_number in range(20):
-            calls = [rpc(request(ids), timeout=0.001 if i == 20 else 120) for i, ids in enumerate(callers)]
+            calls = [rpc(protocol.request(ids), timeout=0.001 if i == 20 else 120) for i, ids in enumerate(callers)]
             answers = [asyncio.ensure_future(call) for call in calls]
             # In mid-batch: some of this round's sequences have been run, most have not. Where this process was held up,
             # all may have been.
@@ -62,30 +92,33 @@ async def test_of_64_callers_one_cancels_and_one_is_in_a_hurry(
             for i, result in enumerate(results):
                 if i not in (20, going):
                     assert isinstance(result, bytes), f"round {round_number}, caller {i}: {result!r}"
-                    assert worst_relative_error(rows_of(result), want[i]) <= 1e-5
+                    assert worst_relative_error(protocol.rows_of(result), want[i]) <= 1e-5
             cancelled += going is not None
             if cancelled == 3:
                 break
         assert cancelled == 3
-        assert rows_of(await rpc(request(callers[0]))).shape == want[0].shape
+        assert protocol.rows_of(await rpc(protocol.request(callers[0]))).shape == want[0].shape
 
 
-async def test_a_flood_of_ten_times_the_queue(models: Path, real_ids: list[int]) -> None:
+@PROTOCOLS
+async def test_a_flood_of_ten_times_the_queue(
+    models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]
+) -> None:
     """Every call ends as OK or RESOURCE_EXHAUSTED, memory stays bounded, and the server then serves as before."""
     limit_tokens = 4096
     with real_server(models, "--model", MODEL, "--max-queue-tokens", str(limit_tokens)) as server:
         async with grpc.aio.insecure_channel(server.target) as channel:
-            rpc: Any = channel.unary_unary(METHOD)
-            before = rows_of(await rpc(request(real_ids[:50])))
+            rpc: Any = channel.unary_unary(protocol.method)
+            before = protocol.rows_of(await rpc(protocol.request(real_ids[:50])))
             flood = sequences(real_ids, 400)
             assert sum(map(len, flood)) >= 9.5 * limit_tokens
 
             async def one(ids: list[int]) -> str:
                 try:
-                    reply = await rpc(request(ids))
+                    reply = await rpc(protocol.request(ids))
                 except grpc.aio.AioRpcError as error:
                     return str(error.code().name)
-                return "OK" if len(rows_of(reply)) == len(ids) else "WRONG"
+                return "OK" if len(protocol.rows_of(reply)) == len(ids) else "WRONG"
 
             codes: Counter[str] = Counter()
             resident = []
@@ -97,22 +130,23 @@ async def test_a_flood_of_ten_times_the_queue(models: Path, real_ids: list[int])
             assert resident[-1] <= resident[0] + 64 * 2**20, f"memory grew: {resident}"
             assert server.metric("encserve_queue_tokens") == 0
             assert server.metric("encserve_in_flight_requests") == 0
-            np.testing.assert_array_equal(rows_of(await rpc(request(real_ids[:50]))), before)
+            np.testing.assert_array_equal(protocol.rows_of(await rpc(protocol.request(real_ids[:50]))), before)
 
 
-async def test_sigterm_under_load(models: Path, real_ids: list[int]) -> None:
+@PROTOCOLS
+async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]) -> None:
     """Whatever was admitted before it is answered OK; whatever comes later is answered or refused; the exit is 0."""
     with real_server(models, "--model", MODEL) as server:
         async with grpc.aio.insecure_channel(server.target) as channel:
-            rpc: Any = channel.unary_unary(METHOD)
-            admitted = [asyncio.ensure_future(rpc(request(ids))) for ids in sequences(real_ids, 128)]
-            while server.metric("grpc_server_started_total", grpc_method="Encode") < len(admitted):
+            rpc: Any = channel.unary_unary(protocol.method)
+            admitted = [asyncio.ensure_future(rpc(protocol.request(ids))) for ids in sequences(real_ids, 128)]
+            while server.metric("grpc_server_started_total", grpc_method=protocol.__name__) < len(admitted):
                 await asyncio.sleep(0.01)
             unfinished = sum(not call.done() for call in admitted)
             server.terminate()
-            late = [asyncio.ensure_future(rpc(request(real_ids[:20]))) for _ in range(16)]
+            late = [asyncio.ensure_future(rpc(protocol.request(real_ids[:20]))) for _ in range(16)]
             replies = await asyncio.gather(*admitted)
-            assert all(len(rows_of(reply)) > 0 for reply in replies)
+            assert all(len(protocol.rows_of(reply)) > 0 for reply in replies)
             assert unfinished > 0, "everything had been answered before the signal, so nothing was tested"
             for result in await asyncio.gather(*late, return_exceptions=True):
                 if isinstance(result, grpc.aio.AioRpcError):

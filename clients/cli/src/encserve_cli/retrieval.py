@@ -126,8 +126,8 @@ def similarity(
     chosen = "model" if pooling else kind or info.trained_kind
     if html is not None and chosen != "multi_vector":
         raise ValueError(
-            f"--html shows which vectors of MaxSim met; of model {info.name} these texts get {chosen!r}: ask a model "
-            "that has multi_vector, or leave it out"
+            f"--html shows which vectors of MaxSim met; of model {info.name} these texts get {chosen!r}. Models with "
+            f"multi_vector here: {', '.join(it.name for it in client.models() if it.multi_vector_width) or 'none'}"
         )
     options |= {"model": model, "version": model_version}
     if chosen != "model":

@@ -58,9 +58,10 @@ def columns_to_show(found: Match, most: int) -> list[int]:
 
 
 def pictured(documents: Sequence[Side], n_query_vectors: int) -> list[bool]:
-    """Which documents get a picture, so that the page stays small: as many from the first on as fit."""
+    """Which documents get a picture, so that the page stays small: each that still fits, from the first on."""
     numbers, fits = 0, []
     for document in documents:
-        numbers += n_query_vectors * min(len(document.vectors), MOST_COLUMNS)
-        fits.append(numbers <= _MOST_NUMBERS)
+        size = n_query_vectors * min(len(document.vectors), MOST_COLUMNS)
+        fits.append(numbers + size <= _MOST_NUMBERS)
+        numbers += size if fits[-1] else 0
     return fits

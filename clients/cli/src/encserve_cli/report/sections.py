@@ -75,7 +75,7 @@ def no_match(place: int, text: str, n_vectors: int, score: float) -> str:
     title, why = f"{place + 1}. No vectors", "Nothing of this text counts."
     if n_vectors:
         title = f"{place + 1}. {score:.4f}"
-        why = f"Its {n_vectors:,} vectors are left out, so that the page stays small: ask with fewer documents."
+        why = f"Its {n_vectors:,} vectors are left out, so that the page stays small: take fewer or shorter texts."
     return _card(f"match-{place}", title, f"{_document(text)}{why}", "", "")
 
 
