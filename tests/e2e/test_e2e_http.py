@@ -2,6 +2,8 @@
 
 import asyncio
 import base64
+import socket
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,6 +71,22 @@ async def test_a_flood_is_answered_or_refused(server: RealServer) -> None:
         assert all("retry-after" in it.headers for it in done if isinstance(it, httpx.Response) and it.is_error)
         assert (await http.post("/embed", json={"inputs": TEXTS})).status_code == 200
     assert server.metric("encserve_queue_tokens") == 0
+    assert server.metric("encserve_in_flight_requests") == 0
+
+
+def test_callers_that_go_at_any_moment_leave_no_traceback(server: RealServer) -> None:
+    """uvloop refuses to write to a connection that is gone, and uvicorn would log that."""
+    lines = len(server.log)
+    body = b'{"inputs": [[101, 102]]}'
+    one = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+    for i in range(60):
+        with socket.create_connection((httpx.URL(server.url).host, httpx.URL(server.url).port or 0)) as caller:
+            caller.sendall(one * 3)
+            caller.recv(64)  # the first of its answers, with two to come
+            time.sleep(i % 10 / 2000)
+    with httpx.Client(base_url=server.url, trust_env=False) as http:
+        assert http.post("/embed", json={"inputs": TEXTS}).status_code == 200
+    assert server.log[lines:] == []
     assert server.metric("encserve_in_flight_requests") == 0
 
 

@@ -5,6 +5,7 @@ request.
 """
 
 import asyncio
+import contextlib
 import math
 import time
 from collections.abc import Awaitable, Callable
@@ -106,12 +107,13 @@ class HttpApp:
         if scope["type"] != "http":
             return
         route = self._routes.get((scope["method"], scope["path"]))
-        if route is None:
-            await _send(send, self._not_there(scope["path"]))
-        elif route.is_check:
-            await _send(send, await self._attempt(route, b""))
-        else:
-            await self._count(route, scope, receive, send)
+        with contextlib.suppress(_CallerGoneError):
+            if route is None:
+                await _send(send, self._not_there(scope["path"]))
+            elif route.is_check:
+                await _send(send, await self._attempt(route, b""))
+            else:
+                await self._count(route, scope, receive, send)
 
     async def _count(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, counted and traced."""
@@ -129,7 +131,7 @@ class HttpApp:
             status, reason = answer.status, answer.reason
             await _send(send, answer)
         except _CallerGoneError:
-            pass
+            status, reason = _CALLER_GONE, ""
         finally:
             metrics.http_requests.labels(name, str(status)).inc()
             metrics.http_request_seconds.labels(name).observe(time.perf_counter() - began)
@@ -257,6 +259,16 @@ async def _while_there(receive: Receive, answering: Awaitable[_Answer]) -> _Answ
 
 
 async def _send(send: Send, answer: _Answer) -> None:
+    """Sends an answer.
+
+    Raises:
+        _CallerGoneError: There is nobody who could read it.
+    """
     headers = [*answer.headers, (b"content-length", b"%d" % len(answer.body))]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-    await send({"type": "http.response.body", "body": answer.body})
+    try:
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        await send({"type": "http.response.body", "body": answer.body})
+    except RuntimeError as error:  # uvloop's, where the ASGI server has not been told yet that the connection is gone
+        if "closed" not in str(error):
+            raise
+        raise _CallerGoneError from error

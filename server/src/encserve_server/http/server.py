@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable, Iterator
 
@@ -89,6 +90,11 @@ def open_http(
     return HttpServer(app, settings.host, settings.http_port or 0)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's says more than that a caller went while it was being answered."""
+    return "returned without" not in record.getMessage()
+
+
 class HttpServer:
     """Serves from when it is made until it is closed.
 
@@ -121,6 +127,7 @@ class HttpServer:
             server_header=False,
             timeout_keep_alive=round(_IDLE_SECONDS),
         )
+        logging.getLogger("uvicorn.error").addFilter(_is_news)
         self._server = _Server(self._config)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="encserve-http")
 
