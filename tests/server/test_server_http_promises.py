@@ -249,12 +249,16 @@ async def test_what_is_in_flight_is_finished(start_server: StartServer, monkeypa
 
 
 async def test_the_grace_period_ends(start_server: StartServer) -> None:
-    """Whoever has no answer by then is told so."""
+    """Whoever has no answer by then is told so, and whoever has not sent all of its request."""
     server = await start_server(http_port=0, grace_seconds=0.2)
     server.engine.hold()
     call = asyncio.create_task(post(server, "/embed", body("/embed", [[1]])))
     await asyncio.to_thread(server.engine.started.acquire)
-    stopping = asyncio.create_task(server.app.stop())
+    async with raw(server) as (reader, writer):
+        writer.write(b'POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"inputs"')
+        await until(lambda: server.sample("encserve_in_flight_requests") == 2)
+        stopping = asyncio.create_task(server.app.stop())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 503")
     refused = await call
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (503, "DRAINING")
     server.engine.let_go()

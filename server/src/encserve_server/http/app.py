@@ -150,14 +150,13 @@ class HttpApp:
         try:
             body = await self._read(scope, receive)
             self._calls.refuse_while_draining()
+            return await _while_there(receive, self._attempt(route, body))
         except _CallerGoneError:
             raise
-        except Exception as error:
-            return self._refusal(route, error)
-        try:
-            return await _while_there(receive, self._attempt(route, body))
         except asyncio.CancelledError:  # the ASGI server's, when the grace period is over
             return self._refusal(route, Draining("the server is stopping, and could not answer in time"))
+        except Exception as error:
+            return self._refusal(route, error)
 
     async def _attempt(self, route: Route, body: bytes) -> _Answer:
         try:
