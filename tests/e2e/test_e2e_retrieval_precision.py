@@ -13,7 +13,6 @@ from sparse_models import write_trained_splade
 
 from encserve_client import EncoderClient, maxsim
 from encserve_export import Target, export_hf
-from encserve_export.errors import ParityError
 
 pytestmark = pytest.mark.models
 pytest.importorskip("sentence_transformers", reason="needs encserve-export[sentence-transformers]")
@@ -29,7 +28,7 @@ DOCUMENTS = [
     "Yes.",
 ]
 # The largest difference of a MaxSim score as a share of its query's best; the least cosine similarity of weights.
-BOUNDS = {"float16": (0.01, 0.999), "bfloat16": (0.02, 0.999), "int8": (0.05, None)}
+BOUNDS = {"float16": (0.01, 0.999), "bfloat16": (0.02, 0.999), "int8": (0.05, 0.98)}
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +40,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("late", "splade"):
         for precision in ("float32", "float16", "int8"):
             target = Target(model_repository=folder / "models", name=f"{name}-{precision}")
-            if (name, precision) != ("splade", "int8"):
-                export_once(export_hf, folder / name, target=target, precision=precision)
+            export_once(export_hf, folder / name, target=target, precision=precision)
     return folder
 
 
@@ -66,8 +64,7 @@ def check(want: EncoderClient, got: EncoderClient, late: str, splade: str, preci
     largest, least = BOUNDS[precision]
     due = scores(want, "late-float32")
     assert (np.abs(scores(got, late) - due) <= largest * due.max(axis=1, keepdims=True)).all()
-    if least is not None:
-        assert least_cosine(weights(got, splade), weights(want, "splade-float32")) >= least
+    assert least_cosine(weights(got, splade), weights(want, "splade-float32")) >= least
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])
@@ -81,12 +78,3 @@ def test_bfloat16_is_as_near_as_is_promised(client: EncoderClient, models: Path)
     flags = ("--model", "late-float32", "--model", "splade-float32", "--engine", "openvino", "--precision", "bfloat16")
     with real_server(models / "models", *flags) as server, EncoderClient(server.target) as rounded:
         check(client, rounded, "late-float32", "splade-float32", "bfloat16")
-
-
-def test_weights_that_int8_would_move_too_far_are_refused_with_the_figures(models: Path, tmp_path: Path) -> None:
-    """Of 200 weights that barely pass a bias, which is as hard as it gets; the rows themselves pass."""
-    with pytest.raises(
-        ParityError, match=r"cosine similarity 0\.9\d+, at least 0.99 is required; int8 rounds too much .* is exact"
-    ):
-        export_hf(models / "splade", Target(model_repository=tmp_path / "models", name="m"), precision="int8")
-    assert not (tmp_path / "models").exists()

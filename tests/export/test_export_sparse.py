@@ -1,5 +1,6 @@
 """Directories of sparse encoders: what is read of them, and what is refused."""
 
+import dataclasses
 import io
 import json
 import shutil
@@ -18,6 +19,7 @@ from sparse_models import (
     write_language_model,
     write_splade,
     write_static_queries,
+    write_trained_splade,
 )
 
 from encserve_export import Target, export_hf
@@ -62,7 +64,7 @@ def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_MAX
     assert (manifest.sparse.width, manifest.sparse.max_active_dims) == (1000, 32)
     assert (manifest.query.prompt_name, manifest.document.prompt_name) == ("query", "document")
-    assert manifest.parity.pipeline_texts == 10
+    assert manifest.parity.pipeline_texts == (10 if precision == "float32" else 8)  # without the empty one
     assert manifest.parity.min_pipeline_cosine >= (BOUNDS[precision].cosine or 0)
     assert manifest.encoder.max_sequence_tokens == LONGEST
     assert exported.left_behind == ()
@@ -115,6 +117,24 @@ def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monke
     monkeypatch.setattr("encserve_export.hf_export.read_sparse_encoder", lambda _: vector)
     with pytest.raises(ParityError, match="gives other weights than sentence-transformers .* task query: one"):
         export(splade, tmp_path)
+    assert not (tmp_path / "models").exists()
+
+
+@pytest.mark.models
+def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
+    """Of the rows that a head is tried with hardly any has a weight."""
+    assert export(write_trained_splade(tmp_path / "model", active=10), tmp_path).manifest.parity.pipeline_texts == 10
+
+
+def test_weights_that_a_precision_would_move_too_far_are_refused(
+    splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the figures; the rows themselves pass."""
+    bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
+    monkeypatch.setattr("encserve_export.pipeline.BOUNDS", BOUNDS | {"int8": bounds})
+    figures = r"cosine similarity 0\.99\d\d, at least 0.99999 is required; int8 rounds too much here, float32 is exact"
+    with pytest.raises(ParityError, match=f"gives another vector than sentence-transformers .* task query: {figures}"):
+        export(splade, tmp_path, precision="int8")
     assert not (tmp_path / "models").exists()
 
 

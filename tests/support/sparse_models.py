@@ -136,8 +136,8 @@ def change(path: Path, **changed: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
-def write_trained_splade(folder: Path) -> Path:
-    """Writes the real MiniLM as a SPLADE model, with a language model's head that nobody has trained."""
+def write_trained_splade(folder: Path, active: int = 2000) -> Path:
+    """Writes the real MiniLM as a SPLADE model, with a head that nobody has trained, biased to so many words a text."""
     import transformers
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer
@@ -148,7 +148,7 @@ def write_trained_splade(folder: Path) -> Path:
     tokenizer = transformers.AutoTokenizer.from_pretrained(minilm_directory())
     with torch.no_grad():
         largest = model(**tokenizer("The cat sleeps.", return_tensors="pt")).logits[0].amax(dim=0)  # (vocab_size,)
-        model.get_output_embeddings().bias -= largest.sort(descending=True).values[ACTIVE]
+        model.get_output_embeddings().bias -= largest.sort(descending=True).values[active]
     bare = folder.with_name(f"{folder.name}-language-model")
     model.save_pretrained(bare)
     tokenizer.save_pretrained(bare)
