@@ -32,9 +32,9 @@ def short_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoding, "_CALL_INPUTS", 4)
 
 
-async def encserve(service: FakeEncoder, *arguments: object, stdin: str | None = None) -> Result:
+async def encserve(service: FakeEncoder, *arguments: object, stdin: str | None = None, **env: str) -> Result:
     call = ["--target", service.target, *map(str, arguments)]
-    return await asyncio.to_thread(CliRunner().invoke, cli, call, input=stdin)
+    return await asyncio.to_thread(CliRunner().invoke, cli, call, input=stdin, env=env)
 
 
 def write_texts(folder: Path, suffix: str) -> Path:
@@ -57,6 +57,17 @@ async def vectors_of(service: FakeEncoder, texts: list[str]) -> Any:
             return client.embed(texts)
 
     return await asyncio.to_thread(ask)
+
+
+async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: Path) -> None:
+    """From the first moment, whether or not the number of inputs is known; nowhere else."""
+    terminal = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "NO_COLOR": "1", "TERM": "xterm", "COLUMNS": "110"}
+    for suffix, total in ((".txt", "63"), (".csv", "?")):
+        command = ("embed", write_texts(tmp_path, suffix), "--output", tmp_path / "vectors.npy")
+        result = await encserve(service, *command, **terminal)
+        assert result.exit_code == 0, result.exception
+        assert f"/{total} inputs" in result.stderr
+        assert (await encserve(service, *command)).stderr == ""
 
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".parquet"])

@@ -13,7 +13,7 @@ from typing import Any
 import click
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from encserve_cli import render
 from encserve_cli.files.encoding import Run, encode_all
@@ -202,12 +202,7 @@ def _with_ids(run: Callable[..., EncodeResult], inputs: list[list[int]]) -> Enco
 def _progress(total: int | None) -> Iterator[Callable[[int], None]]:
     """A bar on a terminal, to be told how many more inputs are done; nothing elsewhere."""
     console = Console(stderr=True)
-    columns = (
-        TextColumn("{task.completed:,} inputs"),
-        BarColumn(),
-        TextColumn("{task.speed:,.0f}/s"),
-        TimeElapsedColumn(),
-    )
+    columns = (MofNCompleteColumn(), TextColumn("inputs"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=total)
         yield lambda count: progress.advance(task, count)
