@@ -19,7 +19,7 @@ from encserve_cli import render
 from encserve_cli.files.encoding import Run, encode_all
 from encserve_cli.files.reading import Sent, count_inputs, read_inputs
 from encserve_cli.files.records import records
-from encserve_cli.files.writing import SUFFIXES, check_suffix, writing
+from encserve_cli.files.writing import SUFFIXES, writing
 from encserve_cli.shared import ids_of, with_options
 from encserve_client import DType, EncodeResult
 
@@ -147,14 +147,12 @@ def deliver(
     if not inputs:
         raise ValueError(_NOTHING)
     result = run([it.value for it in inputs])
-    texts = [it.value if isinstance(it.value, str) else " ".join(map(str, it.value)) for it in inputs]
     if as_json:
-        key = "ids" if sources.ids else "text"
-        sequences = [{key: it.value} | its for it, its in zip(inputs, records(result), strict=True)]
+        sequences = [{it.column: it.value} | its for it, its in zip(inputs, records(result), strict=True)]
         body = {"kind": result.outputs[0].kind, "timings": asdict(result.timings), "sequences": sequences}
         click.echo(json.dumps(ids_of(result) | body, ensure_ascii=False))
     else:
-        print_result(texts, result, printing.max_rows)
+        print_result([it.text for it in inputs], result, printing.max_rows)
 
 
 _NOTHING = "there is nothing to encode: no input was found"
@@ -162,7 +160,6 @@ _NOTHING = "there is nothing to encode: no input was found"
 
 def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool) -> None:
     """Writes everything to a file, as a stream, and says what is in it."""
-    check_suffix(path)
     began = time.monotonic()
     inputs = rows = 0
     last: EncodeResult | None = None

@@ -26,6 +26,16 @@ class Sent(NamedTuple):
     value: str | list[int]
 
     @property
+    def column(self) -> str:
+        """What the input is called beside its vectors."""
+        return "text" if isinstance(self.value, str) else "ids"
+
+    @property
+    def text(self) -> str:
+        """The text, or the ids with spaces between them."""
+        return self.value if isinstance(self.value, str) else " ".join(map(str, self.value))
+
+    @property
     def size(self) -> int:
         """Roughly how many bytes of text it is."""
         return len(self.value) if isinstance(self.value, str) else 4 * len(self.value)
@@ -152,13 +162,11 @@ def _parquet_rows(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
 
 @contextmanager
 def _parquet_of(path: Path) -> Iterator[Any]:
-    parquet = import_parquet(path)
-    import pyarrow
-
+    arrow = import_arrow()
     try:
-        with parquet.ParquetFile(path) as file:
+        with arrow.parquet.ParquetFile(path) as file:
             yield file
-    except pyarrow.ArrowInvalid as error:
+    except arrow.ArrowInvalid as error:
         raise ValueError(f"{path}: cannot be read as Parquet: {error}") from error
 
 
@@ -170,13 +178,13 @@ def _column(where: str, wanted: str | None, names: Sequence[str]) -> str:
     return name
 
 
-def import_parquet(path: Path) -> Any:
-    """The module pyarrow.parquet. ValueError where it is not installed."""
+def import_arrow() -> Any:
+    """The module pyarrow, with pyarrow.parquet in it. ValueError where it is not installed."""
     try:
         import pyarrow.parquet
     except ModuleNotFoundError as error:
-        raise ValueError(f"{path}: Parquet needs the package pyarrow: pip install 'encserve-cli[parquet]'") from error
-    return pyarrow.parquet
+        raise ValueError("Parquet files need the package pyarrow: pip install 'encserve-cli[parquet]'") from error
+    return pyarrow
 
 
 _READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from encserve_cli.files.reading import Sent, import_parquet
+from encserve_cli.files.reading import Sent, import_arrow
 from encserve_cli.files.records import records
 from encserve_cli.render import shown_tokens
 from encserve_cli.shared import ids_of
-from encserve_client import EncodeResult
+from encserve_client import EncodedOutput, EncodeResult
 
 Array = npt.NDArray[Any]
 _RAGGED = ("tokens", "multi_vector", "sparse")
@@ -33,26 +33,21 @@ class Writer(Protocol):
         """Writes what is still held; the file is whole then."""
 
 
-def check_suffix(path: Path) -> None:
-    """ValueError where nobody writes such a file, or where what does is not installed."""
-    if path.suffix.lower() not in _WRITERS:
-        raise ValueError(f"--output {path}: must end in {', '.join(_WRITERS)}; was {path.suffix or 'without a suffix'}")
-    if path.suffix.lower() == ".parquet":
-        import_parquet(path)
-
-
 @contextmanager
 def writing(path: Path) -> Iterator[Writer]:
     """A writer of the file, which is there, or replaced, only if the block ends well.
 
     Raises:
-        ValueError: The suffix is not one of those, or the file cannot hold what is to be written.
+        ValueError: Nobody writes files of this suffix, or what does is not installed, or the file cannot hold what is
+            to be written.
         OSError: It cannot be written.
     """
-    check_suffix(path)
+    make = _WRITERS.get(path.suffix.lower())
+    if make is None:
+        raise ValueError(f"--output {path}: must end in {', '.join(_WRITERS)}; was {path.suffix or 'without a suffix'}")
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder, ExitStack() as stack:
         whole = Path(folder, path.name)
-        writer = _WRITERS[path.suffix.lower()](whole, stack)
+        writer = make(whole, stack)
         yield writer
         writer.finish()
         stack.close()
@@ -108,29 +103,29 @@ class _NpzWriter:
         self._stack = stack
         self._arrays: dict[str, tuple[_GrowingArray, Path]] = {}
         self._more: dict[str, Array] = {}
+        self._inputs = self._weights = 0
 
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
         output = result.outputs[0]
         rows, lengths = output.matrix(), _lengths(result)
+        if not self._arrays:
+            self._more = {name: np.array(value) for name, value in ids_of(result).items()}
+            if output.kind == "sparse":  # as scipy.sparse.load_npz reads it
+                self._more["format"] = np.array("csr")
+                self._append("indptr", np.zeros(1, np.int64))
         if output.kind == "sparse":
-            vectors = output.sparse_vectors()
-            last = int(self._more["indptr"][-1]) if self._more else 0
-            ends = last + np.cumsum(lengths)
-            indptr = np.concatenate([self._more.get("indptr", np.zeros(1, np.int64)), ends])
             self._append("data", rows[:, 0])
-            self._append("indices", np.concatenate([its.indices for its in vectors]).astype(np.int64))
-            self._more = {
-                "format": np.array("csr"),
-                "shape": np.array([len(indptr) - 1, output.sparse_width]),
-                "indptr": indptr,
-            }
+            self._append("indices", _indices(output).astype(np.int64))
+            self._append("indptr", self._weights + np.cumsum(lengths))
+            self._weights += len(rows)
+            self._inputs += len(lengths)
+            self._more["shape"] = np.array([self._inputs, output.sparse_width])
         else:
             self._append("rows", rows)
             if output.kind in _RAGGED:
                 self._append("lengths", lengths)
             for name, numbers in _beside_rows(result).items():
                 self._append(name, numbers)
-        self._more |= {name: np.array(value) for name, value in ids_of(result).items()}
 
     def _append(self, name: str, array: Array) -> None:
         if name not in self._arrays:
@@ -155,7 +150,7 @@ class _JsonlWriter:
 
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
         for it, record in zip(inputs, records(result), strict=True):
-            line = {"text" if isinstance(it.value, str) else "ids": it.value} | record
+            line = {it.column: it.value} | record
             self._file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def finish(self) -> None:
@@ -170,10 +165,10 @@ class _CsvWriter:
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
         vectors = _one_each(result, ".csv")
         if not self._has_names:
-            self._lines.writerow([_column(inputs), *range(vectors.shape[1])])
+            self._lines.writerow([inputs[0].column, *range(vectors.shape[1])])
             self._has_names = True
         for it, row in zip(inputs, vectors.tolist(), strict=True):
-            self._lines.writerow([it.value if isinstance(it.value, str) else " ".join(map(str, it.value)), *row])
+            self._lines.writerow([it.text, *row])
 
     def finish(self) -> None:
         pass
@@ -183,28 +178,25 @@ class _ParquetWriter:
     """Columns: the input, and `vector`, `rows` with what is beside each, or `indices` and `values`."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._parquet = import_parquet(path)
+        self._arrow = import_arrow()
         self._path = path
         self._stack = stack
         self._writer: Any = None
         self._held: list[Any] = []
 
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
-        import pyarrow as arrow
-
-        columns = {_column(inputs): arrow.array([it.value for it in inputs]), **_arrow_columns(arrow, result)}
-        table = arrow.table(columns).replace_schema_metadata(ids_of(result))
+        values = self._arrow.array([it.value for it in inputs])
+        columns = {inputs[0].column: values, **_arrow_columns(self._arrow, result)}
+        table = self._arrow.table(columns).replace_schema_metadata(ids_of(result))
         if self._writer is None:
-            self._writer = self._stack.enter_context(self._parquet.ParquetWriter(self._path, table.schema))
+            self._writer = self._stack.enter_context(self._arrow.parquet.ParquetWriter(self._path, table.schema))
         self._held.append(table)
         if sum(map(len, self._held)) >= _ROW_GROUP_INPUTS:
             self._write_held()
 
     def _write_held(self) -> None:
-        import pyarrow as arrow
-
         if self._held:
-            self._writer.write_table(arrow.concat_tables(self._held))
+            self._writer.write_table(self._arrow.concat_tables(self._held))
             self._held.clear()
 
     def finish(self) -> None:
@@ -219,9 +211,8 @@ def _arrow_columns(arrow: Any, result: EncodeResult) -> dict[str, Any]:
         return {"vector": vectors}
     ends = arrow.array(np.concatenate([[0], np.cumsum(_lengths(result))]).astype(np.int32))
     if output.kind == "sparse":
-        indices = np.concatenate([its.indices for its in output.sparse_vectors()])
         return {
-            "indices": arrow.ListArray.from_arrays(ends, arrow.array(indices)),
+            "indices": arrow.ListArray.from_arrays(ends, arrow.array(_indices(output))),
             "values": arrow.ListArray.from_arrays(ends, arrow.array(numbers[:, 0])),
         }
     beside = _beside_rows(result).items()
@@ -244,6 +235,11 @@ def _lengths(result: EncodeResult) -> Array:
     return np.concatenate([block.lengths for block in result.outputs[0].blocks]).astype(np.int64)
 
 
+def _indices(output: EncodedOutput) -> Array:
+    """(weights,), the vocabulary's entry of each."""
+    return np.concatenate([its.indices for its in output.sparse_vectors()])
+
+
 def _beside_rows(result: EncodeResult) -> dict[str, Array]:
     """What stands beside each row: the id of its token, or the place of that in the text unless rows are pooled."""
     output = result.outputs[0]
@@ -254,10 +250,6 @@ def _beside_rows(result: EncodeResult) -> dict[str, Array]:
         return {}
     shown = [shown_tokens(*its) for its in zip(result.sequences, _lengths(result).tolist(), strict=True)]
     return {"token_ids": np.array([token for its in shown for _, token in its], np.int64)}
-
-
-def _column(inputs: Sequence[Sent]) -> str:
-    return "text" if isinstance(inputs[0].value, str) else "ids"
 
 
 _WRITERS: Mapping[str, Callable[[Path, ExitStack], Writer]] = {
