@@ -3,19 +3,18 @@
 https://platform.openai.com/docs/api-reference/embeddings
 """
 
-import math
 import time
 from typing import Any
 
 import orjson
 
 from encserve_server.http.app import Dialect, Route
-from encserve_server.http.replies import JSON_GROWTH, pooled_rows, row_as_json
-from encserve_server.http.requests import Fields, SentInputs, decode_call, model_of, pooled_output
+from encserve_server.http.replies import pooled_rows, row_as_json
+from encserve_server.http.requests import Fields, encode, pooled_output
 from encserve_server.http.status import Failure
 from encserve_server.models.calls import Calls
 from encserve_server.models.catalog import Catalog
-from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
+from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.types import Bundle
 
 _FIELDS = frozenset({"dimensions", "encoding_format", "input", "model", "user"})
@@ -46,21 +45,13 @@ class OpenAiRoutes:
         fields.refuse_others(_FIELDS | _OUR_FIELDS)
         as_base64 = fields.choice("encoding_format", _FORMATS) == "base64"
         fields.text("user")
-        sent = SentInputs.of(fields, DIALECT.inputs)
-        model = self._calls.resolve(len(sent.items), *model_of(fields))
-
-        def decode() -> EncodeCall:
-            output = pooled_output(fields, model.bundle, _gives_unit_vectors)
-            return decode_call(fields, sent, model, output, truncate_default=False)
-
-        return await self._calls.encode(
-            model,
-            len(sent.items),
-            math.inf,
-            count_tokens=lambda: sent.count_tokens(model.bundle.max_sequence_tokens),
-            decode=decode,
-            build=lambda _, reply: _build(model, reply, as_base64=as_base64),
-            growth=JSON_GROWTH,
+        return await encode(
+            self._calls,
+            fields,
+            DIALECT.inputs,
+            lambda bundle: pooled_output(fields, bundle, _gives_unit_vectors),
+            lambda model, reply: _build(model, reply, as_base64=as_base64),
+            truncate_default=False,
         )
 
     async def models(self, body: bytes) -> bytes:

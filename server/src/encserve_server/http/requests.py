@@ -1,5 +1,6 @@
 """JSON to what the server works with: what both protocols have in common."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -8,22 +9,15 @@ import numpy as np
 import orjson
 
 from encserve_server.errors import InvalidField, MalformedRequest
+from encserve_server.http.replies import JSON_GROWTH
 from encserve_server.http.status import EmptyInputs
+from encserve_server.models.calls import Calls
 from encserve_server.models.inputs import SentIds, SentInput
-from encserve_server.models.served import EncodeCall, ServedModel
-from encserve_server.types import Bundle, DataType, Detail, Output, OutputKind, Task
+from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
+from encserve_server.models.spans import POOLINGS
+from encserve_server.types import Bundle, DataType, Detail, Output, Task
 
-_POOLINGS = {
-    kind.name.lower(): kind
-    for kind in (
-        OutputKind.MEAN,
-        OutputKind.CLS,
-        OutputKind.MAX,
-        OutputKind.LAST_TOKEN,
-        OutputKind.WEIGHTED_MEAN,
-        OutputKind.MEAN_SQRT_LENGTH,
-    )
-}
+_POOLINGS = {kind.name.lower(): kind for kind in POOLINGS}
 _TASKS = {"query": Task.QUERY, "document": Task.DOCUMENT}
 _TYPE_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
 _IDS = np.iinfo(np.int64)
@@ -154,23 +148,54 @@ def model_of(fields: Fields) -> tuple[str, str]:
     return name, version
 
 
-def decode_call(
-    fields: Fields, sent: SentInputs, model: ServedModel, output: Output, *, truncate_default: bool
-) -> EncodeCall:
-    """The call that a request asks for.
+async def encode(
+    calls: Calls,
+    fields: Fields,
+    inputs_field: str,
+    output: Callable[[Bundle], Output],
+    build: Callable[[ServedModel, EncodeReply], bytes],
+    *,
+    truncate_default: bool,
+) -> bytes:
+    """Answers a request.
+
+    Args:
+        calls: Who answers.
+        fields: The request.
+        inputs_field: Which of them holds the inputs.
+        output: What is wanted of each; called only once the call may be taken, as whatever is dear.
+        build: Makes the body.
+        truncate_default: Whether inputs are cut where the request does not say.
 
     Raises:
         InvalidField: A field has a value that it must not have.
+        EncserveError: Whatever else `Calls.encode` raises.
     """
-    return EncodeCall(
-        inputs=sent.decode(model.bundle.max_sequence_tokens),
-        outputs=(output,),
-        truncate=bool(fields.flag("truncate", truncate_default)),
-        exclude_special_tokens=False,
-        include_token_strings=False,
-        prompt_name=fields.text("prompt_name"),
-        task=task_of(fields, model.bundle),
-        detail=Detail.COUNTS,
+    sent = SentInputs.of(fields, inputs_field)
+    model = calls.resolve(len(sent.items), *model_of(fields))
+    longest = model.bundle.max_sequence_tokens
+
+    def decode() -> EncodeCall:
+        wanted = output(model.bundle)
+        return EncodeCall(
+            inputs=sent.decode(longest),
+            outputs=(wanted,),
+            truncate=bool(fields.flag("truncate", truncate_default)),
+            exclude_special_tokens=False,
+            include_token_strings=False,
+            prompt_name=fields.text("prompt_name"),
+            task=task_of(fields, model.bundle),
+            detail=Detail.COUNTS,
+        )
+
+    return await calls.encode(
+        model,
+        len(sent.items),
+        math.inf,
+        count_tokens=lambda: sent.count_tokens(longest),
+        decode=decode,
+        build=lambda _, reply: build(model, reply),
+        growth=JSON_GROWTH,
     )
 
 

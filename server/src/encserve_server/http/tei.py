@@ -3,7 +3,6 @@
 https://huggingface.github.io/text-embeddings-inference
 """
 
-import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,11 +12,11 @@ from encserve_server import __version__
 from encserve_server.errors import InvalidField, NotReady
 from encserve_server.http.app import Dialect, Route
 from encserve_server.http.replies import JSON_GROWTH, pooled_rows, rows_as_json
-from encserve_server.http.requests import Fields, SentInputs, decode_call, model_of, pooled_output, task_of
+from encserve_server.http.requests import Fields, SentInputs, encode, model_of, pooled_output, task_of
 from encserve_server.http.status import Failure
 from encserve_server.models.calls import Calls
 from encserve_server.models.offsets import utf8_offsets
-from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel, TokenizeCall, TokenizeReply
+from encserve_server.models.served import EncodeReply, ServedModel, TokenizeCall, TokenizeReply
 from encserve_server.types import Bundle, CheckedSequence, DataType, Output, OutputKind
 
 _TOKENS = Output(OutputKind.TOKENS, l2_normalize=False, data_type=DataType.FLOAT32)
@@ -59,23 +58,13 @@ class TeiRoutes:
     async def _encode(
         self, fields: Fields, output: Callable[[Fields, Bundle], Output], build: Callable[[EncodeReply], bytes]
     ) -> bytes:
-        sent = SentInputs.of(fields, DIALECT.inputs)
-        model = self._calls.resolve(len(sent.items), *model_of(fields))
-
-        def decode() -> EncodeCall:
+        def wanted(bundle: Bundle) -> Output:
             if fields.choice("truncation_direction", ("right", "left")) == "left":
                 raise InvalidField("truncation_direction", "must be right: this server cuts texts at their end")
-            return decode_call(fields, sent, model, output(fields, model.bundle), truncate_default=True)
+            return output(fields, bundle)
 
-        return await self._calls.encode(
-            model,
-            len(sent.items),
-            math.inf,
-            count_tokens=lambda: sent.count_tokens(model.bundle.max_sequence_tokens),
-            decode=decode,
-            build=lambda _, reply: build(reply),
-            growth=JSON_GROWTH,
-        )
+        calls, inputs_field = self._calls, DIALECT.inputs
+        return await encode(calls, fields, inputs_field, wanted, lambda _, it: build(it), truncate_default=True)
 
     async def tokenize(self, body: bytes) -> bytes:
         """The tokens of texts; nothing is computed."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,12 +11,19 @@ import grpc
 
 from encserve_server.models.calls import Calls
 from encserve_server.rpc.status import REASONS, Failure, code_label, to_failure
+from encserve_server.system.clock import Clock
 from encserve_server.telemetry.metrics import Metrics
 from encserve_server.telemetry.spans import Tracer
 
 Context = grpc.aio.ServicerContext[Any, Any]
 # Takes a request's bytes, or all of them one after another, and gives an answer's, or writes them and gives nothing.
 Handler = Callable[[Any, Context], Awaitable[Any]]
+
+
+def deadline_of(context: Context, clock: Clock) -> float:
+    """When a call's caller is gone, on the clock; infinity where it set no deadline."""
+    remaining_s = context.time_remaining()
+    return math.inf if remaining_s is None else clock.now() + remaining_s
 
 
 def answering(inner: Handler) -> Handler:

@@ -1,7 +1,6 @@
 """The RPCs: decode → submit → encode. Messages come and go as bytes, so that parsing them is ours to guard."""
 
 import asyncio
-import math
 from collections.abc import AsyncIterator, Awaitable, Iterator
 from concurrent.futures import Executor
 from functools import partial
@@ -12,7 +11,7 @@ from encserve_server.models.calls import Calls
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import InspectCall, InspectReply, ServedModel
 from encserve_server.rpc import codec
-from encserve_server.rpc.guard import Context, Handler, RpcGuard
+from encserve_server.rpc.guard import Context, Handler, RpcGuard, deadline_of
 from encserve_server.rpc.status import Failure
 from encserve_server.rpc.streams import answer_one, answer_stream
 from encserve_server.system.clock import Clock
@@ -72,12 +71,12 @@ class EncoderService:
         """One request, one response."""
         self._calls.refuse_while_draining()
         request = codec.parse(pb.EncodeRequest, data)
-        return await self._encode(request, self._deadline(context))
+        return await self._encode(request, deadline_of(context, self._clock))
 
     async def encode_stream(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """Many requests, each answered as soon as it is ready; at most `max_stream_in_flight` at a time."""
         self._calls.refuse_while_draining()
-        deadline = self._deadline(context)
+        deadline = deadline_of(context, self._clock)
 
         async def answer(data: bytes) -> bytes:
             request = codec.parse(pb.EncodeStreamRequest, data)
@@ -148,11 +147,6 @@ class EncoderService:
     def _resolve(self, request: pb.EncodeRequest | pb.InspectRequest, sequences: int) -> ServedModel:
         expected = request.expected_fingerprint, request.expected_space_id
         return self._calls.resolve(sequences, request.model, request.model_version, *expected)
-
-    def _deadline(self, context: Context) -> float:
-        """The caller's deadline on our clock; infinity where there is none."""
-        remaining_s = context.time_remaining()
-        return math.inf if remaining_s is None else self._clock.now() + remaining_s
 
     async def _encode(self, request: pb.EncodeRequest, deadline: float, stream_request_id: str | None = None) -> bytes:
         """The bytes of an EncodeResponse, or with a stream's request id of an EncodeStreamResponse around it."""

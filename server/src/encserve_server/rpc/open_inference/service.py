@@ -1,6 +1,5 @@
 """inference.GRPCInferenceService: the six RPCs of the protocol, and three that Triton's tools insist on."""
 
-import math
 from collections.abc import AsyncIterator
 from functools import partial
 from weakref import WeakKeyDictionary
@@ -11,7 +10,7 @@ from encserve_server.models.calls import Calls
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
 from encserve_server.rpc.codec import parse
-from encserve_server.rpc.guard import Context, Handler, RpcGuard
+from encserve_server.rpc.guard import Context, Handler, RpcGuard, deadline_of
 from encserve_server.rpc.open_inference import codec
 from encserve_server.rpc.open_inference.codec import Statistics
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
@@ -118,12 +117,12 @@ class OpenInferenceService:
     async def model_infer(self, data: bytes, context: Context) -> bytes:
         """One request, one response."""
         self._calls.refuse_while_draining()
-        return await self._infer(parse(pb.ModelInferRequest, data), self._deadline(context))
+        return await self._infer(parse(pb.ModelInferRequest, data), deadline_of(context, self._clock))
 
     async def model_stream_infer(self, requests: AsyncIterator[bytes], context: Context) -> None:
         """Many requests, each answered as soon as it is ready; at most `max_stream_in_flight` at a time."""
         self._calls.refuse_while_draining()
-        deadline = self._deadline(context)
+        deadline = deadline_of(context, self._clock)
 
         async def answer(data: bytes) -> bytes:
             request = parse(pb.ModelInferRequest, data)
@@ -174,11 +173,6 @@ class OpenInferenceService:
             raise
         statistics.answered(*built[0], self._clock.now() - began)
         return response
-
-    def _deadline(self, context: Context) -> float:
-        """The caller's deadline on our clock; infinity where there is none."""
-        remaining_s = context.time_remaining()
-        return math.inf if remaining_s is None else self._clock.now() + remaining_s
 
 
 def _stream_error(request_id: str, failure: Failure) -> bytes:
