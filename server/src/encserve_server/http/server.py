@@ -4,8 +4,10 @@ import asyncio
 import contextlib
 import logging
 import socket
+import sys
 from collections.abc import Callable, Iterator
 
+import httptools
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -32,13 +34,30 @@ class _Protocol(HttpToolsProtocol):
     """One connection."""
 
     _head_bytes = 0
+    _head_end = 0
 
     def data_received(self, data: bytes) -> None:
         """Refuses a head without end."""
         self._head_bytes += len(data)
-        super().data_received(data)
+        left = data
+        while left:
+            self._head_end = len(left)
+            super().data_received(left)
+            left = left[self._head_end :]  # what the parser leaves of a request that offers another protocol
         if self._head_bytes > _MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The head of a request must be at most {_MAX_HEAD_BYTES} bytes.")
+
+    def _should_upgrade(self) -> bool:
+        """Whether the request offers another protocol; then the parser leaves its body."""
+        return any(name == b"upgrade" for name, _ in self.headers)
+
+    def handle_websocket_upgrade(self) -> None:
+        """Reads the head again without the offer: Java's client makes one on each connection, for HTTP/2."""
+        offer = sys.exception()  # which the base class handles here
+        assert isinstance(offer, httptools.HttpParserUpgrade)  # noqa: S101 - the parser's
+        self._head_end = offer.args[0]
+        kept = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+        super().data_received(b"%s %s HTTP/1.1\r\n%s\r\n" % (self.parser.get_method(), self.url, b"".join(kept)))
 
     def on_headers_complete(self) -> None:
         """See the base class."""
