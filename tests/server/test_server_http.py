@@ -91,7 +91,7 @@ async def test_versions_and_models(server: FakeServer) -> None:
         assert (await post(server, path, {inputs: "hello", "model": "tiny@1"})).status_code == 200
         response = await post(server, path, {inputs: "hello", "model": "tiny@9"})
         assert response.status_code == 404
-        assert "no version '9' of tiny; there are 2, 1" in response.text
+        assert "model: no version '9' of tiny; there are 2, 1" in response.text
 
 
 async def test_info(server: FakeServer) -> None:
@@ -203,8 +203,10 @@ async def test_what_is_wrong_is_named(server: FakeServer) -> None:
 
 async def test_fields_that_nobody_knows(server: FakeServer) -> None:
     """OpenAI refuses them, text-embeddings-inference does not."""
-    refused = await post(server, OPENAI, {"input": "hello", "dimension": 2})
-    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "dimension")
+    for name in ("dimension", "inputs", "texts"):
+        refused = await post(server, OPENAI, {"input": "hello", name: 2})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+        assert refused.json()["error"]["message"].startswith(f"{name}: is not known; there are dimensions, ")
     assert (await post(server, OPENAI, {"input": "hello", "encoding_format": "hex"})).status_code == 400
     assert (await post(server, TEI, {"inputs": "hello", "raw_scores": True})).status_code == 200
     left = await post(server, TEI, {"inputs": "hello", "truncation_direction": "Left"})

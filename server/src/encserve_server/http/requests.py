@@ -10,7 +10,7 @@ import orjson
 
 from encserve_server.errors import InvalidField, MalformedRequest
 from encserve_server.http.replies import JSON_GROWTH
-from encserve_server.http.status import EmptyInputs
+from encserve_server.http.status import EmptyInputs, UnknownField
 from encserve_server.models.calls import Calls
 from encserve_server.models.inputs import SentIds, SentInput
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
@@ -44,10 +44,10 @@ class Fields:
         """Refuses fields that nobody knows.
 
         Raises:
-            InvalidField: There is one.
+            UnknownField: There is one.
         """
         if others := self._data.keys() - known:
-            raise InvalidField(min(others)[:64], f"is not known; there are {', '.join(sorted(known))}")
+            raise UnknownField(min(others)[:64], f"is not known; there are {', '.join(sorted(known))}")
 
     def get(self, name: str) -> Any:
         """A field as it is; None where it is not there."""

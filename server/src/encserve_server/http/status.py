@@ -26,6 +26,12 @@ class EmptyInputs(errors.InvalidField):
     reason = errors.InvalidField.reason
 
 
+class UnknownField(errors.InvalidField):
+    """There is a field that nobody knows: its name is the caller's own."""
+
+    reason = errors.InvalidField.reason
+
+
 @dataclass(frozen=True, slots=True)
 class Mapping:
     """What a caller sees of an error class.
@@ -52,6 +58,7 @@ _SERVER = "server_error"
 ERROR_TABLE: dict[type[EncserveError], Mapping] = {
     errors.InvalidField: Mapping(400, _INVALID, 422, "Validation"),
     EmptyInputs: Mapping(400, _INVALID, 400, "Empty"),
+    UnknownField: Mapping(400, _INVALID, 422, "Validation"),
     errors.MalformedRequest: Mapping(400, _INVALID, 400, "Validation"),
     errors.TooManyInputs: Mapping(400, _INVALID, 413, "Validation"),
     errors.SequenceTooLong: Mapping(400, _INVALID, 422, "Validation", "context_length_exceeded"),
@@ -103,7 +110,7 @@ def to_failure(error: Exception, inputs_name: str) -> Failure:
         return Failure(_UNKNOWN, EncserveError.reason, log_unexpected(error))
     field, text = "", str(error)
     if isinstance(error, RequestError):
-        field = _own_name(error.field, inputs_name)
+        field = error.field if isinstance(error, UnknownField) else _own_name(error.field, inputs_name)
         text = f"{field}: {error.problem}" if field else error.problem
         if ".token_ids.ids[" in error.field:
             text += _IDS_ADVICE
@@ -117,4 +124,4 @@ def to_failure(error: Exception, inputs_name: str) -> Failure:
 def _own_name(field: str, inputs_name: str) -> str:
     """A field's path in these protocols: `input[3][17]` for `inputs[3].token_ids.ids[17]`."""
     field = re.sub(r"\.text$|\.token_ids(\.ids)?", "", field).removeprefix("options.")
-    return re.sub(r"^(inputs|texts)\b", inputs_name, field)
+    return "model" if field == "model_version" else re.sub(r"^(inputs|texts)\b", inputs_name, field)
