@@ -363,6 +363,16 @@ async def test_other_loopback_addresses(start_server: StartServer, host: str) ->
         assert await rpc(b"")
 
 
+async def test_every_address_is_those_of_ipv4_too(start_server: StartServer) -> None:
+    """With --host ::, as in a container that has both; no port less than the others."""
+    app = (await start_server(host="::", http_port=0)).app
+    for port in (app.grpc_port, app.http_port, app.metrics_port):
+        for address in ("127.0.0.1", "::1"):
+            _, writer = await asyncio.open_connection(address, port)
+            writer.close()
+            await writer.wait_closed()
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux knows priorities of threads")
 async def test_threads_that_compute_leave_the_cpu_to_the_event_loop(start_server: StartServer) -> None:
     """Whatever an engine makes of threads while it is loaded does so too."""

@@ -129,7 +129,10 @@ class HttpServer:
             OSError: The port cannot be had.
         """
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.create_server((str(address[0]), int(address[1])), family=family, backlog=_BACKLOG)
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()  # :: is every address of IPv4 too
+        listener = socket.create_server(
+            (str(address[0]), int(address[1])), family=family, backlog=_BACKLOG, dualstack_ipv6=both
+        )
         if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections have it from their listener
             listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_UNREAD_SECONDS * 1000))
         self.port: int = listener.getsockname()[1]
