@@ -507,6 +507,8 @@ async def test_queries_may_be_answered_without_a_run(serve: Serve) -> None:
     ):
         with pytest.raises(Failed, match=problem):
             await server.encode(*call[0], options=call[1])
+    with pytest.raises(Failed, match=": outputs: .* in another call"):  # all that there are, where none is named
+        await infer(server, text=text_tensor("w5"), parameters={"task": "query"})
     rows = await server.encode(text(5), options=options(task=pb.TASK_QUERY))
     (sets_of_a_document,) = sets((await server.encode(text(5), options=options(SPARSE))).outputs[0])
     assert len(sets_of_a_document[1]) == 3

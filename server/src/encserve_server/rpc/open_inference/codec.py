@@ -50,6 +50,7 @@ _FIELDS = (
     (re.compile(r"^inputs\[(\d+)\]\.token_ids"), rf"{INPUT_IDS}[\1]"),
     (re.compile(r"^inputs\[(\d+)\]\.text"), rf"{TEXT}[\1]"),
     (re.compile(r"^inputs\[(\d+)\]\.embeddings(\.data|\.vectors)?"), rf"{INPUTS_EMBEDS}[\1]"),
+    (re.compile(r"^options\.outputs.*"), "outputs"),
     (re.compile(r"^options\."), "parameters."),
 )
 
