@@ -57,7 +57,11 @@ class _Protocol(HttpToolsProtocol):
         assert isinstance(offer, httptools.HttpParserUpgrade)  # noqa: S101 - the parser's
         self._head_end = offer.args[0]
         kept = [b"%s: %s\r\n" % header for header in self.headers if header[0] != b"upgrade"]
-        super().data_received(b"%s %s HTTP/1.1\r\n%s\r\n" % (self.parser.get_method(), self.url, b"".join(kept)))
+        version = self.parser.get_http_version().encode()
+        head = b"%s %s HTTP/%s\r\n%s\r\n" % (self.parser.get_method(), self.url, version, b"".join(kept))
+        self.parser = httptools.HttpRequestParser(self)  # the other takes nothing more if the connection is to close
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        super().data_received(head)
 
     def on_headers_complete(self) -> None:
         """See the base class."""
