@@ -59,6 +59,13 @@ def test_a_version_is_not_replaced_unless_asked(models: Path) -> None:
     assert (models / "model" / "1" / "manifest.json").read_text() == "new"
 
 
+def test_a_version_that_another_export_finished_first_is_not_replaced(models: Path) -> None:
+    with pytest.raises(BundleExistsError, match="model/1 exists"), draft(models, "model", "1", overwrite=False):
+        write(models, "first")
+    assert everything(models) == ["model", "model/1", "model/1/manifest.json"]
+    assert (models / "model" / "1" / "manifest.json").read_text() == "first"
+
+
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "-x", "a/b", "a b", "ä", "x" * 65, "a\n"])
 def test_only_plain_names(models: Path, name: str) -> None:
     for arguments in ((name, "1"), ("model", name)):
@@ -74,6 +81,16 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "models").write_text("a file")
     with pytest.raises(BundleError, match="cannot be made"):
         write(tmp_path / "models", "x")
+
+
+def test_a_folder_that_nothing_can_be_made_in(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(**_: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("encserve_export.bundle.tempfile.mkdtemp", refuse)
+    with pytest.raises(BundleError, match=r"model/1 cannot be written: .*Permission denied"):
+        write(models, "x")
+    assert not models.exists()
 
 
 def test_a_disk_that_cannot_be_written(models: Path) -> None:

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -267,6 +269,24 @@ def test_a_layout_that_is_none(data: Path, models: Path) -> None:
         "bert",
     )
     assert result.exit_code == 2
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_an_export_that_is_ended_leaves_nothing(
+    config: Path, models: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    def end(*_: object, **__: object) -> None:
+        assert list(models.glob("tiny/.1-*"))
+        os.kill(os.getpid(), number)
+
+    monkeypatch.setattr("encserve_export.verify.check_parity", end)
+    before = signal.getsignal(number)
+    try:
+        result = run("init", "--config", config, "--name", "tiny", "--model-repository", models)
+    finally:
+        signal.signal(number, before)
+    assert result.exit_code == 128 + number
+    assert not models.exists()
 
 
 def test_the_version_of_the_program() -> None:

@@ -50,6 +50,21 @@ def name_from(directory: Path) -> str:
     return name
 
 
+def check_target(model_repository: Path, name: str, version: str, *, overwrite: bool) -> Path:
+    """The folder of a version that may be written, <name>/<version>/.
+
+    Raises:
+        BundleNameError: The name or the version is no plain name.
+        BundleExistsError: The version is there, and `overwrite` is false.
+    """
+    check_name("name", name)
+    check_name("version", version)
+    final = model_repository / name / version
+    if final.exists() and not overwrite:
+        raise BundleExistsError(f"{final} exists; give another version, or --overwrite to replace it")
+    return final
+
+
 @contextlib.contextmanager
 def draft(model_repository: Path, name: str, version: str, *, overwrite: bool) -> Iterator[Path]:
     """An empty folder to write a bundle into, which becomes <name>/<version>/ there when the block ends well.
@@ -62,20 +77,19 @@ def draft(model_repository: Path, name: str, version: str, *, overwrite: bool) -
         BundleExistsError: The version is there, and `overwrite` is false.
         BundleError: The folder cannot be made or written to.
     """
-    check_name("name", name)
-    check_name("version", version)
-    final = model_repository / name / version
-    if final.exists() and not overwrite:
-        raise BundleExistsError(f"{final} exists; give another version, or --overwrite to replace it")
+    final = check_target(model_repository, name, version, overwrite=overwrite)
     with _parents(final.parent):
-        folder = Path(tempfile.mkdtemp(prefix=f".{version}-", dir=final.parent))
         try:
-            yield folder
-            _publish(folder, final)
+            folder = Path(tempfile.mkdtemp(prefix=f".{version}-", dir=final.parent))
+            try:
+                yield folder
+                # Another export may have put it there meanwhile.
+                check_target(model_repository, name, version, overwrite=overwrite)
+                _publish(folder, final)
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
         except OSError as error:
             raise BundleError(f"{final} cannot be written: {error}") from error
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager

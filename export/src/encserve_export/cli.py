@@ -1,6 +1,7 @@
 """The command line: `encserve-export hf`, `checkpoint`, `onnx`, `init` and `inspect`."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -9,7 +10,7 @@ import click
 from rich.console import Console
 
 from encserve_export import graph, hub, report
-from encserve_export.bundle import name_from, read_bundle
+from encserve_export.bundle import check_target, name_from, read_bundle
 from encserve_export.checkpoint import DEFAULT_LONGEST
 from encserve_export.config import EncoderConfig, Input
 from encserve_export.errors import ConfigError, ExportError
@@ -112,6 +113,8 @@ def hf(
     def export(progress: Progress) -> Exported:
         chosen = name_from(Path(source)) if name is None else name
         target = Target(model_repository=model_repository, name=chosen, version=version, overwrite=overwrite)
+        # A large checkpoint is downloaded and traced for minutes before the draft would say so.
+        check_target(model_repository, chosen, version, overwrite=overwrite)
         origin = None
         if not is_directory:
             progress(f"downloading {source}")
@@ -324,6 +327,7 @@ def _read_fields(path: Path) -> dict[str, Any]:
 
 def _run(export: Callable[[Progress], Exported]) -> None:
     """Shows what goes on to people on stderr, and the result on stdout."""
+    _end_by_exception()
     console = Console(stderr=True)
     try:
         with console.status("starting") as status:
@@ -336,3 +340,14 @@ def _run(export: Callable[[Progress], Exported]) -> None:
     except ExportError as error:
         raise click.ClickException(str(error)) from error
     report.show(exported, Console())
+
+
+def _end_by_exception() -> None:
+    """Has a signal that ends the process leave by way of an exception, as Ctrl-C does: nothing half written stays."""
+
+    def leave(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one
+            signal.signal(number, leave)
