@@ -136,14 +136,15 @@ async def test_the_grace_period_ends(start_server: StartServer, monkeypatch: pyt
 
 
 async def test_a_taken_port_is_said(start_server: StartServer) -> None:
-    """By default gRPC would share the port in silence."""
+    """By default gRPC would share the port in silence, or take another of the host's addresses."""
     server = await start_server()
     repository = server.app.settings.model_repository
-    for ports, text in (
-        ((server.app.grpc_port, 0), "--grpc-port .* cannot be bound"),
-        ((0, server.app.metrics_port), "--metrics-port .*: Address already in use"),
+    for host, ports, text in (
+        ("127.0.0.1", (server.app.grpc_port, 0), "--grpc-port .*: Address already in use"),
+        ("localhost", (server.app.grpc_port, 0), "--grpc-port .*: Address already in use"),
+        ("127.0.0.1", (0, server.app.metrics_port), "--metrics-port .*: Address already in use"),
     ):
-        second = App(Settings(model_repository=repository, grpc_port=ports[0], metrics_port=ports[1]))
+        second = App(Settings(model_repository=repository, host=host, grpc_port=ports[0], metrics_port=ports[1]))
         with pytest.raises(StartupError, match=text):
             await second.start()
         await second.stop()

@@ -31,7 +31,7 @@ from encserve_server.repository.manager import Loader, ModelManager
 from encserve_server.rpc import health, reflection, service
 from encserve_server.rpc.guard import RpcGuard
 from encserve_server.rpc.open_inference import service as open_inference
-from encserve_server.rpc.server import add_service, make_server
+from encserve_server.rpc.server import add_service, listen, make_server
 from encserve_server.settings import Settings
 from encserve_server.system.clock import Clock, MonotonicClock
 from encserve_server.system.cpus import step_back
@@ -196,14 +196,11 @@ class App:
             telling = reflection.handlers(names)
             for name in reflection.SERVICE_NAMES:
                 add_service(server, name, reflection.METHODS, telling)
-        host = f"[{settings.host}]" if ":" in settings.host else settings.host  # an IPv6 address
-        address = f"{host}:{settings.grpc_port}"
         try:
-            self.grpc_port = server.add_insecure_port(address)
-        except RuntimeError as error:
-            raise StartupError(
-                f"--grpc-port {settings.grpc_port} on {settings.host}: cannot be bound: {error}"
-            ) from error
+            self.grpc_port = listen(server, settings.host, settings.grpc_port)
+        except (OSError, RuntimeError) as error:
+            why = error.strerror if isinstance(error, OSError) and error.errno else error
+            raise StartupError(f"--grpc-port {settings.grpc_port} on {settings.host}: {why}") from error
         await server.start()
         self._server = server
 

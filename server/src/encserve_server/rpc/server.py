@@ -1,6 +1,8 @@
 """The gRPC server: grpcio's, with the options that this service needs."""
 
+import errno
 import logging
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -49,6 +51,25 @@ def make_server(settings: Settings) -> grpc.aio.Server:
         options.append(("grpc.max_connection_age_ms", round(settings.max_connection_age_seconds * 1000)))
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
     return grpc.aio.server(options=options)
+
+
+def listen(server: grpc.aio.Server, host: str, port: int) -> int:
+    """Makes a server listen on every address of a host, and returns the port: with 0 a free one.
+
+    gRPC does not say why it cannot, and of a name's addresses it is content with those that are free: callers of
+    localhost would then meet whoever has the other. So each is tried first.
+
+    Raises:
+        OSError: An address is in use, or not for this user.
+        RuntimeError: gRPC cannot listen there.
+    """
+    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        try:
+            socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6).close()
+        except OSError as error:
+            if error.errno in {errno.EADDRINUSE, errno.EACCES}:
+                raise
+    return server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")  # [] for an IPv6 address
 
 
 def add_service(
