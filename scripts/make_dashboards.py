@@ -1,10 +1,7 @@
-"""Writes the Grafana dashboards: deploy/grafana/dashboards/*.json.
+"""Writes the Grafana dashboards: deploy/grafana/dashboards/*.json, or into another folder."""
 
-python scripts/make_dashboards.py [FOLDER]
-"""
-
+import argparse
 import json
-import sys
 from pathlib import Path
 
 from dashboards import batching, latency, models, service
@@ -23,4 +20,6 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", type=Path, default=FOLDER)
+    main(parser.parse_args().folder)

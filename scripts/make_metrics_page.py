@@ -1,9 +1,6 @@
-"""Writes docs/metrics.md, from what the server registers.
+"""Writes docs/metrics.md, from what the server registers."""
 
-python scripts/make_metrics_page.py [FILE]
-"""
-
-import sys
+import argparse
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -76,4 +73,6 @@ def _row(family: Metric, labels: Iterable[str]) -> str:
 
 
 if __name__ == "__main__":
-    (Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE).write_text(page())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", nargs="?", type=Path, default=PAGE)
+    parser.parse_args().file.write_text(page())

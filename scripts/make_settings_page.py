@@ -1,10 +1,7 @@
-"""Writes docs/settings.md, from the fields of the server's `Settings`.
+"""Writes docs/settings.md, from the fields of the server's `Settings`."""
 
-python scripts/make_settings_page.py [FILE]
-"""
-
+import argparse
 import dataclasses
-import sys
 import types
 import typing
 from pathlib import Path
@@ -65,4 +62,6 @@ def _default(field: "dataclasses.Field[Any]") -> str:
 
 
 if __name__ == "__main__":
-    (Path(sys.argv[1]) if len(sys.argv) > 1 else PAGE).write_text(page())
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("file", nargs="?", type=Path, default=PAGE)
+    parser.parse_args().file.write_text(page())
