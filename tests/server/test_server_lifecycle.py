@@ -81,8 +81,12 @@ async def test_a_stuck_batch_turns_health(start_server: StartServer) -> None:
 
 
 def page_status(server: FakeServer, path: str) -> int:
-    """What the metrics port answers."""
-    return httpx.get(f"http://127.0.0.1:{server.app.metrics_port}{path}", trust_env=False, verify=False).status_code  # noqa: S501
+    """What the metrics port answers, to GET as to HEAD."""
+    url = f"http://127.0.0.1:{server.app.metrics_port}{path}"
+    with httpx.Client(trust_env=False, verify=False) as client:  # noqa: S501
+        got, head = client.get(url), client.head(url)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    return got.status_code
 
 
 async def test_the_metrics_port_has_health_for_probes_that_know_no_grpc(start_server: StartServer) -> None:
@@ -90,6 +94,7 @@ async def test_the_metrics_port_has_health_for_probes_that_know_no_grpc(start_se
     await becomes(server, SERVING)
     assert await asyncio.to_thread(page_status, server, "/healthz") == 200
     assert await asyncio.to_thread(page_status, server, "/healthz?verbose") == 200
+    assert await asyncio.to_thread(page_status, server, "/metrics") == 200
     for path in ("/", "/health", "/metrics/x", "/favicon.ico"):
         assert await asyncio.to_thread(page_status, server, path) == 404
     stopping = asyncio.create_task(server.app.stop())

@@ -106,7 +106,8 @@ class HttpApp:
         """Answers one request."""
         if scope["type"] != "http":
             return
-        route = self._routes.get((scope["method"], scope["path"]))
+        # Many that ask for health send HEAD, which is GET without the body; uvicorn leaves that out.
+        route = self._routes.get(("GET" if scope["method"] == "HEAD" else scope["method"], scope["path"]))
         with contextlib.suppress(_CallerGoneError):
             if route is None:
                 await _send(send, self._not_there(scope["path"]))

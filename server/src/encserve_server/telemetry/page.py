@@ -21,10 +21,16 @@ class _Handler(MetricsHandler):
 
     timeout = _SILENT_SECONDS
 
+    def do_HEAD(self) -> None:  # noqa: N802 - the library's name
+        """Answers a request of the many that ask for health so: GET without the body."""
+        self.do_GET()
+
     def do_GET(self) -> None:  # noqa: N802 - the library's name
         """Answers one request."""
         path = self.path.partition("?")[0]
-        if path == "/metrics":
+        if path == "/metrics" and self.command == "HEAD":
+            self._say(200, "")
+        elif path == "/metrics":
             super().do_GET()
         elif path == "/healthz":
             page = self.server
@@ -42,7 +48,8 @@ class _Handler(MetricsHandler):
         self.send_header("Content-Type", "text/plain; charset=utf-8")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        self.wfile.write(data)
+        if self.command != "HEAD":
+            self.wfile.write(data)
 
 
 class MetricsPage(ThreadingHTTPServer):
