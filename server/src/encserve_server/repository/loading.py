@@ -117,15 +117,9 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
         },
     )
     what = "remembered" if tuned.remembered else "measured" if tuned.max_batch_tokens else "not measurable now"
-    logger.info(
-        "batch budget %s",
-        what,
-        extra={
-            "model": bundle.name,
-            "max_batch_tokens": tuned.max_batch_tokens,
-            "tokens_per_second": {budget: round(rate) for budget, rate in tuned.tokens_per_second.items()},
-        },
-    )
+    rates = {budget: round(rate) for budget, rate in tuned.tokens_per_second.items()}
+    extra = {"model": bundle.name, "max_batch_tokens": tuned.max_batch_tokens}
+    logger.info("batch budget %s", what, extra=extra | ({"tokens_per_second": rates} if rates else {}))
     return tuned.max_batch_tokens or settings.batch_tokens_for(device)
 
 
