@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from architectures import ARCHITECTURES, Architecture, change_config, save
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -23,6 +24,7 @@ from encserve_export.errors import (
     WeightValueError,
 )
 from encserve_export.precision import BOUNDS, Precision
+from encserve_export.transformers_export import TransformersModel, write_onnx
 
 pytest.importorskip("transformers", reason="needs ./export[transformers]")
 
@@ -121,6 +123,22 @@ def test_a_missing_shard(data2vec: Path, models: Path) -> None:
     with pytest.raises(CheckpointFileError, match=r"model-00002-of-00002\.safetensors is missing; the index names it"):
         export(data2vec, models)
     assert not models.exists()
+
+
+class Looking(torch.nn.Module):
+    """Does what no graph can know beforehand: it looks at the numbers."""
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        return ids.float() if mask.sum().item() > 3 else mask.float()
+
+
+def test_what_pytorch_says_of_a_failure_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = TransformersModel(Looking(), "Looking", None, 50, 0, ())
+    with pytest.raises(UnsupportedModelError, match=r"cannot write Looking as ONNX \(dynamo\): .+") as it:
+        write_onnx(model, "dynamo", tmp_path / "model.onnx")
+    assert "\n" not in str(it.value)
+    assert "\x1b" not in str(it.value)
+    assert "".join(capfd.readouterr()) == ""
 
 
 def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

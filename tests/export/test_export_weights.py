@@ -166,6 +166,13 @@ def test_checkpoints_that_need_code_are_refused(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "executed").exists()
 
 
+def test_a_pointer_of_git_lfs(tmp_path: Path) -> None:
+    path = tmp_path / "pytorch_model.bin"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 90868376\n")
+    with pytest.raises(CheckpointFileError, match=r"pytorch_model\.bin is a pointer of git LFS.*git lfs pull"):
+        read_weights(tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_a_torchscript_archive_is_refused(tmp_path: Path) -> None:
     trace: Any = torch.jit.trace

@@ -3,10 +3,13 @@
 Nothing that a checkpoint brings is executed: its weights are read here, and code of its own is refused.
 """
 
+import contextlib
 import dataclasses
+import io
+import logging
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -33,6 +36,7 @@ Exporter = Literal["tracing", "dynamo"]
 EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
 _EXTRA = "pip install ./proto './export[transformers]' in a checkout of encserve"
 OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch's, in its errors
 # What a tokenizer was written as before there was tokenizer.json.
 _SPACE = "▁"  # as SentencePiece writes it
 OLDER_TOKENIZERS = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
@@ -164,8 +168,9 @@ def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None
         axes = dict.fromkeys(rows, torch.export.Dim.DYNAMIC)
         how = {"dynamo": True, "dynamic_shapes": (axes, axes), "verbose": False}
     try:
-        with warnings.catch_warnings(), torch.no_grad():
-            # What is told here is of the model's code and of the exporter's future; the gate judges the result.
+        # What is told here is of the model's code and of the exporter's future, and its whole graph where it fails; the
+        # gate judges the result.
+        with warnings.catch_warnings(), _silence(), torch.no_grad():
             warnings.simplefilter("ignore")
             torch.onnx.export(
                 model.module,
@@ -180,6 +185,17 @@ def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None
         raise UnsupportedModelError(
             f"PyTorch cannot write {model.description} as ONNX ({exporter}): {_first_line(error)}"
         ) from error
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Nothing is printed or logged to stderr meanwhile."""
+    logging.disable()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def write_tokenizer(directory: Path, path: Path) -> Path:
@@ -350,7 +366,7 @@ def _refuse_not_finite(model: nn.Module) -> None:
 
 
 def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):
         return f"{type(error).__name__} {error}".strip()
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")

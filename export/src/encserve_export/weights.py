@@ -23,6 +23,7 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
 _MAX_NESTING = 3
 AGAIN = "download or save it again (in a clone by git: git lfs pull)"
+_LFS_POINTER = b"version https://git-lfs"
 _SAVE_PLAINLY = "Save the state dict alone: torch.save(model.state_dict(), FILE)"
 # Indices that older versions saved among the weights.
 INDICES = ("position_ids", "token_type_ids", "inv_freq")
@@ -185,6 +186,9 @@ def _unpickle(path: Path) -> Any:
             warnings.filterwarnings("ignore", message=".*TorchScript archive", category=UserWarning)
             return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
+        with path.open("rb") as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                raise CheckpointFileError(f"{path} is a pointer of git LFS, not the weights; {AGAIN}") from error
         # torch wraps the cause in advice on how to switch the check off, which is the last thing to pass on.
         raise UnsafeWeightsError(
             f"{path} is no plain pickle of tensors, and anything else could execute code and is never loaded: "
