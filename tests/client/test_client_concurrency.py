@@ -9,7 +9,7 @@ import pytest
 from fake_encoder import FakeEncoder, rows_of
 from waiting import until
 
-from encserve_client import AsyncEncoderClient, EncoderClient
+from encserve_client import AsyncEncoderClient, EncoderClient, InvalidInputError
 
 
 async def test_threads_share_a_client(service: FakeEncoder) -> None:
@@ -82,3 +82,12 @@ async def test_the_async_client_can_be_made_outside_a_loop(service: FakeEncoder)
     client = await asyncio.to_thread(AsyncEncoderClient, service.target)
     async with client:
         assert len(await client.models()) == 1
+
+
+async def test_an_async_client_in_another_loop_says_so(service: FakeEncoder) -> None:
+    """As with one `asyncio.run` after another; the one that it belongs to is not disturbed."""
+    async with AsyncEncoderClient(service.target) as client:
+        await client.encode([[1]])
+        with pytest.raises(InvalidInputError, match="the event loop of its first use: make one in each loop"):
+            await asyncio.to_thread(lambda: asyncio.run(client.encode([[1]])))
+        await client.encode([[1]])

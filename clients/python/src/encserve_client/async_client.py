@@ -1,5 +1,6 @@
 """The client for asyncio. The same methods as `EncoderClient`, which has the full descriptions."""
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
@@ -27,7 +28,7 @@ from encserve_client._grpc.async_wire import AsyncWire
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._logic.inspecting import inspect_request
 from encserve_client._logic.streams import StreamRun
-from encserve_client.exceptions import EncserveError
+from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input
 from encserve_client.options import (
     Array,
@@ -67,6 +68,7 @@ class AsyncEncoderClient(BaseClient):
 
     def _set_up(self) -> None:
         self._channel = None  # made when first used, because it belongs to a loop
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._stub = None
 
     async def __aenter__(self) -> Self:
@@ -558,7 +560,11 @@ class AsyncEncoderClient(BaseClient):
 
     def _wire(self, inputs: Iterable[Input] | AsyncIterable[Input] = ()) -> AsyncWire:
         self._check_open()
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise InvalidInputError("the client belongs to the event loop of its first use: make one in each loop")
         if self._channel is None:
+            self._loop = loop
             if self._credentials is None:
                 self._channel = grpc.aio.insecure_channel(self._target, self._channel_options)
             else:
