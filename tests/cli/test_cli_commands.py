@@ -288,6 +288,7 @@ async def test_models_of_other_kinds(service: FakeEncoder) -> None:
 async def test_models(service: FakeEncoder) -> None:
     """Whole names and fingerprints, on a terminal and in a pipe."""
     name = service.model_info.name = "a-model-with-a-name-of-forty-characters-"
+    service.model_info.max_outputs = 16
     shown = (await encserve(service, "models", **TERMINAL)).stdout
     assert f" {name} * " in shown
     assert "f" * 16 in shown
@@ -296,7 +297,7 @@ async def test_models(service: FakeEncoder) -> None:
         *(name, "1", "f" * 16, "5" * 16, "8", "64", "mean 8", "CPUExecutionProvider", "float32", "ready")
     ]
     [model] = json.loads((await encserve(service, "models", "--json")).stdout)
-    assert model["max_request_tokens"] == 65536
+    assert (model["max_request_tokens"], model["max_outputs"]) == (65536, 16)
 
 
 async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:

@@ -53,7 +53,7 @@ def set_health(server: FakeServer, *, serving: bool) -> None:
     health = server.app._health
     assert health._following is not None
     health._following.cancel()
-    server.app._health_service.say({SERVICE_NAME: serving})
+    server.app._health_service.set_status({SERVICE_NAME: serving})
 
 
 async def call_until(client: AsyncEncoderClient, done: Callable[[], bool]) -> None:

@@ -11,6 +11,7 @@ from fake_wire import FakeWire, Outcome
 from encserve_client import (
     DeadlineError,
     EncodeResult,
+    InvalidInputError,
     InvalidRequestError,
     MessageTooLargeError,
     OverloadedError,
@@ -22,7 +23,7 @@ from encserve_client._logic.calls import Core, Settings
 from encserve_client._logic.failures import Failure
 from encserve_client._logic.wire import Rpc, run_without_loop
 from encserve_client.inputs import Input
-from encserve_client.options import Options
+from encserve_client.options import Options, Output
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode
@@ -30,6 +31,8 @@ Encode = Callable[[pb.EncodeRequest], Outcome]
 DOWN = Failure(Code.UNAVAILABLE, "down")
 FULL = Failure(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", 2.0)
 POLICY = RetryPolicy(max_attempts=3, initial_backoff_seconds=1.0, backoff_multiplier=2.0)
+ONE_OUTPUT = Options()
+THREE_OUTPUTS = Options(tuple(Output(dimensions=dimensions) for dimensions in (None, 1, 2)))
 
 
 def echo(request: pb.EncodeRequest) -> pb.EncodeResponse:
@@ -69,8 +72,14 @@ def core_of(timeout_seconds: float = 100.0, max_concurrent: int = 4, retry: Retr
     return Core(Settings(timeout_seconds, 64 << 20, max_concurrent, retry, random=lambda: 1.0, target="host:1"))
 
 
-def encode(core: Core, server: Server, inputs: list[Input], timeout_seconds: float | None = None) -> EncodeResult:
-    call = core.encode(server.wire, inputs, ("", ""), Options(), timeout_seconds)
+def encode(
+    core: Core,
+    server: Server,
+    inputs: list[Input],
+    timeout_seconds: float | None = None,
+    options: Options = ONE_OUTPUT,
+) -> EncodeResult:
+    call = core.encode(server.wire, inputs, ("", ""), options, timeout_seconds)
     try:
         return run_without_loop(call)
     finally:
@@ -254,6 +263,38 @@ def test_a_model_is_asked_for_once() -> None:
     core, server = core_of(), Server(failing([]))
     for _ in range(3):
         encode(core, server, [[1]])
+    assert server.n_get_model == 1
+
+
+def echo_thrice(request: pb.EncodeRequest) -> Outcome:
+    response = echo(request)
+    response.outputs.extend([response.outputs[0]] * 2)
+    return 0.0, response
+
+
+@pytest.mark.parametrize("inputs", [[], [[1]]])
+def test_more_outputs_than_a_server_takes_are_refused_before_inputs_are_sent(inputs: list[Input]) -> None:
+    server = Server(echo_thrice, max_outputs=2)
+    text = r"^outputs must be at most 2 \(ModelInfo.max_outputs\); was 3: make more calls$"
+    with pytest.raises(InvalidInputError, match=text) as caught:
+        encode(core_of(), server, inputs, options=THREE_OUTPUTS)
+    assert (server.sizes, caught.value.attempts) == ([], 0)
+
+
+def test_a_server_that_takes_more_outputs_than_before_gets_them() -> None:
+    """What is remembered of a model does not refuse a call."""
+    core, server = core_of(), Server(echo_thrice, max_outputs=2)
+    with pytest.raises(InvalidInputError):
+        encode(core, server, [[1]], options=THREE_OUTPUTS)
+    server.info.max_outputs = 3
+    for _ in range(2):
+        assert len(encode(core, server, [[1]], options=THREE_OUTPUTS).outputs) == 3
+    assert server.n_get_model == 2
+
+
+def test_a_server_that_does_not_say_how_many_outputs_it_takes_judges_itself() -> None:
+    server = Server(echo_thrice)
+    assert len(encode(core_of(), server, [[1]], options=THREE_OUTPUTS).outputs) == 3
     assert server.n_get_model == 1
 
 

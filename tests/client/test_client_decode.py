@@ -161,6 +161,12 @@ def test_one_message_is_not_copied_several_are() -> None:
     assert [array.shape for array in two.outputs[0].arrays()] == [(2, 3), (1, 3)] * 2
 
 
+def test_how_many_outputs_a_call_may_have() -> None:
+    """0 from a server that is older than the field."""
+    assert model_info(pb.ModelInfo(max_outputs=16)).max_outputs == 16
+    assert model_info(pb.ModelInfo()).max_outputs == 0
+
+
 def test_a_pooling_of_a_newer_server_is_handed_on() -> None:
     """By its number, where it was asked for as "model"."""
     newer: Any = 77

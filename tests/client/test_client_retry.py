@@ -49,6 +49,7 @@ def always(value: float):  # type: ignore[no-untyped-def]
         (Failure(Code.UNAVAILABLE, "", "DRAINING", retry_forbidden=True), False),
         (FULL, True),
         (Failure(Code.RESOURCE_EXHAUSTED, "", "QUEUE_FULL"), True),
+        (Failure(Code.RESOURCE_EXHAUSTED, "", "BUDGET_FULL"), True),
         (Failure(Code.RESOURCE_EXHAUSTED, "", "", 0.1), True),
         (Failure(Code.RESOURCE_EXHAUSTED, "Received message larger than max (5 vs. 4)"), False),
         (Failure(Code.RESOURCE_EXHAUSTED, "quota of some proxy"), False),
@@ -166,6 +167,9 @@ def test_every_status_has_its_exception(code: Code) -> None:
         (Failure(Code.INVALID_ARGUMENT, "", "TOO_MANY_INPUTS"), MessageTooLargeError),
         (Failure(Code.RESOURCE_EXHAUSTED, "CLIENT: Sent message larger than max (9 vs. 4)"), MessageTooLargeError),
         (Failure(Code.INVALID_ARGUMENT, "", "SEQUENCE_TOO_LONG"), InvalidRequestError),
+        (Failure(Code.INVALID_ARGUMENT, "", "TOO_MANY_OUTPUTS"), InvalidRequestError),
+        (Failure(Code.INVALID_ARGUMENT, "", "TOO_LONG_TO_POOL"), InvalidRequestError),
+        (Failure(Code.RESOURCE_EXHAUSTED, "", "BUDGET_FULL"), OverloadedError),
     ],
 )
 def test_a_reason_says_more_than_a_code(failure: Failure, expected: type[EncserveError]) -> None:

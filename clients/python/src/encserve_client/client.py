@@ -433,7 +433,8 @@ class EncoderClient(BaseClient):
 
         Args:
             inputs: As for `encode`.
-            outputs: What to return, each at most once: an `Output`, or its kind for one that is not normalised.
+            outputs: What to return, each at most once, and at most `ModelInfo.max_outputs` of them: an `Output`, or its
+                kind for one that is not normalised.
             model: As for `encode`.
             version: As for `encode`.
             dtype: As for `encode`.

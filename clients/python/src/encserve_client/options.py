@@ -113,8 +113,8 @@ class Output:
             was trained for.
         max_active_dims: How many weights of "sparse" to keep, the largest ones. Default: what the model was trained
             with.
-        pool_factor: How many vectors of "multi_vector" to make one on average, by hierarchical clustering. Default: no
-            more than the model itself does.
+        pool_factor: How many vectors of "multi_vector" to make one on average, by hierarchical clustering, of inputs of
+            at most 2,048 tokens. Default: no more than the model itself does.
         span_pooling: How the rows of a range become one in "spans". Default: their mean.
     """
 

@@ -259,6 +259,8 @@ class ModelInfo:
         multi_vector_width: The numbers of a vector of "multi_vector"; 0 where it has none.
         multi_vector_similarity: How sets of them are compared: "maxsim" or "meanmaxsim"; empty without them.
         sparse_width: The length of a "sparse" vector, zeros included; 0 where it has none.
+        max_outputs: The most outputs of one call; 0 from a server that does not say. `run` refuses more before it sends
+            an input.
     """
 
     name: str
@@ -298,6 +300,7 @@ class ModelInfo:
     multi_vector_width: int = 0
     multi_vector_similarity: str = ""
     sparse_width: int = 0
+    max_outputs: int = 0
 
     @property
     def trained_kind(self) -> TrainedKind:

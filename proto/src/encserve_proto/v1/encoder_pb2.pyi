@@ -432,7 +432,7 @@ class GetModelResponse(_message.Message):
     def __init__(self, model: _Optional[_Union[ModelInfo, _Mapping]] = ...) -> None: ...
 
 class ModelInfo(_message.Message):
-    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes", "input_kind", "can_inspect", "max_inspect_tokens", "position", "parameters", "vector_width", "default_dimensions", "prompts", "default_prompt_name", "similarity", "space_id", "tasks", "multi_vector_width", "multi_vector_similarity", "sparse_width")
+    __slots__ = ("name", "version", "fingerprint", "is_default", "d_model", "n_layers", "n_heads", "vocab_size", "max_sequence_tokens", "has_tokenizer", "special_token_ids", "pooling", "l2_normalize", "provider", "precision", "max_request_sequences", "max_text_bytes", "max_response_bytes", "ready", "not_ready_reason", "max_request_tokens", "max_request_bytes", "input_kind", "can_inspect", "max_inspect_tokens", "position", "parameters", "vector_width", "default_dimensions", "prompts", "default_prompt_name", "similarity", "space_id", "tasks", "multi_vector_width", "multi_vector_similarity", "sparse_width", "max_outputs")
     class PromptsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -477,6 +477,7 @@ class ModelInfo(_message.Message):
     MULTI_VECTOR_WIDTH_FIELD_NUMBER: _ClassVar[int]
     MULTI_VECTOR_SIMILARITY_FIELD_NUMBER: _ClassVar[int]
     SPARSE_WIDTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     name: str
     version: str
     fingerprint: str
@@ -514,7 +515,8 @@ class ModelInfo(_message.Message):
     multi_vector_width: int
     multi_vector_similarity: str
     sparse_width: int
-    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., input_kind: _Optional[_Union[InputKind, str]] = ..., can_inspect: bool = ..., max_inspect_tokens: _Optional[int] = ..., position: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[PartParameters, _Mapping]]] = ..., vector_width: _Optional[int] = ..., default_dimensions: _Optional[int] = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., similarity: _Optional[str] = ..., space_id: _Optional[str] = ..., tasks: _Optional[_Iterable[_Union[TaskInfo, _Mapping]]] = ..., multi_vector_width: _Optional[int] = ..., multi_vector_similarity: _Optional[str] = ..., sparse_width: _Optional[int] = ...) -> None: ...
+    max_outputs: int
+    def __init__(self, name: _Optional[str] = ..., version: _Optional[str] = ..., fingerprint: _Optional[str] = ..., is_default: bool = ..., d_model: _Optional[int] = ..., n_layers: _Optional[int] = ..., n_heads: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., has_tokenizer: bool = ..., special_token_ids: _Optional[_Iterable[int]] = ..., pooling: _Optional[_Union[OutputKind, str]] = ..., l2_normalize: bool = ..., provider: _Optional[str] = ..., precision: _Optional[str] = ..., max_request_sequences: _Optional[int] = ..., max_text_bytes: _Optional[int] = ..., max_response_bytes: _Optional[int] = ..., ready: bool = ..., not_ready_reason: _Optional[str] = ..., max_request_tokens: _Optional[int] = ..., max_request_bytes: _Optional[int] = ..., input_kind: _Optional[_Union[InputKind, str]] = ..., can_inspect: bool = ..., max_inspect_tokens: _Optional[int] = ..., position: _Optional[str] = ..., parameters: _Optional[_Iterable[_Union[PartParameters, _Mapping]]] = ..., vector_width: _Optional[int] = ..., default_dimensions: _Optional[int] = ..., prompts: _Optional[_Mapping[str, str]] = ..., default_prompt_name: _Optional[str] = ..., similarity: _Optional[str] = ..., space_id: _Optional[str] = ..., tasks: _Optional[_Iterable[_Union[TaskInfo, _Mapping]]] = ..., multi_vector_width: _Optional[int] = ..., multi_vector_similarity: _Optional[str] = ..., sparse_width: _Optional[int] = ..., max_outputs: _Optional[int] = ...) -> None: ...
 
 class TaskInfo(_message.Message):
     __slots__ = ("task", "prompt_name", "max_tokens", "min_tokens")

@@ -198,6 +198,7 @@ def model_info(message: pb.ModelInfo) -> ModelInfo:
         multi_vector_width=message.multi_vector_width,
         multi_vector_similarity=message.multi_vector_similarity,
         sparse_width=message.sparse_width,
+        max_outputs=message.max_outputs,
     )
 
 

@@ -100,11 +100,11 @@ class Core:
         time_limit = self.time_limit(timeout_seconds, started)
         expected = self.settings.expected
         async with aclosing(wire):
-            if not inputs:  # the answer is all about the model, so what is remembered of it will not do
-                info = await self._fetch_model(wire, key, time_limit)
+            # The answer for no inputs is all about the model, so what is remembered of it will not do.
+            info = await self._model_that_takes(options, wire, key, time_limit, use_remembered=bool(inputs))
+            if not inputs:
                 expected.check(info)
                 return empty_result(info, options, wire.now() - started)
-            info = self._models.get(key) or await self._fetch_model(wire, key, time_limit)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
             template = request_template(key, options, expected)
             attempts = 0
@@ -215,6 +215,24 @@ class Core:
         finally:
             if dispatch.saw_too_large:  # the limits that the plan was made for may be out of date
                 self._models.pop(key, None)
+
+    async def _model_that_takes(
+        self, options: Options, wire: Wire, key: ModelKey, time_limit: TimeLimit, *, use_remembered: bool
+    ) -> ModelInfo:
+        """The model of a call with these outputs. Servers older than `max_outputs` judge outputs themselves.
+
+        Raises:
+            InvalidInputError: It takes fewer outputs than these.
+        """
+        n_outputs = len(options.outputs)
+        info = self._models.get(key) if use_remembered else None
+        if info is None or 0 < info.max_outputs < n_outputs:  # the server may take more by now
+            info = await self._fetch_model(wire, key, time_limit)
+        if 0 < info.max_outputs < n_outputs:
+            raise InvalidInputError(
+                f"outputs must be at most {info.max_outputs} (ModelInfo.max_outputs); was {n_outputs}: make more calls"
+            )
+        return info
 
     async def _fetch_model(self, wire: Wire, key: ModelKey, time_limit: TimeLimit) -> ModelInfo:
         request = pb.GetModelRequest(model=key[0], model_version=key[1])

@@ -18,6 +18,8 @@ PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 
 # What the server calls a message that may pass in smaller pieces.
 _TOO_LARGE_REASONS = frozenset({"RESPONSE_TOO_LARGE", "REQUEST_TOO_LARGE", "TOO_MANY_INPUTS"})
+# What the server says where it has no room now.
+_NO_ROOM_REASONS = frozenset({"QUEUE_FULL", "BUDGET_FULL"})
 # How the server's text begins where one input is at fault.
 _AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
 # gRPC itself refuses an oversize message, on either side, with this text and no reason of ours.
@@ -185,7 +187,7 @@ def is_retryable(failure: Failure) -> bool:
     # gRPC itself answers RESOURCE_EXHAUSTED to oversize messages, and a proxy to whatever it likes: only our server's
     # own word that it is a matter of time counts.
     return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and (
-        failure.reason == "QUEUE_FULL" or failure.retry_delay_seconds is not None
+        failure.reason in _NO_ROOM_REASONS or failure.retry_delay_seconds is not None
     )
 
 
