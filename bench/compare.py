@@ -56,7 +56,7 @@ from harness.workload import Workload, choose_lengths, open_tokenizer, random_wo
 
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.system.cpus import usable_cpus
-from encserve_server.types import Bundle, Graph
+from encserve_server.types.bundles import Bundle, Graph
 
 SIDES = (CEILING, BARE, NAIVE, TORCH, TORCH_BATCHED, ONE, ONE_POOLED, LARGE, MANY, POOLED)
 

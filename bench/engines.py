@@ -14,6 +14,7 @@ sequences alone and in batches. Needs encserve-server[openvino].
 import argparse
 import itertools
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +31,10 @@ from rich.table import Table
 from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.errors import DeviceError
-from encserve_server.scheduling.batching import BatchPolicy, take_batch
+from encserve_server.scheduling.batching import BatchPolicy, plan_batch
 from encserve_server.system.cpus import cpu_model, usable_cpus
-from encserve_server.types import Bundle, ModelInput
+from encserve_server.types.arrays import ModelInput
+from encserve_server.types.bundles import Bundle
 
 ROOT = Path(__file__).parent.parent
 WAITING = 64  # as many callers wait
@@ -41,16 +43,6 @@ WANTED = 1.9  # times the tokens/s of the first side, by the last one
 TEXT_LENGTHS = (6, 9, 14, 22, 31, 47, 70, 110, 180, 256)  # tokens, special ones included
 
 console = Console(width=None if sys.stdout.isatty() else 120)
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A sequence that waits, as `take_batch` sees it; its own length or a longer one."""
-
-    input: ModelInput
-    length: int
-    deadline: float = float("inf")
-    gone: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,17 +67,24 @@ def as_batches(
 ) -> list[list[Any]]:
     """The batches that the server would make, the longest of each extended to a multiple of so many tokens."""
     batches: list[list[Any]] = []
+    policy = BatchPolicy(budget, 256, most_padding)
     for window in windows(sequences, waiting):
-        pending = [Waiting(it, len(it)) for it in window]
+        pending = list(window)
         while pending:
-            taken = take_batch(pending, BatchPolicy(budget, 256, most_padding), now=0.0)
-            inputs = sorted((it.input for it in taken.batch), key=len)
+            lengths = Counter(map(len, pending))
+            wanted = Counter(plan_batch(len(pending[0]), sorted(lengths), lengths, policy).counts)
+            inputs: list[Any] = []
+            left: list[Any] = []
+            for it in pending:  # of one length the oldest come first
+                (inputs if wanted[len(it)] else left).append(it)
+                wanted[len(it)] -= wanted[len(it)] > 0
+            inputs.sort(key=len)
             longest = inputs[-1]
             more = -len(longest) % multiple
             if more:
                 inputs[-1] = np.concatenate([longest, longest[:1].repeat(more)])
             batches.append(inputs)
-            pending = taken.left
+            pending = left
     return batches
 
 

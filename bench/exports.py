@@ -30,7 +30,7 @@ from harness.rounds import Patience, measure, ratios, spread
 from harness.workload import Workload, choose_lengths, random_workload, read_newest
 
 from encserve_server.engine.onnx import OnnxEngine
-from encserve_server.types import Bundle
+from encserve_server.types.bundles import Bundle
 
 BUDGET = 512  # padded tokens of a batch
 

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.system.cpus import usable_cpus
-from encserve_server.types import Bundle
+from encserve_server.types.bundles import Bundle
 
 WAITING = 1024  # sequences
 COMPARED = 64  # sequences whose rows are compared

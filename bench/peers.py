@@ -38,7 +38,7 @@ from harness.workload import Workload, choose_lengths, open_tokenizer, read_newe
 
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.system.cpus import usable_cpus
-from encserve_server.types import Bundle
+from encserve_server.types.bundles import Bundle
 
 # What is wanted of encserve in float32 and in bfloat16, 64 callers, as a ratio to a peer.
 WANTED = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}

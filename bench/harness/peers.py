@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from encserve_server.types import Graph
+from encserve_server.types.bundles import Graph
 from harness.load import CALLERS, warmup_of
 from harness.programs import START_SECONDS, Program, ensure_environment, free_ports, running, script
 from harness.rounds import Measurement, Side

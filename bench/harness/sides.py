@@ -12,7 +12,7 @@ from unittest import mock
 import numpy as np
 
 from encserve_server.engine.onnx import OnnxEngine
-from encserve_server.types import Graph
+from encserve_server.types.bundles import Graph
 from harness.load import SLICE
 from harness.rounds import NO_PATIENCE, Measurement, Side, measure
 from harness.workload import Sequence64, Workload, sorted_batches, windows

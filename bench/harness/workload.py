@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from encserve_cli.load import real_text_lengths, sample_lengths
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.repository.scan import find_slots, require
-from encserve_server.types import Bundle
+from encserve_server.types.bundles import Bundle
 
 Sequence64 = npt.NDArray[np.int64]  # (seq,) token ids
 

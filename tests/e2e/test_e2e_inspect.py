@@ -151,5 +151,5 @@ def test_golden_cases_as_vectors(fed_vectors: Path) -> None:
 
 
 def test_vectors_for_a_model_of_ids_are_refused(client: EncoderClient) -> None:
-    with pytest.raises(InvalidRequestError, match=r"takes token_ids or text; it was not exported for embeddings"):
+    with pytest.raises(InvalidRequestError, match=r"takes token ids or text; it was not exported for embeddings"):
         client.encode([np.ones((2, 384), np.float32)])

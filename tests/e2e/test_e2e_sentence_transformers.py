@@ -174,7 +174,9 @@ def test_ids_have_no_prompt(client: EncoderClient) -> None:
     ids = [2, 5, 6, 3]
     with_ids = client.embed([ids], model="default-prompt")
     assert worst(with_ids, client.embed(["the cat"], model="default-prompt", prompt_name="")) <= TOLERANCE
-    with pytest.raises(InvalidRequestError, match=r"options.prompt_name: goes before texts only; inputs\[1\] is none"):
+    with pytest.raises(
+        InvalidRequestError, match=r"options.prompt_name: goes before texts only; inputs\[1\] is not a text"
+    ):
         client.embed(["the cat", ids], model="default-prompt", prompt_name="query")
     with pytest.raises(InvalidRequestError, match="must be texts, or else sequences of ids"):
         client.embed(["the cat", ids], model="prompt-left-out")

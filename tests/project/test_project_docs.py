@@ -13,8 +13,8 @@ from encserve_cli.commands import cli as client
 from encserve_export.cli import main as exporter
 from encserve_export.layouts import known_layouts
 from encserve_server.__main__ import main as server
-from encserve_server.http.status import ERROR_TABLE as HTTP_TABLE
-from encserve_server.rpc.status import ERROR_TABLE
+from encserve_server.error_table import ERROR_TABLE, UNKNOWN, Status
+from encserve_server.errors import EmptyInputs, EncserveError, UnknownField
 
 ROOT = Path(__file__).parent.parent.parent
 PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))}
@@ -95,7 +95,9 @@ def test_the_layouts_table() -> None:
 def test_the_errors_table() -> None:
     """docs/errors.md has every reason with its status code, and those of HTTP."""
     documented = {reason: tuple(row[:2]) for reason, row in table_under("docs/errors.md", "Errors").items()}
-    raised = {error.reason: mapping.code.name for error, mapping in ERROR_TABLE.items()} | {"INTERNAL": "INTERNAL"}
-    both = {error.reason: (it.openai_status, it.tei_status) for error, it in HTTP_TABLE.items() if error in ERROR_TABLE}
-    http = {reason: " / ".join(map(str, dict.fromkeys(statuses))) for reason, statuses in both.items()}
-    assert documented == {reason: (code, http.get(reason, "500")) for reason, code in raised.items()}
+    own = {error.reason: status for error, status in ERROR_TABLE.items() if error not in (EmptyInputs, UnknownField)}
+
+    def row(status: Status) -> tuple[str, str]:
+        return status.grpc, " / ".join(map(str, dict.fromkeys((status.openai, status.tei))))
+
+    assert documented == {reason: row(status) for reason, status in {EncserveError.reason: UNKNOWN, **own}.items()}

@@ -13,7 +13,8 @@ from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
 from encserve_server.errors import BundleError
 from encserve_server.repository.bundle import read_bundle
-from encserve_server.types import ModelPooling, OutputKind
+from encserve_server.types.bundles import ModelPooling
+from encserve_server.types.requests import OutputKind
 
 
 def edit(directory: Path, **fields: Any) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import grpc
 import pytest
+from fake_engine import FakeEngine
 from fake_server import SERVICE, Failed, FakeServer, StartServer, make_input
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 from grpc_reflection.v1alpha.reflection_pb2 import ServerReflectionRequest
 from waiting import PATIENCE_SECONDS, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.engine.fake import FakeEngine
 
 ENCODE = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
 REFLECTION = "reflection.v1alpha.ServerReflection/ServerReflectionInfo"
@@ -41,6 +41,29 @@ async def test_a_flood_that_does_not_end_gets_answers_or_refusals(start_server: 
     await server.encode([1] * 10)
 
 
+async def test_connections_are_bounded(start_server: StartServer) -> None:
+    """A further one is closed at once, whoever has one is answered, and one that ends makes room."""
+    server = await start_server(max_connections=3)
+    port = server.app.grpc_port
+    check: Any = server.channel.unary_unary("/grpc.health.v1.Health/Check")
+    await check(HealthCheckRequest().SerializeToString())
+    connections = [await asyncio.open_connection("127.0.0.1", port) for _ in range(10)]
+    try:
+        pending = {asyncio.create_task(reader.read()) for reader, _ in connections}
+        while len(pending) > 2:  # gRPC's own settings frame does not end a read
+            done, pending = await asyncio.wait(pending, timeout=PATIENCE_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            assert done, f"{len(pending)} are open"
+        await check(HealthCheckRequest().SerializeToString())
+        assert len(pending) == 2
+    finally:
+        for _, writer in connections:
+            writer.close()
+    await asyncio.gather(*pending)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        check = channel.unary_unary("/grpc.health.v1.Health/Check")
+        await check(HealthCheckRequest().SerializeToString(), wait_for_ready=True, timeout=PATIENCE_SECONDS)
+
+
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
 async def test_compressed_requests_are_refused(server: FakeServer, compression: grpc.Compression) -> None:
     """Four KiB could be four MiB of empty inputs, and would be made that before anybody could look at them."""
@@ -51,7 +74,12 @@ async def test_compressed_requests_are_refused(server: FakeServer, compression: 
         with pytest.raises(grpc.aio.AioRpcError, match="Compression algorithm '.*' is disabled") as caught:
             await rpc(data)
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert server.sample("grpc_server_started_total", **ENCODE) == 0
+    # The call begins before its message is there, and is over without it.
+    await until(lambda: server.sample("encserve_in_flight_requests") == 0)
+    assert server.sample("grpc_server_handled_total", **ENCODE, grpc_code="Canceled") == server.sample(
+        "grpc_server_started_total", **ENCODE
+    )
+    assert server.sample("encserve_refused_total", reason="MALFORMED_REQUEST") == 0
 
 
 async def test_a_caller_that_goes_in_the_middle_of_its_answer_is_no_news(

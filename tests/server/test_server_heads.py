@@ -13,21 +13,19 @@ import numpy as np
 import pytest
 import tiny_heads
 from fake_server import Failed, FakeServer, StartServer, make_input
-from hypothesis import given
-from hypothesis import strategies as st
 from open_inference import infer, text_tensor
-from tiny_bundle import VOCAB_SIZE, expected_rows, inspect_parts, table, write_bundle
+from tiny_bundle import LONGEST, VOCAB_SIZE, expected_rows, inspect_parts, table, write_bundle
 from tiny_heads import expected_vectors, expected_weights, multi_vector, sparse
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.models.token_pooling import pool_tokens
+from encserve_server.outputs.token_pooling import pool_tokens
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.repository.loading import load_model
 from encserve_server.rpc import codec
 from encserve_server.settings import Settings
-from encserve_server.types import TokenPooling
+from encserve_server.types.bundles import TokenPooling
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
 BEGIN, END, MASK, PROMPT, DOT = 1, 2, 3, 7, 9  # ids; a word "w7" has the id 7
@@ -56,7 +54,7 @@ def serve(start_server: StartServer, tmp_path: Path) -> Serve:
     ) -> FakeServer:
         bundle = write_bundle(tmp_path / "bundles", tokenizer=words(), files=files, **parts)
 
-        def load(_: Path, settings: Settings, pool: Executor) -> LoadedModel:
+        def load(_: Path, settings: Settings, pool: Executor, served: str) -> LoadedModel:
             return load_model(bundle, replace(settings, engine=engine), pool)
 
         chosen: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False, **(settings or {})}
@@ -224,7 +222,7 @@ async def test_what_is_inspected_is_what_is_encoded_for_its_task(serve: Serve, t
         (
             [5],
             {"task": pb.TASK_QUERY},
-            "task: TASK_QUERY puts a prompt .* behind short texts; input is none: send text",
+            "task: TASK_QUERY puts a prompt .* behind short texts; input is not a text: send text",
         ),
         (text(*range(10, 16)), {"task": pb.TASK_QUERY}, r"input.text: .* 8 tokens \(max_tokens of TASK_QUERY .* was 9"),
         (
@@ -337,11 +335,12 @@ def sent(*inputs: Any, options: pb.EncodeOptions) -> tuple[tuple[Any, ...], pb.E
 REFUSED = {
     "ids that a task would change": (
         sent(text(5), [5], options=options(MULTI, task=pb.TASK_QUERY)),
-        r"options.task: TASK_QUERY puts a prompt before texts and puts tokens behind short texts; inputs\[1\] is none",
+        r"options.task: TASK_QUERY puts a prompt before texts and puts tokens behind short texts; "
+        r"inputs\[1\] is not a text",
     ),
     "ids that an expansion would change": (
         sent([5], options=options(MULTI, task=pb.TASK_QUERY, prompt_name="")),
-        r"options.task: TASK_QUERY puts tokens behind short texts; inputs\[0\] is none",
+        r"options.task: TASK_QUERY puts tokens behind short texts; inputs\[0\] is not a text",
     ),
     "no weights": (
         sent([5], options=options(SPARSE)),
@@ -520,7 +519,9 @@ async def test_a_reply_whose_weights_turn_out_too_many_is_refused(serve: Serve) 
     server = await serve(
         {"sparse.onnx": tiny_heads.sparse_file("max", width)}, {"max_response_mib": 1}, sparse=sparse(width=width)
     )
-    with pytest.raises(Failed, match="over the limit of 1048576 .*; fewer inputs, or max_active_dims") as caught:
+    with pytest.raises(
+        Failed, match="over the limit of 1048576 .*; fewer inputs, or options.outputs.max_active_dims"
+    ) as caught:
         await server.encode(*[[i, 5] for i in range(5)], options=options(SPARSE))
     assert caught.value.reason == "RESPONSE_TOO_LARGE"
     spec = pb.OutputSpec(kind=pb.OUTPUT_KIND_SPARSE, max_active_dims=100)
@@ -551,7 +552,7 @@ async def test_vectors_that_are_alike_are_joined(serve: Serve, own_factor: float
 
 
 async def test_a_server_that_cannot_join_vectors_says_so(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.models.token_pooling.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("encserve_server.outputs.token_pooling.importlib.util.find_spec", lambda name: None)
     server = await serve(LATE, multi_vector=multi_vector())
     spec = pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR, pool_factor=2)
     with pytest.raises(Failed, match=r"pool_factor: this server cannot .* it lacks encserve-server\[pooling\]"):
@@ -559,23 +560,6 @@ async def test_a_server_that_cannot_join_vectors_says_so(serve: Serve, monkeypat
 
 
 @pytest.mark.models  # importing sentence-transformers takes seconds
-@given(st.integers(0, 2**32), st.integers(0, 40), st.floats(1, 8), st.integers(0, 3), st.booleans())
-def test_clusters_are_those_of_sentence_transformers(
-    seed: int, count: int, factor: float, protected: int, unit: bool
-) -> None:
-    """From the same rows; one of them stands twice."""
-    torch = pytest.importorskip("torch")
-    theirs = pytest.importorskip("sentence_transformers.multi_vector_encoder.modules.token_pooling")
-    vectors = np.random.default_rng(seed).standard_normal((count, 8)).astype(np.float32)
-    vectors[-1:] = vectors[:1]
-    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
-    found = pool_tokens(vectors, TokenPooling(factor, protected, unit))
-    want = theirs._hierarchical_pool_one(torch.from_numpy(vectors), factor, protected, unit).numpy()
-    assert found.shape == want.shape
-    np.testing.assert_allclose(found, want, atol=1e-6)
-
-
-@pytest.mark.system  # four billion logits
 @pytest.mark.parametrize("pooling", ["max", "sum"])
 async def test_the_memory_of_a_large_vocabulary_is_bounded(serve: Serve, pooling: str) -> None:
     """XLM-R's, for eight texts of 512 tokens at once: all of it would be 4 GiB."""
@@ -620,5 +604,6 @@ async def test_the_estimate_of_a_reply_is_never_too_low(serve: Serve) -> None:
     for inputs in ([[5] * 64] * 20, [[5]], [text(*range(5, 40)), text()]):
         for specs in ([MULTI], [SPARSE], [MULTI, SPARSE, pb.OutputSpec()]):
             request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options(*specs))
-            reply = await model.encode(codec.decode_call(request, model))
+            reply = await model.prepare(codec.decode_call(request, LONGEST, codec.check_counts(request, model)))
+            await model.run(reply)
             assert len(await server.call("Encode", request)) <= reply.estimated_bytes

@@ -128,7 +128,7 @@ def test_a_head_that_is_another_than_the_manifests(tmp_path: Path, parts: dict[s
 
 
 def test_a_model_that_joins_vectors_needs_what_does_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.models.token_pooling.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("encserve_server.outputs.token_pooling.importlib.util.find_spec", lambda name: None)
     pooled = query(token_pooling=m.TokenPooling(factor=2))
     directory = write_bundle(tmp_path, files=FILES, multi_vector=multi_vector(), **pooled)
     with pytest.raises(BundleError, match=r"tiny pools the vectors of tokens, which needs encserve-server\[pooling\]"):

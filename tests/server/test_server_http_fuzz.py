@@ -3,11 +3,14 @@
 import asyncio
 import json
 from collections import Counter
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from fake_server import D_MODEL, FakeServer, start_fake_server
+from fake_server import D_MODEL, start_fake_server
+from http_calls import connect
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -53,25 +56,15 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
     return path, data
 
 
-async def ask(server: FakeServer, path: str, body: bytes) -> tuple[int, Any]:
-    """What the application answers; the body comes in two parts."""
-    assert server.app._http is not None
-    parts = [body[: len(body) // 2], body[len(body) // 2 :]]
-    messages = [{"type": "http.request", "body": part, "more_body": i == 0} for i, part in enumerate(parts)]
-    sent: list[dict[str, Any]] = []
+async def ask(client: httpx.AsyncClient, path: str, body: bytes) -> tuple[int, Any]:
+    """What the server answers; the body comes in two parts."""
 
-    async def receive() -> dict[str, Any]:
-        if not messages:
-            await asyncio.Event().wait()  # the caller stays
-        return messages.pop(0)
+    async def parts() -> AsyncIterator[bytes]:
+        yield body[: len(body) // 2]
+        yield body[len(body) // 2 :]
 
-    async def send(message: dict[str, Any]) -> None:
-        sent.append(message)
-
-    scope = {"type": "http", "method": "POST", "path": path, "headers": []}
-    await server.app._http.app(scope, receive, send)
-    start, rest = sent
-    return start["status"], json.loads(rest["body"])
+    response = await client.post(path, content=parts())
+    return response.status_code, response.json()
 
 
 def check_refusal(path: str, status: int, told: Any) -> None:
@@ -93,11 +86,13 @@ def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, examples: in
     with asyncio.Runner() as runner:
         server = runner.run(start_fake_server(tmp_path, http_port=0, prompts={"query": "hello "}))
 
+        client = connect(server)
+
         @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
         @given(requests())
         def fuzz(request: tuple[str, bytes]) -> None:
             path, body = request
-            status, told = runner.run(ask(server, path, body))
+            status, told = runner.run(ask(client, path, body))
             seen[status] += 1
             if status != 200:
                 check_refusal(path, status, told)
@@ -105,7 +100,8 @@ def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, examples: in
         fuzz()
         assert server.sample("encserve_in_flight_requests") == 0
         assert server.sample("encserve_queue_tokens", model="tiny", version="2") == 0
-        assert runner.run(ask(server, "/embed", b'{"inputs": "hello"}'))[0] == 200
+        assert runner.run(ask(client, "/embed", b'{"inputs": "hello"}'))[0] == 200
+        runner.run(client.aclose())
         runner.run(server.channel.close())
         runner.run(server.app.stop())
     assert sum(seen.values()) >= examples

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_engine import FakeEngine
 from fake_server import D_MODEL, FakeServer, StartServer, fake_model
-from http_calls import connect, get, post
+from http_calls import connect, get, post, raw
 from waiting import until
 
 from encserve_server.app import App
-from encserve_server.engine.fake import FakeEngine
 from encserve_server.errors import StartupError
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.settings import Settings
@@ -40,18 +40,6 @@ def body(path: str, inputs: Any) -> dict[str, Any]:
 def counted(server: FakeServer, path: str, status: int) -> float:
     """How many requests a route has answered so."""
     return server.sample("encserve_http_requests_total", route=f"POST {path}", status=str(status))
-
-
-@contextlib.asynccontextmanager
-async def raw(server: FakeServer) -> Any:
-    """A connection, to say on it what no library would."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.app.http_port)
-    try:
-        yield reader, writer
-    finally:
-        writer.close()
-        with contextlib.suppress(ConnectionError):
-            await writer.wait_closed()
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -105,20 +93,23 @@ async def test_a_caller_that_goes_in_the_middle_of_its_body(server: FakeServer) 
 
 
 async def test_a_body_that_does_not_come(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.http.app._BODY_SECONDS", 0.05)
+    monkeypatch.setattr("encserve_server.http.bodies.BODY_SECONDS", 0.05)
     async with raw(server) as (reader, writer):
         writer.write(b'POST /v1/embeddings HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"input"')
-        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+        answer = await reader.read()  # until the connection ends
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"8 bytes came" in answer
+    assert server.app._calls.held_bytes == 0
 
 
-@pytest.mark.system
-async def test_who_does_not_read_is_given_up_on(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_caller_that_does_not_read_is_ended(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer holds memory."""
-    monkeypatch.setattr("encserve_server.http.server._UNREAD_SECONDS", 1.0)
-    server = await start_server(http_port=0)
+    server = await start_server(http_port=0, max_request_sequences=4000, max_queue_tokens=200_000)
+    monkeypatch.setattr("encserve_server.http.app.SEND_SECONDS", 0.2)
+    monkeypatch.setattr("encserve_server.http.app._BYTES_PER_SECOND", 2**40)
     assert server.app._http is not None
-    connections = server.app._http._server.server_state.connections
-    text = json.dumps({"inputs": [[1] * 32] * 250}).encode()  # 0.4 MB of answer
+    connections = server.app._http.connections
+    text = json.dumps({"inputs": [[1] * 32] * 4000}).encode()  # 6 MB of answer, more than the system takes
     with socket.socket() as caller:
         caller.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         caller.setblocking(False)
@@ -129,7 +120,9 @@ async def test_who_does_not_read_is_given_up_on(start_server: StartServer, monke
         )
         await until(lambda: counted(server, "/embed_all", 200) == 1)
         assert len(connections) == 1
+        assert server.app._calls.held_bytes > 4_000_000
         await until(lambda: not connections)
+    assert server.app._calls.held_bytes == server.sample("encserve_in_flight_requests") == 0
 
 
 @pytest.mark.parametrize("head", [b"GET /health HTTP/1.1\r\n" + b"x: y\r\n" * 20_000, b"GET /" + b"x" * 100_000])
@@ -138,7 +131,7 @@ async def test_a_head_without_end(server: FakeServer, head: bytes) -> None:
         writer.write(head)
         with contextlib.suppress(ConnectionError):
             await writer.drain()
-        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        assert (await reader.read()).startswith(b"HTTP/1.0 400")
     assert (await get(server, "/health")).status_code == 200
 
 
@@ -146,27 +139,47 @@ async def test_what_is_no_http(server: FakeServer, caplog: pytest.LogCaptureFixt
     """Such as a gRPC client, which got the ports wrong."""
     async with raw(server) as (reader, writer):
         writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
-        assert (await reader.read()).startswith(b"HTTP/1.1 400")
+        assert (await reader.read()).startswith(b"HTTP/1.0 400")
     assert not caplog.records
+
+
+async def test_a_head_over_the_limit(server: FakeServer) -> None:
+    head = b"GET /info HTTP/1.1\r\nhost: x\r\n" + b"x: %s\r\n" % (b"y" * 8000)
+    async with raw(server) as (reader, writer):
+        writer.write(head + b"\r\n" + head + b"z: y\r\n" * 50 + b"\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.write(head + b"x: %s\r\n" % (b"y" * 8000) * 8 + b"\r\n")
+        assert b"HTTP/1.1 431" in await reader.read()
+
+
+OFFER = b"upgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\n"
+OFFERING = b"POST /embed HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings"
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3])
 async def test_who_offers_another_protocol_is_answered_in_this_one(server: FakeServer, parts: int) -> None:
     """As Java's client does with HTTP/2 in its first request; its body is read all the same."""
     text = b'{"inputs": "hello"}'
-    offer = b"upgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAB\r\ncontent-length: %d\r\n\r\n%s" % (len(text), text)
-    head = b"POST /embed HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings"
-    one = head + b"\r\n" + offer
+    one = OFFERING + b"\r\n" + OFFER + b"content-length: %d\r\n\r\n%s" % (len(text), text)
     cuts = {1: [len(one)], 2: [len(one) - len(text), len(one)], 3: [40, len(one) - 5, len(one)]}[parts]
     async with raw(server) as (reader, writer):
-        for begin, end in zip([0, *cuts], cuts, strict=False):
-            writer.write(one[begin:end])
-            await writer.drain()
-            await asyncio.sleep(0.01)  # so that it comes by itself
-        writer.write(one + head + b", close\r\n" + offer)
-        answers = await reader.read()
-    assert len(re.findall(rb"HTTP/1.1 200 OK", answers)) == 3
-    assert answers.count(b"[[0.5,0.5,0.5,0.5]]") == 3
+        for _ in range(3):
+            for begin, end in zip([0, *cuts], cuts, strict=False):
+                writer.write(one[begin:end])
+                await writer.drain()
+                await asyncio.sleep(0.01)  # so that it comes by itself
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+            await reader.readuntil(b"\r\n\r\n[[0.5,0.5,0.5,0.5]]")
+
+
+async def test_what_is_sent_behind_such_an_offer_is_not_left_without_an_answer(server: FakeServer) -> None:
+    text = b'{"inputs": "hello"}'
+    one = OFFERING + b"\r\n" + OFFER + b"content-length: %d\r\n\r\n%s" % (len(text), text)
+    async with raw(server) as (reader, writer):
+        writer.write(one * 2)
+        answers = await reader.read()  # the connection ends, so that the caller sends the second one again
+    assert answers.count(b"HTTP/1.1 200") == 1
+    assert b"Connection: close" in answers
 
 
 async def test_requests_on_one_connection_are_answered_in_turn(server: FakeServer) -> None:
@@ -177,6 +190,16 @@ async def test_requests_on_one_connection_are_answered_in_turn(server: FakeServe
         answers = await reader.read()
     assert len(re.findall(rb"HTTP/1.1 200 OK", answers)) == 4
     assert answers.count(b"[[0.5,0.5,0.5,0.5]]") == 3
+
+
+async def test_a_large_answer_to_head_has_no_body(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encserve_server.http.app._PIECE_BYTES", 16)
+    async with raw(server) as (reader, writer):
+        for _ in range(2):
+            writer.write(b"HEAD /info HTTP/1.1\r\nhost: x\r\n\r\n")
+            head = await reader.readuntil(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200")
+            assert b"content-length: 0" not in head.lower()
 
 
 async def test_an_engine_that_fails(start_server: StartServer) -> None:
@@ -206,7 +229,7 @@ async def test_an_error_that_nobody_foresaw(
     def explode(*_: object, **__: object) -> None:
         raise RuntimeError("a secret")
 
-    monkeypatch.setattr("encserve_server.models.served.ServedModel.encode", explode)
+    monkeypatch.setattr("encserve_server.models.served.ServedModel.prepare", explode)
     for path in BOTH:
         refused = await post(server, path, body(path, "hello"))
         assert refused.status_code == 500
@@ -224,7 +247,7 @@ async def test_before_the_models_are_there(tmp_path: Path) -> None:
     (tmp_path / "tiny" / "1").mkdir(parents=True)
     (tmp_path / "tiny" / "1" / "manifest.json").touch()
 
-    def load(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
         del settings
         asyncio.run_coroutine_threadsafe(loading.wait(), loop).result()
         return fake_model(directory, tokenize_pool, FakeEngine(D_MODEL))
@@ -301,7 +324,7 @@ async def test_requests_are_counted_by_route_and_status(server: FakeServer) -> N
 
 
 async def test_large_replies_are_built_off_the_event_loop(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.models.calls._INLINE_REPLY_BYTES", 0)
+    monkeypatch.setattr("encserve_server.calls._INLINE_REPLY_BYTES", 0)
     for path in BOTH:
         assert (await post(server, path, body(path, "hello"))).status_code == 200
 
@@ -323,7 +346,7 @@ def test_without_its_extra_it_says_what_to_install() -> None:
     program = """
 import sys
 from encserve_server.app import _import_http
-for package in ("uvicorn", "httptools", "orjson"):
+for package in ("aiohttp", "msgspec", "orjson"):
     saved = dict(sys.modules)
     sys.modules[package] = None
     try:
@@ -335,7 +358,7 @@ for package in ("uvicorn", "httptools", "orjson"):
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True, timeout=60)
     assert re.findall(r"StartupError --http-port: .* (\w+) is not installed; install (.*)", done.stdout) == [
-        (package, "encserve-server[http]") for package in ("uvicorn", "httptools", "orjson")
+        (package, "encserve-server[http]") for package in ("aiohttp", "msgspec", "orjson")
     ], done
 
 

@@ -1,19 +1,21 @@
 """Inspect on a real gRPC server with a fake inspector: what callers get, and that encoding never waits for it."""
 
 import asyncio
+import threading
 from typing import Any
 
+import fake_engine as fake
 import grpc
 import numpy as np
 import pytest
+from fake_engine import FakeInspector, fake_numbers
 from fake_server import D_MODEL, LONGEST, N_HEADS, N_LAYERS, SERVICE, Failed, FakeServer, StartServer, make_input
+from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.engine import fake
-from encserve_server.engine.fake import FakeInspector, fake_numbers
-from encserve_server.errors import BundleError
-from encserve_server.rpc import service
-from encserve_server.types import InspectKind
+from encserve_server.errors import BundleError, EngineUnhealthy
+from encserve_server.rpc import sending, service
+from encserve_server.types.inspections import InspectKind
 
 ATTENTION, STATES, POSITIONS = (
     pb.INSPECT_KIND_ATTENTION_WEIGHTS,
@@ -81,7 +83,7 @@ async def test_vectors_have_no_ids_and_no_tokens(start_server: StartServer) -> N
 
 
 async def test_large_tensors_come_in_chunks(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("encserve_server.rpc.codec._CHUNK_BYTES", 100)
+    monkeypatch.setattr("encserve_server.rpc.inspect_codec._CHUNK_BYTES", 100)
     server = await start_server()
     parts = await server.inspect(request([1] * 20))
     # 20 x 20 x 2 heads x 4 bytes a layer: 32 chunks each; 20 x 4 x 4 bytes a state: 3 full ones and a rest.
@@ -110,7 +112,7 @@ BAD_REQUESTS = {
     "layers of positions": (request([1], spec(3, 0)), "tensors[0].layers", "must be empty for positions"),
     "data type": (request([1], data_type=7), "data_type", "must be a value of DataType, 0 to 3; was 7"),
     "truncation": (request([1], truncation=7), "truncation", "must be a value of Truncation, 0 to 2; was 7"),
-    "vectors": (request(np.ones((2, 4), np.float32)), "input.embeddings", "takes token_ids or text; it was not"),
+    "vectors": (request(np.ones((2, 4), np.float32)), "input.embeddings", "takes token ids or text; it was not"),
 }  # fmt: skip
 
 
@@ -197,6 +199,16 @@ async def test_encoding_does_not_wait_for_it(server: FakeServer) -> None:
     assert not inspecting.done()
     server.inspector.let_go()
     await inspecting
+
+
+async def test_its_chunks_do_not_wait_behind_large_replies(server: FakeServer) -> None:
+    release = threading.Event()
+    building = [server.app._encode_pool.submit(release.wait) for _ in range(8)]
+    try:
+        assert len(await server.inspect(request([1]), timeout=60)) > 1
+    finally:
+        release.set()
+    assert all(it.result() for it in building)
 
 
 async def test_its_queue_is_small_and_full_is_said(start_server: StartServer) -> None:
@@ -319,7 +331,7 @@ async def test_a_caller_that_reads_nothing_is_given_up_on(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise a few of them would hold every place, and the memory of their answers, for ever."""
-    monkeypatch.setattr(service, "_UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
     server = await start_server()
     monkeypatch.setattr(server.inspector, "_n_heads", 4000)  # 20 MB of attention weights
     rpc: Any = server.channel.unary_stream(f"/{SERVICE}/Inspect")
@@ -329,14 +341,16 @@ async def test_a_caller_that_reads_nothing_is_given_up_on(
         await asyncio.sleep(0.05)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await read_all(call)
-    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert "nothing of the answer was read for" in (caught.value.details() or "")
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE  # its connection is closed
+    labels = {"grpc_type": "server_stream", "grpc_service": SERVICE, "grpc_method": "Inspect"}
+    await until(lambda: server.sample("grpc_server_handled_total", **labels, grpc_code="DeadlineExceeded") == 1)
+    assert server.sample("encserve_refused_total", reason="DEADLINE_EXPIRED") == 1
 
 
 async def test_a_caller_that_does_not_even_read_the_header_is_given_up_on(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "_UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
     server = await start_server()
     options = [("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=options) as channel:
@@ -400,6 +414,36 @@ async def test_it_is_counted(server: FakeServer) -> None:
     assert server.sample("grpc_server_handled_total", **labels, grpc_code="OK") == 1
     stage = {"model": "tiny", "version": "2", "stage": "inspect"}
     assert server.sample("encserve_stage_seconds_count", **stage) == 1
+
+
+async def test_who_waits_for_a_model_that_is_unloaded_is_told_at_once(server: FakeServer) -> None:
+    """The one that runs gets its answer; nothing runs after the session was freed."""
+    lane = server.app.catalog.resolve("", "").check_inspectable()
+    wanted, ran = [(InspectKind.HIDDEN_STATES, (0,))], []
+
+    async def inspect(length: int) -> None:
+        async with lane.inspect(np.zeros(length, np.int64), wanted) as inspection:
+            ran.append(len(inspection.tensors[0].parts[0]))
+
+    await inspect(1)
+    await asyncio.to_thread(server.inspector.started.acquire, timeout=60)
+    server.inspector.hold()
+    running = asyncio.create_task(inspect(2))
+    await asyncio.to_thread(server.inspector.started.acquire, timeout=60)
+    waiting = [asyncio.create_task(inspect(3)) for _ in range(3)]
+    await asyncio.sleep(0)
+    closing = asyncio.create_task(lane.close())
+    for task in waiting:
+        with pytest.raises(EngineUnhealthy, match="the model is being unloaded"):
+            await asyncio.wait_for(task, 60)
+    with pytest.raises(EngineUnhealthy, match="the model is being unloaded"):
+        await inspect(4)
+    assert not running.done()
+    server.inspector.let_go()
+    await asyncio.gather(running, closing, lane.close())
+    assert server.inspector.closed
+    assert ran == server.inspector.lengths == [1, 2]
+    assert server.sample("encserve_inspections", model="tiny", version="2") == 0
 
 
 async def test_stopping_waits_for_a_running_one(start_server: StartServer) -> None:

@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import socket
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
@@ -13,19 +15,22 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from fake_engine import FakeEngine
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, fake_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
-from encserve_server.engine.fake import FakeEngine
 from encserve_server.errors import BundleError, StartupError
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.settings import Settings
-from encserve_server.types import TokenizedText
+from encserve_server.telemetry import lag
+from encserve_server.telemetry.page import MetricsPage
+from encserve_server.types.sequences import TokenSequence
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -101,6 +106,33 @@ async def test_the_metrics_port_has_health_for_probes_that_know_no_grpc(start_se
     await becomes(server, NOT_SERVING)
     assert await asyncio.to_thread(page_status, server, "/healthz") == 503
     assert await stopping
+
+
+async def test_an_event_loop_that_stands_still_is_seen_by_probes(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The page has threads of its own, and would go on saying what the loop said last."""
+    monkeypatch.setattr(lag, "STANDSTILL_SECONDS", 0.3)
+    server = await start_server()
+    await becomes(server, SERVING)
+    statuses: list[int] = []
+
+    url = f"http://127.0.0.1:{server.app.metrics_port}/healthz"
+
+    def status() -> int:  # not of two requests, between which it may change
+        return httpx.get(url, trust_env=False, verify=False).status_code  # noqa: S501
+
+    def ask() -> None:
+        ends = time.monotonic() + 10
+        while 503 not in statuses and time.monotonic() < ends:
+            statuses.append(status())
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    asking.join()  # on the event loop
+    assert statuses[-1] == 503
+    while await asyncio.to_thread(status) != 200:
+        await asyncio.sleep(0.02)
 
 
 async def test_a_watcher_sees_the_drain_before_calls_are_refused(start_server: StartServer) -> None:
@@ -183,7 +215,7 @@ async def test_metrics_tell_what_happened(server: FakeServer) -> None:
     assert server.sample("encserve_stage_seconds_count", **model, stage="tokenize") == 1
     assert server.sample("encserve_stage_seconds_count", **model, stage="encode") == 11
     assert server.sample("encserve_refused_total", reason="INVALID_FIELD") == 1
-    assert server.sample("encserve_in_flight_requests") == 0
+    await until(lambda: server.sample("encserve_in_flight_requests") == 0)  # a caller may have its answer before
     assert server.sample("encserve_queue_limit_tokens", **model) == 65536
     info = {
         "fingerprint": "f" * 32,
@@ -264,10 +296,12 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], thre
     go_on = threading.Event()
     real = TextTokenizer._tokenize
 
-    def tokenize(self: TextTokenizer, texts: Sequence[str], max_tokens: int) -> list[TokenizedText | str]:
+    def tokenize(
+        self: TextTokenizer, texts: Sequence[str], max_tokens: int, details: bool
+    ) -> list[TokenSequence | str]:
         lengths.extend(map(len, texts))
         assert go_on.wait(60)
-        return real(self, texts, max_tokens)
+        return real(self, texts, max_tokens, details)
 
     monkeypatch.setattr(TextTokenizer, "_tokenize", tokenize)
     yield lengths, go_on
@@ -369,6 +403,42 @@ async def test_other_loopback_addresses(start_server: StartServer, host: str) ->
         assert await rpc(b"")
 
 
+@pytest.fixture
+def two_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name `both.test` has two addresses, the second of which this machine has too, and one that it has not."""
+    of_name = [(socket.AF_INET, address) for address in ("127.0.0.1", "192.0.2.1", "127.0.0.2")]
+    look_up = socket.getaddrinfo
+
+    def get(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+        if host != "both.test":
+            return look_up(host, port, *args, **kwargs)
+        return [(family, socket.SOCK_STREAM, 6, "", (address, port)) for family, address in of_name]
+
+    monkeypatch.setattr(socket, "getaddrinfo", get)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has all of 127.0.0.0/8")
+def test_the_metrics_page_has_every_address_of_a_name(two_addresses: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And asks no name server who it is, which may take a minute."""
+    monkeypatch.setattr(socket, "getfqdn", lambda *_: pytest.fail("a name server was asked"))
+    page = MetricsPage("both.test", 0, CollectorRegistry(), lambda: True)
+    try:
+        for address in ("127.0.0.1", "127.0.0.2"):
+            with urllib.request.urlopen(f"http://{address}:{page.port}/healthz") as answer:
+                assert answer.status == 200
+        with pytest.raises(OSError, match="Address already in use"):
+            MetricsPage("127.0.0.2", page.port, CollectorRegistry(), lambda: True)
+    finally:
+        page.close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.2", page.port))
+
+
+def test_an_address_that_this_machine_has_not_is_said() -> None:
+    with pytest.raises(OSError, match="Cannot assign requested address"):
+        MetricsPage("192.0.2.1", 0, CollectorRegistry(), lambda: True)
+
+
 async def test_every_address_is_those_of_ipv4_too(start_server: StartServer) -> None:
     """With --host ::, as in a container that has both; no port less than the others."""
     app = (await start_server(host="::", http_port=0)).app
@@ -392,7 +462,7 @@ async def test_threads_that_compute_leave_the_cpu_to_the_event_loop(start_server
             look("run")
             return super().run(*args, **kwargs)
 
-    def load(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
         del settings
         maker = threading.Thread(target=look, args=("a thread of the engine",))
         maker.start()

@@ -9,7 +9,8 @@ from tiny_bundle import VOCAB_SIZE, write_bundle
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_server.errors import BundleError
-from encserve_server.repository.activation import LoadedModel
+from encserve_server.repository import loading
+from encserve_server.repository.activation import LoadedModel, ServedAlready
 from encserve_server.repository.loading import load_model
 from encserve_server.settings import Settings
 
@@ -38,6 +39,19 @@ def around(begin: int, end: int) -> processors.PostProcessor:
 def with_a_token(tokenizer: Tokenizer) -> Tokenizer:
     tokenizer.add_special_tokens(["[X]"])
     return tokenizer
+
+
+def test_what_is_served_already_is_verified_and_not_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder may have been touched, or copied back; a second model in memory would be for nothing."""
+    directory = write_bundle(tmp_path)
+    served = load(directory)
+    monkeypatch.setattr(loading, "open_engine", lambda *_, **__: pytest.fail("a model was loaded"))
+    arguments = directory, Settings(model_repository=tmp_path), ThreadPoolExecutor(1), served.bundle.fingerprint
+    with pytest.raises(ServedAlready):
+        load_model(*arguments)
+    (directory / "model.onnx").write_bytes(b"altered")
+    with pytest.raises(BundleError, match=r"model.onnx"):
+        load_model(*arguments)
 
 
 @pytest.mark.parametrize(

@@ -6,21 +6,22 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from fake_engine import FakeEngine, FakeInspector
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, fake_model
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
-from encserve_server.engine.fake import FakeEngine, FakeInspector
 from encserve_server.errors import BundleError, DeviceError
-from encserve_server.repository.activation import LoadedModel
+from encserve_server.models.served import ServedModel
+from encserve_server.repository.activation import LoadedModel, ServedAlready
 from encserve_server.settings import Settings
 
 BAD, CLOSED, CRASHES, NO_DEVICE = "bad", "closed", "crashes", "no device"
@@ -48,7 +49,7 @@ class Repository:
         (directory / "manifest.json").unlink()
         directory.rmdir()
 
-    def load(self, directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+    def load(self, directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
         """A loader for the server; what its rights keep from others it cannot read either, even where tests may."""
         manifest = directory / "manifest.json"
         content = manifest.read_text() if manifest.stat().st_mode & 0o004 else CLOSED
@@ -60,6 +61,8 @@ class Repository:
             raise ZeroDivisionError("a bug")
         if content == NO_DEVICE:
             raise DeviceError("--device cuda: none")
+        if content.rjust(32, "0") == served:
+            raise ServedAlready
         self.engines.append(FakeEngine(D_MODEL))
         inspector = FakeInspector(D_MODEL, 2, 32)
         return fake_model(
@@ -115,6 +118,16 @@ async def retired() -> None:
     """Waits until no model is about to be unloaded."""
     while any(task.get_name() == "encserve-retire" for task in asyncio.all_tasks()):
         await asyncio.sleep(0.01)
+
+
+@contextlib.contextmanager
+def in_use(model: ServedModel) -> Iterator[None]:
+    """As if a call used the model."""
+    model.enter()
+    try:
+        yield
+    finally:
+        model.leave()
 
 
 async def version_of(server: FakeServer, **request: Any) -> str:
@@ -529,6 +542,7 @@ async def test_an_expected_space(repository: Repository, serve: Serve) -> None:
     expected = "a" * 32
     repository.put("2", "a again")
     await look(server)
+    await retired()
     assert await version_of(server, expected_space_id=expected) == "tiny@2 a again"
     repository.put("3", "b")
     await look(server)
@@ -556,12 +570,12 @@ async def test_a_refused_version_leaves_nothing_in_memory(
     """An error knows the frames that it came through, and those the engine that failed to warm up."""
     held: list[weakref.ref[FakeEngine]] = []
 
-    def load(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
         if (directory / "manifest.json").read_text() == "not finite":
             engine = FakeEngine(D_MODEL)
             held.append(weakref.ref(engine))
             raise BundleError("numbers that are not finite")
-        return repository.load(directory, settings, tokenize_pool)
+        return repository.load(directory, settings, tokenize_pool, served)
 
     repository.put("1", "a")
     server = await serve()
@@ -681,7 +695,7 @@ async def test_the_same_content_anew_changes_nothing(repository: Repository, ser
     os.utime(directory / "manifest.json", ns=(0, 0))
     for _ in range(3):
         await look(server)
-    assert [engine.closed for engine in repository.engines] == [False, True]
+    assert [engine.closed for engine in repository.engines] == [False]
     assert await version_of(server) == "tiny@1 a"
     assert not [line for line in await listed(server) if line != "tiny@1*"]
 
@@ -690,7 +704,7 @@ async def test_a_model_that_retires_holds_up_no_other(repository: Repository, se
     """And says meanwhile that it is neither the default nor ready, so that nothing is counted twice."""
     repository.put("1", "a")
     server = await serve()
-    with server.app.catalog.all()[0].in_use():
+    with in_use(server.app.catalog.all()[0]):
         repository.put("2", "b")
         await look(server)
         for metric in ("encserve_model_default", "encserve_ready"):
@@ -705,6 +719,43 @@ async def test_a_model_that_retires_holds_up_no_other(repository: Repository, se
         await asyncio.sleep(0.01)
 
 
+async def test_the_next_version_waits_for_the_one_that_retires_and_other_models_do_not(
+    repository: Repository, serve: Serve
+) -> None:
+    """Of one model there is never more than one too many in memory; the repository need not be looked at again."""
+    repository.put("1", "a", name="a")
+    repository.put("1", "b", name="b")
+    server = await serve()
+    with in_use(server.app.catalog.all()[0]):
+        repository.put("2", "aa", name="a")
+        await look(server)
+        repository.put("3", "aaa", name="a")
+        repository.put("2", "bb", name="b")
+        await look(server)
+        assert await listed(server) == ["a@2*", "b@2"]
+        assert repository.loads[2:] == ["a@2: aa", "b@2: bb"]
+    while await listed(server) != ["a@3*", "b@2"]:
+        await asyncio.sleep(0.01)
+    assert repository.engines[0].closed
+    await retired()
+    assert [engine.closed for engine in repository.engines] == [True, True, True, False, False]
+
+
+async def test_a_version_that_waits_for_a_retirement_may_still_change(repository: Repository, serve: Serve) -> None:
+    """SIGHUP loads at once, and without polls nobody would look again."""
+    repository.put("1", "a")
+    server = await serve()
+    with in_use(server.app.catalog.all()[0]):
+        repository.put("2", "b")
+        await look(server)
+        repository.put("3", "half")
+        await look(server)
+        repository.put("3", "whole")
+    while await listed(server) != ["tiny@3*"]:
+        await asyncio.sleep(0.01)
+    assert await version_of(server) == "tiny@3 whole"
+
+
 async def test_a_version_replaced_in_place_is_counted_until_it_is_gone(repository: Repository, serve: Serve) -> None:
     """While the second of two is still being loaded, callers get the old first one, and it counts."""
     repository.put("1", "a")
@@ -713,10 +764,10 @@ async def test_a_version_replaced_in_place_is_counted_until_it_is_gone(repositor
     gate = threading.Event()
     loading = repository.load
 
-    def load(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
         if directory.name == "1":
             gate.wait(60)
-        return loading(directory, settings, tokenize_pool)
+        return loading(directory, settings, tokenize_pool, served)
 
     server.app.manager._load = load
     repository.put("1", "aa")
@@ -757,11 +808,13 @@ async def test_stuck_engines_are_given_up_together(
 async def test_an_inspection_of_a_version_whose_folder_is_gone(repository: Repository, serve: Serve) -> None:
     """Its second graph was never loaded, and cannot be now: no bug, so no INTERNAL."""
 
-    def load(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
         def load_inspector() -> FakeInspector:
             raise BundleError(f"{directory}: cannot be read")
 
-        return dataclasses.replace(repository.load(directory, settings, tokenize_pool), load_inspector=load_inspector)
+        return dataclasses.replace(
+            repository.load(directory, settings, tokenize_pool, served), load_inspector=load_inspector
+        )
 
     repository.put("1", "a")
     server = await serve(load=load)

@@ -1,6 +1,7 @@
-"""What the garbage collector searches."""
+"""How much memory there is, and what the garbage collector searches."""
 
 import gc
+import os
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,16 +39,28 @@ def test_the_libraries_are_not_searched(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return 0
 
     monkeypatch.setattr("encserve_server.__main__.serve", serve)
-    monkeypatch.setattr("encserve_server.__main__.leave", lambda _: None)
+    monkeypatch.setattr("encserve_server.__main__.exit_process", lambda _: None)
     monkeypatch.setattr(logs, "configure", lambda *_: None)
     CliRunner().invoke(main, ["--model-repository", str(tmp_path)], catch_exceptions=False)
     assert aside[0] > 10_000
 
 
 def test_what_came_later_is_given_back() -> None:
-    memory.settle()
+    memory.freeze_gc()
     node = Node()
     found = weakref.ref(node)
     del node
     memory.give_back()
     assert found() is None
+
+
+@pytest.mark.parametrize("limit", ["268435456\n", "max\n", "9223372036854771712\n", None])
+def test_a_containers_limit_bounds_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None
+) -> None:
+    """Of cgroup v2 or v1; no limit is "max" there, a huge number here."""
+    if limit is not None:
+        (tmp_path / "limit").write_text(limit)
+    monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "nowhere", tmp_path / "limit"))
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert memory.usable_bytes() == (268435456 if limit == "268435456\n" else machine)

@@ -9,21 +9,20 @@ import urllib.request
 import numpy as np
 import pytest
 from fake_clock import FakeClock
+from fake_engine import FakeEngine
 from fake_server import D_MODEL, Failed, FakeServer, StartServer
 from prometheus import promtool
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
-from encserve_server.engine.fake import FakeEngine
-from encserve_server.models.pooling import make_outputs
+from encserve_server.error_table import REASONS
 from encserve_server.rpc.service import METHODS, SERVICE_NAME
-from encserve_server.rpc.status import REASONS
 from encserve_server.scheduling.batching import BatchPolicy
-from encserve_server.scheduling.lanes import BusyTime
 from encserve_server.scheduling.scheduler import Scheduler, SchedulerLimits
 from encserve_server.telemetry.gpus import watch_gpus
-from encserve_server.telemetry.lag import watch_lag
+from encserve_server.telemetry.lag import STANDSTILL_SECONDS, LoopWatch
 from encserve_server.telemetry.metrics import Metrics
+from encserve_server.types.sequences import TokenSequence
 
 MODEL = {"model": "tiny", "version": "2"}
 
@@ -78,33 +77,25 @@ async def test_the_bounds_stand_beside_what_they_bound(start_server: StartServer
     assert server.sample("encserve_queue_limit_tokens", **MODEL) == 1000
 
 
-def test_time_side_by_side_counts_once() -> None:
-    busy = BusyTime()
-    assert busy.take(5) == 0
-    busy.begin(10)
-    busy.begin(12)
-    assert busy.take(13) == 3  # in the middle of both
-    busy.end(14)
-    busy.end(20)
-    assert busy.take(30) == 7
-    busy.begin(31)
-    busy.end(30.5)  # the clock was read before the lock was had
-    assert busy.take(40) == 0
-
-
 async def test_a_device_with_three_lanes_is_busy_once() -> None:
-    """Two batches side by side for 2 s, one of them for another 3 s."""
+    """Two batches side by side for 2 s, one of them for another 3 s; nothing before and after."""
     clock, registry = FakeClock(), CollectorRegistry()
     engine = FakeEngine(D_MODEL, max_parallel_runs=3, widens=False)
     model = Metrics(registry).for_model("tiny", "2")
     scheduler = Scheduler(
-        engine, make_outputs, BatchPolicy(64, 1, 1.0), SchedulerLimits(100), clock=clock, observer=model
+        engine,
+        lambda batch, _: [(rows,) for rows in batch.output],
+        BatchPolicy(64, 1, 1.0),
+        SchedulerLimits(100),
+        clock=clock,
+        observer=model,
     )
     scheduler.start()
+    clock.advance(10)
     engine.hold()
     calls = []
     for _ in range(2):
-        calls.append(asyncio.create_task(scheduler.encode([np.ones(1, np.int64)])))
+        calls.append(asyncio.create_task(scheduler.run([TokenSequence(np.ones(1, np.int64), 1, cost=1)])))
         while not engine.started.acquire(blocking=False):
             await asyncio.sleep(0)
     clock.advance(2)
@@ -113,6 +104,8 @@ async def test_a_device_with_three_lanes_is_busy_once() -> None:
     clock.advance(3)
     engine.let_go()
     await asyncio.gather(*calls)
+    clock.advance(10)
+    await scheduler.run([TokenSequence(np.ones(1, np.int64), 1, cost=1)])
     await scheduler.close()
     assert registry.get_sample_value("encserve_device_busy_seconds_total", MODEL) == 5
 
@@ -128,7 +121,7 @@ async def test_failed_runs_are_busy_time_too(start_server: StartServer) -> None:
 async def test_a_loop_that_stands_still_is_late_for_every_tick_it_missed() -> None:
     clock = FakeClock()
     lags: list[float] = []
-    task = asyncio.create_task(watch_lag(clock, lags.append))
+    task = asyncio.create_task(LoopWatch(clock, lags.append).run())
     await asyncio.sleep(0)
     clock.advance(0.1)
     await asyncio.sleep(0)
@@ -137,6 +130,20 @@ async def test_a_loop_that_stands_still_is_late_for_every_tick_it_missed() -> No
     clock.advance(0.45)
     await asyncio.sleep(0)
     assert lags[1:] == pytest.approx([0.35, 0.25, 0.15, 0.05])
+    task.cancel()
+
+
+async def test_a_loop_that_does_not_tick_stands_still() -> None:
+    clock = FakeClock()
+    watch = LoopWatch(clock, lambda _: None)
+    task = asyncio.create_task(watch.run())
+    await asyncio.sleep(0)
+    clock.advance(STANDSTILL_SECONDS - 0.01)
+    assert watch.is_alive()
+    clock.advance(0.02)
+    assert not watch.is_alive()
+    await asyncio.sleep(0)
+    assert watch.is_alive()
     task.cancel()
 
 

@@ -10,13 +10,13 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fake_engine import fake_rows
 from fake_server import D_MODEL, VOCAB_SIZE, Failed, FakeServer, StartServer
 from fuzzing import damaged
 from open_inference import arrays_of, ask, infer, infer_request, text_tensor
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as encserve_pb
-from encserve_server.engine.fake import fake_rows
 from encserve_server.rpc.open_inference.service import METHODS, SERVICE_NAME
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
 

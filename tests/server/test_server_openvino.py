@@ -24,7 +24,7 @@ from encserve_server.engine.openvino import OpenVinoEngine
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.repository.loading import warm_up
-from encserve_server.types import Bundle, Graph
+from encserve_server.types.bundles import Bundle, Graph
 
 sequences = st.lists(
     st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40).map(lambda ids: np.array(ids, np.int64)),

@@ -7,55 +7,51 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
-import numpy as np
 import pytest
 from click.testing import CliRunner
 from fake_server import LONGEST, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, pre_tokenizers
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import errors
 from encserve_server.__main__ import main
-from encserve_server.engine.base import BatchResult
-from encserve_server.errors import BundleError, EncserveError, InvalidField, QueueFull
-from encserve_server.http import status as http_status
-from encserve_server.models.pooling import ModelVector, make_outputs
-from encserve_server.models.spans import POOLINGS
+from encserve_server.error_table import ERROR_TABLE, Failure, to_failure
+from encserve_server.errors import BundleError, EncserveError, InvalidField, PlainNaming, QueueFull
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.repository import loading
 from encserve_server.rpc import status, wire
-from encserve_server.settings import Settings
+from encserve_server.settings import MIB, Settings
 from encserve_server.system import cpus
 from encserve_server.telemetry import logs
-from encserve_server.types import (
-    DataType,
-    ModelPooling,
-    Numbers,
-    Output,
-    OutputArrays,
-    OutputKind,
-    Rows,
-    TokenIds,
-    TokenizedText,
-)
+from encserve_server.types.sequences import TokenSequence
 
 
 def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
     return {base, *(found for sub in base.__subclasses__() for found in subclasses(sub))}
 
 
-def test_every_error_that_a_caller_can_get_is_in_the_tables() -> None:
-    """A new class must be given a status code of each protocol."""
+def test_every_error_that_a_caller_can_get_is_in_the_table() -> None:
+    """A new class must be given the statuses of each protocol."""
     never_raised_to_callers = {EncserveError, errors.RequestError, *subclasses(errors.StartupError)}
-    assert set(http_status.ERROR_TABLE) == subclasses(EncserveError) - never_raised_to_callers
-    assert set(status.ERROR_TABLE) == set(http_status.ERROR_TABLE) - {http_status.EmptyInputs, http_status.UnknownField}
+    assert set(ERROR_TABLE) == subclasses(EncserveError) - never_raised_to_callers
+
+
+def test_an_error_that_callers_must_not_see_is_no_failure() -> None:
+    assert to_failure(BundleError("/srv/models/a: altered"), PlainNaming()) is None
 
 
 def test_reasons_are_unique() -> None:
-    assert len(set(status.REASONS)) == len(status.REASONS)
+    """Of all but the two that are an INVALID_FIELD which text-embeddings-inference tells from others."""
+    reasons = [error.reason for error in ERROR_TABLE if error not in (errors.EmptyInputs, errors.UnknownField)]
+    assert len(set(reasons)) == len(reasons)
+    assert EncserveError.reason not in reasons
+    assert {errors.EmptyInputs.reason, errors.UnknownField.reason} == {InvalidField.reason}
 
 
 def test_codes_are_written_as_dashboards_expect() -> None:
@@ -63,14 +59,21 @@ def test_codes_are_written_as_dashboards_expect() -> None:
     assert {"OK", "Canceled", "InvalidArgument", "ResourceExhausted", "DeadlineExceeded"} <= labels
 
 
+def failure(error: EncserveError) -> Failure:
+    found = to_failure(error, PlainNaming())
+    assert found is not None
+    return found
+
+
 def test_what_a_caller_sees_fits_into_trailers() -> None:
-    failure = status.to_failure(InvalidField("inputs", "x" * 100_000))
-    assert sum(len(key) + len(value) for key, value in failure.trailers) + len(failure.text) < 8192
+    seen = failure(InvalidField("inputs", "x" * 100_000))
+    assert sum(len(key) + len(value) for key, value in status.trailers_of(seen)) + len(seen.text) < 8192
 
 
 def test_only_a_refusal_that_may_pass_says_when_to_try_again() -> None:
-    assert status.to_failure(InvalidField("a", "b")).retry_delay_s is None
-    assert status.to_failure(QueueFull("tokens", 1, 2, 3, 0.25)).trailers[-1] == ("grpc-retry-pushback-ms", "250")
+    assert failure(InvalidField("a", "b")).retry_delay_s is None
+    full = failure(QueueFull("tokens", 1, 2, 3, 0.25))
+    assert status.trailers_of(full)[-1] == ("grpc-retry-pushback-ms", "250")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +88,7 @@ def test_only_a_refusal_that_may_pass_says_when_to_try_again() -> None:
         ({"grpc_port": 9464}, "grpc_port and metrics_port must differ; both were 9464"),
         ({"precision": "bfloat16"}, "precision bfloat16 needs engine openvino"),
         ({"engine": "openvino", "device": "cuda"}, "device cuda needs engine onnxruntime"),
+        ({"max_in_flight_mib": 67}, r"max_in_flight_mib must be >= 68, max_request_mib \+ max_response_mib; was 67"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_bounds(value: dict[str, object], problem: str) -> None:
@@ -100,6 +104,21 @@ def test_defaults_by_device() -> None:
     assert Settings(model_repository=Path(), max_padding_fraction=0).padding_fraction_for("cuda") == 0
 
 
+@pytest.mark.parametrize(
+    ("usable_mib", "own", "wanted_mib"),
+    [
+        (2048, {}, 512),
+        (65536, {}, 1024),
+        (100, {}, 68),  # one request and one reply of the largest size
+        (65536, {"max_response_mib": 1024}, 1028),
+        (100, {"max_in_flight_mib": 2000}, 2000),
+    ],
+)
+def test_the_budget_for_bytes_follows_the_memory(usable_mib: int, own: dict[str, Any], wanted_mib: int) -> None:
+    settings = Settings(model_repository=Path(), **own)
+    assert settings.in_flight_bytes_for(usable_mib * MIB) == wanted_mib * MIB
+
+
 def test_flag_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     seen: list[Settings] = []
 
@@ -108,7 +127,7 @@ def test_flag_beats_environment_beats_default(monkeypatch: pytest.MonkeyPatch, t
         return 0
 
     monkeypatch.setattr("encserve_server.__main__.serve", serve)
-    monkeypatch.setattr("encserve_server.__main__.leave", lambda status: None)
+    monkeypatch.setattr("encserve_server.__main__.exit_process", lambda status: None)
     monkeypatch.setattr(logs, "configure", lambda *_: None)
     environment = {
         "ENCSERVE_MODEL_REPOSITORY": str(tmp_path),
@@ -145,7 +164,7 @@ def test_a_start_that_fails_says_why_in_one_line(
 ) -> None:
     left: list[int] = []
     monkeypatch.setattr(logs, "configure", lambda *_: None)
-    monkeypatch.setattr("encserve_server.__main__.leave", left.append)
+    monkeypatch.setattr("encserve_server.__main__.exit_process", left.append)
     CliRunner().invoke(main, ["--model-repository", str(tmp_path / "nowhere")], catch_exceptions=False)
     assert left == [1]
     (said,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
@@ -158,10 +177,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return TextTokenizer(path, ThreadPoolExecutor(1), 2**20)
 
 
-async def tokenize(tokenizer: TextTokenizer, texts: list[str], max_tokens: int) -> list[TokenizedText]:
-    taken: list[TokenizedText | str] = []
-    await tokenizer.tokenize(texts, max_tokens, taken.append)
-    return [it for it in taken if not isinstance(it, str)]
+async def tokenize(tokenizer: TextTokenizer, texts: list[str], max_tokens: int) -> list[TokenSequence]:
+    tokenized = await tokenizer.tokenize(texts, max_tokens, truncate=True, details=True)
+    return [it for it in tokenized if not isinstance(it, str)]
 
 
 @given(st.lists(st.text(max_size=60), min_size=1, max_size=4), st.integers(2, 12))
@@ -170,13 +188,17 @@ def test_a_cut_text_fits_and_keeps_its_special_tokens(
 ) -> None:
     cut, whole = asyncio.run(tokenize(tokenizer, texts, max_tokens)), asyncio.run(tokenize(tokenizer, texts, 10_000))
     for short, full in zip(cut, whole, strict=True):
-        assert len(short.ids) == min(max_tokens, len(full.ids))
-        assert short.original_token_count == full.original_token_count == len(full.ids)
-        assert (short.ids[0], short.ids[-1]) == (1, 2)
-        assert short.ids[:-1].tolist() == full.ids[: len(short.ids) - 1].tolist()
-        assert short.char_starts == [*full.char_starts[: len(short.ids) - 1], 0]
-        assert short.char_ends == [*full.char_ends[: len(short.ids) - 1], 0]
-        assert short.special.tolist() == [True, *[False] * (len(short.ids) - 2), True]
+        ids, whole_ids = short.input.tolist(), full.input.tolist()
+        assert len(ids) == min(max_tokens, len(whole_ids))
+        assert short.original_token_count == full.original_token_count == len(whole_ids)
+        assert (ids[0], ids[-1]) == (1, 2)
+        assert ids[:-1] == whole_ids[: len(ids) - 1]
+        assert full.char_starts is not None
+        assert full.char_ends is not None
+        assert short.special is not None
+        assert short.char_starts == [*full.char_starts[: len(ids) - 1], 0]
+        assert short.char_ends == [*full.char_ends[: len(ids) - 1], 0]
+        assert short.special.tolist() == [True, *[False] * (len(ids) - 2), True]
 
 
 async def test_whoever_else_runs_python_goes_on_while_a_long_text_is_tokenized(tokenizer: TextTokenizer) -> None:
@@ -195,105 +217,80 @@ async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokeniz
     release = threading.Event()
     tokenizer._executor.submit(release.wait)  # as a long text would keep the thread
     try:
-        assert (await tokenize(tokenizer, ["hello world", "brave"], LONGEST))[0].ids.tolist() == [1, 4, 7, 2]
+        assert (await tokenize(tokenizer, ["hello world", "brave"], LONGEST))[0].input.tolist() == [1, 4, 7, 2]
     finally:
         release.set()
+
+
+@pytest.fixture
+def panicking_file(tmp_path: Path) -> Path:
+    """A tokenizer whose regular expression takes time exponential in a text's length, which ends in a panic."""
+    path = write_tokenizer(tmp_path / "panicking.json")
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(a+)+$| "), "removed")
+    tokenizer.save(str(path))
+    return path
+
+
+PANICS = "a" * 30 + "b"
+
+
+@pytest.mark.parametrize("known", ["hello", "hello world " * 50], ids=["at once", "in a thread"])
+async def test_a_text_for_which_the_tokenizer_panics_fails_alone(panicking_file: Path, known: str) -> None:
+    """A panic of its Rust code is a BaseException, which most of Python takes for the end of the process."""
+    tokenizer = TextTokenizer(panicking_file, ThreadPoolExecutor(1), 2**20)
+    tokenized = await tokenizer.tokenize([known, PANICS, "world"], LONGEST, truncate=True, details=False)
+    before, panicked, after = tokenized
+    assert isinstance(before, TokenSequence)
+    assert isinstance(panicked, str)
+    assert "retry-limit-in-match" in panicked
+    assert isinstance(after, TokenSequence)
+    assert after.input.tolist() == [1, 7, 2]
+    with pytest.raises(BundleError, match="fails for the prompt 'aaa.*retry-limit-in-match"):
+        tokenizer.count_prompt(PANICS)
+
+
+async def test_the_end_of_the_process_is_no_error_of_a_text(
+    tokenizer: TextTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(tokenizer, "_tokenizer", SimpleNamespace(encode_batch_fast=stop))
+    with pytest.raises(KeyboardInterrupt):
+        await tokenizer.tokenize(["hello"], LONGEST, truncate=True, details=False)
+
+
+@pytest.mark.parametrize(
+    ("part", "content", "problem"),
+    [
+        ("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}, "Cannot parse precompiled_charsmap"),
+        (
+            "post_processor",
+            {
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "[X]", "type_id": 0}}],
+                "pair": [],
+                "special_tokens": {},
+            },
+            "no entry found for key",
+        ),
+    ],
+)
+def test_a_file_for_which_the_library_panics_is_no_tokenizer(
+    tmp_path: Path, part: str, content: dict[str, Any], problem: str
+) -> None:
+    """When it is read, or when it is first used."""
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {part: content}))
+    with pytest.raises(BundleError, match=rf"tokenizer.json: not a tokenizer: .*{problem}"):
+        TextTokenizer(path, ThreadPoolExecutor(1), 2**20)
 
 
 def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BundleError, match=r"tokenizer.json: not a tokenizer"):
         TextTokenizer(tmp_path / "tokenizer.json", ThreadPoolExecutor(1), 2**20)
-
-
-def outputs_of(rows: list[Rows], *wanted: Output) -> list[OutputArrays]:
-    """What is made of a batch of these (seq, d_model) rows, with numbers for padding that must show nowhere."""
-    lengths = [len(its) for its in rows]
-    padded = np.full((len(rows), max(lengths), rows[0].shape[1]), np.nan, np.float32)
-    for its, place in zip(rows, padded, strict=True):
-        place[: len(its)] = its
-    with np.errstate(all="ignore"):
-        inputs = [np.zeros(length, np.int64) for length in lengths]
-        spans = [np.array([[0, length], [length // 2, length], [0, 0]]) for length in lengths]
-        return make_outputs(BatchResult(padded, lengths, 0.0, 0.0), inputs, [wanted] * len(rows), spans, MAKERS)
-
-
-class Doubling:
-    """A head of the width that comes in."""
-
-    def run(self, *inputs: Numbers) -> Numbers:
-        return inputs[0] * 2
-
-
-IDS: list[TokenIds] = []  # plain pooling looks at none
-# Every pooling, joined.
-MADE = (OutputKind.MODEL, OutputKind.MULTI_VECTOR, OutputKind.SPARSE)
-KINDS = tuple(kind for kind in OutputKind if kind not in (OutputKind.TOKENS, OutputKind.SPANS, *MADE))
-MAKERS = {OutputKind.MODEL: ModelVector(ModelPooling(KINDS, l2_normalize=False, width=3 * len(KINDS)), Doubling())}
-EVERY_OUTPUT = [
-    Output(kind, l2_normalize, data_type, dimensions, skipped)
-    for kind in (OutputKind.TOKENS, *KINDS, OutputKind.MODEL)
-    for l2_normalize in (False, True)
-    for data_type in DataType
-    for dimensions, skipped in ((0, 0), (2, 0), *([(0, 4)] if kind is OutputKind.MODEL else []))
-] + [Output(OutputKind.SPANS, False, span_pooling=pooling) for pooling in POOLINGS]
-
-
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.permutations(EVERY_OUTPUT), st.integers(0, 2**32))
-def test_a_sequence_gets_the_same_alone_and_beside_others_to_the_last_bit(
-    lengths: list[int], wanted: list[Output], seed: int
-) -> None:
-    """Of every output, and though one of the others is not finite."""
-    rng = np.random.default_rng(seed)
-    rows = [rng.standard_normal((length, 3)).astype(np.float32) for length in lengths]
-    rows[-1][0, 0], rows[0][-1] = np.inf, -0.0
-    for its, together in zip(rows, outputs_of(rows, *wanted), strict=True):
-        (alone,) = outputs_of([its], *wanted)
-        assert [array.tobytes() for array in together] == [array.tobytes() for array in alone]
-        assert [array.dtype for array in together] == [output.data_type.dtype for output in wanted]
-
-
-@given(st.integers(1, 20), st.integers(1, 20), st.sampled_from(KINDS), st.integers(0, 2**32))
-def test_binary_says_which_numbers_are_more_than_0(length: int, width: int, kind: OutputKind, seed: int) -> None:
-    rows = [np.random.default_rng(seed).integers(-1, 2, (length, width)).astype(np.float32)]
-    its, bits = outputs_of(rows, Output(kind, False), Output(kind, False, DataType.BINARY))[0]
-    np.testing.assert_array_equal(bits, np.packbits(its > 0, axis=1))
-    assert bits.nbytes == DataType.BINARY.row_bytes(width)
-
-
-@given(st.lists(st.integers(1, 20), min_size=1, max_size=8), st.integers(0, 2**32))
-def test_outputs_are_those_of_the_rows(lengths: list[int], seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    rows = [rng.standard_normal((length, 3)).astype(np.float32) for length in lengths]
-    wanted = [Output(kind, False) for kind in (OutputKind.TOKENS, OutputKind.MEAN, OutputKind.CLS, OutputKind.MAX)]
-    for its, (tokens, mean, cls, largest) in zip(rows, outputs_of(rows, *wanted), strict=True):
-        np.testing.assert_array_equal(tokens, its)
-        np.testing.assert_allclose(mean, its.mean(axis=0, keepdims=True), rtol=1e-4, atol=1e-6)
-        np.testing.assert_array_equal(cls, its[:1])
-        np.testing.assert_array_equal(largest, its.max(axis=0, keepdims=True))
-        (joined,) = outputs_of([its], Output(OutputKind.MODEL, False))[0]
-        apart = outputs_of([its], *(Output(kind, False) for kind in KINDS))[0]
-        np.testing.assert_array_equal(joined, 2 * np.concatenate(apart, axis=1))
-        weights = np.arange(1, len(its) + 1)
-        others = (np.average(its, axis=0, weights=weights), its.sum(axis=0) / np.sqrt(len(its)), its[-1])
-        for kind, want in zip(("WEIGHTED_MEAN", "MEAN_SQRT_LENGTH", "LAST_TOKEN"), others, strict=True):
-            np.testing.assert_allclose(apart[KINDS.index(OutputKind[kind])][0], want, rtol=1e-4, atol=1e-6)
-    for unit in outputs_of(rows, Output(OutputKind.TOKENS, True), Output(OutputKind.MEAN, True)):
-        for array in unit:
-            np.testing.assert_allclose(np.linalg.norm(array, axis=1), 1, rtol=1e-5)
-
-
-def test_sequences_of_a_batch_may_want_different_things() -> None:
-    rows = np.arange(12, dtype=np.float32).reshape(2, 2, 3)
-    wanted = [(Output(OutputKind.MAX, False),), (Output(OutputKind.CLS, False), Output(OutputKind.MEAN, False)), ()]
-    made = make_outputs(BatchResult(np.concatenate([rows, rows[:1]]), [2, 2, 2], 0.0, 0.0), IDS, wanted, [])
-    assert [[array.tolist() for array in its] for its in made] == [[[[3, 4, 5]]], [[[6, 7, 8]], [[7.5, 8.5, 9.5]]], []]
-
-
-def test_rows_that_are_wanted_as_they_are_are_not_copied() -> None:
-    batch = BatchResult(np.ones((2, 5, 3), np.float32), [5, 2], 0.0, 0.0)
-    for (rows,) in make_outputs(batch, IDS, [(Output(OutputKind.TOKENS, False),)] * 2, []):
-        assert np.shares_memory(rows, batch.output)
 
 
 @given(st.integers(0, 2**63))
@@ -315,11 +312,6 @@ def test_a_message_from_parts_is_the_message(data: list[bytes], request_id: str)
         response=pb.EncodeResponse(model="m", outputs=[pb.RaggedTensor(width=3, data=b"".join(data))]),
     )
     assert pb.EncodeStreamResponse.FromString(b"".join(whole)) == wanted
-
-
-def test_a_row_of_zeros_stays_when_normalised() -> None:
-    ((rows,),) = outputs_of([np.zeros((2, 3), np.float32)], Output(OutputKind.TOKENS, True))
-    assert rows.tolist() == [[0.0] * 3] * 2
 
 
 @pytest.mark.parametrize(("quota", "wanted"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("", 64)])

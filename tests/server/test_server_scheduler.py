@@ -1,6 +1,9 @@
 """The scheduler with a fake engine and a fake clock: admission, delivery, cancellation, deadlines, failures, health."""
 
 import asyncio
+import contextlib
+import gc
+import math
 import threading
 import weakref
 from collections import Counter
@@ -10,22 +13,23 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fake_clock import FakeClock
+from fake_engine import FakeEngine, fake_rows
 
 from encserve_server.engine.base import BatchResult
-from encserve_server.engine.fake import FakeEngine, fake_rows
 from encserve_server.errors import (
     DeadlineExpired,
+    EncserveError,
     EngineUnhealthy,
     InferenceFailed,
     QueueFull,
     RequestTooLarge,
 )
-from encserve_server.models.pooling import make_outputs
 from encserve_server.scheduling.batching import BatchPolicy
-from encserve_server.scheduling.pending import PendingQueue
+from encserve_server.scheduling.lanes import Outcome
+from encserve_server.scheduling.queue import PendingQueue
 from encserve_server.scheduling.scheduler import Scheduler, SchedulerLimits
-from encserve_server.telemetry.spans import RanBatch
-from encserve_server.types import EncodedSequence, TokenIds
+from encserve_server.types.arrays import ModelInput, OutputArrays, TokenIds
+from encserve_server.types.sequences import Batch, ClosedBy, TokenSequence
 
 POISON, NAN = 666, 777
 
@@ -37,7 +41,9 @@ class Recorder:
         self.counts: Counter[str] = Counter()
         self.busy_seconds = 0.0
 
-    def has_queue(self, requests: Callable[[], int], sequences: Callable[[], int], tokens: Callable[[], int]) -> None:
+    def register_queue_gauges(
+        self, requests: Callable[[], int], sequences: Callable[[], int], tokens: Callable[[], int]
+    ) -> None:
         self._queue = requests, sequences, tokens
 
     @property
@@ -48,8 +54,9 @@ class Recorder:
     def queue(self) -> tuple[int, int]:
         return self._queue[1](), self._queue[2]()
 
-    def batch_ran(self, batch: RanBatch) -> None:
+    def batch_ran(self, batch: Batch) -> None:
         self.counts["batches"] += 1
+        self.counts["tokens"] += batch.tokens
 
     def batch_failed(self) -> None:
         self.counts["failed"] += 1
@@ -67,6 +74,12 @@ class Recorder:
         self.counts[f"cancelled {stage}"] += 1
 
 
+def rows_of(result: BatchResult, sequences: Sequence[TokenSequence]) -> list[OutputArrays | None]:
+    """The rows of each sequence, None where they are not finite."""
+    assert len(result.lengths) == len(sequences)
+    return [(rows,) if np.isfinite(rows).all() else None for rows in result.rows]
+
+
 class Bench:
     """A scheduler and everything around it."""
 
@@ -77,7 +90,7 @@ class Bench:
         self.health_changes = 0
         self.scheduler = Scheduler(
             self.engine,
-            make_outputs,
+            rows_of,
             policy,
             limits,
             clock=self.clock,
@@ -88,10 +101,18 @@ class Bench:
     def _changed(self) -> None:
         self.health_changes += 1
 
-    async def busy(self) -> asyncio.Task[list[EncodedSequence]]:
+    async def encode(
+        self, inputs: Sequence[ModelInput], deadline: float = math.inf, extra_cost: int = 0
+    ) -> list[TokenSequence]:
+        """One call; the outputs of each sequence cost so many tokens beside its own."""
+        sequences = [TokenSequence(it, len(it), cost=len(it) + extra_cost) for it in inputs]
+        await self.scheduler.run(sequences, deadline)
+        return sequences
+
+    async def busy(self) -> asyncio.Task[list[TokenSequence]]:
         """Holds the engine with a first call, so that everything after it queues."""
         self.engine.hold()
-        call = asyncio.create_task(self.scheduler.encode([ids(1)]))
+        call = asyncio.create_task(self.encode([ids(1)]))
         await self.engine_started()
         return call
 
@@ -103,7 +124,7 @@ def ids(*values: int) -> TokenIds:
     return np.array(values, np.int64)
 
 
-def right(sequences: Sequence[TokenIds], results: Sequence[EncodedSequence]) -> bool:
+def right(sequences: Sequence[TokenIds], results: Sequence[TokenSequence]) -> bool:
     return len(sequences) == len(results) and all(
         np.array_equal(result.outputs[0], fake_rows(its, 4)) for its, result in zip(sequences, results, strict=True)
     )
@@ -128,7 +149,7 @@ async def test_rows_come_back_to_whom_they_belong(bench: Bench) -> None:
     """Fifty calls of one to three sequences at once."""
     first = await bench.busy()
     calls = [[ids(*range(i + 1, i + 2 + j)) for j in range(1 + i % 3)] for i in range(12)]
-    running = [asyncio.create_task(bench.scheduler.encode(call)) for call in calls]
+    running = [asyncio.create_task(bench.encode(call)) for call in calls]
     await until(lambda: bench.seen.queue[0] == sum(map(len, calls)))
     bench.engine.let_go()
     for call, task in zip(calls, running, strict=True):
@@ -140,15 +161,15 @@ async def test_rows_come_back_to_whom_they_belong(bench: Bench) -> None:
 
 async def test_an_idle_engine_starts_at_once(bench: Bench) -> None:
     """The fake clock never moves, so any timer would hang here."""
-    assert right([ids(5)], await bench.scheduler.encode([ids(5)]))
+    assert right([ids(5)], await bench.encode([ids(5)]))
 
 
 async def test_a_full_queue_refuses_at_once_and_all_of_a_call(bench: Bench) -> None:
     first = await bench.busy()
-    waiting = asyncio.create_task(bench.scheduler.encode([ids(*range(1, 91))]))
+    waiting = asyncio.create_task(bench.encode([ids(*range(1, 91))]))
     await until(lambda: bench.seen.queue == (1, 90))
     with pytest.raises(QueueFull, match=r"holds 90 of at most 100 tokens and this request has 11") as caught:
-        await bench.scheduler.encode([ids(1), ids(*range(1, 11))])
+        await bench.encode([ids(1), ids(*range(1, 11))])
     assert caught.value.retry_delay_s > 0
     assert bench.seen.queue == (1, 90), "part of the refused call was queued"
     bench.engine.let_go()
@@ -158,15 +179,15 @@ async def test_a_full_queue_refuses_at_once_and_all_of_a_call(bench: Bench) -> N
 async def test_whoever_was_refused_is_not_overtaken_by_a_shorter_call(bench: Bench) -> None:
     """Otherwise short calls, which always find room, would keep long ones out while there is too much to do."""
     first = await bench.busy()
-    waiting = [asyncio.create_task(bench.scheduler.encode([ids(*range(1, 31))])) for _ in range(3)]
+    waiting = [asyncio.create_task(bench.encode([ids(*range(1, 31))])) for _ in range(3)]
     await until(lambda: bench.seen.queue == (3, 90))
     with pytest.raises(QueueFull, match=r"holds 90 of at most 100 tokens and this request has 11; try again"):
-        await bench.scheduler.encode([ids(*range(1, 12))])
+        await bench.encode([ids(*range(1, 12))])
     with pytest.raises(QueueFull, match=r"90 .* 100 .* has 2; once full it takes nothing before it holds at most 75;"):
-        await bench.scheduler.encode([ids(1, 2)])
+        await bench.encode([ids(1, 2)])
     waiting.pop().cancel()
     await until(lambda: bench.seen.queue == (2, 60))
-    again = asyncio.create_task(bench.scheduler.encode([ids(*range(1, 12))]))
+    again = asyncio.create_task(bench.encode([ids(*range(1, 12))]))
     await until(lambda: bench.seen.queue == (3, 71))
     bench.engine.let_go()
     await asyncio.gather(first, *waiting, again)
@@ -174,13 +195,13 @@ async def test_whoever_was_refused_is_not_overtaken_by_a_shorter_call(bench: Ben
 
 async def test_more_than_the_whole_queue_is_the_callers_mistake(bench: Bench) -> None:
     with pytest.raises(RequestTooLarge, match="at most 100 tokens in all .*; was 101"):
-        await bench.scheduler.encode([np.ones(101, np.int64)])
+        await bench.encode([np.ones(101, np.int64)])
 
 
 async def test_cancelling_in_mid_batch_touches_nobody_else(bench: Bench) -> None:
     """The neighbours of a caller that goes away while its batch runs are answered, and so is who comes after."""
     first = await bench.busy()
-    calls = [asyncio.create_task(bench.scheduler.encode([ids(i, i)])) for i in range(1, 9)]
+    calls = [asyncio.create_task(bench.encode([ids(i, i)])) for i in range(1, 9)]
     await until(lambda: bench.seen.queue[0] == 8)
     bench.engine.let_one_go()
     await first
@@ -192,18 +213,18 @@ async def test_cancelling_in_mid_batch_touches_nobody_else(bench: Bench) -> None
     for i, call in enumerate(calls, start=1):
         if i != 4:
             assert right([ids(i, i)], await call)
-    assert right([ids(9)], await bench.scheduler.encode([ids(9)]))
+    assert right([ids(9)], await bench.encode([ids(9)]))
 
 
 async def test_who_goes_while_queued_is_never_run_and_frees_its_room_at_once(bench: Bench) -> None:
     first = await bench.busy()
-    going = asyncio.create_task(bench.scheduler.encode([np.ones(60, np.int64)]))
+    going = asyncio.create_task(bench.encode([np.ones(60, np.int64)]))
     await until(lambda: bench.seen.queue == (1, 60))
     going.cancel()
     await until(going.done)
     assert bench.seen.queue == (0, 0)
     assert bench.seen.counts["cancelled queued"] == 1
-    staying = asyncio.create_task(bench.scheduler.encode([np.ones(100, np.int64)]))
+    staying = asyncio.create_task(bench.encode([np.ones(100, np.int64)]))
     bench.engine.let_go()
     await asyncio.gather(first, staying)
     assert [60] not in bench.engine.batches
@@ -211,8 +232,8 @@ async def test_who_goes_while_queued_is_never_run_and_frees_its_room_at_once(ben
 
 async def test_an_expired_entry_is_never_run(bench: Bench) -> None:
     first = await bench.busy()
-    hasty = asyncio.create_task(bench.scheduler.encode([ids(2)], deadline=5.0))
-    patient = asyncio.create_task(bench.scheduler.encode([ids(3)], deadline=50.0))
+    hasty = asyncio.create_task(bench.encode([ids(2)], deadline=5.0))
+    patient = asyncio.create_task(bench.encode([ids(3)], deadline=50.0))
     await until(lambda: bench.seen.queue[0] == 2)
     bench.clock.advance(10)
     bench.engine.let_go()
@@ -226,14 +247,14 @@ async def test_an_expired_entry_is_never_run(bench: Bench) -> None:
 async def test_a_deadline_already_past_is_not_queued(bench: Bench) -> None:
     bench.clock.advance(10)
     with pytest.raises(DeadlineExpired):
-        await bench.scheduler.encode([ids(2)], deadline=10.0)
+        await bench.encode([ids(2)], deadline=10.0)
     assert bench.engine.batches == []
 
 
 async def test_a_call_cancelled_after_its_deadline_counts_as_expired(bench: Bench) -> None:
     """gRPC cancels the handler of a call whose deadline passes."""
     first = await bench.busy()
-    call = asyncio.create_task(bench.scheduler.encode([ids(2)], deadline=5.0))
+    call = asyncio.create_task(bench.encode([ids(2)], deadline=5.0))
     await until(lambda: bench.seen.queue[0] == 1)
     bench.clock.advance(6)
     call.cancel()
@@ -246,7 +267,7 @@ async def test_a_call_cancelled_after_its_deadline_counts_as_expired(bench: Benc
 @pytest.mark.parametrize("place", range(8))
 async def test_a_poisonous_sequence_takes_down_nobody_but_itself(bench: Bench, place: int) -> None:
     first = await bench.busy()
-    calls = [asyncio.create_task(bench.scheduler.encode([ids(POISON if i == place else i + 1)])) for i in range(8)]
+    calls = [asyncio.create_task(bench.encode([ids(POISON if i == place else i + 1)])) for i in range(8)]
     await until(lambda: bench.seen.queue[0] == 8)
     bench.engine.let_go()
     results = await asyncio.gather(*calls, return_exceptions=True)
@@ -259,15 +280,15 @@ async def test_poison_alone_again_and_again_does_not_make_the_engine_unhealthy(b
     """After several failures a probe finds the engine well, so that no caller can switch a server off."""
     for _ in range(10):
         with pytest.raises(InferenceFailed):
-            await bench.scheduler.encode([ids(POISON)])
+            await bench.encode([ids(POISON)])
     assert bench.health_changes == 0
-    assert right([ids(1)], await bench.scheduler.encode([ids(1)]))
+    assert right([ids(1)], await bench.encode([ids(1)]))
 
 
 async def test_numbers_that_are_not_finite_fail_only_their_own_call(bench: Bench) -> None:
     first = await bench.busy()
-    bad = asyncio.create_task(bench.scheduler.encode([ids(NAN)]))
-    good = asyncio.create_task(bench.scheduler.encode([ids(2)]))
+    bad = asyncio.create_task(bench.encode([ids(NAN)]))
+    good = asyncio.create_task(bench.encode([ids(2)]))
     await until(lambda: bench.seen.queue[0] == 2)
     bench.engine.let_go()
     with pytest.raises(InferenceFailed, match="not finite"):
@@ -279,14 +300,14 @@ async def test_numbers_that_are_not_finite_fail_only_their_own_call(bench: Bench
 async def test_a_broken_engine_is_unhealthy_and_comes_back_by_itself(bench: Bench) -> None:
     bench.engine.broken = True
     with pytest.raises(InferenceFailed):
-        await bench.scheduler.encode([ids(1)])
+        await bench.encode([ids(1)])
     with pytest.raises(InferenceFailed):
-        await bench.scheduler.encode([ids(1)])
+        await bench.encode([ids(1)])
     with pytest.raises((InferenceFailed, EngineUnhealthy)):
-        await bench.scheduler.encode([ids(1)])
+        await bench.encode([ids(1)])
     await until(lambda: bench.scheduler.not_ready_reason() != "")
     with pytest.raises(EngineUnhealthy, match="the engine failed 3 times in a row") as caught:
-        await bench.scheduler.encode([ids(1)])
+        await bench.encode([ids(1)])
     assert "the device is lost" not in str(caught.value), "the engine's own text reached the caller"
     bench.engine.broken = False
 
@@ -297,14 +318,14 @@ async def test_a_broken_engine_is_unhealthy_and_comes_back_by_itself(bench: Benc
         return bench.scheduler.not_ready_reason() == ""
 
     await until(a_second_passes)
-    assert right([ids(1)], await bench.scheduler.encode([ids(1)]))
+    assert right([ids(1)], await bench.encode([ids(1)]))
     assert bench.health_changes == 2
 
 
 async def test_a_broken_engine_fails_everything_pending_at_once(bench: Bench) -> None:
     """Whoever waits can go to another replica; nobody waits for 2n failing runs."""
     first = await bench.busy()
-    calls = [asyncio.create_task(bench.scheduler.encode([ids(i)])) for i in range(1, 41)]
+    calls = [asyncio.create_task(bench.encode([ids(i)])) for i in range(1, 41)]
     await until(lambda: bench.seen.queue[0] == 40)
     bench.engine.broken = True
     bench.engine.let_go()
@@ -329,7 +350,7 @@ async def test_a_batch_that_runs_too_long_is_reported(bench: Bench) -> None:
 
 async def test_close_tells_whoever_still_waits(bench: Bench) -> None:
     first = await bench.busy()
-    waiting = asyncio.create_task(bench.scheduler.encode([ids(2)]))
+    waiting = asyncio.create_task(bench.encode([ids(2)]))
     await until(lambda: bench.seen.queue[0] == 1)
     closing = asyncio.create_task(bench.scheduler.close())
     with pytest.raises(EngineUnhealthy):
@@ -347,11 +368,11 @@ async def test_the_queue_never_exceeds_its_bound_under_any_interleaving(bench: B
     most = 0
 
     class Watched(PendingQueue):
-        """Remembers the most tokens that it ever counted."""
+        """Remembers the most that it ever counted against its bound."""
 
         def __setattr__(self, name: str, value: object) -> None:
             nonlocal most
-            if name == "tokens":
+            if name == "cost":
                 assert isinstance(value, int)
                 most = max(most, value)
             super().__setattr__(name, value)
@@ -360,7 +381,7 @@ async def test_the_queue_never_exceeds_its_bound_under_any_interleaving(bench: B
     tasks = []
     for i in range(400):
         length = int(rng.integers(1, 30))
-        tasks.append(asyncio.create_task(bench.scheduler.encode([np.full(length, 1 + i % 50, np.int64)])))
+        tasks.append(asyncio.create_task(bench.encode([np.full(length, 1 + i % 50, np.int64)])))
         if rng.random() < 0.33:
             tasks[int(rng.integers(len(tasks)))].cancel()
         if rng.random() < 0.3:
@@ -371,7 +392,7 @@ async def test_the_queue_never_exceeds_its_bound_under_any_interleaving(bench: B
     await until(lambda: bench.seen.queue == (0, 0))
     assert 50 < most <= 100
     assert (bench.seen.requests, bench.seen.queue) == (0, (0, 0))
-    assert right([ids(1)], await bench.scheduler.encode([ids(1)]))
+    assert right([ids(1)], await bench.encode([ids(1)]))
 
 
 async def test_an_engine_that_gives_wrong_rows_has_failed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,15 +404,15 @@ async def test_an_engine_that_gives_wrong_rows_has_failed(bench: Bench, monkeypa
         return replace(result, output=result.output[:, :-1])
 
     monkeypatch.setattr(bench.engine, "run", short)
-    with pytest.raises(InferenceFailed, match=r"inputs\[1\]|inputs\[0\]"):
-        await bench.scheduler.encode([ids(1, 2), ids(3)])
+    with pytest.raises(InferenceFailed, match=r"input 1|input 0"):
+        await bench.encode([ids(1, 2), ids(3)])
 
 
 async def test_a_loop_that_dies_is_told(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """No bug in the scheduler may leave a server that hangs and looks healthy."""
     first = await bench.busy()
-    monkeypatch.setattr("encserve_server.scheduling.pending.take_batch", lambda *_: 1 / 0)
-    waiting = asyncio.create_task(bench.scheduler.encode([ids(2)]))
+    monkeypatch.setattr("encserve_server.scheduling.queue.plan_batch", lambda *_: 1 / 0)
+    waiting = asyncio.create_task(bench.encode([ids(2)]))
     await until(lambda: bench.seen.queue[0] == 1)
     bench.engine.let_go()
     with pytest.raises(EngineUnhealthy, match="the scheduler has stopped"):
@@ -399,14 +420,14 @@ async def test_a_loop_that_dies_is_told(bench: Bench, monkeypatch: pytest.Monkey
     await first
     assert bench.scheduler.not_ready_reason()
     with pytest.raises(EngineUnhealthy):
-        await bench.scheduler.encode([ids(3)])
+        await bench.encode([ids(3)])
 
 
 async def test_a_storm_of_cancellations_while_a_batch_runs_leaves_nothing_behind(bench: Bench) -> None:
     """What is kept stays bounded, however often callers come and go while the engine hangs."""
     first = await bench.busy()
     for _ in range(50):
-        calls = [asyncio.create_task(bench.scheduler.encode([ids(1)])) for _ in range(90)]
+        calls = [asyncio.create_task(bench.encode([ids(1)])) for _ in range(90)]
         await until(lambda: bench.seen.queue == (90, 90))
         for call in calls:
             call.cancel()
@@ -421,7 +442,7 @@ async def test_a_storm_of_cancellations_while_a_batch_runs_leaves_nothing_behind
 async def test_the_engine_goes_on_while_the_event_loop_is_busy(bench: Bench) -> None:
     """Between two batches the event loop has callers to serve; the engine must not wait for that."""
     first = await bench.busy()
-    second = asyncio.create_task(bench.scheduler.encode([ids(2)]))
+    second = asyncio.create_task(bench.encode([ids(2)]))
     await until(lambda: bench.seen.queue[0] == 1)
     bench.engine.let_one_go()
     # Nothing is awaited here, so the event loop stands still until the second batch has begun.
@@ -473,7 +494,7 @@ async def two_narrow_lanes() -> AsyncIterator[Bench]:
 async def test_a_batch_with_nobody_beside_it_has_the_whole_device(two_lanes: Bench) -> None:
     """And keeps it: who comes meanwhile waits, though a lane is free."""
     first = await two_lanes.busy()
-    second = asyncio.create_task(two_lanes.scheduler.encode([ids(2)]))
+    second = asyncio.create_task(two_lanes.encode([ids(2)]))
     await until(lambda: two_lanes.seen.queue[0] == 1)
     assert not await asyncio.to_thread(two_lanes.engine.started.acquire, timeout=0.05)
     two_lanes.engine.let_go()
@@ -485,7 +506,7 @@ async def test_a_batch_with_nobody_beside_it_has_the_whole_device(two_lanes: Ben
 async def test_a_probe_does_not_wait_behind_runs_that_may_never_end(two_lanes: Bench) -> None:
     lanes = two_lanes.scheduler._lanes
     two_lanes.engine.hold()
-    call = asyncio.create_task(two_lanes.scheduler.encode([np.full(10, i, np.int64) for i in (1, 2, 3)]))
+    call = asyncio.create_task(two_lanes.encode([np.full(10, i, np.int64) for i in (1, 2, 3)]))
     await until(lambda: not lanes._idle)
     assert not await asyncio.wait_for(lanes.probe(), 60)
     two_lanes.engine.let_go()
@@ -505,7 +526,7 @@ async def test_the_thread_that_ran_last_runs_next(two_lanes: Bench, monkeypatch:
 
     monkeypatch.setattr(two_lanes.engine, "run", noting)
     two_lanes.engine.hold()
-    call = asyncio.create_task(two_lanes.scheduler.encode([np.full(10, i, np.int64) for i in (1, 2, 3)]))
+    call = asyncio.create_task(two_lanes.encode([np.full(10, i, np.int64) for i in (1, 2, 3)]))
     await until(lambda: len(threads) == 2)
     two_lanes.engine.let_go()
     await call
@@ -514,14 +535,14 @@ async def test_the_thread_that_ran_last_runs_next(two_lanes: Bench, monkeypatch:
         await until(lambda: len(lanes._idle) == 2)
         last = lanes._idle[-1].number
         threads.clear()
-        await two_lanes.scheduler.encode([ids(i)])
+        await two_lanes.encode([ids(i)])
         assert threads == [f"encserve-engine-{last}"]
 
 
 async def test_batches_run_side_by_side_while_there_are_several(two_lanes: Bench) -> None:
     """The engine is held, so both have begun before either is done."""
     two_lanes.engine.hold()
-    call = asyncio.create_task(two_lanes.scheduler.encode([np.full(10, i, np.int64) for i in (1, 2, 3)]))
+    call = asyncio.create_task(two_lanes.encode([np.full(10, i, np.int64) for i in (1, 2, 3)]))
     await two_lanes.engine_started()
     await two_lanes.engine_started()
     assert two_lanes.engine.alone == [False, False]
@@ -533,12 +554,12 @@ async def test_batches_run_side_by_side_while_there_are_several(two_lanes: Bench
 
 async def test_who_comes_while_a_lane_is_free_starts_at_once(two_lanes: Bench) -> None:
     two_lanes.engine.hold()
-    call = asyncio.create_task(two_lanes.scheduler.encode([np.full(10, i, np.int64) for i in (1, 2)]))
+    call = asyncio.create_task(two_lanes.encode([np.full(10, i, np.int64) for i in (1, 2)]))
     await two_lanes.engine_started()
     await two_lanes.engine_started()
     two_lanes.engine.let_one_go()
     await until(lambda: two_lanes.seen.counts["batches"] == 1)
-    newcomer = asyncio.create_task(two_lanes.scheduler.encode([ids(7)]))
+    newcomer = asyncio.create_task(two_lanes.encode([ids(7)]))
     await two_lanes.engine_started()
     assert two_lanes.engine.alone == [False, False, False]
     two_lanes.engine.let_go()
@@ -550,7 +571,7 @@ async def test_a_device_that_gains_nothing_from_one_batch_alone_is_never_kept_fo
     """So a GPU gets its next batch while one runs."""
     bench = two_narrow_lanes
     first = await bench.busy()
-    second = asyncio.create_task(bench.scheduler.encode([ids(2)]))
+    second = asyncio.create_task(bench.encode([ids(2)]))
     await bench.engine_started()
     bench.engine.let_go()
     assert right([ids(1)], await first)
@@ -559,7 +580,7 @@ async def test_a_device_that_gains_nothing_from_one_batch_alone_is_never_kept_fo
 
 async def test_a_culprit_in_one_lane_does_not_stop_the_other(two_lanes: Bench) -> None:
     sequences = [np.full(10, i, np.int64) for i in (1, POISON, 3, 4)]
-    calls = [asyncio.create_task(two_lanes.scheduler.encode([it])) for it in sequences]
+    calls = [asyncio.create_task(two_lanes.encode([it])) for it in sequences]
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert [isinstance(result, InferenceFailed) for result in results] == [False, True, False, False]
     assert two_lanes.scheduler.not_ready_reason() == ""
@@ -570,7 +591,7 @@ async def test_a_crash_while_a_batch_is_run_in_parts_leaves_nobody_waiting(
 ) -> None:
     """The parts that were still to run are in no queue; only the lane knows of them."""
     first = await bench.busy()
-    calls = [asyncio.create_task(bench.scheduler.encode([ids(i)])) for i in range(1, 5)]
+    calls = [asyncio.create_task(bench.encode([ids(i)])) for i in range(1, 5)]
     await until(lambda: bench.seen.queue[0] == 4)
     bench.engine.poison = 4
     real = bench.engine.run
@@ -589,7 +610,7 @@ async def test_a_crash_while_a_batch_is_run_in_parts_leaves_nobody_waiting(
 
 async def test_closing_while_a_batch_is_run_in_parts_leaves_nobody_waiting(bench: Bench) -> None:
     first = await bench.busy()
-    calls = [asyncio.create_task(bench.scheduler.encode([ids(i)])) for i in range(1, 5)]
+    calls = [asyncio.create_task(bench.encode([ids(i)])) for i in range(1, 5)]
     await until(lambda: bench.seen.queue[0] == 4)
     bench.engine.poison = 4
     bench.engine.let_one_go()  # the first call
@@ -606,7 +627,7 @@ async def test_closing_while_a_batch_is_run_in_parts_leaves_nobody_waiting(bench
 
 
 async def test_idle_lanes_keep_no_results(bench: Bench) -> None:
-    results = await bench.scheduler.encode([ids(1, 2), ids(3)])
+    results = await bench.encode([ids(1, 2), ids(3)])
     rows = weakref.ref(results[0].outputs[0])
     del results
     await asyncio.wait_for(until(lambda: rows() is None), 60)
@@ -614,8 +635,9 @@ async def test_idle_lanes_keep_no_results(bench: Bench) -> None:
 
 async def test_after_a_crash_nothing_makes_it_healthy_again(bench: Bench) -> None:
     first = await bench.busy()
-    bench.scheduler.on_crashed([], RuntimeError("a bug"))
-    bench.scheduler.on_broken([], RuntimeError("the device is lost"))
+    nothing = Batch([], ClosedBy.QUEUE_EMPTY)
+    bench.scheduler._deliver(Outcome.CRASHED, nothing, RuntimeError("a bug"))
+    bench.scheduler._deliver(Outcome.BROKEN, nothing, RuntimeError("the device is lost"))
     bench.clock.advance(10)
     await asyncio.sleep(0.01)
     assert "has stopped" in bench.scheduler.not_ready_reason()
@@ -627,7 +649,7 @@ async def test_what_a_broken_engine_fails_is_never_called_a_culprit() -> None:
     """Every lane holds something when the first of them finds out."""
     async for bench in lanes_of(4):
         first = await bench.busy()
-        calls = [asyncio.create_task(bench.scheduler.encode([np.full(10, i, np.int64)])) for i in range(1, 9)]
+        calls = [asyncio.create_task(bench.encode([np.full(10, i, np.int64)])) for i in range(1, 9)]
         await until(lambda bench=bench: bench.seen.queue[0] == 8)  # type: ignore[misc]
         bench.engine.broken = True
         bench.engine.let_go()
@@ -639,10 +661,10 @@ async def test_what_a_broken_engine_fails_is_never_called_a_culprit() -> None:
 async def test_a_call_after_closing_is_refused(bench: Bench) -> None:
     await bench.scheduler.close()
     with pytest.raises(EngineUnhealthy, match="unloaded"):
-        await asyncio.wait_for(bench.scheduler.encode([ids(1)]), 60)
+        await asyncio.wait_for(bench.encode([ids(1)]), 60)
     bench.scheduler = Scheduler(
         bench.engine,
-        make_outputs,
+        rows_of,
         BatchPolicy(64, 16, 1.0),
         SchedulerLimits(100),
         clock=bench.clock,
@@ -654,7 +676,7 @@ async def test_a_call_after_closing_is_refused(bench: Bench) -> None:
 async def test_closing_while_batches_follow_each_other(bench: Bench) -> None:
     """What has begun may end; what has not is told; nothing hangs."""
     first = await bench.busy()
-    waiting = [asyncio.create_task(bench.scheduler.encode([ids(2)])) for _ in range(3)]
+    waiting = [asyncio.create_task(bench.encode([ids(2)])) for _ in range(3)]
     await until(lambda: bench.seen.queue[0] == 3)
     closing = asyncio.create_task(bench.scheduler.close())
     await asyncio.sleep(0)
@@ -663,3 +685,255 @@ async def test_closing_while_batches_follow_each_other(bench: Bench) -> None:
     results = await asyncio.gather(first, *waiting, return_exceptions=True)
     assert all(isinstance(result, EngineUnhealthy) for result in results)
     assert bench.engine.batches == [[1]]
+
+
+async def settled() -> None:
+    """Lets the event loop do what is to be done now."""
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+async def test_callers_behind_a_stalled_run_get_an_error(bench: Bench) -> None:
+    """Without a deadline they would wait for as long as it takes; the run itself may still end well."""
+    first = await bench.busy()
+    waiting = [asyncio.create_task(bench.encode([ids(2), ids(3)])) for _ in range(2)]
+    await until(lambda: bench.seen.queue[0] == 4)
+    bench.clock.advance(60)
+    await settled()
+    assert (bench.health_changes, [call.done() for call in waiting]) == (0, [False, False])
+    bench.clock.advance(1)
+    for call in waiting:
+        with pytest.raises(EngineUnhealthy, match="the model is not available: a batch has been running for 61 s"):
+            await call
+    assert bench.health_changes == 1
+    assert (bench.seen.requests, bench.seen.queue) == (0, (0, 0))
+    with pytest.raises(EngineUnhealthy, match="a batch has been running for 61 s"):
+        await bench.encode([ids(4)])
+    assert not first.done()
+    bench.engine.let_go()
+    assert right([ids(1)], await first)
+    assert right([ids(5)], await bench.encode([ids(5)]))
+    assert bench.engine.batches == [[1], [1]], "what had its error was run"
+    assert not bench.seen.counts["cancelled queued"] + bench.seen.counts["expired"]
+
+
+async def test_a_stall_is_noticed_each_time(bench: Bench) -> None:
+    for _ in range(2):
+        first = await bench.busy()
+        waiting = asyncio.create_task(bench.encode([ids(2)]))
+        await until(lambda: bench.seen.queue[0] == 1)
+        bench.clock.advance(61)
+        with pytest.raises(EngineUnhealthy, match="has been running"):
+            await waiting
+        bench.engine.let_go()
+        await first
+
+
+async def test_a_call_of_which_a_part_waits_behind_a_stalled_run_gets_its_error() -> None:
+    """The lane that has the other part goes on; nobody gets its outputs."""
+    async for bench in lanes_of(1):  # of 10 tokens
+        bench.engine.hold()
+        call = asyncio.create_task(bench.encode([np.full(10, i, np.int64) for i in (2, 3)]))
+        await bench.engine_started()
+        bench.clock.advance(61)
+        with pytest.raises(EngineUnhealthy, match="has been running"):
+            await call
+        assert bench.seen.queue == (0, 0)
+        bench.engine.let_go()
+        await until(lambda bench=bench: not bench.scheduler.not_ready_reason())  # type: ignore[misc]
+        assert right([ids(5)], await bench.encode([ids(5)]))
+        assert bench.engine.batches == [[10], [1]]
+
+
+async def test_what_outputs_cost_counts_against_the_queue(bench: Bench) -> None:
+    first = await bench.busy()
+    waiting = asyncio.create_task(bench.encode([ids(*range(1, 11))], extra_cost=80))
+    await until(lambda: bench.seen.queue == (1, 90))  # in what the queue is bounded by
+    with pytest.raises(QueueFull, match=r"holds 90 of at most 100 tokens and this request has 11"):
+        await bench.encode([ids(1)], extra_cost=10)
+    bench.engine.let_go()
+    await asyncio.gather(first, waiting)
+    assert right([ids(1)], await bench.encode([ids(1)], extra_cost=99))
+    await until(lambda: bench.seen.counts["batches"] == 3)
+    assert bench.seen.counts["tokens"] == 12
+
+
+async def test_a_call_whose_outputs_cost_more_than_the_queue_holds_is_the_callers_mistake(bench: Bench) -> None:
+    text = r"at most 100 tokens in all \(max_queue_tokens\); was 2, and with its outputs it costs as much as 102"
+    with pytest.raises(RequestTooLarge, match=text):
+        await bench.encode([ids(1), ids(2)], extra_cost=50)
+    assert bench.engine.batches == []
+
+
+async def test_a_batch_has_no_more_outputs_than_its_budget_has_room_for() -> None:
+    async for bench in lanes_of(1):  # of 10 tokens
+        first = await bench.busy()
+        calls = [asyncio.create_task(bench.encode([ids(i)], extra_cost=5)) for i in range(4)]
+        await until(lambda bench=bench: bench.seen.queue[0] == 4)  # type: ignore[misc]
+        bench.engine.let_go()
+        await asyncio.gather(first, *calls)
+        assert bench.engine.batches == [[1], [1, 1], [1, 1]]
+
+
+@pytest.mark.parametrize("tokens", [None, 2])
+async def test_the_door_is_looked_at_before_a_call_is(bench: Bench, tokens: int | None) -> None:
+    bench.scheduler.check_open(tokens)
+    first = await bench.busy()
+    waiting = asyncio.create_task(bench.encode([ids(*range(1, 91))]))
+    await until(lambda: bench.seen.queue == (1, 90))
+    bench.scheduler.check_open(tokens)
+    with pytest.raises(QueueFull):
+        await bench.encode([ids(*range(1, 12))])
+    asked = "" if tokens is None else " and this request has 2"
+    with pytest.raises(QueueFull, match=f"holds 90 of at most 100 tokens{asked}; once full"):
+        bench.scheduler.check_open(tokens)
+    with pytest.raises(RequestTooLarge, match="was 101"):
+        bench.scheduler.check_open(101)
+    bench.clock.advance(61)
+    with pytest.raises(EngineUnhealthy, match="has been running"):
+        bench.scheduler.check_open(tokens)
+    bench.engine.let_go()
+    await asyncio.gather(first, waiting, return_exceptions=True)
+
+
+class Span:
+    """A request that is traced."""
+
+    def stage(self, name: str, began_at: float, ended_at: float) -> None:
+        assert name == "queue"
+        assert ended_at >= began_at
+
+
+class Tracer:
+    """Cannot trace."""
+
+    def ran(self, requests: Sequence[object], batch: Batch) -> None:
+        raise RuntimeError("the tracer has a bug")
+
+
+async def test_a_tracer_that_raises_costs_nobody_an_answer(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.scheduler._tracer = Tracer()
+    sequence = TokenSequence(ids(3), 1, cost=1)
+    await asyncio.wait_for(bench.scheduler.run([sequence], span=Span()), 60)  # type: ignore[arg-type]
+    assert right([ids(3)], [sequence])
+    await until(lambda: bench.seen.counts["batches"] == 1)
+    assert caplog.messages == ["a batch could not be traced"]
+
+
+async def test_a_lane_that_drops_a_cancelled_sequence_first_does_not_change_what_is_counted(bench: Bench) -> None:
+    """A lane may take between a cancellation and the next step of the call's task; no such sequence has run."""
+    first = await bench.busy()
+    going = asyncio.create_task(bench.encode([ids(2), ids(2)]))
+    staying = asyncio.create_task(bench.encode([ids(3)]))
+    await until(lambda: bench.seen.queue[0] == 3)
+    going.cancel()
+    bench.engine.let_one_go()
+    assert bench.engine.started.acquire(timeout=60)  # nothing is awaited: the event loop stands still
+    bench.engine.let_go()
+    await asyncio.wait([going])
+    await asyncio.gather(first, staying)
+    assert bench.engine.batches == [[1], [1]]
+    assert (bench.seen.counts["cancelled queued"], bench.seen.counts["cancelled running"]) == (2, 0)
+
+
+async def test_what_expires_while_its_caller_goes_is_counted_once(bench: Bench) -> None:
+    """gRPC cancels a call at its deadline, just when a lane finds its sequences expired."""
+    first = await bench.busy()
+    going = asyncio.create_task(bench.encode([ids(2), ids(2)], deadline=5.0))
+    staying = asyncio.create_task(bench.encode([ids(3)]))
+    await until(lambda: bench.seen.queue[0] == 3)
+    bench.clock.advance(6)
+    bench.engine.let_one_go()
+    assert bench.engine.started.acquire(timeout=60)  # as above
+    going.cancel()
+    bench.engine.let_go()
+    await asyncio.wait([going])
+    await asyncio.gather(first, staying)
+    counts = bench.seen.counts
+    assert (counts["expired"], counts["cancelled queued"], counts["cancelled running"]) == (2, 0, 0)
+
+
+async def test_every_sequence_of_a_call_that_expires_is_counted() -> None:
+    """The lane has looked at the first of four alone; the call has ended for all."""
+    async for bench in lanes_of(1):  # of 10 tokens
+        first = await bench.busy()
+        patient = asyncio.create_task(bench.encode([np.full(5, 2, np.int64)]))
+        hasty = asyncio.create_task(bench.encode([np.full(length, 3, np.int64) for length in (5, 9, 9, 9)], 5.0))
+        await until(lambda bench=bench: bench.seen.queue[0] == 5)  # type: ignore[misc]
+        bench.clock.advance(6)
+        bench.engine.let_one_go()
+        with pytest.raises(DeadlineExpired):
+            await hasty
+        assert bench.seen.counts["expired"] == 4
+        assert bench.seen.queue == (0, 0)
+        bench.engine.let_go()
+        await asyncio.gather(first, patient)
+        assert bench.engine.batches == [[1], [5]]
+
+
+@pytest.mark.parametrize("how", ["poison", "expired", "broken", "closed"])
+async def test_nothing_of_a_failed_call_waits_for_the_cycle_collector(bench: Bench, how: str) -> None:
+    """An error refers to the frames that it passed; what fails is as large as what does not."""
+    first = await bench.busy()
+    inputs = [ids(2), ids(POISON if how == "poison" else 3)]
+    kept = [weakref.ref(it) for it in inputs]
+    call = asyncio.create_task(bench.encode(inputs, deadline=5.0 if how == "expired" else math.inf))
+    await until(lambda: bench.seen.queue[0] == 2)
+    gc.collect()
+    gc.disable()
+    try:
+        del inputs
+        bench.clock.advance(6)
+        bench.engine.broken = how == "broken"
+        closing = asyncio.create_task(bench.scheduler.close()) if how == "closed" else None
+        bench.engine.let_go()
+        with contextlib.suppress(EncserveError):
+            await call
+        with contextlib.suppress(EncserveError):
+            await first
+        del call, first
+        if closing is not None:
+            await closing
+        await asyncio.wait_for(until(lambda: not any(it() is not None for it in kept)), 10)
+    finally:
+        gc.enable()
+
+
+async def test_time_side_by_side_is_busy_once(two_narrow_lanes: Bench) -> None:
+    """Two runs begin at 2 and 4 s and end at 6 and 12 s."""
+    bench, lanes = two_narrow_lanes, two_narrow_lanes.scheduler._lanes
+    bench.engine.hold()
+    bench.clock.advance(2)
+    calls = []
+    for i in range(2):
+        calls.append(asyncio.create_task(bench.encode([ids(i)])))
+        await bench.engine_started()
+        bench.clock.advance(2)
+    assert lanes.take_busy_seconds() == 4  # in the middle of both
+    bench.engine.let_one_go()
+    await until(lambda: len(lanes._idle) == 1)
+    bench.clock.advance(6)
+    bench.engine.let_go()
+    await asyncio.gather(*calls)
+    await until(lambda: len(lanes._idle) == 2)
+    bench.clock.advance(30)
+    assert bench.seen.busy_seconds + lanes.take_busy_seconds() == 6
+
+
+async def test_no_time_between_runs_is_busy(bench: Bench) -> None:
+    """A caller has its answer when the run has ended, whatever its lane still has to do."""
+    for _ in range(50):
+        await bench.encode([ids(1)])
+        bench.clock.advance(10)
+    await until(lambda: bench.seen.counts["batches"] == 50)
+    assert bench.seen.busy_seconds + bench.scheduler._lanes.take_busy_seconds() == 0
+
+
+async def test_a_probe_is_busy_time(bench: Bench) -> None:
+    bench.engine.hold()
+    probing = asyncio.create_task(bench.scheduler._lanes.probe())
+    await bench.engine_started()
+    bench.clock.advance(2)
+    assert bench.scheduler._lanes.take_busy_seconds() == 2
+    bench.engine.let_go()
+    assert await probing

@@ -10,11 +10,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fake_engine import FakeEngine, fake_rows
 from fake_server import D_MODEL, LONGEST, SERVICE, VOCAB_SIZE, Failed, FakeServer, StartServer, make_input
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.engine.fake import FakeEngine, fake_rows
 from encserve_server.errors import InvalidField
 from encserve_server.rpc import codec
 
@@ -450,7 +450,8 @@ async def test_the_estimate_of_a_reply_is_never_too_low(server: FakeServer, incl
     model = server.app.catalog.resolve("", "")
     for inputs in (["[UNK]"] * 3, ["world hello " * 40, "🌍"], [[999] * 32, [1], [2, 1]]):
         request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options)
-        reply = await model.encode(codec.decode_call(request, model))
+        reply = await model.prepare(codec.decode_call(request, LONGEST, 0))
+        await model.run(reply)
         data = await server.call("Encode", request)
         assert len(data) <= reply.estimated_bytes
 

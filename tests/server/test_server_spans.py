@@ -6,14 +6,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from fake_engine import fake_rows
 from fake_server import D_MODEL, LONGEST, Failed, FakeServer, StartServer, make_input
 from hypothesis import given
 from hypothesis import strategies as st
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.engine.fake import fake_rows
-from encserve_server.models.spans import POOLINGS, SentSpans, place_spans, pool_spans
-from encserve_server.types import CheckedSequence, OffsetUnit, OutputKind, TokenizedText
+from encserve_server.models.spans import SentSpans, place_spans
+from encserve_server.outputs import SPAN_POOLINGS
+from encserve_server.types.requests import OffsetUnit, OutputKind
+from encserve_server.types.sequences import TokenSequence
 
 Ranges = list[tuple[int, int]]
 SPANS = pb.OutputSpec(kind=pb.OUTPUT_KIND_SPANS)
@@ -50,30 +52,6 @@ def rows_of(tensor: pb.RaggedTensor) -> list[npt.NDArray[np.float32]]:
 
 
 @st.composite
-def rows_and_ranges(draw: st.DrawFn) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-    """Rows, and ranges of them that overlap, are empty, or are all of them."""
-    seq = draw(st.integers(1, 70))
-    rows = np.random.default_rng(draw(st.integers(0, 2**32))).standard_normal((seq, 3)).astype(np.float32)
-    bounds = draw(st.lists(st.tuples(st.integers(0, seq), st.integers(0, seq)).map(sorted), max_size=20))
-    ranges = np.array(bounds, np.int64).reshape(-1, 2)
-    ranges[ranges[:, 0] == ranges[:, 1]] = 0
-    return rows, ranges
-
-
-@given(rows_and_ranges(), st.sampled_from(POOLINGS))
-def test_pooling_ranges_is_pooling_their_rows(
-    made: tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]], pooling: OutputKind
-) -> None:
-    rows, ranges = made
-    pooled = pool_spans(rows, ranges, pooling)
-    assert pooled.shape == (len(ranges), 3)
-    assert pooled.dtype == np.float32
-    for its, (start, end) in zip(pooled, ranges, strict=True):
-        expected = POOL[pooling](rows[start:end].astype(np.float64)) if end > start else np.zeros(3)
-        np.testing.assert_allclose(its, expected, rtol=0, atol=1e-6)
-
-
-@st.composite
 def texts_and_ranges(draw: st.DrawFn) -> tuple[str, Ranges, int]:
     """A text of words of one, two and four bytes a code point, ranges of it, and the longest sequence."""
     text = draw(st.text("ab é🙂", max_size=20))
@@ -82,21 +60,21 @@ def texts_and_ranges(draw: st.DrawFn) -> tuple[str, Ranges, int]:
     return text, [(start, end) for start, end in ranges], draw(st.integers(2, 12))
 
 
-def tokenized(text: str, longest: int) -> tuple[CheckedSequence, list[tuple[int, int]]]:
+def tokenized(text: str, longest: int) -> tuple[TokenSequence, list[tuple[int, int]]]:
     """A sequence with a token for each word between two special ones, cut to fit, and where its words stand."""
     starts = [i for i, it in enumerate(text) if it != " " and (i == 0 or text[i - 1] == " ")]
     words = [(start, start + len(text[start:].split(" ")[0])) for start in starts]
     kept = words[: longest - 2]
     count = len(kept) + 2
-    its = TokenizedText(
-        ids=np.arange(count),
+    sequence = TokenSequence(
+        np.arange(count),
         char_starts=[0, *(start for start, _ in kept), 0],
         char_ends=[0, *(end for _, end in kept), 0],
         special=np.array([True, *[False] * len(kept), True]),
         original_token_count=len(words) + 2,
         kept_behind=1 if len(kept) < len(words) else 0,
     )
-    return CheckedSequence(its.ids, its.original_token_count, its.special, its), kept
+    return sequence, kept
 
 
 def sent(ranges: Ranges, unit: OffsetUnit) -> SentSpans:
@@ -108,7 +86,7 @@ def sent(ranges: Ranges, unit: OffsetUnit) -> SentSpans:
 def test_a_range_of_characters_has_the_tokens_that_it_shares_any_with(made: tuple[str, Ranges, int]) -> None:
     text, ranges, longest = made
     sequence, words = tokenized(text, longest)
-    placed = place_spans("", sent(ranges, OffsetUnit.CODE_POINTS), text, sequence).tolist()
+    placed = place_spans(0, sent(ranges, OffsetUnit.CODE_POINTS), text, sequence).tolist()
     for (start, end), span in zip(ranges, placed, strict=True):
         sharing = [i for i, (first, last) in enumerate(words, 1) if first < end and start < last and start < end]
         assert span == ([sharing[0], sharing[-1] + 1] if sharing else [0, 0])
@@ -119,14 +97,14 @@ def test_bytes_are_the_characters_that_they_are_of(made: tuple[str, Ranges, int]
     text, ranges, longest = made
     sequence, _ = tokenized(text, longest)
     in_bytes = [(len(text[:start].encode()), len(text[:end].encode())) for start, end in ranges]
-    placed = place_spans("", sent(in_bytes, OffsetUnit.UTF8_BYTES), text, sequence)
-    np.testing.assert_array_equal(placed, place_spans("", sent(ranges, OffsetUnit.CODE_POINTS), text, sequence))
+    placed = place_spans(0, sent(in_bytes, OffsetUnit.UTF8_BYTES), text, sequence)
+    np.testing.assert_array_equal(placed, place_spans(0, sent(ranges, OffsetUnit.CODE_POINTS), text, sequence))
 
 
 def test_bytes_within_a_character_have_all_of_it() -> None:
     sequence, _ = tokenized("a é", 8)
     ranges = [(2, 3), (3, 4), (3, 3), (0, 3)]
-    assert place_spans("", sent(ranges, OffsetUnit.UTF8_BYTES), "a é", sequence).tolist() == [
+    assert place_spans(0, sent(ranges, OffsetUnit.UTF8_BYTES), "a é", sequence).tolist() == [
         [2, 3],
         [2, 3],
         [0, 0],
@@ -136,10 +114,9 @@ def test_bytes_within_a_character_have_all_of_it() -> None:
 
 def test_tokens_need_not_stand_in_the_order_of_the_text() -> None:
     """A range then has what stands between its tokens too."""
-    text = TokenizedText(np.arange(3), [2, 0, 4], [3, 2, 5], np.zeros(3, np.bool_), 3)
-    sequence = CheckedSequence(text.ids, 3, text.special, text)
+    sequence = TokenSequence(np.arange(3), 3, np.zeros(3, np.bool_), [2, 0, 4], [3, 2, 5])
     ranges = [(0, 1), (2, 3), (3, 4), (4, 5)]
-    placed = place_spans("", sent(ranges, OffsetUnit.CODE_POINTS), "abcde", sequence)
+    placed = place_spans(0, sent(ranges, OffsetUnit.CODE_POINTS), "abcde", sequence)
     assert placed.tolist() == [[0, 2], [0, 2], [0, 0], [2, 3]]
 
 
@@ -150,10 +127,9 @@ def test_a_range_of_tokens_means_the_same_ones_however_the_sequence_is_cut(
     kept = min(count, longest)
     kept_behind = min(kept_behind, kept) if kept < count else 0
     seen = [*range(kept - kept_behind), *range(count - kept_behind, count)]
-    text = TokenizedText(np.array(seen), [0] * kept, [0] * kept, np.zeros(kept, np.bool_), count, kept_behind)
-    sequence = CheckedSequence(text.ids, count, text.special, text)
+    sequence = TokenSequence(np.array(seen), count, kept_behind=kept_behind)
     start, end = sorted(data.draw(st.tuples(st.integers(0, count), st.integers(0, count))))
-    [[first, behind]] = place_spans("", sent([(start, end)], OffsetUnit.TOKENS), "", sequence).tolist()
+    [[first, behind]] = place_spans(0, sent([(start, end)], OffsetUnit.TOKENS), "", sequence).tolist()
     assert seen[first:behind] == [place for place in seen if start <= place < end]
 
 
@@ -201,7 +177,7 @@ async def test_what_was_cut_off_has_zeros(server: FakeServer) -> None:
     assert not rows[1][1].any()
 
 
-@pytest.mark.parametrize("pooling", POOLINGS)
+@pytest.mark.parametrize("pooling", SPAN_POOLINGS)
 async def test_every_pooling_of_ranges(server: FakeServer, pooling: OutputKind) -> None:
     """Cut, normalised and of any type, as other outputs are."""
     names: Any = pooling.value
@@ -271,12 +247,12 @@ BAD: dict[str, tuple[list[pb.Input], list[pb.OutputSpec], str]] = {
     "model pooling": (
         input_of([]),
         [POOLED_BY_MODEL],
-        r"outputs\[0\].span_pooling: must be one of .*; was OUTPUT_KIND_MODEL",
+        r"outputs\[0\].span_pooling: must be one of .*; was OUTPUT_KIND_MODEL_POOLING",
     ),
     "another kind": (
         input_of([]),
         [SPANS, OF_MEAN],
-        r"outputs\[1\].span_pooling: is for OUTPUT_KIND_SPANS alone; was 4",
+        r"outputs\[1\].span_pooling: is for OUTPUT_KIND_SPANS alone; was OUTPUT_KIND_MAX",
     ),
 }
 
@@ -305,6 +281,12 @@ async def test_ranges_are_reckoned_as_they_are_made(start_server: StartServer) -
     """However small their type: else a small request could take any memory."""
     server = await start_server(max_response_mib=1)
     inputs = [with_spans([5], [(0, 1)] * 16384) for _ in range(4)]
-    with pytest.raises(Failed, match="the first 3 of 4 inputs would fit") as caught:
+    problem = "inputs.spans: the rows of 65536 spans would take 1376256 bytes, over the limit of 1048576"
+    with pytest.raises(Failed, match=problem) as caught:
         await encode(server, *inputs, data_type=pb.DATA_TYPE_BINARY)
+    assert caught.value.reason == "RESPONSE_TOO_LARGE"
+    await encode(server, *inputs[:3], data_type=pb.DATA_TYPE_BINARY)
+    twice = [SPANS, pb.OutputSpec(kind=pb.OUTPUT_KIND_SPANS, span_pooling=pb.OUTPUT_KIND_MAX)]
+    with pytest.raises(Failed, match="the first 1 of 3 inputs would fit") as caught:
+        await encode(server, *inputs[:3], outputs=twice, data_type=pb.DATA_TYPE_BINARY)
     assert caught.value.reason == "RESPONSE_TOO_LARGE"

@@ -7,11 +7,11 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fake_engine import FakeEngine, fake_rows
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
 from waiting import PATIENCE_SECONDS
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.engine.fake import FakeEngine, fake_rows
 from encserve_server.rpc import codec
 
 
@@ -168,10 +168,10 @@ async def test_an_answer_that_cannot_be_built_is_that_requests_error(
 ) -> None:
     real = codec.encode_reply
 
-    def build(model: Any, call: Any, reply: Any, stream_request_id: Any) -> bytes:
+    def build(model: Any, call: Any, stream_request_id: Any, reply: Any) -> bytes:
         if len(reply.sequences[0].input) == 3:
             raise MemoryError("no room")
-        return real(model, call, reply, stream_request_id)
+        return real(model, call, stream_request_id, reply)
 
     monkeypatch.setattr(codec, "encode_reply", build)
     stream = Stream(server)

@@ -16,6 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from fake_clock import FakeClock
+from fake_engine import FakeEngine
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
 from http_calls import connect
 from hypothesis import given
@@ -27,14 +28,13 @@ from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import _open_tracer
-from encserve_server.engine.fake import FakeEngine
 from encserve_server.errors import StartupError
 from encserve_server.rpc.open_inference.service import SERVICE_NAME
 from encserve_server.settings import Settings
 from encserve_server.system.clock import MonotonicClock
 from encserve_server.telemetry import logs, spans, tracing
 from encserve_server.telemetry.metrics import Metrics
-from encserve_server.types import BatchSeconds, ClosedBy
+from encserve_server.types.sequences import Batch, ClosedBy
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 SAMPLED = (("traceparent", f"00-{TRACE_ID}-{PARENT_ID}-01"), ("tracestate", "congo=t61rcWkgMzE"))
@@ -327,6 +327,20 @@ async def test_each_request_of_a_stream_has_a_span_in_the_streams(traced: Traced
         assert {it.parent_id for it in named(got, name)} == {requests[f"r{i}"].span_id for i in (1, 2)}
 
 
+async def test_a_request_id_is_cut(traced: Traced) -> None:
+    """It is refused when the request is read; the span has begun by then, and waits to be sent."""
+    server, receiver = traced
+    rpc: Any = server.channel.stream_stream(f"/{SERVICE}/EncodeStream")
+    call = rpc(metadata=SAMPLED)
+    await call.write(pb.EncodeStreamRequest(request_id="x" * 100_000).SerializeToString())
+    await call.done_writing()
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    got = await received(receiver, has(f"{SERVICE}/EncodeStream", "request"))
+    (request,) = named(got, "request")
+    assert request.attributes["encserve.request_id"] == "x" * tracing.MAX_REQUEST_ID_CHARS
+
+
 async def test_a_long_stream_does_not_make_a_trace_without_end(traced: Traced, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "MAX_STREAM_REQUESTS", 2)
     server, receiver = traced
@@ -514,11 +528,11 @@ async def test_spans_lie_within_each_other_whatever_the_walls_clock_does(
     began_at = clock.now()
     clock.advance(1.5)
     request.stage("queue", began_at, clock.now())
-    batch = spans.RanBatch(began_at, clock.now(), BatchSeconds(0.5, 0.5, 0.5), 1, 1, 1, ClosedBy.DRAINED, 0, True)
+    batch = Batch([], ClosedBy.QUEUE_EMPTY, alone=True, began_at=began_at, ended_at=clock.now())
     tracer.for_model("tiny", "1").ran([request], batch)
-    request.end("OK", "")
+    request.end({"rpc.response.status_code": "OK"}, "", failed=False)
     clock.advance(0.25)
-    stream.end("OK", "")
+    stream.end({"rpc.response.status_code": "OK"}, "", failed=False)
     await tracer.close()
     times = {it.name: (it.start_ns, it.end_ns) for it in receiver.spans}
     start_ns, end_ns = times.pop(f"{SERVICE}/EncodeStream")

@@ -19,7 +19,8 @@ from encserve_server.repository.loading import load_model
 from encserve_server.repository.tuning import BUDGETS_TOKENS, USUAL_LENGTHS, Tuned, choose, tune
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.settings import Settings
-from encserve_server.types import Bundle, ModelInput
+from encserve_server.types.arrays import ModelInput
+from encserve_server.types.bundles import Bundle
 
 MACHINE = {"cpu": "a CPU", "intra_op_threads": 2, "runtime": "fake 1"}
 

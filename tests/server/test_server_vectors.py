@@ -5,10 +5,10 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+from fake_engine import fake_rows
 from fake_server import D_MODEL, Failed, FakeServer, StartServer, make_input
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.engine.fake import fake_rows
 
 
 @pytest.fixture

@@ -5,8 +5,11 @@ from dataclasses import dataclass, field
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tickets import ticket_of
 
-from encserve_server.scheduling.batching import BatchPolicy, take_batch
+from encserve_server.scheduling.batching import BatchPolicy
+from encserve_server.scheduling.queue import PendingQueue
+from encserve_server.types.sequences import TokenSequence
 
 
 @dataclass(eq=False)
@@ -28,7 +31,6 @@ class Entry:
     length: int
     deadline: float
     leaves_at: float
-    gone: bool = False
     ahead: int = 0
     running_until: float = math.nan
     batches_before: int = 0
@@ -62,31 +64,33 @@ class Engine:
 
 def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
     """Plays the lanes: whatever is pending when one is free is batched and run, with no timer."""
-    pending: list[Entry] = []
+    queue = PendingQueue()
+    pending: dict[TokenSequence, Entry] = {}
     running: list[float] = []  # when each batch ends
     alone_until = -math.inf
     coming = sorted(entries, key=lambda entry: entry.arrives_at)
     now = 0.0
-    while coming or pending or running:
+    while coming or len(queue) or running:
         now = _next_event(now, coming, running)
         running = [ends for ends in running if ends > now]
         while coming and coming[0].arrives_at <= now:
             # The next batch begins when a lane is free; who comes while all are taken waits for the first of them.
             busy = len(running) == engine.lanes or alone_until > now
-            _arrive(coming.pop(0), pending, running_until=min(running) if busy else now)
-        while pending and len(running) < engine.lanes and alone_until <= now:
-            for entry in pending:
-                entry.gone = entry.leaves_at <= now
-            taken = take_batch(pending, policy, now)
-            pending = taken.left
-            if not taken.batch:
+            _arrive(coming.pop(0), queue, pending, running_until=min(running) if busy else now)
+        while len(queue) and len(running) < engine.lanes and alone_until <= now:
+            for sequence, entry in pending.items():
+                if entry.leaves_at <= now:
+                    sequence.ticket.done.cancel()
+            taken = queue.take(policy, now).batch
+            if taken is None:
                 break
-            alone = engine.widens and not running and not pending
-            running.append(now + engine.run(taken.batch, alone=alone))
+            batch = [pending.pop(sequence) for sequence in taken.sequences]
+            alone = engine.widens and not running and not len(queue)
+            running.append(now + engine.run(batch, alone=alone))
             alone_until = running[-1] if alone else -math.inf
-            for entry in taken.batch:
+            for entry in batch:
                 entry.started_at = now
-            for entry in pending:
+            for entry in pending.values():
                 entry.batches_before += 1
 
 
@@ -96,10 +100,12 @@ def _next_event(now: float, coming: list[Entry], running: list[float]) -> float:
     return max(now, min(events))
 
 
-def _arrive(entry: Entry, pending: list[Entry], *, running_until: float) -> None:
-    entry.ahead = sum(1 for it in pending if it.leaves_at > entry.arrives_at and it.deadline > entry.arrives_at)
+def _arrive(entry: Entry, queue: PendingQueue, pending: dict[TokenSequence, Entry], *, running_until: float) -> None:
+    entry.ahead = sum(1 for it in pending.values() if min(it.leaves_at, it.deadline) > entry.arrives_at)
     entry.running_until = max(running_until, entry.arrives_at)
-    pending.append(entry)
+    ticket = ticket_of([entry.length], deadline=entry.deadline)
+    queue.add(ticket)
+    pending[ticket.sequences[0]] = entry
 
 
 arrivals = st.lists(

@@ -9,20 +9,22 @@ from typing import Any
 
 import grpc
 import numpy as np
+from fake_engine import FakeEngine, FakeInspector
 from google.rpc import error_details_pb2, status_pb2
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
-from encserve_server.engine.fake import FakeEngine, FakeInspector
-from encserve_server.models.pooling import ModelVector
 from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.outputs import ModelOutputs
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.repository.manager import Loader
 from encserve_server.settings import Settings
 from encserve_server.telemetry import page
-from encserve_server.types import Bundle, Graph, InspectGraph, InspectKind, ModelPooling, OutputKind
+from encserve_server.types.bundles import Bundle, Graph, InspectGraph, ModelPooling
+from encserve_server.types.inspections import InspectKind
+from encserve_server.types.requests import OutputKind
 
 D_MODEL, VOCAB_SIZE, LONGEST = 4, 1000, 32
 N_LAYERS, N_HEADS = 3, 2
@@ -177,8 +179,7 @@ def fake_model(
         default_prompt_name=next(iter(prompts or ()), ""),
     )
     tokenizer = TextTokenizer(tokenizer_file, tokenize_pool, max_queue_text_mib * 2**20) if tokenizer_file else None
-    makers = {OutputKind.MODEL: ModelVector(bundle.pooling)} if bundle.pooling else {}
-    return LoadedModel(bundle, tokenizer, engine, 0.1, 0.1, load_inspector, makers=makers)
+    return LoadedModel(bundle, tokenizer, ModelOutputs(bundle), engine, 0.1, 0.1, load_inspector)
 
 
 async def start_fake_server(
@@ -204,7 +205,7 @@ async def start_fake_server(
     with_tokenizer = with_tokenizer and not takes_vectors
     tokenizer_file = write_tokenizer(directory / "tokenizer.json", unknown)
 
-    def load_fake(bundle_directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
+    def load_fake(bundle_directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
         return fake_model(
             bundle_directory,
             tokenize_pool,

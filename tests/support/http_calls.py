@@ -1,5 +1,8 @@
 """Calls of the HTTP routes of a fake server."""
 
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
@@ -24,3 +27,15 @@ async def get(server: FakeServer, path: str) -> httpx.Response:
     """Asks for a path."""
     async with connect(server) as client:
         return await client.get(path)
+
+
+@contextlib.asynccontextmanager
+async def raw(server: FakeServer) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    """A connection, to say on it what no library would."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", server.app.http_port)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()

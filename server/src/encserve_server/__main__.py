@@ -61,12 +61,12 @@ def main(**values: Any) -> None:
         raise click.UsageError(str(error)) from error
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can look again
     memory.limit_arenas()
-    memory.settle()
+    memory.freeze_gc()
     logs.configure(settings.log_level, settings.log_format)
-    leave(uvloop.run(serve(settings)))
+    exit_process(uvloop.run(serve(settings)))
 
 
-def leave(status: int) -> None:
+def exit_process(status: int) -> None:
     """Ends the process whatever its threads do: a stuck engine, or a long text, must not outlive the grace period."""
     logging.shutdown()
     os._exit(status)

@@ -14,15 +14,15 @@ import asyncio
 import contextlib
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 import grpc
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
+from encserve_server.calls import Calls
 from encserve_server.errors import StartupError
-from encserve_server.models.calls import Calls
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
 from encserve_server.repository.activation import LoadedModel, serve_model
@@ -31,12 +31,15 @@ from encserve_server.repository.manager import Loader, ModelManager
 from encserve_server.rpc import health, reflection, service
 from encserve_server.rpc.guard import RpcGuard
 from encserve_server.rpc.open_inference import service as open_inference
+from encserve_server.rpc.receiving import Receiving
+from encserve_server.rpc.sending import Sending
 from encserve_server.rpc.server import add_service, listen, make_server
-from encserve_server.settings import Settings
+from encserve_server.settings import MIB, Settings
+from encserve_server.system import memory
 from encserve_server.system.clock import Clock, MonotonicClock
-from encserve_server.system.cpus import step_back
+from encserve_server.system.cpus import lower_thread_priority
 from encserve_server.telemetry.gpus import watch_gpus
-from encserve_server.telemetry.lag import watch_lag
+from encserve_server.telemetry.lag import LoopWatch
 from encserve_server.telemetry.metrics import Metrics
 from encserve_server.telemetry.page import MetricsPage
 from encserve_server.telemetry.spans import Tracer
@@ -47,6 +50,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ENCODE_THREADS = 2
+# When calls have given back so much of what they held, memory is returned to the system; looked at so often.
+_MUCH_HELD_BYTES = 64 * MIB
+_HELD_LOOK_SECONDS = 1.0
 # How long new calls are refused before gRPC stops.
 _REFUSING_SECONDS = 0.5
 # How long gRPC then waits for what is not ours.
@@ -70,26 +76,25 @@ class App:
         self._clock = MonotonicClock()
         self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
         # Loading is in no hurry, and the threads that engines make are made here.
-        self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=step_back)
+        self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=lower_thread_priority)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
-        self._calls = Calls(self.catalog, self._clock, self._encode_pool)
+        # Inspections wait for their callers to read, so they have a thread of their own.
+        self._inspect_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-chunks")
+        max_held_bytes = settings.in_flight_bytes_for(memory.usable_bytes())
+        self._calls = Calls(self.catalog, self._clock, self._encode_pool, max_held_bytes=max_held_bytes)
+        self._sending = Sending(self._clock)
+        self._receiving = Receiving(self._calls, settings.max_request_mib * MIB)
+        self._guard = RpcGuard(self._calls, self.metrics, self._receiving, self._sending)
         self.metrics.in_flight.set_function(lambda: self._calls.in_flight)  # read when the page is, which costs no call
+        self.metrics.in_flight_bytes.set_function(lambda: self._calls.held_bytes)
+        self.metrics.in_flight_limit_bytes.set(max_held_bytes)
         self._health_service = health.HealthService()
         self._health = health.ModelHealth(self._health_service, service.SERVICE_NAME, self.metrics)
         self._service = service.EncoderService(
-            self._calls,
-            self.catalog,
-            self.metrics,
-            clock=self._clock,
-            encode_pool=self._encode_pool,
-            max_stream_in_flight=settings.max_stream_in_flight,
+            self._calls, inspect_pool=self._inspect_pool, max_stream_in_flight=settings.max_stream_in_flight
         )
         self._open_inference = open_inference.OpenInferenceService(
-            self._calls,
-            self.catalog,
-            self.metrics,
-            clock=self._clock,
-            max_stream_in_flight=settings.max_stream_in_flight,
+            self._calls, max_stream_in_flight=settings.max_stream_in_flight
         )
         self.manager = ModelManager(
             settings,
@@ -106,7 +111,8 @@ class App:
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
         self._metrics_page: MetricsPage | None = None
-        self._lag_task: asyncio.Task[None] | None = None
+        self._loop_watch = LoopWatch(self._clock, self.metrics.event_loop_lag_seconds.observe)
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Returns when every model answers; from then on the model repository is followed.
@@ -114,7 +120,7 @@ class App:
         Raises:
             StartupError: A port is taken, a bundle or the device is not usable, or tracing cannot be had.
         """
-        self._tracer = _open_tracer(self.settings, self._clock, self.metrics)
+        self._tracer = self._calls.tracer = _open_tracer(self.settings, self._clock, self.metrics)
         await self._start_metrics()
         await self._start_grpc()
         await self._start_http()
@@ -138,10 +144,10 @@ class App:
         if self._server is not None:
             await self._drain(self._server)
         clean = await self.manager.close()
-        for pool in (self._load_pool, self._tokenize_pool, self._encode_pool):
+        for pool in (self._load_pool, self._tokenize_pool, self._encode_pool, self._inspect_pool):
             pool.shutdown(wait=False, cancel_futures=True)
-        if self._lag_task is not None:
-            self._lag_task.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._tracer is not None:
             await self._tracer.close()
         if self._metrics_page is not None:
@@ -171,31 +177,29 @@ class App:
     async def _start_metrics(self) -> None:
         settings = self.settings
         try:
-            self._metrics_page = MetricsPage(settings.host, settings.metrics_port, self.registry, self._is_serving)
+            self._metrics_page = MetricsPage(settings.host, settings.metrics_port, self.registry, self._is_healthy)
         except OSError as error:
             raise StartupError(
                 f"--metrics-port {settings.metrics_port} on {settings.host}: {error.strerror}"
             ) from error
-        self.metrics_port = self._metrics_page.server_port
+        self.metrics_port = self._metrics_page.port
         loop = asyncio.get_running_loop()
-        observe = self.metrics.event_loop_lag_seconds.observe
-        self._lag_task = loop.create_task(watch_lag(self._clock, observe), name="encserve-lag")
+        self._tasks.append(loop.create_task(self._loop_watch.run(), name="encserve-lag"))
         await loop.run_in_executor(self._load_pool, watch_gpus, self.metrics)
 
     async def _start_grpc(self) -> None:
         settings = self.settings
         server = make_server(settings)
         names = [health.SERVICE_NAME]
-        add_service(server, health.SERVICE_NAME, health.METHODS, self._health_service.handlers())
+        add_service(server, health.SERVICE_NAME, health.METHODS, self._health_service.handlers(self._guard))
         protocols = [(service, self._service)] + [(open_inference, self._open_inference)] * settings.open_inference
-        for protocol, its in protocols:
-            guard = RpcGuard(self.metrics, self._calls, protocol.SERVICE_NAME, protocol.METHODS)
-            add_service(server, protocol.SERVICE_NAME, protocol.METHODS, its.handlers(guard, self._tracer))
+        for protocol, servicer in protocols:
+            add_service(server, protocol.SERVICE_NAME, protocol.METHODS, servicer.handlers(self._guard))
             names.append(protocol.SERVICE_NAME)
         if settings.reflection:
-            telling = reflection.handlers(names)
+            reflection_handlers = reflection.handlers(names, self._guard)
             for name in reflection.SERVICE_NAMES:
-                add_service(server, name, reflection.METHODS, telling)
+                add_service(server, name, reflection.METHODS, reflection_handlers)
         try:
             self.grpc_port = listen(server, settings.host, settings.grpc_port)
         except (OSError, RuntimeError) as error:
@@ -203,6 +207,8 @@ class App:
             raise StartupError(f"--grpc-port {settings.grpc_port} on {settings.host}: {why}") from error
         await server.start()
         self._server = server
+        for watch in (self._receiving.watch(), self._sending.watch(), self._give_memory_back()):
+            self._tasks.append(asyncio.get_running_loop().create_task(watch))
 
     async def _start_http(self) -> None:
         settings = self.settings
@@ -210,14 +216,29 @@ class App:
             return
         open_http = _import_http()
         try:
-            self._http = open_http(settings, self._calls, self.catalog, self.metrics, self._is_serving, self._tracer)
+            self._http = await open_http(settings, self._calls, self.metrics, self._is_serving)
         except OSError as error:
             raise StartupError(f"--http-port {settings.http_port} on {settings.host}: {error.strerror}") from error
         self.http_port = self._http.port
 
+    async def _give_memory_back(self) -> None:
+        """Returns memory to the system after much of it has been held: the C library would keep most of it."""
+        loop, most = asyncio.get_running_loop(), 0
+        while True:
+            await self._clock.sleep(_HELD_LOOK_SECONDS)
+            held = self._calls.held_bytes
+            most = max(most, held)
+            if most - held >= _MUCH_HELD_BYTES:
+                most = held
+                await loop.run_in_executor(self._load_pool, memory.trim)
+
     def _is_serving(self) -> bool:
         """Whether every model is ready, and the server is not stopping; any thread may ask."""
         return self._health_service.serving[""]
+
+    def _is_healthy(self) -> bool:
+        """Whether every model is ready, and the event loop alive; any thread may ask."""
+        return self._loop_watch.is_alive() and self._is_serving()
 
     def _serve_model(self, loaded: LoadedModel) -> ServedModel:
         return serve_model(
@@ -261,7 +282,7 @@ def _report_start(starting: "asyncio.Task[None]") -> bool:
     return error is not None
 
 
-def _import_http() -> "Callable[..., HttpServer]":
+def _import_http() -> "Callable[..., Awaitable[HttpServer]]":
     """What serves HTTP.
 
     Raises:
@@ -270,7 +291,7 @@ def _import_http() -> "Callable[..., HttpServer]":
     try:
         from encserve_server.http.server import open_http
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("httptools", "orjson", "uvicorn"):
+        if (error.name or "").partition(".")[0] not in ("aiohttp", "msgspec", "orjson"):
             raise
         raise StartupError(
             f"--http-port: the Python package {error.name} is not installed; install encserve-server[http]"

@@ -3,31 +3,111 @@
     EncserveError
     ├── RequestError              the request can never succeed as it is
     │   ├── InvalidField          one field is wrong: an empty sequence, an id outside the vocabulary, …
+    │   │   ├── EmptyInputs       there are no inputs, which text-embeddings-inference tells from other mistakes
+    │   │   └── UnknownField      a field that this server does not know
     │   ├── MalformedRequest      the bytes are not the message that the method takes
     │   ├── TooManyInputs         more sequences than one request may hold
+    │   ├── TooManyOutputs        more outputs than one request may ask for
     │   ├── SequenceTooLong       longer than the model's longest sequence
+    │   ├── TooLongToPool         more vectors than `pool_factor` may join
     │   ├── RequestTooLarge       more tokens than the whole queue may hold
     │   ├── ResponseTooLarge      the reply would be over the message limit
     │   └── ModelNotFound         no such model or version
     ├── QueueFull                 refused at the door; trying again later helps
-    ├── DeadlineExpired           the caller's deadline passed before its batch started, or it reads no answer
+    ├── BudgetFull                the server holds as many bytes of requests and replies as it may
+    ├── DeadlineExpired           the deadline passed before a batch started; no request arrives, or no answer is read
     ├── FingerprintMismatch       the caller expects another bundle
     ├── SpaceMismatch             the caller expects another vector space
-    ├── InspectUnavailable        this model cannot be looked into on this server
+    ├── InspectUnavailable        this model cannot be inspected on this server
     ├── InferenceFailed           the model cannot compute this sequence
     ├── EngineUnhealthy           the engine fails again and again; another replica may do better
     ├── NotReady                  the server is still loading its models
     ├── Draining                  the server is stopping
     └── StartupError              the server cannot start
         ├── BundleError           a bundle is missing, altered or unreadable
-        ├── DeviceError           the device or the precision asked for cannot be had on this machine
+        ├── DeviceError           the device or the precision asked for is not available on this machine
         └── EngineMissing         what runs models is not installed
 
-The text of every class but StartupError's reaches the caller: it names fields and numbers, never paths.
+The text of every class but StartupError's reaches the caller: it names fields and numbers, never paths. Which field is
+data, a `FieldPath`, because every protocol has its own name for it; `error_table` renders it and has the statuses.
 """
 
 import re
-from typing import ClassVar
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import ClassVar, Protocol
+
+
+class Part(Enum):
+    """The parts of a request that an error can be about."""
+
+    INPUTS = auto()
+    INPUT = auto()
+    TEXT = auto()
+    IDS = auto()
+    VECTORS = auto()
+    VECTORS_WIDTH = auto()
+    VECTORS_DATA = auto()
+    SPANS = auto()
+    SPAN_UNIT = auto()
+    SPAN_ENDS = auto()
+    OUTPUTS = auto()
+    OUTPUT = auto()
+    OUTPUT_KIND = auto()
+    OUTPUT_NORMALIZE = auto()
+    OUTPUT_DIMENSIONS = auto()
+    OUTPUT_POOL_FACTOR = auto()
+    OUTPUT_MAX_ACTIVE_DIMS = auto()
+    OUTPUT_SPAN_POOLING = auto()
+    DATA_TYPE = auto()
+    TASK = auto()
+    PROMPT_NAME = auto()
+    TOKEN_STRINGS = auto()
+    EXCLUDE_SPECIAL_TOKENS = auto()
+    MODEL = auto()
+    MODEL_VERSION = auto()
+    FINGERPRINT = auto()
+    SPACE_ID = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class FieldPath:
+    """Which part of a request an error is about.
+
+    Attributes:
+        part: The part.
+        at: Which input, or for the parts of an output which output, from 0; None where the part is not one of several.
+        place: Which id, span or vector of it, from 0; None for the whole part.
+    """
+
+    part: Part
+    at: int | None = None
+    place: int | None = None
+
+
+class Naming(Protocol):
+    """What a protocol calls fields and values, in errors."""
+
+    def field(self, path: FieldPath) -> str:
+        """The name of a field."""
+
+    def value(self, value: Enum) -> str:
+        """The name of a value that callers send."""
+
+
+class PlainNaming:
+    """Names for log lines and for callers without a protocol."""
+
+    def field(self, path: FieldPath) -> str:
+        """As in `input 3, ids 17`."""
+        name = path.part.name.lower()
+        if path.at is not None:
+            name = f"{name} {path.at}"
+        return name if path.place is None else f"{name}, place {path.place}"
+
+    def value(self, value: Enum) -> str:
+        """As in `query`."""
+        return value.name.lower()
 
 
 class EncserveError(Exception):
@@ -43,23 +123,71 @@ class EncserveError(Exception):
         if "reason" not in vars(cls):
             cls.reason = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", cls.__name__).upper()
 
+    def __init__(self, problem: str, /, **values: object) -> None:
+        """Takes the text; with values it is a template for `str.format`, in which protocols name fields and enums."""
+        self.problem = problem
+        self.values = values
+
+    def text(self, naming: Naming) -> str:
+        """The whole text, as a protocol names things."""
+        return self.problem_text(naming)
+
+    def problem_text(self, naming: Naming) -> str:
+        """The problem alone."""
+        if not self.values:
+            return self.problem
+        return self.problem.format(**{name: _rendered(value, naming) for name, value in self.values.items()})
+
+    def __str__(self) -> str:
+        return self.text(PlainNaming())
+
+
+def _rendered(value: object, naming: Naming) -> object:
+    if isinstance(value, FieldPath):
+        return naming.field(value)
+    if isinstance(value, Enum):
+        return naming.value(value)
+    if isinstance(value, tuple):
+        return ", ".join(str(_rendered(it, naming)) for it in value)
+    return value
+
 
 class RequestError(EncserveError):
     """The request can never succeed as it is.
 
     Attributes:
-        field: The path of the wrong field, as in `inputs[3].token_ids.ids[17]`; empty if it is the whole request.
+        field: The wrong field: a FieldPath, or what a front end calls a field of its own; empty for the whole request.
     """
 
-    def __init__(self, field: str, problem: str) -> None:
-        """Takes the field's path and what is wrong with it, with the offending numbers."""
+    def __init__(self, field: FieldPath | str, problem: str, /, **values: object) -> None:
+        """Takes the field and the problem, with the offending numbers; see the base class for `values`."""
         self.field = field
-        self.problem = problem
-        super().__init__(f"{field}: {problem}" if field else problem)
+        super().__init__(problem, **values)
+
+    def field_name(self, naming: Naming) -> str:
+        """The field, as a protocol names it."""
+        return naming.field(self.field) if isinstance(self.field, FieldPath) else self.field
+
+    def text(self, naming: Naming) -> str:
+        """The field and the problem."""
+        field, problem = self.field_name(naming), self.problem_text(naming)
+        return f"{field}: {problem}" if field else problem
 
 
 class InvalidField(RequestError):
     """One field has a value that it must not have."""
+
+
+class EmptyInputs(InvalidField):
+    """There are no inputs."""
+
+    reason = InvalidField.reason
+
+
+class UnknownField(InvalidField):
+    """There is a field that this server does not know; its name is the caller's own."""
+
+    reason = InvalidField.reason
 
 
 class MalformedRequest(RequestError):
@@ -70,8 +198,16 @@ class TooManyInputs(RequestError):
     """The request holds more sequences than one request may."""
 
 
+class TooManyOutputs(RequestError):
+    """The request asks for more outputs than one request may."""
+
+
 class SequenceTooLong(RequestError):
     """A sequence is longer than the model's longest."""
+
+
+class TooLongToPool(RequestError):
+    """A sequence has more vectors than may be joined: the memory for that grows with the square of the number."""
 
 
 class RequestTooLarge(RequestError):
@@ -110,8 +246,21 @@ class QueueFull(EncserveError):
         super().__init__(f"the queue is full: {why}; try again in {retry_delay_s:.2f} s")
 
 
+class BudgetFull(EncserveError):
+    """The server holds as many bytes of requests and replies as it may, or receives as many calls.
+
+    Attributes:
+        retry_delay_s: After how many seconds trying again makes sense.
+    """
+
+    def __init__(self, problem: str, retry_delay_s: float) -> None:
+        """Takes what is full, with the numbers, and when to try again."""
+        self.retry_delay_s = retry_delay_s
+        super().__init__(f"{problem}; try again in {retry_delay_s:.2f} s")
+
+
 class DeadlineExpired(EncserveError):
-    """The caller's deadline passed while the request was queued, or it read nothing of an inspection for too long."""
+    """The deadline passed before a batch started, the request did not arrive, or the caller did not read the answer."""
 
 
 class FingerprintMismatch(EncserveError):

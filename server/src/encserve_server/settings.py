@@ -78,7 +78,7 @@ class Settings:
     max_batch_tokens: int | None = _setting(
         None,
         "Most padded tokens (longest x count) in a batch. More fills the device better until activations leave its "
-        "cache, and lengthens the wait of whoever comes next. Default: measured when the model is loaded for the first "
+        "cache, and lengthens the wait of the next caller. Default: measured when the model is loaded for the first "
         "time, and remembered beside its bundle; with --no-tune-batches 512 on the CPU, 16384 on CUDA.",
         minimum=1,
     )
@@ -129,6 +129,18 @@ class Settings:
         minimum=1,
         maximum=1024,
     )
+    max_in_flight_mib: int | None = _setting(
+        None,
+        "Most memory for requests and replies together, over all protocols, in MiB; a reply counts until it has been "
+        "sent. Beyond that calls are refused with RESOURCE_EXHAUSTED, over HTTP 429. Default: a quarter of the memory "
+        "that this process may use, at most 1024, and room for one request and one reply of the largest size.",
+        minimum=1,
+    )
+    max_connections: int = _setting(
+        1000,
+        "Most open connections of the gRPC port, and as many of the HTTP port. A further one is closed at once.",
+        minimum=1,
+    )
     max_stream_in_flight: int = _setting(
         64, "Requests of one stream that are read ahead and worked on at a time.", minimum=1
     )
@@ -153,8 +165,8 @@ class Settings:
     )
     parallel_batches: int | None = _setting(
         None,
-        "Batches that run at once. On the CPU each has its share of --intra-op-threads then, and a batch with nobody "
-        "beside it has them all. More makes better use of the CPU when much is waiting; above 1 the weights are held "
+        "Batches that run at once. On the CPU each has its share of --intra-op-threads then, and a batch that "
+        "runs alone has them all. More makes better use of the CPU when much is waiting; above 1 the weights are held "
         "in memory twice. Default: a batch for each thread, at most 8; on CUDA 2.",
         minimum=1,
     )
@@ -217,6 +229,12 @@ class Settings:
             raise ValueError("precision bfloat16 needs engine openvino; onnxruntime computes in what the bundle has")
         if self.device == "cuda" and self.engine == "openvino":
             raise ValueError("device cuda needs engine onnxruntime; openvino runs on the CPU only")
+        least_mib = self.max_request_mib + self.max_response_mib
+        if self.max_in_flight_mib is not None and self.max_in_flight_mib < least_mib:
+            raise ValueError(
+                f"max_in_flight_mib must be >= {least_mib}, max_request_mib + max_response_mib; was "
+                f"{self.max_in_flight_mib}"
+            )
         self._check_trace_endpoint()
         if not self.host:
             raise ValueError("host must not be empty; 0.0.0.0 is every address")
@@ -242,6 +260,12 @@ class Settings:
     def batch_tokens_for(self, device: str) -> int:
         """The budget of padded tokens on "cpu" or "cuda"."""
         return self.max_batch_tokens or {"cpu": 512, "cuda": 16384}[device]
+
+    def in_flight_bytes_for(self, usable_bytes: int) -> int:
+        """The budget for the bytes of requests and replies, where the process may use so much memory."""
+        if self.max_in_flight_mib is not None:
+            return self.max_in_flight_mib * MIB
+        return max(min(usable_bytes // 4, 1024 * MIB), (self.max_request_mib + self.max_response_mib) * MIB)
 
     def padding_fraction_for(self, device: str) -> float:
         """The greatest share of padding on "cpu" or "cuda"."""

@@ -6,7 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
-from encserve_server.types import InspectKind, InspectTensor, Mask, ModelInput, Numbers, Rows
+from encserve_server.types.arrays import Mask, ModelInput, Numbers, Rows
+from encserve_server.types.inspections import InspectKind, InspectTensor
 
 
 @dataclass(frozen=True, slots=True)

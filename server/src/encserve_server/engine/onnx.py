@@ -9,7 +9,9 @@ from pathlib import Path
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
 from encserve_server.engine.padding import check_interface, check_shape, lay_out
 from encserve_server.errors import BundleError, DeviceError
-from encserve_server.types import Graph, HeadGraph, InspectGraph, InspectKind, InspectTensor, ModelInput, Numbers
+from encserve_server.types.arrays import ModelInput, Numbers
+from encserve_server.types.bundles import Graph, HeadGraph, InspectGraph
+from encserve_server.types.inspections import InspectKind, InspectTensor
 
 # From 1.31 on it reports to its makers, and keeps an identifier in the home directory, unless told not to before that.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -4,7 +4,7 @@ from types import ModuleType
 
 from encserve_server.engine.base import Engine, Head, Inspector
 from encserve_server.errors import BundleError, EngineMissing
-from encserve_server.types import Graph, HeadGraph, InspectGraph
+from encserve_server.types.bundles import Graph, HeadGraph, InspectGraph
 
 # What each engine needs, by its module: the package, and the extras of this distribution that bring it.
 _NEEDS = {

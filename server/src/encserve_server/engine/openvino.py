@@ -9,7 +9,8 @@ from typing import Any
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
 from encserve_server.engine.padding import check_interface, check_shape, lay_out
 from encserve_server.errors import BundleError, DeviceError
-from encserve_server.types import Graph, HeadGraph, ModelInput, Numbers
+from encserve_server.types.arrays import ModelInput, Numbers
+from encserve_server.types.bundles import Graph, HeadGraph
 
 # Importing openvino reports that to Intel through Google Analytics, and writes into the home directory, unless the
 # package that does so cannot be imported.

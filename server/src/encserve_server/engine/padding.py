@@ -7,7 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from encserve_server.errors import BundleError
-from encserve_server.types import Graph, ModelInput
+from encserve_server.types.arrays import ModelInput
+from encserve_server.types.bundles import Graph
 
 Feeds = dict[str, npt.NDArray[Any]]  # by the names of the graph's inputs
 

@@ -1,49 +1,57 @@
-"""What the ASGI server calls for each request: finds the route, reads the body, answers, counts, traces.
+"""What aiohttp calls for each request: finds the route, reads the body, answers, and sends the answer.
 
-Plain ASGI: there are ten routes, all known beforehand, and what a framework brings for others would be paid by every
+No framework: there are ten routes, all known beforehand, and what a framework brings for others would be paid by every
 request.
 """
 
 import asyncio
-import contextlib
 import math
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
+from aiohttp import web
 
-from encserve_server.errors import DeadlineExpired, Draining, RequestTooLarge
-from encserve_server.http.status import ERROR_TABLE, NO_SUCH_PATH, REASONS, WRONG_METHOD, Failure, to_failure
-from encserve_server.models.calls import Calls
+from encserve_server.calls import Call, Calls, Method
+from encserve_server.error_table import NO_SUCH_PATH, REASONS, STATUSES, WRONG_METHOD, Failure, Status
+from encserve_server.errors import Draining, InvalidField, Naming, Part
+from encserve_server.http.bodies import discard_body, read_body
+from encserve_server.http.connection import Connection
 from encserve_server.telemetry.metrics import Metrics
-from encserve_server.telemetry.spans import Tracer
 
-Scope = dict[str, Any]
-Receive = Callable[[], Awaitable[Any]]
-Send = Callable[[Any], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
-
-REASON_HEADER = b"encserve-error-reason"
-_JSON: Headers = [(b"content-type", b"application/json")]
-# A body that comes more slowly is given up on: it holds memory.
-_BODY_SECONDS = 30.0
-# What nginx calls it when the caller went before its answer; nobody is sent it.
-_CALLER_GONE = 499
+REASON_HEADER = "encserve-error-reason"
+_HEADERS = {"content-type": "application/json", "server": "encserve"}
+_MAX_HEAD_BYTES = 64 * 1024
+# An answer may take 30 s, and 1 s more for every 64 KiB of it that the connection has taken.
+SEND_SECONDS = 30.0
+_BYTES_PER_SECOND = 64 * 1024
+_PIECE_BYTES = 64 * 1024
+_OK, _HEAD_TOO_LARGE, _SERVER_ERRORS, _UNAVAILABLE = 200, 431, 500, 503
+# What is answered to a body that is late or not as its head says: nothing more of it is read.
+_BAD_BODIES = (400, 408)
+# Another server, or this one once it is ready, is there after about so long.
+_UNAVAILABLE_RETRY_S = 1.0
+# With its default, LangChain sends the ids of OpenAI's own tokenizer to whatever server it is pointed at.
+_IDS_ADVICE = (
+    ". Send text, or ids of this model's own tokenizer: LangChain's OpenAIEmbeddings do with "
+    "check_embedding_ctx_length=False"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one protocol tells errors.
+    """How one protocol writes errors.
 
     Attributes:
-        inputs: What the field of a request's inputs is called.
-        refuse: The status and the JSON of an error.
+        naming: What it calls fields and values.
+        status_of: The HTTP status of an error.
+        refuse: The JSON of an error.
     """
 
-    inputs: str
-    refuse: Callable[[Failure], tuple[int, dict[str, Any]]]
+    naming: Naming
+    status_of: Callable[[Status], int]
+    refuse: Callable[[Failure], dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +61,14 @@ class Route:
     Attributes:
         method: The method.
         path: The whole path.
-        handle: Takes a request's body and gives the answer's, JSON.
-        dialect: How it tells errors.
-        is_check: Whether it asks for health: those are counted nowhere, and answered to the end.
+        handle: Takes a request's body and its call, and gives the answer's body, JSON.
+        dialect: How errors of the route are written.
+        is_check: Whether the route is for health checks: not counted, and answered while the server stops.
     """
 
     method: str
     path: str
-    handle: Callable[[bytes], Awaitable[bytes]]
+    handle: Callable[[bytes, Call], Awaitable[bytes]]
     dialect: Dialect
     is_check: bool = False
 
@@ -69,206 +77,201 @@ class Route:
 class _Answer:
     status: int
     body: bytes
-    headers: Headers
-    reason: str = ""
-
-
-class _CallerGoneError(Exception):
-    """The caller went away before it had its answer."""
+    headers: Mapping[str, str]
 
 
 class HttpApp:
-    """The ASGI application."""
+    """Answers requests."""
 
     def __init__(
         self,
-        routes: list[Route],
+        routes: Collection[Route],
         calls: Calls,
         metrics: Metrics,
         *,
         dialect_of: Callable[[str], Dialect],
         max_body_bytes: int,
-        tracer: Tracer | None = None,
     ) -> None:
-        """Takes what is answered, the calls of all protocols, and how callers of a path that is not there are told."""
+        """Takes the routes, the calls of all protocols, and how errors are written at a path that does not exist."""
         self._calls = calls
-        self._metrics = metrics
         self._dialect_of = dialect_of
         self._max_body_bytes = max_body_bytes
-        self._tracer = tracer
-        self._routes = {(it.method, it.path): it for it in routes}
-        counted = [f"{it.method} {it.path}" for it in routes if not it.is_check]
-        statuses = {200, 500, _CALLER_GONE}
-        statuses |= {status for it in ERROR_TABLE.values() for status in (it.openai_status, it.tei_status)}
-        metrics.zero_http(counted, map(str, sorted(statuses)), REASONS)
+        self._routes = {(route.method, route.path): (route, _method(route, metrics)) for route in routes}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._is_over = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers one request."""
-        if scope["type"] != "http":
-            return
-        # Many that ask for health send HEAD, which is GET without the body; uvicorn leaves that out.
-        route = self._routes.get(("GET" if scope["method"] == "HEAD" else scope["method"], scope["path"]))
-        with contextlib.suppress(_CallerGoneError):
-            if route is None:
-                await _send(send, self._not_there(scope["path"]))
-            elif route.is_check:
-                await _send(send, await self._attempt(route, b""))
-            else:
-                await self._count(route, scope, receive, send)
+    async def close(self, grace_seconds: float) -> None:
+        """Returns when every request has its answer; after so many seconds that answer is an error."""
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=grace_seconds)
+        self._is_over = True
+        for task in self._tasks:
+            task.cancel()
 
-    async def _count(self, route: Route, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answers a request, counted and traced."""
-        name, metrics = f"{route.method} {route.path}", self._metrics
-        began = time.perf_counter()
-        span = None
-        if self._tracer is not None:
-            headers = [(key.decode("latin-1"), value.decode("latin-1")) for key, value in scope["headers"]]
-            attributes = {"http.request.method": route.method, "http.route": route.path}
-            span = self._tracer.begin(name, headers, attributes)
-        self._calls.opened()
-        status, reason = _CALLER_GONE, ""
+    async def answer(self, request: web.BaseRequest) -> web.StreamResponse:
+        """Answers one request.
+
+        Raises:
+            CancelledError: The caller has gone.
+        """
+        task, transport = asyncio.current_task(), request.transport
+        if task is None or transport is None:
+            raise asyncio.CancelledError
+        connection = transport.get_protocol()
+        assert isinstance(connection, Connection)  # noqa: S101 - see HttpServer
+        self._tasks.add(task)
         try:
-            answer = await self._answer(route, scope, receive)
-            status, reason = answer.status, answer.reason
-            await _send(send, answer)
-        except _CallerGoneError:
-            status, reason = _CALLER_GONE, ""
+            return await self._answer(request, connection)
         finally:
-            metrics.http_requests.labels(name, str(status)).inc()
-            metrics.http_request_seconds.labels(name).observe(time.perf_counter() - began)
-            if reason:
-                metrics.refused.labels(reason).inc()
-            if span is not None:
-                span.end(status, reason)
-            self._calls.closed()
+            connection.answered()
+            self._tasks.discard(task)
 
-    async def _answer(self, route: Route, scope: Scope, receive: Receive) -> _Answer:
-        """What a caller gets.
+    async def _answer(self, request: web.BaseRequest, connection: Connection) -> web.StreamResponse:
+        head_bytes = _head_bytes(request)
+        if head_bytes > _MAX_HEAD_BYTES:
+            return await _send(request, connection, _Answer(_HEAD_TOO_LARGE, b"", {**_HEADERS, "connection": "close"}))
+        # Many that ask for health send HEAD, which is GET without the body.
+        found = self._routes.get(("GET" if request.method == "HEAD" else request.method, request.path))
+        if found is None:
+            connection.received(head_bytes)
+            return await _send(request, connection, self._not_there(request.path))
+        route, method = found
+        call = self._calls.begin(method, _metadata(request) if self._calls.tracer is not None else ())
+        try:
+            answer = None
+            with call:
+                answer = _Answer(_OK, await self._handle(request, connection, head_bytes, route, call), _HEADERS)
+            return await _send(request, connection, answer or self._refusal(route.dialect, call.failure))
+        finally:
+            call.release()
+
+    async def _handle(
+        self, request: web.BaseRequest, connection: Connection, head_bytes: int, route: Route, call: Call
+    ) -> bytes:
+        """The body of an answer.
 
         Raises:
-            _CallerGoneError: It is there no more.
+            CancelledError: The caller has gone.
+            Draining: The server is stopping, or has stopped waiting for the answer.
+            EncserveError: Whatever `read_body`, and the route, raise.
         """
         try:
-            body = await self._read(scope, receive)
-            self._calls.refuse_while_draining()
-            return await _while_there(receive, self._attempt(route, body))
-        except _CallerGoneError:
-            raise
-        except asyncio.CancelledError:  # the ASGI server's, when the grace period is over
-            return self._refusal(route, Draining("the server is stopping, and could not answer in time"))
-        except Exception as error:
-            return self._refusal(route, error)
+            call.accept()
+            body = await read_body(request, connection, head_bytes, self._max_body_bytes, call.hold)
+            return await route.handle(body, call)
+        except ConnectionError as error:
+            raise asyncio.CancelledError from error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if not self._is_over or task is None:
+                raise
+            task.uncancel()
+            raise Draining("the server is stopping, and could not answer in time") from None
 
-    async def _attempt(self, route: Route, body: bytes) -> _Answer:
-        try:
-            return _Answer(200, await route.handle(body), _JSON)
-        except Exception as error:
-            return self._refusal(route, error)
-
-    def _refusal(self, route: Route, error: Exception) -> _Answer:
-        failure = to_failure(error, route.dialect.inputs)
-        headers = [*_JSON, (REASON_HEADER, failure.reason.encode())]
-        if failure.retry_delay_s is not None:
-            headers += _retry_headers(failure.retry_delay_s)
+    def _refusal(self, dialect: Dialect, failure: Failure | None) -> _Answer:
+        assert failure is not None  # noqa: S101 - a call without an answer has one
+        status = dialect.status_of(failure.status)
+        headers = {**_HEADERS, REASON_HEADER: failure.reason}
+        delay_s = failure.retry_delay_s or (_UNAVAILABLE_RETRY_S if status == _UNAVAILABLE else None)
+        if delay_s is not None:  # in whole seconds for all, and in milliseconds for OpenAI's clients
+            headers |= {"retry-after": f"{math.ceil(delay_s)}", "retry-after-ms": f"{round(delay_s * 1000)}"}
         if self._calls.draining.is_set():
-            headers.append((b"connection", b"close"))  # so that the next call goes elsewhere
-        status, body = route.dialect.refuse(failure)
-        return _Answer(status, orjson.dumps(body), headers, failure.reason)
-
-    async def _read(self, scope: Scope, receive: Receive) -> bytes:
-        """The body.
-
-        Raises:
-            RequestTooLarge: It is over the limit.
-            DeadlineExpired: It does not come.
-            _CallerGoneError: The caller went away.
-        """
-        limit = self._max_body_bytes
-        said = dict(scope["headers"]).get(b"content-length", b"")
-        if said.isdigit() and int(said) > limit:
-            raise _too_large(f"{int(said)}", limit)
-        parts: list[bytes] = []
-        size = 0
-        try:
-            async with asyncio.timeout(_BODY_SECONDS):
-                while True:
-                    message = await receive()
-                    if message["type"] == "http.disconnect":
-                        raise _CallerGoneError
-                    parts.append(message.get("body", b""))
-                    size += len(parts[-1])
-                    if size > limit:
-                        raise _too_large("longer", limit)
-                    if not message.get("more_body"):
-                        return b"".join(parts)
-        except TimeoutError:
-            raise DeadlineExpired(f"the body did not come within {_BODY_SECONDS:.0f} s") from None
+            headers["connection"] = "close"  # so that the next request goes elsewhere
+        return _Answer(status, orjson.dumps(dialect.refuse(_with_advice(failure))), headers)
 
     def _not_there(self, path: str) -> _Answer:
-        """What callers of other paths and methods get; they are counted nowhere."""
-        if methods := sorted(method for method, it in self._routes if it == path):
+        """The answer to other paths and methods, which are not counted."""
+        dialect, headers = self._dialect_of(path), _HEADERS
+        if methods := sorted(method for method, known in self._routes if known == path):
             failure = Failure(WRONG_METHOD, "WRONG_METHOD", f"the method must be {' or '.join(methods)}")
+            headers = {**_HEADERS, "allow": ", ".join(methods)}
         else:
             failure = Failure(NO_SUCH_PATH, "NO_SUCH_PATH", "there is nothing at this path; see docs/http.md")
-        status, body = self._dialect_of(path).refuse(failure)
-        headers = [*_JSON, (b"allow", ", ".join(methods).encode())] if methods else _JSON
-        return _Answer(status, orjson.dumps(body), headers)
+        return _Answer(dialect.status_of(failure.status), orjson.dumps(dialect.refuse(failure)), headers)
 
 
-def _too_large(said: str, limit: int) -> RequestTooLarge:
-    return RequestTooLarge(
-        "", f"the body must be at most {limit} bytes (max_request_mib); was {said}: send fewer texts"
+class _RouteObserver:
+    """Counts the requests of one route; see `calls.CallObserver`."""
+
+    def __init__(self, metrics: Metrics, name: str, status_of: Callable[[Status], int]) -> None:
+        self._status_of = status_of
+        self._seconds = metrics.http_request_seconds.labels(name)
+        codes = sorted({status_of(status) for status in STATUSES})
+        self._requests = {code: metrics.http_requests.labels(name, str(code)) for code in codes}
+        self._refused = {reason: metrics.refused.labels(reason) for reason in REASONS}
+
+    def began(self) -> None:
+        """Requests are counted when they end."""
+
+    def ended(self, status: Status, reason: str, seconds: float) -> None:
+        """See `calls.CallObserver`."""
+        self._requests[self._status_of(status)].inc()
+        self._seconds.observe(seconds)
+        if reason:
+            self._refused[reason].inc()
+
+
+def _method(route: Route, metrics: Metrics) -> Method:
+    name, status_of = f"{route.method} {route.path}", route.dialect.status_of
+    return Method(
+        name,
+        route.dialect.naming,
+        None if route.is_check else _RouteObserver(metrics, name, status_of),
+        attributes={"http.request.method": route.method, "http.route": route.path},
+        status_attribute="http.response.status_code",
+        code_of=status_of,
+        is_failure=lambda status: status_of(status) >= _SERVER_ERRORS,
+        answers_while_draining=route.is_check,
     )
 
 
-def _retry_headers(delay_s: float) -> Headers:
-    """When to try again: in whole seconds for all, and in milliseconds for OpenAI's clients."""
-    return [
-        (b"retry-after", b"%d" % math.ceil(delay_s)),
-        (b"retry-after-ms", b"%d" % round(delay_s * 1000)),
-    ]
+def _head_bytes(request: web.BaseRequest) -> int:
+    """How many bytes the head of a request took on the connection, if it has one blank where it may have several."""
+    line_bytes = len(request.method) + len(request.raw_path) + len("  HTTP/1.1\r\n\r\n")
+    return line_bytes + sum(len(name) + len(value) + len(": \r\n") for name, value in request.raw_headers)
 
 
-async def _while_there(receive: Receive, answering: Awaitable[_Answer]) -> _Answer:
-    """What `answering` gives; it is cancelled if the caller goes away.
-
-    Raises:
-        _CallerGoneError: It did.
-    """
-    task = asyncio.current_task()
-    assert task is not None  # noqa: S101 - ASGI servers run every request in one
-    watching = asyncio.ensure_future(receive())
-    has_gone = is_over = False
-
-    def leave(_: object) -> None:
-        nonlocal has_gone
-        if not is_over:
-            has_gone = True
-            task.cancel()
-
-    watching.add_done_callback(leave)
-    try:
-        return await answering
-    except asyncio.CancelledError:
-        if has_gone and not task.uncancel():
-            raise _CallerGoneError from None
-        raise
-    finally:
-        is_over = True
-        watching.cancel()
+def _metadata(request: web.BaseRequest) -> list[tuple[str, str]]:
+    return [(name.lower(), value) for name, value in request.headers.items()]
 
 
-async def _send(send: Send, answer: _Answer) -> None:
-    """Sends an answer.
+def _with_advice(failure: Failure) -> Failure:
+    """The same with advice where an id is not one of the model's."""
+    if failure.part is Part.IDS and failure.reason == InvalidField.reason:
+        return replace(failure, text=failure.text + _IDS_ADVICE)
+    return failure
+
+
+async def _send(request: web.BaseRequest, connection: Connection, answer: _Answer) -> web.StreamResponse:
+    """Sends an answer, in pieces, as fast as the caller reads; the connection of one that does not read is ended.
 
     Raises:
-        _CallerGoneError: There is nobody who could read it.
+        CancelledError: The caller has gone, or does not read.
     """
-    headers = [*answer.headers, (b"content-length", b"%d" % len(answer.body))]
+    body, is_read = answer.body, request.content.at_eof()
+    in_pieces = len(body) > _PIECE_BYTES and request.method != "HEAD"  # of which aiohttp leaves out the body itself
+    if not in_pieces:
+        response: web.StreamResponse = web.Response(status=answer.status, headers=answer.headers, body=body)
+    else:
+        response = web.StreamResponse(status=answer.status, headers=answer.headers)
+        response.content_length = len(body)
+    # What is sent behind an offer of another protocol, without waiting for this answer, aiohttp does not keep.
+    is_lost = "upgrade" in request.headers and connection.has_more
+    if not is_read or is_lost or "connection" in answer.headers:
+        response.force_close()
     try:
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        await send({"type": "http.response.body", "body": answer.body})
-    except RuntimeError as error:  # uvloop's, where the ASGI server has not been told yet that the connection is gone
-        if "closed" not in str(error):
-            raise
-        raise _CallerGoneError from error
+        async with asyncio.timeout(SEND_SECONDS) as bound:
+            await response.prepare(request)
+            if in_pieces:
+                pieces = memoryview(body)
+                for begin in range(0, len(body), _PIECE_BYTES):
+                    await response.write(pieces[begin : begin + _PIECE_BYTES])
+                    bound.reschedule((bound.when() or 0.0) + _PIECE_BYTES / _BYTES_PER_SECOND)
+            await response.write_eof()
+    except (ConnectionError, TimeoutError):
+        if request.transport is not None:
+            request.transport.abort()
+        raise asyncio.CancelledError from None
+    if not is_read and answer.status not in _BAD_BODIES:
+        await discard_body(request.content)
+    return response

@@ -8,29 +8,36 @@ from typing import Any
 
 import orjson
 
+from encserve_server.calls import Call
+from encserve_server.error_table import Failure, Status
 from encserve_server.http.app import Dialect, Route
+from encserve_server.http.counting import CountLimits
+from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import pooled_rows, row_as_json
-from encserve_server.http.requests import Fields, encode, pooled_output
-from encserve_server.http.status import Failure
-from encserve_server.models.calls import Calls
+from encserve_server.http.requests import BodyDecoder, Inputs, PooledBody, SentInputs, choice, encode, pooled_output
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeReply, ServedModel
-from encserve_server.types import Bundle
 
-_FIELDS = frozenset({"dimensions", "encoding_format", "input", "model", "user"})
-_OUR_FIELDS = frozenset({"normalize", "pooling", "prompt_name", "task", "truncate"})
 _FORMATS = ("float", "base64")
 _NOT_COSINE = frozenset({"dot", "euclidean", "manhattan"})
+
+
+class EmbeddingsBody(PooledBody, forbid_unknown_fields=True):
+    """The fields of /v1/embeddings."""
+
+    input: Inputs | None = None
+    encoding_format: str | None = None
+    user: str | None = None
 
 
 class OpenAiRoutes:
     """The handlers."""
 
-    def __init__(self, calls: Calls, catalog: Catalog) -> None:
-        """Takes the calls of all protocols, and the models."""
-        self._calls = calls
+    def __init__(self, catalog: Catalog, limits: CountLimits) -> None:
+        """Takes the models, and how much a body may hold."""
         self._catalog = catalog
         self._began = int(time.time())
+        self._embeddings = BodyDecoder(EmbeddingsBody, "input", limits)
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
@@ -39,24 +46,23 @@ class OpenAiRoutes:
             Route("GET", "/v1/models", self.models, DIALECT),
         ]
 
-    async def embeddings(self, body: bytes) -> bytes:
+    async def embeddings(self, body: bytes, call: Call) -> bytes:
         """One vector for each input."""
-        fields = Fields(body)
-        fields.refuse_others(_FIELDS | _OUR_FIELDS)
-        as_base64 = fields.choice("encoding_format", _FORMATS) == "base64"
-        fields.text("user")
+        fields = await self._embeddings.decode(body)
+        as_base64 = choice("encoding_format", fields.encoding_format, _FORMATS) == "base64"
         return await encode(
-            self._calls,
+            call,
             fields,
-            DIALECT.inputs,
-            lambda bundle: pooled_output(fields, bundle, _gives_unit_vectors),
+            SentInputs("input", fields.input),
+            # Scaled to length 1, as OpenAI's are, unless lengths matter to how vectors are compared.
+            lambda bundle: pooled_output(fields, bundle, normalize_default=bundle.similarity not in _NOT_COSINE),
             lambda model, reply: _build(model, reply, as_base64=as_base64),
             truncate_default=False,
         )
 
-    async def models(self, body: bytes) -> bytes:
+    async def models(self, body: bytes, call: Call) -> bytes:
         """Every model, the default one first."""
-        del body
+        del body, call
         return orjson.dumps({"object": "list", "data": [self._model(it) for it in self._catalog.all()]})
 
     def _model(self, model: ServedModel) -> dict[str, Any]:
@@ -70,24 +76,22 @@ class OpenAiRoutes:
         }
 
 
-def _refuse(failure: Failure) -> tuple[int, dict[str, Any]]:
+def _refuse(failure: Failure) -> dict[str, Any]:
     """An error as OpenAI's clients expect it."""
-    mapping = failure.mapping
     error = {
         "message": failure.text,
-        "type": mapping.openai_type,
+        "type": failure.status.openai_type,
         "param": failure.field or None,
-        "code": mapping.openai_code or failure.reason.lower(),
+        "code": failure.status.openai_code or failure.reason.lower(),
     }
-    return mapping.openai_status, {"error": error}
+    return {"error": error}
 
 
-DIALECT = Dialect("input", _refuse)
+def _status_of(status: Status) -> int:
+    return status.openai
 
 
-def _gives_unit_vectors(bundle: Bundle) -> bool:
-    """Whether vectors are scaled to length 1, as OpenAI's are: unless lengths matter to how they are compared."""
-    return bundle.similarity not in _NOT_COSINE
+DIALECT = Dialect(HttpNaming("input"), _status_of, _refuse)
 
 
 def _build(model: ServedModel, reply: EncodeReply, *, as_base64: bool) -> bytes:

@@ -7,7 +7,7 @@ import numpy as np
 import orjson
 
 from encserve_server.models.served import EncodeReply
-from encserve_server.types import OutputRows
+from encserve_server.types.arrays import OutputRows
 
 # The longest number is -1.1754944e-38 or so, with a comma 17 characters instead of 4 bytes.
 JSON_GROWTH = 5.0
@@ -16,7 +16,7 @@ _PIECE_NUMBERS = 16_384
 
 def pooled_rows(reply: EncodeReply) -> OutputRows:
     """(inputs, width) the one vector of each input."""
-    rows: OutputRows = np.concatenate([encoded.outputs[0] for encoded in reply.encoded])
+    rows: OutputRows = np.concatenate([sequence.outputs[0] for sequence in reply.sequences])
     return rows
 
 

@@ -1,119 +1,134 @@
-"""JSON to what the server works with: what both protocols have in common."""
+"""JSON to what the server works with: what both protocols have in common.
 
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+A body is decoded into the struct of its route in one go. Only where that fails is it decoded into plain objects, to
+find what is wrong and name it.
+"""
 
+import array
+from collections.abc import Callable, Collection
+from functools import partial
+from types import NoneType
+from typing import Any, Generic, NoReturn, TypeVar
+
+import msgspec
 import numpy as np
-import orjson
 
-from encserve_server.errors import InvalidField, MalformedRequest
+from encserve_server.calls import Call
+from encserve_server.errors import EmptyInputs, InvalidField, MalformedRequest, UnknownField
+from encserve_server.http.counting import CountLimits, check_counts
 from encserve_server.http.replies import JSON_GROWTH
-from encserve_server.http.status import EmptyInputs, UnknownField
-from encserve_server.models.calls import Calls
 from encserve_server.models.inputs import SentIds, SentInput
+from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
-from encserve_server.models.spans import POOLINGS
-from encserve_server.types import Bundle, DataType, Detail, Output, Task
+from encserve_server.outputs import SPAN_POOLINGS, OutputSpec
+from encserve_server.types.bundles import Bundle
+from encserve_server.types.requests import Detail, OutputKind, Task
 
-_POOLINGS = {kind.name.lower(): kind for kind in POOLINGS}
+Inputs = str | list[str | int | list[int]]
+
+_POOLINGS = {kind.name.lower(): kind for kind in SPAN_POOLINGS}
 _TASKS = {"query": Task.QUERY, "document": Task.DOCUMENT}
-_TYPE_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
-_IDS = np.iinfo(np.int64)
+_COUNTS = ReplyShape(Detail.COUNTS)
+_TYPE_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", NoneType: "null"}
+_WANTED: dict[Any, tuple[type, str]] = {
+    str | None: (str, "a string"),
+    bool | None: (bool, "true or false"),
+    int | None: (int, "a whole number"),
+}
+# A smaller body is decoded as it is; what is in a larger one is counted first.
+_COUNTED_BYTES = 64 * 1024
 
 
-class Fields:
-    """The fields of a request; one that is null is not there."""
+class Body(msgspec.Struct):
+    """The fields that all routes with inputs have; one that is null is not there."""
 
-    def __init__(self, body: bytes) -> None:
-        """Parses the body.
+    model: str | None = None
+    prompt_name: str | None = None
+    task: str | None = None
+
+
+class EncodeBody(Body):
+    """Those of the routes with vectors."""
+
+    truncate: bool | None = None
+
+
+class PooledBody(EncodeBody):
+    """Those of the routes with one vector for each input."""
+
+    dimensions: int | None = None
+    normalize: bool | None = None
+    pooling: str | None = None
+
+
+AnyBody = TypeVar("AnyBody", bound=Body)
+
+
+class BodyDecoder(Generic[AnyBody]):
+    """Decodes the bodies of one route."""
+
+    def __init__(self, kind: type[AnyBody], inputs_field: str, limits: CountLimits) -> None:
+        """Takes the struct of its fields, which of them holds the inputs, and how many values a body may hold."""
+        self._kind = kind
+        self._inputs_field = inputs_field
+        self._limits = limits
+        self._decoder = msgspec.json.Decoder(kind)
+
+    async def decode(self, body: bytes) -> AnyBody:
+        """The fields of a body.
 
         Raises:
             MalformedRequest: It is no JSON object.
+            UnknownField: There is a field that the route does not have, and does not leave alone.
+            InvalidField: A field is not of its type.
+            EncserveError: Whatever `check_counts` raises.
         """
+        if len(body) > _COUNTED_BYTES:
+            await check_counts(body, self._inputs_field, self._limits)
         try:
-            data = orjson.loads(body)
-        except orjson.JSONDecodeError as error:
-            raise MalformedRequest("", f"the body is no JSON: {error}") from error
+            return self._decoder.decode(body)
+        except msgspec.ValidationError:
+            return self._explain(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _no_json(error) from error
+
+    def _explain(self, body: bytes) -> NoReturn:
+        """Raises what is wrong with a body that is not as the struct wants it."""
+        try:
+            data = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise _no_json(error) from error
         if not isinstance(data, dict):
             raise MalformedRequest("", f"the body must be a JSON object; was {_shown(data)}")
-        self._data: dict[str, Any] = data
-
-    def refuse_others(self, known: frozenset[str]) -> None:
-        """Refuses fields that nobody knows.
-
-        Raises:
-            UnknownField: There is one.
-        """
-        if others := self._data.keys() - known:
-            raise UnknownField(min(others)[:64], f"is not known; there are {', '.join(sorted(known))}")
-
-    def get(self, name: str) -> Any:
-        """A field as it is; None where it is not there."""
-        return self._data.get(name)
-
-    def text(self, name: str) -> str | None:
-        """A string, or None."""
-        value = self._data.get(name)
-        if value is not None and not isinstance(value, str):
-            raise InvalidField(name, f"must be a string; was {_shown(value)}")
-        return value
-
-    def flag(self, name: str, default: bool | None) -> bool | None:
-        """A boolean."""
-        value = self._data.get(name)
-        if value is not None and not isinstance(value, bool):
-            raise InvalidField(name, f"must be true or false; was {_shown(value)}")
-        return default if value is None else value
-
-    def choice(self, name: str, choices: Sequence[str]) -> str | None:
-        """One of a few strings, in whatever case, or None."""
-        value = self.text(name)
-        if value is not None and (value := value.lower()) not in choices:
-            raise InvalidField(name, f"must be one of {', '.join(choices)}; was {value[:64]!r}")
-        return value
-
-    def dimensions(self, width: int) -> int:
-        """To how many numbers a vector of so many is cut; 0 for all."""
-        value = self._data.get("dimensions")
-        if value is None:
-            return 0
-        if type(value) is not int or not 1 <= value <= width:
-            raise InvalidField(
-                "dimensions", f"must be a number from 1 to {width}, the numbers of a vector; was {_shown(value)}"
-            )
-        return value
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(self._kind)}
+        others = data.keys() - fields.keys()
+        if others and self._kind.__struct_config__.forbid_unknown_fields:
+            raise UnknownField(min(others)[:64], f"is not known; there are {', '.join(sorted(fields))}")
+        for name, kind in fields.items():
+            value = data.get(name)
+            if name == self._inputs_field:
+                _check_inputs(name, value)
+            elif value is not None and type(value) is not _WANTED[kind][0]:
+                raise InvalidField(name, f"must be {_WANTED[kind][1]}; was {_shown(value)}")
+        raise MalformedRequest("", "the body is not as docs/http.md has it")
 
 
-@dataclass(frozen=True, slots=True)
 class SentInputs:
-    """The inputs of a request, not looked into.
+    """The inputs of a request: texts and lists of ids, not looked into."""
 
-    Attributes:
-        items: Texts and lists of ids, if all is right.
-    """
-
-    items: list[Any]
-
-    @classmethod
-    def of(cls, fields: Fields, name: str) -> "SentInputs":
-        """What a field holds: a text, ids, or a list of those.
+    def __init__(self, field: str, value: Inputs | None) -> None:
+        """Takes the field that holds a text, ids, or a list of those.
 
         Raises:
-            InvalidField: It holds anything else.
-            EmptyInputs: There are none.
+            InvalidField: It holds nothing.
+            EmptyInputs: There are no inputs.
         """
-        value = fields.get(name)
-        if isinstance(value, str):
-            return cls([value])
-        if not isinstance(value, list):
-            raise InvalidField(name, f"must be a string, a list of token ids, or a list of these; was {_shown(value)}")
-        if not value:
-            raise EmptyInputs(name, "must hold at least 1 text; was empty")
-        if type(value[0]) is int:
-            return cls([value])
-        return cls(value)
+        self._field = field
+        if value is None:
+            raise InvalidField(field, f"{_INPUTS_PROBLEM}; was null")
+        if isinstance(value, list) and not value:
+            raise EmptyInputs(field, "must hold at least 1 text; was empty")
+        self.items: list[Any] = [value] if isinstance(value, str) or type(value[0]) is int else value
 
     def count_tokens(self, longest: int) -> int | None:
         """How many tokens there are if each input has at most `longest`; None where that takes more than counting."""
@@ -129,30 +144,90 @@ class SentInputs:
         """
         return [self._decode(i, it, longest) for i, it in enumerate(self.items)]
 
+    def texts(self) -> list[str]:
+        """The inputs, which must be texts.
+
+        Raises:
+            InvalidField: One is not.
+        """
+        for i, text in enumerate(self.items):
+            if not isinstance(text, str):
+                raise InvalidField(f"{self._field}[{i}]", "must be a string")
+        return self.items
+
     def _decode(self, i: int, it: Any, longest: int) -> SentInput:
         if isinstance(it, str):
             return it
-        field = f"inputs[{i}]"
+        field = f"{self._field}[{i}]"
         if not isinstance(it, list):
-            raise InvalidField(field, f"must be a string or a list of token ids; was {_shown(it)}")
-        ids = it[:longest]
-        for place, token_id in enumerate(ids):
-            if type(token_id) is not int or not _IDS.min <= token_id <= _IDS.max:
-                raise InvalidField(f"{field}[{place}]", f"must be a token id; was {_shown(token_id)}")
+            raise InvalidField(field, f"{_INPUT_PROBLEM}; was {_shown(it)}")
+        try:
+            ids = array.array("q", it[:longest])
+        except (TypeError, OverflowError):
+            _check_ids(field, it[:longest])
+            raise
         return SentIds(np.array(ids, np.int64), len(it))
 
 
-def model_of(fields: Fields) -> tuple[str, str]:
+_INPUTS_PROBLEM = "must be a string, a list of token ids, or a list of these"
+_INPUT_PROBLEM = "must be a string or a list of token ids"
+_IDS = np.iinfo(np.int64)
+
+
+def _check_inputs(field: str, value: Any) -> None:
+    """Raises InvalidField for what is neither a text, nor ids, nor a list of those."""
+    if value is None or isinstance(value, str):
+        return
+    if not isinstance(value, list):
+        raise InvalidField(field, f"{_INPUTS_PROBLEM}; was {_shown(value)}")
+    if value and type(value[0]) is int:
+        value = [value]
+    for i, it in enumerate(value):
+        if isinstance(it, list):
+            _check_ids(f"{field}[{i}]", it)
+        elif not isinstance(it, str):
+            raise InvalidField(f"{field}[{i}]", f"{_INPUT_PROBLEM}; was {_shown(it)}")
+
+
+def _check_ids(field: str, ids: list[Any]) -> None:
+    """Raises InvalidField for the first of a list that is no id."""
+    for place, token_id in enumerate(ids):
+        if type(token_id) is not int or not _IDS.min <= token_id <= _IDS.max:
+            raise InvalidField(f"{field}[{place}]", f"must be a token id; was {_shown(token_id)}")
+
+
+def choice(field: str, value: str | None, choices: Collection[str]) -> str | None:
+    """One of a few strings, in whatever case, or None.
+
+    Raises:
+        InvalidField: It is another.
+    """
+    if value is not None and (value := value.lower()) not in choices:
+        raise InvalidField(field, f"must be one of {', '.join(choices)}; was {value[:64]!r}")
+    return value
+
+
+def model_of(body: Body) -> tuple[str, str]:
     """The name and version of the model that is asked for, NAME or NAME@VERSION; empty for the default."""
-    name, _, version = (fields.text("model") or "").partition("@")
+    name, _, version = (body.model or "").partition("@")
     return name, version
 
 
+def task_of(body: Body) -> Task:
+    """What the texts are.
+
+    Raises:
+        InvalidField: It is not one of the tasks.
+    """
+    name = choice("task", body.task, _TASKS)
+    return Task.NEITHER if name is None else _TASKS[name]
+
+
 async def encode(
-    calls: Calls,
-    fields: Fields,
-    inputs_field: str,
-    output: Callable[[Bundle], Output],
+    call: Call,
+    body: EncodeBody,
+    sent: SentInputs,
+    output: Callable[[Bundle], OutputSpec],
     build: Callable[[ServedModel, EncodeReply], bytes],
     *,
     truncate_default: bool,
@@ -160,80 +235,64 @@ async def encode(
     """Answers a request.
 
     Args:
-        calls: Who answers.
-        fields: The request.
-        inputs_field: Which of them holds the inputs.
-        output: What is wanted of each; called only once the call may be taken, as whatever is dear.
-        build: Makes the body.
+        call: The call.
+        body: The request.
+        sent: Its inputs.
+        output: What is wanted of each.
+        build: Makes the answer's body.
         truncate_default: Whether inputs are cut where the request does not say.
 
     Raises:
         InvalidField: A field has a value that it must not have.
-        EncserveError: Whatever else `Calls.encode` raises.
+        EncserveError: Whatever else `Call.encode` raises.
     """
-    sent = SentInputs.of(fields, inputs_field)
-    model = calls.resolve(len(sent.items), *model_of(fields))
+    model = call.resolve(len(sent.items), *model_of(body))
     longest = model.bundle.max_sequence_tokens
-
-    def decode() -> EncodeCall:
-        wanted = output(model.bundle)
-        return EncodeCall(
-            inputs=sent.decode(longest),
-            outputs=(wanted,),
-            truncate=bool(fields.flag("truncate", truncate_default)),
-            exclude_special_tokens=False,
-            include_token_strings=False,
-            prompt_name=fields.text("prompt_name"),
-            task=task_of(fields, model.bundle),
-            detail=Detail.COUNTS,
-        )
-
-    return await calls.encode(
-        model,
-        len(sent.items),
-        math.inf,
-        count_tokens=lambda: sent.count_tokens(longest),
-        decode=decode,
-        build=lambda _, reply: build(model, reply),
-        growth=JSON_GROWTH,
+    model.check_counts(len(sent.items), sent.count_tokens(longest))
+    request = EncodeCall(
+        inputs=sent.decode(longest),
+        outputs=(output(model.bundle),),
+        truncate=truncate_default if body.truncate is None else body.truncate,
+        prompt_name=body.prompt_name,
+        task=task_of(body),
+        shape=_COUNTS,
     )
+    return await call.encode(model, request, partial(build, model), JSON_GROWTH)
 
 
-def pooled_output(fields: Fields, bundle: Bundle, normalize_default: Callable[[Bundle], bool]) -> Output:
+def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool) -> OutputSpec:
     """The one vector that a request asks for of each input.
 
     Raises:
         InvalidField: A field has a value that it must not have, or the model does not say how it pools.
     """
-    pooling = fields.choice("pooling", tuple(_POOLINGS))
-    normalize = fields.flag("normalize", None)
-    normalize = normalize_default(bundle) if normalize is None else normalize
-    if pooling is not None:
-        return Output(_POOLINGS[pooling], normalize, DataType.FLOAT32, fields.dimensions(bundle.d_model))
-    if bundle.pooling is None:
+    pooling = choice("pooling", body.pooling, _POOLINGS)
+    if pooling is None and bundle.pooling is None:
         raise InvalidField(
             "model",
             f"{bundle.name} does not say how it was trained to make one vector of a text; name a way in the field "
             f"pooling: {', '.join(_POOLINGS)}",
         )
-    return bundle.pooling.output(normalize, DataType.FLOAT32, fields.dimensions(bundle.pooling.width))
+    if body.dimensions is not None and body.dimensions < 1:
+        raise InvalidField("dimensions", f"must be at least 1; was {_shown(body.dimensions)}")
+    return OutputSpec(
+        OutputKind.MODEL if pooling is None else _POOLINGS[pooling],
+        normalize_default if body.normalize is None else body.normalize,
+        dimensions=body.dimensions or 0,
+    )
 
 
-def task_of(fields: Fields, bundle: Bundle) -> Task:
-    """What the texts are.
-
-    Raises:
-        InvalidField: The model does not know such texts.
-    """
-    name = fields.choice("task", tuple(_TASKS))
-    if name is None:
-        return Task.NEITHER
-    if _TASKS[name] not in bundle.tasks:
-        known = ", ".join(it.name.lower() for it in bundle.tasks) or "none: it treats all texts alike"
-        raise InvalidField("task", f"model {bundle.name} does not know {name}; it knows {known}")
-    return _TASKS[name]
+def _no_json(error: Exception) -> MalformedRequest:
+    return MalformedRequest("", f"the body is no JSON: {error}")
 
 
 def _shown(value: Any) -> str:
     """A value for an error: of a number itself, of anything else its type."""
-    return _TYPE_NAMES.get(type(value)) or f"{value}"[:64]
+    return _TYPE_NAMES.get(type(value)) or _shown_number(value)
+
+
+def _shown_number(value: float) -> str:
+    try:
+        return f"{value}"[:64]
+    except ValueError:  # Python does not write down a whole number of thousands of digits
+        return "a very large number"

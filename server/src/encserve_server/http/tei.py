@@ -9,27 +9,68 @@ from typing import Any
 import orjson
 
 from encserve_server import __version__
+from encserve_server.calls import Call
+from encserve_server.error_table import Failure, Status
 from encserve_server.errors import InvalidField, NotReady
 from encserve_server.http.app import Dialect, Route
+from encserve_server.http.counting import CountLimits
+from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import JSON_GROWTH, pooled_rows, rows_as_json
-from encserve_server.http.requests import Fields, SentInputs, encode, model_of, pooled_output, task_of
-from encserve_server.http.status import Failure
-from encserve_server.models.calls import Calls
+from encserve_server.http.requests import (
+    Body,
+    BodyDecoder,
+    EncodeBody,
+    Inputs,
+    PooledBody,
+    SentInputs,
+    choice,
+    encode,
+    model_of,
+    pooled_output,
+    task_of,
+)
 from encserve_server.models.offsets import utf8_offsets
 from encserve_server.models.served import EncodeReply, ServedModel, TokenizeCall, TokenizeReply
-from encserve_server.types import Bundle, CheckedSequence, DataType, Output, OutputKind
+from encserve_server.outputs import OutputSpec
+from encserve_server.types.bundles import Bundle
+from encserve_server.types.requests import OutputKind
+from encserve_server.types.sequences import TokenSequence
 
-_TOKENS = Output(OutputKind.TOKENS, l2_normalize=False, data_type=DataType.FLOAT32)
+_TOKENS = OutputSpec(OutputKind.TOKENS)
+_INPUTS = "inputs"
+
+
+class EmbedBody(PooledBody):
+    """The fields of /embed."""
+
+    inputs: Inputs | None = None
+    truncation_direction: str | None = None
+
+
+class EmbedAllBody(EncodeBody):
+    """The fields of /embed_all."""
+
+    inputs: Inputs | None = None
+    truncation_direction: str | None = None
+
+
+class TokenizeBody(Body):
+    """The fields of /tokenize."""
+
+    inputs: Inputs | None = None
+    add_special_tokens: bool | None = None
 
 
 class TeiRoutes:
     """The handlers."""
 
-    def __init__(self, calls: Calls, serving: Callable[[], bool], tokenizer_threads: int) -> None:
-        """Takes the calls of all protocols, and whether every model is ready."""
-        self._calls = calls
+    def __init__(self, serving: Callable[[], bool], limits: CountLimits, tokenizer_threads: int) -> None:
+        """Takes whether every model is ready, and how much a body may hold."""
         self._serving = serving
         self._tokenizer_threads = tokenizer_threads
+        self._embed = BodyDecoder(EmbedBody, _INPUTS, limits)
+        self._embed_all = BodyDecoder(EmbedAllBody, _INPUTS, limits)
+        self._tokenize = BodyDecoder(TokenizeBody, _INPUTS, limits)
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
@@ -43,56 +84,51 @@ class TeiRoutes:
             Route("GET", "/", self.health, DIALECT, is_check=True),
         ]
 
-    async def embed(self, body: bytes) -> bytes:
+    async def embed(self, body: bytes, call: Call) -> bytes:
         """One vector for each input."""
+        fields = await self._embed.decode(body)
         return await self._encode(
-            Fields(body),
-            lambda fields, bundle: pooled_output(fields, bundle, lambda _: True),
+            call,
+            fields,
+            lambda bundle: pooled_output(fields, bundle, normalize_default=True),
             lambda reply: b"".join(rows_as_json(pooled_rows(reply))),
         )
 
-    async def embed_all(self, body: bytes) -> bytes:
+    async def embed_all(self, body: bytes, call: Call) -> bytes:
         """For each input a vector for each of its tokens."""
-        return await self._encode(Fields(body), lambda _, __: _TOKENS, _all_rows)
+        return await self._encode(call, await self._embed_all.decode(body), lambda _: _TOKENS, _all_rows)
 
     async def _encode(
-        self, fields: Fields, output: Callable[[Fields, Bundle], Output], build: Callable[[EncodeReply], bytes]
+        self,
+        call: Call,
+        fields: EmbedBody | EmbedAllBody,
+        output: Callable[[Bundle], OutputSpec],
+        build: Callable[[EncodeReply], bytes],
     ) -> bytes:
-        def wanted(bundle: Bundle) -> Output:
-            if fields.choice("truncation_direction", ("right", "left")) == "left":
-                raise InvalidField("truncation_direction", "must be right: this server cuts texts at their end")
-            return output(fields, bundle)
+        sent = SentInputs(_INPUTS, fields.inputs)
+        if choice("truncation_direction", fields.truncation_direction, ("right", "left")) == "left":
+            raise InvalidField("truncation_direction", "must be right: this server cuts texts at their end")
+        return await encode(call, fields, sent, output, lambda _, reply: build(reply), truncate_default=True)
 
-        calls, inputs_field = self._calls, DIALECT.inputs
-        return await encode(calls, fields, inputs_field, wanted, lambda _, it: build(it), truncate_default=True)
-
-    async def tokenize(self, body: bytes) -> bytes:
+    async def tokenize(self, body: bytes, call: Call) -> bytes:
         """The tokens of texts; nothing is computed."""
-        fields = Fields(body)
-        sent = SentInputs.of(fields, DIALECT.inputs)
-        for i, text in enumerate(sent.items):
-            if not isinstance(text, str):
-                raise InvalidField(f"{DIALECT.inputs}[{i}]", "must be a string")
-        model = self._calls.resolve(len(sent.items), *model_of(fields))
-        call = TokenizeCall(
-            sent.items,
-            include_token_strings=True,
-            prompt_name=fields.text("prompt_name"),
-            task=task_of(fields, model.bundle),
-        )
-        keeps_special = bool(fields.flag("add_special_tokens", True))
+        fields = await self._tokenize.decode(body)
+        texts = SentInputs(_INPUTS, fields.inputs).texts()
+        model = call.resolve(len(texts), *model_of(fields))
+        request = TokenizeCall(texts, include_token_strings=True, prompt_name=fields.prompt_name, task=task_of(fields))
+        keeps_special = fields.add_special_tokens is not False
 
         def build(reply: TokenizeReply) -> bytes:
-            its = zip(reply.sequences, call.texts, strict=True)
-            lists = [orjson.dumps(list(_tokens(model, it, text, keeps_special))) for it, text in its]
+            tokenized = zip(reply.sequences, texts, strict=True)
+            lists = [orjson.dumps(list(_tokens(model, it, text, keeps_special))) for it, text in tokenized]
             return b"[" + b",".join(lists) + b"]"
 
-        return await self._calls.tokenize(model, call, build, JSON_GROWTH)
+        return await call.tokenize(model, request, build, JSON_GROWTH)
 
-    async def info(self, body: bytes) -> bytes:
+    async def info(self, body: bytes, call: Call) -> bytes:
         """The default model, and the limits."""
         del body
-        model = self._calls.resolve(0, "", "")
+        model = call.resolve(0, "", "")
         bundle, limits = model.bundle, model.limits
         pooling = bundle.pooling
         kind = "none" if pooling is None else pooling.kinds[0].name.lower() if pooling.is_plain else "model"
@@ -116,36 +152,40 @@ class TeiRoutes:
             }
         )
 
-    async def health(self, body: bytes) -> bytes:
+    async def health(self, body: bytes, call: Call) -> bytes:
         """Nothing, while every model is ready.
 
         Raises:
             NotReady: One is not.
         """
-        del body
+        del body, call
         if not self._serving():
             raise NotReady("not every model is ready")
         return b""
 
 
-def _refuse(failure: Failure) -> tuple[int, dict[str, Any]]:
+def _refuse(failure: Failure) -> dict[str, Any]:
     """An error as text-embeddings-inference's clients expect it."""
-    return failure.mapping.tei_status, {"error": failure.text, "error_type": failure.mapping.tei_type}
+    return {"error": failure.text, "error_type": failure.status.tei_type}
 
 
-DIALECT = Dialect("inputs", _refuse)
+def _status_of(status: Status) -> int:
+    return status.tei
 
 
-def _tokens(model: ServedModel, sequence: CheckedSequence, text: str, keeps_special: bool) -> Iterator[dict[str, Any]]:
+DIALECT = Dialect(HttpNaming(_INPUTS), _status_of, _refuse)
+
+
+def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_special: bool) -> Iterator[dict[str, Any]]:
     """What is told of each token; places are counted in bytes of UTF-8."""
-    tokenized, tokenizer = sequence.text, model.tokenizer
-    if tokenized is None or tokenizer is None:  # only texts are tokenized
+    tokenizer, special_tokens = model.tokenizer, sequence.special
+    starts, ends = sequence.char_starts, sequence.char_ends
+    if tokenizer is None or special_tokens is None or starts is None or ends is None:  # only texts are tokenized
         return
     offsets = utf8_offsets(text).tolist()
-    its = zip(
-        tokenized.ids.tolist(), tokenized.char_starts, tokenized.char_ends, tokenized.special.tolist(), strict=True
-    )
-    for token_id, start, end, special in its:
+    for token_id, start, end, special in zip(
+        sequence.input.tolist(), starts, ends, special_tokens.tolist(), strict=True
+    ):
         if special and not keeps_special:
             continue
         yield {
@@ -159,6 +199,6 @@ def _tokens(model: ServedModel, sequence: CheckedSequence, text: str, keeps_spec
 
 def _all_rows(reply: EncodeReply) -> bytes:
     parts: list[Any] = [b"["]
-    for i, encoded in enumerate(reply.encoded):
-        parts += [b"," if i else b"", *rows_as_json(encoded.outputs[0])]
+    for i, sequence in enumerate(reply.sequences):
+        parts += [b"," if i else b"", *rows_as_json(sequence.outputs[0])]
     return b"".join([*parts, b"]"])

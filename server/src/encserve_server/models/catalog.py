@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from encserve_server.errors import FingerprintMismatch, ModelNotFound, NotReady, SpaceMismatch
+from encserve_server.errors import FieldPath, FingerprintMismatch, ModelNotFound, NotReady, Part, SpaceMismatch
 from encserve_server.models.served import ServedModel
 
 
@@ -41,23 +41,32 @@ class Catalog:
             raise NotReady("the server is still loading its models")
         name = name or self._default_name
         if name not in self._default_version:
-            raise ModelNotFound("model", f"no model {_shown(name)}; there are {', '.join(self._default_version)}")
+            there = ", ".join(self._default_version)
+            raise ModelNotFound(FieldPath(Part.MODEL), f"no model {_shown(name)}; there are {there}")
         version = version or self._default_version[name]
         model = self._models.get((name, version))
         if model is None:
             versions = ", ".join(v for n, v in self._models if n == name)
-            raise ModelNotFound("model_version", f"no version {_shown(version)} of {name}; there are {versions}")
+            problem = f"no version {_shown(version)} of {name}; there are {versions}"
+            raise ModelNotFound(FieldPath(Part.MODEL_VERSION), problem)
         found, of = model.bundle, f"{name}@{version}"
         if expected_fingerprint and expected_fingerprint != found.fingerprint:
             raise FingerprintMismatch(
-                f"expected_fingerprint: {_shown(expected_fingerprint)} is expected, but {of} has {found.fingerprint}: "
-                "it is another bundle; name the version that has it, or expect the space_id that your vectors have"
+                "{field}: {expected} is expected, but {of} has {found}: it is another bundle; name the version that "
+                "has it, or expect the space_id that your vectors have",
+                field=FieldPath(Part.FINGERPRINT),
+                expected=_shown(expected_fingerprint),
+                of=of,
+                found=found.fingerprint,
             )
         if expected_space_id and expected_space_id != found.space_id:
             raise SpaceMismatch(
-                f"expected_space_id: {_shown(expected_space_id)} is expected, but {of} has "
-                f"{found.space_id or 'none (export it again)'}: its vectors do not belong into one space with those; "
-                "name the version that has it, or encode all anew"
+                "{field}: {expected} is expected, but {of} has {found}: its vectors do not belong into one space with "
+                "those; name the version that has it, or encode all texts again",
+                field=FieldPath(Part.SPACE_ID),
+                expected=_shown(expected_space_id),
+                of=of,
+                found=found.space_id or "none (export it again)",
             )
         return model
 

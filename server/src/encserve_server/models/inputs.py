@@ -1,13 +1,16 @@
 """Inputs as callers send them, and the checks that make sequences of them. Knows no gRPC."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from encserve_server.errors import InvalidField, SequenceTooLong
+from encserve_server.errors import FieldPath, InvalidField, Part, SequenceTooLong
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.types import Bundle, CheckedSequence, Expansion, TokenIds, TokenizedText, Vectors
+from encserve_server.types.arrays import TokenIds, Vectors
+from encserve_server.types.bundles import Bundle, Expansion
+from encserve_server.types.requests import Task
+from encserve_server.types.sequences import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +43,20 @@ SentInput = str | SentIds | SentVectors
 
 
 @dataclass(frozen=True, slots=True)
-class Longest:
+class LengthLimit:
     """The longest sequence that a call may hold.
 
     Attributes:
-        tokens: Its tokens, at most what the model can take.
-        name: Where the bound comes from, for errors.
+        tokens: The tokens, at most what the model can take.
+        name: Where the bound comes from, for errors; `{task}` in it stands for the task.
+        task: The task whose bound it is.
         truncate: Whether a longer input is cut instead of refused.
     """
 
     tokens: int
     name: str
-    truncate: bool
+    task: Task = Task.NEITHER
+    truncate: bool = False
 
 
 class InputChecker:
@@ -70,22 +75,20 @@ class InputChecker:
     async def check(
         self,
         inputs: Sequence[SentInput],
-        fields: Sequence[str],
-        longest: Longest,
+        limit: LengthLimit,
         *,
-        mark_special: bool = False,
+        details: bool = False,
         prompt: str = "",
         expansion: Expansion | None = None,
-    ) -> list[CheckedSequence]:
+    ) -> list[TokenSequence]:
         """Checks inputs, and tokenizes texts.
 
         Args:
             inputs: The inputs.
-            fields: The path of each in the request, for errors.
-            longest: The bound on their length.
-            mark_special: Whether ids are to be told from special ones; of texts they always are.
+            limit: The bound on their length.
+            details: Whether special tokens are to be told from others, and of texts where each token stands.
             prompt: What is put before every text.
-            expansion: What is put behind every short one.
+            expansion: What is put behind every short text.
 
         Raises:
             InvalidField: An input is not what the model takes.
@@ -93,139 +96,128 @@ class InputChecker:
             QueueFull: Too much text is waiting.
         """
         texts: dict[int, str] = {}
-        checked: dict[int, CheckedSequence] = {}
-        for i, (it, field) in enumerate(zip(inputs, fields, strict=True)):
-            if isinstance(it, SentVectors):
-                checked[i] = self._check_vectors(f"{field}.embeddings", it, longest)
-            elif self._bundle.graph.takes_vectors:
-                kind = "text" if isinstance(it, str) else "token_ids"
-                raise InvalidField(f"{field}.{kind}", f"model {self._bundle.name} takes embeddings only")
-            elif isinstance(it, str):
-                self._check_text(f"{field}.text", it)
-                texts[i] = it
+        checked: dict[int, TokenSequence] = {}
+        for i, sent in enumerate(inputs):
+            if isinstance(sent, str) and not self._bundle.graph.takes_vectors:
+                self._check_text(i, sent)
+                texts[i] = prompt + sent
             else:
-                checked[i] = self._check_ids(f"{field}.token_ids", it, longest, mark_special)
-        if texts:
-            paths = [f"{fields[i]}.text" for i in texts]
-            tokenized = await self._tokenize(list(texts.values()), paths, longest, prompt, expansion)
-            checked |= zip(texts, tokenized, strict=True)
-        return [checked[i] for i in range(len(inputs))]
+                checked[i] = self._check_numbers(i, sent, limit, details)
+        if texts and self._tokenizer is not None:
+            tokenized = await self._tokenizer.tokenize(
+                list(texts.values()), limit.tokens, truncate=limit.truncate, details=details
+            )
+            for i, found in zip(texts, tokenized, strict=False):  # fewer where one is refused
+                checked[i] = sequence = self._check_tokenized(i, found, limit)
+                if prompt and details:
+                    _leave_prompt_out(sequence, len(prompt))
+                if expansion is not None:
+                    _expand(sequence, expansion)
+        if texts and len(texts) < len(inputs):
+            return [checked[i] for i in range(len(inputs))]
+        return list(checked.values())
 
-    async def tokenize(
-        self,
-        texts: Sequence[str],
-        fields: Sequence[str],
-        longest: Longest,
-        *,
-        prompt: str = "",
-        expansion: Expansion | None = None,
-    ) -> list[CheckedSequence]:
-        """Checks texts and tokenizes them; the arguments, and what it raises, are those of `check`."""
-        for text, field in zip(texts, fields, strict=True):
-            self._check_text(field, text)
-        return await self._tokenize(texts, fields, longest, prompt, expansion)
+    def _check_numbers(self, at: int, sent: SentInput, limit: LengthLimit, details: bool) -> TokenSequence:
+        """Checks an input that is no text for this model."""
+        if isinstance(sent, SentVectors):
+            return self._check_vectors(at, sent, limit)
+        if self._bundle.graph.takes_vectors:
+            part = Part.TEXT if isinstance(sent, str) else Part.IDS
+            raise InvalidField(FieldPath(part, at), f"model {self._bundle.name} takes embeddings only")
+        assert isinstance(sent, SentIds)  # noqa: S101 - texts have been taken
+        return self._check_ids(at, sent, limit, details)
 
-    async def _tokenize(
-        self, texts: Sequence[str], fields: Sequence[str], longest: Longest, prompt: str, expansion: Expansion | None
-    ) -> list[CheckedSequence]:
-        """Tokenizes texts that `_check_text` lets through."""
-        checked: list[CheckedSequence] = []
-
-        def take(text: TokenizedText | str) -> None:
-            field = fields[len(checked)]
-            if isinstance(text, str):
-                raise InvalidField(
-                    field,
-                    f"the tokenizer of {self._bundle.name} fails for it: {text}. Its vocabulary lacks something of it: "
-                    "leave that out, or have the model exported with an unk token in its tokenizer.json",
-                )
-            its = _without_prompt(text, len(prompt)) if prompt else text
-            sequence = self._check_tokenized(field, its, longest)
-            checked.append(_expanded(sequence, its, expansion) if expansion else sequence)
-
-        assert self._tokenizer is not None  # noqa: S101 - `_check_text` lets no text through without one
-        await self._tokenizer.tokenize([prompt + it for it in texts], longest.tokens, take)
-        return checked
-
-    def _check_text(self, field: str, text: str) -> None:
+    def _check_text(self, at: int, text: str) -> None:
         if self._tokenizer is None:
-            raise InvalidField(field, f"model {self._bundle.name} has no tokenizer; send token_ids")
+            raise InvalidField(FieldPath(Part.TEXT, at), f"model {self._bundle.name} has no tokenizer; send token ids")
         limit = self._max_text_bytes
         # A code point has at most 4 bytes, so most texts need no encoding to be known short enough.
         if len(text) * 4 > limit and (size := len(text.encode())) > limit:
-            raise InvalidField(field, f"must be at most {limit} bytes (max_text_bytes); was {size}")
+            raise InvalidField(FieldPath(Part.TEXT, at), f"must be at most {limit} bytes (max_text_bytes); was {size}")
 
-    def _check_tokenized(self, field: str, text: TokenizedText, longest: Longest) -> CheckedSequence:
-        if len(text.ids) < self._least_tokens:
-            raise InvalidField(field, "has no tokens")
-        self._check_length(field, text.original_token_count, longest)
-        return CheckedSequence(text.ids, text.original_token_count, text.special, text)
+    def _check_tokenized(self, at: int, found: TokenSequence | str, limit: LengthLimit) -> TokenSequence:
+        if isinstance(found, str):
+            raise InvalidField(
+                FieldPath(Part.TEXT, at),
+                "the tokenizer of {model} fails for it: {problem}. Its vocabulary lacks something of it: leave that "
+                "out, or have the model exported with an unk token in its tokenizer.json",
+                model=self._bundle.name,
+                problem=found,
+            )
+        if len(found.input) < self._least_tokens:
+            raise InvalidField(FieldPath(Part.TEXT, at), "has no tokens")
+        _check_length(FieldPath(Part.TEXT, at), found.original_token_count, limit)
+        return found
 
-    def _check_ids(self, field: str, sent: SentIds, longest: Longest, mark_special: bool) -> CheckedSequence:
+    def _check_ids(self, at: int, sent: SentIds, limit: LengthLimit, details: bool) -> TokenSequence:
         if sent.count == 0:
-            raise InvalidField(field, "must hold at least 1 id; was empty")
-        self._check_length(field, sent.count, longest)
-        ids = sent.ids[: longest.tokens]  # (seq,)
+            raise InvalidField(FieldPath(Part.IDS, at), "must hold at least 1 id; was empty")
+        _check_length(FieldPath(Part.IDS, at), sent.count, limit)
+        ids = sent.ids[: limit.tokens]  # (seq,)
         # One pass for both bounds: read without their sign, numbers below 0 are the largest.
         if int(ids.view(np.uint64).max()) >= self._bundle.vocab_size:
-            at = int(np.argmax((ids < 0) | (ids >= self._bundle.vocab_size)))
+            place = int(np.argmax((ids < 0) | (ids >= self._bundle.vocab_size)))
             raise InvalidField(
-                f"{field}.ids[{at}]",
+                FieldPath(Part.IDS, at, place),
                 f"must be from 0 to {self._bundle.vocab_size - 1} (the vocabulary of {self._bundle.name}); "
-                f"was {ids[at]}",
+                f"was {ids[place]}",
             )
-        return CheckedSequence(ids, sent.count, np.isin(ids, self._special_ids) if mark_special else None)
+        return TokenSequence(ids, sent.count, np.isin(ids, self._special_ids) if details else None)
 
-    def _check_vectors(self, field: str, sent: SentVectors, longest: Longest) -> CheckedSequence:
-        bundle = self._bundle
+    def _check_vectors(self, at: int, sent: SentVectors, limit: LengthLimit) -> TokenSequence:
+        bundle, field = self._bundle, FieldPath(Part.VECTORS, at)
         if not bundle.graph.takes_vectors:
-            kinds = "token_ids or text" if self._tokenizer is not None else "token_ids"
+            kinds = "token ids or text" if self._tokenizer is not None else "token ids"
             raise InvalidField(field, f"model {bundle.name} takes {kinds}; it was not exported for embeddings")
         if sent.vectors.shape[1] != bundle.d_model:
             raise InvalidField(
-                f"{field}.width", f"must be {bundle.d_model} (d_model of {bundle.name}); was {sent.vectors.shape[1]}"
+                FieldPath(Part.VECTORS_WIDTH, at),
+                f"must be {bundle.d_model} (d_model of {bundle.name}); was {sent.vectors.shape[1]}",
             )
         if sent.count == 0:
             raise InvalidField(field, "must hold at least 1 vector; was empty")
-        self._check_length(field, sent.count, longest)
-        vectors = sent.vectors[: longest.tokens]  # (seq, d_model)
+        _check_length(field, sent.count, limit)
+        vectors = sent.vectors[: limit.tokens]  # (seq, d_model)
         finite = np.isfinite(vectors)  # (seq, d_model)
         if not finite.all():
             row, column = np.unravel_index(int(np.argmin(finite)), finite.shape)
             raise InvalidField(
-                f"{field}.data", f"must be finite; was {vectors[row, column]} in row {row}, column {column}"
+                FieldPath(Part.VECTORS_DATA, at),
+                f"must be finite; was {vectors[row, column]} in row {row}, column {column}",
             )
-        return CheckedSequence(vectors, sent.count)
-
-    def _check_length(self, field: str, count: int, longest: Longest) -> None:
-        if count > longest.tokens and not longest.truncate:
-            raise SequenceTooLong(
-                field,
-                f"must be at most {longest.tokens} tokens ({longest.name}); was {count}. "
-                "Ask for truncation, or cut it up",
-            )
+        return TokenSequence(vectors, sent.count)
 
 
-def _expanded(sequence: CheckedSequence, text: TokenizedText, expansion: Expansion) -> CheckedSequence:
-    """A short sequence with tokens behind its last one; they are special ones."""
-    count, added = len(text.ids), expansion.min_tokens - len(text.ids)
+def _check_length(field: FieldPath, count: int, limit: LengthLimit) -> None:
+    if count > limit.tokens and not limit.truncate:
+        raise SequenceTooLong(
+            field,
+            "must be at most {limit} tokens (" + limit.name + "); was {count}. Ask for truncation, or cut it up",
+            limit=limit.tokens,
+            count=count,
+            task=limit.task,
+        )
+
+
+def _expand(sequence: TokenSequence, expansion: Expansion) -> None:
+    """Puts tokens behind the last one of a short sequence; they are special ones."""
+    count = len(sequence.input)
+    added = expansion.min_tokens - count
     if added <= 0:
-        return sequence
-    longer = TokenizedText(
-        ids=np.concatenate([text.ids, np.full(added, expansion.token_id)]),
-        char_starts=text.char_starts + [0] * added,
-        char_ends=text.char_ends + [0] * added,
-        special=np.concatenate([text.special, np.ones(added, np.bool_)]),
-        original_token_count=text.original_token_count + added,
-    )
-    attended = 0 if expansion.attended else count
-    return CheckedSequence(longer.ids, longer.original_token_count, longer.special, longer, attended)
+        return
+    sequence.input = np.concatenate([sequence.input, np.full(added, expansion.token_id)])
+    sequence.original_token_count += added
+    sequence.kept_behind = 0
+    sequence.attended = 0 if expansion.attended else count
+    if sequence.special is not None:
+        sequence.special = np.concatenate([sequence.special, np.ones(added, np.bool_)])
+    if sequence.char_starts is not None and sequence.char_ends is not None:
+        sequence.char_starts += [0] * added
+        sequence.char_ends += [0] * added
 
 
-def _without_prompt(text: TokenizedText, prompt_chars: int) -> TokenizedText:
-    """The same tokens, placed in the text alone: those of the prompt begin and end at 0."""
-    return replace(
-        text,
-        char_starts=[max(start - prompt_chars, 0) for start in text.char_starts],
-        char_ends=[max(end - prompt_chars, 0) for end in text.char_ends],
-    )
+def _leave_prompt_out(sequence: TokenSequence, prompt_chars: int) -> None:
+    """Counts places from the end of the prompt: its tokens begin and end at 0."""
+    if sequence.char_starts is not None and sequence.char_ends is not None:
+        sequence.char_starts = [max(start - prompt_chars, 0) for start in sequence.char_starts]
+        sequence.char_ends = [max(end - prompt_chars, 0) for end in sequence.char_ends]

@@ -12,9 +12,18 @@ from typing import Protocol
 import numpy as np
 
 from encserve_server.engine.base import Inspector
-from encserve_server.errors import BundleError, InferenceFailed, InspectUnavailable, QueueFull
-from encserve_server.system.cpus import step_back
-from encserve_server.types import InspectKind, InspectTensor, ModelInput
+from encserve_server.errors import (
+    BundleError,
+    EngineUnhealthy,
+    FieldPath,
+    InferenceFailed,
+    InspectUnavailable,
+    Part,
+    QueueFull,
+)
+from encserve_server.system.cpus import lower_thread_priority
+from encserve_server.types.arrays import ModelInput
+from encserve_server.types.inspections import InspectKind, InspectTensor
 
 logger = logging.getLogger(__name__)
 
@@ -26,7 +35,7 @@ _TYPICAL_SECONDS = 0.2
 
 
 class InspectObserver(Protocol):
-    """Who is told what becomes of inspections; called on the event loop."""
+    """Receives what becomes of inspections; called on the event loop."""
 
     def inspections_changed(self, pending: int, limit: int) -> None:
         """So many are waiting, running, or being sent now, of at most `limit`."""
@@ -62,7 +71,7 @@ class InspectLane:
     """
 
     def __init__(self, load: Callable[[], Inspector], max_pending: int, observer: InspectObserver) -> None:
-        """Takes what loads the graph; it blocks, and is called in the lane's thread."""
+        """`load` loads the graph; it blocks, and is called in the lane's thread."""
         self._load = load
         self._max_pending = max_pending
         self._observer = observer
@@ -71,9 +80,11 @@ class InspectLane:
         self._closed = False
         self._last_seconds = _TYPICAL_SECONDS
         self._inspector: Inspector | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="encserve-inspect", initializer=step_back)
+        self._thread = ThreadPoolExecutor(
+            max_workers=1, thread_name_prefix="encserve-inspect", initializer=lower_thread_priority
+        )
         # The callers wait here, not in the thread's own queue, which would keep the inputs of those that went.
-        self._turn = asyncio.Lock()
+        self._turn = asyncio.Semaphore(1)
 
     @contextlib.asynccontextmanager
     async def inspect(self, sequence: ModelInput, wanted: Wanted, attended: int = 0) -> AsyncGenerator[Inspection]:
@@ -88,8 +99,10 @@ class InspectLane:
             QueueFull: Too many are pending.
             InferenceFailed: The model gives numbers that are not finite.
             InspectUnavailable: The graph cannot be loaded: the bundle's files are gone or altered.
+            EngineUnhealthy: The lane is closed.
             Exception: Whatever loading or running raises.
         """
+        self._check_open()
         if self._pending >= self._max_pending:
             raise QueueFull("inspections", 1, self._pending, self._max_pending, self._last_seconds)
         self._count(1)
@@ -97,6 +110,7 @@ class InspectLane:
         try:
             came_at = time.perf_counter()
             await self._turn.acquire()
+            self._check_open()
             run = asyncio.get_running_loop().run_in_executor(
                 self._thread, self._run, sequence, wanted, attended, came_at
             )
@@ -112,11 +126,20 @@ class InspectLane:
                 run.add_done_callback(lambda _: self._count(-1))
 
     async def close(self) -> None:
-        """Waits for what runs, but not for a load, and frees the session; nobody waits any more. Callable again."""
-        if not self._closed and self._inspector is not None:
-            await asyncio.wrap_future(self._thread.submit(self._inspector.close))
+        """Fails what waits, waits for what runs, but not for a load, and frees the session. Callable again."""
+        if self._closed:
+            return
         self._closed = True
+        for _ in range(self._pending):
+            self._turn.release()  # all that wait wake up, and find the lane closed
+        freed = None if self._inspector is None else self._thread.submit(self._inspector.close)
         self._thread.shutdown(wait=False)
+        if freed is not None:
+            await asyncio.wrap_future(freed)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise EngineUnhealthy("the model is being unloaded")
 
     def _run(self, sequence: ModelInput, wanted: Wanted, attended: int, came_at: float) -> Inspection:
         if self._inspector is None:
@@ -144,4 +167,5 @@ def _check_finite(tensors: Sequence[InspectTensor]) -> None:
             if not np.isfinite(part).all():
                 layer = f" of layer {tensor.layers[i]}" if tensor.layers else ""
                 what = tensor.kind.name.lower().replace("_", " ")
-                raise InferenceFailed(f"input: the model's numbers for it are not finite: {what}{layer}")
+                problem = "{input}: the model's numbers for it are not finite: {what}"
+                raise InferenceFailed(problem, input=FieldPath(Part.INPUT, 0), what=what + layer)

@@ -1,119 +1,131 @@
 """How large a reply will be, so that one over the limit is refused before any compute."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from encserve_server.errors import ResponseTooLarge
+from encserve_server.errors import FieldPath, Part, ResponseTooLarge
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.types import Bundle, CheckedSequence, Detail, EncodedSequence, Output, OutputKind
+from encserve_server.outputs import ModelOutputs, OutputPlan
+from encserve_server.types.requests import Detail, OffsetUnit, Output, OutputKind
+from encserve_server.types.sequences import TokenSequence
 
 # What a reply holds besides its rows, at most: an id, two offsets and a flag for each token, and a little more.
 _INFO_BYTES_PER_TOKEN = 24
 _STRING_OVERHEAD_BYTES = 6
 _INFO_BYTES_PER_SEQUENCE = 64
 _INFO_BYTES_PER_REPLY = 1024
-_INDEX_BYTES = 4
-_COUNT_BYTES = 5
-_FLOAT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyShape:
+    """How a reply is to be written; its rows are the same whatever is said here.
+
+    Attributes:
+        detail: How much the reply tells of each sequence; None for tokens where every token matters, else counts.
+        with_strings: Whether it holds the vocabulary's strings.
+        without_special: Whether special tokens have no rows in OutputKind.TOKENS.
+        offset_unit: What it counts places in a text in.
+        padded: Whether every sequence has as many rows in it as the longest.
+    """
+
+    detail: Detail | None = None
+    with_strings: bool = False
+    without_special: bool = False
+    offset_unit: OffsetUnit = OffsetUnit.CODE_POINTS
+    padded: bool = False
 
 
 class ReplySize:
     """Reckons what a model's replies take, in bytes, at most."""
 
-    def __init__(self, bundle: Bundle, tokenizer: TextTokenizer | None, limit: int) -> None:
-        """Takes the model, its tokenizer, and the largest reply in bytes."""
-        self._bundle = bundle
+    def __init__(self, outputs: ModelOutputs, tokenizer: TextTokenizer | None, limit: int) -> None:
+        """Takes what the model makes, its tokenizer, and the largest reply in bytes."""
+        self._outputs = outputs
         self._string_bytes = 0 if tokenizer is None else tokenizer.max_token_bytes + _STRING_OVERHEAD_BYTES
         self._limit = limit
+        self._span_bytes = outputs.reply_bytes((Output(OutputKind.SPANS, False),), 0, token_rows=0, spans=1)
 
-    def check(
-        self,
-        sequences: Sequence[CheckedSequence],
-        outputs: Sequence[Output],
-        detail: Detail,
-        *,
-        with_strings: bool,
-        without_special: bool,
-        padded: bool,
-    ) -> int:
+    def check(self, sequences: Sequence[TokenSequence], plan: OutputPlan, detail: Detail, shape: ReplyShape) -> int:
         """What a reply with these outputs takes, but for sparse weights.
-
-        Args:
-            sequences: What it is about.
-            outputs: What it holds of each.
-            detail: How much it tells of each.
-            with_strings: Whether that is the vocabulary's strings too.
-            without_special: Whether special tokens have no rows in OutputKind.TOKENS.
-            padded: Whether all have as many rows as the longest.
 
         Raises:
             ResponseTooLarge: It is over the limit.
         """
-        info_bytes = self._info_bytes(with_strings) if detail is Detail.TOKENS else 0
-        sizes = [self._row_bytes(it, outputs, without_special) + len(it.input) * info_bytes for it in sequences]
-        if padded:
+        info_bytes = self._info_bytes(shape.with_strings) if detail is Detail.TOKENS else 0
+        if plan.row_bytes is not None:
+            sizes = [plan.row_bytes + len(it.input) * info_bytes for it in sequences]
+        else:
+            sizes = [self._sequence_bytes(it, plan, shape) + len(it.input) * info_bytes for it in sequences]
+        if shape.padded:
             sizes = [max(sizes)] * len(sizes)
-        return self._sum("inputs", sizes, ", and float16 or pooled outputs take less")
+        return self._sum(sizes, ", and float16 or pooled outputs take less")
 
-    def check_tokens(self, field: str, sequences: Sequence[CheckedSequence], with_strings: bool) -> int:
-        """What a reply without rows takes; `field` is where its texts came in.
+    def check_tokens(self, sequences: Sequence[TokenSequence], with_strings: bool) -> int:
+        """What a reply without rows takes.
 
         Raises:
             ResponseTooLarge: It is over the limit.
         """
         info_bytes = self._info_bytes(with_strings)
-        return self._sum(field, [len(it.input) * info_bytes for it in sequences])
+        return self._sum([len(it.input) * info_bytes for it in sequences])
 
-    def check_sparse(self, others: int, outputs: Sequence[Output], encoded: Sequence[EncodedSequence]) -> int:
-        """What sparse weights add to a reply of so many bytes: how many they are is known only when they are there.
+    def check_sparse(
+        self, reply_bytes: int, plan: OutputPlan, sequences: Sequence[TokenSequence], *, padded: bool
+    ) -> int:
+        """What a reply takes with sparse weights, whose number is known only when they are there.
 
         Raises:
             ResponseTooLarge: With them it is over the limit.
         """
-        size = 0
-        for i, output in enumerate(outputs):
-            if output.kind is OutputKind.SPARSE:
-                size += sum(len(it.outputs[i][0]) for it in encoded) * (output.data_type.row_bytes(1) + _INDEX_BYTES)
-        if size and others + size > self._limit:
+        sizes = [self._outputs.sparse_bytes(plan.outputs, it.outputs) for it in sequences]
+        size = reply_bytes + (max(sizes) * len(sizes) if padded else sum(sizes))
+        if size > self._limit:
             raise ResponseTooLarge(
-                "inputs",
-                f"the reply would take {others + size} bytes, over the limit of {self._limit} (max_response_bytes); "
-                "fewer inputs, or max_active_dims in options.outputs, take less",
+                FieldPath(Part.INPUTS),
+                "the reply would take {size} bytes, over the limit of {limit} (max_response_bytes); fewer inputs, or "
+                "{active}, take less",
+                size=size,
+                limit=self._limit,
+                active=FieldPath(Part.OUTPUT_MAX_ACTIVE_DIMS),
             )
         return size
+
+    def check_spans(self, spans: int) -> None:
+        """Refuses more spans than any reply holds, before they are looked at.
+
+        Raises:
+            ResponseTooLarge: There are.
+        """
+        size = spans * self._span_bytes
+        if size > self._limit:
+            raise ResponseTooLarge(
+                FieldPath(Part.SPANS),
+                f"the rows of {spans} spans would take {size} bytes, over the limit of {self._limit} "
+                "(max_response_bytes); send fewer in a request",
+            )
 
     def _info_bytes(self, with_strings: bool) -> int:
         """What is told of a token."""
         return _INFO_BYTES_PER_TOKEN + (self._string_bytes if with_strings else 0)
 
-    def _row_bytes(self, sequence: CheckedSequence, outputs: Sequence[Output], without_special: bool) -> int:
+    def _sequence_bytes(self, sequence: TokenSequence, plan: OutputPlan, shape: ReplyShape) -> int:
         """The rows of one sequence."""
         tokens = token_rows = len(sequence.input)
-        if without_special and sequence.special is not None:
+        if shape.without_special and sequence.special is not None:
             token_rows -= int(sequence.special.sum())
-        size = 0
-        for it in outputs:
-            row_bytes = it.data_type.row_bytes(self._bundle.width(it))
-            if it.kind is OutputKind.TOKENS:
-                size += token_rows * row_bytes
-            elif it.kind is OutputKind.MULTI_VECTOR:
-                size += tokens * (row_bytes + _INDEX_BYTES)
-            elif it.kind is OutputKind.SPANS:  # as they are made: their number has no other bound in all
-                spans = 0 if sequence.token_spans is None else len(sequence.token_spans)
-                size += spans * (self._bundle.d_model * _FLOAT_BYTES + _COUNT_BYTES)
-            elif it.kind is not OutputKind.SPARSE:
-                size += row_bytes
-        return size
+        spans = 0 if sequence.token_spans is None else len(sequence.token_spans)
+        return plan.reply_bytes(tokens, token_rows, spans)
 
-    def _sum(self, field: str, sizes: Sequence[int], advice: str = "") -> int:
-        total = _INFO_BYTES_PER_REPLY
-        fitting = 0
+    def _sum(self, sizes: Sequence[int], advice: str = "") -> int:
+        total = sum(sizes) + len(sizes) * _INFO_BYTES_PER_SEQUENCE + _INFO_BYTES_PER_REPLY
+        if total <= self._limit:
+            return total
+        running, fitting = _INFO_BYTES_PER_REPLY, 0
         for size in sizes:
-            total += size + _INFO_BYTES_PER_SEQUENCE
-            fitting += total <= self._limit
-        if total > self._limit:
-            raise ResponseTooLarge(
-                field,
-                f"the reply would take {total} bytes, over the limit of {self._limit} (max_response_bytes); the first "
-                f"{fitting} of {len(sizes)} inputs would fit{advice}",
-            )
-        return total
+            running += size + _INFO_BYTES_PER_SEQUENCE
+            fitting += running <= self._limit
+        raise ResponseTooLarge(
+            FieldPath(Part.INPUTS),
+            f"the reply would take {total} bytes, over the limit of {self._limit} (max_response_bytes); the first "
+            f"{fitting} of {len(sizes)} inputs would fit{advice}",
+        )

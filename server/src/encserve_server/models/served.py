@@ -1,51 +1,49 @@
-"""What is served: one model's way from checked call to rows. Knows no gRPC."""
+"""What is served: one model's way from a decoded call to rows. Knows no protocol."""
 
 import asyncio
 import contextlib
 import math
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from encserve_server.engine.base import EngineInfo
 from encserve_server.errors import (
+    EmptyInputs,
+    FieldPath,
     InspectUnavailable,
     InvalidField,
+    Part,
     SequenceTooLong,
     TooManyInputs,
+    TooManyOutputs,
 )
-from encserve_server.models.inputs import InputChecker, Longest, SentInput
+from encserve_server.models.inputs import InputChecker, LengthLimit, SentInput
 from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted
-from encserve_server.models.reply_size import ReplySize
+from encserve_server.models.reply_size import ReplyShape, ReplySize
 from encserve_server.models.spans import SentSpans, place_spans
-from encserve_server.models.sparse import static_weights
 from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.outputs import MAX_OUTPUTS, ModelOutputs, OutputPlan, OutputSpec, static_weights
 from encserve_server.scheduling.scheduler import Scheduler
 from encserve_server.system.clock import Clock
-from encserve_server.telemetry import spans
-from encserve_server.types import (
-    Bundle,
-    CheckedSequence,
-    DataType,
-    Detail,
-    EncodedSequence,
-    OffsetUnit,
-    Output,
-    OutputKind,
-    StaticSparse,
-    Task,
-)
+from encserve_server.telemetry.spans import RequestSpan
+from encserve_server.types.bundles import Bundle, Expansion, StaticSparse, TaskSettings
+from encserve_server.types.requests import DataType, Detail, OffsetUnit, OutputKind, Task
+from encserve_server.types.sequences import TokenSequence
 
 # A bound that no text reaches.
 _ANY_TOKENS = 2**62
-_ALL_TOKENS = Longest(_ANY_TOKENS, "", truncate=False)
+_ALL_TOKENS = LengthLimit(_ANY_TOKENS, "")
+_PLAIN_SHAPE = ReplyShape()
+# Static weights of so many texts are looked up before other calls have a turn.
+_STATIC_TEXTS_AT_ONCE = 16
 
 
 class ModelObserver(InspectObserver, Protocol):
-    """Who is told what a model does; called on the event loop, or in a thread that builds replies."""
+    """Hears what a model does; called on the event loop."""
 
-    def has_text_queue(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
-        """How much text waits can be asked for, by any thread; no more than so much may."""
+    def register_text_queue_gauges(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
+        """Takes a function, callable from any thread, that says how much text waits, and the bound on it."""
 
     def tokenized(self, seconds: float) -> None:
         """The texts of a call have been tokenized, or refused."""
@@ -64,7 +62,7 @@ class RequestLimits:
         max_request_bytes: The largest request; gRPC holds it, and callers are told.
         max_response_bytes: The largest reply.
         max_tokens: The most tokens: the bound of the queue.
-        max_inspect_tokens: The longest sequence that is looked into.
+        max_inspect_tokens: The longest sequence that is inspected.
     """
 
     max_sequences: int
@@ -81,46 +79,53 @@ class EncodeCall:
 
     Attributes:
         inputs: Texts, ids, or vectors.
-        outputs: What to return, every default filled in; never empty.
+        outputs: What to return; empty for the rows of tokens.
         truncate: Whether an over-long input is cut instead of refused.
-        exclude_special_tokens: Whether special tokens have no rows in OutputKind.TOKENS.
-        include_token_strings: Whether the reply holds the vocabulary's strings.
         prompt_name: What to put before every text; empty for nothing, None for what the task, or the model, has.
-        task: What the texts are; one that the model knows.
-        detail: How much the reply tells of each sequence.
-        offset_unit: What it counts places in the text in.
+        task: What the texts are.
         spans: For each input what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
-        padded: Whether every sequence has as many rows in the reply as the longest.
+        shape: How the reply is to be written.
     """
 
     inputs: Sequence[SentInput]
-    outputs: tuple[Output, ...]
-    truncate: bool
-    exclude_special_tokens: bool
-    include_token_strings: bool
+    outputs: tuple[OutputSpec, ...]
+    truncate: bool = False
     prompt_name: str | None = None
     task: Task = Task.NEITHER
-    detail: Detail = Detail.TOKENS
-    offset_unit: OffsetUnit = OffsetUnit.CODE_POINTS
     spans: Sequence[SentSpans | None] = ()
-    padded: bool = False
+    shape: ReplyShape = _PLAIN_SHAPE
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EncodeReply:
-    """What a model made of a call, one of each for each input, in order.
+    """What a model makes of a call.
 
     Attributes:
-        sequences: The sequences as the model saw them.
-        encoded: What was made of them.
+        sequences: One for each input, in order; with outputs once the call has run.
+        plan: What is made of each.
+        detail: How much the reply tells of each.
+        padded: Whether every sequence has as many rows in the reply as the longest.
+        static: What answers the call in place of the model, if anything does.
         tokenize_seconds: How long tokenizing took, waiting for its thread included.
-        estimated_bytes: The reply's size, at most.
+        estimated_bytes: The reply's size, at most; of sparse weights what they take once they are there.
     """
 
-    sequences: Sequence[CheckedSequence]
-    encoded: Sequence[EncodedSequence]
+    sequences: list[TokenSequence]
+    plan: OutputPlan
+    detail: Detail
+    padded: bool
+    static: StaticSparse | None
     tokenize_seconds: float
     estimated_bytes: int
+
+    def seconds(self) -> tuple[float, float]:
+        """The longest wait of a sequence for its batch, and the longest run of a batch with one of them."""
+        queue, compute = 0.0, 0.0
+        for it in self.sequences:
+            compute = max(compute, it.compute_seconds)
+            if it.compute_seconds:  # a table has answered otherwise
+                queue = max(queue, it.started_at - it.enqueued_at)
+        return queue, compute
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,7 @@ class TokenizeCall:
         include_token_strings: Whether the reply holds the vocabulary's strings.
         prompt_name: As of an EncodeCall.
         task: As of an EncodeCall.
-        offset_unit: As of an EncodeCall.
+        offset_unit: As of a ReplyShape.
     """
 
     texts: Sequence[str]
@@ -153,7 +158,7 @@ class TokenizeReply:
         estimated_bytes: The reply's size, at most.
     """
 
-    sequences: Sequence[CheckedSequence]
+    sequences: Sequence[TokenSequence]
     estimated_bytes: int
 
 
@@ -188,7 +193,7 @@ class InspectReply:
         tokenize_seconds: How long tokenizing took, waiting for its thread included.
     """
 
-    sequence: CheckedSequence
+    sequence: TokenSequence
     inspection: Inspection
     tokenize_seconds: float
 
@@ -200,6 +205,7 @@ class ServedModel:
         self,
         bundle: Bundle,
         tokenizer: TextTokenizer | None,
+        outputs: ModelOutputs,
         scheduler: Scheduler,
         engine_info: EngineInfo,
         limits: RequestLimits,
@@ -210,9 +216,10 @@ class ServedModel:
         max_batch_tokens: int = 0,
         static_tokenizers: Mapping[Task, TextTokenizer] | None = None,
     ) -> None:
-        """Takes the parts, all of the same bundle; without a lane nobody looks into the model."""
+        """Takes the parts, all of the same bundle; without a lane the model cannot be inspected."""
         self.bundle = bundle
         self.tokenizer = tokenizer
+        self.outputs = outputs
         self._scheduler = scheduler
         self.engine_info = engine_info
         self.limits = limits
@@ -221,26 +228,25 @@ class ServedModel:
         self._inspect_lane = inspect_lane
         self.max_batch_tokens = max_batch_tokens
         if tokenizer is not None:  # read when the page is, so that a request costs nothing
-            observer.has_text_queue(lambda: tokenizer.queued_bytes, tokenizer.max_queue_bytes)
+            observer.register_text_queue_gauges(lambda: tokenizer.queued_bytes, tokenizer.max_queue_bytes)
         self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes)
         self._static_checkers = {
             task: InputChecker(bundle, its, limits.max_text_bytes, least_tokens=0)
             for task, its in (static_tokenizers or {}).items()
         }
         self._tasks = {task: bundle.treatment(task) for task in (Task.NEITHER, *bundle.tasks)}
-        self._longest = {
-            (task, truncate): Longest(its.max_tokens, f"{_longest_name(task)} of {bundle.name}", truncate)
-            for task, its in self._tasks.items()
+        self._limits_of = {
+            (task, truncate): LengthLimit(settings.max_tokens, f"{_limit_name(task)} of {bundle.name}", task, truncate)
+            for task, settings in self._tasks.items()
             for truncate in (False, True)
         }
         self._skipped_tokens: dict[str, int] = {}  # of each prompt, where it is left out of pooling
         if tokenizer is not None and bundle.pooling is not None and bundle.pooling.skips_prompt:
             longest = bundle.max_sequence_tokens - 1
-            its = bundle.prompts.items()
             self._skipped_tokens = {
-                name: min(tokenizer.count_prompt(text), longest) if text else 0 for name, text in its
+                name: min(tokenizer.count_prompt(text), longest) if text else 0 for name, text in bundle.prompts.items()
             }
-        self._reply_size = ReplySize(bundle, tokenizer, limits.max_response_bytes)
+        self._reply_size = ReplySize(outputs, tokenizer, limits.max_response_bytes)
         self._users = 0
         self._unused = asyncio.Event()
         self._unused.set()
@@ -251,17 +257,16 @@ class ServedModel:
         """Its name and version."""
         return self.bundle.name, self.bundle.version
 
-    @contextlib.contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Within this block the model is not closed, even if another takes its place."""
+    def enter(self) -> None:
+        """A call uses the model: it is not closed before `leave`, even if another takes its place."""
         self._users += 1
         self._unused.clear()
-        try:
-            yield
-        finally:
-            self._users -= 1
-            if not self._users:
-                self._unused.set()
+
+    def leave(self) -> None:
+        """A call that has entered does not use the model any more."""
+        self._users -= 1
+        if not self._users:
+            self._unused.set()
 
     async def unused(self) -> None:
         """Returns when no request uses the model."""
@@ -271,111 +276,130 @@ class ServedModel:
         """Why the model cannot be relied on now, for people; empty if it can."""
         return self._scheduler.not_ready_reason()
 
-    def check_open(self, count_tokens: Callable[[], int | None]) -> None:
-        """Returns unless every call would be refused now; see `Scheduler.check_open`."""
-        self._scheduler.check_open(count_tokens)
-
     def answered(self, encode_seconds: float, response_bytes: int) -> None:
-        """To be told by whoever built a call's reply: how long that took, and how large it is."""
+        """Counts a reply that has been built: how long that took, and how large it is. To be called on the loop."""
         self._observer.answered(encode_seconds, response_bytes)
 
-    async def encode(self, call: EncodeCall, deadline: float = math.inf) -> EncodeReply:
-        """Checks every input, and only then runs them.
+    def check_counts(self, inputs: int, tokens: int | None = None, outputs: int = 1, spans: int = 0) -> None:
+        """Refuses what counting can refuse, before the contents of a call are copied.
+
+        Args:
+            inputs: How many inputs there are.
+            tokens: How many tokens they have, each at most the model's longest; None where that takes more than
+                counting.
+            outputs: How many outputs are wanted.
+            spans: How many spans there are.
+
+        Raises:
+            EmptyInputs: There are no inputs.
+            TooManyInputs: There are too many.
+            TooManyOutputs: There are too many.
+            ResponseTooLarge: The rows of the spans alone are over the limit.
+            EncserveError: Whatever `Scheduler.check_open` raises.
+        """
+        self._check_number(inputs)
+        if outputs > MAX_OUTPUTS:
+            raise TooManyOutputs(
+                FieldPath(Part.OUTPUTS), f"must be at most {MAX_OUTPUTS} (max_outputs); was {outputs}: make more calls"
+            )
+        if spans:
+            self._reply_size.check_spans(spans)
+        if not self._static_checkers:  # tables answer whether or not the engine does
+            self._scheduler.check_open(tokens)
+
+    async def prepare(self, call: EncodeCall, span: RequestSpan | None = None) -> EncodeReply:
+        """Checks all of a call, and tokenizes its texts.
 
         Raises:
             RequestError: The call cannot succeed; the text names the input and the numbers.
-            EncserveError: Whatever `Scheduler.encode` raises.
+            QueueFull: Too much text is waiting.
         """
-        self._check_call(call)
-        settings = self._tasks[call.task]
-        prompt_name = self._prompt_name("options.prompt_name", call.prompt_name, call.inputs, call.task)
-        self._check_task("options.task", call.task, prompt_name, call.inputs)
-        outputs = self._outputs(call, prompt_name)
-        static = self._static(call)
-        checker, longest = self._checker, self._longest[call.task, call.truncate]
+        self._check_shape(call)
+        settings = self._tasks[call.task] if call.task in self._tasks else self._refuse_task(call.task)
+        prompt_name = self._prompt_name(call.prompt_name, call.inputs, call.task)
+        skipped = self._skipped_by(prompt_name, call) if self._skipped_tokens else 0
+        plan = self.outputs.plan(call.outputs, call.task, skipped)
+        static = (
+            self.outputs.static(plan.outputs, call.task, _first_not_text(call.inputs))
+            if self._static_checkers
+            else None
+        )
+        checker, limit = self._checker, self._limits_of[call.task, call.truncate]
         if static is not None:
             checker = self._static_checkers[call.task]
-            longest = Longest(static.max_tokens or _ANY_TOKENS, "static_sparse.max_tokens", call.truncate)
-        span = spans.current()
-        began = self._clock.now()
-        try:
-            sequences = await checker.check(
-                call.inputs,
-                [f"inputs[{i}]" for i in range(len(call.inputs))],
-                longest,
-                mark_special=call.exclude_special_tokens,
-                prompt=self.bundle.prompts.get(prompt_name, ""),
-                expansion=None if static else settings.expansion,
-            )
-        finally:
-            tokenize_seconds = self._clock.now() - began
-            if any(isinstance(it, str) for it in call.inputs):
-                self._observer.tokenized(tokenize_seconds)
-                if span is not None:
-                    span.stage("tokenize", began, began + tokenize_seconds)
-        if span is not None:
-            span.counted(sum(len(it.input) for it in sequences))
-        if call.spans:
-            sequences = _with_spans(sequences, call)
-        estimated_bytes = self._reply_size.check(
-            sequences,
-            outputs,
-            call.detail,
-            with_strings=call.include_token_strings,
-            without_special=call.exclude_special_tokens,
-            padded=call.padded,
+            limit = LengthLimit(static.max_tokens or _ANY_TOKENS, "static_sparse.max_tokens", call.task, call.truncate)
+        detail = call.shape.detail or plan.detail
+        sequences, tokenize_seconds = await self._check_inputs(
+            checker,
+            call.inputs,
+            limit,
+            prompt_name,
+            None if static else settings.expansion,
+            details=detail is Detail.TOKENS or bool(call.spans) or call.shape.without_special,
+            span=span,
         )
-        if static is not None:
-            encoded = [
-                EncodedSequence(tuple(static_weights(static, it.input, output) for output in outputs), 0.0, 0.0)
-                for it in sequences
-            ]
-        else:
-            expands = settings.expansion is not None and not settings.expansion.attended
-            attended = [it.attended for it in sequences] if expands else ()
-            token_spans = [it.token_spans for it in sequences] if call.spans else ()
-            inputs = [it.input for it in sequences]
-            encoded = await self._scheduler.encode(inputs, outputs, deadline, attended, token_spans)
-        estimated_bytes += self._reply_size.check_sparse(estimated_bytes, outputs, encoded)
-        return EncodeReply(sequences, encoded, tokenize_seconds, estimated_bytes)
+        for i, (sent, sent_spans) in enumerate(zip(call.inputs, call.spans, strict=False)):  # of all, or of none
+            if sent_spans is not None:
+                sequences[i].token_spans = place_spans(i, sent_spans, sent, sequences[i])
+        if plan.bounds_length:
+            self.outputs.check_lengths(plan.outputs, [len(it.input) for it in sequences])
+        for sequence in sequences:
+            sequence.wanted = plan.outputs
+            sequence.cost = len(sequence.input)
+            if not plan.is_ordinary:
+                spans = 0 if sequence.token_spans is None else len(sequence.token_spans)
+                sequence.cost = plan.cost(sequence.cost, spans)
+        estimated_bytes = self._reply_size.check(sequences, plan, detail, call.shape)
+        return EncodeReply(sequences, plan, detail, call.shape.padded, static, tokenize_seconds, estimated_bytes)
 
-    async def tokenize(self, call: TokenizeCall) -> TokenizeReply:
+    async def run(self, reply: EncodeReply, deadline: float = math.inf, span: RequestSpan | None = None) -> None:
+        """Runs what `prepare` gave, so that its sequences have outputs.
+
+        Raises:
+            ResponseTooLarge: With sparse weights the reply is over the limit.
+            EncserveError: Whatever `Scheduler.run` raises.
+        """
+        if reply.static is not None:
+            await self._look_up(reply, reply.static)
+        else:
+            await self._scheduler.run(reply.sequences, deadline, span)
+        if reply.plan.has_sparse:
+            reply.estimated_bytes = self._reply_size.check_sparse(
+                reply.estimated_bytes, reply.plan, reply.sequences, padded=reply.padded
+            )
+
+    async def _look_up(self, reply: EncodeReply, static: StaticSparse) -> None:
+        """Gives the sequences of a call the weights of a table."""
+        for i, sequence in enumerate(reply.sequences):
+            if i and not i % _STATIC_TEXTS_AT_ONCE:
+                await asyncio.sleep(0)
+            sequence.outputs = static_weights(static, sequence.input, reply.plan.outputs)
+
+    async def tokenize(self, call: TokenizeCall, span: RequestSpan | None = None) -> TokenizeReply:
         """Says what the model would see of texts; nothing is queued for it but the text.
 
         Raises:
             RequestError: The call cannot succeed; the text names the text and the numbers.
             QueueFull: Too much text is waiting.
         """
-        self._check_number("texts", len(call.texts))
+        self._check_number(len(call.texts))
         if self.tokenizer is None:
-            raise InvalidField("texts", f"model {self.bundle.name} has no tokenizer")
-        prompt_name = self._prompt_name("prompt_name", call.prompt_name, call.texts, call.task)
-        longest = _ALL_TOKENS if call.truncate is None else self._longest[call.task, call.truncate]
-        began = self._clock.now()
-        try:
-            sequences = await self._checker.tokenize(
-                call.texts,
-                [f"texts[{i}]" for i in range(len(call.texts))],
-                longest,
-                prompt=self.bundle.prompts.get(prompt_name, ""),
-                expansion=self._tasks[call.task].expansion,
-            )
-        finally:
-            ended = self._clock.now()
-            self._observer.tokenized(ended - began)
-            if (span := spans.current()) is not None:
-                span.stage("tokenize", began, ended)
-        if span is not None:
-            span.counted(sum(len(it.input) for it in sequences))
-        return TokenizeReply(sequences, self._reply_size.check_tokens("texts", sequences, call.include_token_strings))
+            raise InvalidField(FieldPath(Part.INPUTS), f"model {self.bundle.name} has no tokenizer")
+        settings = self._tasks[call.task] if call.task in self._tasks else self._refuse_task(call.task)
+        prompt_name = self._prompt_name(call.prompt_name, call.texts, call.task)
+        limit = _ALL_TOKENS if call.truncate is None else self._limits_of[call.task, call.truncate]
+        sequences, _ = await self._check_inputs(
+            self._checker, call.texts, limit, prompt_name, settings.expansion, details=True, span=span
+        )
+        return TokenizeReply(sequences, self._reply_size.check_tokens(sequences, call.include_token_strings))
 
     @property
     def max_inspect_tokens(self) -> int:
-        """The longest sequence that can be looked into; 0 where none can."""
+        """The longest sequence that can be inspected; 0 where none can."""
         return 0 if self._inspect_lane is None else min(self.limits.max_inspect_tokens, self.bundle.max_sequence_tokens)
 
     @contextlib.asynccontextmanager
-    async def inspect(self, call: InspectCall) -> AsyncGenerator[InspectReply]:
+    async def inspect(self, call: InspectCall, span: RequestSpan | None = None) -> AsyncGenerator[InspectReply]:
         """Looks into what the model does with one input; the reply's memory is given back when the block ends.
 
         Raises:
@@ -385,27 +409,25 @@ class ServedModel:
             InferenceFailed: The model gives numbers that are not finite.
         """
         lane = self.check_inspectable()
-        expansion = self._tasks[call.task].expansion
-        longest = self._longest[call.task, call.truncate]
-        if longest.tokens > self.max_inspect_tokens:
-            longest = Longest(self.max_inspect_tokens, f"max_inspect_tokens of {self.bundle.name}", call.truncate)
-        began = self._clock.now()
-        prompt_name = self._prompt_name("prompt_name", call.prompt_name, [call.input], call.task)
-        self._check_task("task", call.task, prompt_name, [call.input])
-        prompt = self.bundle.prompts.get(prompt_name, "")
-        (sequence,) = await self._checker.check([call.input], ["input"], longest, prompt=prompt, expansion=expansion)
+        settings = self._tasks[call.task] if call.task in self._tasks else self._refuse_task(call.task)
+        limit = self._limits_of[call.task, call.truncate]
+        if limit.tokens > self.max_inspect_tokens:
+            name = f"max_inspect_tokens of {self.bundle.name}"
+            limit = LengthLimit(self.max_inspect_tokens, name, call.task, call.truncate)
+        prompt_name = self._prompt_name(call.prompt_name, [call.input], call.task)
+        (sequence,), tokenize_seconds = await self._check_inputs(
+            self._checker, [call.input], limit, prompt_name, settings.expansion, details=True, span=span
+        )
         if len(sequence.input) > self.max_inspect_tokens:
             raise SequenceTooLong(
-                "task",
-                f"TASK_{call.task.name} makes texts {len(sequence.input)} tokens long, and at most "
-                f"{self.max_inspect_tokens} can be inspected (max_inspect_tokens of {self.bundle.name})",
+                FieldPath(Part.TASK),
+                "{task} makes texts {tokens} tokens long, and at most {most} can be inspected (max_inspect_tokens of "
+                "{model})",
+                task=call.task,
+                tokens=len(sequence.input),
+                most=self.max_inspect_tokens,
+                model=self.bundle.name,
             )
-        tokenize_seconds = self._clock.now() - began
-        span = spans.current()
-        if span is not None:
-            span.counted(len(sequence.input))
-            if isinstance(call.input, str):
-                span.stage("tokenize", began, began + tokenize_seconds)
         came_at = self._clock.now()
         async with lane.inspect(sequence.input, call.wanted, sequence.attended) as inspection:
             if span is not None:
@@ -436,90 +458,103 @@ class ServedModel:
             raise InspectUnavailable(f"model {self.bundle.name} cannot be inspected: {why}")
         return self._inspect_lane
 
-    def check_count(self, count: int) -> None:
-        """Refuses a number of inputs that no request may have.
+    async def _check_inputs(
+        self,
+        checker: InputChecker,
+        inputs: Sequence[SentInput],
+        limit: LengthLimit,
+        prompt_name: str,
+        expansion: Expansion | None,
+        *,
+        details: bool,
+        span: RequestSpan | None,
+    ) -> tuple[list[TokenSequence], float]:
+        """The sequences of inputs, and how long texts took to tokenize, which is counted and traced."""
+        prompt = self.bundle.prompts[prompt_name] if prompt_name else ""
+        began = ended = self._clock.now()
+        try:
+            sequences = await checker.check(inputs, limit, details=details, prompt=prompt, expansion=expansion)
+        finally:
+            if isinstance(inputs[0], str) or any(isinstance(it, str) for it in inputs):
+                ended = self._clock.now()
+                self._observer.tokenized(ended - began)
+                if span is not None:
+                    span.stage("tokenize", began, ended)
+        if span is not None:
+            span.counted(sum(len(it.input) for it in sequences))
+        return sequences, ended - began
 
-        Raises:
-            InvalidField: There are none.
-            TooManyInputs: There are too many.
-        """
-        self._check_number("inputs", count)
-
-    def _check_number(self, field: str, count: int) -> None:
-        """Refuses so many inputs, which are in this field."""
+    def _check_number(self, count: int) -> None:
+        """Refuses so many inputs."""
         if count == 0:
-            raise InvalidField(field, "must hold at least 1 sequence; was empty")
+            raise EmptyInputs(FieldPath(Part.INPUTS), "must hold at least 1 sequence; was empty")
         if count > self.limits.max_sequences:
             raise TooManyInputs(
-                field,
+                FieldPath(Part.INPUTS),
                 f"must hold at most {self.limits.max_sequences} sequences (max_request_sequences); was {count}",
             )
 
-    def _check_call(self, call: EncodeCall) -> None:
-        """Refuses what can be refused without looking into the inputs."""
-        if call.include_token_strings and self.tokenizer is None:
-            raise InvalidField(
-                "options.include_token_strings", f"model {self.bundle.name} has no tokenizer, so no strings for its ids"
-            )
-        if not call.exclude_special_tokens or self.bundle.special_token_ids:
+    def _check_shape(self, call: EncodeCall) -> None:
+        """Refuses what the reply cannot say."""
+        if call.shape.with_strings and self.tokenizer is None:
+            problem = f"model {self.bundle.name} has no tokenizer, so no strings for its ids"
+            raise InvalidField(FieldPath(Part.TOKEN_STRINGS), problem)
+        if not call.shape.without_special or self.bundle.special_token_ids:
             return
         if not all(isinstance(it, str) for it in call.inputs):
-            raise InvalidField(
-                "options.exclude_special_tokens", f"model {self.bundle.name} does not say which tokens are special"
-            )
+            problem = f"model {self.bundle.name} does not say which tokens are special"
+            raise InvalidField(FieldPath(Part.EXCLUDE_SPECIAL_TOKENS), problem)
 
-    def _prompt_name(self, field: str, name: str | None, inputs: Sequence[SentInput], task: Task = Task.NEITHER) -> str:
-        """The prompt that a call's texts get; empty for none. `field` is where its name was asked for.
+    def _refuse_task(self, task: Task) -> TaskSettings:
+        """Refuses a task that the model does not know."""
+        known = tuple(self.bundle.tasks)
+        raise InvalidField(
+            FieldPath(Part.TASK),
+            "model {model} does not know {task}; " + ("it knows {known}" if known else "it treats all texts alike"),
+            model=self.bundle.name,
+            task=task,
+            known=known,
+        )
+
+    def _prompt_name(self, name: str | None, inputs: Sequence[SentInput], task: Task) -> str:
+        """The prompt that a call's texts get; empty for none.
 
         Raises:
-            InvalidField: The model has no such prompt, or there are inputs that cannot have one.
+            InvalidField: The model has no such prompt, or there are inputs that prompt or task would change, and which
+                are no texts.
         """
-        bundle = self.bundle
-        if name is None:
-            return self._tasks[task].prompt_name
+        bundle, settings = self.bundle, self._tasks[task]
         if name and name not in bundle.prompts:
             there = ", ".join(map(repr, bundle.prompts)) or "none"
-            raise InvalidField(field, f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}")
-        if name and (other := _first_not_text(field, inputs)):
-            raise InvalidField(field, f"goes before texts only; {other} is none: put it among its ids")
-        return name
-
-    def _check_task(self, field: str, task: Task, prompt_name: str, inputs: Sequence[SentInput]) -> None:
-        """Refuses a task that would change inputs which are no texts, and are taken as they are."""
-        if not task:
-            return
-        changes = []
-        if self.bundle.prompts.get(prompt_name):
-            changes.append("puts a prompt before texts")
-        if self._tasks[task].expansion:
+            problem = f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}"
+            raise InvalidField(FieldPath(Part.PROMPT_NAME), problem)
+        chosen = settings.prompt_name if name is None else name
+        if not (name or task):  # without being asked, a prompt goes before the texts, and other inputs stay as they are
+            return chosen
+        changes = ["puts a prompt before texts"] if bundle.prompts.get(chosen) else []
+        if task and settings.expansion:
             changes.append("puts tokens behind short texts")
-        if changes and (other := _first_not_text(field, inputs)):
+        other = _first_not_text(inputs)
+        if other is None:
+            return chosen
+        if name:
             raise InvalidField(
-                field,
-                f"TASK_{task.name} {' and '.join(changes)}; {other} is none: send text, or leave the task out",
+                FieldPath(Part.PROMPT_NAME),
+                "goes before texts only; {other} is not a text: put it among its ids",
+                other=FieldPath(Part.INPUT, other),
             )
-
-    def _static(self, call: EncodeCall) -> StaticSparse | None:
-        """What answers the call without the model, if anything does.
-
-        Raises:
-            InvalidField: It cannot answer all of the call.
-        """
-        static = self._tasks[call.task].static_sparse
-        if static is None or OutputKind.SPARSE not in (kinds := [it.kind for it in call.outputs]):
-            return None
-        how = f"model {self.bundle.name} makes OUTPUT_KIND_SPARSE of this task without a run"
-        if others := [i for i, kind in enumerate(kinds) if kind is not OutputKind.SPARSE]:
+        if changes:
             raise InvalidField(
-                f"options.outputs[{others[0]}].kind",
-                f"{how}: ask for OUTPUT_KIND_{kinds[others[0]].name} in another call",
+                FieldPath(Part.TASK),
+                "{task} {changes}; {other} is not a text: send text, or leave the task out",
+                task=task,
+                changes=" and ".join(changes),
+                other=FieldPath(Part.INPUT, other),
             )
-        if others := [i for i, it in enumerate(call.inputs) if not isinstance(it, str)]:
-            raise InvalidField(f"inputs[{others[0]}]", f"{how}, from texts only")
-        return static
+        return chosen
 
-    def _outputs(self, call: EncodeCall, prompt_name: str) -> tuple[Output, ...]:
-        """The call's outputs, with the tokens of the prompt left out of pooling where the model was trained so.
+    def _skipped_by(self, prompt_name: str, call: EncodeCall) -> int:
+        """How many tokens of a prompt are left out of pooling, for a model that was trained so.
 
         Raises:
             InvalidField: Only some of the inputs have a prompt.
@@ -527,40 +562,21 @@ class ServedModel:
         skipped = self._skipped_tokens.get(prompt_name, 0)
         texts = sum(isinstance(it, str) for it in call.inputs)
         if not skipped or not texts or all(it.kind is not OutputKind.MODEL for it in call.outputs):
-            return call.outputs
+            return 0
         if texts < len(call.inputs):
             raise InvalidField(
-                "inputs",
+                FieldPath(Part.INPUTS),
                 f"must be texts, or else sequences of ids, in one call: model {self.bundle.name} leaves its prompt out "
                 "of pooling, and only texts have one",
             )
-        return tuple(it._replace(skipped_tokens=skipped) for it in call.outputs)
+        return skipped
 
 
-def _with_spans(sequences: Sequence[CheckedSequence], call: EncodeCall) -> list[CheckedSequence]:
-    """The sequences of a call, each with the tokens of its ranges.
-
-    Raises:
-        InvalidField: A range is not one of its input.
-    """
-    return [
-        sequence
-        if spans is None
-        else replace(sequence, token_spans=place_spans(f"inputs[{i}].spans", spans, it, sequence))
-        for i, (it, spans, sequence) in enumerate(zip(call.inputs, call.spans, sequences, strict=True))
-    ]
+def _first_not_text(inputs: Sequence[SentInput]) -> int | None:
+    """The place of the first input that is not a text; None where all are."""
+    return next((i for i, it in enumerate(inputs) if not isinstance(it, str)), None)
 
 
-def _first_not_text(field: str, inputs: Sequence[SentInput]) -> str:
-    """The path of the first input that is no text, in a request with this field; empty where all are texts."""
-    others = (
-        f"inputs[{i}]" if field.startswith("options.") else "input"
-        for i, it in enumerate(inputs)
-        if not isinstance(it, str)
-    )
-    return next(others, "")
-
-
-def _longest_name(task: Task) -> str:
+def _limit_name(task: Task) -> str:
     """What bounds the texts of a task, for errors."""
-    return f"max_tokens of TASK_{task.name}" if task else "max_sequence_tokens"
+    return "max_tokens of {task}" if task else "max_sequence_tokens"

@@ -2,14 +2,14 @@
 
 import asyncio
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
 import numpy as np
 
 from encserve_server.errors import BundleError, QueueFull
-from encserve_server.types import TokenizedText
+from encserve_server.types.sequences import TokenSequence
 
 # `encode_batch` would bring threads of its own otherwise, which take the cores from the model.
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -46,13 +46,15 @@ class TextTokenizer:
         """
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises plain Exception
-            raise BundleError(f"{path}: not a tokenizer: {error}") from error
-        # Files often carry the settings of training, such as "cut at 128, pad to 128": they would cut in silence.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        self.largest_id: int = max((*vocabulary.values(), *self._tokenizer.encode("").ids), default=0)
+            # Files often carry the settings of training, such as "cut at 128, pad to 128": they would cut in silence.
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+            vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
+            self.largest_id: int = max((*vocabulary.values(), *self._tokenizer.encode("").ids), default=0)
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            raise BundleError(f"{path}: not a tokenizer: {error}") from None
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=0)
         self._executor = executor
         self.max_queue_bytes = max_queue_bytes
@@ -64,52 +66,80 @@ class TextTokenizer:
         return self._queued_bytes
 
     async def tokenize(
-        self, texts: Sequence[str], max_tokens: int, take: Callable[[TokenizedText | str], None]
-    ) -> None:
-        """Tokenizes texts and hands each to `take` as soon as it is done, in order, cut to `max_tokens`.
+        self, texts: Sequence[str], max_tokens: int, *, truncate: bool, details: bool
+    ) -> list[TokenSequence | str]:
+        """Tokenizes texts, each cut to `max_tokens`. A few words are tokenized at once; more text waits for a thread.
 
-        For a text that the tokenizer fails for, it hands over what the tokenizer says instead. Whether cutting was
-        allowed is for `take` to judge: what it raises ends the work. A few words are tokenized at once; more text waits
-        for a thread, and may find no room to wait.
+        Args:
+            texts: The texts.
+            max_tokens: How many tokens of each are kept.
+            truncate: Whether a text may be cut. Otherwise the work ends after the first text that is too long.
+            details: Whether to say which tokens are special, and where each begins and ends in the text.
+
+        Returns:
+            For each text its tokens, or what the tokenizer says where it fails; fewer where the work ended early.
 
         Raises:
             QueueFull: Too much text is waiting already.
         """
-        size = sum(len(text.encode()) for text in texts)
+        size = len("".join(texts).encode())
         if size <= _AT_ONCE_BYTES:
-            for text in self._tokenize(texts, max_tokens):
-                take(text)
-            return
+            return self._tokenize(texts, max_tokens, details)
         if self._queued_bytes and self._queued_bytes + size > self.max_queue_bytes:
             excess = self._queued_bytes + size - self.max_queue_bytes
             delay_s = min(max(excess / _BYTES_PER_SECOND, 0.05), 5.0)
             raise QueueFull("bytes of text", size, self._queued_bytes, self.max_queue_bytes, delay_s)
         loop = asyncio.get_running_loop()
+        tokenized: list[TokenSequence | str] = []
         self._queued_bytes += size
         try:
             for turn in _turns(texts):
-                for text in await loop.run_in_executor(self._executor, self._tokenize, turn, max_tokens):
-                    take(text)
+                found = await loop.run_in_executor(self._executor, self._tokenize, turn, max_tokens, details)
+                tokenized += found
+                if any(isinstance(it, str) or (it.truncated and not truncate) for it in found):
+                    break
         finally:
             self._queued_bytes -= size
+        return tokenized
 
     def count_prompt(self, prompt: str) -> int:
-        """The tokens of a prompt, those that stand before every text included; as sentence-transformers counts them."""
-        special = self._tokenizer.encode(prompt).special_tokens_mask
+        """The tokens of a prompt, those that stand before every text included; as sentence-transformers counts them.
+
+        Raises:
+            BundleError: The tokenizer fails for it.
+        """
+        try:
+            special = self._tokenizer.encode(prompt).special_tokens_mask
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            raise BundleError(f"the tokenizer fails for the prompt {prompt!r}: {error}") from None
         return len(special) - bool(special and special[-1])
 
     def token_string(self, token_id: int) -> str:
         """The vocabulary's string for an id; empty for an id that the tokenizer does not know."""
         return self._tokenizer.id_to_token(token_id) or ""
 
-    def _tokenize(self, texts: Sequence[str], max_tokens: int) -> list[TokenizedText | str]:
+    def _tokenize(self, texts: Sequence[str], max_tokens: int, details: bool) -> list[TokenSequence | str]:
         try:
-            # Not `encode`: it keeps Python's lock, and a long text takes a tenth of a second.
-            return [_cut(encoding, max_tokens) for encoding in self._tokenizer.encode_batch(texts)]
-        except Exception as error:  # tokenizers raises plain Exception, of all texts together
+            # Not `encode`: it keeps Python's lock, and a long text takes a tenth of a second. The fast one leaves out
+            # where tokens stand in the text.
+            encode = self._tokenizer.encode_batch if details else self._tokenizer.encode_batch_fast
+            return [_sequence_of(it, max_tokens, details) for it in encode(texts)]
+        except BaseException as error:  # of all texts together
+            if not _is_failure(error):
+                raise
             if len(texts) == 1:
                 return [str(error)]
-            return [it for text in texts for it in self._tokenize([text], max_tokens)]
+            return [it for text in texts for it in self._tokenize([text], max_tokens, details)]
+
+
+def _is_failure(error: BaseException) -> bool:
+    """Whether tokenizers failed: it raises plain Exception, and PyO3's PanicException where its Rust code panics.
+
+    That one derives from BaseException and cannot be imported: https://pyo3.rs/main/doc/pyo3/panic/struct.PanicException
+    """
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def _turns(texts: Sequence[str]) -> Iterator[list[str]]:
@@ -126,23 +156,29 @@ def _turns(texts: Sequence[str]) -> Iterator[list[str]]:
         yield turn
 
 
-def _cut(encoding: Encoding, max_tokens: int) -> TokenizedText:
-    """An encoding with tokens dropped from the end of the text, but the special tokens after it kept."""
-    ids, special = encoding.ids, encoding.special_tokens_mask
-    count, closing = len(ids), 0
-    if count <= max_tokens:
+def _sequence_of(encoding: Encoding, max_tokens: int, details: bool) -> TokenSequence:
+    """The tokens of a text; those over `max_tokens` are dropped from its end, before the special tokens behind it."""
+    ids = encoding.ids
+    count = len(ids)
+    if count > max_tokens:
+        return _cut(encoding, max_tokens, details)
+    sequence = TokenSequence(np.array(ids, np.int64), count)
+    if details:
+        sequence.special = np.array(encoding.special_tokens_mask, np.bool_)
         offsets = encoding.offsets
-    else:
-        closing = next((i for i, it in enumerate(reversed(special)) if not it), count)  # special tokens after the text
-        closing = min(closing, max_tokens)
-        kept = [*range(max_tokens - closing), *range(count - closing, count)]
-        ids, special = [ids[i] for i in kept], [special[i] for i in kept]
+        sequence.char_starts, sequence.char_ends = [it[0] for it in offsets], [it[1] for it in offsets]
+    return sequence
+
+
+def _cut(encoding: Encoding, max_tokens: int, details: bool) -> TokenSequence:
+    ids, special = encoding.ids, encoding.special_tokens_mask
+    count = len(ids)
+    closing = next((i for i, it in enumerate(reversed(special)) if not it), count)  # special tokens after the text
+    closing = min(closing, max_tokens)
+    kept = [*range(max_tokens - closing), *range(count - closing, count)]
+    sequence = TokenSequence(np.array([ids[i] for i in kept], np.int64), count, kept_behind=closing)
+    if details:
+        sequence.special = np.array([special[i] for i in kept], np.bool_)
         offsets = [encoding.token_to_chars(i) or (0, 0) for i in kept]  # all of them would take a long text's time
-    return TokenizedText(
-        ids=np.array(ids, np.int64),
-        char_starts=[start for start, _ in offsets],
-        char_ends=[end for _, end in offsets],
-        special=np.array(special, np.bool_),
-        original_token_count=count,
-        kept_behind=closing,
-    )
+        sequence.char_starts, sequence.char_ends = [it[0] for it in offsets], [it[1] for it in offsets]
+    return sequence

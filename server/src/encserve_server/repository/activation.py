@@ -1,21 +1,25 @@
 """Puts a loaded model behind a scheduler of its own."""
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from encserve_server.engine.base import Engine, Inspector
 from encserve_server.models.inspecting import InspectLane
-from encserve_server.models.pooling import Maker, make_outputs
 from encserve_server.models.served import RequestLimits, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.outputs import ModelOutputs
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.scheduling.scheduler import Scheduler, SchedulerLimits
 from encserve_server.settings import MIB, Settings
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.metrics import Metrics
 from encserve_server.telemetry.spans import Tracer
-from encserve_server.types import Bundle, OutputKind, Task
+from encserve_server.types.bundles import Bundle
+from encserve_server.types.requests import Task
+
+
+class ServedAlready(Exception):
+    """A bundle is the one that is served: its folder was touched, or copied back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,23 +29,23 @@ class LoadedModel:
     Attributes:
         bundle: What it is.
         tokenizer: Its tokenizer, or None where it takes ids only.
+        outputs: What can be made of a sequence.
         engine: What runs it.
         load_seconds: The time to verify and load it.
         warmup_seconds: The time to warm it up.
         load_inspector: Loads what looks into it; None where its bundle has no graph for that.
         max_batch_tokens: The budget of padded tokens in a batch; None for the settings' own.
-        makers: What makes the kinds of outputs that only some models have.
         static_tokenizers: The tokenizers of tasks whose sparse weights take no run.
     """
 
     bundle: Bundle
     tokenizer: TextTokenizer | None
+    outputs: ModelOutputs
     engine: Engine
     load_seconds: float
     warmup_seconds: float
     load_inspector: Callable[[], Inspector] | None = None
     max_batch_tokens: int | None = None
-    makers: Mapping[OutputKind, Maker] = field(default_factory=dict)
     static_tokenizers: Mapping[Task, TextTokenizer] = field(default_factory=dict)
 
 
@@ -81,7 +85,7 @@ def serve_model(
     )
     scheduler = Scheduler(
         loaded.engine,
-        functools.partial(make_outputs, makers=loaded.makers),
+        loaded.outputs.compute,
         policy,
         SchedulerLimits(max_queue_tokens=settings.max_queue_tokens, stall_seconds=settings.stall_seconds),
         clock=clock,
@@ -97,6 +101,7 @@ def serve_model(
     return ServedModel(
         bundle,
         loaded.tokenizer,
+        loaded.outputs,
         scheduler,
         info,
         _request_limits(settings),

@@ -12,7 +12,9 @@ from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
 from encserve_server.errors import BundleError
 from encserve_server.repository.heads import ManifestReader, VerifiedPath
-from encserve_server.types import Bundle, Graph, HeadGraph, InspectGraph, InspectKind, ModelPooling, OutputKind
+from encserve_server.types.bundles import Bundle, Graph, HeadGraph, InspectGraph, ModelPooling
+from encserve_server.types.inspections import InspectKind
+from encserve_server.types.requests import OutputKind
 
 FORMAT_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -112,10 +114,9 @@ def _pooling(directory: Path, manifest: manifest_pb2.Manifest, verified_path: Ve
     width = pooled_width = len(kinds) * manifest.encoder.d_model
     head = None
     if manifest.HasField("head"):
-        its = manifest.head
-        path = verified_path("head.file", its.file)
-        head = HeadGraph(path, (its.input_name,), its.output_name, pooled_width, its.width)
-        width = its.width
+        graph, width = manifest.head, manifest.head.width
+        path = verified_path("head.file", graph.file)
+        head = HeadGraph(path, (graph.input_name,), graph.output_name, pooled_width, width)
     if width < 1 or manifest.dimensions > width:
         raise BundleError(
             f"{directory / MANIFEST_NAME}: vectors must have from max(1, dimensions) numbers; they have {width}, "

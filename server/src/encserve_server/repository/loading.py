@@ -12,25 +12,26 @@ import numpy as np
 from encserve_server.engine.base import Engine, Head, Inspector
 from encserve_server.engine.opening import check_installed, open_engine, open_head, open_inspector
 from encserve_server.errors import BundleError
-from encserve_server.models.multi_vectors import MultiVectorMaker
-from encserve_server.models.pooling import Maker, ModelVector
-from encserve_server.models.sparse import SparseMaker
-from encserve_server.models.token_pooling import EXTRA, can_pool
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.repository.activation import LoadedModel, batch_policy
+from encserve_server.outputs import ModelOutputs
+from encserve_server.repository.activation import LoadedModel, ServedAlready, batch_policy
 from encserve_server.repository.bundle import read_bundle, verify_unchanged
 from encserve_server.repository.tuning import tune
 from encserve_server.settings import MIB, Settings
 from encserve_server.system.cpus import cpu_model, multiplies_bytes_exactly, usable_cpus
-from encserve_server.types import Bundle, HeadGraph, InspectGraph, OutputKind, SparsePooling, Task
+from encserve_server.types.bundles import Bundle, HeadGraph, InspectGraph
+from encserve_server.types.requests import Task
 
 logger = logging.getLogger(__name__)
 
 
-def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> LoadedModel:
-    """Loads the bundle in a directory.
+def load_model(
+    directory: Path, settings: Settings, tokenize_pool: Executor, served_fingerprint: str = ""
+) -> LoadedModel:
+    """Loads the bundle in a directory, unless it has the fingerprint of what is served under its name and version.
 
     Raises:
+        ServedAlready: It has; its files are good.
         BundleError: The bundle is missing, altered or unreadable, or its model cannot compute.
         DeviceError: The device or the precision asked for cannot be had.
         EngineMissing: What runs models is not installed.
@@ -38,6 +39,8 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     began = time.perf_counter()
     check_installed(settings.engine)
     bundle = read_bundle(directory)
+    if bundle.fingerprint == served_fingerprint:
+        raise ServedAlready
     load_tokenizer = functools.partial(_load_tokenizer, settings, tokenize_pool)
     tokenizer = load_tokenizer(bundle.tokenizer_file, bundle.vocab_size) if bundle.tokenizer_file else None
     statics = {task: bundle.treatment(task).static_sparse for task in (Task.NEITHER, *bundle.tasks)}
@@ -56,7 +59,7 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     try:
         if advice := precision_advice(engine.info.precision, engine.info.device):
             logger.warning(advice, extra={"model": bundle.name, "precision": engine.info.precision})
-        makers = load_makers(bundle, settings, engine, threads)
+        outputs = load_outputs(bundle, settings, engine, threads)
         loaded = time.perf_counter()
         warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
         max_batch_tokens = _tune(engine, bundle, settings, directory, threads)
@@ -84,7 +87,7 @@ def load_model(directory: Path, settings: Settings, tokenize_pool: Executor) -> 
     inspect = bundle.inspect_graph
     load = None if inspect is None else functools.partial(load_inspector, inspect, engine.info.device)
     return LoadedModel(
-        bundle, tokenizer, engine, loaded - began, warm - loaded, load, max_batch_tokens, makers, static_tokenizers
+        bundle, tokenizer, outputs, engine, loaded - began, warm - loaded, load, max_batch_tokens, static_tokenizers
     )
 
 
@@ -123,48 +126,19 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
     return tuned.max_batch_tokens or settings.batch_tokens_for(device)
 
 
-def load_makers(bundle: Bundle, settings: Settings, engine: Engine, threads: int) -> dict[OutputKind, Maker]:
-    """Loads what makes the kinds of outputs that only some models have, and tries it.
+def load_outputs(bundle: Bundle, settings: Settings, engine: Engine, threads: int) -> ModelOutputs:
+    """Loads what makes outputs of rows, and tries it.
 
     Raises:
-        BundleError: It cannot compute, gives numbers of another width than the manifest says, or needs what is not
-            installed.
+        BundleError: Whatever `ModelOutputs.load` raises.
     """
-    on_device = functools.partial(open_head, engine=settings.engine, device=engine.info.device)
-    makers: dict[OutputKind, Maker] = {}
-    pooling, multi_vector, sparse = bundle.pooling, bundle.multi_vector, bundle.sparse
-    if pooling is not None:
-        head = None
-        if pooling.head is not None:  # a vector for each text is too little for a GPU
-            head = open_head(pooling.head, engine=settings.engine)
-            _try(head, pooling.head, (2,))
-        makers[OutputKind.MODEL] = ModelVector(pooling, head)
-    if multi_vector is not None:
-        head = on_device(multi_vector.head)
-        _try(head, multi_vector.head, (2,))
-        makers[OutputKind.MULTI_VECTOR] = MultiVectorMaker(bundle, multi_vector, head)
-    if sparse is not None:
-        head = on_device(sparse.head, threads=threads)
-        _try(head, sparse.head, (2,) if sparse.pooling is SparsePooling.OWN_ID else (2, 3))
-        share = settings.max_vocabulary_mib * MIB // engine.max_parallel_runs
-        makers[OutputKind.SPARSE] = SparseMaker(sparse, head, share)
-    if not can_pool() and any(its.token_pooling for its in bundle.tasks.values()):
-        raise BundleError(f"model {bundle.name} pools the vectors of tokens, which needs {EXTRA}")
-    return makers
 
+    def open_one(graph: HeadGraph, *, on_device: bool, all_threads: bool) -> Head:
+        device = engine.info.device if on_device else "cpu"
+        return open_head(graph, engine=settings.engine, device=device, threads=threads if all_threads else 1)
 
-def _try(head: Head, graph: HeadGraph, shape: tuple[int, ...]) -> None:
-    """Runs zeros of this shape: (batch) or (batch, seq), without the width."""
-    zeros = np.zeros((*shape, graph.input_width), np.float32)
-    inputs = (zeros, np.ones(shape, np.float32))[: len(graph.input_names)]
-    try:
-        found = head.run(*inputs).shape
-    except Exception as error:  # whatever the runtime raises
-        raise BundleError(f"{graph.path}: it fails for vectors of {graph.input_width} numbers: {error}") from error
-    if found != (2, graph.width):
-        raise BundleError(
-            f"{graph.path}: it gives {found} for {shape}; the manifest says that its width is {graph.width}"
-        )
+    share = settings.max_vocabulary_mib * MIB // engine.max_parallel_runs
+    return ModelOutputs.load(bundle, open_one, max_vocabulary_bytes=share)
 
 
 def load_inspector(inspect: InspectGraph, device: str) -> Inspector:

@@ -13,7 +13,7 @@ from pathlib import Path
 from encserve_server.errors import BundleError
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
-from encserve_server.repository.activation import LoadedModel
+from encserve_server.repository.activation import LoadedModel, ServedAlready
 from encserve_server.repository.scan import Candidate, Slot, find_slots, require
 from encserve_server.settings import Settings
 from encserve_server.system import memory
@@ -22,10 +22,10 @@ from encserve_server.telemetry.metrics import LoadOutcome, Metrics
 
 logger = logging.getLogger(__name__)
 
-Loader = Callable[[Path, Settings, Executor], LoadedModel]
+Loader = Callable[[Path, Settings, Executor, str], LoadedModel]
 Key = tuple[str, str]  # a model's name and version, or a slot's name and pin
 
-# How long a model may take to close when nobody waits for it any more; a stuck engine never does.
+# How long a model may take to close when it has no callers any more; a stuck engine never does.
 _CLOSE_SECONDS = 5.0
 
 
@@ -45,15 +45,15 @@ class ModelManager:
     - Of each model the newest `latest_versions` good versions are served, or the pinned one; the newest is its default.
     - A new version is loaded, verified and warmed up beside what is served, one at a time. Then, in one turn of the
       event loop, it takes over; a version that it pushes out of the newest is closed when the requests that it had are
-      answered, or after `grace_seconds`. So for that time both are in memory. The next version of the same model waits
-      for that, other models do not.
+      answered, or after `grace_seconds`. So for that time both are in memory. The next version of the same model is
+      loaded after that, as soon as it is over; other models go on meanwhile.
     - A version that cannot be loaded is refused: logged, counted, and tried again only when something was done to a
       file of it, be it to its rights, or on `look_now`. What was served is served on, and the next older version counts
       as the newest. At the start, too: but a model of which no version is good stops the start.
     - A version that has vanished from the repository is unloaded if another takes its place. The last version of a
       model stays until the server ends, and so does the order of models: the default model never changes.
     - A folder that changes is left alone until two looks in a row find the same: somebody may still be copying. One
-      that holds again what is served changes nothing, nor does one that cannot be read.
+      that holds again what is served is verified and changes nothing, nor does one that cannot be read.
 
     Who owns what: everything here belongs to the event loop. Loading blocks, so it runs in `load_pool`.
     """
@@ -71,16 +71,17 @@ class ModelManager:
         load_pool: Executor,
         tokenize_pool: Executor,
     ) -> None:
-        """Takes what it works with.
+        """Follows no repository before `start`.
 
         Args:
             settings: Which models, how often to look, and what loading needs.
             catalog: Where models are published.
             metrics: Where loads are counted.
             clock: Tells whether a look is overdue.
-            load: Turns a bundle's directory into a model; blocks.
+            load: Turns a bundle's directory into a model, or raises ServedAlready if it has the fingerprint that is its
+                last argument; blocks.
             serve: Puts a loaded model behind a scheduler; on the event loop.
-            on_models_change: Is told of all models that are served, whenever those change.
+            on_models_change: Called with all models that are served, whenever those change.
             load_pool: Where loading runs, one at a time.
             tokenize_pool: Where models tokenize.
         """
@@ -99,9 +100,11 @@ class ModelManager:
         self._seen: dict[Key, Candidate] = {}  # at the last look
         self._problems: list[str] = []  # what the last look did not find
         self._looked_at = math.inf  # when the last look had found all that is wanted
-        self._wanted = asyncio.Event()
+        self._postponed: dict[Key, bool] = {}  # slots that wait for a retirement, and whether a look was asked for
+        self._asked = False  # for a look at once
+        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._retiring: list[ServedModel] = []  # replaced in place, and not yet told
+        self._retiring: list[ServedModel] = []  # replaced in place; retire when the next models are published
         self._retirements: dict[asyncio.Task[None], ServedModel] = {}
 
     async def start(self) -> None:
@@ -123,7 +126,8 @@ class ModelManager:
 
     def look_now(self) -> None:
         """Has the repository looked at without waiting, and tries again what was refused."""
-        self._wanted.set()
+        self._asked = True
+        self._wake.set()
 
     async def stop(self) -> None:
         """Follows the repository no more; what is served is served on."""
@@ -148,9 +152,9 @@ class ModelManager:
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(poll_seconds):
-                    await self._wanted.wait()
-            at_once = self._wanted.is_set()
-            self._wanted.clear()
+                    await self._wake.wait()
+            self._wake.clear()
+            at_once, self._asked = self._asked, False
             try:
                 await self._look(at_once=at_once)
             except Exception:  # a bug must not end the following of the repository
@@ -170,18 +174,19 @@ class ModelManager:
             [slot.problem for slot in slots if slot.problem]
             + [f"{self._settings.model_repository / name}: no bundle in it any more" for name, _ in sorted(gone)]
         )
+        postponed, self._postponed = self._postponed, {}
         for slot in slots:
-            if await self._choose(slot, settled=at_once):
+            if await self._choose(slot, settled=at_once or postponed.get(slot.key, False)):
                 self._publish()
         self._remember(slots)
-        if not self._problems:
+        if not self._problems and not self._postponed:
             self._looked_at = self._clock.now()
 
     def _remember(self, slots: Sequence[Slot]) -> None:
-        """Notes down what this look found, for the next one and for whoever watches."""
+        """Notes down what this look found, for the next one, for metrics and for the log."""
         for slot in slots:
             for candidate in slot.candidates[slot.count :]:
-                if self._seen and candidate.key not in self._seen:  # somebody may wonder why nothing happens
+                if self._seen and candidate.key not in self._seen:  # or it would seem to be ignored
                     name, version = candidate.key
                     logger.info("a version is older than what is served", extra={"model": name, "version": version})
         self._seen = {it.key: it for slot in slots for it in slot.candidates}
@@ -212,6 +217,8 @@ class ModelManager:
     async def _choose(self, slot: Slot, *, settled: bool) -> bool:
         """Chooses the versions of one model, loading what is new. Returns whether anything changed.
 
+        While a version of the model retires, nothing of it is loaded, and nothing changes.
+
         Args:
             slot: The model, with all versions that there are now.
             settled: Whether to load a version that was not there, or was another, at the last look.
@@ -223,6 +230,9 @@ class ModelManager:
                 break
             key = candidate.key
             if self._is_new(candidate) and (settled or self._seen.get(key) == candidate):
+                if any(model.key[0] == slot.name for model in self._retirements.values()):
+                    self._postponed[slot.key] = settled  # or there would be more than one too many in memory
+                    return False
                 changed |= await self._try(candidate)
             if key in self._served:  # perhaps still what its folder held before
                 chosen.append(key)
@@ -240,8 +250,6 @@ class ModelManager:
     async def _try(self, candidate: Candidate) -> bool:
         """Loads a candidate and has it take over its own key. Returns whether it did."""
         name, _ = candidate.key
-        while retiring := [task for task, model in self._retirements.items() if model.key[0] == name]:
-            await asyncio.wait(retiring)  # or there would be more than one too many in memory
         self._metrics.zero_loads(name)
         if await self._load_and_serve(candidate):
             return True
@@ -257,13 +265,18 @@ class ModelManager:
         try:
             # Not the event loop's own threads: those are waited for at the end, and a signal must not wait for a load.
             loaded = await loop.run_in_executor(
-                pool, self._load, candidate.directory, self._settings_for(name), self._tokenize_pool
+                pool,
+                self._load,
+                candidate.directory,
+                self._settings_for(name),
+                self._tokenize_pool,
+                "" if served is None else served.model.bundle.fingerprint,
             )
-            if served is not None and served.model.bundle.fingerprint == loaded.bundle.fingerprint:
-                self._served[key] = _Served(served.model, candidate)  # touched, or copied back
-                await loop.run_in_executor(pool, loaded.engine.close)
-                return False
             model = self._serve(loaded)
+        except ServedAlready:
+            assert served is not None  # noqa: S101 - only it has a fingerprint
+            self._served[key] = _Served(served.model, candidate)
+            return False
         except Exception as error:
             self._refuse(candidate, error)
             if loaded is not None:
@@ -335,10 +348,12 @@ class ModelManager:
             logger.info("model unloaded", extra={"model": name, "version": version})
 
     def _retired(self, task: "asyncio.Task[None]") -> None:
-        """Gives back the memory of a model that nobody knows any more."""
+        """Gives back the memory of a model that has retired, and wakes the follower for versions that waited."""
         del self._retirements[task]
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("unloading a model failed", exc_info=error)
+        if self._postponed:
+            self._wake.set()
         with contextlib.suppress(RuntimeError):  # the server has ended
             self._load_pool.submit(memory.give_back)
 

@@ -20,8 +20,8 @@ class Candidate:
 
     Attributes:
         directory: <name>/<version>/ in the repository.
-        files: What each of its files looks like: differs when one was written or replaced. None where nobody can look
-            now.
+        files: What each of its files looks like: differs when one was written or replaced. None where they cannot
+            be read now.
         changed_ns: When anything was last done to each of them, in the order of `files`: also differs when rights
             were given, or a file was mended and its date put back.
     """
@@ -158,7 +158,7 @@ def _names(directory: Path) -> list[str]:
 
 
 def _may_be_a_bundle(directory: Path) -> bool:
-    """Whether there is a manifest in it, or nobody can tell."""
+    """Whether there is a manifest in it, or its folder cannot be read."""
     try:
         return (directory / MANIFEST_NAME).is_file()
     except OSError:

@@ -14,14 +14,15 @@ import logging
 import math
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from encserve_server.engine.base import Engine
-from encserve_server.scheduling.batching import BatchPolicy, take_batch
-from encserve_server.types import Bundle
+from encserve_server.scheduling.batching import BatchPolicy, plan_batch
+from encserve_server.types.bundles import Bundle
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +36,7 @@ USUAL_LENGTHS = (
     10, 8, 26, 22, 19, 43, 21, 30, 25, 39, 6, 13, 21, 23, 56, 47, 204, 27, 23, 75, 15, 32,
     120, 60, 35, 17, 16, 13, 42, 33, 256, 12, 50, 17, 69, 25, 36, 141, 82, 28, 18, 27,
 )  # fmt: skip
-# The least budget within this share of the best one is taken: a smaller batch makes whoever comes next wait less.
+# The least budget within this share of the best one is taken: a smaller batch makes the next caller wait less.
 _GOOD_ENOUGH = 0.98
 # Budgets are tried again, in turns, for so long; the shortest time of each batch counts, since others only disturb.
 _MAX_SECONDS = 2.0
@@ -79,15 +80,6 @@ class Measured:
     spread: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Waiting:
-    """A sequence that waits, as `take_batch` sees it."""
-
-    length: int
-    deadline: float = math.inf
-    gone: bool = False
-
-
 def tune(
     engine: Engine,
     bundle: Bundle,
@@ -97,7 +89,7 @@ def tune(
     machine: Mapping[str, Any],
     now: Callable[[], float] = time.perf_counter,
 ) -> Tuned:
-    """Takes what is remembered for this very model and machine, or measures, and remembers that if it can.
+    """Returns the budget remembered for this model and machine, or measures it and remembers it.
 
     Args:
         engine: A model that is loaded and warm.
@@ -156,7 +148,7 @@ def measure(
         logger.warning("the batch budget cannot be measured", extra={"error": repr(error)})
         return Measured({}, math.inf)
     batches = {policy.max_batch_tokens: _batches(lengths, policy) for policy in policies}
-    seconds: dict[int, list[list[float]]] = {budget: [[] for _ in its] for budget, its in batches.items()}
+    seconds: dict[int, list[list[float]]] = {budget: [[] for _ in planned] for budget, planned in batches.items()}
     began, rounds = now(), 0
     while batches and (rounds < _LEAST_ROUNDS or now() - began < _MAX_SECONDS):
         for budget in list(batches):
@@ -165,7 +157,7 @@ def measure(
                     times.append(engine.run([bundle.sample(it) for it in batch], alone=alone).compute_seconds)
             except Exception as error:  # whatever the runtime raises: memory for so many tokens cannot be had, mostly
                 logger.warning("a batch budget cannot be had", extra={"max_batch_tokens": budget, "error": repr(error)})
-                batches = {smaller: its for smaller, its in batches.items() if smaller < budget}
+                batches = {smaller: planned for smaller, planned in batches.items() if smaller < budget}
                 break
         rounds += 1
     shortest, second = (
@@ -190,12 +182,17 @@ def _affordable(lengths: list[int], engine: Engine, bundle: Bundle, least: Batch
 
 def _batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
     """The lengths in the batches that the scheduler would make of them."""
-    pending = [_Waiting(length) for length in lengths]
+    waiting, taken = Counter(lengths), Counter[int]()
     batches = []
-    while pending:
-        taken = take_batch(pending, policy, now=0.0)
-        batches.append([it.length for it in taken.batch])
-        pending = taken.left
+    for anchor in lengths:  # the oldest first
+        if taken[anchor]:
+            taken[anchor] -= 1
+            continue
+        plan = plan_batch(anchor, sorted(waiting), waiting, policy)
+        taken += Counter(plan.counts)
+        waiting -= Counter(plan.counts)  # without those of which none are left
+        taken[anchor] -= 1
+        batches.append([length for length, count in plan.counts.items() for _ in range(count)])
     return batches
 
 

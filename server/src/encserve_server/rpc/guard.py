@@ -1,114 +1,241 @@
-"""Around every RPC: errors become statuses, and the RPCs of our own service are counted and traced."""
+"""Around every RPC, what gRPC has of its own: receiving and sending messages, statuses, metrics of RPCs."""
 
 import asyncio
-import functools
+import contextlib
 import math
-import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from functools import partial
 from typing import Any
 
 import grpc
 
-from encserve_server.models.calls import Calls
-from encserve_server.rpc.status import REASONS, Failure, code_label, to_failure
-from encserve_server.system.clock import Clock
+from encserve_server.calls import Call, Calls, Method
+from encserve_server.error_table import REASONS, STATUSES, Failure, Status
+from encserve_server.errors import DeadlineExpired, Naming, PlainNaming
+from encserve_server.rpc.receiving import Receiving, current_task
+from encserve_server.rpc.sending import Sending, close_connections, seconds_to_read
+from encserve_server.rpc.status import code_label, code_of, trailers_of
 from encserve_server.telemetry.metrics import Metrics
-from encserve_server.telemetry.spans import Tracer
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# Takes a request's bytes, or all of them one after another, and gives an answer's, or writes them and gives nothing.
-Handler = Callable[[Any, Context], Awaitable[Any]]
+Requests = AsyncIterator[bytes]
+# What is registered with gRPC: takes the requests of a call, and gives an answer's bytes or has written them.
+Handler = Callable[[Requests, Context], Awaitable[Any]]
+UnaryMethod = Callable[[bytes, Call], Awaitable[bytes]]
+StreamMethod = Callable[["Stream", Call], Awaitable[None]]
+WritingMethod = Callable[[Requests, Call, Context], Awaitable[None]]
 
-
-def deadline_of(context: Context, clock: Clock) -> float:
-    """When a call's caller is gone, on the clock; infinity where it set no deadline."""
-    remaining_s = context.time_remaining()
-    return math.inf if remaining_s is None else clock.now() + remaining_s
-
-
-def answering(inner: Handler) -> Handler:
-    """A method's handler that turns the errors of `inner` into statuses; health checks, say, are not counted."""
-
-    @functools.wraps(inner)
-    async def wrapped(request: Any, context: Context) -> Any:
-        answer, failure = await _attempt(inner, request, context)
-        if failure is not None:
-            await _abort(context, failure)
-        return answer
-
-    return wrapped
+_STATUS_ATTRIBUTE = "rpc.response.status_code"
+# gRPC copies a reply before it sends it.
+_REPLY_COPIES = 2
+_CHECK = Method("", PlainNaming(), None, answers_while_draining=True)
 
 
 class RpcGuard:
-    """Turns errors into statuses, and counts and traces RPCs, for the methods of one service.
+    """Receives the requests of RPCs, answers them or turns their errors into statuses, and counts them."""
 
-    Handlers are wrapped once, when they are registered: for an interceptor gRPC builds a chain of coroutines in every
-    call.
-    """
-
-    def __init__(self, metrics: Metrics, calls: Calls, service: str, methods: dict[str, str]) -> None:
-        """Takes the service's full name, and its methods with their types ("unary", "server_stream", "bidi_stream")."""
-        self._metrics = metrics
+    def __init__(self, calls: Calls, metrics: Metrics, receiving: Receiving, sending: Sending) -> None:
+        """Takes the calls of all protocols, and what bounds requests and replies on their way."""
         self._calls = calls
-        self._labels = {name: (kind, service, name) for name, kind in methods.items()}
-        metrics.zero(self._labels.values(), map(code_label, grpc.StatusCode), REASONS)
+        self._metrics = metrics
+        self._receiving = receiving
+        self._sending = sending
+
+    def method(
+        self, service: str, name: str, kind: str, naming: Naming, *, answers_while_draining: bool = False
+    ) -> Method:
+        """An RPC that is counted and traced; `kind` is "unary", "server_stream" or "bidi_stream"."""
+        observer = _RpcObserver(self._metrics, (kind, service, name))
+        return self._method(f"{service}/{name}", naming, observer, answers_while_draining)
+
+    def request_method(self, service: str, name: str, naming: Naming) -> Method:
+        """The requests of a stream, whose errors count as errors of the stream's RPC."""
+        return self._method("request", naming, _RequestObserver(self._metrics, ("bidi_stream", service, name)))
+
+    def _method(
+        self, name: str, naming: Naming, observer: "_RpcObserver", answers_while_draining: bool = False
+    ) -> Method:
+        return Method(
+            name,
+            naming,
+            observer,
+            attributes={"rpc.system.name": "grpc", "rpc.method": name},
+            status_attribute=_STATUS_ATTRIBUTE,
+            answers_while_draining=answers_while_draining,
+            reply_copies=_REPLY_COPIES,
+        )
+
+    def unary(self, method: Method, answer: UnaryMethod) -> Handler:
+        """The handler of an RPC with one request and one answer.
+
+        It is registered as one that reads its requests itself: gRPC would wait for the request without a bound.
+        """
+
+        async def handle(_: Requests, context: Context) -> bytes:
+            call = self._begin(method, context)
+            data = b""
+            with call:
+                call.accept()
+                data = await answer(await self._receive(call, context), call)
+            if call.failure is not None:
+                await _abort(context, call.failure)
+            elif data:
+                self._sending.begin(call, context.peer(), len(data))
+            return data
+
+        return handle
+
+    def server_stream(self, method: Method, answer: Callable[[bytes, Call, Context], Awaitable[None]]) -> Handler:
+        """The handler of an RPC with one request, which writes its answers."""
+
+        async def write(_: Requests, call: Call, context: Context) -> None:
+            await answer(await self._receive(call, context), call, context)
+
+        return self._writing(method, write)
+
+    def bidi_stream(self, method: Method, answer: StreamMethod) -> Handler:
+        """The handler of an RPC with many requests, which writes its answers."""
+
+        async def write(_: Requests, call: Call, context: Context) -> None:
+            with self._receiving.stream():
+                await answer(Stream(context, self._receiving), call)
+
+        return self._writing(method, write)
+
+    def check_stream(self, answer: Callable[[Requests, Context], Awaitable[None]]) -> Handler:
+        """As `check`, of an RPC with many requests."""
+
+        async def write(requests: Requests, _: Call, context: Context) -> None:
+            with self._receiving.stream():
+                await answer(requests, context)
+
+        return self._writing(_CHECK, write)
+
+    def check(self, answer: Callable[[bytes, Context], Awaitable[Any]]) -> Handler:
+        """The handler of an RPC with one request that is counted and traced nowhere, as health checks are."""
+
+        async def handle(_: Requests, context: Context) -> Any:
+            call = self._calls.begin(_CHECK)
+            data = b""
+            with call, _caller_gone():
+                data = await answer(await self._receiving.read(context), context)
+            if call.failure is not None:
+                await _abort(context, call.failure)
+            return data
+
+        return handle
+
+    def _writing(self, method: Method, answer: WritingMethod) -> Handler:
+        async def handle(requests: Requests, context: Context) -> None:
+            call = self._begin(method, context)
+            with call, _caller_gone():
+                call.accept()
+                await answer(requests, call, context)
+            if call.failure is not None:
+                await _abort(context, call.failure)
+
+        return handle
+
+    def _begin(self, method: Method, context: Context) -> Call:
+        """The call of a context; it is released when gRPC's task for it ends, and so when the answer has left."""
+        calls = self._calls
+        remaining_s = context.time_remaining()
+        deadline = math.inf if remaining_s is None else calls.clock.now() + remaining_s
+        call = calls.begin(method, () if calls.tracer is None else context.invocation_metadata() or (), deadline)
+        current_task().add_done_callback(partial(self._end, call))
+        return call
+
+    def _end(self, call: Call, _: object) -> None:
+        self._sending.end(call)
+        call.release()
+
+    async def _receive(self, call: Call, context: Context) -> bytes:
+        """The one request of a call, whose bytes the call holds."""
+        data = await self._receiving.read(context)
+        call.hold(len(data))
+        return data
+
+
+class _RpcObserver:
+    """Counts the calls of an RPC as go-grpc-middleware does."""
+
+    def __init__(self, metrics: Metrics, labels: tuple[str, str, str]) -> None:
+        """Looks every child up once; `labels` are the RPC's type, service and name."""
+        metrics.zero([labels], map(code_label, grpc.StatusCode), REASONS)
+        self._started = metrics.started.labels(*labels)
+        self._handling_seconds = metrics.handling_seconds.labels(*labels)
+        codes = {code.name: metrics.handled.labels(*labels, code_label(code)) for code in grpc.StatusCode}
+        self._handled = {status: codes[status.grpc] for status in STATUSES}
         self._refused = {reason: metrics.refused.labels(reason) for reason in REASONS}
 
-    def wrap(self, method: str, inner: Handler, tracer: Tracer | None = None) -> Handler:
-        """A method's handler that counts and traces what `inner` does, and turns its errors into statuses."""
-        metrics, labels = self._metrics, self._labels[method]
-        started = metrics.started.labels(*labels)
-        handling_seconds = metrics.handling_seconds.labels(*labels)
-        full_name = "/".join(labels[1:])
-        attributes = {"rpc.system.name": "grpc", "rpc.method": full_name}
-        handled = {code: metrics.handled.labels(*labels, code_label(code)) for code in grpc.StatusCode}
+    def began(self) -> None:
+        """A call has begun."""
+        self._started.inc()
 
-        @functools.wraps(inner)
-        async def wrapped(request: Any, context: Context) -> Any:
-            began = time.perf_counter()
-            started.inc()
-            span = None if tracer is None else tracer.begin(full_name, context.invocation_metadata() or (), attributes)
-            self._calls.opened()
-            code, reason = grpc.StatusCode.CANCELLED, ""
-            try:
-                answer, failure = await _attempt(inner, request, context)
-                code, reason = (failure.code, failure.reason) if failure else (grpc.StatusCode.OK, "")
-            except asyncio.CancelledError:
-                code = _ended_with(context)
-                raise
-            finally:
-                handled[code].inc()
-                handling_seconds.observe(time.perf_counter() - began)
-                if span is not None:
-                    span.end(code.name, reason)
-                task = asyncio.current_task()
-                if code is grpc.StatusCode.OK and task is not None:
-                    task.add_done_callback(self._closed)  # in which gRPC now sends the answer
-                else:
-                    self._closed()
-            if failure is not None:
-                self._refused[failure.reason].inc()
-                await _abort(context, failure)
-            return answer
-
-        return wrapped
-
-    def _closed(self, *_: object) -> None:
-        self._calls.closed()
+    def ended(self, status: Status, reason: str, seconds: float) -> None:
+        """A call has ended after so long."""
+        self._handled[status].inc()
+        self._handling_seconds.observe(seconds)
+        if reason:
+            self._refused[reason].inc()
 
 
-async def _attempt(inner: Handler, request: Any, context: Context) -> tuple[Any, Failure | None]:
-    """What a handler gives, or how it failed: gRPC would send an exception's text.
+class _RequestObserver(_RpcObserver):
+    """Counts the failed requests of a stream."""
+
+    def ended(self, status: Status, reason: str, seconds: float) -> None:
+        """A request has been answered; those that were answered well are the stream's."""
+        if reason:
+            self._handled[status].inc()
+            self._refused[reason].inc()
+
+
+class Stream:
+    """The requests and answers of one stream."""
+
+    def __init__(self, context: Context, receiving: Receiving) -> None:
+        """Takes gRPC's context; to be called in the task of the stream."""
+        self._context = context
+        self._receiving = receiving
+        self._task = current_task()
+        self._unanswered = 0
+
+    async def read(self) -> object:
+        """The next request's bytes; at the end something that is no bytes."""
+        data: object = await self._context.read()
+        self._unanswered += 1
+        self._receiving.progress(self._task, is_idle=False)
+        return data
+
+    async def write(self, data: bytes) -> None:
+        """Writes an answer; see `write_in_time`."""
+        await write_in_time(self._context, data)
+        self._unanswered -= 1
+        self._receiving.progress(self._task, is_idle=not self._unanswered)
+
+
+async def write_in_time(context: Context, data: bytes) -> None:
+    """Writes a message of a stream. It holds memory, so a caller that does not read has its connection closed.
 
     Raises:
-        CancelledError: The caller has gone.
+        DeadlineExpired: The caller has read nothing for too long.
     """
+    limit_s = seconds_to_read(len(data))
     try:
-        return await inner(request, context), None
-    except grpc.aio.InternalError as error:  # so a write fails if the caller went in the middle of it
+        async with asyncio.timeout(limit_s):
+            await context.write(data)
+    except TimeoutError:
+        close_connections({context.peer()})
+        raise DeadlineExpired(f"the caller did not read a message within {limit_s:.0f} s") from None
+
+
+@contextlib.contextmanager
+def _caller_gone() -> Iterator[None]:
+    """Ends the call of a caller that went in the middle of a write."""
+    try:
+        yield
+    except grpc.aio.InternalError as error:
         raise asyncio.CancelledError from error
-    except Exception as error:
-        return b"", to_failure(error)  # the bytes are not sent
 
 
 async def _abort(context: Context, failure: Failure) -> None:
@@ -119,13 +246,6 @@ async def _abort(context: Context, failure: Failure) -> None:
     which only the collector can free, for every call that is refused.
     """
     try:
-        await context.abort(failure.code, failure.text, failure.trailers)
+        await context.abort(code_of(failure), failure.text, trailers_of(failure))
     except grpc.aio.AbortError as aborted:
         aborted.__traceback__ = None
-
-
-def _ended_with(context: Context) -> grpc.StatusCode:
-    """The status of a call whose caller did not wait for its handler."""
-    remaining_s = context.time_remaining()
-    expired = remaining_s is not None and remaining_s <= 0
-    return grpc.StatusCode.DEADLINE_EXCEEDED if expired else grpc.StatusCode.CANCELLED

@@ -1,4 +1,4 @@
-"""grpc.health.v1, driven by what the engines really do."""
+"""grpc.health.v1, driven by the state of the engines."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from grpc_health.v1 import health_pb2
 from encserve_server.errors import Draining, ModelNotFound
 from encserve_server.models.served import ServedModel
 from encserve_server.rpc.codec import parse
-from encserve_server.rpc.guard import Context, Handler, answering
+from encserve_server.rpc.guard import Context, Handler, RpcGuard
 from encserve_server.telemetry.metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -34,32 +34,32 @@ class HealthService:
     for everybody, and the server's end.
 
     Attributes:
-        serving: What is said of each name, for others to read.
+        serving: Each name, and whether it serves; any thread may read it.
     """
 
     def __init__(self) -> None:
         """Knows no name."""
         self.serving: dict[str, bool] = {}
-        self._news = asyncio.Event()
-        self._over = False
+        self._changed = asyncio.Event()
+        self._ending = False
 
-    def handlers(self) -> dict[str, Handler]:
+    def handlers(self, guard: RpcGuard) -> dict[str, Handler]:
         """The methods by their names."""
-        return {"Check": answering(self.check), "Watch": answering(self.watch)}
+        return {"Check": guard.check(self.check), "Watch": guard.check(self.watch)}
 
-    def say(self, serving: Mapping[str, bool]) -> None:
-        """Says SERVING or NOT_SERVING of these names from now on; watchers are woken only by what is new."""
+    def set_status(self, serving: Mapping[str, bool]) -> None:
+        """Sets names to SERVING or NOT_SERVING; watchers are woken only by a change."""
         if not serving.items() <= self.serving.items():
             self.serving |= serving
-            self._wake()
+            self._wake_watchers()
 
     def end(self) -> None:
-        """Ends the calls of watchers, each when it has been told the last."""
-        self._over = True
-        self._wake()
+        """Ends the calls of watchers, each after the last status has been sent to it."""
+        self._ending = True
+        self._wake_watchers()
 
     async def check(self, data: bytes, context: Context) -> bytes:
-        """What is said of a name now."""
+        """The status of a name now."""
         del context
         name = parse(health_pb2.HealthCheckRequest, data).service
         if name not in self.serving:
@@ -67,25 +67,25 @@ class HealthService:
         return self._response(name)
 
     async def watch(self, data: bytes, context: Context) -> None:
-        """What is said of a name, now and whenever that changes."""
+        """The status of a name, now and whenever it changes."""
         name = parse(health_pb2.HealthCheckRequest, data).service
-        told = b""
+        last_sent = b""
         while True:
-            news, response = self._news, self._response(name)
-            if response != told:
+            changed, response = self._changed, self._response(name)
+            if response != last_sent:
                 await context.write(response)
-                told = response
-            elif self._over:
+                last_sent = response
+            elif self._ending:
                 raise Draining("the server is stopping")
             else:
-                await news.wait()
+                await changed.wait()
 
     def _response(self, name: str) -> bytes:
         return health_pb2.HealthCheckResponse(status=_STATUSES[self.serving.get(name)]).SerializeToString()
 
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _wake_watchers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class ModelHealth:
@@ -96,9 +96,9 @@ class ModelHealth:
     """
 
     def __init__(self, service: HealthService, encoder_name: str, metrics: Metrics) -> None:
-        """Says NOT_SERVING; takes the encoder service's full name."""
+        """Begins with NOT_SERVING; takes the encoder service's full name."""
         self._service = service
-        self._service.say({"": False, encoder_name: False})
+        self._service.set_status({"": False, encoder_name: False})
         self._encoder_name = encoder_name
         self._metrics = metrics
         self._models: Sequence[ServedModel] = ()
@@ -107,7 +107,7 @@ class ModelHealth:
 
     def watch(self, models: Sequence[ServedModel]) -> None:
         """Follows these models, and no others, from now on."""
-        for name, version in {it.key for it in self._models} - {it.key for it in models}:
+        for name, version in {model.key for model in self._models} - {model.key for model in models}:
             self._metrics.ready.labels(name, version).set(0)
         self._models = models
         self._changed.set()
@@ -119,14 +119,14 @@ class ModelHealth:
         self._changed.set()
 
     async def shut_down(self) -> None:
-        """Says NOT_SERVING for good."""
+        """Sets NOT_SERVING for good."""
         if self._following is not None:
             self._following.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await self._following
         for model in self._models:
             self._metrics.ready.labels(*model.key).set(0)
-        self._service.say(dict.fromkeys(self._service.serving, False))
+        self._service.set_status(dict.fromkeys(self._service.serving, False))
 
     async def _follow(self) -> None:
         while True:
@@ -147,4 +147,4 @@ class ModelHealth:
             if reason and self._service.serving.get(name):
                 logger.error("not serving", extra={"model": model.bundle.name, "reason": reason})
         all_serve = all(serving.values())
-        self._service.say({"": all_serve, self._encoder_name: all_serve, **serving})
+        self._service.set_status({"": all_serve, self._encoder_name: all_serve, **serving})

@@ -9,7 +9,7 @@ from google.protobuf.descriptor_pb2 import FileDescriptorProto
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from encserve_server.rpc.codec import parse
-from encserve_server.rpc.guard import Context, Handler, answering
+from encserve_server.rpc.guard import Context, Handler, RpcGuard
 
 _V1ALPHA: str = reflection.SERVICE_NAME
 _V1 = _V1ALPHA.replace("v1alpha", "v1")
@@ -18,7 +18,7 @@ SERVICE_NAMES = (_V1, _V1ALPHA)
 METHODS = {"ServerReflectionInfo": "bidi_stream"}
 
 
-def handlers(service_names: Sequence[str]) -> dict[str, Handler]:
+def handlers(service_names: Sequence[str], guard: RpcGuard) -> dict[str, Handler]:
     """The methods by their names, which tell of these services and of reflection itself.
 
     They are the library's, but bytes that are no message are refused like everywhere, and methods are found too.
@@ -39,7 +39,7 @@ def handlers(service_names: Sequence[str]) -> dict[str, Handler]:
                 answer.original_request.CopyFrom(request)
                 await context.write(answer.SerializeToString())
 
-    return {"ServerReflectionInfo": answering(tell)}
+    return {"ServerReflectionInfo": guard.check_stream(tell)}
 
 
 async def _only(request: reflection_pb2.ServerReflectionRequest) -> AsyncIterator[Any]:

@@ -1,8 +1,6 @@
 """The gRPC server: grpcio's, with the options that this service needs."""
 
-import errno
 import logging
-import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,10 +8,11 @@ import grpc
 
 from encserve_server.rpc.guard import Handler
 from encserve_server.settings import MIB, Settings
+from encserve_server.system.listeners import close_all, open_listeners
 
 _KINDS: dict[str, Callable[[Any], "grpc.RpcMethodHandler[Any, Any]"]] = {
-    "unary": grpc.unary_unary_rpc_method_handler,
-    "server_stream": grpc.unary_stream_rpc_method_handler,
+    "unary": grpc.stream_unary_rpc_method_handler,  # whose handlers read the one request themselves
+    "server_stream": grpc.stream_stream_rpc_method_handler,
     "bidi_stream": grpc.stream_stream_rpc_method_handler,
 }
 
@@ -34,6 +33,7 @@ def make_server(settings: Settings) -> grpc.aio.Server:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", settings.max_request_mib * MIB),
         ("grpc.max_send_message_length", settings.max_response_mib * MIB + _MESSAGE_HEADROOM_BYTES),
+        ("grpc.max_allowed_incoming_connections", settings.max_connections),
         ("grpc.max_concurrent_streams", _MAX_CONNECTION_CALLS),
         ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
@@ -49,7 +49,7 @@ def make_server(settings: Settings) -> grpc.aio.Server:
     ]
     if settings.max_connection_age_seconds is not None:  # calls on it are finished, however long they take
         options.append(("grpc.max_connection_age_ms", round(settings.max_connection_age_seconds * 1000)))
-    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_news)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_drop_client_disconnects)
     return grpc.aio.server(options=options)
 
 
@@ -57,18 +57,13 @@ def listen(server: grpc.aio.Server, host: str, port: int) -> int:
     """Makes a server listen on every address of a host, and returns the port: with 0 a free one.
 
     gRPC does not say why it cannot, and of a name's addresses it is content with those that are free: callers of
-    localhost would then meet whoever has the other. So each is tried first.
+    localhost would then meet another server on the other address. So each is tried first.
 
     Raises:
-        OSError: An address is in use, or not for this user.
+        OSError: As of `open_listeners`.
         RuntimeError: gRPC cannot listen there.
     """
-    for family, *_, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
-        try:
-            socket.create_server(address, family=family, dualstack_ipv6=family == socket.AF_INET6).close()
-        except OSError as error:
-            if error.errno in {errno.EADDRINUSE, errno.EACCES}:
-                raise
+    close_all(open_listeners(host, port))
     return server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")  # [] for an IPv6 address
 
 
@@ -86,10 +81,12 @@ def add_service(
         methods: The methods with their types, as `grpc_server_*` metrics name them.
         handlers: The methods' handlers.
     """
-    server.add_registered_method_handlers(name, {it: _KINDS[methods[it]](handlers[it]) for it in methods})
+    server.add_registered_method_handlers(
+        name, {method: _KINDS[kind](handlers[method]) for method, kind in methods.items()}
+    )
 
 
-def _is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of grpcio's says more than that a caller went while it was being answered."""
+def _drop_client_disconnects(record: logging.LogRecord) -> bool:
+    """A log filter: False for grpcio's lines about a caller that disconnected before its answer."""
     error = record.exc_info[1] if record.exc_info else None
     return not (isinstance(error, grpc.aio.InternalError) and 'Failed "execute_batch"' in str(error))

@@ -1,22 +1,17 @@
-"""The RPCs: decode → submit → encode. Messages come and go as bytes, so that parsing them is ours to guard."""
+"""The RPCs: decode → encode → build. Messages come and go as bytes, so that parsing them is guarded like the rest."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from functools import partial
 
 from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.calls import Call, Calls
 from encserve_server.errors import DeadlineExpired, InvalidField
-from encserve_server.models.calls import Calls
-from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import InspectCall, InspectReply, ServedModel
-from encserve_server.rpc import codec
-from encserve_server.rpc.guard import Context, Handler, RpcGuard, deadline_of
-from encserve_server.rpc.status import Failure
-from encserve_server.rpc.streams import answer_one, answer_stream
-from encserve_server.system.clock import Clock
-from encserve_server.telemetry import spans
-from encserve_server.telemetry.metrics import Metrics
+from encserve_server.rpc import codec, inspect_codec, naming
+from encserve_server.rpc.guard import Context, Handler, RpcGuard, Stream, write_in_time
+from encserve_server.rpc.streams import Answer, answer_one, answer_stream
 
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
 # Each method with its type, as grpc_server_* metrics name it.
@@ -29,164 +24,126 @@ METHODS = {
     "GetModel": "unary",
 }
 _MAX_REQUEST_ID_BYTES = 128
-# How long a caller of Inspect may read nothing, and how long it may take to read everything.
-_UNREAD_SECONDS = 30.0
+# How long a caller of Inspect may take to read everything.
 _ANSWER_SECONDS = 300.0
 
 
 class EncoderService:
     """The handlers of encserve.v1.EncoderService."""
 
-    def __init__(
-        self,
-        calls: Calls,
-        catalog: Catalog,
-        metrics: Metrics,
-        *,
-        clock: Clock,
-        encode_pool: Executor,
-        max_stream_in_flight: int,
-    ) -> None:
-        """Takes the calls of all protocols, the models, and the threads in which inspections are written."""
+    def __init__(self, calls: Calls, *, inspect_pool: Executor, max_stream_in_flight: int) -> None:
+        """Takes the calls of all protocols, and the threads in which inspections are written."""
         self._calls = calls
-        self._catalog = catalog
-        self._metrics = metrics
-        self._clock = clock
-        self._encode_pool = encode_pool
+        self._catalog = calls.catalog
+        self._inspect_pool = inspect_pool
         self._max_stream_in_flight = max_stream_in_flight
 
-    def handlers(self, guard: RpcGuard, tracer: spans.Tracer | None = None) -> dict[str, Handler]:
+    def handlers(self, guard: RpcGuard) -> dict[str, Handler]:
         """The methods by their names."""
-        methods: dict[str, Handler] = {
-            "Encode": self.encode,
-            "EncodeStream": self.encode_stream,
-            "Inspect": self.inspect,
-            "Tokenize": self.tokenize,
-            "ListModels": self.list_models,
-            "GetModel": self.get_model,
+        self._request = guard.request_method(SERVICE_NAME, "EncodeStream", naming.ENCODE)
+        names = {"Inspect": naming.INSPECT, "Tokenize": naming.TOKENIZE}
+        methods = {
+            name: guard.method(SERVICE_NAME, name, kind, names.get(name, naming.ENCODE))
+            for name, kind in METHODS.items()
         }
-        return {name: guard.wrap(name, method, tracer) for name, method in methods.items()}
+        return {
+            "Encode": guard.unary(methods["Encode"], self.encode),
+            "EncodeStream": guard.bidi_stream(methods["EncodeStream"], self.encode_stream),
+            "Inspect": guard.server_stream(methods["Inspect"], self.inspect),
+            "Tokenize": guard.unary(methods["Tokenize"], self.tokenize),
+            "ListModels": guard.unary(methods["ListModels"], self.list_models),
+            "GetModel": guard.unary(methods["GetModel"], self.get_model),
+        }
 
-    async def encode(self, data: bytes, context: Context) -> bytes:
+    async def encode(self, data: bytes, call: Call) -> bytes:
         """One request, one response."""
-        self._calls.refuse_while_draining()
-        request = codec.parse(pb.EncodeRequest, data)
-        return await self._encode(request, deadline_of(context, self._clock))
+        return await self._encode(codec.parse(pb.EncodeRequest, data), call)
 
-    async def encode_stream(self, requests: AsyncIterator[bytes], context: Context) -> None:
+    async def encode_stream(self, stream: Stream, stream_call: Call) -> None:
         """Many requests, each answered as soon as it is ready; at most `max_stream_in_flight` at a time."""
-        self._calls.refuse_while_draining()
-        deadline = deadline_of(context, self._clock)
 
-        async def answer(data: bytes) -> bytes:
+        async def answer(data: bytes) -> Answer:
             request = codec.parse(pb.EncodeStreamRequest, data)
             request_id = request.request_id
-            answering = self._encode_one(request, deadline)
-            return await answer_one(self._metrics, request_id, answering, partial(_stream_error, request_id))
+            call = self._calls.begin_request(stream_call, self._request, request_id)
+            work = partial(self._encode_one, request, call)
+            shown_id = request_id[:_MAX_REQUEST_ID_BYTES]
+            return await answer_one(call, len(data), work, partial(codec.encode_stream_error, shown_id))
 
         limit = self._max_stream_in_flight
-        await answer_stream(requests, answer, context.write, max_in_flight=limit, draining=self._calls.draining)
+        await answer_stream(stream.read, answer, stream.write, max_in_flight=limit, draining=self._calls.draining)
 
-    async def inspect(self, data: bytes, context: Context) -> None:
+    async def inspect(self, data: bytes, call: Call, context: Context) -> None:
         """What happens inside a model: the header, then the numbers in chunks."""
-        self._calls.refuse_while_draining()
         request = codec.parse(pb.InspectRequest, data)
-        model = self._resolve(request, 1)
-        call = codec.decode_inspect_call(request, model)
-        span = spans.current()
-        with model.in_use():
-            async with model.inspect(call) as reply:
-                began = self._clock.now()
-                try:
-                    async with asyncio.timeout(_ANSWER_SECONDS):
-                        await self._send(model, call, reply, context)
-                except TimeoutError:
-                    raise DeadlineExpired(f"the answer was not read within {_ANSWER_SECONDS:.0f} s") from None
-                finally:
-                    if span is not None:
-                        span.stage("send", began, self._clock.now())
+        model = self._resolve(request, 1, call)
+        decoded = inspect_codec.decode_inspect_call(request, model)
+        async with model.inspect(decoded, call.span) as reply:
+            began = self._calls.clock.now()
+            try:
+                async with asyncio.timeout(_ANSWER_SECONDS):
+                    await self._send(model, decoded, reply, context)
+            except TimeoutError:
+                raise DeadlineExpired(f"the answer was not read within {_ANSWER_SECONDS:.0f} s") from None
+            finally:
+                if call.span is not None:
+                    call.span.stage("send", began, self._calls.clock.now())
 
     async def _send(self, model: ServedModel, call: InspectCall, reply: InspectReply, context: Context) -> None:
         """Sends an inspection's answer, each chunk when the one before has left."""
         # By itself, since grpcio cannot answer with an error while it is under way with the first message.
-        await _soon(context.send_initial_metadata(()))
-        await _soon(context.write(codec.encode_inspect_header(model, call, reply).SerializeToString()))
-        chunks = codec.encode_chunks(reply.inspection.tensors, call.data_type)
+        await context.send_initial_metadata(())
+        header = inspect_codec.encode_inspect_header(model, call, reply)
+        await write_in_time(context, header.SerializeToString())
+        chunks = inspect_codec.encode_chunks(reply.inspection.tensors, call.data_type)
         loop = asyncio.get_running_loop()
-        while chunk := await loop.run_in_executor(self._encode_pool, _next_chunk, chunks):
-            await _soon(context.write(chunk))
+        while chunk := await loop.run_in_executor(self._inspect_pool, _next_chunk, chunks):
+            await write_in_time(context, chunk)
 
-    async def tokenize(self, data: bytes, context: Context) -> bytes:
+    async def tokenize(self, data: bytes, call: Call) -> bytes:
         """The tokens of texts, with no model run; so it is answered whether or not the engine is ready."""
-        del context
-        self._calls.refuse_while_draining()
         request = codec.parse(pb.TokenizeRequest, data)
-        model = self._calls.resolve(len(request.texts), request.model, request.model_version)
-        call = codec.decode_tokenize_call(request, model)
-        return await self._calls.tokenize(model, call, partial(codec.encode_tokens, model, call))
+        model = call.resolve(len(request.texts), request.model, request.model_version)
+        decoded = codec.decode_tokenize_call(request)
+        return await call.tokenize(model, decoded, partial(codec.encode_tokens, model, decoded))
 
-    async def list_models(self, data: bytes, context: Context) -> bytes:
+    async def list_models(self, data: bytes, call: Call) -> bytes:
         """Every model that is loaded."""
-        del context
-        self._calls.refuse_while_draining()
+        del call
         codec.parse(pb.ListModelsRequest, data)
         models = [self._info(model) for model in self._catalog.all()]
         return pb.ListModelsResponse(models=models).SerializeToString()
 
-    async def get_model(self, data: bytes, context: Context) -> bytes:
+    async def get_model(self, data: bytes, call: Call) -> bytes:
         """One model."""
-        del context
-        self._calls.refuse_while_draining()
         request = codec.parse(pb.GetModelRequest, data)
-        model = self._catalog.resolve(request.model, request.model_version)
+        model = call.resolve(0, request.model, request.model_version)
         return pb.GetModelResponse(model=self._info(model)).SerializeToString()
 
     def _info(self, model: ServedModel) -> pb.ModelInfo:
         return codec.encode_model_info(model, is_default=self._catalog.is_default(model))
 
-    def _resolve(self, request: pb.EncodeRequest | pb.InspectRequest, sequences: int) -> ServedModel:
+    def _resolve(self, request: pb.EncodeRequest | pb.InspectRequest, sequences: int, call: Call) -> ServedModel:
         expected = request.expected_fingerprint, request.expected_space_id
-        return self._calls.resolve(sequences, request.model, request.model_version, *expected)
+        return call.resolve(sequences, request.model, request.model_version, *expected)
 
-    async def _encode(self, request: pb.EncodeRequest, deadline: float, stream_request_id: str | None = None) -> bytes:
+    async def _encode(self, request: pb.EncodeRequest, call: Call, stream_request_id: str | None = None) -> bytes:
         """The bytes of an EncodeResponse, or with a stream's request id of an EncodeStreamResponse around it."""
-        count = len(request.inputs)
-        model = self._resolve(request, count)
-        return await self._calls.encode(
-            model,
-            count,
-            deadline,
-            count_tokens=lambda: codec.count_tokens(request, model.bundle.max_sequence_tokens),
-            decode=lambda: codec.decode_call(request, model),
-            build=lambda call, reply: codec.encode_reply(model, call, reply, stream_request_id),
-        )
+        model = self._resolve(request, len(request.inputs), call)
+        having_spans = codec.check_counts(request, model)
+        decoded = codec.decode_call(request, model.bundle.max_sequence_tokens, having_spans)
+        del request
+        return await call.encode(model, decoded, partial(codec.encode_reply, model, decoded, stream_request_id))
 
-    async def _encode_one(self, request: pb.EncodeStreamRequest, deadline: float) -> bytes:
+    async def _encode_one(self, request: pb.EncodeStreamRequest, call: Call) -> bytes:
         """The bytes of one stream request's answer."""
         size = len(request.request_id.encode())
         if not 1 <= size <= _MAX_REQUEST_ID_BYTES:
             raise InvalidField("request_id", f"must be 1 to {_MAX_REQUEST_ID_BYTES} bytes; was {size}")
-        return await self._encode(request.request, deadline, request.request_id)
-
-
-def _stream_error(request_id: str, failure: Failure) -> bytes:
-    return codec.encode_stream_error(request_id, failure).SerializeToString()
+        return await self._encode(request.request, call, request.request_id)
 
 
 def _next_chunk(chunks: Iterator[pb.InspectResponse]) -> bytes:
     """The next message's bytes; empty at the end."""
     chunk = next(chunks, None)
     return b"" if chunk is None else chunk.SerializeToString()
-
-
-async def _soon(write: Awaitable[None]) -> None:
-    """Waits for a part of an answer to be sent. It holds memory, so a caller that does not read is given up on.
-
-    Raises:
-        DeadlineExpired: The caller has read nothing for too long.
-    """
-    try:
-        async with asyncio.timeout(_UNREAD_SECONDS):
-            await write
-    except TimeoutError:
-        raise DeadlineExpired(f"nothing of the answer was read for {_UNREAD_SECONDS:.0f} s") from None

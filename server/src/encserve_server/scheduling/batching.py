@@ -1,42 +1,24 @@
 """Which sequences run together: a pure decision, without asyncio, threads or a clock of its own.
 
 The cost of a batch is its *padded* tokens, longest sequence × number of sequences, so neighbours in length belong
-together. But whoever waits longest must not wait for a neighbour of its own length. Hence:
+together. But the sequence that waits longest must not wait for a neighbour of its own length. Hence:
 
-1. The oldest live entry, the *anchor*, is always in the batch. So an entry that has k live entries before it runs in
+1. The oldest live sequence, the *anchor*, is always in the batch. So a sequence that has k live ones before it runs in
    the (k + 1)-th batch from now at the latest, whatever arrives after it: nothing starves.
-2. From the anchor the batch grows along the pending entries sorted by length, each time by that neighbour, the next
-   shorter or the next longer one, which adds less padding.
+2. From the anchor the batch grows along the pending lengths, each time by that neighbour, of the same length, the next
+   shorter or the next longer one, which adds less padding; of one length the oldest come first.
 3. It stops at the budget of padded tokens, at the greatest number of sequences, or where padding would take too great
    a share. The anchor itself runs even if it alone exceeds the budget.
 
-The cost is O(n log n) in the pending entries, once a batch.
+The decision sees only how many sequences wait of each length. So its cost grows with the batch and with the lengths
+that it passes, not with the queue.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
-from encserve_server.types import ClosedBy
-
-
-class Pending(Protocol):
-    """What the decision needs to know of a waiting sequence."""
-
-    @property
-    def length(self) -> int:
-        """Its tokens, at least 1."""
-
-    @property
-    def deadline(self) -> float:
-        """When its caller stops waiting, in the clock's seconds; infinity for never."""
-
-    @property
-    def gone(self) -> bool:
-        """Whether nobody waits for it any more."""
-
-
-E = TypeVar("E", bound=Pending)
+from encserve_server.types.sequences import ClosedBy
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,81 +48,62 @@ class BatchPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken(Generic[E]):
-    """The decision: every pending entry is in exactly one of the four lists, each in order of arrival.
+class Plan:
+    """A batch to be made.
 
     Attributes:
-        batch: What runs now; empty only if nothing live is pending.
-        expired: Whose deadline has passed; to be told so, not run.
-        gone: Whom nobody waits for; to be forgotten.
-        left: What stays pending.
-        closed_by: Why the batch took no more.
+        counts: How many sequences of each length, the anchor among them.
+        closed_by: Why it takes no more.
     """
 
-    batch: list[E]
-    expired: list[E]
-    gone: list[E]
-    left: list[E]
+    counts: dict[int, int]
     closed_by: ClosedBy
 
 
-def take_batch(pending: Sequence[E], policy: BatchPolicy, now: float) -> Taken[E]:
-    """Decides what runs next.
+def plan_batch(anchor: int, lengths: Sequence[int], waiting: Mapping[int, int], policy: BatchPolicy) -> Plan:
+    """Decides which lengths run next.
 
     Args:
-        pending: The waiting entries in order of arrival.
+        anchor: The length of the oldest sequence.
+        lengths: The lengths that wait, the anchor's among them, ascending, each once.
+        waiting: How many sequences of each length wait, the anchor among them; at least 1 each.
         policy: The bounds.
-        now: The clock's seconds; an entry with `deadline <= now` has expired.
     """
-    live: list[E] = []
-    expired: list[E] = []
-    gone: list[E] = []
-    for entry in pending:
-        if entry.gone:
-            gone.append(entry)
-        elif entry.deadline <= now:
-            expired.append(entry)
-        else:
-            live.append(entry)
-    if not live:
-        return Taken([], expired, gone, [], ClosedBy.DRAINED)
-
-    chosen, closed_by = _grow([entry.length for entry in live], policy)
-    batch = [entry for i, entry in enumerate(live) if i in chosen]
-    left = [entry for i, entry in enumerate(live) if i not in chosen]
-    return Taken(batch, expired, gone, left, closed_by)
-
-
-def _grow(lengths: Sequence[int], policy: BatchPolicy) -> tuple[set[int], ClosedBy]:
-    """Picks the indices of a batch around index 0, the anchor, and says why it stopped."""
-    by_length = sorted(range(len(lengths)), key=lambda i: lengths[i])  # stable: equal lengths in order of arrival
-    low = high = by_length.index(0)  # the batch is by_length[low:high + 1]
-    real = longest = lengths[0]  # tokens without padding, and the longest sequence
-    closed_by = ClosedBy.DRAINED
+    counts = {anchor: 1}
+    low = high = bisect_left(lengths, anchor)  # the batch has sequences of lengths[low] to lengths[high]
+    real = longest = anchor  # tokens without padding, and the longest sequence
+    count = 1
     while True:
-        shorter = lengths[by_length[low - 1]] if low > 0 else None
-        longer = lengths[by_length[high + 1]] if high + 1 < len(by_length) else None
-        if shorter is None and longer is None:
-            break
-        count = high - low + 2  # the sequences with the candidate
-        # The padding that a candidate adds: its own if it is shorter, everybody else's if it is longer.
-        added_by_shorter = longest - shorter if shorter is not None else None
-        added_by_longer = (longer - longest) * (count - 1) if longer is not None else None
-        take_longer = added_by_shorter is None or (added_by_longer is not None and added_by_longer < added_by_shorter)
-        candidate = longer if take_longer else shorter
-        assert candidate is not None  # noqa: S101 - one of the two is there
-        refusal = _refusal(max(longest, candidate), real + candidate, count, policy)
-        if refusal is not None and take_longer and shorter is not None:
-            # The longer one does not fit, but the shorter one may: it makes the batch no wider.
-            take_longer, candidate = False, shorter
-            refusal = _refusal(longest, real + candidate, count, policy)
+        shorter = _next(lengths, waiting, counts, low, -1)
+        longer = _next(lengths, waiting, counts, high, 1)
+        if shorter < 0 and longer < 0:
+            return Plan(counts, ClosedBy.QUEUE_EMPTY)
+        # The padding that a candidate adds: its own if it is shorter, that of all others if it is longer.
+        add_longer = shorter < 0 or (longer >= 0 and (lengths[longer] - longest) * count < longest - lengths[shorter])
+        refusal = None
+        for at in (longer, shorter) if add_longer else (shorter,):  # where a longer one does not fit, a shorter may
+            if at < 0:
+                continue
+            length = lengths[at]
+            refusal = _refusal(max(longest, length), real + length, count + 1, policy)
+            if refusal is None:
+                break
         if refusal is not None:
-            closed_by = refusal
-            break
-        real += candidate
-        longest = max(longest, candidate)
-        low, high = (low, high + 1) if take_longer else (low - 1, high)
-    return set(by_length[low : high + 1]), closed_by
+            return Plan(counts, refusal)
+        counts[length] = counts.get(length, 0) + 1
+        real += length
+        longest = max(longest, length)
+        count += 1
+        low, high = min(low, at), max(high, at)
+
+
+def _next(lengths: Sequence[int], waiting: Mapping[int, int], counts: Mapping[int, int], at: int, step: int) -> int:
+    """The place of the nearest length from `at` on that has sequences left; -1 where there is none."""
+    while 0 <= at < len(lengths):
+        if counts.get(lengths[at], 0) < waiting[lengths[at]]:
+            return at
+        at += step
+    return -1
 
 
 def _refusal(longest: int, real: int, count: int, policy: BatchPolicy) -> ClosedBy | None:

@@ -24,8 +24,8 @@ def usable_cpus() -> int:
     return max(1, min(allowed, _cgroup_quota()))
 
 
-def step_back() -> None:
-    """Has the calling thread, and those that it makes, leave the CPU to other threads of the process when they want it.
+def lower_thread_priority() -> None:
+    """Lowers the priority of the calling thread, and of those that it makes, below the process's other threads.
 
     For threads that compute: a refusal, a health check or a small reply takes the event loop a fraction of a
     millisecond, but without this it waits for its turn behind them. Only Linux knows priorities of threads.

@@ -1,1 +1,1 @@
-"""What is told about the server: metrics, log lines, spans."""
+"""What the server says about its work: metrics, log lines, spans."""

@@ -34,7 +34,7 @@ def _add_ids(record: logging.LogRecord) -> bool:
 def configure(level: str, log_format: str) -> None:
     """Sends every logger's lines of at least `level` to standard error, as "json" or "text".
 
-    Python would print warnings, and exceptions that nobody catches, there by itself: they become lines too.
+    Python would print warnings, and uncaught exceptions, there by itself: they become lines too.
     """
     handler = logging.StreamHandler(sys.stderr)
     if log_format == "json":
@@ -51,8 +51,8 @@ def configure(level: str, log_format: str) -> None:
     sys.unraisablehook = lambda it: _log_uncaught(it.exc_value, it.object)
 
 
-def log_unexpected(error: Exception) -> str:
-    """Logs an error that nobody foresaw; gives what its caller is told, which is not the error's own text."""
+def log_unexpected(error: BaseException) -> str:
+    """Logs an unexpected error; returns the text for the caller, which is not the error's own."""
     error_id = secrets.token_hex(8)
     logger.error("unexpected error", exc_info=error, extra={"error_id": error_id})
     return f"internal error; the server's log has it under the id {error_id}"

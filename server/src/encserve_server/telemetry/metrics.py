@@ -13,8 +13,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from encserve_server import __version__
-from encserve_server.telemetry.spans import RanBatch
-from encserve_server.types import ClosedBy
+from encserve_server.types.sequences import Batch, ClosedBy
 
 # 0.5 ms … 10 s: a single short sequence on a GPU up to a full queue on a small CPU.
 SECONDS_BUCKETS = (
@@ -53,7 +52,11 @@ class Metrics:
         self.started = counter(
             "grpc_server_started", "RPCs begun; health checks and reflection are counted nowhere.", _METHOD
         )
-        self.handled = counter("grpc_server_handled", "RPCs ended, by status code.", (*_METHOD, "grpc_code"))
+        self.handled = counter(
+            "grpc_server_handled",
+            "RPCs ended, by status code; of a stream also each request that ends with an error.",
+            (*_METHOD, "grpc_code"),
+        )
         self.handling_seconds = histogram(
             "grpc_server_handling_seconds",
             "Time from the arrival of a whole request to its answer; of a stream, its life.",
@@ -74,6 +77,12 @@ class Metrics:
         )
         self.in_flight = gauge(
             "encserve_in_flight_requests", "Calls being worked on, of all protocols; a stream counts as one."
+        )
+        self.in_flight_bytes = gauge(
+            "encserve_in_flight_bytes", "Bytes of requests and replies that calls hold, of all protocols."
+        )
+        self.in_flight_limit_bytes = gauge(
+            "encserve_in_flight_limit_bytes", "The most bytes that calls may hold (--max-in-flight-mib)."
         )
         self.refused = counter(
             "encserve_refused",
@@ -97,7 +106,11 @@ class Metrics:
 
         self.queue_requests = gauge("encserve_queue_requests", "Requests with sequences waiting for a batch.", _MODEL)
         self.queue_sequences = gauge("encserve_queue_sequences", "Sequences waiting for a batch.", _MODEL)
-        self.queue_tokens = gauge("encserve_queue_tokens", "Tokens waiting for a batch.", _MODEL)
+        self.queue_tokens = gauge(
+            "encserve_queue_tokens",
+            "What waits for a batch, in tokens; with what its outputs cost beside the tokens.",
+            _MODEL,
+        )
         self.queue_limit_tokens = gauge(
             "encserve_queue_limit_tokens", "The most tokens that may wait (--max-queue-tokens).", _MODEL
         )
@@ -216,16 +229,6 @@ class Metrics:
         for reason in reasons:
             self.refused.labels(reason)
 
-    def zero_http(self, routes: Iterable[str], statuses: Iterable[str], reasons: Iterable[str]) -> None:
-        """As `zero`, of the metrics of HTTP."""
-        statuses = list(statuses)
-        for route in routes:
-            self.http_request_seconds.labels(route)
-            for status in statuses:
-                self.http_requests.labels(route, status)
-        for reason in reasons:
-            self.refused.labels(reason)
-
     def zero_loads(self, model: str) -> None:
         """Creates the counts of a model's loads at zero; call before its first load begins."""
         for outcome in LoadOutcome:
@@ -233,7 +236,7 @@ class Metrics:
         self.refused_versions.labels(model)
 
     def for_model(self, model: str, version: str) -> "ModelMetrics":
-        """The metrics of one version of a model, every label set created at zero; of one that is there already, its."""
+        """The metrics of one version of a model, registered at zero unless the version has been registered before."""
         self.zero_loads(model)
         key = model, version
         if key not in self._models:
@@ -297,14 +300,14 @@ class ModelMetrics:
         self._metrics.model_info.labels(*self._info).set(1)
 
     def remove(self) -> None:
-        """See `Metrics.forget_model`."""
+        """Removes every child; see `Metrics.forget_model`."""
         for metric, labels in self._children:
             metric.remove(*labels)
         if self._info is not None:
             self._metrics.model_info.remove(*self._info)
 
-    def has_text_queue(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
-        """How much text waits can be asked for, by any thread; no more than so much may."""
+    def register_text_queue_gauges(self, queued_bytes: Callable[[], int], limit_bytes: int) -> None:
+        """Has the gauges of waiting text call `queued_bytes`, in any thread; at most `limit_bytes` may wait."""
         self._queue_text_bytes.set_function(queued_bytes)
         self._queue_limit_text_bytes.set(limit_bytes)
 
@@ -326,21 +329,24 @@ class ModelMetrics:
         """One has run for so long."""
         self._stage_seconds["inspect"].observe(compute_seconds)
 
-    def has_queue(self, requests: Callable[[], int], sequences: Callable[[], int], tokens: Callable[[], int]) -> None:
-        """How much is pending can be asked for, by any thread."""
+    def register_queue_gauges(
+        self, requests: Callable[[], int], sequences: Callable[[], int], tokens: Callable[[], int]
+    ) -> None:
+        """Has the gauges of the queue call these functions, in any thread."""
         self._queue_requests.set_function(requests)
         self._queue_sequences.set_function(sequences)
         self._queue_tokens.set_function(tokens)
 
-    def batch_ran(self, batch: RanBatch) -> None:
+    def batch_ran(self, batch: Batch) -> None:
         """A batch ran."""
-        self._batch_sequences.observe(batch.sequences)
-        self._batch_tokens.observe(batch.tokens)
-        self._tokens.inc(batch.tokens)
-        self._padding_tokens.inc(batch.padded_tokens - batch.tokens)
-        self._stage_seconds["collate"].observe(batch.seconds.collate)
-        self._stage_seconds["compute"].observe(batch.seconds.compute)
-        self._stage_seconds["split"].observe(batch.seconds.split)
+        self._batch_sequences.observe(len(batch.sequences))
+        tokens = batch.tokens
+        self._batch_tokens.observe(tokens)
+        self._tokens.inc(tokens)
+        self._padding_tokens.inc(batch.padded_tokens - tokens)
+        self._stage_seconds["collate"].observe(batch.collate_seconds)
+        self._stage_seconds["compute"].observe(batch.compute_seconds)
+        self._stage_seconds["split"].observe(batch.split_seconds)
         self._batches[batch.closed_by].inc()
 
     def batch_failed(self) -> None:
@@ -348,7 +354,7 @@ class ModelMetrics:
         self._failed_batches.inc()
 
     def was_busy(self, seconds: float) -> None:
-        """At least one batch ran for so long, since this was last told."""
+        """At least one batch ran for so long since the last call."""
         self._busy_seconds.inc(seconds)
 
     def waited(self, queue_seconds: float) -> None:

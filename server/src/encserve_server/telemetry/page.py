@@ -2,13 +2,15 @@
 
 import logging
 import socket
+import socketserver
 import sys
 import threading
 from collections.abc import Callable
-from http.server import ThreadingHTTPServer
 from typing import Any
 
 from prometheus_client import CollectorRegistry, MetricsHandler
+
+from encserve_server.system.listeners import open_listeners
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +31,19 @@ class _Handler(MetricsHandler):
         """Answers one request."""
         path = self.path.partition("?")[0]
         if path == "/metrics" and self.command == "HEAD":
-            self._say(200, "")
+            self._send(200, "")
         elif path == "/metrics":
             super().do_GET()
         elif path == "/healthz":
-            page = self.server
-            assert isinstance(page, MetricsPage)  # noqa: S101 - nobody else makes one
-            if page.is_serving():
-                self._say(200, "SERVING")
+            assert isinstance(self.server, _Server)  # noqa: S101 - the only class that makes one
+            if self.server.is_serving():
+                self._send(200, "SERVING")
             else:
-                self._say(503, "NOT_SERVING")
+                self._send(503, "NOT_SERVING")
         else:
-            self._say(404, "there are /metrics and /healthz")
+            self._send(404, "there are /metrics and /healthz")
 
-    def _say(self, status: int, text: str) -> None:
+    def _send(self, status: int, text: str) -> None:
         data = f"{text}\n".encode()
         self.send_response(status)
         self.send_header("Content-Type", "text/plain; charset=utf-8")
@@ -52,21 +53,16 @@ class _Handler(MetricsHandler):
             self.wfile.write(data)
 
 
-class MetricsPage(ThreadingHTTPServer):
-    """Serves a registry's metrics in threads of its own, until it is closed.
+class _Server(socketserver.ThreadingTCPServer):
+    """Serves on one listener. No HTTPServer: that asks a name server for the machine's name."""
 
-    Attributes:
-        is_serving: Whether every model is ready.
+    daemon_threads = True
 
-    Raises:
-        OSError: The port cannot be had.
-    """
-
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, is_serving: Callable[[], bool]) -> None:
-        """Begins to serve; with port 0 on a free one, which is `server_port`."""
-        self.address_family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    def __init__(self, listener: socket.socket, handler: type[_Handler], is_serving: Callable[[], bool]) -> None:
+        super().__init__(listener.getsockname(), handler, bind_and_activate=False)
+        self.socket.close()
+        self.socket = listener
         self.is_serving = is_serving
-        super().__init__((str(address[0]), int(address[1])), _Handler.factory(registry))
         threading.Thread(target=self.serve_forever, args=(_STOP_SECONDS,), name="encserve-metrics", daemon=True).start()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -80,7 +76,26 @@ class MetricsPage(ThreadingHTTPServer):
             extra={"client": client_address[0]},
         )
 
+
+class MetricsPage:
+    """Serves a registry's metrics and `/healthz` in threads of its own, until it is closed.
+
+    Attributes:
+        port: The port; of port 0 the one that was free.
+    """
+
+    def __init__(self, host: str, port: int, registry: CollectorRegistry, is_serving: Callable[[], bool]) -> None:
+        """Begins to serve on every address of the host.
+
+        Raises:
+            OSError: The port cannot be had.
+        """
+        handler = _Handler.factory(registry)
+        self._servers = [_Server(listener, handler, is_serving) for listener in open_listeners(host, port)]
+        self.port: int = self._servers[0].socket.getsockname()[1]
+
     def close(self) -> None:
-        """Ends it."""
-        self.shutdown()
-        self.server_close()
+        """Closes the port."""
+        for server in self._servers:
+            server.shutdown()
+            server.server_close()

@@ -1,7 +1,7 @@
-"""What is told of a request while it is handled, for traces and log lines; `tracing` makes OpenTelemetry spans of it.
+"""The parts of a request while it is handled, for traces and log lines; `tracing` makes OpenTelemetry spans of them.
 
-Nothing here knows OpenTelemetry. With tracing off there is no tracer, nobody sets the context variables, and all that
-a request pays is reading one of them where something could be told.
+Nothing here knows OpenTelemetry. With tracing off there is no tracer, the context variables are never set, and a
+request pays only for reading one of them at each place that could record a part.
 
 Times are in the clock's seconds. Which request is handled is known by a context variable: gRPC runs every call, and a
 stream every request, in a task of its own, which has a copy of the context of its own.
@@ -9,12 +9,16 @@ stream every request, in a task of its own, which has a copy of the context of i
 
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from encserve_server.types import BatchSeconds, ClosedBy
+from encserve_server.types.sequences import Batch
 
 Metadata = Collection[tuple[str, str | bytes]]
+
+# gRPC status codes that are errors of the server; mistakes of callers are none, nor is a full queue.
+SERVER_ERROR_CODES = frozenset(
+    {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
+)
 
 
 class Ids(NamedTuple):
@@ -24,35 +28,8 @@ class Ids(NamedTuple):
     span_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class RanBatch:
-    """A batch that ran.
-
-    Attributes:
-        began_at: When it began.
-        ended_at: When what is wanted of it was made.
-        seconds: Where the time between went.
-        sequences: How many sequences it had.
-        tokens: Their tokens.
-        padded_tokens: The tokens that were laid out, padding included.
-        closed_by: Why it took no more.
-        lane: Which of the engine's threads ran it, from 0.
-        alone: Whether it had the whole device.
-    """
-
-    began_at: float
-    ended_at: float
-    seconds: BatchSeconds
-    sequences: int
-    tokens: int
-    padded_tokens: int
-    closed_by: ClosedBy
-    lane: int
-    alone: bool
-
-
 class RequestSpan(Protocol):
-    """One request that is traced. What is told once it has ended is forgotten."""
+    """One request that is traced. What comes after its end is ignored."""
 
     def about(self, model: str, version: str, sequences: int) -> None:
         """What is asked for: a model, and how many sequences."""
@@ -66,14 +43,20 @@ class RequestSpan(Protocol):
     def request(self, request_id: str) -> "RequestSpan | None":
         """Begins a request of this stream; None if it has had so many that no more are traced."""
 
-    def end(self, code: str | int, reason: str) -> None:
-        """It has been answered: with a gRPC status such as "OK" or an HTTP status, and of an error its reason."""
+    def end(self, attributes: Mapping[str, str | int], reason: str, *, failed: bool) -> None:
+        """Ends the span.
+
+        Args:
+            attributes: The status as the protocol's conventions name it, as {"rpc.response.status_code": "OK"}.
+            reason: The reason of an error; empty for none.
+            failed: Whether the status is an error of the server.
+        """
 
 
 class BatchTracer(Protocol):
     """Traces the batches of one model."""
 
-    def ran(self, requests: Sequence[RequestSpan], batch: RanBatch) -> None:
+    def ran(self, requests: Sequence[RequestSpan], batch: Batch) -> None:
         """A batch has run for at least one request that is traced; called before anybody has the rows."""
 
 
@@ -97,11 +80,6 @@ _span: ContextVar[RequestSpan | None] = ContextVar("encserve_span", default=None
 _ids: ContextVar[Ids | None] = ContextVar("encserve_ids", default=None)
 
 
-def current() -> RequestSpan | None:
-    """The request that is being handled, if it is traced."""
-    return _span.get()
-
-
 def current_ids() -> Ids | None:
     """The ids of the request that is being handled, traced or not; None outside of requests and without tracing."""
     return _ids.get()
@@ -120,5 +98,5 @@ def begin_request(request_id: str) -> RequestSpan | None:
         return None
     span = stream.request(request_id)
     if span is None:
-        _span.set(None)  # what is told of this request is not the stream's
+        _span.set(None)  # parts of this request are not the stream's
     return span

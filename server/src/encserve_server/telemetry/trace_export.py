@@ -3,6 +3,7 @@
 import logging
 import math
 import os
+import threading
 import time
 from collections.abc import Sequence
 
@@ -48,22 +49,25 @@ class CountingExporter(OTLPSpanExporter):
 class BoundedProcessor(BatchSpanProcessor):
     """The SDK's queue, with what does not fit into it counted: the SDK tells that to OpenTelemetry's own metrics alone.
 
-    Spans end on the event loop alone.
+    Spans may end in any thread.
     """
 
     def __init__(self, exporter: CountingExporter, metrics: Metrics) -> None:
-        """Takes what sends them. At most OTEL_BSP_MAX_QUEUE_SIZE wait for it."""
+        """At most OTEL_BSP_MAX_QUEUE_SIZE spans wait for the exporter."""
         self._max_spans = int(os.environ.get("OTEL_BSP_MAX_QUEUE_SIZE", _MAX_QUEUE_SPANS))
         super().__init__(exporter, self._max_spans)
         self._exporter = exporter
+        self._ending = threading.Lock()
         self._queued = 0
         self._complained_at = -math.inf
         self._dropped = metrics.trace_spans.labels("dropped")
 
     def on_end(self, span: ReadableSpan) -> None:
         """Queues a span, or drops it."""
-        if self._queued - self._exporter.taken < self._max_spans:
-            self._queued += 1
+        with self._ending:
+            fits = self._queued - self._exporter.taken < self._max_spans
+            self._queued += fits
+        if fits:
             super().on_end(span)
             return
         self._dropped.inc()

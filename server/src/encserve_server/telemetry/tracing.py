@@ -49,23 +49,23 @@ from encserve_server.errors import StartupError
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import spans
 from encserve_server.telemetry.metrics import Metrics
-from encserve_server.telemetry.spans import Ids, Metadata, RanBatch, RequestSpan
+from encserve_server.telemetry.spans import Ids, Metadata, RequestSpan
 from encserve_server.telemetry.trace_export import BoundedProcessor, CountingExporter
+from encserve_server.types.sequences import Batch
 
 logger = logging.getLogger(__name__)
 
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.44.0"
-# Of a server's span; the caller's own mistakes, and a full queue, are none.
-ERROR_CODES = frozenset({"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"})
-_HTTP_ERRORS = 500
 # A request of hundreds of sequences runs in dozens of batches: the last span stands for all further ones.
 MAX_COMPUTE_SPANS = 16
 # A stream may go on for days, and its requests are all in one trace.
 MAX_STREAM_REQUESTS = 1000
+# A span begins before its request id is checked, and thousands of spans may wait to be sent.
+MAX_REQUEST_ID_CHARS = 128
 # How long the end of the process waits for what has not been sent.
 FLUSH_SECONDS = 3.0
 _GIVE_UP_SECONDS = 0.5
-# What these say about a caller's headers could be said as often as a caller likes, and each retry need not be told.
+# What these say about a caller's headers could be said as often as a caller likes, and each retry is no news.
 _NOISY_LOGGERS = (
     "opentelemetry.trace.propagation.tracecontext",
     "opentelemetry.trace.span",
@@ -79,7 +79,7 @@ def open_otlp(endpoint: str, sample_ratio: float, clock: Clock, metrics: Metrics
     Args:
         endpoint: http://HOST:PORT, or https:// for TLS.
         sample_ratio: How many of the requests whose callers say nothing about it are traced, from 0 to 1.
-        clock: What the times are of that are told.
+        clock: The clock of all times that spans are given.
         metrics: Where spans are counted.
 
     Raises:
@@ -221,14 +221,14 @@ class _RequestSpan:
         span = self._tracer.start_span(
             "request",
             self._as_parent,
-            attributes={"encserve.request_id": request_id},
+            attributes={"encserve.request_id": request_id[:MAX_REQUEST_ID_CHARS]},
             start_time=self._moments.now_ns(),
         )
         child = _RequestSpan(self._tracer, span, self._moments)  # the stream's moments, so that it lies within it
         spans.enter(child, _ids_of(span))
         return child
 
-    def end(self, code: str | int, reason: str) -> None:
+    def end(self, attributes: Mapping[str, str | int], reason: str, *, failed: bool) -> None:
         """See `spans.RequestSpan`."""
         if not self._span.is_recording():
             return
@@ -236,14 +236,13 @@ class _RequestSpan:
             began, ended, batches = zip(*self._further, strict=True)
             self._child("compute", min(began), max(ended), batches)
         span = self._span
-        is_http = isinstance(code, int)
-        span.set_attribute("http.response.status_code" if is_http else "rpc.response.status_code", code)
+        span.set_attributes(attributes)
         if self._requests:
             span.set_attribute("encserve.requests", self._requests)
         if reason:
             span.set_attribute("encserve.reason", reason)
-        if code in ERROR_CODES or (isinstance(code, int) and code >= _HTTP_ERRORS):
-            span.set_attribute("error.type", str(code))
+        if failed:
+            span.set_attribute("error.type", ", ".join(map(str, attributes.values())))
             span.set_status(StatusCode.ERROR, reason or None)
         span.end(self._moments.now_ns())
 
@@ -261,7 +260,7 @@ class _BatchTracer:
         self._model = model
         self._clock = clock
 
-    def ran(self, requests: Sequence[RequestSpan], batch: RanBatch) -> None:
+    def ran(self, requests: Sequence[RequestSpan], batch: Batch) -> None:
         """See `spans.BatchTracer`."""
         traced = [it for it in requests if isinstance(it, _RequestSpan)]
         moments = _Moments(self._clock)
@@ -270,13 +269,13 @@ class _BatchTracer:
             Context(),
             attributes={
                 **self._model,
-                "encserve.batch.sequences": batch.sequences,
+                "encserve.batch.sequences": len(batch.sequences),
                 "encserve.batch.tokens": batch.tokens,
                 "encserve.batch.padded_tokens": batch.padded_tokens,
                 "encserve.batch.closed_by": batch.closed_by,
-                "encserve.batch.collate_seconds": batch.seconds.collate,
-                "encserve.batch.compute_seconds": batch.seconds.compute,
-                "encserve.batch.split_seconds": batch.seconds.split,
+                "encserve.batch.collate_seconds": batch.collate_seconds,
+                "encserve.batch.compute_seconds": batch.compute_seconds,
+                "encserve.batch.split_seconds": batch.split_seconds,
                 "encserve.batch.lane": batch.lane,
                 "encserve.batch.alone": batch.alone,
                 "encserve.batch.traced_requests": len(traced),

@@ -1,28 +1,33 @@
 """The protocol's messages to calls, and replies to its messages."""
 
-import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import InvalidField, RequestError, ResponseTooLarge
+from encserve_server.errors import FieldPath, InvalidField, Part, ResponseTooLarge
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
+from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
+from encserve_server.outputs import MAX_OUTPUTS, OutputSpec
 from encserve_server.rpc import wire
 from encserve_server.rpc.open_inference.tensors import (
     ATTENTION_MASK,
+    DATATYPE_NAMES,
     DATATYPES,
     INPUT_IDS,
     INPUTS_EMBEDS,
+    MAX_SHOWN,
     OUTPUTS,
     TEXT,
-    Part,
     SentTensor,
     TensorKind,
+    TensorPart,
     datatype_of,
     inputs_of,
     outputs_of,
@@ -30,7 +35,9 @@ from encserve_server.rpc.open_inference.tensors import (
 )
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
 from encserve_server.rpc.open_inference.triton import model_config_pb2 as config_pb
-from encserve_server.types import Bundle, DataType, Detail, IndexedRows, Output, OutputKind, Task
+from encserve_server.types.arrays import IndexedRows
+from encserve_server.types.bundles import Bundle
+from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 
 PLATFORM = "encserve"
 _INFER_RESPONSE = pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
@@ -44,25 +51,41 @@ _CONFIG_TYPES = {
     "BYTES": config_pb.TYPE_STRING,
 }
 _TASKS = {task.name.lower(): task for task in Task if task}
-# What the model's own checks call the fields of `EncodeRequest`, as callers of this protocol know them.
-_FIELDS = (
-    (re.compile(r"^inputs\[(\d+)\]\.token_ids\.ids\[(\d+)\]"), rf"{INPUT_IDS}[\1, \2]"),
-    (re.compile(r"^inputs\[(\d+)\]\.token_ids"), rf"{INPUT_IDS}[\1]"),
-    (re.compile(r"^inputs\[(\d+)\]\.text"), rf"{TEXT}[\1]"),
-    (re.compile(r"^inputs\[(\d+)\]\.embeddings(\.data|\.vectors)?"), rf"{INPUTS_EMBEDS}[\1]"),
-    (re.compile(r"^options\.outputs.*"), "outputs"),
-    (re.compile(r"^options\."), "parameters."),
-)
+_NAMES = {
+    Part.INPUTS: "inputs",
+    Part.INPUT: "inputs",
+    Part.TEXT: TEXT,
+    Part.IDS: INPUT_IDS,
+    Part.VECTORS: INPUTS_EMBEDS,
+    Part.VECTORS_DATA: INPUTS_EMBEDS,
+    Part.VECTORS_WIDTH: f"{INPUTS_EMBEDS}.shape",
+    Part.OUTPUT_DIMENSIONS: "parameters.dimensions",
+    Part.DATA_TYPE: "parameters.datatype",
+    Part.TASK: "parameters.task",
+    Part.PROMPT_NAME: "parameters.prompt_name",
+    Part.MODEL: "model_name",
+    Part.MODEL_VERSION: "model_version",
+}
+_VALUE_NAMES: dict[type[Enum], Mapping[Any, str]] = {
+    OutputKind: {kind: name for name, (kind, _) in reversed(OUTPUTS.items())},  # the first of each kind
+    DataType: DATATYPE_NAMES,
+}
+_OF_INPUTS = (Part.INPUT, Part.TEXT, Part.IDS, Part.VECTORS, Part.VECTORS_DATA)
 
 
-def in_our_terms(error: RequestError) -> RequestError:
-    """The same error, about a field of this protocol."""
-    name = error.field
-    for pattern, replacement in _FIELDS:
-        name, count = pattern.subn(replacement, name)
-        if count:
-            break
-    return type(error)(name, error.problem)
+class InferNaming:
+    """What the fields of ModelInferRequest are called, in errors."""
+
+    def field(self, path: FieldPath) -> str:
+        """As in `input_ids[3, 17]`."""
+        name = _NAMES.get(path.part, "outputs")
+        if path.at is None or path.part not in _OF_INPUTS:
+            return name
+        return f"{name}[{path.at}]" if path.place is None else f"{name}[{path.at}, {path.place}]"
+
+    def value(self, value: Enum) -> str:
+        """As in `query`, `embedding` or `FP32`."""
+        return _VALUE_NAMES.get(type(value), {}).get(value) or value.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +124,13 @@ class Parameters:
     data_type: DataType = DataType.FLOAT32
 
 
-def decode_request(request: pb.ModelInferRequest, bundle: Bundle) -> InferCall:
+def decode_request(request: pb.ModelInferRequest, model: ServedModel) -> InferCall:
     """Decodes all of a request but its data.
 
     Raises:
         InvalidField: An input, output or parameter is none of the model's, or the inputs do not go together.
     """
+    bundle = model.bundle
     tensors = read_inputs(request, bundle)
     main = [name for name in tensors if name != ATTENTION_MASK]
     if len(main) != 1:
@@ -116,8 +140,8 @@ def decode_request(request: pb.ModelInferRequest, bundle: Bundle) -> InferCall:
     if (mask := tensors.get(ATTENTION_MASK)) is not None and (main[0] == TEXT or mask.shape != shape[:2]):
         why = f"goes with {INPUT_IDS} only" if main[0] == TEXT else f"must have the shape of {main[0]}, {shape[:2]}"
         raise InvalidField(f"{ATTENTION_MASK}.shape", f"{why}; was {mask.shape}")
-    parameters = _decode_parameters(request.parameters, bundle)
-    return InferCall(tensors, _decode_outputs(request, bundle, parameters), shape[0], parameters)
+    parameters = _decode_parameters(request.parameters, model)
+    return InferCall(tensors, _decode_outputs(request, model, parameters), shape[0], parameters)
 
 
 def count_tokens(call: InferCall, longest: int) -> int | None:
@@ -128,40 +152,30 @@ def count_tokens(call: InferCall, longest: int) -> int | None:
     return call.count * min(tensor.shape[1], longest)
 
 
-def decode_call(call: InferCall, bundle: Bundle) -> EncodeCall:
-    """Decodes the data of a call whose inputs are not too many (`ServedModel.check_count`).
+def decode_call(call: InferCall, longest: int) -> EncodeCall:
+    """Decodes the data of a call whose inputs are not too many, of each at most `longest` tokens.
 
     Raises:
         InvalidField: The data do not fit their shape, or the mask is not ones followed by zeros.
     """
-    its = call.parameters
+    parameters = call.parameters
+    outputs = []
+    for kind in _kinds(call.outputs):
+        dimensions = parameters.dimensions if kind is OutputKind.MODEL else 0
+        outputs.append(OutputSpec(kind, data_type=parameters.data_type, dimensions=dimensions))
     return EncodeCall(
-        inputs=_decode_inputs(call.tensors, bundle.max_sequence_tokens),
-        outputs=tuple(_output(kind, its, bundle) for kind in _kinds(call.outputs)),
-        truncate=its.truncate,
-        exclude_special_tokens=False,
-        include_token_strings=False,
-        prompt_name=its.prompt_name,
-        task=its.task,
-        detail=Detail.NONE,
-        padded=True,
+        inputs=_decode_inputs(call.tensors, longest),
+        outputs=tuple(outputs),
+        truncate=parameters.truncate,
+        prompt_name=parameters.prompt_name,
+        task=parameters.task,
+        shape=ReplyShape(Detail.NONE, padded=True),
     )
 
 
 def _kinds(names: Sequence[str]) -> list[OutputKind]:
     """What is computed for these outputs, nothing twice."""
     return list(dict.fromkeys(OUTPUTS[name][0] for name in names))
-
-
-def _output(kind: OutputKind, its: Parameters, bundle: Bundle) -> Output:
-    if kind is OutputKind.MODEL and bundle.pooling is not None:
-        return bundle.pooling.output(False, its.data_type, its.dimensions)
-    output = Output(kind, False, its.data_type)
-    if kind is OutputKind.MULTI_VECTOR:
-        return output._replace(task=its.task)
-    if kind is OutputKind.SPARSE and bundle.sparse is not None:
-        return output._replace(max_active_dims=bundle.sparse.max_active_dims)
-    return output
 
 
 def _decode_inputs(tensors: dict[str, SentTensor], longest: int) -> list[SentInput]:
@@ -196,22 +210,23 @@ def _lengths(mask: SentTensor | None, shape: tuple[int, ...]) -> list[int]:
     return counted
 
 
-def _decode_outputs(request: pb.ModelInferRequest, bundle: Bundle, parameters: Parameters) -> tuple[str, ...]:
-    known = [name for name, (kind, _) in OUTPUTS.items() if bundle.width_of(kind)]
-    for i, it in enumerate(request.outputs):
+def _decode_outputs(request: pb.ModelInferRequest, model: ServedModel, parameters: Parameters) -> tuple[str, ...]:
+    known = [name for name, (kind, _) in OUTPUTS.items() if kind in model.outputs.kinds]
+    sent = request.outputs[:MAX_OUTPUTS]  # more are refused by their number
+    for i, it in enumerate(sent):
         if it.name not in known:
             there = ", ".join(known)
-            raise InvalidField(f"outputs[{i}].name", f"model {bundle.name} has {there}; was {it.name[:64]!r}")
+            raise InvalidField(f"outputs[{i}].name", f"model {model.bundle.name} has {there}; was {it.name[:64]!r}")
         if it.parameters:
-            sent = ", ".join(sorted(it.parameters))[:64]
-            raise InvalidField(f"outputs[{i}].parameters", f"outputs have none here, nor shared memory; was {sent}")
-    names = tuple(dict.fromkeys(it.name for it in request.outputs)) or tuple(known)
-    if parameters.dimensions and "embedding" not in names:
+            names = ", ".join(sorted(islice(it.parameters, MAX_SHOWN)))[:64]
+            raise InvalidField(f"outputs[{i}].parameters", f"outputs have none here, nor shared memory; was {names}")
+    wanted = tuple(dict.fromkeys(it.name for it in sent)) or tuple(known)
+    if parameters.dimensions and "embedding" not in wanted:
         raise InvalidField("parameters.dimensions", "is for embedding, which is not among the outputs")
-    return names
+    return wanted
 
 
-def _decode_parameters(sent: Any, bundle: Bundle) -> Parameters:
+def _decode_parameters(sent: Any, model: ServedModel) -> Parameters:
     """Decodes the parameters of a request, a map of names to pb.InferParameter."""
     found: dict[str, Any] = {}
     for name, parameter in sent.items():
@@ -222,47 +237,47 @@ def _decode_parameters(sent: Any, bundle: Bundle) -> Parameters:
             raise InvalidField("parameters", f"there are {there}; was {name[:64]!r}")
         own_name, decode = _PARAMETERS[name]
         which = parameter.WhichOneof("parameter_choice")
-        found[own_name] = decode(f"parameters.{name}", getattr(parameter, which) if which else None, bundle)
+        found[own_name] = decode(f"parameters.{name}", getattr(parameter, which) if which else None, model)
     return Parameters(**found)
 
 
-def _task(field_name: str, value: Any, bundle: Bundle) -> Task:
-    known = [name for name, task in _TASKS.items() if task in bundle.tasks]
+def _task(field_name: str, value: Any, model: ServedModel) -> Task:
+    known = [name for name, task in _TASKS.items() if task in model.bundle.tasks]
     if value not in known:
         otherwise = f"must be {' or '.join(map(repr, known))}" if known else "is not for this model, which knows none"
         raise InvalidField(field_name, f"{otherwise}; was {str(value)[:64]!r}")
     return _TASKS[value]
 
 
-def _text(field_name: str, value: Any, bundle: Bundle) -> str:
-    del bundle
+def _text(field_name: str, value: Any, model: ServedModel) -> str:
+    del model
     if not isinstance(value, str):
         raise InvalidField(field_name, f"must be a string; was {value!r}")
     return value
 
 
-def _flag(field_name: str, value: Any, bundle: Bundle) -> bool:
-    del bundle
+def _flag(field_name: str, value: Any, model: ServedModel) -> bool:
+    del model
     if not isinstance(value, bool):
         raise InvalidField(field_name, f"must be true or false; was {str(value)[:64]!r}")
     return value
 
 
-def _dimensions(field_name: str, value: Any, bundle: Bundle) -> int:
-    width = bundle.width_of(OutputKind.MODEL)
+def _dimensions(field_name: str, value: Any, model: ServedModel) -> int:
+    width = model.outputs.kinds[OutputKind.MODEL].width if OutputKind.MODEL in model.outputs.kinds else 0
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= width:
         raise InvalidField(field_name, f"must be from 1 to {width}, the numbers of embedding; was {str(value)[:64]!r}")
     return value
 
 
-def _data_type(field_name: str, value: Any, bundle: Bundle) -> DataType:
-    del bundle
+def _data_type(field_name: str, value: Any, model: ServedModel) -> DataType:
+    del model
     if value not in DATATYPES:
         raise InvalidField(field_name, f"must be {' or '.join(DATATYPES)}; was {str(value)[:64]!r}")
     return DATATYPES[value]
 
 
-_PARAMETERS: dict[str, tuple[str, Callable[[str, Any, Bundle], Any]]] = {
+_PARAMETERS: dict[str, tuple[str, Callable[[str, Any, ServedModel], Any]]] = {
     "task": ("task", _task),
     "prompt_name": ("prompt_name", _text),
     "dimensions": ("dimensions", _dimensions),
@@ -271,9 +286,7 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str, Any, Bundle], Any]]] = {
 }
 
 
-def encode_reply(
-    model: ServedModel, infer: InferCall, call: EncodeCall, reply: EncodeReply, request_id: str, *, in_stream: bool
-) -> bytes:
+def encode_reply(model: ServedModel, infer: InferCall, request_id: str, in_stream: bool, reply: EncodeReply) -> bytes:
     """The bytes of a ModelInferResponse, or of a ModelStreamInferResponse around it.
 
     Raises:
@@ -287,15 +300,16 @@ def encode_reply(
     raw: list[list[wire.Part]] = []
     for name in infer.outputs:
         kind, part = OUTPUTS[name]
-        output = call.outputs[places[kind]]
-        made = [encoded.outputs[places[kind]] for encoded in reply.encoded]
-        shape, parts = _tensor(part, made, bundle.width(output))
+        place = places[kind]
+        output = reply.plan.outputs[place]
+        made = [sequence.outputs[place] for sequence in reply.sequences]
+        shape, parts = _tensor(part, made, reply.plan.widths[place])
         message.outputs.add(name=name, datatype=datatype_of(part, output.data_type), shape=shape)
         raw.append(parts)
     limit = model.limits.max_response_bytes
     if (size := sum(len(it) for parts in raw for it in parts)) > limit:
         raise ResponseTooLarge(
-            "inputs",
+            FieldPath(Part.INPUTS),
             f"the reply would take {size} bytes with its padding, over the limit of {limit} (max_response_bytes); "
             "fewer sequences, those of one length together, or the output embedding take less",
         )
@@ -306,18 +320,18 @@ def encode_reply(
     return b"".join(wire.field(_INFER_RESPONSE, whole) if in_stream else whole)
 
 
-def _tensor(part: Part, made: Sequence[Any], width: int) -> tuple[list[int], list[wire.Part]]:
+def _tensor(part: TensorPart, made: Sequence[Any], width: int) -> tuple[list[int], list[wire.Part]]:
     """The shape and the bytes of an output, of what was made of each sequence."""
     rows = [it.rows if isinstance(it, IndexedRows) else it for it in made]  # (rows, width) each
     lengths = [len(it) for it in rows]
-    if part is Part.LENGTHS:
+    if part is TensorPart.LENGTHS:
         return [len(rows)], [np.array(lengths, "<i8").tobytes()]
-    if part is Part.VECTOR:
+    if part is TensorPart.VECTOR:
         return [len(rows), width], [it.data.cast("B") for it in rows]
     most = max(lengths)
-    shape = [len(rows), most, width] if part is Part.ROWS else [len(rows), most]
-    arrays = [it.indices for it in made] if part is Part.INDICES else rows
-    row_bytes = arrays[0].itemsize * (width if part is Part.ROWS else 1)
+    shape = [len(rows), most, width] if part is TensorPart.ROWS else [len(rows), most]
+    arrays = [it.indices for it in made] if part is TensorPart.INDICES else rows
+    row_bytes = arrays[0].itemsize * (width if part is TensorPart.ROWS else 1)
     padding = memoryview(bytes((most - min(lengths)) * row_bytes))
     parts: list[wire.Part] = []
     for array, length in zip(arrays, lengths, strict=True):
@@ -326,27 +340,28 @@ def _tensor(part: Part, made: Sequence[Any], width: int) -> tuple[list[int], lis
     return shape, parts
 
 
-def encode_metadata(bundle: Bundle, versions: Sequence[str]) -> pb.ModelMetadataResponse:
+def encode_metadata(model: ServedModel, versions: Sequence[str]) -> pb.ModelMetadataResponse:
     """Describes a model and its tensors."""
 
     def tensors(kinds: Sequence[TensorKind]) -> list[pb.ModelMetadataResponse.TensorMetadata]:
         return [pb.ModelMetadataResponse.TensorMetadata(name=k.name, datatype=k.datatype, shape=k.shape) for k in kinds]
 
     return pb.ModelMetadataResponse(
-        name=bundle.name,
+        name=model.bundle.name,
         versions=versions,
         platform=PLATFORM,
-        inputs=tensors(inputs_of(bundle)),
-        outputs=tensors(outputs_of(bundle)),
+        inputs=tensors(inputs_of(model.bundle)),
+        outputs=tensors(outputs_of(model.outputs)),
     )
 
 
-def encode_config(bundle: Bundle) -> pb.ModelConfigResponse:
+def encode_config(model: ServedModel) -> pb.ModelConfigResponse:
     """Describes a model as Triton's tools ask for it; max_batch_size is 0, so the first dimension is part of shapes."""
+    bundle = model.bundle
     config = config_pb.ModelConfig(name=bundle.name, platform=PLATFORM, backend=PLATFORM, max_batch_size=0)
     for it in inputs_of(bundle):
         config.input.add(name=it.name, data_type=_CONFIG_TYPES[it.datatype], dims=it.shape, optional=it.optional)
-    for it in outputs_of(bundle):
+    for it in outputs_of(model.outputs):
         config.output.add(name=it.name, data_type=_CONFIG_TYPES[it.datatype], dims=it.shape)
     for key, value in {"fingerprint": bundle.fingerprint, "space_id": bundle.space_id}.items():
         config.parameters[key].string_value = value
@@ -397,8 +412,9 @@ class Statistics:
         self.last_at_ms = time.time_ns() // 1_000_000
         self.success.add(seconds)
         self.compute_input.add(reply.tokenize_seconds)
-        self.queue.add(max(it.queue_seconds for it in reply.encoded))
-        self.compute_infer.add(max(it.compute_seconds for it in reply.encoded))
+        queue_seconds, compute_seconds = reply.seconds()
+        self.queue.add(queue_seconds)
+        self.compute_infer.add(compute_seconds)
         self.compute_output.add(encode_seconds)
 
 

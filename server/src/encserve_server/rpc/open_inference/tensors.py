@@ -4,18 +4,23 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from encserve_server.errors import InvalidField
+from encserve_server.outputs import ModelOutputs
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
-from encserve_server.types import Bundle, DataType, OutputKind
+from encserve_server.types.bundles import Bundle
+from encserve_server.types.requests import DataType, OutputKind
 
 INPUT_IDS, ATTENTION_MASK, TEXT, INPUTS_EMBEDS = "input_ids", "attention_mask", "text", "inputs_embeds"
 # The largest dimension of a tensor; what is larger cannot be in any message, and has no place in NumPy.
 _MAX_DIMENSION = 2**31
+# Of what callers send so many are looked at for an error's text.
+MAX_SHOWN = 8
 _BYTES_LENGTH = 4  # bytes in front of each element of BYTES, its length
 
 
@@ -36,7 +41,7 @@ class TensorKind:
     optional: bool = False
 
 
-class Part(Enum):
+class TensorPart(Enum):
     """What an output tensor holds of what a model makes; n sequences, of which the longest has `most` rows."""
 
     ROWS = "(n, most, width), padded with zeros"
@@ -46,22 +51,22 @@ class Part(Enum):
     LENGTHS = "(n,) how many rows are no padding, int64"
 
 
-OUTPUTS: dict[str, tuple[OutputKind, Part]] = {
-    "last_hidden_state": (OutputKind.TOKENS, Part.ROWS),
-    "lengths": (OutputKind.TOKENS, Part.LENGTHS),
-    "embedding": (OutputKind.MODEL, Part.VECTOR),
-    "multi_vector": (OutputKind.MULTI_VECTOR, Part.ROWS),
-    "multi_vector_lengths": (OutputKind.MULTI_VECTOR, Part.LENGTHS),
-    "sparse_weights": (OutputKind.SPARSE, Part.WEIGHTS),
-    "sparse_indices": (OutputKind.SPARSE, Part.INDICES),
-    "sparse_lengths": (OutputKind.SPARSE, Part.LENGTHS),
+OUTPUTS: dict[str, tuple[OutputKind, TensorPart]] = {
+    "last_hidden_state": (OutputKind.TOKENS, TensorPart.ROWS),
+    "lengths": (OutputKind.TOKENS, TensorPart.LENGTHS),
+    "embedding": (OutputKind.MODEL, TensorPart.VECTOR),
+    "multi_vector": (OutputKind.MULTI_VECTOR, TensorPart.ROWS),
+    "multi_vector_lengths": (OutputKind.MULTI_VECTOR, TensorPart.LENGTHS),
+    "sparse_weights": (OutputKind.SPARSE, TensorPart.WEIGHTS),
+    "sparse_indices": (OutputKind.SPARSE, TensorPart.INDICES),
+    "sparse_lengths": (OutputKind.SPARSE, TensorPart.LENGTHS),
 }
 DATATYPES = {"FP32": DataType.FLOAT32, "FP16": DataType.FLOAT16}
 DATATYPE_NAMES = {data_type: name for name, data_type in DATATYPES.items()}
-_PART_DATATYPES = {Part.INDICES: "UINT32", Part.LENGTHS: "INT64"}
+_PART_DATATYPES = {TensorPart.INDICES: "UINT32", TensorPart.LENGTHS: "INT64"}
 
 
-def datatype_of(part: Part, data_type: DataType) -> str:
+def datatype_of(part: TensorPart, data_type: DataType) -> str:
     """The protocol's name for the numbers of an output."""
     return _PART_DATATYPES.get(part) or DATATYPE_NAMES[data_type]
 
@@ -76,12 +81,13 @@ def inputs_of(bundle: Bundle) -> list[TensorKind]:
     return [*ids, TensorKind(TEXT, "BYTES", (-1,), optional=True)] if has_text else ids
 
 
-def outputs_of(bundle: Bundle) -> list[TensorKind]:
+def outputs_of(outputs: ModelOutputs) -> list[TensorKind]:
     """What a model gives, as float32."""
     found = []
     for name, (kind, part) in OUTPUTS.items():
-        if width := bundle.width_of(kind):
-            shapes = {Part.ROWS: (-1, -1, width), Part.VECTOR: (-1, width), Part.LENGTHS: (-1,)}
+        if kind in outputs.kinds:
+            width = outputs.kinds[kind].width
+            shapes = {TensorPart.ROWS: (-1, -1, width), TensorPart.VECTOR: (-1, width), TensorPart.LENGTHS: (-1,)}
             found.append(TensorKind(name, datatype_of(part, DataType.FLOAT32), shapes.get(part, (-1, -1))))
     return found
 
@@ -109,6 +115,7 @@ class SentTensor:
             InvalidField: There are more or fewer than its shape says.
         """
         if self.raw is None:
+            self._check_elements(len(typed))
             flat = np.array(typed, dtype)
         elif len(self.raw) % np.dtype(dtype).itemsize:
             size = np.dtype(dtype).itemsize
@@ -124,7 +131,7 @@ class SentTensor:
         Raises:
             InvalidField: There are more or fewer than its shape says, or one is no UTF-8.
         """
-        elements = list(self.contents.bytes_contents) if self.raw is None else self._split(self.raw)
+        elements = self.contents.bytes_contents if self.raw is None else self._split(self.raw)
         self._check_elements(len(elements))
         texts = []
         for i, element in enumerate(elements):
@@ -183,13 +190,13 @@ def read_inputs(request: pb.ModelInferRequest, bundle: Bundle) -> dict[str, Sent
 def _check_header(it: pb.ModelInferRequest.InferInputTensor, kind: TensorKind) -> None:
     """Refuses what is not of this kind, whatever its data are."""
     if it.parameters:
-        names = ", ".join(sorted(it.parameters))[:64]
+        names = ", ".join(sorted(islice(it.parameters, MAX_SHOWN)))[:64]
         raise InvalidField(f"{it.name}.parameters", f"inputs have none here, nor shared memory; was {names}")
     if it.datatype != kind.datatype:
         raise InvalidField(f"{it.name}.datatype", f"must be {kind.datatype}; was {it.datatype[:64]!r}")
-    shape = list(it.shape)
+    shape = list(it.shape[:MAX_SHOWN])
     wanted = f"must be {list(kind.shape)}, -1 for any number"
     fits = len(shape) == len(kind.shape) and all(want in (-1, got) for got, want in zip(shape, kind.shape, strict=True))
     column = kind.name == TEXT and len(shape) == 2 and shape[1] == 1  # as KServe's clients send it
     if not (fits or column) or not all(0 <= size < _MAX_DIMENSION for size in shape):
-        raise InvalidField(f"{it.name}.shape", f"{wanted}; was {shape[:8]}")
+        raise InvalidField(f"{it.name}.shape", f"{wanted}; was {shape}")

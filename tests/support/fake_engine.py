@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from encserve_server.engine.base import BatchResult, EngineInfo
-from encserve_server.types import InspectKind, InspectTensor, ModelInput, Numbers, Rows
+from encserve_server.types.arrays import ModelInput, Numbers, Rows
+from encserve_server.types.inspections import InspectKind, InspectTensor
 
 
 def fake_rows(ids: ModelInput, d_model: int) -> Rows:

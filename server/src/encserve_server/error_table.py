@@ -1,0 +1,117 @@
+"""Every error to what callers see of it: the gRPC code, the HTTP statuses, and when to try again. One table for all."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from encserve_server import errors
+from encserve_server.errors import BudgetFull, EncserveError, FieldPath, Naming, Part, QueueFull, RequestError
+
+# gRPC's trailers share one limit of 8 KiB, and the text is in them twice.
+MAX_TEXT_CHARS = 1000
+_RETRY_DELAY_S = 0.5
+
+TeiType = Literal["Backend", "Empty", "Overloaded", "Tokenizer", "Unhealthy", "Validation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What a caller sees of an error class beside its reason.
+
+    Attributes:
+        grpc: The gRPC status code's name.
+        openai: The HTTP status on OpenAI's routes.
+        openai_type: The error's `type` there.
+        tei: The HTTP status on text-embeddings-inference's routes.
+        tei_type: The error's `error_type` there.
+        openai_code: The error's `code` on OpenAI's routes, where OpenAI has a name of its own for it.
+        retry_delay_s: When to try again, unless the error itself knows; None where that does not help.
+    """
+
+    grpc: str
+    openai: int
+    openai_type: str
+    tei: int
+    tei_type: TeiType
+    openai_code: str = ""
+    retry_delay_s: float | None = None
+
+
+_INVALID = "invalid_request_error"
+_SERVER = "server_error"
+
+OK = Status("OK", 200, "", 200, "Validation")
+# 499 is what nginx calls a caller that went before its answer; it is counted and never sent.
+CANCELLED = Status("CANCELLED", 499, "", 499, "Validation")
+EXPIRED = Status("DEADLINE_EXCEEDED", 499, "", 499, "Validation")
+UNKNOWN = Status("INTERNAL", 500, _SERVER, 500, "Backend")
+NO_SUCH_PATH = Status("UNIMPLEMENTED", 404, _INVALID, 404, "Validation")
+WRONG_METHOD = Status("UNIMPLEMENTED", 405, _INVALID, 405, "Validation")
+
+ERROR_TABLE: dict[type[EncserveError], Status] = {
+    errors.InvalidField: Status("INVALID_ARGUMENT", 400, _INVALID, 422, "Validation"),
+    errors.EmptyInputs: Status("INVALID_ARGUMENT", 400, _INVALID, 400, "Empty"),
+    errors.UnknownField: Status("INVALID_ARGUMENT", 400, _INVALID, 422, "Validation"),
+    errors.MalformedRequest: Status("INVALID_ARGUMENT", 400, _INVALID, 400, "Validation"),
+    errors.TooManyInputs: Status("INVALID_ARGUMENT", 400, _INVALID, 413, "Validation"),
+    errors.TooManyOutputs: Status("INVALID_ARGUMENT", 400, _INVALID, 413, "Validation"),
+    errors.SequenceTooLong: Status("INVALID_ARGUMENT", 400, _INVALID, 422, "Validation", "context_length_exceeded"),
+    errors.TooLongToPool: Status("INVALID_ARGUMENT", 400, _INVALID, 422, "Validation"),
+    errors.RequestTooLarge: Status("INVALID_ARGUMENT", 413, _INVALID, 413, "Validation"),
+    errors.ResponseTooLarge: Status("INVALID_ARGUMENT", 400, _INVALID, 413, "Validation"),
+    errors.ModelNotFound: Status("NOT_FOUND", 404, _INVALID, 404, "Validation"),
+    errors.QueueFull: Status("RESOURCE_EXHAUSTED", 429, "rate_limit_error", 429, "Overloaded", "rate_limit_exceeded"),
+    errors.BudgetFull: Status("RESOURCE_EXHAUSTED", 429, "rate_limit_error", 429, "Overloaded", "rate_limit_exceeded"),
+    errors.DeadlineExpired: Status("DEADLINE_EXCEEDED", 408, _INVALID, 408, "Validation"),
+    errors.FingerprintMismatch: Status("FAILED_PRECONDITION", 412, _INVALID, 412, "Validation"),
+    errors.SpaceMismatch: Status("FAILED_PRECONDITION", 412, _INVALID, 412, "Validation"),
+    errors.InspectUnavailable: Status("FAILED_PRECONDITION", 412, _INVALID, 412, "Validation"),
+    errors.InferenceFailed: Status("INTERNAL", 500, _SERVER, 424, "Backend"),
+    errors.EngineUnhealthy: Status("UNAVAILABLE", 503, _SERVER, 503, "Unhealthy", retry_delay_s=_RETRY_DELAY_S),
+    errors.NotReady: Status("UNAVAILABLE", 503, _SERVER, 503, "Unhealthy", retry_delay_s=_RETRY_DELAY_S),
+    errors.Draining: Status("UNAVAILABLE", 503, _SERVER, 503, "Unhealthy"),
+}
+STATUSES = frozenset({OK, CANCELLED, EXPIRED, UNKNOWN, *ERROR_TABLE.values()})
+REASONS = sorted({EncserveError.reason, *(error.reason for error in ERROR_TABLE)})
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as a caller sees it.
+
+    Attributes:
+        status: The row of the table.
+        reason: What programs are told, as in INVALID_FIELD.
+        text: The text for people.
+        field: The wrong field, as the protocol names it; empty if it is the whole request.
+        problem: The text without the field.
+        retry_delay_s: When to try again; None where that does not help.
+        is_request_error: Whether the request can never succeed as it is.
+        part: Which part of the request is wrong; None where the error does not say.
+    """
+
+    status: Status
+    reason: str
+    text: str
+    field: str = ""
+    problem: str = ""
+    retry_delay_s: float | None = None
+    is_request_error: bool = False
+    part: Part | None = None
+
+
+def to_failure(error: EncserveError, naming: Naming) -> Failure | None:
+    """What a caller of a protocol sees of an error; None for one that callers must not see, as a StartupError."""
+    status = ERROR_TABLE.get(type(error))
+    if status is None:
+        return None
+    delay_s = error.retry_delay_s if isinstance(error, QueueFull | BudgetFull) else status.retry_delay_s
+    text, problem = _cut(error.text(naming)), _cut(error.problem_text(naming))
+    failure = Failure(status, type(error).reason, text, "", problem, delay_s)
+    if not isinstance(error, RequestError):
+        return failure
+    part = error.field.part if isinstance(error.field, FieldPath) else None
+    return replace(failure, field=error.field_name(naming), is_request_error=True, part=part)
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT_CHARS else text[:MAX_TEXT_CHARS] + "…"

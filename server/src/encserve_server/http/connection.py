@@ -1,0 +1,136 @@
+"""What stands between a connection and aiohttp, and bounds what aiohttp does not."""
+
+import asyncio
+from collections.abc import Callable
+from typing import cast
+
+from aiohttp import web
+
+# What may wait behind the request that is being answered. aiohttp bounds the number of such requests, not their bytes.
+MAX_WAITING_BYTES = 64 * 1024
+_CORRECTION_SECONDS = 1.0
+# How long a connection over the limit may take to say what it wants.
+_REFUSAL_SECONDS = 1.0
+_HEALTH_REQUESTS = (b"GET /health ", b"HEAD /health ")
+
+
+class Connection(asyncio.Protocol):
+    """One connection: passes everything on to aiohttp, and reads no more while too much waits for its turn.
+
+    What waits is estimated: the bytes that have come, less those of requests that are complete. Blanks in heads that
+    need not be there make the estimate too high; it is corrected after a second without a request.
+    """
+
+    def __init__(self, inner: web.RequestHandler, open_connections: set["Connection"]) -> None:
+        """Takes aiohttp's protocol of this connection, and where connections are while they are open."""
+        self._inner = inner
+        self._open_connections = open_connections
+        self._transport: asyncio.Transport | None = None
+        self._waiting_bytes = 0
+        self._is_answering = self._is_in_body = self._is_paused = False
+        self._correction: asyncio.TimerHandle | None = None
+
+    @property
+    def has_more(self) -> bool:
+        """Whether anything has come behind the request that is being answered."""
+        return self._waiting_bytes > 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Passed on."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are of no class of asyncio's
+        self._open_connections.add(self)
+        self._inner.connection_made(self._transport)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Passed on."""
+        self._open_connections.discard(self)
+        self._transport = None
+        self._inner.connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Passed on, and counted."""
+        self._waiting_bytes += len(data)
+        self._inner.data_received(data)
+        if not self._is_in_body:
+            self._bound()
+
+    def eof_received(self) -> None:
+        """Passed on."""
+        self._inner.eof_received()
+
+    def pause_writing(self) -> None:
+        """Passed on."""
+        self._inner.pause_writing()
+
+    def resume_writing(self) -> None:
+        """Passed on."""
+        self._inner.resume_writing()
+
+    def wants_body(self) -> None:
+        """The body of the request that is to be answered is not all here."""
+        self._is_in_body = True
+        self._resume()
+
+    def received(self, request_bytes: int) -> None:
+        """A whole request of so many bytes is here, and is answered now; what comes behind it is another one."""
+        self._is_answering, self._is_in_body = True, False
+        self._waiting_bytes = max(self._waiting_bytes - request_bytes, 0)
+        self._bound()
+
+    def answered(self) -> None:
+        """The answer has left."""
+        if self._is_in_body:  # the body was refused before its end
+            self._waiting_bytes = 0
+        self._is_answering = self._is_in_body = False
+        if self._is_paused:
+            self._bound()
+
+    def _bound(self) -> None:
+        if self._correction is not None:
+            self._correction.cancel()
+            self._correction = None
+        if self._waiting_bytes <= MAX_WAITING_BYTES:
+            self._resume()
+        elif self._transport is not None:
+            self._transport.pause_reading()
+            self._is_paused = True
+            if not self._is_answering:  # the next request has begun by then, if all of its head is here
+                loop = asyncio.get_running_loop()
+                self._correction = loop.call_later(_CORRECTION_SECONDS, self._correct)
+
+    def _correct(self) -> None:
+        self._waiting_bytes = 0
+        self._resume()
+
+    def _resume(self) -> None:
+        if self._is_paused and self._transport is not None:
+            self._is_paused = False
+            self._transport.resume_reading()
+
+
+class Refusal(asyncio.Protocol):
+    """A connection beyond the limit: it gets one answer, about health or that the server is busy, and is closed."""
+
+    def __init__(self, is_serving: Callable[[], bool]) -> None:
+        """Takes whether every model is ready."""
+        self._is_serving = is_serving
+        self._transport: asyncio.Transport | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Waits for the request, for a moment."""
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's are of no class of asyncio's
+        self._timer = asyncio.get_running_loop().call_later(_REFUSAL_SECONDS, self._transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Answers whatever it is."""
+        assert self._transport is not None  # noqa: S101 - asyncio's order
+        is_healthy = data.startswith(_HEALTH_REQUESTS) and self._is_serving()
+        status = b"200 OK" if is_healthy else b"503 Service Unavailable\r\nretry-after: 1"
+        self._transport.write(b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
+        self._transport.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Ends the wait."""
+        if self._timer is not None:
+            self._timer.cancel()

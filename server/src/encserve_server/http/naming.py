@@ -1,0 +1,33 @@
+"""What OpenAI's routes and those of text-embeddings-inference call fields and values, in errors."""
+
+from enum import Enum
+
+from encserve_server.errors import FieldPath, Part
+
+_FIELDS = {
+    Part.OUTPUTS: "pooling",
+    Part.OUTPUT: "pooling",
+    Part.OUTPUT_KIND: "pooling",
+    Part.OUTPUT_NORMALIZE: "normalize",
+    Part.OUTPUT_DIMENSIONS: "dimensions",
+    Part.MODEL_VERSION: "model",
+}
+_OF_INPUTS = frozenset({Part.INPUTS, Part.INPUT, Part.TEXT, Part.IDS, Part.VECTORS})
+
+
+class HttpNaming:
+    """See `errors.Naming`."""
+
+    def __init__(self, inputs: str) -> None:
+        """Takes what the field of a request's inputs is called."""
+        self._inputs = inputs
+
+    def field(self, path: FieldPath) -> str:
+        """As in `input[3][17]`, the 18th id of the fourth input; what is not an input's is not one of several here."""
+        if path.part not in _OF_INPUTS:
+            return _FIELDS.get(path.part) or path.part.name.lower()
+        return self._inputs + "".join(f"[{place}]" for place in (path.at, path.place) if place is not None)
+
+    def value(self, value: Enum) -> str:
+        """As in `query`."""
+        return value.name.lower()

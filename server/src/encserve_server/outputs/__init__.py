@@ -1,0 +1,22 @@
+"""What callers can have of a sequence: one class for each kind of output, from the check to the numbers."""
+
+from encserve_server.outputs.kind import Kind
+from encserve_server.outputs.loading import OpenHead
+from encserve_server.outputs.model import ModelOutputs
+from encserve_server.outputs.plan import OutputPlan
+from encserve_server.outputs.rows import HasOutputs
+from encserve_server.outputs.sparse import static_weights
+from encserve_server.outputs.spec import MAX_OUTPUTS, MAX_POOLED_VECTORS, SPAN_POOLINGS, OutputSpec
+
+__all__ = [
+    "MAX_OUTPUTS",
+    "MAX_POOLED_VECTORS",
+    "SPAN_POOLINGS",
+    "HasOutputs",
+    "Kind",
+    "ModelOutputs",
+    "OpenHead",
+    "OutputPlan",
+    "OutputSpec",
+    "static_weights",
+]

@@ -1,0 +1,37 @@
+"""Sockets that listen."""
+
+import errno
+import socket
+
+
+def open_listeners(host: str, port: int, backlog: int | None = None) -> list[socket.socket]:
+    """Listens on every address of a host that this machine has, all with one port; with port 0 a free one.
+
+    `::` is every address of IPv4 too, where the system can do that.
+
+    Raises:
+        OSError: The host has no address here, or one of them is in use or not for this user.
+    """
+    listeners: list[socket.socket] = []
+    missing: OSError | None = None
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, address in dict.fromkeys((family, str(address[0])) for family, *_, address in found):
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        try:
+            listeners.append(socket.create_server((address, port), family=family, backlog=backlog, dualstack_ipv6=both))
+        except OSError as error:
+            if error.errno in {errno.EADDRINUSE, errno.EACCES}:
+                close_all(listeners)
+                raise
+            missing = error
+        else:
+            port = port or listeners[0].getsockname()[1]
+    if missing is not None and not listeners:
+        raise missing
+    return listeners
+
+
+def close_all(listeners: list[socket.socket]) -> None:
+    """Closes sockets."""
+    for listener in listeners:
+        listener.close()

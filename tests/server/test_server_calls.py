@@ -1,0 +1,817 @@
+"""The way around every call: what it holds and gives back, what counts refuse, and that each ends once, however."""
+
+import asyncio
+import contextlib
+import gc
+import types
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from fake_engine import FakeEngine
+from fake_server import D_MODEL, LONGEST, SERVICE, Failed, FakeServer, StartServer, make_input
+from open_inference import infer_request, text_tensor
+from waiting import PATIENCE_SECONDS, until
+
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.errors import BundleError, FieldPath, InvalidField, Part, PlainNaming
+from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.rpc import codec, inspect_codec, naming, receiving, sending
+from encserve_server.rpc.open_inference import codec as infer_codec
+from encserve_server.rpc.open_inference.service import SERVICE_NAME as INFER_SERVICE
+from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
+from encserve_server.rpc.streams import answer_stream
+
+MIB = 2**20
+ENCODE = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
+STREAM = {"grpc_type": "bidi_stream", "grpc_service": SERVICE, "grpc_method": "EncodeStream"}
+INFER_STREAM = {"grpc_type": "bidi_stream", "grpc_service": INFER_SERVICE, "grpc_method": "ModelStreamInfer"}
+OWN = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
+
+
+def held(server: FakeServer) -> float:
+    return server.sample("encserve_in_flight_bytes")
+
+
+def in_flight(server: FakeServer) -> float:
+    return server.sample("encserve_in_flight_requests")
+
+
+def handled(server: FakeServer, code: str, **method: str) -> float:
+    return server.sample("grpc_server_handled_total", **(method or ENCODE), grpc_code=code)
+
+
+async def all_given_back(server: FakeServer) -> None:
+    await until(lambda: (held(server), in_flight(server)) == (0, 0))
+    model = server.app.catalog.resolve("", "")
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        await model.unused()
+
+
+def stream_of(server: FakeServer, service: str = SERVICE, method: str = "EncodeStream") -> Any:
+    rpc: Any = server.channel.stream_stream(f"/{service}/{method}")
+    return rpc()
+
+
+def stream_request(request_id: str, *inputs: Any) -> bytes:
+    request = pb.EncodeRequest(inputs=map(make_input, inputs))
+    return pb.EncodeStreamRequest(request_id=request_id, request=request).SerializeToString()
+
+
+class Panic(BaseException):
+    """As what PyO3 raises where Rust code panics."""
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The byte budget
+
+
+async def test_the_limit_stands_beside_what_it_limits(start_server: StartServer) -> None:
+    server = await start_server(max_in_flight_mib=100)
+    assert server.sample("encserve_in_flight_limit_bytes") == 100 * MIB
+    assert held(server) == 0
+
+
+async def good(server: FakeServer) -> None:
+    await server.encode("hello brave new world", [1, 2, 3])
+
+
+async def refused(server: FakeServer) -> None:
+    with pytest.raises(Failed):
+        await server.encode([1, 10**6])
+
+
+async def poisoned(server: FakeServer) -> None:
+    with pytest.raises(Failed, match="cannot be computed|could not compute|INTERNAL"):
+        await server.encode([666])
+
+
+async def expired(server: FakeServer) -> None:
+    server.engine.hold()
+    with pytest.raises(Failed) as caught:
+        await server.encode([1], timeout=0.1)
+    server.engine.let_go()
+    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def cancelled(server: FakeServer) -> None:
+    server.engine.hold()
+    rpc: Any = server.channel.unary_unary(f"/{SERVICE}/Encode")
+    call = rpc(pb.EncodeRequest(inputs=[make_input([1])]).SerializeToString())
+    await until(lambda: held(server) > 0)
+    call.cancel()
+    await until(lambda: held(server) == 0)
+    server.engine.let_go()
+
+
+async def tokenized(server: FakeServer) -> None:
+    await server.call("Tokenize", pb.TokenizeRequest(texts=["hello world"] * 20))
+
+
+async def inspected(server: FakeServer) -> None:
+    await server.inspect(pb.InspectRequest(input=make_input([1, 2])))
+
+
+async def described(server: FakeServer) -> None:
+    await server.call("ListModels", b"")
+    await server.call("GetModel", b"")
+
+
+async def inferred(server: FakeServer) -> None:
+    await server.call("ModelInfer", infer_request(text=text_tensor("hello")), INFER_SERVICE)
+    with pytest.raises(Failed):
+        await server.call("ModelInfer", infer_request(), INFER_SERVICE)
+
+
+async def streamed(server: FakeServer) -> None:
+    call = stream_of(server)
+    for i in range(20):
+        await call.write(stream_request(str(i), [1, 2], [3] if i % 2 else [10**6]))
+    await call.done_writing()
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
+async def stream_broken_off(server: FakeServer) -> None:
+    server.engine.hold()
+    call = stream_of(server)
+    for i in range(20):
+        await call.write(stream_request(str(i), [1, 2]))
+    await until(lambda: server.sample("encserve_queue_sequences", model="tiny", version="2") > 0)
+    assert held(server) > 0
+    call.cancel()
+    await until(lambda: held(server) == 0)
+    server.engine.let_go()
+
+
+async def malformed(server: FakeServer) -> None:
+    for method in ("Encode", "Tokenize", "GetModel"):
+        with pytest.raises(Failed, match="are not a"):
+            await server.call(method, b"\xff\xff")
+    call = stream_of(server)
+    await call.write(b"\xff\xff")
+    with pytest.raises(grpc.aio.AioRpcError):
+        await call.read()
+
+
+CALLS = [
+    good, refused, poisoned, expired, cancelled, tokenized, inspected, described, inferred, streamed, stream_broken_off,
+    malformed,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("calls", CALLS)
+async def test_whatever_a_call_held_is_given_back(
+    start_server: StartServer, calls: Callable[[FakeServer], Awaitable[None]]
+) -> None:
+    server = await start_server(FakeEngine(D_MODEL, poison=666), open_inference=True)
+    await calls(server)
+    await all_given_back(server)
+    await server.encode([1])
+
+
+async def test_bytes_are_held_while_a_call_waits(server: FakeServer) -> None:
+    server.engine.hold()
+    data = pb.EncodeRequest(inputs=[make_input([1] * LONGEST)]).SerializeToString()
+    calling = asyncio.create_task(server.call("Encode", data))
+    await asyncio.to_thread(server.engine.started.acquire)
+    rows = LONGEST * D_MODEL * 4
+    assert held(server) > len(data) + 2 * rows  # the request, the rows, and the reply made of them
+    server.engine.let_go()
+    await calling
+    await all_given_back(server)
+
+
+async def test_a_full_budget_refuses_what_is_not_alone(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.app._calls, "max_held_bytes", 3000)
+    server.engine.hold()
+    first = asyncio.create_task(server.encode([1] * LONGEST, [2] * LONGEST))  # of over 2000 bytes of reply, and alone
+    await asyncio.to_thread(server.engine.started.acquire)
+    before = held(server)
+    assert before > 1000
+    with pytest.raises(Failed, match=r"hold \d+ of at most 3000 bytes \(max_in_flight_mib\) and this one") as caught:
+        await server.encode([3] * LONGEST, [4] * LONGEST)
+    refusal = caught.value
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
+    assert refusal.pushback_ms == "1000"
+    assert refusal.details["google.rpc.RetryInfo"].retry_delay.seconds == 1
+    await until(lambda: held(server) == before)
+    server.engine.let_go()
+    assert len((await first).sequences) == 2
+    await all_given_back(server)
+    assert server.sample("encserve_refused_total", reason="BUDGET_FULL") == 1
+    await server.encode([5] * LONGEST, [6] * LONGEST)
+
+
+async def test_a_call_that_is_alone_is_always_admitted(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server.app._calls, "max_held_bytes", 1)
+    assert len((await server.encode([1] * LONGEST, "hello")).sequences) == 2
+    await server.call("Tokenize", pb.TokenizeRequest(texts=["hello"]))
+
+
+async def test_a_full_budget_is_the_answer_of_one_request_of_a_stream(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.engine.hold()
+    call = stream_of(server)
+    await until(lambda: held(server) > 0)
+    monkeypatch.setattr(server.app._calls, "max_held_bytes", int(held(server)) + 6000)
+    await call.write(stream_request("first", [1] * LONGEST))
+    await asyncio.to_thread(server.engine.started.acquire)
+    await call.write(stream_request("second", [2] * LONGEST))
+    answer = pb.EncodeStreamResponse.FromString(await call.read())
+    assert (answer.request_id, answer.error.reason) == ("second", "BUDGET_FULL")
+    assert answer.error.code == grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+    assert answer.error.retry_delay_seconds == 1
+    server.engine.let_go()
+    assert pb.EncodeStreamResponse.FromString(await call.read()).request_id == "first"
+    await call.write(stream_request("third", [3] * LONGEST))
+    assert not pb.EncodeStreamResponse.FromString(await call.read()).HasField("error")
+    call.cancel()
+    await all_given_back(server)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Receiving
+
+
+@pytest.fixture
+def two_places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Settings of a server that has room for two slow requests or streams."""
+    monkeypatch.setattr(receiving, "_LEAST_PLACES", 2)
+    monkeypatch.setattr(receiving, "_LOOK_SECONDS", 0.02)
+    return {"max_request_mib": 4, "max_response_mib": 1, "max_in_flight_mib": 8}
+
+
+def half_sent(server: FakeServer) -> Any:
+    """A call whose request does not come."""
+    rpc: Any = server.channel.stream_unary(f"/{SERVICE}/Encode")
+    return rpc()
+
+
+async def refusal_of(call: Any) -> Failed:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return Failed(caught.value)
+
+
+async def test_slow_requests_have_places_and_others_need_none(
+    start_server: StartServer, two_places: dict[str, Any]
+) -> None:
+    server = await start_server(**two_places)
+    halves = [half_sent(server) for _ in range(2)]
+    await until(lambda: held(server) == 4 * MIB)  # half of the budget, 2 MiB each
+    await asyncio.gather(*(server.encode([i]) for i in range(10)))
+    refusal = await refusal_of(half_sent(server))
+    assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
+    assert "2 streams and slow requests are open (max_in_flight_mib)" in refusal.text
+    assert refusal.details["google.rpc.RetryInfo"].retry_delay.seconds == 1
+    halves[0].cancel()
+    await until(lambda: held(server) == 2 * MIB)
+    further = half_sent(server)
+    await until(lambda: held(server) == 4 * MIB)
+    for half in (further, halves[1]):
+        half.cancel()
+    await all_given_back(server)
+
+
+async def test_a_half_sent_call_ends_in_time(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, two_places: dict[str, Any]
+) -> None:
+    monkeypatch.setattr(receiving, "RECEIVE_SECONDS", 0.2)
+    server = await start_server(**two_places)
+    failed = await refusal_of(half_sent(server))
+    assert (failed.code, failed.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED")
+    assert "the request did not arrive within" in failed.text
+    await all_given_back(server)
+
+
+async def test_health_is_answered_beside_half_sent_calls(start_server: StartServer, two_places: dict[str, Any]) -> None:
+    server = await start_server(**two_places)
+    halves = [half_sent(server) for _ in range(6)]
+    await until(lambda: in_flight(server) == 6)
+    await server.call("Check", b"", "grpc.health.v1.Health")
+    for half in halves:
+        half.cancel()
+    await all_given_back(server)
+
+
+async def test_a_call_without_a_request_is_refused_at_once(server: FakeServer) -> None:
+    call = half_sent(server)
+    await call.done_writing()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async with asyncio.timeout(PATIENCE_SECONDS / 3):  # less than a request may take to arrive
+            await call
+    failed = Failed(caught.value)
+    assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
+    await all_given_back(server)
+
+
+async def test_a_caller_that_goes_while_it_sends_has_made_no_mistake(server: FakeServer) -> None:
+    for i in range(10):
+        call = half_sent(server)
+        await until(lambda: in_flight(server) == 1)
+        call.cancel()
+        await until(lambda: in_flight(server) == 0)
+        assert handled(server, "Canceled") == i + 1
+    assert (
+        handled(server, "InvalidArgument") == server.sample("encserve_refused_total", reason="MALFORMED_REQUEST") == 0
+    )
+
+
+async def test_streams_are_bounded_too(start_server: StartServer, two_places: dict[str, Any]) -> None:
+    server = await start_server(**two_places)
+    calls = [stream_of(server) for _ in range(2)]
+    for call in calls:
+        await call.write(stream_request("a", [1]))
+        await call.read()
+    assert (await refusal_of(stream_of(server).read())).reason == "BUDGET_FULL"
+    await server.encode([1])
+    calls[0].cancel()
+    await until(lambda: in_flight(server) == 1)
+    further = stream_of(server)
+    await further.write(stream_request("a", [1]))
+    assert await further.read() is not grpc.aio.EOF
+    for call in (further, calls[1]):
+        call.cancel()
+    await all_given_back(server)
+
+
+async def test_the_stream_that_is_idle_for_longest_makes_room(
+    start_server: StartServer, two_places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gRPC does not tell it from one whose message does not become whole."""
+    server = await start_server(**two_places)
+    monkeypatch.setattr(receiving, "RECEIVE_SECONDS", 0.1)
+    server.engine.hold()
+    busy, idle = stream_of(server), stream_of(server)
+    await busy.write(stream_request("a", [1]))
+    await asyncio.to_thread(server.engine.started.acquire)
+    ended = asyncio.create_task(refusal_of(idle.read()))
+    await until(lambda: in_flight(server) == 2)
+    await asyncio.sleep(0.2)
+    assert not ended.done()  # without another call nothing happens to it
+    further = stream_of(server)
+    failed = await ended
+    assert failed.reason == "BUDGET_FULL"
+    assert "the stream made no progress for" in failed.text
+    server.engine.let_go()
+    await further.write(stream_request("b", [1]))
+    for call, request_id in ((busy, "a"), (further, "b")):
+        assert pb.EncodeStreamResponse.FromString(await call.read()).request_id == request_id
+        call.cancel()
+    await all_given_back(server)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Sending
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Replies have to be read soon."""
+    monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
+    monkeypatch.setattr(sending, "_SECONDS_PER_MIB", 0.0)
+    monkeypatch.setattr(sending, "_LOOK_SECONDS", 0.02)
+
+
+async def test_who_does_not_read_a_reply_is_cut_off_and_nobody_else(impatient: None, start_server: StartServer) -> None:
+    server = await start_server(FakeEngine(500_000))  # 2 MB for each token
+    data = pb.EncodeRequest(inputs=[make_input([1] * 5)]).SerializeToString()
+    other = stream_of(server)
+    await other.write(stream_request("a", [1]))
+    await other.read()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
+        rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")  # unlike a unary call's, its answer need not be read
+        calls = [rpc(data) for _ in range(3)]
+        await until(lambda: held(server) >= 3 * 2 * 10_000_000)  # the reply, and gRPC's copy
+        assert handled(server, "OK") == 3
+        await until(lambda: held(server) == 4.5 * MIB)  # the place of the stream
+        for call in calls:
+            assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    await other.write(stream_request("b", [1]))
+    assert pb.EncodeStreamResponse.FromString(await other.read()).request_id == "b"
+    other.cancel()
+    await all_given_back(server)
+
+
+async def test_who_does_not_read_a_stream_is_cut_off_and_nobody_else(
+    impatient: None, start_server: StartServer
+) -> None:
+    server = await start_server(FakeEngine(500_000))
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
+        rpc: Any = channel.stream_stream(f"/{SERVICE}/EncodeStream")
+        call = rpc()
+        for i in range(10):
+            await call.write(stream_request(str(i), [1] * 5))
+        assert await call.code() is grpc.StatusCode.UNAVAILABLE
+    await all_given_back(server)
+    await until(lambda: handled(server, "DeadlineExceeded", **STREAM) == 1)
+    await server.encode([1])
+
+
+async def test_a_slow_reader_has_a_second_more_for_each_mib() -> None:
+    assert sending.seconds_to_read(0) == 30
+    assert sending.seconds_to_read(64 * MIB) == 94
+
+
+async def test_looking_for_a_connection_leaves_no_descriptor_behind() -> None:
+    before = sorted(sending._FDS.iterdir())
+    for _ in range(5):
+        sending.close_connections({"ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1", "unix:/a/socket", "ipv4:none:x", ""})
+    assert sorted(sending._FDS.iterdir()) == before
+
+
+async def test_connections_are_closed_whatever_their_family() -> None:
+    ends: list[asyncio.StreamWriter] = []
+
+    async def accept(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ends.append(writer)
+
+    listening = await asyncio.start_server(accept, "127.0.0.1", 0)
+    port = listening.sockets[0].getsockname()[1]
+    try:
+        readers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
+        await until(lambda: len(ends) == 3)
+        peers = [it.get_extra_info("peername")[1] for it in ends]
+        # As a server that listens on :: sees a caller of IPv4.
+        sending.close_connections({f"ipv4:127.0.0.1:{peers[0]}", f"ipv6:%5B::ffff:127.0.0.1%5D:{peers[2]}"})
+        gone = [it for it, _ in readers if it.at_eof() or await _ends(it)]
+        assert gone == [readers[0][0], readers[2][0]]
+    finally:
+        for writer in (*ends, *(it for _, it in readers)):
+            writer.close()
+        listening.close()
+
+
+async def _ends(reader: asyncio.StreamReader) -> bool:
+    try:
+        async with asyncio.timeout(0.3):
+            return not await reader.read()
+    except TimeoutError:
+        return False
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Streams
+
+
+async def test_the_errors_of_a_streams_requests_are_counted(server: FakeServer) -> None:
+    call = stream_of(server)
+    for i, ids in enumerate([[1], [10**6], [2], [-1]]):
+        await call.write(stream_request(str(i), ids))
+    await call.write(pb.EncodeStreamRequest(request_id="5", request=pb.EncodeRequest(model="no")).SerializeToString())
+    await call.done_writing()
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    await until(lambda: handled(server, "OK", **STREAM) == 1)  # the stream
+    assert handled(server, "InvalidArgument", **STREAM) == 2
+    assert handled(server, "NotFound", **STREAM) == 1
+    assert server.sample("grpc_server_started_total", **STREAM) == 1
+    assert server.sample("encserve_refused_total", reason="INVALID_FIELD") == 2
+    assert server.sample("grpc_server_handling_seconds_count", **STREAM) == 1
+
+
+async def test_the_errors_of_an_open_inference_stream_are_counted(start_server: StartServer) -> None:
+    server = await start_server(open_inference=True)
+    call = stream_of(server, INFER_SERVICE, "ModelStreamInfer")
+    await call.write(infer_request(text=text_tensor("hello")).SerializeToString())
+    await call.write(infer_request().SerializeToString())
+    await call.done_writing()
+    while await call.read() is not grpc.aio.EOF:
+        pass
+    await until(lambda: handled(server, "OK", **INFER_STREAM) == 1)
+    assert handled(server, "InvalidArgument", **INFER_STREAM) == 1
+
+
+async def test_a_huge_request_id_is_refused_and_echoed_cut(start_server: StartServer) -> None:
+    server = await start_server(open_inference=True)
+    huge = "i" * (4 * 10**6)
+    call = stream_of(server)
+    await call.write(stream_request(huge, [1]))
+    answer = pb.EncodeStreamResponse.FromString(await call.read())
+    assert answer.request_id == huge[:128]
+    assert answer.error.message == "request_id: must be 1 to 128 bytes; was 4000000"
+    assert len(answer.SerializeToString()) < 1000
+    call.cancel()
+    call = stream_of(server, INFER_SERVICE, "ModelStreamInfer")
+    request = infer_request(text=text_tensor("hello"))
+    request.id = huge
+    await call.write(request.SerializeToString())
+    infer_answer = infer_pb.ModelStreamInferResponse.FromString(await call.read())
+    assert infer_answer.infer_response.id == huge[:128]
+    assert infer_answer.error_message == "id: must be at most 1024 characters; was 4000000"
+    call.cancel()
+    await all_given_back(server)
+
+
+async def test_an_idle_stream_keeps_no_message(server: FakeServer) -> None:
+    """Neither the last request nor the last answer: thousands of streams may be idle."""
+    call = stream_of(server)
+    await call.write(stream_request("a", [1]))
+    await call.read()
+    await until(lambda: in_flight(server) == 1 and held(server) == 4.5 * MIB)  # its place
+    await asyncio.sleep(0.05)
+    assert kept_messages() == []
+    call.cancel()
+
+
+def kept_messages() -> list[str]:
+    """Where coroutines of the server hold bytes while they wait."""
+    return [
+        f"{it.__qualname__}: {name}"
+        for it in gc.get_objects()
+        if type(it) is types.CoroutineType and it.cr_frame and "encserve_server" in it.cr_code.co_filename
+        for name, value in it.cr_frame.f_locals.items()
+        if isinstance(value, bytes | tuple) and value
+    ]
+
+
+class Unsent:
+    """A call whose answer has not been written."""
+
+    def __init__(self) -> None:
+        self.is_released = False
+
+    def release(self) -> None:
+        self.is_released = True
+
+
+@pytest.mark.parametrize("cancels", [1, 2])
+async def test_answers_that_are_never_written_are_given_back(cancels: int) -> None:
+    """Also if gRPC cancels a stream that ends by itself."""
+    unsent: list[Unsent] = []
+    requests = asyncio.Queue[bytes]()
+    never = asyncio.Event()
+    for _ in range(3):
+        requests.put_nowait(b"request")
+
+    async def answer(_: bytes) -> Any:
+        unsent.append(Unsent())
+        if len(unsent) == 3:
+            with contextlib.suppress(asyncio.CancelledError):
+                await never.wait()  # and is answered at the very end
+        return b"answer", unsent[-1]
+
+    async def write(_: bytes) -> None:
+        await never.wait()
+
+    stream = asyncio.create_task(answer_stream(requests.get, answer, write, max_in_flight=8, draining=asyncio.Event()))
+    await until(lambda: len(unsent) == 3)
+    for _ in range(cancels):
+        stream.cancel()
+        await asyncio.sleep(0)
+    with pytest.raises(asyncio.CancelledError):
+        await stream
+    await until(lambda: all(it.is_released for it in unsent))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Counts before contents
+
+
+@pytest.fixture
+def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was decoded whose contents are copied."""
+    seen: list[str] = []
+
+    def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            seen.append(name)
+            return real(*args, **more)
+
+        return call
+
+    for module, name in (
+        (codec, "decode_input"),
+        (codec, "_decode_output"),
+        (codec, "_decode_ranges"),
+        (inspect_codec, "decode_input"),
+        (infer_codec, "decode_call"),
+        (TextTokenizer, "tokenize"),
+    ):
+        monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
+    return seen
+
+
+POOLED = pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN)
+MANY_SPANS = pb.Spans(starts=[0] * 16_385, ends=[1] * 16_385)
+TOO_MUCH: dict[str, tuple[pb.EncodeRequest, str]] = {
+    "inputs": (pb.EncodeRequest(inputs=[make_input([1])] * 257), "TOO_MANY_INPUTS"),
+    "no inputs": (pb.EncodeRequest(), "INVALID_FIELD"),
+    "outputs": (
+        pb.EncodeRequest(inputs=[make_input([1])], options=pb.EncodeOptions(outputs=[POOLED] * 17)),
+        "TOO_MANY_OUTPUTS",
+    ),
+    "ids": (pb.EncodeRequest(inputs=[make_input([1] * LONGEST)] * 4), "REQUEST_TOO_LARGE"),
+    "spans": (
+        pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[1]), spans=MANY_SPANS)]),
+        "INVALID_FIELD",
+    ),
+    "ends of spans": (
+        pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[1]), spans=pb.Spans(starts=[0]))]),
+        "INVALID_FIELD",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOO_MUCH)
+@pytest.mark.parametrize("in_stream", [False, True])
+async def test_what_counting_can_refuse_is_not_copied(
+    start_server: StartServer, copied: list[str], name: str, in_stream: bool
+) -> None:
+    server = await start_server(max_queue_tokens=100)
+    request, reason = TOO_MUCH[name]
+    if in_stream:
+        call = stream_of(server)
+        await call.write(pb.EncodeStreamRequest(request_id="a", request=request).SerializeToString())
+        assert pb.EncodeStreamResponse.FromString(await call.read()).error.reason == reason
+        call.cancel()
+    else:
+        with pytest.raises(Failed) as caught:
+            await server.call("Encode", request)
+        assert caught.value.reason == reason
+    assert copied == []
+    await server.encode([1])
+    assert copied == ["decode_input"]
+
+
+async def test_texts_that_are_too_many_are_not_tokenized(server: FakeServer, copied: list[str]) -> None:
+    with pytest.raises(Failed, match="at most 256 sequences") as caught:
+        await server.call("Tokenize", pb.TokenizeRequest(texts=["hello"] * 257))
+    assert caught.value.reason == "TOO_MANY_INPUTS"
+    assert copied == []
+
+
+def ids_tensor(shape: tuple[int, int]) -> Any:
+    tensor = infer_pb.ModelInferRequest.InferInputTensor(name="input_ids", datatype="INT64", shape=shape)
+    tensor.contents.int64_contents.extend([1] * (shape[0] * shape[1]))
+    return tensor
+
+
+@pytest.mark.parametrize("what", ["inputs", "texts", "outputs", "ids", "dimensions"])
+async def test_what_counting_can_refuse_is_not_copied_over_open_inference(
+    start_server: StartServer, copied: list[str], what: str
+) -> None:
+    server = await start_server(max_queue_tokens=100, open_inference=True)
+    request = infer_pb.ModelInferRequest(model_name="tiny")
+    tensor = ids_tensor({"inputs": (257, 1), "ids": (4, LONGEST)}.get(what, (1, 1)))
+    if what == "texts":
+        tensor = infer_pb.ModelInferRequest.InferInputTensor(name="text", datatype="BYTES", shape=[257])
+        tensor.contents.bytes_contents.extend([b"hello"] * 257)
+    elif what == "dimensions":
+        tensor.shape.extend([1] * 100_000)
+    request.inputs.append(tensor)
+    if what == "outputs":
+        request.outputs.extend([infer_pb.ModelInferRequest.InferRequestedOutputTensor(name="embedding")] * 17)
+    reasons = {"outputs": "TOO_MANY_OUTPUTS", "ids": "REQUEST_TOO_LARGE", "dimensions": "INVALID_FIELD"}
+    with pytest.raises(Failed) as caught:
+        await server.call("ModelInfer", request, INFER_SERVICE)
+    assert caught.value.reason == reasons.get(what, "TOO_MANY_INPUTS")
+    assert copied == []
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How calls end
+
+
+async def stop_in_the_middle(server: FakeServer, calls: list[Any]) -> bool:
+    """Stops a server while calls are worked on, and lets these end."""
+    stopping = asyncio.create_task(server.app.stop())
+    await until(server.app._calls.draining.is_set)
+    assert not stopping.done()
+    assert in_flight(server) == len(calls)
+    server.engine.let_go()
+    server.inspector.let_go()
+    return await stopping
+
+
+@pytest.mark.parametrize("method", ["Encode", "EncodeStream", "Inspect", "ModelInfer"])
+async def test_what_is_in_flight_is_answered_before_a_stop(start_server: StartServer, method: str) -> None:
+    server = await start_server(open_inference=True, grace_seconds=60)
+    server.engine.hold()
+    server.inspector.hold()
+    if method == "Encode":
+        answer: Any = asyncio.create_task(server.encode([1]))
+    elif method == "Inspect":
+        answer = asyncio.create_task(server.inspect(pb.InspectRequest(input=make_input([1]))))
+    elif method == "ModelInfer":
+        answer = asyncio.create_task(server.call("ModelInfer", infer_request(text=text_tensor("hello")), INFER_SERVICE))
+    else:
+        call = stream_of(server)
+        await call.write(stream_request("a", [1]))
+        answer = asyncio.create_task(call.read())
+    started = server.inspector.started if method == "Inspect" else server.engine.started
+    await asyncio.to_thread(started.acquire)
+    assert in_flight(server) == 1
+    assert not server.app._calls.idle.is_set()
+    stopped = await stop_in_the_middle(server, [answer])
+    assert await answer
+    assert stopped
+    assert (held(server), in_flight(server)) == (0, 0)
+    assert server.app._calls.idle.is_set()
+
+
+async def test_new_calls_are_refused_while_the_server_stops(start_server: StartServer) -> None:
+    server = await start_server(open_inference=True, grace_seconds=60)
+    server.engine.hold()
+    running = asyncio.create_task(server.encode([1]))
+    await asyncio.to_thread(server.engine.started.acquire)
+    server.app._calls.drain()
+    refusals = [
+        server.encode([1]),
+        server.call("Tokenize", pb.TokenizeRequest(texts=["hello"])),
+        server.inspect(pb.InspectRequest(input=make_input([1]))),
+        server.call("ModelInfer", infer_request(text=text_tensor("hello")), INFER_SERVICE),
+    ]
+    for refusal in await asyncio.gather(*refusals, return_exceptions=True):
+        assert isinstance(refusal, Failed)
+        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stream_of(server).read()
+    assert Failed(caught.value).reason == "DRAINING"
+    await server.call("ServerLive", b"", INFER_SERVICE)
+    await server.call("Check", b"", "grpc.health.v1.Health")
+    server.engine.let_go()
+    await running
+    await all_given_back(server)
+
+
+@pytest.mark.parametrize("raised", [Panic("the Rust code panicked"), MemoryError("none"), BundleError("a path")])
+@pytest.mark.parametrize("where", ["decode", "build", "build in a thread"])
+async def test_whatever_is_raised_is_answered(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, raised: BaseException, where: str
+) -> None:
+    server = await start_server()
+    if where == "build in a thread":
+        monkeypatch.setattr("encserve_server.calls._INLINE_REPLY_BYTES", 0)
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise raised
+
+    with monkeypatch.context() as broken:
+        broken.setattr(codec, "decode_call" if where == "decode" else "encode_reply", fail)
+        with pytest.raises(Failed, match="internal error") as caught:
+            await server.encode([1])
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+        call = stream_of(server)
+        await call.write(stream_request("a", [1]))
+        assert pb.EncodeStreamResponse.FromString(await call.read()).error.reason == "INTERNAL"
+    await call.write(stream_request("b", [1]))
+    assert not pb.EncodeStreamResponse.FromString(await call.read()).HasField("error")
+    call.cancel()
+    assert handled(server, "Internal") == 1
+    await all_given_back(server)
+
+
+async def test_a_panic_outside_of_a_streams_requests_ends_the_stream(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise Panic
+
+    monkeypatch.setattr(codec, "parse", fail)
+    call = stream_of(server)
+    await call.write(stream_request("a", [1]))
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call.read()
+    assert Failed(caught.value).reason == "INTERNAL"
+    assert handled(server, "Internal", **STREAM) == 1
+    await all_given_back(server)
+
+
+async def test_a_reply_counts_as_in_flight_until_it_has_left(start_server: StartServer) -> None:
+    server = await start_server(FakeEngine(500_000))
+    data = pb.EncodeRequest(inputs=[make_input([1] * 5)]).SerializeToString()
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
+        rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")
+        call = rpc(data)
+        await until(lambda: handled(server, "OK") == 1)
+        await asyncio.sleep(0.1)
+        assert in_flight(server) == 1
+        assert held(server) == pytest.approx(20_000_000, rel=0.01)
+        call.cancel()
+        await all_given_back(server)
+
+
+@pytest.mark.parametrize("names", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT, infer_codec.InferNaming()])
+def test_every_part_of_a_request_has_a_name_in_every_protocol(names: Any) -> None:
+    """An error that could not be named would be no answer at all."""
+    for part in Part:
+        for at, place in ((None, None), (3, None), (3, 17)):
+            error = InvalidField(FieldPath(part, at, place), "wrong")
+            assert error.field_name(names)
+            assert "{" not in error.text(names)
+            assert error.text(PlainNaming())
+
+
+async def test_vectors_are_not_copied_beyond_the_longest(start_server: StartServer) -> None:
+    server = await start_server(takes_vectors=True)
+    vectors = np.ones((LONGEST * 1000, D_MODEL), np.float32)
+    request = pb.EncodeRequest(inputs=[make_input(vectors)])
+    with pytest.raises(Failed) as caught:
+        await server.call("Encode", request)
+    assert caught.value.reason == "SEQUENCE_TOO_LONG"
+    assert f"{LONGEST * 1000}" in caught.value.text

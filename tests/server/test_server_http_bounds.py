@@ -1,0 +1,310 @@
+"""What one caller can make the HTTP port hold or do: pipelining, chunks, connections, values of a body, bytes."""
+
+import asyncio
+import json
+import socket
+from typing import Any, cast
+
+import httpx
+import pytest
+from fake_server import StartServer
+from http_calls import connect, get, post, raw
+from hypothesis import given
+from hypothesis import strategies as st
+from waiting import until
+
+from encserve_server.errors import MalformedRequest, RequestError, RequestTooLarge, TooManyInputs
+from encserve_server.http import connection as http_connection
+from encserve_server.http import counting
+from encserve_server.http.connection import MAX_WAITING_BYTES, Connection
+from encserve_server.http.counting import CountLimits, check_counts
+
+TEXT = b'{"inputs": "hello"}'
+ONE = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(TEXT), TEXT)
+CHUNKED = b"POST /embed HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
+LISTS = b'{"INPUTS": [' + b"[1]," * 1_000_000 + b"[1]]}"
+IDS = b'{"INPUTS": [[' + b"1," * 2_000_000 + b"1]]}"
+OBJECTS = b'{"INPUTS": [' + b"{}," * 1_000_000 + b"{}]}"
+
+
+class FakeTransport(asyncio.Transport):
+    """A transport that knows whether it may read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._may_read = True
+
+    def is_reading(self) -> bool:
+        return self._may_read
+
+    def pause_reading(self) -> None:
+        self._may_read = False
+
+    def resume_reading(self) -> None:
+        self._may_read = True
+
+
+def connected() -> tuple[Connection, FakeTransport]:
+    """A connection whose requests have no answer."""
+    transport = FakeTransport()
+    connection = Connection(cast("Any", asyncio.Protocol()), set())
+    connection.connection_made(transport)
+    return connection, transport
+
+
+async def test_what_waits_behind_a_request_is_bounded() -> None:
+    connection, transport = connected()
+    connection.data_received(bytes(1000))
+    connection.received(1000)
+    assert not connection.has_more
+    connection.data_received(bytes(MAX_WAITING_BYTES))
+    assert transport.is_reading()
+    connection.data_received(bytes(100))
+    assert not transport.is_reading()
+    connection.answered()
+    assert not transport.is_reading()
+    connection.received(99)  # the next one
+    assert not transport.is_reading()
+    connection.answered()
+    connection.received(1)
+    assert transport.is_reading()
+
+
+async def test_a_large_body_is_read_to_its_end() -> None:
+    connection, transport = connected()
+    connection.data_received(bytes(10 * MAX_WAITING_BYTES))
+    assert not transport.is_reading()
+    connection.wants_body()
+    for _ in range(10):
+        assert transport.is_reading()
+        connection.data_received(bytes(10 * MAX_WAITING_BYTES))
+    connection.received(110 * MAX_WAITING_BYTES)
+    assert transport.is_reading()
+    assert not connection.has_more
+
+
+async def test_a_body_that_is_refused_does_not_count_as_waiting() -> None:
+    connection, transport = connected()
+    connection.wants_body()
+    connection.data_received(bytes(10 * MAX_WAITING_BYTES))
+    connection.answered()
+    connection.data_received(bytes(100))
+    assert transport.is_reading()
+
+
+async def test_blanks_that_are_not_counted_do_not_stop_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_connection, "_CORRECTION_SECONDS", 0.0)
+    connection, transport = connected()
+    connection.data_received(bytes(3 * MAX_WAITING_BYTES))
+    connection.received(MAX_WAITING_BYTES)
+    connection.answered()
+    assert not transport.is_reading()
+    await until(transport.is_reading)
+    assert not connection.has_more
+
+
+async def test_a_thousand_requests_at_once_are_answered_in_turn(start_server: StartServer) -> None:
+    server = await start_server(http_port=0)
+    async with raw(server) as (reader, writer):
+        sending = asyncio.create_task(send(writer, ONE * 2000))
+        for _ in range(2000):
+            assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
+            await reader.readuntil(b"\r\n\r\n[[0.5,0.5,0.5,0.5]]")
+        await sending
+
+
+async def send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(data)
+    await writer.drain()
+
+
+async def test_a_body_in_tiny_chunks_is_refused(start_server: StartServer) -> None:
+    server = await start_server(http_port=0)
+    async with raw(server) as (reader, writer):
+        writer.write(CHUNKED + b"1\r\n \r\n" * 3000)
+        answer = await reader.read()
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert b"1027 bytes of the body came in more than 1026 chunks: send chunks of at least 512 bytes" in answer
+    assert server.app._calls.held_bytes == 0
+
+
+async def test_a_body_in_chunks_is_read(start_server: StartServer) -> None:
+    """And the connection goes on, though chunks take more bytes than the body."""
+    server = await start_server(http_port=0, max_text_bytes=4)
+    body = json.dumps({"inputs": "x" * 1_000_000}).encode()
+
+    async def parts() -> Any:
+        for begin in range(0, len(body), 600):
+            yield body[begin : begin + 600]
+
+    async with connect(server) as client:
+        for _ in range(3):
+            refused = await client.post("/embed", content=parts())
+            assert "must be at most 4 bytes (max_text_bytes); was 1000000" in refused.text
+            assert "connection" not in refused.headers
+
+
+async def test_nothing_of_a_body_in_chunks_counts_as_waiting(start_server: StartServer) -> None:
+    server = await start_server(http_port=0)
+    async with raw(server) as (reader, writer):
+        for _ in range(3):
+            writer.write(CHUNKED + b"%x\r\n%s\r\n0\r\n\r\n" % (len(TEXT), TEXT))
+            await reader.readuntil(b"\r\n\r\n[[0.5,0.5,0.5,0.5]]")
+        assert server.app._http is not None
+        assert [connection.has_more for connection in server.app._http.connections] == [False]
+
+
+async def test_a_chunk_that_is_none(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """aiohttp does not say so to the reader of the body, so that it is the same as a body that does not come."""
+    monkeypatch.setattr("encserve_server.http.bodies.BODY_SECONDS", 0.1)
+    server = await start_server(http_port=0)
+    async with raw(server) as (reader, writer):
+        writer.write(CHUNKED + b"5\r\n{ \r\n")
+        writer.write(b"x\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 408")
+
+
+async def test_a_body_is_asked_for(start_server: StartServer) -> None:
+    """As curl wants it of a large one."""
+    server = await start_server(http_port=0)
+    async with raw(server) as (reader, writer):
+        head, _, body = ONE.partition(b"\r\n\r\n")
+        writer.write(head + b"\r\nexpect: 100-continue\r\n\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(body)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+
+async def test_connections_are_bounded(start_server: StartServer) -> None:
+    """Health checks have an answer all the same."""
+    server = await start_server(http_port=0, max_connections=2)
+    assert server.app._http is not None
+    connections = server.app._http.connections
+    async with raw(server) as (reader, writer):
+        async with raw(server):
+            await until(lambda: len(connections) == 2)
+            refused = await post(server, "/embed", TEXT)
+            assert (refused.status_code, refused.headers["connection"]) == (503, "close")
+            assert refused.headers["retry-after"] == "1"
+            assert (await get(server, "/health")).status_code == 200
+        await until(lambda: len(connections) == 1)
+        assert (await post(server, "/embed", TEXT)).status_code == 200
+        writer.write(ONE)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("host", ["localhost", "::"])
+async def test_every_address_of_a_host_is_listened_on(start_server: StartServer, host: str) -> None:
+    if not has_ipv6():
+        pytest.skip("there is no IPv6")
+    found = {str(it[4][0]) for it in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)}
+    server = await start_server(http_port=0, host=host)
+    async with httpx.AsyncClient(trust_env=False) as client:
+        for address in ["127.0.0.1", "[::1]"] if host == "::" else [f"[{it}]" if ":" in it else it for it in found]:
+            assert (await client.get(f"http://{address}:{server.app.http_port}/health")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "reason", "text"),
+    [
+        (LISTS, "TOO_MANY_INPUTS", "INPUTS: must hold at most 256 sequences (max_request_sequences); was more"),
+        (LISTS.replace(b"[1]", b'"a"'), "TOO_MANY_INPUTS", "INPUTS: must hold at most 256 sequences"),
+        (IDS, "REQUEST_TOO_LARGE", "INPUTS: must be at most 65536 token ids in all (max_queue_tokens); was more"),
+        (OBJECTS, "MALFORMED_REQUEST", "the body must hold at most 200 JSON objects; was more"),
+        (b"[" * 4_000_000, "TOO_MANY_INPUTS", "INPUTS: must hold at most 256 sequences"),
+        (b'"' + b"\\\\" * 2_000_000, "MALFORMED_REQUEST", "the body is no JSON"),
+        (b'{"INPUTS": ' + b"1" * 4_000_000 + b"}", "MALFORMED_REQUEST", "the body is no JSON"),
+    ],
+)
+async def test_a_large_body_is_counted_before_it_is_decoded(
+    start_server: StartServer, body: bytes, reason: str, text: str
+) -> None:
+    server = await start_server(http_port=0)
+    for path, inputs in (("/v1/embeddings", "input"), ("/embed", "inputs")):
+        refused = await post(server, path, body.replace(b"INPUTS", inputs.encode()))
+        assert refused.headers["encserve-error-reason"] == reason
+        assert text.replace("INPUTS", inputs) in refused.text
+
+
+async def test_a_large_body_that_is_right_is_answered(start_server: StartServer) -> None:
+    server = await start_server(http_port=0)
+    texts = ['hello "brave" \\ new, [world] {} ' * 300] * 256
+    ids = [[3] * 256] * 256
+    for inputs in (texts, ids):
+        response = await post(server, "/embed", {"inputs": inputs})
+        assert response.status_code == 200
+        assert len(response.json()) == 256
+
+
+values = st.recursive(
+    st.none() | st.integers() | st.text(alphabet='a",\\[{é🌍\n', max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(alphabet='k"\\]', max_size=2), inner, max_size=3)
+    ),
+    max_leaves=20,
+)
+
+
+def count(value: Any) -> tuple[int, int, int, int]:
+    """The strings, lists, objects, and commas between members, of a value."""
+    if isinstance(value, str):
+        return 1, 0, 0, 0
+    if not isinstance(value, list | dict):
+        return 0, 0, 0, 0
+    members = value if isinstance(value, list) else [*value, *value.values()]
+    strings, lists, objects, commas = map(sum, zip(*map(count, members), (0, 0, 0, 0), strict=True))
+    commas += max(len(value) - 1, 0)
+    return strings, lists + isinstance(value, list), objects + isinstance(value, dict), commas
+
+
+@given(values, st.integers(1, 9), st.booleans())
+def test_the_count_is_that_of_the_values(value: Any, piece_bytes: int, ensure_ascii: bool) -> None:
+    """However the body is cut into pieces."""
+    strings, lists, objects, commas = count(value)
+    body = json.dumps(value, ensure_ascii=ensure_ascii).encode()
+
+    def check(sequences: int, ids: int, most_objects: int) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(counting, "_PIECE_BYTES", piece_bytes)
+            patch.setattr(counting, "_OTHER_VALUES", 0)
+            patch.setattr(counting, "_MAX_OBJECTS", most_objects)
+            asyncio.run(check_counts(body, "input", CountLimits(sequences, ids)))
+
+    most = max(strings, lists)
+    check(most, commas, objects)
+    over: list[tuple[type[RequestError], tuple[int, int, int]]] = []
+    if most:
+        over.append((TooManyInputs, (most - 1, commas + 1, objects)))
+    if commas > most:
+        over.append((RequestTooLarge, (most, commas - most - 1, objects)))
+    if objects:
+        over.append((MalformedRequest, (most, commas, objects - 1)))
+    for error, limits in over:
+        with pytest.raises(error):
+            check(*limits)
+
+
+async def test_bytes_are_bounded_over_all_callers(start_server: StartServer) -> None:
+    """A request counts from when it comes until its answer has left."""
+    server = await start_server(http_port=0, max_in_flight_mib=100, max_text_bytes=2**22)
+    server.app._calls.max_held_bytes = 1_500_000
+    server.engine.hold()
+    text = "hello " * 100_000
+    first = asyncio.create_task(post(server, "/embed", {"inputs": [text] * 2}))
+    await until(lambda: server.app._calls.held_bytes > 1_200_000)
+    refused = await post(server, "/embed", {"inputs": text})
+    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (429, "BUDGET_FULL")
+    assert refused.headers["retry-after"] == "1"
+    assert (await post(server, "/tokenize", {"inputs": "hello"})).status_code == 200
+    server.engine.let_go()
+    assert (await first).status_code == 200
+    await until(lambda: server.app._calls.held_bytes == 0)
+    assert (await post(server, "/embed", {"inputs": text})).status_code == 200

@@ -1,0 +1,137 @@
+"""What errors call the fields and values of requests: each protocol its own names, and no protocol's below these."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import encserve_server
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.errors import FieldPath, Part
+from encserve_server.rpc import naming
+from encserve_server.rpc.open_inference.codec import InferNaming
+from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as triton
+from encserve_server.types.requests import DataType, OffsetUnit, OutputKind, Task
+
+PACKAGES = ("models", "outputs", "scheduling", "engine")
+# As protocols write fields, and the values of their enums.
+PROTOCOL_NAMES = re.compile(
+    r"(options|parameters|inputs|outputs|texts)(\.|\[)[a-z{\d]|embeddings\.|token_ids"
+    r"|(OUTPUT_KIND|TASK|DATA_TYPE|OFFSET_UNIT|DETAIL|TRUNCATION|INSPECT_KIND|POOLING)_|INVALID_ARGUMENT"
+)
+OF_OUTPUTS = {part for part in Part if part.name.startswith("OUTPUT")}
+OF_VECTORS = {Part.VECTORS, Part.VECTORS_WIDTH, Part.VECTORS_DATA}
+OF_SPANS = {Part.SPANS, Part.SPAN_UNIT, Part.SPAN_ENDS}
+OF_REPLIES = {Part.TOKEN_STRINGS, Part.EXCLUDE_SPECIAL_TOKENS}
+PLACED = {Part.IDS, Part.SPAN_ENDS}  # errors name one element of these
+
+
+def texts_of(source: str) -> Iterator[tuple[int, str]]:
+    """The texts of a module, docstrings excluded, with their lines."""
+    tree = ast.parse(source)
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    firsts = [node.body[0] for node in ast.walk(tree) if isinstance(node, owners) and node.body]
+    docstrings = {id(first.value) for first in firsts if isinstance(first, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_text_below_the_front_ends_names_a_protocols_fields_or_values(package: str) -> None:
+    found = [
+        f"{path.name}:{line}: {text}"
+        for path in sorted((Path(encserve_server.__file__).parent / package).rglob("*.py"))
+        for line, text in texts_of(path.read_text())
+        if PROTOCOL_NAMES.search(text)
+    ]
+    assert found == []
+
+
+def paths(*without: Part) -> st.SearchStrategy[FieldPath]:
+    """Which part of a request an error may be about, where the message has all but these."""
+    numbers = st.none() | st.integers(0, 300)
+
+    def of(part: Part) -> st.SearchStrategy[FieldPath]:
+        places = numbers if part in PLACED else st.none()
+        return st.builds(FieldPath, st.just(part), numbers, places)
+
+    return st.sampled_from([part for part in Part if part not in without]).flatmap(of)
+
+
+def check_path(message: Any, path: str) -> None:
+    """That a message has a field, each of whose indices is one of a repeated field."""
+    descriptor = message.DESCRIPTOR
+    for step in path.split("."):
+        found = re.fullmatch(r"([a-z0-9_]+)(\[\d+\])?", step)
+        assert found, path
+        name, index = found.groups()
+        assert descriptor is not None, path
+        assert name in descriptor.fields_by_name, path
+        field = descriptor.fields_by_name[name]
+        assert index is None or field.is_repeated, path
+        descriptor = field.message_type
+
+
+@given(paths())
+def test_the_fields_of_encode(path: FieldPath) -> None:
+    check_path(pb.EncodeRequest, naming.ENCODE.field(path))
+
+
+@given(
+    paths(
+        *OF_OUTPUTS, *OF_VECTORS, *OF_SPANS, Part.IDS, Part.DATA_TYPE, Part.EXCLUDE_SPECIAL_TOKENS,
+        Part.FINGERPRINT, Part.SPACE_ID,
+    )
+)  # fmt: skip
+def test_the_fields_of_tokenize(path: FieldPath) -> None:
+    check_path(pb.TokenizeRequest, naming.TOKENIZE.field(path))
+
+
+@given(paths(*OF_OUTPUTS, *OF_REPLIES))
+def test_the_fields_of_inspect(path: FieldPath) -> None:
+    check_path(pb.InspectRequest, naming.INSPECT.field(path))
+
+
+@pytest.mark.parametrize("name", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT])
+def test_the_values_of_encserve(name: naming.RpcNaming) -> None:
+    """Where 0 stands for none, as of tasks, that is the unspecified one."""
+    enums = {OutputKind: pb.OutputKind, Task: pb.Task, DataType: pb.DataType, OffsetUnit: pb.OffsetUnit}
+    for ours, theirs in enums.items():
+        assert {it.value: name.value(it) for it in ours} == {it.value: theirs.Name(it.value) for it in ours}
+
+
+@given(paths(*OF_SPANS, *OF_REPLIES, Part.FINGERPRINT, Part.SPACE_ID))
+def test_the_fields_of_open_inference(path: FieldPath) -> None:
+    """A field of the message, a tensor and which of its rows, or a parameter."""
+    rendered = InferNaming().field(path)
+    found = re.fullmatch(r"(?P<name>[a-z_]+)(\.(?P<own>[a-z_]+)|\[\d+(, \d+)?\])?", rendered)
+    assert found, rendered
+    name, own = found["name"], found["own"]
+    if name == "parameters":
+        assert own in {"task", "prompt_name", "dimensions", "datatype"}
+    elif name in {"text", "input_ids", "inputs_embeds"}:
+        assert own in {None, "shape"}
+    else:
+        check_path(triton.ModelInferRequest, rendered)
+
+
+def test_the_values_of_open_inference() -> None:
+    """Outputs and parameters as callers name them."""
+    values = (
+        (OutputKind.TOKENS, "last_hidden_state"),
+        (OutputKind.MODEL, "embedding"),
+        (OutputKind.MULTI_VECTOR, "multi_vector"),
+        (OutputKind.SPARSE, "sparse_weights"),
+        (DataType.FLOAT32, "FP32"),
+        (DataType.FLOAT16, "FP16"),
+        (Task.QUERY, "query"),
+        (Task.DOCUMENT, "document"),
+    )
+    for value, name in values:
+        assert InferNaming().value(value) == name

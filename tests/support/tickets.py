@@ -1,0 +1,25 @@
+"""Calls that wait in a queue, without an event loop."""
+
+import math
+from collections.abc import Sequence
+from concurrent.futures import Future
+
+import numpy as np
+
+from encserve_server.scheduling.queue import Ticket
+from encserve_server.types.sequences import TokenSequence
+
+
+def sequence_of(*ids: int, extra_cost: int = 0) -> TokenSequence:
+    """A sequence of these ids, whose outputs cost so many tokens beside its own."""
+    return TokenSequence(np.array(ids, np.int64), len(ids), cost=len(ids) + extra_cost)
+
+
+def ticket_of(lengths: Sequence[int], *, deadline: float = math.inf, extra_cost: int = 0) -> Ticket:
+    """A call of sequences of these lengths; `done.cancel()` is a caller that goes away."""
+    sequences = [sequence_of(*[1] * length, extra_cost=extra_cost) for length in lengths]
+    done: Future[None] = Future()
+    ticket = Ticket(sequences, done, len(sequences))  # type: ignore[arg-type] # of what is used here it has all
+    for i, sequence in enumerate(sequences):
+        sequence.ticket, sequence.index, sequence.deadline = ticket, i, deadline
+    return ticket
