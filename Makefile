@@ -15,7 +15,7 @@ SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
 MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
 # The tests that `make test` leaves to `make test-all`, by marker. Each of so many workers takes a file of tests at a time.
-TIERS := system or browser or operate or packaging or bench or models or judges
+TIERS := system or browser or operate or packaging or bench or models or judges or hostile
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
@@ -74,8 +74,10 @@ check-proto:  ## Check that the committed stubs are those of the .proto files.
 unit: $(VENV)/.installed  ## Run the fast tests.
 	$(PYTEST) -m "not ($(TIERS))"
 
+# The hostile tier measures latencies, so nothing runs beside it.
 test-all: $(VENV)/.installed  ## Run the tests that `make test` leaves out, or those of one tier: TIER=system.
-	$(PYTEST) -m "$(or $(TIER),$(TIERS))"
+	$(if $(TIER),,$(PYTEST) -m "($(TIERS)) and not hostile")
+	$(PYTEST) -m "$(or $(TIER),hostile)"
 
 test-containers: $(VENV)/.installed  ## Build the images, bring docker-compose.yml up, use it, take it down; needs docker or podman.
 	$(BIN)/python scripts/test_containers.py

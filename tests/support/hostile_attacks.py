@@ -1,0 +1,377 @@
+"""Hostile callers, each kind a function that runs in a process of its own until its input ends.
+
+The processes have a lower priority than the server, so that what they compute takes nothing from the server.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import grpc
+import h2.config
+import h2.connection
+import h2.errors
+import h2.events
+
+ENCODE = "/encserve.v1.EncoderService/Encode"
+ENCODE_STREAM = "/encserve.v1.EncoderService/EncodeStream"
+MODEL_INFER = "/inference.GRPCInferenceService/ModelInfer"
+MODEL_STREAM_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+_NICENESS = 10
+_END_SECONDS = 30
+_READ_BYTES = 1 << 20
+_PACKET_BYTES = 1 << 16
+# What a caller that sends slowly holds back, of which a byte is sent every so often.
+_HELD_BACK_BYTES, _DRIP_SECONDS = 64 * 1024, 1.0
+Report = dict[str, Any]
+
+
+class Attack:
+    """An attack that is under way.
+
+    Attributes:
+        report: What the callers saw, once the attack has ended.
+    """
+
+    def __init__(self, process: "subprocess.Popen[bytes]") -> None:
+        self._process = process
+        self.report: Report = {}
+
+    def stop(self) -> Report:
+        """Ends the attack, unless it has ended; an error of the attack fails the test."""
+        if not self.report:
+            output, _ = self._process.communicate(timeout=_END_SECONDS)
+            self.report = json.loads(output)
+        return self.report
+
+
+@contextlib.contextmanager
+def attack(kind: "Callable[..., Report]", *args: Any) -> Iterator[Attack]:
+    """Runs one of the functions of this file in a process of its own."""
+    command = [sys.executable, __file__, kind.__name__]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdin is not None
+        try:
+            pickle.dump(args, process.stdin)
+            process.stdin.flush()
+            running = Attack(process)
+            yield running
+            running.stop()
+        finally:
+            process.kill()
+
+
+def flood(over: threading.Event, port: int, head: bytes, block: bytes, connections: int) -> Report:
+    """Sends a head, and then a block again and again, as fast as the server takes them, and ignores every answer."""
+    counts = Counter[str]()
+    with selectors.DefaultSelector() as selector:
+        places: dict[socket.socket, tuple[bytes, int]] = {}
+
+        def connect() -> None:
+            opened = socket.create_connection(("127.0.0.1", port))
+            opened.setblocking(False)
+            selector.register(opened, selectors.EVENT_READ | selectors.EVENT_WRITE)
+            places[opened] = (head or block, 0)
+            counts["connections"] += 1
+
+        def drive(opened: socket.socket, events: int) -> None:
+            if events & selectors.EVENT_READ and not opened.recv(_READ_BYTES):
+                raise ConnectionResetError
+            if events & selectors.EVENT_WRITE:
+                data, place = places[opened]
+                sent = opened.send(memoryview(data)[place:])
+                counts["sent_bytes"] += sent
+                places[opened] = (data, place + sent) if place + sent < len(data) else (block, 0)
+
+        for _ in range(connections):
+            connect()
+        while not over.is_set() and places:
+            for key, events in selector.select(0.1):
+                opened = key.fileobj
+                assert isinstance(opened, socket.socket)
+                try:
+                    drive(opened, events)
+                except OSError:
+                    selector.unregister(opened)
+                    del places[opened]
+                    opened.close()
+                    with contextlib.suppress(ConnectionRefusedError):  # the server is there no more
+                        connect()
+        for opened in places:
+            opened.close()
+    return counts
+
+
+def ask_http(over: threading.Event, port: int, request: bytes, connections: int) -> Report:
+    """Sends a request on each connection, reads the whole answer, and sends the request again."""
+    counts = Counter[str]()
+
+    def ask() -> None:
+        while not over.is_set():
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as opened:
+                opened.settimeout(_END_SECONDS)
+                while not over.is_set():
+                    opened.sendall(request)
+                    counts[_read_answer(opened)] += 1
+            counts["connections ended"] += 1
+            over.wait(0.01)
+
+    _in_threads(ask, connections)
+    return counts
+
+
+def _read_answer(opened: socket.socket) -> str:
+    """The status of an answer that has been read to its end.
+
+    Raises:
+        OSError: There is none.
+    """
+    data = b""
+    while b"\r\n\r\n" not in data:
+        if not (more := opened.recv(_READ_BYTES)):
+            raise ConnectionResetError
+        data += more
+    head, _, body = data.partition(b"\r\n\r\n")
+    fields = dict(line.lower().split(b": ", 1) for line in head.split(b"\r\n")[1:])
+    left = int(fields.get(b"content-length", b"0")) - len(body)
+    while left > 0:
+        if not (more := opened.recv(_READ_BYTES)):
+            raise ConnectionResetError
+        left -= len(more)
+    return head.split(b" ", 2)[1].decode()
+
+
+def ask_grpc(over: threading.Event, target: str, path: str, requests: Sequence[bytes], callers: int) -> Report:
+    """Each of so many callers sends the requests one after the other, again and again, and reads the answers."""
+    counts = Counter[str]()
+
+    async def ask(call: Any) -> None:
+        while not over.is_set():
+            for request in requests:
+                if over.is_set():
+                    return
+                counts[await _unary(call, request)] += 1
+
+    async def run() -> None:
+        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(target, options=options) as channel:
+            asking = asyncio.gather(*(ask(channel.unary_unary(path)) for _ in range(callers)))
+            while not over.is_set() and not asking.done():
+                await asyncio.sleep(0.05)
+            asking.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await asking
+
+    asyncio.run(run())
+    return counts
+
+
+async def _unary(call: Any, request: bytes) -> str:
+    try:
+        await call(request)
+    except grpc.aio.AioRpcError as error:
+        reasons = [str(value) for key, value in error.trailing_metadata() if key == "encserve-error-reason"]
+        return " ".join([error.code().name, *reasons])
+    return "OK"
+
+
+def stream_grpc(over: threading.Event, target: str, path: str, request: bytes, count: int) -> Report:
+    """Sends a request so many times in one stream, and reads every answer."""
+
+    async def run() -> int:
+        answers = 0
+        options = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        async with grpc.aio.insecure_channel(target, options=options) as channel:
+
+            async def send(call: Any) -> None:
+                for _ in range(count):
+                    await call.write(request)
+                await call.done_writing()
+
+            call: Any = cast("Any", channel.stream_stream(path))()
+            sending = asyncio.create_task(send(call))
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                async for _ in call:
+                    answers += 1
+                    if over.is_set():
+                        break
+            sending.cancel()
+            call.cancel()
+        return answers
+
+    return {"answers": asyncio.run(run())}
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Callers that hold what they have: each on a connection of its own, by HTTP/2 for gRPC, or by HTTP/1.1.
+
+    Attributes:
+        name: What the report calls them.
+        count: How many they are.
+        port: Of the server.
+        path: What they call.
+        messages: The messages of a call by gRPC, or one body.
+        is_grpc: Whether they speak gRPC.
+        is_slow: Whether they send all but the last 64 KiB, and of these a byte a second; else they send everything, and
+            read nothing.
+    """
+
+    name: str
+    count: int
+    port: int
+    path: str
+    messages: tuple[bytes, ...]
+    is_grpc: bool
+    is_slow: bool
+
+    def body(self) -> bytes:
+        """What is sent behind the head."""
+        if not self.is_grpc:
+            return self.messages[0]
+        return b"".join(b"\0" + len(message).to_bytes(4, "big") + message for message in self.messages)
+
+
+def hold(over: threading.Event, *holders: Holder) -> Report:
+    """Opens all calls and leaves them open; reports how many of each have been answered, and how."""
+    outcomes: dict[str, Counter[str]] = {holder.name: Counter() for holder in holders}
+
+    async def call(holder: Holder, body: bytes) -> None:
+        one = _hold_grpc if holder.is_grpc else _hold_http
+        try:
+            outcome = await one(over, holder, body)
+        except OSError:
+            outcome = "connection ended"
+        outcomes[holder.name][outcome] += 1
+
+    async def run() -> None:
+        calls = [call(holder, body) for holder in holders for body in [holder.body()] for _ in range(holder.count)]
+        await asyncio.gather(*calls)
+
+    asyncio.run(run())
+    return outcomes
+
+
+async def _connect(port: int) -> socket.socket:
+    opened = socket.socket()
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # little of an answer fits in
+    opened.setblocking(False)
+    await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", port))
+    return opened
+
+
+async def _hold_http(over: threading.Event, holder: Holder, body: bytes) -> str:
+    loop = asyncio.get_running_loop()
+    head = f"POST {holder.path} HTTP/1.1\r\nhost: a\r\ncontent-length: {len(body)}\r\n\r\n"
+    fast = memoryview(body)[: len(body) - _HELD_BACK_BYTES if holder.is_slow else len(body)]
+    with contextlib.closing(await _connect(holder.port)) as opened:
+        try:
+            await loop.sock_sendall(opened, head.encode())
+            await loop.sock_sendall(opened, fast)
+            while not over.is_set():
+                await asyncio.sleep(_DRIP_SECONDS / 2)
+                with contextlib.suppress(BlockingIOError):
+                    status = opened.recv(12, socket.MSG_PEEK)[9:].decode()
+                    if status != "200" or holder.is_slow:
+                        return status or "connection ended"
+                if holder.is_slow:
+                    await loop.sock_sendall(opened, b" ")
+        except ConnectionError:
+            return "connection ended"
+    return "held"
+
+
+async def _hold_grpc(over: threading.Event, holder: Holder, body: bytes) -> str:
+    """One call, which sends what the server's windows let through and opens no window for the server."""
+    loop = asyncio.get_running_loop()
+    with contextlib.closing(await _connect(holder.port)) as opened:
+        connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
+        connection.initiate_connection()
+        connection.send_headers(
+            1,
+            [
+                (":method", "POST"),
+                (":scheme", "http"),
+                (":path", holder.path),
+                (":authority", "a"),
+                ("te", "trailers"),
+                ("content-type", "application/grpc"),
+            ],
+        )
+        place, fast_bytes = 0, len(body) - (_HELD_BACK_BYTES if holder.is_slow else 0)
+        next_drip = time.monotonic()
+        while not over.is_set():
+            if place >= fast_bytes and holder.is_slow and time.monotonic() > next_drip:
+                fast_bytes, next_drip = fast_bytes + 1, time.monotonic() + _DRIP_SECONDS
+            place = _send_data(connection, body, place, fast_bytes)
+            await loop.sock_sendall(opened, connection.data_to_send())
+            data = b""
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_DRIP_SECONDS):
+                    if not (data := await loop.sock_recv(opened, _PACKET_BYTES)):
+                        return "connection ended"
+            for event in connection.receive_data(data):
+                if outcome := _outcome(event):
+                    return outcome
+    return "held"
+
+
+def _send_data(connection: Any, body: bytes, place: int, end: int) -> int:
+    """Sends as much as the windows let through; returns up to where the body has been sent."""
+    while place < end and (window := connection.local_flow_control_window(1)):
+        size = min(window, connection.max_outbound_frame_size, end - place)
+        connection.send_data(1, body[place : place + size])
+        place += size
+    return place
+
+
+def _outcome(event: Any) -> str:
+    """How a call ended, if that is what happened."""
+    if isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):
+        fields: dict[Any, Any] = dict(event.headers)
+        if (status := fields.get("grpc-status")) is not None:
+            return f"status {status} {fields.get('encserve-error-reason', '')}".strip()
+    if isinstance(event, h2.events.StreamReset):
+        return f"reset {h2.errors.ErrorCodes(event.error_code).name}"
+    return "connection ended" if isinstance(event, h2.events.ConnectionTerminated) else ""
+
+
+def _in_threads(function: Callable[[], None], count: int) -> None:
+    threads = [threading.Thread(target=function) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test handles it, and then ends this process
+    os.nice(_NICENESS)
+    kind, args = globals()[sys.argv[1]], pickle.load(sys.stdin.buffer)  # noqa: S301 - the test's own
+    over = threading.Event()
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        over.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    json.dump(kind(over, *args), sys.stdout)
+    sys.stdout.flush()
+    os._exit(0)  # no caller waits for the calls that are left
+
+
+if __name__ == "__main__":
+    _main()

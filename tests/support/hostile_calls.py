@@ -1,0 +1,113 @@
+"""Requests that cost a server more than they cost the caller, and ordinary ones that are like them."""
+
+from collections.abc import Iterable, Sequence
+
+import orjson
+from google.protobuf.message import Message
+from hostile_attacks import ENCODE, ENCODE_STREAM, MODEL_INFER, Holder
+from hostile_models import WIDE_TOKENS
+from real_server import RealServer
+
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
+
+HTTP = "/v1/embeddings"
+# One method of each protocol.
+PATHS = {"unary": ENCODE, "stream": ENCODE_STREAM, "open-inference": MODEL_INFER, "http": HTTP}
+# As much as a message may hold, less what stands around the field that is so long.
+LONGEST_FIELD = 4 * 2**20 - 64
+MEAN, TOKENS, MULTI_VECTOR, SPARSE = (
+    pb.OUTPUT_KIND_MEAN,
+    pb.OUTPUT_KIND_TOKENS,
+    pb.OUTPUT_KIND_MULTI_VECTOR,
+    pb.OUTPUT_KIND_SPARSE,
+)
+
+
+def encode(inputs: Iterable[Sequence[int]], outputs: Iterable[pb.OutputSpec] = ()) -> bytes:
+    """A request by token ids."""
+    request = pb.EncodeRequest()
+    for ids in inputs:
+        request.inputs.add().token_ids.ids.extend(ids)
+    request.options.outputs.extend(outputs)
+    return serialized(request)
+
+
+def encode_text(text: str) -> pb.EncodeRequest:
+    """A request by one text."""
+    request = pb.EncodeRequest()
+    request.inputs.add().text = text
+    return request
+
+
+def in_stream(request_id: str, request: bytes) -> bytes:
+    """The same as a message of a stream."""
+    return serialized(pb.EncodeStreamRequest(request_id=request_id, request=pb.EncodeRequest.FromString(request)))
+
+
+def infer(n_tokens: int, request_id: str = "") -> bytes:
+    """A request of the Open Inference Protocol for the rows of so many tokens."""
+    request = infer_pb.ModelInferRequest(id=request_id)
+    request.inputs.add(name="input_ids", datatype="INT64", shape=[1, n_tokens])
+    request.raw_input_contents.append(b"\1\0\0\0\0\0\0\0" * n_tokens)
+    request.outputs.add(name="last_hidden_state")
+    return serialized(request)
+
+
+def infer_text(text: str) -> bytes:
+    """A request of the Open Inference Protocol for the rows of one text."""
+    request = infer_pb.ModelInferRequest()
+    request.inputs.add(name="text", datatype="BYTES", shape=[1])
+    request.raw_input_contents.append(len(text).to_bytes(4, "little") + text.encode())
+    request.outputs.add(name="last_hidden_state")
+    return serialized(request)
+
+
+def post(path: str, fields: object) -> bytes:
+    """A request over HTTP."""
+    body = orjson.dumps(fields)
+    return head(path, f"content-length: {len(body)}") + body
+
+
+def head(path: str, field: str) -> bytes:
+    """The head of a request over HTTP."""
+    return f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n{field}\r\n\r\n".encode()
+
+
+def serialized(message: Message) -> bytes:
+    """A message's bytes."""
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def wide_fields(n_tokens: int) -> dict[str, object]:
+    """The fields of a request over HTTP whose answer takes a little more than those rows of the wide model."""
+    return {"input": [[1]] * (n_tokens // 4), "pooling": "mean"}  # JSON has about 20 bytes for a number's 4
+
+
+def slow_senders(server: RealServer, protocol: str, count: int) -> Holder:
+    """Callers that send 4 MiB slowly."""
+    return _holder(server, protocol, f"slow senders, {protocol}", count, (b" " * LONGEST_FIELD,), is_slow=True)
+
+
+def non_readers(
+    server: RealServer, protocol: str, count: int, calls: int = 1, *, n_tokens: int = WIDE_TOKENS
+) -> Holder:
+    """Callers of the wide model that read nothing of what they are answered: 64 KiB for a token."""
+    wide = encode([[1] * n_tokens])
+    message = {
+        "unary": wide,
+        "stream": in_stream("a", wide),
+        "open-inference": infer(n_tokens),
+        "http": orjson.dumps(wide_fields(n_tokens)),
+    }[protocol]
+    return _holder(server, protocol, f"non-readers, {protocol}", count, (message,) * calls, is_slow=False)
+
+
+def _holder(
+    server: RealServer, protocol: str, name: str, count: int, messages: tuple[bytes, ...], *, is_slow: bool
+) -> Holder:
+    is_grpc = protocol != "http"
+    port = server.grpc_port if is_grpc else server.http_port
+    assert port is not None
+    return Holder(name, count, port, PATHS[protocol], messages, is_grpc, is_slow)

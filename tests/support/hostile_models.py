@@ -1,0 +1,199 @@
+"""Bundles for the tests of hostile callers: quick to compute, and wide, long, slow or breakable as a test needs it."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+from tiny_bundle import write_bundle
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+from encserve_proto.bundle.v1 import manifest_pb2
+
+VOCAB_SIZE = 64
+# A row of the wide model is 64 KiB: so many tokens make a reply of 62.5 MiB, within the 64 MiB that a reply may have.
+WIDE, WIDE_TOKENS = 16_384, 1_000
+NARROW = 8
+LONGEST = 8_192
+MULTI_VECTOR_WIDTH = 16
+SPARSE_WIDTH, SPARSE_D_MODEL = 30_522, 384
+# The id for which the slow model computes for `SLOW_STEPS` products of matrices each time that it occurs.
+SLOW_ID, SLOW_STEPS = 7, 100
+# The tokenizer's pattern fails on this text after 10 million attempts, and the library panics: a BaseException.
+PANIC_TEXT = "a" * 40 + "b"
+_INT64, _FLOAT = TensorProto.INT64, TensorProto.FLOAT
+Array = npt.NDArray[Any]
+
+
+def write_narrow(repository: Path) -> None:
+    """Writes a model of rows of 8 numbers."""
+    _write(repository, "narrow", NARROW)
+
+
+def write_wide(repository: Path) -> None:
+    """Writes a model of rows of 64 KiB."""
+    _write(repository, "wide", WIDE, encoder__max_sequence_tokens=WIDE_TOKENS)
+
+
+def write_sparse(repository: Path) -> None:
+    """Writes a model with weights over a vocabulary of the usual size."""
+    head = _head(
+        [
+            helper.make_node("Unsqueeze", ["mask", "last"], ["column"]),
+            helper.make_node("MatMul", ["rows", "w"], ["logits"]),
+            helper.make_node("Mul", ["logits", "column"], ["kept"]),
+            helper.make_node("ReduceMax", ["kept"], ["largest"], axes=[1], keepdims=0),
+            helper.make_node("Relu", ["largest"], ["out"]),
+        ],
+        {"rows": ["batch", "seq", SPARSE_D_MODEL], "mask": ["batch", "seq"]},
+        ["batch", SPARSE_WIDTH],
+        w=_random(SPARSE_D_MODEL, SPARSE_WIDTH),
+        last=np.array([-1]),
+    )
+    part = manifest_pb2.Sparse(
+        file="sparse.onnx",
+        rows_name="rows",
+        mask_name="mask",
+        output_name="out",
+        width=SPARSE_WIDTH,
+        pooling=manifest_pb2.SPARSE_POOLING_MAX,
+    )
+    files = {"sparse.onnx": head, "model.onnx": _lookup_graph(SPARSE_D_MODEL, SPARSE_WIDTH)}
+    _write(
+        repository,
+        "sparse",
+        SPARSE_D_MODEL,
+        files=files,
+        sparse=part,
+        encoder__vocab_size=SPARSE_WIDTH,
+        encoder__max_sequence_tokens=512,
+    )
+
+
+def write_multi_vector(repository: Path) -> None:
+    """Writes a model with vectors for MaxSim, of texts of up to 8,192 tokens."""
+    head = _head(
+        [
+            helper.make_node("MatMul", ["rows", "w"], ["projected"]),
+            helper.make_node("ReduceL2", ["projected"], ["norm"], axes=[-1], keepdims=1),
+            helper.make_node("Div", ["projected", "norm"], ["out"]),
+        ],
+        {"rows": ["tokens", NARROW]},
+        ["tokens", MULTI_VECTOR_WIDTH],
+        w=_random(NARROW, MULTI_VECTOR_WIDTH),
+    )
+    part = manifest_pb2.MultiVector(
+        file="multi_vector.onnx",
+        input_name="rows",
+        output_name="out",
+        width=MULTI_VECTOR_WIDTH,
+        similarity="maxsim",
+    )
+    _write(repository, "multi-vector", NARROW, files={"multi_vector.onnx": head}, multi_vector=part)
+
+
+def write_slow(repository: Path, steps_per_run: int = 0) -> None:
+    """Writes a model whose run takes `steps_per_run` products of matrices, and `SLOW_STEPS` more for each `SLOW_ID`."""
+    files = {"model.onnx": _slow_graph(steps_per_run)}
+    write_bundle(
+        repository,
+        "slow",
+        files=files,
+        encoder__d_model=NARROW,
+        encoder__vocab_size=VOCAB_SIZE,
+        encoder__max_sequence_tokens=LONGEST,
+    )
+
+
+def write_panicking(repository: Path) -> None:
+    """Writes a model whose tokenizer panics at `PANIC_TEXT`."""
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
+    _write(repository, "panicking", NARROW, tokenizer=tokenizer)
+
+
+def _write(repository: Path, name: str, d_model: int, *, files: dict[str, bytes] | None = None, **changes: Any) -> None:
+    """Writes a bundle whose row of a token is the token's vector alone."""
+    shape = {
+        "encoder__d_model": d_model,
+        "encoder__vocab_size": VOCAB_SIZE,
+        "encoder__max_sequence_tokens": LONGEST,
+    }
+    write_bundle(repository, name, files={"model.onnx": _lookup_graph(d_model), **(files or {})}, **shape | changes)
+
+
+def _random(*shape: int) -> Array:
+    return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+
+
+def _inputs() -> list[Any]:
+    return [helper.make_tensor_value_info(name, _INT64, ["batch", "seq"]) for name in ("ids", "mask")]
+
+
+def _lookup_graph(d_model: int, vocab_size: int = VOCAB_SIZE) -> bytes:
+    """Ids (batch, seq) to the rows of a table (batch, seq, d_model); the mask changes nothing."""
+    rows = helper.make_tensor_value_info("rows", _FLOAT, ["batch", "seq", d_model])
+    nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"])]
+    table = numpy_helper.from_array(_random(vocab_size, d_model), "table")
+    return _bytes(helper.make_graph(nodes, "lookup", _inputs(), [rows], [table]))
+
+
+def _slow_graph(steps_per_run: int) -> bytes:
+    """The same, and a loop beside it whose number of steps depends on the ids, and whose result is 0."""
+    scalar = helper.make_tensor_value_info
+    body = helper.make_graph(
+        [
+            helper.make_node("MatMul", ["matrix_in", "fixed"], ["matrix_out"]),
+            helper.make_node("Identity", ["condition_in"], ["condition_out"]),
+        ],
+        "step",
+        [
+            scalar("step", _INT64, []),
+            scalar("condition_in", TensorProto.BOOL, []),
+            scalar("matrix_in", _FLOAT, [256, 256]),
+        ],
+        [scalar("condition_out", TensorProto.BOOL, []), scalar("matrix_out", _FLOAT, [256, 256])],
+    )
+    nodes = [
+        helper.make_node("Equal", ["ids", "slow_id"], ["is_slow"]),
+        helper.make_node("Cast", ["is_slow"], ["slow"], to=_INT64),
+        helper.make_node("ReduceSum", ["slow"], ["count"], keepdims=0),
+        helper.make_node("Mul", ["count", "steps_each"], ["steps_asked"]),
+        helper.make_node("Add", ["steps_asked", "steps_per_run"], ["steps"]),
+        helper.make_node("Loop", ["steps", "always", "fixed"], ["product"], body=body),
+        helper.make_node("ReduceSum", ["product"], ["total"], keepdims=0),
+        helper.make_node("Gather", ["table", "ids"], ["vectors"]),
+        helper.make_node("Add", ["vectors", "total"], ["rows"]),
+    ]
+    constants = {
+        "slow_id": np.array(SLOW_ID),
+        "steps_each": np.array(SLOW_STEPS),
+        "steps_per_run": np.array(steps_per_run),
+        "always": np.array(True),
+        "fixed": np.zeros((256, 256), np.float32),
+        "table": _random(VOCAB_SIZE, NARROW),
+    }
+    rows = helper.make_tensor_value_info("rows", _FLOAT, ["batch", "seq", NARROW])
+    initializers = [numpy_helper.from_array(value, name) for name, value in constants.items()]
+    return _bytes(helper.make_graph(nodes, "slow", _inputs(), [rows], initializers))
+
+
+def _head(nodes: list[Any], inputs: dict[str, list[Any]], outputs: list[Any], **constants: Array) -> bytes:
+    return _bytes(
+        helper.make_graph(
+            nodes,
+            "head",
+            [helper.make_tensor_value_info(name, _FLOAT, shape) for name, shape in inputs.items()],
+            [helper.make_tensor_value_info("out", _FLOAT, outputs)],
+            [numpy_helper.from_array(value, name) for name, value in constants.items()],
+        )
+    )
+
+
+def _bytes(graph: Any) -> bytes:
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=9)
+    onnx.checker.check_model(model)
+    data: bytes = model.SerializeToString()
+    return data
