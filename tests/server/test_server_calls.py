@@ -288,6 +288,16 @@ async def test_a_half_sent_call_ends_in_time(
     await all_given_back(server)
 
 
+async def test_a_stop_does_not_wait_for_half_sent_calls(start_server: StartServer, two_places: dict[str, Any]) -> None:
+    server = await start_server(**two_places, grace_seconds=3600)
+    ended = asyncio.create_task(refusal_of(half_sent(server)))
+    await until(lambda: in_flight(server) == 1)
+    async with asyncio.timeout(PATIENCE_SECONDS):
+        assert await server.app.stop()
+    failed = await ended
+    assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+
+
 async def test_health_is_answered_beside_half_sent_calls(start_server: StartServer, two_places: dict[str, Any]) -> None:
     server = await start_server(**two_places)
     halves = [half_sent(server) for _ in range(6)]

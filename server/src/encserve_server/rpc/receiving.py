@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from encserve_server.calls import Calls
-from encserve_server.errors import BudgetFull, DeadlineExpired, EncserveError, MalformedRequest
+from encserve_server.errors import BudgetFull, DeadlineExpired, Draining, EncserveError, MalformedRequest
 
 # A request that is not whole after two looks counts as slow: most are there with their call.
 _LOOK_SECONDS = 0.1
@@ -56,7 +56,7 @@ class Receiving:
         Raises:
             BudgetFull: The request is slow, and there is no place for it.
             DeadlineExpired: It does not arrive.
-            MalformedRequest: There is none.
+            MalformedRequest: The call has no request.
         """
         task = current_task()
         self._prompt[task] = self._looks
@@ -111,6 +111,9 @@ class Receiving:
                 else:
                     problem = f"{self._taken()} streams and slow requests are open (max_in_flight_mib)"
                     self._end(task, BudgetFull(f"{problem}, and this request has not arrived whole", _RETRY_S))
+            if self._calls.draining.is_set():  # a stop does not wait for what may never come
+                for task in list(self._slow):
+                    self._end(task, Draining("the server is stopping; send the request to another"))
             for task in [it for it, due in self._slow.items() if due <= now]:
                 problem = f"the request did not arrive within {RECEIVE_SECONDS:.0f} s"
                 self._end(task, DeadlineExpired(problem))
