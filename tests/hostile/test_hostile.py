@@ -229,6 +229,7 @@ def test_hundreds_of_callers_that_hold_what_they_have(tmp_path: Path, protocol: 
             (hold, slow_senders(server, protocol, 200), non_readers(server, protocol, 200)),
             warm_up=readers(server, protocol, 8),
             attack_seconds=8,
+            is_latency_bound=False,
         ).check(is_latency_bound=False)
         wait_for_metric(server, IN_FLIGHT, 0)
 

@@ -59,9 +59,14 @@ class Outcome:
     after_bytes: int
     report: Report
 
+    @property
+    def allowed_ms(self) -> float:
+        """How late health may be: as in the control, and as parsing three maximal messages makes it."""
+        return self.control.health.p99_ms + 3 * parse_seconds() * 1000
+
     def check(self, *, is_latency_bound: bool = True) -> None:
         """Fails unless the server went on as it should."""
-        allowed_ms = self.control.health.p99_ms + 3 * parse_seconds() * 1000
+        allowed_ms = self.allowed_ms
         level_bytes, health = self.attacked.level_bytes, self.attacked.health
         wrong = {
             "health is not SERVING": health.answers != {},
@@ -84,19 +89,28 @@ def measure(
     *,
     warm_up: Driver | None = None,
     attack_seconds: float = ATTACK_SECONDS,
+    is_latency_bound: bool = True,
 ) -> Outcome:
-    """Runs the control and then the attack, each for a while.
+    """Runs the control and then the attack, each for a while; both again if health was late and that counts.
 
-    What the calls of the warm-up leave in memory, which are those of the control unless said otherwise, is part of the
-    level before the attack.
+    The second time tells what the server does from what the rest of the machine does. What the calls of the warm-up
+    leave in memory, which are those of the control unless said otherwise, is part of the level before the attack.
     """
     with watching(server, BUDGET_MIB) as watch:
         with attack(*(warm_up or control)):
             time.sleep(WARM_UP_SECONDS)
-        first, _ = _drive(watch, "control", control, CONTROL_SECONDS)
-        time.sleep(SETTLE_SECONDS)
-        second, report = _drive(watch, "attack", attacking, attack_seconds)
-        after_bytes = watch.wait_for_level(second.level_bytes + SLACK_BYTES // 2)
+        outcome = _measure_once(watch, control, attacking, attack_seconds)
+        if is_latency_bound and outcome.attacked.health.p99_ms > outcome.allowed_ms:
+            time.sleep(SETTLE_SECONDS)
+            outcome = _measure_once(watch, control, attacking, attack_seconds)
+    return outcome
+
+
+def _measure_once(watch: Watch, control: Driver, attacking: Driver, attack_seconds: float) -> Outcome:
+    first, _ = _drive(watch, "control", control, CONTROL_SECONDS)
+    time.sleep(SETTLE_SECONDS)
+    second, report = _drive(watch, "attack", attacking, attack_seconds)
+    after_bytes = watch.wait_for_level(second.level_bytes + SLACK_BYTES // 2)
     logger.info("memory after: %d MiB, report: %s", after_bytes // MIB, report)
     return Outcome(first, second, after_bytes, report)
 
