@@ -94,7 +94,7 @@ class Calls:
 
     Attributes:
         in_flight: How many calls are being worked on, or have their answer on its way; any thread may read it.
-        idle: Set while there are none.
+        idle: Set while no call is in flight.
         draining: Set from when new calls are refused.
         held_bytes: The bytes of requests and replies that calls hold; any thread may read it.
         max_held_bytes: The most that they may.
@@ -283,19 +283,19 @@ class Call:
             model: The model, as `resolve` gave it.
             request: What is asked of it.
             build: Makes the reply's bytes; called in a thread where there are many.
-            growth: How many bytes those are, at most, for each that a model reckons with: 1 for raw numbers.
+            growth: How many bytes those are, at most, for each that a model estimates: 1 for raw numbers.
 
         Raises:
             BudgetFull: There is no room for the reply.
-            ResponseTooLarge: The reply is larger than it was reckoned.
+            ResponseTooLarge: The reply is larger than estimated.
             EncserveError: Whatever `ServedModel.prepare` and `run` raise.
         """
         reply = await model.prepare(request, self.span)
-        reckoned = reply.estimated_bytes
-        self.hold(round(reckoned * (1 + growth)))  # the rows, and the reply made of them
+        estimated = reply.estimated_bytes
+        self.hold(round(estimated * (1 + growth)))  # the rows, and the reply made of them
         await model.run(reply, self.deadline, self.span)
-        if reply.estimated_bytes > reckoned:
-            self.hold(round((reply.estimated_bytes - reckoned) * (1 + growth)))
+        if reply.estimated_bytes > estimated:
+            self.hold(round((reply.estimated_bytes - estimated) * (1 + growth)))
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
 
     async def tokenize(

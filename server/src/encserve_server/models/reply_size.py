@@ -21,7 +21,7 @@ class ReplyShape:
     """How a reply is to be written; its rows are the same whatever is said here.
 
     Attributes:
-        detail: How much the reply tells of each sequence; None for tokens where every token matters, else counts.
+        detail: How much the reply says of each sequence; None for tokens where every token matters, else counts.
         with_strings: Whether it holds the vocabulary's strings.
         without_special: Whether special tokens have no rows in OutputKind.TOKENS.
         offset_unit: What it counts places in a text in.
@@ -36,7 +36,7 @@ class ReplyShape:
 
 
 class ReplySize:
-    """Reckons what a model's replies take, in bytes, at most."""
+    """Estimates what a model's replies take, in bytes, at most."""
 
     def __init__(self, outputs: ModelOutputs, tokenizer: TextTokenizer | None, limit: int) -> None:
         """Takes what the model makes, its tokenizer, and the largest reply in bytes."""

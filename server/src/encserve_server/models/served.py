@@ -103,7 +103,7 @@ class EncodeReply:
     Attributes:
         sequences: One for each input, in order; with outputs once the call has run.
         plan: What is made of each.
-        detail: How much the reply tells of each.
+        detail: How much the reply says of each sequence.
         padded: Whether every sequence has as many rows in the reply as the longest.
         static: What answers the call in place of the model, if anything does.
         tokenize_seconds: How long tokenizing took, waiting for its thread included.

@@ -14,7 +14,7 @@ class OutputPlan:
         outputs: The outputs.
         widths: For each output the numbers of a row.
         unit: For each output whether all rows have length 1, asked for or not.
-        detail: How much is told of each sequence where a caller does not say.
+        detail: How much a reply says of each sequence where a caller does not ask for more or less.
         row_bytes: The bytes of a sequence's rows, where they do not depend on the sequence; None where they do.
         is_ordinary: Whether a sequence costs no more than its tokens.
         has_sparse: Whether there are sparse weights, whose bytes are known only when they are made.

@@ -21,7 +21,7 @@ def code_of(failure: Failure) -> grpc.StatusCode:
 
 
 def details_of(failure: Failure) -> list[any_pb2.Any]:
-    """What programs are told of an error, as google.rpc has it."""
+    """The details of an error for programs, as google.rpc has them."""
     details: list[Message] = [error_details_pb2.ErrorInfo(reason=failure.reason, domain=ERROR_DOMAIN)]
     if failure.is_request_error:
         violation = error_details_pb2.BadRequest.FieldViolation(field=failure.field, description=failure.problem)

@@ -98,7 +98,7 @@ def plan_batch(anchor: int, lengths: Sequence[int], waiting: Mapping[int, int], 
 
 
 def _next(lengths: Sequence[int], waiting: Mapping[int, int], counts: Mapping[int, int], at: int, step: int) -> int:
-    """The place of the nearest length from `at` on that has sequences left; -1 where there is none."""
+    """The place of the nearest length from `at` on that has sequences left; -1 for no such length."""
     while 0 <= at < len(lengths):
         if counts.get(lengths[at], 0) < waiting[lengths[at]]:
             return at

@@ -119,7 +119,7 @@ class PendingQueue:
             plan = plan_batch(len(oldest.input), self._lengths, self._waiting, policy)
             planned = [it for length, count in plan.counts.items() for it in islice(self._buckets[length], count)]
             live = [it for it in planned if self._is_live(it, now, expired)]
-            if len(live) == len(planned):  # else what is left is planned anew, so that the bounds hold
+            if len(live) == len(planned):  # else what is left is planned again, so that the bounds hold
                 return Taken(self._take_planned(planned, plan.closed_by, policy.max_batch_tokens, now), expired)
         return Taken(None, expired)
 
