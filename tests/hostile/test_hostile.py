@@ -333,7 +333,7 @@ def answers_for(server: RealServer, channel: grpc.Channel, text: str) -> dict[st
 
 
 def stream_answer(stream: Any) -> str:
-    """The code of a stream's first answer, or of the stream where there is none."""
+    """The code of a stream's first answer, or of the stream if it has no answer."""
     try:
         answer = pb.EncodeStreamResponse.FromString(next(stream))
     except grpc.RpcError:

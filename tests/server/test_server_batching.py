@@ -61,7 +61,7 @@ def is_live(sequence: TokenSequence) -> bool:
 
 
 def taken_from(queue: PendingQueue, policy: BatchPolicy) -> tuple[list[TokenSequence], Taken]:
-    """What the next batch has, nothing where there is none."""
+    """The sequences of the next batch; empty if nothing waits."""
     taken = queue.take(policy, NOW)
     return taken.batch.sequences if taken.batch is not None else [], taken
 

@@ -42,7 +42,7 @@ async def test_a_flood_that_does_not_end_gets_answers_or_refusals(start_server: 
 
 
 async def test_connections_are_bounded(start_server: StartServer) -> None:
-    """A further one is closed at once, whoever has one is answered, and one that ends makes room."""
+    """A further one is closed at once, callers that have one are answered, and one that ends makes room."""
     server = await start_server(max_connections=3)
     port = server.app.grpc_port
     check: Any = server.channel.unary_unary("/grpc.health.v1.Health/Check")

@@ -354,7 +354,7 @@ REFUSED = {
         sent([5], options=options(pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR, pool_factor=0.5))),
         r"options.outputs\[0\].pool_factor: must be a number from 1; was 0.5",
     ),
-    "a factor that is none": (
+    "a factor out of range": (
         sent([5], options=options(pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR, pool_factor=float("nan")))),
         r"options.outputs\[0\].pool_factor: must be a number from 1; was nan",
     ),

@@ -12,7 +12,7 @@ from fake_server import FakeServer, StartServer
 from http_calls import connect, get, post
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.http.replies import rows_as_json
+from encserve_server.http.replies import joined, rows_as_json
 
 TEXTS = ["hello brave new world", "new world", "hello"]
 IDS = [[4, 5, 6], [7]]
@@ -77,7 +77,7 @@ def test_numbers_keep_every_bit_however_many_there_are(shape: tuple[int, int]) -
     bits = np.random.default_rng(0).integers(0, 2**32, shape, np.uint32)
     rows = bits.view(np.float32)
     rows[~np.isfinite(rows)] = -1.1754944e-38
-    data = b"".join(rows_as_json(rows))
+    data = joined(rows_as_json(rows))
     got = np.array(json.loads(data), np.float32)
     np.testing.assert_array_equal(got.view(np.uint32), rows.view(np.uint32))
 

@@ -194,7 +194,7 @@ REFUSED: dict[str, tuple[Bundle, list[OutputSpec], Task, FieldPath, str]] = {
         FieldPath(Part.OUTPUT_POOL_FACTOR, 0),
         "must be a number from 1; was 0.5",
     ),
-    "a factor that is none": (
+    "a factor out of range": (
         RICH,
         [OutputSpec(K.MULTI_VECTOR, pool_factor=math.nan)],
         Task.NEITHER,

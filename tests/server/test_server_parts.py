@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -311,7 +312,13 @@ def test_a_message_from_parts_is_the_message(data: list[bytes], request_id: str)
         request_id=request_id,
         response=pb.EncodeResponse(model="m", outputs=[pb.RaggedTensor(width=3, data=b"".join(data))]),
     )
-    assert pb.EncodeStreamResponse.FromString(b"".join(whole)) == wanted
+    assert pb.EncodeStreamResponse.FromString(wire.join(whole)) == wanted
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**18 - 3, 2**18, 3 * 2**20])
+def test_parts_of_any_size_are_joined_in_order(size: int) -> None:
+    parts: list[wire.Part] = [b"a", memoryview(os.urandom(size)), b"", memoryview(b"bc")]
+    assert wire.join(parts) == b"".join(parts)
 
 
 @pytest.mark.parametrize(("quota", "wanted"), [("150000 100000", 2), ("50000 100000", 1), ("max 100000", 64), ("", 64)])

@@ -137,7 +137,7 @@ def _read_answer(opened: socket.socket) -> str:
     """The status of an answer that has been read to its end.
 
     Raises:
-        OSError: There is none.
+        OSError: The connection ended before that.
     """
     data = b""
     while b"\r\n\r\n" not in data:

@@ -4,6 +4,7 @@ https://platform.openai.com/docs/api-reference/embeddings
 """
 
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -13,7 +14,7 @@ from encserve_server.error_table import Failure, Status
 from encserve_server.http.app import Dialect, Route
 from encserve_server.http.counting import CountLimits
 from encserve_server.http.naming import HttpNaming
-from encserve_server.http.replies import pooled_rows, row_as_json
+from encserve_server.http.replies import joined, pooled_rows, row_as_json
 from encserve_server.http.requests import BodyDecoder, Inputs, PooledBody, SentInputs, choice, encode, pooled_output
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeReply, ServedModel
@@ -95,10 +96,15 @@ DIALECT = Dialect(HttpNaming("input"), _status_of, _refuse)
 
 
 def _build(model: ServedModel, reply: EncodeReply, *, as_base64: bool) -> bytes:
-    parts = [b'{"object":"list","data":[']
+    return joined(_answer(model, reply, as_base64=as_base64))
+
+
+def _answer(model: ServedModel, reply: EncodeReply, *, as_base64: bool) -> Iterator[bytes]:
+    yield b'{"object":"list","data":['
     for i, row in enumerate(pooled_rows(reply)):
-        numbers = row_as_json(row, as_base64=as_base64)
-        parts += [b"," if i else b"", b'{"object":"embedding","index":%d,"embedding":' % i, numbers, b"}"]
+        yield b'%s{"object":"embedding","index":%d,"embedding":' % (b"," if i else b"", i)
+        yield row_as_json(row, as_base64=as_base64)
+        yield b"}"
     tokens = sum(len(it.input) for it in reply.sequences)
     rest = {"model": model.bundle.name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
-    return b"".join([*parts, b"],", orjson.dumps(rest)[1:]])
+    yield b"]," + orjson.dumps(rest)[1:]

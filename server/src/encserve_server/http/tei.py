@@ -15,7 +15,7 @@ from encserve_server.errors import InvalidField, NotReady
 from encserve_server.http.app import Dialect, Route
 from encserve_server.http.counting import CountLimits
 from encserve_server.http.naming import HttpNaming
-from encserve_server.http.replies import JSON_GROWTH, pooled_rows, rows_as_json
+from encserve_server.http.replies import JSON_GROWTH, joined, pooled_rows, rows_as_json
 from encserve_server.http.requests import (
     Body,
     BodyDecoder,
@@ -91,7 +91,7 @@ class TeiRoutes:
             call,
             fields,
             lambda bundle: pooled_output(fields, bundle, normalize_default=True),
-            lambda reply: b"".join(rows_as_json(pooled_rows(reply))),
+            lambda reply: joined(rows_as_json(pooled_rows(reply))),
         )
 
     async def embed_all(self, body: bytes, call: Call) -> bytes:
@@ -198,7 +198,13 @@ def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_specia
 
 
 def _all_rows(reply: EncodeReply) -> bytes:
-    parts: list[Any] = [b"["]
+    return joined(_all_pieces(reply))
+
+
+def _all_pieces(reply: EncodeReply) -> Iterator[bytes]:
+    yield b"["
     for i, sequence in enumerate(reply.sequences):
-        parts += [b"," if i else b"", *rows_as_json(sequence.outputs[0])]
-    return b"".join([*parts, b"]"])
+        if i:
+            yield b","
+        yield from rows_as_json(sequence.outputs[0])
+    yield b"]"

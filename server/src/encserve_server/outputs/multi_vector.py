@@ -173,7 +173,7 @@ def _counting_ids(settings: TaskSettings, vocab_size: int) -> Mask | None:
 
 
 def _check_pool_factor(field: FieldPath, factor: float, task: Task) -> None:
-    """Refuses a factor that is none, and joining where that is of no use or cannot be done.
+    """Refuses a factor out of range, and pooling where it has no effect or is not possible.
 
     Raises:
         InvalidField: The factor cannot be had.

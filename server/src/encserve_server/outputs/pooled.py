@@ -42,7 +42,7 @@ class ModelVector(Kind):
     """OutputKind.MODEL: one pooling, or several joined, with a head behind them."""
 
     def __init__(self, pooling: ModelPooling, d_model: int, head: Head | None) -> None:
-        """Takes what the model was trained for, the width of a row, and the head; None where there is none."""
+        """Takes what the model was trained for, the width of a row, and the head; None if the model has no head."""
         super().__init__(OutputKind.MODEL, pooling.width)
         self._pooling = pooling
         self._d_model = d_model

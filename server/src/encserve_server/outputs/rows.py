@@ -101,7 +101,7 @@ class BatchRows:
 def pool(result: BatchResult, kind: OutputKind, skipped: int = 0) -> Numbers:
     """(batch, seq, d_model) to (batch, d_model), over the tokens of each sequence from `skipped` on.
 
-    Where that is none of them, the first token's row for OutputKind.CLS, and else a row of zeros. A sequence gets the
+    If no row is that token's, the first token's row for OutputKind.CLS, and else a row of zeros. A sequence gets the
     same numbers alone and beside others, to the last bit.
     """
     rows = result.output

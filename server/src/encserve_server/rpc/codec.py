@@ -17,7 +17,7 @@ from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel, 
 from encserve_server.models.spans import SentSpans
 from encserve_server.outputs import MAX_OUTPUTS, OutputSpec
 from encserve_server.rpc.status import code_of, details_of
-from encserve_server.rpc.wire import Part, field
+from encserve_server.rpc.wire import Part, field, join
 from encserve_server.types.arrays import IndexedRows
 from encserve_server.types.bundles import ModelPooling, TaskSettings
 from encserve_server.types.requests import DataType, Detail, OffsetUnit, OutputKind, Task
@@ -219,7 +219,7 @@ def encode_reply(model: ServedModel, call: EncodeCall, stream_request_id: str | 
     if stream_request_id is not None:
         around = pb.EncodeStreamResponse(request_id=stream_request_id).SerializeToString()
         parts = [around, *field(_RESPONSE, parts)]
-    return b"".join(parts)  # the one copy of the rows
+    return join(parts)  # the one copy of the rows
 
 
 def _encode_output(reply: EncodeReply, i: int, shape: ReplyShape) -> list[Part]:

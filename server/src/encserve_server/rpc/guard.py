@@ -201,7 +201,7 @@ class Stream:
         self._unanswered = 0
 
     async def read(self) -> object:
-        """The next request's bytes; at the end something that is no bytes."""
+        """The next request's bytes; at the end of the stream gRPC's marker for it, which is not bytes."""
         data: object = await self._context.read()
         self._unanswered += 1
         self._receiving.progress(self._task, is_idle=False)

@@ -82,7 +82,7 @@ class Receiving:
         """
         task = current_task()
         if not self._take_place():
-            raise BudgetFull(f"{self._taken()} streams and slow requests are open (max_in_flight_mib)", _RETRY_S)
+            raise self._no_place()
         self._streams[task] = self._clock.now()
         try:
             yield
@@ -109,8 +109,7 @@ class Receiving:
                 if self._take_place():
                     self._slow[task] = now + RECEIVE_SECONDS
                 else:
-                    problem = f"{self._taken()} streams and slow requests are open (max_in_flight_mib)"
-                    self._end(task, BudgetFull(f"{problem}, and this request has not arrived whole", _RETRY_S))
+                    self._end(task, self._no_place(", and this request has not arrived whole"))
             if self._calls.draining.is_set():  # a stop does not wait for what may never come
                 for task in list(self._slow):
                     self._end(task, Draining("the server is stopping; send the request to another"))
@@ -120,6 +119,9 @@ class Receiving:
 
     def _taken(self) -> int:
         return len(self._slow) + len(self._streams)
+
+    def _no_place(self, why: str = "") -> BudgetFull:
+        return BudgetFull(f"{self._taken()} streams and slow requests are open (max_in_flight_mib){why}", _RETRY_S)
 
     def _take_place(self) -> bool:
         """Takes a place, if need be that of the stream which has been idle for longest."""

@@ -65,9 +65,9 @@ def close_connections(peers: Collection[str]) -> None:
     """Closes the connections of peers, as gRPC names them: `ipv4:127.0.0.1:50123`. Only Linux can find them."""
     for peer in peers:
         logger.warning("a caller does not read its replies; its connection is closed", extra={"peer": peer})
-    wanted = {_endpoint(*urllib.parse.unquote(it).partition(":")[2].rpartition(":")[::2]) for it in peers}
     if sys.platform != "linux":
         return
+    wanted = {_endpoint(*urllib.parse.unquote(it).partition(":")[2].rpartition(":")[::2]) for it in peers}
     with contextlib.suppress(OSError):
         for path in list(_FDS.iterdir()):
             _close(int(path.name), wanted)

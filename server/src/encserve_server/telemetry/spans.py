@@ -15,7 +15,7 @@ from encserve_server.types.sequences import Batch
 
 Metadata = Collection[tuple[str, str | bytes]]
 
-# gRPC status codes that are errors of the server; mistakes of callers are none, nor is a full queue.
+# gRPC status codes that count as errors of the server. Callers' mistakes and a full queue do not.
 SERVER_ERROR_CODES = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}
 )

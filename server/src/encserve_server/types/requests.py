@@ -64,7 +64,7 @@ class OffsetUnit(IntEnum):
 
 
 class Detail(IntEnum):
-    """How much is told of each sequence; the values are those of the protobuf enum of the same name."""
+    """How much a reply says about each sequence; the values are those of the protobuf enum of the same name."""
 
     NONE = 1
     COUNTS = 2

@@ -317,7 +317,7 @@ def encode_reply(model: ServedModel, infer: InferCall, request_id: str, in_strea
     for parts in raw:
         whole += wire.field(_RAW_OUTPUT_CONTENTS, parts)
     # The one copy of the rows.
-    return b"".join(wire.field(_INFER_RESPONSE, whole) if in_stream else whole)
+    return wire.join(wire.field(_INFER_RESPONSE, whole) if in_stream else whole)
 
 
 def _tensor(part: TensorPart, made: Sequence[Any], width: int) -> tuple[list[int], list[wire.Part]]:
