@@ -80,8 +80,8 @@ def naive_side(engine: OnnxEngine, workload: Workload) -> Side:
 
 def read_encoder(checkpoint: Path) -> Any:
     """The exporter's `Encoder` with the weights of a checkpoint in the layout of Hugging Face."""
-    from encserve_export.layouts import hf_bert
-    from encserve_export.weights import read_json, read_weights
+    from encserve_export.models.own.layouts import hf_bert
+    from encserve_export.source.weights import read_json, read_weights
 
     layout = hf_bert.read_layout(read_json(checkpoint / "config.json"))
     return layout.load(hf_bert.plain_names(read_weights(checkpoint).tensors)).eval()
@@ -91,14 +91,14 @@ def padding_graph(encoder: Any, graph: Graph, folder: Path) -> Graph:
     """The same encoder as other exporters write it: every layer runs on (batch, seq, n), padding included."""
     import torch
 
-    from encserve_export import graph as exported
-    from encserve_export.encoder import Padding
+    from encserve_export.ground import names
+    from encserve_export.models.own.encoder import Padding
 
     def keep(padding: Any, x: Any) -> Any:
         return x.reshape(padding.bias.shape[0], padding.bias.shape[3], -1)  # (batch, seq, n)
 
     path = folder / "padded.onnx"
-    names = [exported.INPUT_IDS, exported.ATTENTION_MASK, exported.OUTPUT]
+    inputs_and_output = [names.INPUT_IDS, names.ATTENTION_MASK, names.OUTPUT]
     example = (torch.zeros(2, 3, dtype=torch.int64), torch.tensor([[1, 1, 1], [1, 1, 0]]))
     with (
         mock.patch.object(Padding, "remove", keep),
@@ -110,10 +110,10 @@ def padding_graph(encoder: Any, graph: Graph, folder: Path) -> Graph:
             example,
             path,
             dynamo=False,
-            opset_version=exported.OPSET,
-            input_names=names[:2],
-            output_names=names[2:],
-            dynamic_axes={name: {0: "batch", 1: "seq"} for name in names},
+            opset_version=names.OPSET,
+            input_names=inputs_and_output[:2],
+            output_names=inputs_and_output[2:],
+            dynamic_axes={name: {0: "batch", 1: "seq"} for name in inputs_and_output},
         )
     return replace(graph, path=path)
 

@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from encserve_client import EncoderClient
 from encserve_export import Encoder
-from encserve_export.layouts import hf_bert
-from encserve_export.weights import read_json, read_weights
+from encserve_export.models.own.layouts import hf_bert
+from encserve_export.source.weights import read_json, read_weights
 
 
 @pytest.fixture(scope="session")

@@ -13,10 +13,11 @@ from onnx_files import build, export_torch, save, save_with_data
 from real_server import RealServer, real_server
 
 from encserve_client import EncoderClient
-from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx, onnx_data
-from encserve_export.onnx_model import Names
-from encserve_export.sentence_transformers import SentenceVector
-from encserve_export.text import read_tokenizer
+from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
+from encserve_export.kinds.recipe import Recipe
+from encserve_export.onnx_graph import external
+from encserve_export.onnx_graph.foreign import Names
+from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 
 # On the same runtime, and on another one.
@@ -50,7 +51,7 @@ def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.T
     repository = tmp_path_factory.mktemp("onnx-models")
     with pytest.MonkeyPatch.context() as patch:
         # So that the file with external data keeps them in a second one.
-        patch.setattr(onnx_data.write_model, "__defaults__", (1000,))
+        patch.setattr(external.write_model, "__defaults__", (1000,))
         for name, path in given.items():
             ids, mask, types, _ = FILES[name]
             names = Names(input_ids=ids, attention_mask=mask, token_type_ids=types or None)
@@ -60,7 +61,7 @@ def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.T
     options = OnnxOptions(
         max_sequence_tokens=256,
         tokenizer=read_tokenizer(minilm_directory() / "tokenizer.json"),
-        vector=SentenceVector(manifest_pb2.POOLING_MEAN, l2_normalize=True),
+        vector=Recipe(manifest_pb2.POOLING_MEAN, l2_normalize=True),
     )
     export_onnx(models / MODEL / "1" / "model.onnx", Target(model_repository=repository, name=MODEL), options)
     return repository

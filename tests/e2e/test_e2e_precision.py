@@ -11,7 +11,7 @@ from real_server import RealServer, real_server
 
 from encserve_client import EncoderClient
 from encserve_export import Target, export_hf
-from encserve_export.precision import Precision
+from encserve_export.ground.precision import Precision
 
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
 ALONE = 0.999

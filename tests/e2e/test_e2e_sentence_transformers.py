@@ -15,7 +15,7 @@ from sentence_models import D_MODEL, LONGEST, text_of, write_model
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError, Output
 from encserve_export import Target, export_hf
-from encserve_export.errors import ParityError
+from encserve_export.ground.errors import ParityError
 
 pytestmark = pytest.mark.models
 

@@ -13,9 +13,10 @@ from real_server import cpu_has_bfloat16, real_server
 from sentence_models import D_MODEL, LONGEST, text_of, write_model
 
 from encserve_client import AsyncEncoderClient, EncoderClient
-from encserve_export import Target, export_hf, transformers_export
-from encserve_export.precision import BOUNDS
-from encserve_export.weights import read_weights
+from encserve_export import Target, export_hf
+from encserve_export.ground.precision import BOUNDS
+from encserve_export.models import pretrained
+from encserve_export.source.weights import read_weights
 
 pytestmark = pytest.mark.models
 pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, which they are compared with")
@@ -98,9 +99,9 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("directories")
     made = {name: write_model(folder / name, **its) for name, its in DIRECTORIES.items()}
     directory = made["combined"]
-    model = transformers_export.load_model(directory, read_weights(directory))
+    model = pretrained.load_model(directory, read_weights(directory))
     (directory / "onnx").mkdir()
-    transformers_export.write_onnx(model, "tracing", directory / "onnx" / "model.onnx")
+    pretrained.write_onnx(model, "tracing", directory / "onnx" / "model.onnx")
     return made
 
 

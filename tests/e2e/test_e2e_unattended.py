@@ -11,7 +11,7 @@ from architectures import ARCHITECTURES, VOCAB_SIZE, Architecture, build, save
 from exporting import export_once
 
 from encserve_export import Target, export_hf
-from encserve_export.hf_export import Route
+from encserve_export.routes.hf import Route
 from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.repository.bundle import read_bundle

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from encserve_export.bundle import draft, name_from
-from encserve_export.errors import BundleError, BundleExistsError, BundleNameError
+from encserve_export.bundle.store import draft, name_from
+from encserve_export.ground.errors import BundleError, BundleExistsError, BundleNameError
 
 
 def write(models: Path, content: str, *, overwrite: bool = False) -> None:
@@ -87,7 +87,7 @@ def test_a_folder_that_nothing_can_be_made_in(models: Path, monkeypatch: pytest.
     def refuse(**_: object) -> str:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("encserve_export.bundle.tempfile.mkdtemp", refuse)
+    monkeypatch.setattr("encserve_export.bundle.store.tempfile.mkdtemp", refuse)
     with pytest.raises(BundleError, match=r"model/1 cannot be written: .*Permission denied"):
         write(models, "x")
     assert not models.exists()

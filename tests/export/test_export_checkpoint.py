@@ -15,10 +15,8 @@ from safetensors.torch import load_file
 from state_dicts import LAYOUTS, VARIANTS, state_dict
 from torch import Tensor, nn
 
-from encserve_export import Encoder, EncoderConfig, ExportError, layouts
-from encserve_export.checkpoint import Found, Table, find_encoder
-from encserve_export.encoder import sinusoids
-from encserve_export.errors import (
+from encserve_export import Encoder, EncoderConfig, ExportError
+from encserve_export.ground.errors import (
     CheckpointError,
     ConfigError,
     EmbeddingTableError,
@@ -28,9 +26,12 @@ from encserve_export.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from encserve_export.init import random_encoder
-from encserve_export.layouts import known_layouts
-from encserve_export.weights import read_table
+from encserve_export.models.own import layouts
+from encserve_export.models.own.encoder import sinusoids
+from encserve_export.models.own.init import random_encoder
+from encserve_export.models.own.layouts import known_layouts
+from encserve_export.models.own.state_dict import Found, Table, find_encoder
+from encserve_export.source.weights import read_table
 
 CHOICES: dict[str, Any] = {"activation": "relu", "norm": "post", "scale_embedding": False, "position": "sinusoidal"}
 # What each layout's weights tell; "split-qkv" stands for those with Linear layers of full width.
@@ -99,7 +100,7 @@ def test_every_layout_has_a_module_that_is_found() -> None:
 
 
 NEW_LAYOUT = """
-from encserve_export.layouts.stack import OUTPUT, QKV, StackLayout, linear
+from encserve_export.models.own.layouts.stack import OUTPUT, QKV, StackLayout, linear
 LAYOUT = StackLayout(
     name="new", summary="", block="h.{layer}.", parts={QKV: linear("q", "k", "v"), OUTPUT: linear("o")}
 )

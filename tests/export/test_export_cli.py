@@ -278,7 +278,7 @@ def test_an_export_that_is_ended_leaves_nothing(
         assert list(models.glob("tiny/.1-*"))
         signal.raise_signal(number)
 
-    monkeypatch.setattr("encserve_export.verify.check_parity", end)
+    monkeypatch.setattr("encserve_export.check.agreement.check_parity", end)
     before = signal.signal(number, signal.SIG_DFL)
     try:
         result = run("init", "--config", config, "--name", "tiny", "--model-repository", models)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from encserve_export import Encoder, EncoderConfig
-from encserve_export.encoder import EncoderBlock, FeedForward, shortened, sinusoids
-from encserve_export.errors import ConfigError
-from encserve_export.init import random_encoder
+from encserve_export.ground.errors import ConfigError
+from encserve_export.models.own.encoder import EncoderBlock, FeedForward, shortened, sinusoids
+from encserve_export.models.own.init import random_encoder
 
 
 def pytorch_encoder(encoder: Encoder) -> nn.TransformerEncoder:

@@ -12,9 +12,11 @@ import pytest
 import torch
 from checkpoints import golden_cases
 
-from encserve_export import EncoderConfig, Exported, graph
-from encserve_export.init import random_encoder
-from encserve_export.verify import check_inspection, check_parity, relative_error
+from encserve_export import EncoderConfig, Exported
+from encserve_export.check.agreement import check_inspection, check_parity, relative_error
+from encserve_export.ground import names
+from encserve_export.models.own import trace
+from encserve_export.models.own.init import random_encoder
 
 Run = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.float32]]
 
@@ -59,7 +61,7 @@ def test_the_interface(bundles: dict[str, Exported], golden: str) -> None:
     assert described["attention_mask"] == ("INT64", ["batch", "seq"])
     kind, shape = described["last_hidden_state"]
     assert (kind, len(shape)) == ("FLOAT", 3)
-    assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", graph.OPSET)]
+    assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", names.OPSET)]
 
 
 @pytest.mark.parametrize(
@@ -77,7 +79,7 @@ def test_the_interface(bundles: dict[str, Exported], golden: str) -> None:
 )
 def test_every_choice_in_the_formula_survives(tiny: EncoderConfig, tmp_path: Path, fields: dict[str, object]) -> None:
     encoder = random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0)
-    graphs = graph.write_graphs(encoder, tmp_path)
+    graphs = trace.write_graphs(encoder, tmp_path)
     parity = check_parity(encoder, graphs.files[0])
     check_inspection(encoder, graphs)
     assert parity.max_relative_error <= 5e-6
@@ -85,7 +87,7 @@ def test_every_choice_in_the_formula_survives(tiny: EncoderConfig, tmp_path: Pat
 
 def test_both_graphs_share_one_file_of_weights(tiny: EncoderConfig, tmp_path: Path) -> None:
     encoder = random_encoder(tiny, 0)
-    graphs = graph.write_graphs(encoder, tmp_path)
+    graphs = trace.write_graphs(encoder, tmp_path)
     assert [path.name for path in graphs.files] == ["model.onnx", "inspect.onnx", "model.onnx.data"]
     assert sorted(tmp_path.iterdir()) == sorted(graphs.files)
     used = [_external(path) for path in graphs.files[:2]]
@@ -98,7 +100,7 @@ def test_both_graphs_share_one_file_of_weights(tiny: EncoderConfig, tmp_path: Pa
 
 
 def test_the_graph_does_nothing_that_only_an_inspection_needs(tiny: EncoderConfig, tmp_path: Path) -> None:
-    graphs = graph.write_graphs(random_encoder(tiny, 0), tmp_path)
+    graphs = trace.write_graphs(random_encoder(tiny, 0), tmp_path)
     model, inspected = (onnx.load(path) for path in graphs.files[:2])
     assert [value.name for value in model.graph.output] == ["last_hidden_state"]
     used = {name for node in model.graph.node for name in node.input} | {"last_hidden_state"}
@@ -120,7 +122,7 @@ def test_residual_connections_are_named(
     tiny: EncoderConfig, tmp_path: Path, fields: dict[str, object], count: int
 ) -> None:
     encoder = random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0)
-    graphs = graph.write_graphs(encoder, tmp_path)
+    graphs = trace.write_graphs(encoder, tmp_path)
     assert len(graphs.residual_nodes) == count
     nodes = {node.name: node for node in onnx.load(graphs.files[1]).graph.node}
     assert all(nodes[name].op_type == "Add" for name in graphs.residual_nodes)
@@ -129,7 +131,7 @@ def test_residual_connections_are_named(
 def test_embeddings_can_be_the_input(tiny: EncoderConfig, tmp_path: Path) -> None:
     fields = dataclasses.asdict(tiny) | {"input": "embeddings", "vocab_size": 0}
     encoder = random_encoder(EncoderConfig.from_mapping(fields), 0)
-    graphs = graph.write_graphs(encoder, tmp_path)
+    graphs = trace.write_graphs(encoder, tmp_path)
     assert graphs.input_name == "inputs_embeds"
     assert check_parity(encoder, graphs.files[0]).max_relative_error <= 5e-6
     check_inspection(encoder, graphs)
@@ -149,5 +151,5 @@ def _external(path: Path) -> dict[str, tuple[str, str]]:
 
 def test_no_path_of_the_machine_is_in_the_file(bundles: dict[str, Exported], golden: str) -> None:
     content = (bundles[golden].path / "model.onnx").read_bytes()
-    for path in (Path(graph.__file__).parent, Path(torch.__file__).parent, bundles[golden].path.parent):
+    for path in (Path(trace.__file__).parent, Path(torch.__file__).parent, bundles[golden].path.parent):
         assert str(path).encode() not in content

@@ -11,13 +11,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from encserve_export import Target, export_hf, graph, query_blocks, transformers_export
-from encserve_export.encoder import Encoder
-from encserve_export.errors import MissingPackageError, UnsupportedModelError
-from encserve_export.export import Exported
-from encserve_export.layouts import hf_bert
-from encserve_export.precision import Precision
-from encserve_export.verify import check_inspection, check_parity, relative_error
+from encserve_export import Target, export_hf
+from encserve_export.bundle.write import Exported
+from encserve_export.check.agreement import check_inspection, check_parity, relative_error
+from encserve_export.ground.errors import MissingPackageError, UnsupportedModelError
+from encserve_export.ground.precision import Precision
+from encserve_export.models import pretrained
+from encserve_export.models.own import trace
+from encserve_export.models.own.encoder import Encoder
+from encserve_export.models.own.layouts import hf_bert
+from encserve_export.onnx_graph import query_blocks
 
 transformers = pytest.importorskip("transformers")
 SMALL = {
@@ -61,7 +64,7 @@ def make(family: str, folder: Path, **settings: Any) -> tuple[Any, Encoder]:
 def test_rows_and_attention_are_transformers_own(family: str, tmp_path: Path) -> None:
     theirs, encoder = make(family, tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
-    graphs = graph.write_graphs(encoder, tmp_path / "ours")
+    graphs = trace.write_graphs(encoder, tmp_path / "ours")
     check_parity(encoder, graphs.files[0])
     check_inspection(encoder, graphs)
     lengths = (300, 1, 40)
@@ -86,7 +89,7 @@ def test_rows_and_attention_are_transformers_own(family: str, tmp_path: Path) ->
 def test_other_precisions_pass_their_gates(family: str, precision: Precision, tmp_path: Path) -> None:
     _, encoder = make(family, tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
-    graphs = graph.write_graphs(encoder, tmp_path / "ours", precision)
+    graphs = trace.write_graphs(encoder, tmp_path / "ours", precision)
     check_parity(encoder, graphs.files[0], precision)
     check_inspection(encoder, graphs)
 
@@ -97,7 +100,7 @@ def test_queries_in_blocks_see_the_same(family: str, tmp_path: Path, monkeypatch
     monkeypatch.setattr(query_blocks, "_SCORES", 1)
     theirs, encoder = make(family, tmp_path / "theirs", max_position_embeddings=1300)
     (tmp_path / "ours").mkdir()
-    path = graph.write_graphs(encoder, tmp_path / "ours").files[0]
+    path = trace.write_graphs(encoder, tmp_path / "ours").files[0]
     assert "If" in {node.op_type for node in onnx.load(path, load_external_data=False).graph.node}
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     ids = np.random.default_rng(0).integers(3, 200, (2, 200))
@@ -164,7 +167,7 @@ def test_ours_takes_what_it_is_better_at(tmp_path: Path, monkeypatch: pytest.Mon
     def missing(what: str) -> None:
         raise MissingPackageError(f"{what} needs transformers")
 
-    monkeypatch.setattr(transformers_export, "package", missing)
+    monkeypatch.setattr(pretrained, "package", missing)
     without = export(21)
     assert without.manifest.source.route == "own"
     assert "transformers does not take it: model_type 'gte' needs transformers" in without.route

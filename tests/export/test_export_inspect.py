@@ -13,12 +13,12 @@ from click.testing import CliRunner
 from exporting import export_once
 
 from encserve_export import Encoder, EncoderConfig, Exported, Target, export_init
-from encserve_export.bundle import read_bundle
+from encserve_export.bundle.parameters import count_by_layer
+from encserve_export.bundle.propagation import Signal, measure, random_input, read_sequence
+from encserve_export.bundle.read import read_bundle
 from encserve_export.cli import main
-from encserve_export.errors import BundleError, SequenceError
-from encserve_export.init import random_encoder
-from encserve_export.parameters import count_by_layer
-from encserve_export.propagation import Signal, measure, random_input, read_sequence
+from encserve_export.ground.errors import BundleError, SequenceError
+from encserve_export.models.own.init import random_encoder
 
 
 def signals(encoder: Encoder, ids: Any) -> list[Signal]:

@@ -8,7 +8,7 @@ import torch
 from checkpoints import golden_cases
 
 from encserve_export import Encoder
-from encserve_export.errors import (
+from encserve_export.ground.errors import (
     CheckpointFileError,
     ConfigError,
     UnsupportedModelError,
@@ -16,8 +16,8 @@ from encserve_export.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from encserve_export.layouts import hf_bert
-from encserve_export.weights import read_json, read_weights
+from encserve_export.models.own.layouts import hf_bert
+from encserve_export.source.weights import read_json, read_weights
 
 if TYPE_CHECKING:
     from tests.export.conftest import Checkpoint

@@ -10,10 +10,12 @@ import onnxruntime
 import pytest
 import torch
 
-from encserve_export import EncoderConfig, graph, query_blocks
-from encserve_export.init import random_encoder
-from encserve_export.precision import Precision
-from encserve_export.verify import check_inspection, check_parity, relative_error
+from encserve_export import EncoderConfig
+from encserve_export.check.agreement import check_inspection, check_parity, relative_error
+from encserve_export.ground.precision import Precision
+from encserve_export.models.own import trace
+from encserve_export.models.own.init import random_encoder
+from encserve_export.onnx_graph import query_blocks
 
 LONG = EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=1300)
 # In bytes, of a program that runs the graph for one sequence: what it needs beyond what it needed for one token.
@@ -37,7 +39,7 @@ import re, sys
 from pathlib import Path
 import torch
 from encserve_export import EncoderConfig
-from encserve_export.init import random_encoder
+from encserve_export.models.own.init import random_encoder
 torch.set_num_threads(1)
 encoder = random_encoder(EncoderConfig.from_mapping(eval(sys.argv[1])), 0)
 def peak(tokens):
@@ -57,7 +59,7 @@ def test_queries_in_blocks_give_the_same_rows(
     # Blocks of 64 queries, of which the last is short.
     monkeypatch.setattr(query_blocks, "_SCORES", 1)
     encoder = random_encoder(LONG, 0)
-    graphs = graph.write_graphs(encoder, tmp_path, precision)
+    graphs = trace.write_graphs(encoder, tmp_path, precision)
     model = onnx.load(graphs.files[0])
     onnx.checker.check_model(model, full_check=True)
     assert [node.op_type for node in model.graph.node].count("If") == 2
@@ -74,20 +76,20 @@ def test_queries_in_blocks_give_the_same_rows(
 
 
 def test_a_model_of_short_sequences_has_no_loop(tiny: EncoderConfig, tmp_path: Path) -> None:
-    model = onnx.load(graph.write_graphs(random_encoder(tiny, 0), tmp_path).files[0])
+    model = onnx.load(trace.write_graphs(random_encoder(tiny, 0), tmp_path).files[0])
     assert "If" not in {node.op_type for node in model.graph.node}
 
 
 def test_the_gate_reaches_the_longest_sequence(tmp_path: Path) -> None:
     encoder = random_encoder(LONG, 0)
-    parity = check_parity(encoder, graph.write_graphs(encoder, tmp_path).files[0])
+    parity = check_parity(encoder, trace.write_graphs(encoder, tmp_path).files[0])
     assert (1300, 1299, 650) in [case.lengths for case in parity.cases]
 
 
 def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) -> None:
     """The scores of 8,192 tokens and 16 heads are 4.3 GB; what runs is a few blocks of 67 MB."""
     encoder = random_encoder(EncoderConfig.from_mapping(WIDE), 0)
-    path = graph.write_graphs(encoder, tmp_path).files[0]
+    path = trace.write_graphs(encoder, tmp_path).files[0]
     assert _growth(MEMORY, str(path)) < 0.3e9
     assert _growth(REFERENCE_MEMORY, repr(WIDE)) < 0.2e9
 

@@ -10,9 +10,9 @@ import pytest
 from google.protobuf import json_format
 
 from encserve_export import EncoderConfig, Exported, Target, export_hf, export_init
-from encserve_export.init import random_encoder
-from encserve_export.manifest import count_parameters
-from encserve_export.text import read_tokenizer
+from encserve_export.bundle.manifest import count_parameters
+from encserve_export.models.own.init import random_encoder
+from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
 

@@ -10,9 +10,9 @@ from retrieval_models import DIRECTORIES, WIDTH, native, pylate
 
 from encserve_export import Target, export_hf
 from encserve_export.cli import main
-from encserve_export.errors import ConfigError, ParityError
-from encserve_export.hf_export import Route
-from encserve_export.precision import BOUNDS, Precision
+from encserve_export.ground.errors import ConfigError, ParityError
+from encserve_export.ground.precision import BOUNDS, Precision
+from encserve_export.routes.hf import Route
 
 pytestmark = pytest.mark.models
 

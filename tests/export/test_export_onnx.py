@@ -27,12 +27,14 @@ from onnx_files import (
     value,
 )
 
-from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx, onnx_data
+from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
 from encserve_export.cli import main
-from encserve_export.errors import ConfigError, TokenizerError, UnsupportedModelError, VocabularyError
-from encserve_export.onnx_model import Names, embedding_rows, precision
-from encserve_export.sentence_transformers import SentenceVector
-from encserve_export.text import read_tokenizer
+from encserve_export.ground.errors import ConfigError, TokenizerError, UnsupportedModelError, VocabularyError
+from encserve_export.kinds.recipe import Recipe
+from encserve_export.onnx_graph import external
+from encserve_export.onnx_graph.foreign import Names, embedding_rows, precision
+from encserve_export.onnx_graph.nodes import all_tensors
+from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 
 SHORT = OnnxOptions(max_sequence_tokens=16)
@@ -157,17 +159,14 @@ def test_large_external_data_go_into_one_file(file: Path, target: Target, monkey
     onnx.save(model, file, save_as_external_data=True, all_tensors_to_one_file=False, size_threshold=100,
               convert_attribute=True)  # fmt: skip
     assert len(list(file.parent.iterdir())) == 3, "a file for each tensor"
-    monkeypatch.setattr(onnx_data.write_model, "__defaults__", (1000,))
+    monkeypatch.setattr(external.write_model, "__defaults__", (1000,))
     exported = export_onnx(file, target, SHORT)
     assert sorted(path.name for path in exported.path.iterdir()) == ["manifest.json", "model.onnx", "model.onnx.data"]
     assert [its.path for its in exported.manifest.files] == ["model.onnx", "model.onnx.data"]
     assert exported.manifest.encoder.vocab_size == 300
     written = onnx.load(exported.path / "model.onnx", load_external_data=False)
     locations = {
-        entry.value
-        for tensor in onnx_data.all_tensors(written)
-        for entry in tensor.external_data
-        if entry.key == "location"
+        entry.value for tensor in all_tensors(written) for entry in tensor.external_data if entry.key == "location"
     }
     assert locations == {"model.onnx.data"}
     assert (exported.path / "model.onnx").stat().st_size < table.nbytes
@@ -288,7 +287,7 @@ def test_a_tokenizer_with_more_ids(file: Path, target: Target, write_tokenizer: 
         (OnnxOptions(max_sequence_tokens=0), "max_sequence_tokens must be at least 1; was 0"),
         (OnnxOptions(pad_token_id=50), "pad_token_id must be from 0 to 49; was 50"),
         (OnnxOptions(pad_token_id=-1), "pad_token_id must be from 0 to 49; was -1"),
-        (OnnxOptions(vector=SentenceVector(l2_normalize=True)), "l2_normalize is of pooled vectors"),
+        (OnnxOptions(vector=Recipe(l2_normalize=True)), "l2_normalize is of pooled vectors"),
     ],
 )
 def test_options_out_of_range(file: Path, target: Target, options: OnnxOptions, message: str) -> None:

@@ -7,8 +7,9 @@ import pytest
 from onnx import TensorProto, helper
 from onnx_files import D_MODEL, VOCAB_SIZE, build, point_elsewhere, save_with_data, tensor_of
 
-from encserve_export import OnnxOptions, Target, export_onnx, onnx_data
-from encserve_export.errors import ExternalDataError
+from encserve_export import OnnxOptions, Target, export_onnx
+from encserve_export.ground.errors import ExternalDataError
+from encserve_export.onnx_graph import external
 
 TABLE_BYTES = VOCAB_SIZE * D_MODEL * 4
 
@@ -154,4 +155,4 @@ def test_no_tensor_is_overlooked(tmp_path: Path, where: str) -> None:
     else:
         model.graph.sparse_initializer.add().values.CopyFrom(tensor)
     with pytest.raises(ExternalDataError, match="keeps its data in '/etc/passwd'; it must lie in the folder"):
-        onnx_data.take_in(model, tmp_path)
+        external.take_in(model, tmp_path)

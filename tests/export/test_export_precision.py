@@ -11,22 +11,16 @@ import pytest
 import torch
 from checkpoints import export_golden
 
-from encserve_export import (
-    Encoder,
-    EncoderConfig,
-    Exported,
-    Source,
-    Target,
-    export_encoder,
-    graph,
-    int8,
-)
-from encserve_export.bundle import read_bundle
-from encserve_export.errors import ParityError
-from encserve_export.init import random_encoder
-from encserve_export.parameters import count_by_layer
-from encserve_export.precision import Precision
-from encserve_export.verify import check_inspection, check_parity, least_cosine
+from encserve_export import Encoder, EncoderConfig, Exported, Source, Target, export_encoder
+from encserve_export.bundle.parameters import count_by_layer
+from encserve_export.bundle.read import read_bundle
+from encserve_export.check.agreement import check_inspection, check_parity, least_cosine
+from encserve_export.ground.errors import ParityError
+from encserve_export.ground.precision import Precision
+from encserve_export.models.own import trace
+from encserve_export.models.own.init import random_encoder
+from encserve_export.models.own.quantize import plan_layers
+from encserve_export.onnx_graph import int8
 
 SOURCE = Source("init", "random weights, seed 0")
 ROUNDED: tuple[Precision, ...] = ("float16", "int8")
@@ -51,7 +45,7 @@ def test_every_choice_in_the_formula_survives(
     tiny: EncoderConfig, tmp_path: Path, fields: dict[str, Any], precision: Precision
 ) -> None:
     encoder = random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0)
-    graphs = graph.write_graphs(encoder, tmp_path, precision)
+    graphs = trace.write_graphs(encoder, tmp_path, precision)
     parity = check_parity(encoder, graphs.files[0], precision)
     check_inspection(encoder, graphs)
     assert parity.min_cosine >= {"float16": 0.99999, "int8": 0.99}[precision]
@@ -80,7 +74,7 @@ def test_what_matrices_are_stored_in(tiny: EncoderConfig, tmp_path: Path) -> Non
     kinds: dict[Precision, int] = {"float16": onnx.TensorProto.FLOAT16, "int8": onnx.TensorProto.INT8}
     for precision, kind in kinds.items():
         (tmp_path / precision).mkdir()
-        graphs = graph.write_graphs(encoder, tmp_path / precision, precision)
+        graphs = trace.write_graphs(encoder, tmp_path / precision, precision)
         # The scales of the table of tokens are a column beside it.
         assert types_of_matrices(graphs.files[0]) - {onnx.TensorProto.FLOAT} == {kind}
         assert (onnx.TensorProto.FLOAT in types_of_matrices(graphs.files[0])) == (precision == "int8")
@@ -90,7 +84,7 @@ def test_a_neighbour_of_any_size_changes_nothing(tiny: EncoderConfig, tmp_path: 
     """With one scale for the whole batch the small sequence would be rounded to nothing."""
     fields = dataclasses.asdict(tiny) | {"input": "embeddings", "vocab_size": 0, "norm": "none", "activation": "gelu"}
     encoder = random_encoder(EncoderConfig.from_mapping(fields), 0)
-    path = graph.write_graphs(encoder, tmp_path, "int8").files[0]
+    path = trace.write_graphs(encoder, tmp_path, "int8").files[0]
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     small, large = np.random.default_rng(0).standard_normal((2, 5, 16)).astype(np.float32)
 
@@ -113,10 +107,10 @@ def hard_to_round(config: EncoderConfig) -> Encoder:
 
 def test_a_layer_that_would_be_too_far_off_stays_float32(tiny: EncoderConfig, tmp_path: Path) -> None:
     encoder = hard_to_round(tiny)
-    layers = int8.plan_layers(encoder)
+    layers = plan_layers(encoder)
     far_off = [name for name, layer in layers.items() if layer.error > 0.1]
     assert far_off == ["blocks.1.feed_forward.outer"]
-    graphs = graph.write_graphs(encoder, tmp_path, "int8")
+    graphs = trace.write_graphs(encoder, tmp_path, "int8")
     nodes = onnx.load(graphs.files[0]).graph.node
     assert [node.name for node in nodes if node.op_type == "Gemm"] == ["/blocks.1/feed_forward/outer/Gemm"]
     assert sum(node.op_type == "MatMulIntegerToFloat" for node in nodes) == len(layers) - 1
@@ -144,7 +138,7 @@ def test_numbers_that_float16_does_not_have_are_refused(tiny: EncoderConfig, mod
 
 def test_inspections_of_other_weights_are_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
     encoder = random_encoder(tiny, 0)
-    graphs = graph.write_graphs(encoder, tmp_path, "int8")
+    graphs = trace.write_graphs(encoder, tmp_path, "int8")
     with pytest.raises(ParityError, match=r"for inspections differs from PyTorch in \S+: cosine similarity"):
         check_inspection(random_encoder(tiny, 1), graphs)
     exchanged = dataclasses.replace(graphs, attention_weights_names=graphs.attention_weights_names[::-1])
@@ -162,7 +156,7 @@ def sharpened(encoder: Encoder) -> Encoder:
 
 def written(encoder: Encoder, folder: Path) -> tuple[Path, Path, Path]:
     folder.mkdir()
-    return graph.write_graphs(sharpened(encoder), folder, "int8").files
+    return trace.write_graphs(sharpened(encoder), folder, "int8").files
 
 
 def test_rounded_rows_are_within_half_a_step() -> None:

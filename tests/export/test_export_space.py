@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sentence_models import LONGEST, write_model
 
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_checkpoint, export_hf, export_init, export_onnx
-from encserve_export.space import digest_model
+from encserve_export.bundle.space import digest_model
 
 pytest.importorskip("transformers", reason="needs encserve-export[transformers]")
 

@@ -23,10 +23,10 @@ from sparse_models import (
 )
 
 from encserve_export import Target, export_hf
-from encserve_export.errors import CheckpointFileError, ParityError, UnsafeWeightsError, UnsupportedModelError
-from encserve_export.precision import BOUNDS
+from encserve_export.ground.errors import CheckpointFileError, ParityError, UnsafeWeightsError, UnsupportedModelError
+from encserve_export.ground.precision import BOUNDS
+from encserve_export.kinds.sparse import read_sparse_encoder
 from encserve_export.report import show
-from encserve_export.sparse import read_sparse_encoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
 pytest.importorskip("sentence_transformers", reason="needs encserve-export[sentence-transformers]")
@@ -114,7 +114,7 @@ def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monke
     vector = read_sparse_encoder(splade)
     assert vector.sparse is not None
     vector.sparse.module.logarithms = 2  # type: ignore[assignment]
-    monkeypatch.setattr("encserve_export.hf_export.read_sparse_encoder", lambda _: vector)
+    monkeypatch.setattr("encserve_export.routes.hf.read_sparse_encoder", lambda _: vector)
     with pytest.raises(ParityError, match="gives other weights than sentence-transformers .* task query: one"):
         export(splade, tmp_path)
     assert not (tmp_path / "models").exists()
@@ -131,7 +131,7 @@ def test_weights_that_a_precision_would_move_too_far_are_refused(
 ) -> None:
     """With the figures; the rows themselves pass."""
     bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
-    monkeypatch.setattr("encserve_export.pipeline.BOUNDS", BOUNDS | {"int8": bounds})
+    monkeypatch.setattr("encserve_export.check.texts.BOUNDS", BOUNDS | {"int8": bounds})
     figures = r"cosine similarity 0\.99\d\d, at least 0.99999 is required; int8 rounds too much here, float32 is exact"
     with pytest.raises(ParityError, match=f"gives another vector than sentence-transformers .* task query: {figures}"):
         export(splade, tmp_path, precision="int8")

@@ -9,15 +9,11 @@ import pytest
 import torch
 
 from encserve_export import Target, export_hf
-from encserve_export.errors import CheckpointFileError, ConfigError, TokenizerError, UnsupportedModelError
-from encserve_export.hf_export import longest_sequence
-from encserve_export.sentence_transformers import (
-    SentenceVector,
-    read_max_seq_length,
-    read_sentence_vector,
-    transformer_folder,
-)
-from encserve_export.text import read_tokenizer
+from encserve_export.ground.errors import CheckpointFileError, ConfigError, TokenizerError, UnsupportedModelError
+from encserve_export.kinds.dense import read_max_seq_length, read_sentence_vector, transformer_folder
+from encserve_export.kinds.recipe import Recipe
+from encserve_export.routes.hf import longest_sequence
+from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 
 if TYPE_CHECKING:
@@ -190,7 +186,7 @@ def test_a_length_that_is_none(tmp_path: Path, content: object, problem: str) ->
 
 
 def test_without_modules_nothing_is_known(tmp_path: Path) -> None:
-    assert read_sentence_vector(tmp_path) == SentenceVector(manifest_pb2.POOLING_UNSPECIFIED, l2_normalize=False)
+    assert read_sentence_vector(tmp_path) == Recipe(manifest_pb2.POOLING_UNSPECIFIED, l2_normalize=False)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from encserve_export import Exported, Target, export_hf
-from encserve_export.errors import (
+from encserve_export.ground.errors import (
     CheckpointFileError,
     ConfigError,
     MissingPackageError,
@@ -23,8 +23,8 @@ from encserve_export.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from encserve_export.precision import BOUNDS, Precision
-from encserve_export.transformers_export import TransformersModel, write_onnx
+from encserve_export.ground.precision import BOUNDS, Precision
+from encserve_export.models.pretrained import TransformersModel, write_onnx
 
 pytest.importorskip("transformers", reason="needs ./export[transformers]")
 

@@ -9,12 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from encserve_export import Encoder, EncoderConfig, Source, Target, export_encoder, graph
-from encserve_export.encoder import Inspection
-from encserve_export.errors import ParityError
-from encserve_export.init import random_encoder
-from encserve_export.precision import Precision
-from encserve_export.verify import case_lengths, check_inspection, relative_error
+from encserve_export import Encoder, EncoderConfig, Source, Target, export_encoder
+from encserve_export.check.agreement import case_lengths, check_inspection, relative_error
+from encserve_export.ground.errors import ParityError
+from encserve_export.ground.precision import Precision
+from encserve_export.models.own import trace
+from encserve_export.models.own.encoder import Inspection
+from encserve_export.models.own.init import random_encoder
 
 SOURCE = Source("init", "random weights, seed 0")
 
@@ -47,13 +48,13 @@ def test_nan_is_infinitely_wrong() -> None:
 def test_a_graph_of_other_weights_is_refused(
     tiny: EncoderConfig, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_graphs = graph.write_graphs
+    write_graphs = trace.write_graphs
 
-    def write_wrong_graph(encoder: Encoder, folder: Path, precision: Precision) -> graph.Graphs:
+    def write_wrong_graph(encoder: Encoder, folder: Path, precision: Precision) -> trace.Graphs:
         return write_graphs(changed(encoder), folder, precision)
 
     encoder = random_encoder(tiny, 0)
-    monkeypatch.setattr(graph, "write_graphs", write_wrong_graph)
+    monkeypatch.setattr(trace, "write_graphs", write_wrong_graph)
     with pytest.raises(ParityError, match=r"differs from PyTorch: relative error \S+ of a row, tolerance 5\.0e-05"):
         export_encoder(encoder, SOURCE, Target(model_repository=models, name="wrong"))
     assert not models.exists()
@@ -61,14 +62,14 @@ def test_a_graph_of_other_weights_is_refused(
 
 def test_inspections_of_other_weights_are_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
     encoder = random_encoder(tiny, 0)
-    graphs = graph.write_graphs(changed(encoder), tmp_path)
+    graphs = trace.write_graphs(changed(encoder), tmp_path)
     with pytest.raises(ParityError, match=r"for inspections differs from PyTorch in last_hidden_state: error \S+, tol"):
         check_inspection(encoder, graphs)
 
 
 def test_attention_that_is_another_is_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
     encoder = random_encoder(tiny, 0)
-    graphs = graph.write_graphs(encoder, tmp_path)
+    graphs = trace.write_graphs(encoder, tmp_path)
     exchanged = dataclasses.replace(graphs, attention_weights_names=graphs.attention_weights_names[::-1])
     with pytest.raises(ParityError, match=r"in attention_weights.1: error \S+, tolerance 1.0e-05, for 7 tokens"):
         check_inspection(encoder, exchanged)

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from encserve_export.errors import CheckpointFileError, UnsafeWeightsError
-from encserve_export.weights import read_checkpoint, read_json, read_table, read_weights
+from encserve_export.ground.errors import CheckpointFileError, UnsafeWeightsError
+from encserve_export.source.weights import read_checkpoint, read_json, read_table, read_weights
 
 
 def test_one_file_and_its_hash(tmp_path: Path) -> None:

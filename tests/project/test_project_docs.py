@@ -11,7 +11,7 @@ import pytest
 
 from encserve_cli.commands import cli as client
 from encserve_export.cli import main as exporter
-from encserve_export.layouts import known_layouts
+from encserve_export.models.own.layouts import known_layouts
 from encserve_server.__main__ import main as server
 from encserve_server.error_table import ERROR_TABLE, UNKNOWN, Status
 from encserve_server.errors import EmptyInputs, EncserveError, UnknownField

@@ -12,7 +12,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from encserve_export import Encoder, EncoderConfig
-from encserve_export.init import random_encoder
+from encserve_export.models.own.init import random_encoder
 
 D_MODEL, VOCAB_SIZE, POSITIONS = 8, 50, 40
 INT64, FLOAT = TensorProto.INT64, TensorProto.FLOAT

@@ -4,13 +4,15 @@ The command line is `encserve-export`; from Python, `export_hf`, `export_checkpo
 and `export_encoder` do the same.
 """
 
-from encserve_export.config import EncoderConfig
-from encserve_export.encoder import Encoder
-from encserve_export.errors import ExportError
-from encserve_export.export import Exported, Target, export_checkpoint, export_encoder, export_init
-from encserve_export.hf_export import export_hf
-from encserve_export.manifest import Source
-from encserve_export.onnx_export import OnnxOptions, export_onnx
+from encserve_export.bundle.manifest import Source
+from encserve_export.bundle.write import Exported, Target
+from encserve_export.ground.errors import ExportError
+from encserve_export.models.own.config import EncoderConfig
+from encserve_export.models.own.encoder import Encoder
+from encserve_export.routes.checkpoint import export_checkpoint, export_init
+from encserve_export.routes.encoder import export_encoder
+from encserve_export.routes.hf import export_hf
+from encserve_export.routes.onnx import OnnxOptions, export_onnx
 
 __all__ = [
     "Encoder",

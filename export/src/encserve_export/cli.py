@@ -9,20 +9,24 @@ from typing import Any, TypeVar, get_args
 import click
 from rich.console import Console
 
-from encserve_export import graph, hub, report
-from encserve_export.bundle import check_target, name_from, read_bundle
-from encserve_export.checkpoint import DEFAULT_LONGEST
-from encserve_export.config import EncoderConfig, Input
-from encserve_export.errors import ConfigError, ExportError
-from encserve_export.export import Exported, Progress, Target, export_checkpoint, export_init
-from encserve_export.hf_export import ROUTES, Route, export_hf
-from encserve_export.layouts import known_layouts
-from encserve_export.onnx_export import OnnxOptions, export_onnx
-from encserve_export.onnx_model import Names
-from encserve_export.precision import Precision
-from encserve_export.propagation import measure, read_sequence
-from encserve_export.sentence_transformers import POOLINGS, SentenceVector
-from encserve_export.text import TokenizerFile, read_tokenizer
+from encserve_export import report
+from encserve_export.bundle.propagation import measure, read_sequence
+from encserve_export.bundle.read import read_bundle
+from encserve_export.bundle.store import check_target, name_from
+from encserve_export.bundle.write import Exported, Progress, Target
+from encserve_export.ground import names
+from encserve_export.ground.errors import ConfigError, ExportError
+from encserve_export.ground.precision import Precision
+from encserve_export.kinds.recipe import POOLINGS, Recipe
+from encserve_export.models.own.config import EncoderConfig, Input
+from encserve_export.models.own.layouts import known_layouts
+from encserve_export.models.own.state_dict import DEFAULT_LONGEST
+from encserve_export.onnx_graph.foreign import Names
+from encserve_export.routes.checkpoint import export_checkpoint, export_init
+from encserve_export.routes.hf import ROUTES, Route, export_hf
+from encserve_export.routes.onnx import OnnxOptions, export_onnx
+from encserve_export.source import hub
+from encserve_export.source.tokenizer import TokenizerFile, read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _DEFAULT_VOCAB_SIZE = 32000
@@ -200,8 +204,8 @@ def checkpoint(
 @click.option("--vocab-size", type=int, help="How many token ids there are; by default as many as FILE has rows for.")
 @click.option("--pooling", type=click.Choice(list(POOLINGS)), help="How the model was trained to make one vector.")
 @click.option("--l2-normalize", is_flag=True, help="Scale pooled vectors to length 1.")
-@click.option("--input-ids-name", default=graph.INPUT_IDS, show_default=True, help="FILE's input of token ids.")
-@click.option("--attention-mask-name", default=graph.ATTENTION_MASK, show_default=True, help="FILE's attention mask.")
+@click.option("--input-ids-name", default=names.INPUT_IDS, show_default=True, help="FILE's input of token ids.")
+@click.option("--attention-mask-name", default=names.ATTENTION_MASK, show_default=True, help="FILE's attention mask.")
 @click.option("--token-type-ids-name", help="FILE's input to fill with zeros, where not token_type_ids.")
 @click.option("--output-name", help="FILE's output of rows; by default the only one, or last_hidden_state.")
 def onnx(
@@ -237,9 +241,7 @@ def onnx(
             max_sequence_tokens=max_sequence_tokens,
             pad_token_id=pad_token_id,
             vocab_size=vocab_size,
-            vector=SentenceVector(
-                manifest_pb2.POOLING_UNSPECIFIED if pooling is None else POOLINGS[pooling], l2_normalize
-            ),
+            vector=Recipe(manifest_pb2.POOLING_UNSPECIFIED if pooling is None else POOLINGS[pooling], l2_normalize),
             tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
         )
         target = Target(model_repository=model_repository, name=name, version=version, overwrite=overwrite)

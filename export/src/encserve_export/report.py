@@ -3,13 +3,13 @@
 from rich.console import Console
 from rich.table import Table
 
-from encserve_export import graph
-from encserve_export.bundle import ReadBundle
-from encserve_export.export import Exported
-from encserve_export.parameters import LayerParameters, count_by_layer
-from encserve_export.precision import BOUNDS
-from encserve_export.propagation import Propagation
-from encserve_export.sentence_transformers import TASKS
+from encserve_export.bundle.parameters import LayerParameters, count_by_layer
+from encserve_export.bundle.propagation import Propagation
+from encserve_export.bundle.read import ReadBundle
+from encserve_export.bundle.write import Exported
+from encserve_export.ground import names
+from encserve_export.ground.precision import BOUNDS
+from encserve_export.kinds.recipe import TASKS
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _POOLING = (
@@ -38,7 +38,7 @@ def _parameters(manifest: manifest_pb2.Manifest) -> Table:
 
 def _facts(exported: Exported) -> list[tuple[str, str]]:
     manifest, parity = exported.manifest, exported.manifest.parity
-    size = sum(file.size_bytes for file in manifest.files if file.path.startswith(graph.FILE))
+    size = sum(file.size_bytes for file in manifest.files if file.path.startswith(names.FILE))
     return [
         *([("route", exported.route)] if exported.route else []),
         *([("text", exported.text)] if exported.text else []),

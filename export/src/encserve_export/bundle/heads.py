@@ -1,0 +1,129 @@
+"""Writes what a model makes of its rows, or of pooled ones, as ONNX."""
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import onnx
+import torch
+from torch import Tensor, nn
+
+from encserve_export.ground.errors import CheckpointFileError, ParityError
+from encserve_export.ground.runtime import onnxruntime
+from encserve_export.kinds.recipe import MultiVectorHead, SparseHead
+from encserve_proto.bundle.v1 import manifest_pb2
+
+FILE = "head.onnx"
+MULTI_VECTOR_FILE, SPARSE_FILE = "multi_vector.onnx", "sparse.onnx"
+_POOLED, _ROWS, _MASK, _OUTPUT = "pooled", "rows", "mask", "vectors"
+_OPSET = 20
+_TOLERANCE, _WEIGHT_TOLERANCE = 1e-5, 1e-4
+
+
+def write_head(head: nn.Sequential, pooled_width: int, folder: Path) -> manifest_pb2.Head:
+    """Writes what comes after pooling as ONNX: (batch, pooled_width) to (batch, width), in float32.
+
+    Raises:
+        CheckpointFileError: It does not take vectors of `pooled_width` numbers.
+        ParityError: ONNX Runtime gives other vectors than PyTorch.
+    """
+    example = _example(_POOLED, 3, pooled_width)  # (batch, pooled_width)
+    width = _write(head, example, folder / FILE, "the modules after pooling")
+    return manifest_pb2.Head(file=FILE, input_name=_POOLED, output_name=_OUTPUT, width=width)
+
+
+def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> manifest_pb2.MultiVector:
+    """Writes what makes the vectors of MaxSim as ONNX: (tokens, d_model) to (tokens, width), in float32.
+
+    Raises:
+        CheckpointFileError: It does not take rows of `d_model` numbers.
+        ParityError: ONNX Runtime gives other vectors than PyTorch.
+    """
+    example = _example(_ROWS, 3, d_model)  # (tokens, d_model)
+    width = _write(head.module, example, folder / MULTI_VECTOR_FILE, "the modules after the encoder")
+    return manifest_pb2.MultiVector(
+        file=MULTI_VECTOR_FILE,
+        input_name=_ROWS,
+        output_name=_OUTPUT,
+        width=width,
+        similarity=head.similarity,
+        skips_first_token=head.skips_first_token,
+    )
+
+
+def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Path) -> manifest_pb2.Sparse:
+    """Writes what makes weights over the vocabulary as ONNX, in float32, with its own weights in a file beside it.
+
+    Raises:
+        CheckpointFileError: It does not take rows of `d_model` numbers.
+        ParityError: ONNX Runtime gives other weights than PyTorch.
+    """
+    own_id = head.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
+    example = _example(_ROWS, 3, shape.d_model)  # (tokens, d_model)
+    if not own_id:
+        example = _example(_ROWS, 2, 3, shape.d_model)  # (batch, seq, d_model)
+        example[_MASK] = torch.tensor([[1.0, 1, 1], [1, 1, 0]])  # (batch, seq)
+    path = folder / SPARSE_FILE
+    width = _write(head.module, example, path, "what makes weights over the vocabulary", weights=True)
+    onnx.save_model(
+        onnx.load_model(path),
+        path,
+        save_as_external_data=True,
+        location=f"{SPARSE_FILE}.data",
+        size_threshold=1024,
+        convert_attribute=True,
+    )
+    return manifest_pb2.Sparse(
+        file=SPARSE_FILE,
+        rows_name=_ROWS,
+        mask_name="" if own_id else _MASK,
+        output_name=_OUTPUT,
+        width=shape.vocab_size if own_id else width,
+        pooling=head.pooling,
+        skipped_token_ids=head.skipped_token_ids,
+        max_active_dims=head.max_active_dims,
+    )
+
+
+def _example(name: str, *shape: int) -> dict[str, Tensor]:
+    return {name: torch.randn(shape, generator=torch.Generator().manual_seed(0))}
+
+
+def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: str, *, weights: bool = False) -> int:
+    """Writes a module as ONNX, compares it with PyTorch, and tells the width of its output, (n, width).
+
+    Args:
+        module: What is written.
+        example: Its inputs, in order: (n, width), or (n, seq, width) and (n, seq).
+        path: Where to.
+        what: What it is, for errors.
+        weights: Whether it makes weights over the vocabulary.
+    """
+    rows = next(iter(example.values()))
+    axes = dict(enumerate(("n", "seq")[: rows.dim() - 1]))
+    try:
+        want = module(*example.values())  # (n, its width)
+    except RuntimeError as error:
+        raise CheckpointFileError(f"{what} do not take {rows.shape[-1]} numbers: {error}") from None
+    with warnings.catch_warnings():  # as for the graph, and what is told of transformers' code; the comparison judges
+        warnings.simplefilter("ignore")
+        torch.onnx.export(
+            module,
+            tuple(example.values()),
+            str(path),
+            input_names=list(example),
+            output_names=[_OUTPUT],
+            dynamic_axes={**dict.fromkeys(example, axes), _OUTPUT: {0: "n"}},
+            opset_version=_OPSET,
+            dynamo=False,
+        )
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (got,) = session.run([_OUTPUT], {name: its.numpy() for name, its in example.items()})
+    difference = torch.from_numpy(got) - want  # (n, its width)
+    if weights:  # there may be none that is not 0, or one that is nearly
+        worst, tolerance = float(difference.abs().max() / want.max().clamp(min=1)), _WEIGHT_TOLERANCE
+    else:
+        worst, tolerance = float((difference.norm(dim=1) / want.norm(dim=1).clamp(min=1e-12)).max()), _TOLERANCE
+    if not worst <= tolerance:
+        raise ParityError(f"{what} differ from PyTorch: error {worst:.1e}, at most {tolerance:.1e}")
+    return int(want.shape[1])

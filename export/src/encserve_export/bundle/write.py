@@ -1,0 +1,102 @@
+"""Completes a bundle whose graph is written: tokenizer, heads, manifest, and the comparison of texts."""
+
+import dataclasses
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from encserve_export.bundle import manifest
+from encserve_export.bundle.heads import write_head, write_multi_vector, write_sparse
+from encserve_export.bundle.manifest import Source
+from encserve_export.check import agreement
+from encserve_export.kinds.recipe import Recipe
+from encserve_proto.bundle.v1 import manifest_pb2
+
+Progress = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Target:
+    """Where a bundle goes.
+
+    Attributes:
+        model_repository: The folder of all models.
+        name: The model's name.
+        version: The model's version.
+        overwrite: Whether a version that is there is replaced.
+    """
+
+    model_repository: Path
+    name: str
+    version: str = "1"
+    overwrite: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Exported:
+    """A bundle that was written.
+
+    Attributes:
+        path: Its folder.
+        manifest: What its manifest.json says.
+        remark: What was decided on the way and may surprise, for people; empty where nothing was.
+        route: How `hf` made the graph, and why so, for people; empty for the other commands.
+        text: Why it takes no text, where it does not, and what would help.
+        left_behind: The parts of the checkpoint that make no rows, such as heads; not known of ONNX files.
+    """
+
+    path: Path
+    manifest: manifest_pb2.Manifest
+    remark: str = ""
+    route: str = ""
+    text: str = ""
+    left_behind: tuple[str, ...] = ()
+
+
+def complete(
+    folder: Path,
+    target: Target,
+    model: manifest.Model,
+    source: Source,
+    parity: agreement.Parity,
+    files: Iterable[Path],
+) -> Exported:
+    """Adds the tokenizer and the manifest to a bundle's draft.
+
+    Args:
+        folder: The draft.
+        target: Where the bundle will be.
+        model: What is in the ONNX file.
+        source: Where it comes from.
+        parity: What was measured in ONNX Runtime.
+        files: The files of the model, which lie in the folder already.
+
+    Raises:
+        ParityError: Texts' vectors are not those of sentence-transformers.
+        ConfigError: The model is to be cut shorter than what its queries are made longer to.
+    """
+    listed = list(files)
+    if source.tokenizer is not None:
+        listed.append(source.tokenizer.write(folder / manifest.TOKENIZER_FILE))
+    heads, written = _write_heads(source.vector, model.shape, folder)
+    listed += written
+    described = manifest.build_manifest(target.name, target.version, model, source, parity, listed, heads)
+    compared = None if source.pipeline is None else source.pipeline(folder, described)
+    if compared is not None:
+        manifest.add_pipeline(described.parity, compared)
+    (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
+    return Exported(target.model_repository / target.name / target.version, described)
+
+
+def _write_heads(vector: Recipe, shape: manifest_pb2.EncoderShape, folder: Path) -> tuple[manifest.Heads, list[Path]]:
+    """Writes what comes after the encoder; which files those are."""
+    there = set(folder.iterdir())
+    head = multi_vector = sparse = None
+    if vector.head is not None:
+        head = write_head(vector.head, manifest.pooled_width(shape, vector), folder)
+    if vector.multi_vector is not None:
+        multi_vector = write_multi_vector(vector.multi_vector, shape.d_model, folder)
+    if vector.sparse is not None:
+        sparse = write_sparse(vector.sparse, shape, folder)
+    for static in vector.static_weights:
+        static.write(folder)
+    return manifest.Heads(head, multi_vector, sparse), sorted(set(folder.iterdir()) - there)

@@ -1,0 +1,1 @@
+"""The gates: rows against PyTorch, texts against the libraries of the authors."""

@@ -1,0 +1,1 @@
+"""What everything stands on: errors, names, precisions, and ONNX Runtime."""

@@ -1,0 +1,9 @@
+"""The names of a bundle's ONNX files, and of their inputs and outputs."""
+
+# The first with Gelu as an operator of its own, and the newest that the tracing exporter writes.
+OPSET = 20
+FILE = "model.onnx"
+DATA_FILE = "model.onnx.data"
+INSPECT_FILE = "inspect.onnx"
+INPUT_IDS, EMBEDDINGS, ATTENTION_MASK, OUTPUT = "input_ids", "inputs_embeds", "attention_mask", "last_hidden_state"
+POSITIONS = "positions"

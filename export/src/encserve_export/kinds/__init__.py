@@ -1,0 +1,1 @@
+"""What is made of rows: one vector, vectors for MaxSim, weights over the vocabulary."""

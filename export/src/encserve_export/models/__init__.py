@@ -1,0 +1,1 @@
+"""The encoders: our own, and those of transformers."""

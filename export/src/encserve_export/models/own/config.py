@@ -1,0 +1,214 @@
+"""The sizes of an encoder and the choices in its formula."""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Self, get_args
+
+from encserve_export.ground.errors import ConfigError
+
+Input = Literal["token_ids", "embeddings"]
+Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
+Norm = Literal["post", "pre", "none"]
+Position = Literal["sinusoidal", "learned", "rotary", "none"]
+
+_POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens", "global_every")
+_NON_NEGATIVE = ("vocab_size", "d_ff", "n_token_types", "pad_token_id", "position_offset", "relative_buckets", "window")
+_FLAGS = (
+    "attention_bias",
+    "gated",
+    "inner_bias",
+    "outer_bias",
+    "norm_bias",
+    "first_attention_norm",
+    "residual",
+    "final_norm",
+    "scale_embedding",
+    "embedding_norm",
+    "pad_takes_no_position",
+)
+_POSITIVE_REALS = ("layer_norm_eps", "rotary_base", "local_rotary_base")
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "input": get_args(Input),
+    "activation": get_args(Activation),
+    "norm": get_args(Norm),
+    "position": get_args(Position),
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EncoderConfig:
+    """Everything that fixes the shapes and the formula of an `Encoder`; validated when built.
+
+    A choice that a later checkpoint layout needs becomes a field here whose default is what the encoder did before.
+
+    Attributes:
+        vocab_size: Rows of the token embedding; 0 where the input is embeddings.
+        d_model: Width of a token's representation.
+        n_heads: Attention heads per block; divides `d_model`.
+        d_ff: Inner width of the feed-forward part; 0 for blocks of attention alone.
+        n_layers: Blocks.
+        max_sequence_tokens: The longest sequence, in tokens.
+        input: What a sequence is made of: token ids, or "embeddings", one vector per token that takes the place of the
+            token embedding and enters as it is.
+        activation: Between the two feed-forward layers. "gelu" is the exact x·Φ(x), "gelu_tanh" its tanh approximation,
+            "silu" x·σ(x).
+        gated: Whether the first feed-forward layer has twice the width, and its first half, activated, multiplies the
+            second (Shazeer 2020: GeGLU with "gelu", SwiGLU with "silu").
+        inner_bias: Whether the first feed-forward layer adds a bias.
+        outer_bias: Whether the second does.
+        attention_bias: Whether the four projections of attention add a bias.
+        residual: Whether x is added to f(x), around attention and around the feed-forward part.
+        norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)); "none" has none.
+        norm_bias: Whether LayerNorms add a bias.
+        first_attention_norm: Whether the first block has a LayerNorm for its attention, as the others do.
+        final_norm: One more LayerNorm after the last block; usual with "pre".
+        position: Where a token's place in the sequence comes from: fixed sinusoids, a table among the
+            weights ("learned", whether or not anybody trained it), "rotary" in every attention (Su et al. 2021), or
+            nowhere.
+        rotary_base: What the angles of "rotary" are powers of.
+        local_rotary_base: The same in the blocks that attend to a window.
+        relative_buckets: How many distances between two tokens have a number of their own, which is added to their
+            score, one for each head, the same in all blocks (Raffel et al. 2020); 0 where none is.
+        window: How far a token sees on either side in the blocks that attend to a window, in tokens; 0 where all see
+            everything.
+        global_every: With a window, every so many blocks one sees everything, the first among them.
+        scale_embedding: Whether token embeddings are multiplied by √d_model, as in Vaswani et al. 2017.
+        embedding_norm: Whether a LayerNorm follows the sum of embeddings, as in BERT.
+        n_token_types: Rows of the token type (segment) embedding, of which row 0 is added to every token; 0 for none.
+        layer_norm_eps: Added to the variance in every LayerNorm.
+        pad_token_id: The id that fills a padded batch. The attention mask hides it, so it changes no other row.
+        position_offset: The row of the position table that the first token takes. RoBERTa: `pad_token_id + 1`.
+        pad_takes_no_position: RoBERTa's rule for a token whose id is `pad_token_id` inside a sequence: it takes row
+            `position_offset - 1`, and the tokens after it count on as if it were not there.
+    """
+
+    vocab_size: int
+    d_model: int = 512
+    n_heads: int = 8
+    d_ff: int = 2048
+    n_layers: int = 8
+    max_sequence_tokens: int = 512
+    input: Input = "token_ids"
+    activation: Activation = "relu"
+    gated: bool = False
+    inner_bias: bool = True
+    outer_bias: bool = True
+    attention_bias: bool = True
+    residual: bool = True
+    norm: Norm = "post"
+    norm_bias: bool = True
+    first_attention_norm: bool = True
+    final_norm: bool = False
+    position: Position = "sinusoidal"
+    rotary_base: float = 10000.0
+    local_rotary_base: float = 10000.0
+    relative_buckets: int = 0
+    window: int = 0
+    global_every: int = 1
+    scale_embedding: bool = False
+    embedding_norm: bool = False
+    n_token_types: int = 0
+    layer_norm_eps: float = 1e-5
+    pad_token_id: int = 0
+    position_offset: int = 0
+    pad_takes_no_position: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks each field, then the fields against each other."""
+        self._check_types()
+        self._check_ranges()
+        self._check_together()
+
+    @property
+    def d_k(self) -> int:
+        """The width of one attention head."""
+        return self.d_model // self.n_heads
+
+    @property
+    def n_positions(self) -> int:
+        """The rows of the position table."""
+        return self.max_sequence_tokens + self.position_offset
+
+    def sees_everything(self, block: int) -> bool:
+        """Whether the tokens of a block see their whole sequence, and not a window of it."""
+        return not self.window or block % self.global_every == 0
+
+    @classmethod
+    def from_mapping(cls, fields: Mapping[str, Any]) -> Self:
+        """Builds a configuration from JSON-like data.
+
+        Args:
+            fields: Values by field name; a field left out takes its default.
+
+        Raises:
+            ConfigError: A name is unknown, `vocab_size` is missing, or a value is out of range.
+        """
+        cls.check_names(fields)
+        if "vocab_size" not in fields and fields.get("input") != "embeddings":
+            raise ConfigError("vocab_size is missing from the configuration")
+        return cls(**{"vocab_size": 0, **fields})
+
+    @classmethod
+    def check_names(cls, names: Iterable[str]) -> None:
+        """Refuses names that are no fields.
+
+        Raises:
+            ConfigError: One is unknown; the text lists all of them.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(names) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown configuration fields: {', '.join(unknown)}; known are {', '.join(known)}")
+
+    def _check_types(self) -> None:
+        for name in (*_POSITIVE, *_NON_NEGATIVE):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool):
+                raise ConfigError(f"{name} must be an integer; was {value!r}")
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} must be true or false; was {getattr(self, name)!r}")
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ConfigError(f"{name} must be one of {', '.join(choices)}; was {getattr(self, name)!r}")
+
+    def _check_ranges(self) -> None:
+        for name, least in (*((name, 1) for name in _POSITIVE), *((name, 0) for name in _NON_NEGATIVE)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}; was {getattr(self, name)}")
+        for name in _POSITIVE_REALS:
+            value: object = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+                raise ConfigError(f"{name} must be a positive number; was {value!r}")
+
+    def _check_together(self) -> None:
+        if self.d_model % self.n_heads:
+            raise ConfigError(f"n_heads must divide d_model; was {self.n_heads} for {self.d_model}")
+        if self.input == "embeddings":
+            self._check_embeddings()
+        elif self.vocab_size < 1:
+            raise ConfigError(f"vocab_size must be at least 1; was {self.vocab_size}")
+        elif self.pad_token_id >= self.vocab_size:
+            raise ConfigError(f"pad_token_id must be < vocab_size; was {self.pad_token_id} >= {self.vocab_size}")
+        if self.position == "sinusoidal" and self.d_model % 2:
+            raise ConfigError(f"d_model must be even for sinusoidal positions; was {self.d_model}")
+        if self.position in ("none", "rotary") and self.position_offset:
+            raise ConfigError(f"position_offset must be 0 without a table of positions; was {self.position_offset}")
+        if self.position == "rotary" and self.d_k % 2:
+            raise ConfigError(f"d_model / n_heads must be even for rotary positions; was {self.d_k}")
+        if self.relative_buckets % 4:
+            raise ConfigError(f"relative_buckets must be a multiple of 4; was {self.relative_buckets}")
+        if self.pad_takes_no_position and self.position_offset < 1:
+            raise ConfigError(
+                f"position_offset must be at least 1 with pad_takes_no_position; was {self.position_offset}"
+            )
+
+    def _check_embeddings(self) -> None:
+        """Refuses what only token ids have."""
+        for name in ("vocab_size", "pad_token_id"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} must be 0 where the input is embeddings; was {getattr(self, name)}")
+        for name in ("scale_embedding", "pad_takes_no_position"):
+            if getattr(self, name):
+                raise ConfigError(f"{name} must be false where the input is embeddings: they enter as they are")

@@ -1,0 +1,424 @@
+"""The transformer encoder of Vaswani et al. 2017, "Attention Is All You Need", and its later variants, in PyTorch.
+
+Token ids go in, or one vector per token; one row of `d_model` numbers per token comes out. The module is written for
+inference: it has no dropout. All arithmetic is in the type of the weights, float32 in a bundle.
+
+Sequences of different lengths come as one batch, padded on the right. Attention alone looks beyond a token, so all else
+runs on the real tokens only, as rows of one matrix, and padding costs nothing there (as in ModernBERT, Warner et al.
+2024). In attention a mask keeps padding out of every real token's result.
+
+In the shapes, `batch` is sequences, `seq` the tokens of the longest one, `tokens` the real tokens of all of them,
+`heads` is `n_heads`, and `d_k` is `d_model / n_heads`.
+"""
+
+import dataclasses
+import math
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from encserve_export.ground.errors import ConfigError
+from encserve_export.models.own.config import EncoderConfig
+
+
+def sinusoids(n_positions: int, d_model: int) -> Tensor:
+    """The fixed position table of Vaswani et al. 2017, section 3.5.
+
+    PE(pos, 2i) = sin(pos / 10000^(2i/d_model)) and PE(pos, 2i+1) = cos(pos / 10000^(2i/d_model)).
+
+    Args:
+        n_positions: Rows of the table.
+        d_model: Its columns, an even number.
+
+    Returns:
+        float32 (n_positions, d_model), computed in float64: in float32 the angle of a late position is off by 1e-5.
+    """
+    position = torch.arange(n_positions, dtype=torch.float64).unsqueeze(1)  # (n_positions, 1)
+    exponent = torch.arange(0, d_model, 2, dtype=torch.float64) / d_model  # (d_model / 2)
+    angle = position / torch.pow(10000.0, exponent)  # (n_positions, d_model / 2)
+    return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()  # (n_positions, d_model)
+
+
+def rotations(n_positions: int, d_k: int, base: float) -> tuple[Tensor, Tensor]:
+    """The cosines and sines of rotary positions, Su et al. 2021, section 3.4.2.
+
+    Column i of a head and column i + d_k/2 are turned together, at position p by the angle p / base^(2i/d_k).
+
+    Returns:
+        float32 (n_positions, d_k) each; the sines of the first half are negative, as `rotate` needs them.
+    """
+    # In float32 throughout, as models were trained: late positions have angles that are off by 1e-4, and learned so.
+    frequency = 1 / base ** (torch.arange(0, d_k, 2, dtype=torch.float32) / d_k)  # (d_k / 2)
+    angle = torch.arange(n_positions, dtype=torch.float32)[:, None] * frequency  # (n_positions, d_k / 2)
+    cosines, sines = angle.cos(), angle.sin()  # (n_positions, d_k / 2)
+    return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Turns every head of every token by its position: x (tokens, n, d_k), the others (tokens, 1, d_k)."""
+    first, second = x.chunk(2, dim=-1)  # (tokens, n, d_k / 2)
+    return x * cosines + torch.cat((second, first), dim=-1) * sines  # (tokens, n, d_k)
+
+
+class RelativeBias(nn.Module):
+    """A number for each distance between two tokens and each head, Raffel et al. 2020, section 2.1.
+
+    Half of the buckets are for tokens to the right. Of each half, one half is for distances 0, 1, 2 …, the other for
+    ranges that grow with the logarithm, up to 128 tokens and beyond.
+    """
+
+    buckets: Tensor
+    _FARTHEST = 128
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.longest = config.max_sequence_tokens
+        self.weight = nn.Parameter(torch.empty(config.relative_buckets, config.n_heads))
+        distance = torch.arange(1 - self.longest, self.longest)  # (2·longest - 1), the key's place less the query's
+        half, near = config.relative_buckets // 2, config.relative_buckets // 4
+        size = distance.abs()
+        ratio = torch.log(size.clamp(min=1).float() / near) / math.log(self._FARTHEST / near)
+        far = (near + (ratio * (half - near)).long()).clamp(max=half - 1)
+        buckets = torch.where(size < near, size, far) + (distance > 0) * half
+        self.register_buffer("buckets", buckets, persistent=False)
+
+    def forward(self, seq: Tensor) -> Tensor:
+        """What is added to scores: (1, heads, seq, seq), for positions 0 to seq - 1, (seq)."""
+        distance = seq[None, :] - seq[:, None] + (self.longest - 1)  # (seq, seq)
+        return functional.embedding(self.buckets[distance], self.weight).permute(2, 0, 1)[None]  # (1, heads, seq, seq)
+
+
+class Padding:
+    """Where the real tokens of a batch are; made once per batch and shared by all blocks.
+
+    Attributes:
+        bias: (batch, 1, 1, seq), what is added to attention scores so that no token attends to padding: 0 for a token
+            (1 in the mask), the lowest finite number for padding (0) and for a token that is not to be seen (2). After
+            softmax that gives exactly 0, as -∞ would, but where a sequence is all padding it does not turn into NaN.
+        places: (tokens), where in its sequence each token stands.
+    """
+
+    def __init__(self, attention_mask: Tensor, dtype: torch.dtype) -> None:
+        is_token, is_hidden = attention_mask != 0, attention_mask != 1  # (batch, seq) both
+        lowest = torch.finfo(dtype).min
+        self.bias = torch.zeros((), dtype=dtype).masked_fill(is_hidden[:, None, None, :], lowest)  # (batch, 1, 1, seq)
+        # Which positions are tokens, and which token stands at each position. Padding is given the token before it.
+        flat = is_token.reshape(-1).long()  # (batch·seq)
+        self._tokens = flat.nonzero().squeeze(1)  # (tokens)
+        self.places = self._tokens % attention_mask.shape[1]  # (tokens)
+        self._at = (flat.cumsum(0) - 1).clamp(min=0)  # (batch·seq)
+
+    def remove(self, x: Tensor) -> Tensor:
+        """Takes the rows of real tokens: (batch·seq, n) -> (tokens, n)."""
+        return x.index_select(0, self._tokens)  # (tokens, n)
+
+    def restore(self, rows: Tensor) -> Tensor:
+        """Puts each token back at its position: (tokens, n) -> (batch·seq, n); padding repeats the token before it."""
+        return rows.index_select(0, self._at)  # (batch·seq, n)
+
+
+class Embeddings(nn.Module):
+    """Tokens, positions and token types, summed: x = E[id]·(√d_model) + P[position] (+ T[0]).
+
+    Where the input is embeddings they stand for E[id]. A LayerNorm follows if the configuration asks for one.
+    """
+
+    positions: Tensor
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        if config.input == "token_ids":
+            self.tokens = nn.Embedding(config.vocab_size, config.d_model)
+        if config.position == "learned":
+            self.positions = nn.Parameter(torch.empty(config.n_positions, config.d_model))
+        elif config.position == "sinusoidal":
+            self.register_buffer("positions", sinusoids(config.n_positions, config.d_model), persistent=False)
+        self.types = nn.Parameter(torch.empty(config.n_token_types, config.d_model)) if config.n_token_types else None
+        self.norm = _norm(config) if config.embedding_norm else nn.Identity()
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Embeds tokens.
+
+        Args:
+            inputs: Token ids, int64 (batch, seq), or embeddings, (batch, seq, d_model).
+
+        Returns:
+            (batch, seq, d_model).
+        """
+        x: Tensor = self.tokens(inputs) if self.config.input == "token_ids" else inputs  # (batch, seq, d_model)
+        if self.config.scale_embedding:
+            x = x * math.sqrt(self.config.d_model)  # (batch, seq, d_model)
+        if self.config.position in ("sinusoidal", "learned"):
+            x = x + self._positions(inputs)  # (batch, seq, d_model)
+        if self.types is not None:
+            x = x + self.types[0]  # (batch, seq, d_model)
+        y: Tensor = self.norm(x)  # (batch, seq, d_model)
+        return y
+
+    def _positions(self, inputs: Tensor) -> Tensor:
+        """The rows of the position table: (seq, d_model), or (batch, seq, d_model) where they depend on the ids."""
+        first = self.config.position_offset
+        if not self.config.pad_takes_no_position:
+            return self.positions[first : first + inputs.shape[1]]  # (seq, d_model)
+        # Hugging Face, create_position_ids_from_input_ids: a pad id takes the row before the first and is not counted.
+        counted = (inputs != self.config.pad_token_id).long()  # (batch, seq)
+        index = counted.cumsum(dim=1) * counted + (first - 1)  # (batch, seq)
+        return functional.embedding(index, self.positions)  # (batch, seq, d_model)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sight:
+    """What attention needs to know of a batch, the same in all blocks that see equally far.
+
+    Attributes:
+        bias: (batch, 1 or heads, 1 or seq, seq), what is added to scores: padding and what is too far away are hidden.
+        cosines: (tokens, 1, d_k), of rotary positions; None without them.
+        sines: The same.
+    """
+
+    bias: Tensor
+    cosines: Tensor | None = None
+    sines: Tensor | None = None
+
+
+class Positions(nn.Module):
+    """How far tokens see, and what their positions do to attention: makes the `Sight` of a batch."""
+
+    cosines: Tensor
+    sines: Tensor
+
+    def __init__(self, config: EncoderConfig, window: int, rotary_base: float) -> None:
+        super().__init__()
+        self.window = window
+        self.is_rotary = config.position == "rotary"
+        if self.is_rotary:
+            cosines, sines = rotations(config.max_sequence_tokens, config.d_k, rotary_base)
+            self.register_buffer("cosines", cosines, persistent=False)
+            self.register_buffer("sines", sines, persistent=False)
+        self.relative = RelativeBias(config) if config.relative_buckets else None
+
+    def forward(self, padding: Padding) -> Sight:
+        """Looks at a batch."""
+        bias = padding.bias  # (batch, 1, 1, seq)
+        place = torch.arange(bias.shape[3])  # (seq)
+        if self.relative is not None:
+            bias = bias + self.relative(place)  # (batch, heads, seq, seq)
+        if self.window:
+            first, last = place[:, None] - self.window, place[:, None] + self.window  # (seq, 1) both
+            far = (place < first) | (place > last)  # (seq, seq), without one of distances, which has 8 bytes each
+            bias = bias.masked_fill(far, torch.finfo(bias.dtype).min)  # (batch, 1, seq, seq)
+        if not self.is_rotary:
+            return Sight(bias)
+        cosines, sines = (functional.embedding(padding.places, table) for table in (self.cosines, self.sines))
+        return Sight(bias, cosines[:, None], sines[:, None])
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention, Vaswani et al. 2017, section 3.2.
+
+    head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h, and the heads, side by side, go through one linear layer. The projections to
+    Q, K and V are one layer whose output holds the three after one another.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.n_heads = config.n_heads
+        self.d_k = config.d_k
+        self.d_model = config.d_model
+        self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.attention_bias)
+        self.output = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
+
+    def forward(self, x: Tensor, padding: Padding, sight: Sight, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Lets every token look at every other of its sequence that it sees.
+
+        Args:
+            x: (tokens, d_model).
+            padding: Where the tokens are.
+            sight: What they see.
+            keep_weights: Whether to return the attention weights. PyTorch then has to hold all of them; else it goes
+                through them in small parts, and long sequences fit into memory.
+
+        Returns:
+            (tokens, d_model), and the attention weights: (batch, heads, seq, seq), of which each row sums to 1.
+        """
+        bias = sight.bias  # (batch, 1 or heads, 1 or seq, seq)
+        by_head = (bias.shape[0], bias.shape[3], self.n_heads, self.d_k)
+        qkv = self.qkv(x)  # (tokens, 3·d_model)
+        if sight.cosines is not None and sight.sines is not None:
+            qk, v = torch.split(qkv, [2 * self.d_model, self.d_model], dim=-1)  # (tokens, 2·d_model), (tokens, d_model)
+            qk = rotate(qk.reshape(-1, 2 * self.n_heads, self.d_k), sight.cosines, sight.sines)
+            qkv = torch.cat((qk.reshape(-1, 2 * self.d_model), v), dim=-1)  # (tokens, 3·d_model)
+        q, k, v = torch.split(padding.restore(qkv), self.d_model, dim=-1)  # (batch·seq, d_model) each
+        q, k, v = (part.reshape(by_head).transpose(1, 2) for part in (q, k, v))  # (batch, heads, seq, d_k) each
+        weights = None
+        if keep_weights:
+            scores = q @ k.transpose(2, 3) / math.sqrt(self.d_k)  # (batch, heads, seq, seq)
+            weights = torch.softmax(scores + bias, dim=-1)  # (batch, heads, seq, seq)
+            heads = weights @ v  # (batch, heads, seq, d_k)
+        else:
+            heads = functional.scaled_dot_product_attention(q, k, v, bias)  # (batch, heads, seq, d_k)
+        rows = heads.transpose(1, 2).reshape(-1, self.d_model)  # (batch·seq, d_model)
+        y: Tensor = self.output(padding.remove(rows))  # (tokens, d_model)
+        return y, weights
+
+
+class FeedForward(nn.Module):
+    """The position-wise network, Vaswani et al. 2017, section 3.3: W₂·f(W₁·x + b₁) + b₂, for every token alone.
+
+    f is max(0, x), or the GELU of Hendrycks & Gimpel 2016: x·Φ(x), or x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³))), or the
+    SiLU x·σ(x). Gated (Shazeer 2020) it is W₂·(f(W₁·x) ⊙ W₃·x), with W₁ and W₃ one below the other in one layer.
+    """
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.gated = config.gated
+        self.inner = nn.Linear(config.d_model, (2 if config.gated else 1) * config.d_ff, bias=config.inner_bias)
+        self.activation = _activation(config)
+        self.outer = nn.Linear(config.d_ff, config.d_model, bias=config.outer_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Transforms each row: (tokens, d_model) -> (tokens, d_model)."""
+        hidden = self.inner(x)  # (tokens, d_ff), gated (tokens, 2·d_ff)
+        if self.gated:
+            hidden, gate = hidden.chunk(2, dim=-1)  # (tokens, d_ff) each
+            hidden = self.activation(hidden) * gate  # (tokens, d_ff)
+        else:
+            hidden = self.activation(hidden)  # (tokens, d_ff)
+        y: Tensor = self.outer(hidden)  # (tokens, d_model)
+        return y
+
+
+def _activation(config: EncoderConfig) -> nn.Module:
+    if config.activation == "relu":
+        return nn.ReLU()
+    if config.activation == "silu":
+        return nn.SiLU()
+    return nn.GELU(approximate="tanh" if config.activation == "gelu_tanh" else "none")
+
+
+class EncoderBlock(nn.Module):
+    """One layer: attention, then feed-forward, each with a residual connection and a LayerNorm.
+
+    Post-norm (Vaswani et al. 2017): x ← LayerNorm(x + f(x)). Pre-norm (Xiong et al. 2020): x ← x + f(LayerNorm(x)).
+    The configuration may leave out the norms, the residual connections, and the feed-forward part.
+    """
+
+    def __init__(self, config: EncoderConfig, index: int) -> None:
+        super().__init__()
+        self.pre_norm = config.norm == "pre"
+        self.residual = config.residual
+        self.sees_everything = config.sees_everything(index)
+        self.attention = SelfAttention(config)
+        self.attention_norm = _block_norm(config) if index or config.first_attention_norm else nn.Identity()
+        self.feed_forward = FeedForward(config) if config.d_ff else None
+        self.feed_forward_norm = _block_norm(config) if config.d_ff else nn.Identity()
+
+    def forward(self, x: Tensor, padding: Padding, sight: Sight, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Runs one layer: (tokens, d_model) -> (tokens, d_model), and what `SelfAttention` says of its weights."""
+        y, weights = self.attention(self._before(self.attention_norm, x), padding, sight, keep_weights)
+        x = self._after(self.attention_norm, x, y)  # (tokens, d_model)
+        if self.feed_forward is not None:
+            y = self.feed_forward(self._before(self.feed_forward_norm, x))  # (tokens, d_model)
+            x = self._after(self.feed_forward_norm, x, y)  # (tokens, d_model)
+        return x, weights
+
+    def _before(self, norm: nn.Module, x: Tensor) -> Tensor:
+        """What f is given of x: (tokens, d_model) both."""
+        y: Tensor = norm(x) if self.pre_norm else x  # (tokens, d_model)
+        return y
+
+    def _after(self, norm: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """What becomes of x and y, which is what f gave: (tokens, d_model) all."""
+        if self.residual:
+            y = x + y  # (tokens, d_model)
+        z: Tensor = y if self.pre_norm else norm(y)  # (tokens, d_model)
+        return z
+
+
+def _block_norm(config: EncoderConfig) -> nn.Module:
+    return nn.Identity() if config.norm == "none" else _norm(config)
+
+
+def _norm(config: EncoderConfig) -> nn.LayerNorm:
+    return nn.LayerNorm(config.d_model, config.layer_norm_eps, bias=config.norm_bias)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inspection:
+    """What happens inside an encoder.
+
+    Attributes:
+        hidden_states: (batch, seq, d_model) each: what enters the first block, then what leaves each block; after the
+            last one the norm that follows it has been applied, so that it is the encoder's own result.
+        attention_weights: (batch, heads, seq, seq) for each block; empty where they were not kept.
+    """
+
+    hidden_states: list[Tensor]
+    attention_weights: list[Tensor]
+
+
+class Encoder(nn.Module):
+    """Embeddings, `n_layers` blocks, and a last LayerNorm if the configuration asks for one."""
+
+    def __init__(self, config: EncoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embeddings = Embeddings(config)
+        self.positions = Positions(config, 0, config.rotary_base)
+        self.window = Positions(config, config.window, config.local_rotary_base) if config.window else None
+        self.blocks = nn.ModuleList(EncoderBlock(config, index) for index in range(config.n_layers))
+        self.final_norm = _norm(config) if config.final_norm else nn.Identity()
+
+    def forward(self, inputs: Tensor, attention_mask: Tensor) -> Tensor:
+        """Encodes a batch.
+
+        Args:
+            inputs: Token ids, int64 (batch, seq), padded on the right with any valid id; or, where the configuration
+                says so, embeddings, (batch, seq, d_model), padded with anything finite.
+            attention_mask: int64 (batch, seq), 1 for a token, 0 for padding, 2 for a token that none attends to; at
+                least one token.
+
+        Returns:
+            last_hidden_state: (batch, seq, d_model). A token's row depends on its own sequence alone. The rows at
+            padded positions are finite and mean nothing.
+        """
+        return self.inspect(inputs, attention_mask, keep_weights=False).hidden_states[-1]
+
+    def inspect(self, inputs: Tensor, attention_mask: Tensor, *, keep_weights: bool = True) -> Inspection:
+        """Encodes a batch and keeps what happens on the way; takes what `forward` does."""
+        x: Tensor = self.embeddings(inputs)  # (batch, seq, d_model)
+        padding = Padding(attention_mask, x.dtype)
+        everything = self.positions(padding)
+        window = everything if self.window is None else self.window(padding)
+        rows = padding.remove(x.reshape(-1, self.config.d_model))  # (tokens, d_model)
+        states, attention_weights = [rows], []
+        for block in self.blocks:
+            sight = everything if block.sees_everything else window
+            rows, weights = block(rows, padding, sight, keep_weights)  # (tokens, d_model), (batch, heads, seq, seq)
+            states.append(rows)
+            if keep_weights:
+                attention_weights.append(weights)
+        states[-1] = self.final_norm(rows)  # (tokens, d_model)
+        return Inspection([padding.restore(rows).reshape(x.shape) for rows in states], attention_weights)
+
+
+def shortened(encoder: Encoder, max_sequence_tokens: int) -> Encoder:
+    """The same encoder for shorter sequences; a learned position table loses the rows that nothing can reach.
+
+    Raises:
+        ConfigError: The encoder does not reach `max_sequence_tokens`.
+    """
+    allowed = encoder.config.max_sequence_tokens
+    if max_sequence_tokens > allowed:
+        raise ConfigError(f"max_sequence_tokens must be at most {allowed} for this model; was {max_sequence_tokens}")
+    if max_sequence_tokens == allowed:
+        return encoder
+    config = dataclasses.replace(encoder.config, max_sequence_tokens=max_sequence_tokens)
+    state = encoder.state_dict()
+    if config.position == "learned":
+        state["embeddings.positions"] = state["embeddings.positions"][: config.n_positions]
+    shorter = Encoder(config)
+    shorter.load_state_dict(state)
+    return shorter.eval().requires_grad_(False)

@@ -1,0 +1,1 @@
+"""ONNX graphs: read, checked, run, and rewritten in another precision."""

@@ -1,0 +1,187 @@
+"""Reads the weights that an ONNX file keeps in other files, from beside it and nowhere else.
+
+An ONNX file names such files itself, with any path, so that one from a stranger could pull in what lies elsewhere on
+the disk. Everything is checked and read here, once; what is written into a bundle has no foreign path in it.
+"""
+
+import math
+import shutil
+import stat
+from pathlib import Path, PurePosixPath, PureWindowsPath
+
+import onnx
+from onnx import TensorProto
+
+from encserve_export.ground import names
+from encserve_export.ground.errors import ExternalDataError
+from encserve_export.onnx_graph.nodes import all_tensors, type_name
+
+# A protobuf message ends at 2 GiB; a little is left for the graph itself.
+MAX_FILE_BYTES = 2**31 - 2**24
+
+# The bits of one number; of those that take less than a byte, several lie in one.
+_BITS: dict[int, int] = {
+    TensorProto.FLOAT: 32,
+    TensorProto.DOUBLE: 64,
+    TensorProto.FLOAT16: 16,
+    TensorProto.BFLOAT16: 16,
+    TensorProto.INT64: 64,
+    TensorProto.INT32: 32,
+    TensorProto.INT16: 16,
+    TensorProto.INT8: 8,
+    TensorProto.UINT64: 64,
+    TensorProto.UINT32: 32,
+    TensorProto.UINT16: 16,
+    TensorProto.UINT8: 8,
+    TensorProto.BOOL: 8,
+    TensorProto.INT4: 4,
+    TensorProto.UINT4: 4,
+    TensorProto.FLOAT8E4M3FN: 8,
+    TensorProto.FLOAT8E4M3FNUZ: 8,
+    TensorProto.FLOAT8E5M2: 8,
+    TensorProto.FLOAT8E5M2FNUZ: 8,
+}
+
+
+def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
+    """Reads all external tensors into the model, which has none afterwards.
+
+    Args:
+        model: As `onnx_model.read_model` gave it.
+        folder: The folder of its file; no external file may lie outside it.
+
+    Returns:
+        The files that were read, in the order of their names.
+
+    Raises:
+        ExternalDataError: A file is elsewhere, missing or too short, or an entry makes no sense. Nothing is read from
+            a file before its path has been checked.
+    """
+    files = set()
+    for tensor in all_tensors(model):
+        if tensor.data_location == TensorProto.EXTERNAL:
+            path = _path(tensor, folder)
+            tensor.raw_data = _read(tensor, path)
+            tensor.data_location = TensorProto.DEFAULT
+            del tensor.external_data[:]
+            files.add(path)
+    return sorted(files)
+
+
+def write_model(
+    model: onnx.ModelProto, path: Path, external: list[Path], folder: Path, max_file_bytes: int = MAX_FILE_BYTES
+) -> list[Path]:
+    """Writes a model into a bundle's folder: as one file, or with its weights in a second one where it is too large.
+
+    Args:
+        model: After `take_in`.
+        path: Its file. Where there are no others it is copied as it is, byte for byte.
+        external: What `take_in` gave.
+        folder: The bundle's folder.
+        max_file_bytes: With more bytes than this, the weights go into a file of their own.
+
+    Returns:
+        The files written, the graph first.
+    """
+    target = folder / names.FILE
+    if not external:
+        shutil.copyfile(path, target)
+        return [target]
+    # An upper bound that is cheap to have: serializing would fail where the model is too large.
+    size = path.stat().st_size + sum(len(tensor.raw_data) for tensor in all_tensors(model))
+    return save_model(model, folder, apart=size > max_file_bytes)
+
+
+def save_model(model: onnx.ModelProto, folder: Path, *, apart: bool) -> list[Path]:
+    """Writes a model with its weights in it, in place of what was there; perhaps the weights in a file of their own.
+
+    Returns:
+        The files written, the graph first.
+    """
+    target = folder / names.FILE
+    if not apart:
+        onnx.save_model(model, target, format="protobuf")
+        return [target]
+    (folder / names.DATA_FILE).unlink(missing_ok=True)  # it would be appended to
+    onnx.save_model(
+        model,
+        target,
+        format="protobuf",
+        save_as_external_data=True,
+        location=names.DATA_FILE,
+        size_threshold=1024,
+        convert_attribute=True,
+    )
+    return [target, folder / names.DATA_FILE]
+
+
+def _entries(tensor: TensorProto) -> dict[str, str]:
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    if len(entries) != len(tensor.external_data):
+        raise ExternalDataError(f"{_name(tensor)} says twice where its data lie; export the model again")
+    return entries
+
+
+def _name(tensor: TensorProto) -> str:
+    return f"tensor {tensor.name!r}" if tensor.name else "a tensor without a name"
+
+
+def _path(tensor: TensorProto, folder: Path) -> Path:
+    """The file of an external tensor, once it is known to lie in the folder."""
+    location = _entries(tensor).get("location", "")
+    relative, windows = PurePosixPath(location), PureWindowsPath(location)
+    what = f"{_name(tensor)} keeps its data in {location!r}"
+    if not location or "\0" in location:
+        raise ExternalDataError(f"{_name(tensor)} does not name the file that its data lie in")
+    if relative.is_absolute() or windows.drive or windows.root or ".." in (*relative.parts, *windows.parts):
+        raise ExternalDataError(f"{what}; it must lie in the folder of the ONNX file: no absolute path and no '..'")
+    path = folder / relative
+    try:
+        inside = path.resolve(strict=True).is_relative_to(folder.resolve())
+        is_file = stat.S_ISREG(path.stat().st_mode)
+    except FileNotFoundError:
+        raise ExternalDataError(f"{what}, and {path} is missing; put it beside the ONNX file") from None
+    except (OSError, RuntimeError) as error:
+        raise ExternalDataError(f"{what}, and {path} cannot be opened: {error}") from error
+    if not inside:
+        raise ExternalDataError(
+            f"{what}, a link to {path.resolve()}, outside the folder of the ONNX file; copy the files themselves into "
+            "one folder (cp -L)"
+        )
+    if not is_file:
+        raise ExternalDataError(f"{what}, and {path} is no plain file")
+    return path
+
+
+def _read(tensor: TensorProto, path: Path) -> bytes:
+    """The bytes of an external tensor, exactly as many as its shape and type ask for."""
+    if tensor.data_type not in _BITS or any(size < 0 for size in tensor.dims):
+        kind = type_name(tensor.data_type)
+        raise ExternalDataError(f"{_name(tensor)} of {kind} and shape {tuple(tensor.dims)} cannot lie in {path.name}")
+    due = math.ceil(math.prod(tensor.dims) * _BITS[tensor.data_type] / 8)
+    entries = _entries(tensor)
+    offset, length = _number(tensor, entries, "offset", 0), _number(tensor, entries, "length", due)
+    if length != due:
+        raise ExternalDataError(
+            f"{_name(tensor)} has length {length} in {path.name}; its shape {tuple(tensor.dims)} of "
+            f"{type_name(tensor.data_type)} takes {due} bytes"
+        )
+    try:
+        size = path.stat().st_size
+        if offset + due > size:
+            raise ExternalDataError(
+                f"{_name(tensor)} lies at bytes {offset} to {offset + due} of {path}, which has {size}; it was cut "
+                "off, or belongs to another model"
+            )
+        with path.open("rb") as file:
+            file.seek(offset)
+            return file.read(due)
+    except OSError as error:
+        raise ExternalDataError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def _number(tensor: TensorProto, entries: dict[str, str], key: str, default: int) -> int:
+    text = entries.get(key, str(default))
+    if not (text.isascii() and text.isdigit() and len(text) < 20):
+        raise ExternalDataError(f"{_name(tensor)} has {key} {text!r} in its external data; it must be a number from 0")
+    return int(text)

@@ -1,0 +1,385 @@
+"""Reads an ONNX file of somebody else's, checks that it is an encoder, and finds what it tells without being run."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import onnx
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+from onnx import NodeProto, TensorProto, ValueInfoProto, inliner, numpy_helper
+
+from encserve_export.ground import names
+from encserve_export.ground.errors import OnnxFileError, OnnxInterfaceError, OnnxOperatorError
+from encserve_export.onnx_graph.nodes import all_nodes, all_tensors, constants, type_name
+
+TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105 - the name of an input
+# The two names of the default operator set.
+DEFAULT_DOMAINS = ("", "ai.onnx")
+_TRAINING_DOMAIN = "ai.onnx.preview.training"
+_AXES = ("batch", "seq")
+_FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
+# The types that weights are stored in, the finest first. Integers of 32 bits and more are indices and shapes.
+_WEIGHTS = (
+    TensorProto.DOUBLE,
+    TensorProto.FLOAT,
+    TensorProto.FLOAT16,
+    TensorProto.BFLOAT16,
+    TensorProto.INT16,
+    TensorProto.UINT16,
+    TensorProto.FLOAT8E4M3FN,
+    TensorProto.FLOAT8E4M3FNUZ,
+    TensorProto.FLOAT8E5M2,
+    TensorProto.FLOAT8E5M2FNUZ,
+    TensorProto.INT8,
+    TensorProto.UINT8,
+    TensorProto.INT4,
+    TensorProto.UINT4,
+)
+# What leaves ids what they are, and what leaves the rows of a table where they are.
+_SAME_IDS = ("Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
+_SAME_ROWS = ("Identity", "Cast", "DequantizeLinear")
+_MAX_DESCRIPTION = 200
+_AS_INT64 = "export the model again with ids of int64 (torch.long)"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Names:
+    """What the inputs and outputs are said to be called.
+
+    Attributes:
+        input_ids: The input of token ids.
+        attention_mask: The input that says which tokens are real.
+        token_type_ids: The input that is filled with zeros; None for "token_type_ids" where there is one.
+        output: The output of rows; None for the only one that can be it, or "last_hidden_state" among several.
+    """
+
+    input_ids: str = names.INPUT_IDS
+    attention_mask: str = names.ATTENTION_MASK
+    token_type_ids: str | None = None
+    output: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Interface:
+    """The inputs and the output that are used, by their names in the file.
+
+    Attributes:
+        input_ids: int64 (batch, seq).
+        attention_mask: int64 (batch, seq).
+        token_type_ids: int64 (batch, seq), filled with zeros; empty where there is none.
+        output: float32 (batch, seq, d_model).
+    """
+
+    input_ids: str
+    attention_mask: str
+    token_type_ids: str
+    output: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Port:
+    """An input or an output as the file declares it.
+
+    Attributes:
+        name: Its name.
+        data_type: A TensorProto.DataType; 0 where it is not a tensor or says nothing.
+        axes: For each axis its fixed size, or the name of one that is free ("?" without a name); None where the file
+            does not say how many there are.
+    """
+
+    name: str
+    data_type: int
+    axes: tuple[int | str, ...] | None
+
+    def __str__(self) -> str:
+        kind = type_name(self.data_type) if self.data_type else "of no tensor type"
+        return f"{self.name} {kind}" + ("" if self.axes is None else f" ({', '.join(map(str, self.axes))})")
+
+
+def read_model(path: Path) -> onnx.ModelProto:
+    """Parses an ONNX file; weights in other files are not read yet.
+
+    Raises:
+        OnnxFileError: It is unreadable, no ONNX model, empty, or for training.
+    """
+    try:
+        model = onnx.load_model(path, format="protobuf", load_external_data=False)
+    except OSError as error:
+        raise OnnxFileError(f"{path} cannot be read: {error.strerror}") from error
+    except (DecodeError, ValueError) as error:
+        raise OnnxFileError(f"{path} is no ONNX file") from error
+    if not model.ir_version or not model.HasField("graph"):
+        raise OnnxFileError(f"{path} is no ONNX file: it holds no graph")
+    if not _is_text(model):
+        raise OnnxFileError(f"{path} is no ONNX file: a name in it is not UTF-8")
+    if not model.graph.node:
+        raise OnnxFileError(f"{path} holds an empty graph, without a node")
+    _refuse_training(model, path)
+    return model
+
+
+def opset(model: onnx.ModelProto) -> int:
+    """The version of the default operator set.
+
+    Raises:
+        OnnxFileError: The file does not name one.
+    """
+    versions = [its.version for its in model.opset_import if its.domain in DEFAULT_DOMAINS]
+    if len(versions) != 1:
+        imports = ", ".join(f"{its.domain or 'ai.onnx'} {its.version}" for its in model.opset_import)
+        raise OnnxFileError(f"the file must name one version of the operators of ai.onnx; was {imports or 'none'}")
+    return int(versions[0])
+
+
+def node_name(node: NodeProto) -> str:
+    """A node for people: "node /encoder/MatMul (MatMul)", with the domain where it is not ONNX's own."""
+    kind = node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.op_type} of {node.domain}"
+    return f"node {node.name} ({kind})" if node.name else f"a node without a name ({kind})"
+
+
+def check_operators(model: onnx.ModelProto) -> None:
+    """Refuses operators that neither ONNX nor the file itself defines.
+
+    Those of other domains are left to ONNX Runtime, which has some of its own.
+
+    Raises:
+        OnnxOperatorError: There is such an operator; the text names its node.
+    """
+    version = opset(model)
+    local = {(function.domain, function.name) for function in model.functions}
+    imported = {its.domain for its in model.opset_import}
+    for node in all_nodes(model):
+        if (node.domain, node.op_type) in local:
+            continue
+        if node.domain not in DEFAULT_DOMAINS:
+            if node.domain not in imported:
+                raise OnnxOperatorError(f"{node_name(node)}: the file does not name a version of {node.domain}")
+        elif version <= onnx.defs.onnx_opset_version() and not onnx.defs.has(node.op_type, version, ""):
+            raise OnnxOperatorError(f"{node_name(node)}: opset {version} of ai.onnx has no operator {node.op_type}")
+
+
+def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
+    """Finds the inputs and the output of an encoder, and checks their types and shapes as far as the file tells them.
+
+    Raises:
+        OnnxInterfaceError: They are not those of an encoder; the text says what is wrong and lists what there is.
+    """
+    # Older files list weights among the inputs too.
+    weights = {tensor.name for tensor in model.graph.initializer}
+    inputs = {value.name: _port(value) for value in model.graph.input if value.name not in weights}
+    outputs = [_port(value) for value in model.graph.output]
+    types = names.token_type_ids or (TOKEN_TYPE_IDS if TOKEN_TYPE_IDS in inputs else "")
+    wanted = {"input_ids": names.input_ids, "attention_mask": names.attention_mask, "token_type_ids": types}
+    used = {role: name for role, name in wanted.items() if name}
+    _check_names(used, inputs)
+    _check_inputs([inputs[name] for name in used.values()])
+    output = _choose_output(outputs, names.output)
+    _check_output(output)
+    return Interface(names.input_ids, names.attention_mask, types, output.name)
+
+
+def precision(model: onnx.ModelProto) -> str:
+    """The coarsest type that a matrix of weights is stored in, e.g. "float32", "float16" or "int8"."""
+    stored = {tensor.data_type for tensor in all_tensors(model) if len(tensor.dims) >= 2}
+    found = [kind for kind in _WEIGHTS if kind in stored]
+    return type_name(found[-1]) if found else "float32"
+
+
+def count_parameters(model: onnx.ModelProto) -> int:
+    """How many numbers the weights have."""
+    return sum(math.prod(tensor.dims) for tensor in all_tensors(model) if tensor.data_type in _WEIGHTS)
+
+
+def description(model: onnx.ModelProto) -> str:
+    """The program that wrote the file, e.g. "pytorch 2.13.0"."""
+    text = " ".join(f"{model.producer_name} {model.producer_version}".split())
+    return text[:_MAX_DESCRIPTION] or "no producer named"
+
+
+def embedding_rows(model: onnx.ModelProto, input_ids: str) -> int | None:
+    """The rows of the table that the token ids index, or None where it cannot be found; of several, the fewest."""
+    graph = _inlined(model).graph
+    ids = {input_ids}
+    tables = {tensor.name: tensor.dims for tensor in graph.initializer}
+    rows = []
+    # Nodes are in topological order, so one pass is enough.
+    for node in graph.node:
+        tables |= {name: tensor.dims for name, tensor in constants(node).items()}
+        if node.op_type in _SAME_IDS and node.input[:1] and node.input[0] in ids:
+            ids.update(node.output[:1])
+        elif node.op_type in _SAME_ROWS and node.input[:1] and node.input[0] in tables:
+            tables |= dict.fromkeys(node.output[:1], tables[node.input[0]])
+        table = tables.get(_looked_up(node, ids))
+        if table is not None and len(table) == 2:
+            rows.append(int(table[0]))
+    return min(rows, default=None)
+
+
+def _is_text(message: Message) -> bool:
+    """Whether all strings are text; protobuf hands out bytes for those that are not, and nobody expects that."""
+    for field, value in message.ListFields():
+        values = [value] if isinstance(value, str | bytes | Message) else value
+        if field.type == FieldDescriptor.TYPE_STRING and any(isinstance(its, bytes) for its in values):
+            return False
+        if field.type == FieldDescriptor.TYPE_MESSAGE and not all(map(_is_text, values)):
+            return False
+    return True
+
+
+def _refuse_training(model: onnx.ModelProto, path: Path) -> None:
+    advice = "export it for inference, after model.eval()"
+    if model.training_info:
+        raise OnnxFileError(f"{path} is a training graph: it has training_info; {advice}")
+    known = {tensor.name: tensor for tensor in model.graph.initializer}
+    for node in all_nodes(model):
+        known |= constants(node)
+        training = node.domain == _TRAINING_DOMAIN
+        if node.op_type == "BatchNormalization":
+            training |= any(its.name == "training_mode" and its.i for its in node.attribute)
+        if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] in known:
+            training |= _is_true(known[node.input[2]])
+        if training:
+            raise OnnxFileError(f"{path} is a training graph: {node_name(node)} is in training mode; {advice}")
+
+
+def _is_true(tensor: TensorProto) -> bool:
+    if tensor.data_type != TensorProto.BOOL or tensor.data_location == TensorProto.EXTERNAL:
+        return False
+    try:
+        return bool(numpy_helper.to_array(tensor).any())
+    except ValueError:  # it contradicts itself, which onnx.checker will say
+        return False
+
+
+def _port(value: ValueInfoProto) -> Port:
+    if not value.type.HasField("tensor_type"):
+        return Port(value.name, 0, None)
+    tensor = value.type.tensor_type
+    axes: tuple[int | str, ...] | None = None
+    if tensor.HasField("shape"):
+        axes = tuple(
+            int(axis.dim_value) if axis.HasField("dim_value") else axis.dim_param or "?" for axis in tensor.shape.dim
+        )
+    return Port(value.name, tensor.elem_type, axes)
+
+
+def _listed(ports: Sequence[Port]) -> str:
+    return ", ".join(map(str, ports)) or "none"
+
+
+def _flag(role: str) -> str:
+    return f"--{role.replace('_', '-')}-name"
+
+
+def _check_names(used: dict[str, str], inputs: dict[str, Port]) -> None:
+    there = f"its inputs are {_listed(list(inputs.values()))}"
+    if len(set(used.values())) != len(used):
+        raise OnnxInterfaceError(f"one input cannot be two things: {', '.join(used.values())}; {there}")
+    missing = {role: name for role, name in used.items() if name not in inputs}
+    if missing:
+        wanted = " and ".join(missing.values())
+        flags = " and ".join(map(_flag, missing))
+        raise OnnxInterfaceError(f"the model has no input {wanted}; {there}. Say with {flags} which it is")
+    surplus = [port for name, port in inputs.items() if name not in used.values()]
+    if surplus:
+        raise OnnxInterfaceError(
+            f"the model has inputs that nothing fills: {_listed(surplus)}. A server has input_ids, attention_mask and "
+            "zeros for token_type_ids to give; export the model again wrapped in a module that takes these and makes "
+            "the others itself"
+        )
+
+
+def _check_inputs(ports: Sequence[Port]) -> None:
+    for port in ports:
+        if port.data_type != TensorProto.INT64:
+            raise OnnxInterfaceError(f"the input {port} must be int64; {_AS_INT64}")
+        if port.axes is None:
+            raise OnnxInterfaceError(f"the input {port} has no shape in the file; it must say (batch, seq)")
+        if len(port.axes) != len(_AXES):
+            raise OnnxInterfaceError(f"the input {port} has rank {len(port.axes)}; it must have 2: (batch, seq)")
+    fixed = [
+        f"axis {axis} ({_AXES[axis]}) of {port.name} is fixed to {size}"
+        for port in ports
+        for axis, size in enumerate(port.axes or ())
+        if isinstance(size, int)
+    ]
+    if fixed:
+        axes = ", ".join(f'"{port.name}": {{0: "batch", 1: "seq"}}' for port in ports)
+        raise OnnxInterfaceError(
+            f"{'; '.join(fixed)}. Batches and lengths vary: export the model again with dynamic axes, in PyTorch "
+            f"torch.onnx.export(..., dynamic_axes={{{axes}}}, dynamo=False)"
+        )
+
+
+def _choose_output(outputs: Sequence[Port], name: str | None) -> Port:
+    there = f"its outputs are {_listed(outputs)}"
+    if name is not None:
+        found = [port for port in outputs if port.name == name]
+        if not found:
+            raise OnnxInterfaceError(f"the model has no output {name}; {there}")
+        return found[0]
+    floats = [port for port in outputs if port.data_type in _FLOATS]
+    rows = [port for port in floats if port.axes is not None and len(port.axes) == 3]
+    rows = rows or [port for port in floats if port.axes is None]
+    if len(rows) == 1:
+        return rows[0]
+    usual = [port for port in rows if port.name == names.OUTPUT]
+    if usual:
+        return usual[0]
+    if rows:
+        raise OnnxInterfaceError(
+            f"several outputs could be the rows: {_listed(rows)}; say with --output-name which it is"
+        )
+    if any(len(port.axes or ()) == 2 for port in floats):
+        raise OnnxInterfaceError(_pooled(there))
+    raise OnnxInterfaceError(f"no output is float32 (batch, seq, d_model); {there}")
+
+
+def _check_output(port: Port) -> None:
+    if port.axes is None:
+        raise OnnxInterfaceError(
+            f"the output {port} has no shape in the file; onnx.shape_inference.infer_shapes adds it"
+        )
+    if len(port.axes) == 2:
+        raise OnnxInterfaceError(_pooled(f"the output is {port}"))
+    if len(port.axes) != 3:
+        raise OnnxInterfaceError(f"the output {port} has rank {len(port.axes)}; it must have 3: (batch, seq, d_model)")
+    if port.data_type in (TensorProto.FLOAT16, TensorProto.BFLOAT16):
+        raise OnnxInterfaceError(
+            f"the output {port} must be float32: export the model in float32, or keep the weights in "
+            f"{type_name(port.data_type)} and let the graph end with a Cast to float32 (keep_io_types=True in "
+            "onnxconverter-common)"
+        )
+    if port.data_type != TensorProto.FLOAT:
+        raise OnnxInterfaceError(f"the output {port} must be float32; export the model in float32")
+
+
+def _pooled(there: str) -> str:
+    return (
+        f"the model has pooled already: {there}, one vector for each sequence. A bundle needs the rows before that, "
+        "(batch, seq, d_model): export the model without its pooling, and name it here with --pooling"
+    )
+
+
+def _looked_up(node: NodeProto, ids: set[str]) -> str:
+    """The name of the table that a node looks the token ids up in; empty where it does not."""
+    if node.op_type == "Gather" and node.domain in DEFAULT_DOMAINS and len(node.input) == 2:
+        axis = next((its.i for its in node.attribute if its.name == "axis"), 0)
+        return node.input[0] if node.input[1] in ids and axis in (0, -2) else ""
+    # ONNX Runtime's own, as its optimizer writes it: ids, token types, the word table.
+    if node.op_type == "EmbedLayerNormalization" and len(node.input) > 2 and node.input[0] in ids:
+        return str(node.input[2])
+    return ""
+
+
+def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
+    """The model with the bodies of its local functions in their places, since a table may be used inside one."""
+    if not model.functions:
+        return model
+    try:
+        inlined: onnx.ModelProto = inliner.inline_local_functions(model)
+    except Exception:  # the library raises what it likes; --vocab-size can say what is not found
+        return model
+    return inlined

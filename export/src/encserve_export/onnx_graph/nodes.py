@@ -1,0 +1,70 @@
+"""The nodes and tensors of a model, wherever they are in it."""
+
+from collections.abc import Iterable, Iterator
+
+import onnx
+from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
+
+
+def all_nodes(model: onnx.ModelProto) -> Iterator[NodeProto]:
+    """Every node: of the graph, of the graphs inside nodes, and of local functions."""
+    yield from _nodes(model.graph.node)
+    for function in model.functions:
+        yield from _nodes(function.node)
+
+
+def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
+    """Every stored tensor: initializers and attributes, wherever in the model."""
+    yield from _initializers(model.graph)
+    for node in all_nodes(model):
+        for attribute in node.attribute:
+            yield from _attribute_tensors(attribute)
+    for function in model.functions:
+        for attribute in function.attribute_proto:
+            yield from _attribute_tensors(attribute)
+
+
+def constants(node: NodeProto) -> dict[str, TensorProto]:
+    """The tensor of a Constant node by the name of its output; nothing for any other node."""
+    values = [its.t for its in node.attribute if its.name == "value" and node.op_type == "Constant"]
+    return dict(zip(node.output, values, strict=False))
+
+
+def _nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for inner in _graphs(attribute):
+                yield from _nodes(inner.node)
+
+
+def _graphs(attribute: AttributeProto) -> list[GraphProto]:
+    return [*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs]
+
+
+def _initializers(its: GraphProto) -> Iterator[TensorProto]:
+    yield from its.initializer
+    for sparse in its.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
+
+
+def _attribute_tensors(attribute: AttributeProto) -> Iterator[TensorProto]:
+    if attribute.HasField("t"):
+        yield attribute.t
+    yield from attribute.tensors
+    for sparse in [
+        *([attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else []),
+        *attribute.sparse_tensors,
+    ]:
+        yield from (sparse.values, sparse.indices)
+    for inner in _graphs(attribute):
+        yield from _initializers(inner)
+
+
+def type_name(data_type: int) -> str:
+    """A tensor type in the words of NumPy: "float32", "int64"; "type 99" for one that ONNX does not have."""
+    try:
+        name = TensorProto.DataType.Name(data_type).lower()
+    except ValueError:
+        return f"type {data_type}"
+    return {"float": "float32", "double": "float64"}.get(name, name)

@@ -1,0 +1,87 @@
+"""Has a checkpoint from the Hugging Face hub, at one commit."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from encserve_export.ground.errors import HubError
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+# Everything that says what the model is, and its weights in the one form that holds nothing but tensors.
+_FILES = ["*.json", "*.txt", "*.model", "*.safetensors", "artifact.metadata", "colbert_linear.pt", "sparse_linear.pt"]
+_ONNX_FILES = ["onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx.data"]
+# Of older models, which have no other.
+_PICKLES = ["pytorch_model*.bin", "*/pytorch_model.bin"]
+# The same weights for other programs.
+_IGNORED = ["openvino/*", "coreml/*", "tf_model*", "flax_model*"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Snapshot:
+    """A checkpoint of the hub, on this machine.
+
+    Attributes:
+        directory: Where it lies.
+        repository: Its name there, OWNER/NAME.
+        revision: The commit that it is of, in hex.
+    """
+
+    directory: Path
+    repository: str
+    revision: str
+
+
+def is_id(text: str) -> bool:
+    """Whether this could be OWNER/NAME on the hub."""
+    return _ID.fullmatch(text) is not None
+
+
+def download(repository: str, revision: str | None = None, *, with_onnx: bool = False) -> Snapshot:
+    """Downloads a checkpoint into the cache of huggingface_hub, or finds it there.
+
+    Args:
+        repository: OWNER/NAME.
+        revision: A branch, a tag or a commit; by default the main branch.
+        with_onnx: Whether its onnx/model.onnx is wanted too.
+
+    Raises:
+        HubError: It is not there, not open to this user, or the hub is not reached.
+    """
+    wanted = [*_FILES, *(_ONNX_FILES if with_onnx else [])]
+    try:
+        path = Path(_snapshot(repository, revision, wanted))
+        # The first answer told the commit, so the second is of the same one.
+        if not any(path.glob("**/*.safetensors")):
+            _snapshot(repository, path.name, _PICKLES)
+    except GatedRepoError as error:
+        raise HubError(
+            f"{repository} is not open to everybody: ask for access on its page, then log in (hf auth login)"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise HubError(f"{repository} has no revision {revision!r}") from error
+    except RepositoryNotFoundError as error:
+        raise HubError(
+            f"there is neither a directory {repository} here nor a model of that name on the hub that you may read"
+        ) from error
+    except (EntryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise HubError(f"{repository} cannot be had from the hub, and there is no such directory: {reason}") from error
+    return Snapshot(path, repository, path.name)
+
+
+def _snapshot(repository: str, revision: str | None, wanted: list[str]) -> str:
+    return str(
+        huggingface_hub.snapshot_download(
+            repository, revision=revision, allow_patterns=wanted, ignore_patterns=_IGNORED
+        )
+    )
