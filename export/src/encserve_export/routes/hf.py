@@ -25,7 +25,6 @@ from encserve_export.ground.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from encserve_export.ground.float64 import in_float64
 from encserve_export.ground.precision import Precision
 from encserve_export.kinds import multi_vector
 from encserve_export.kinds.bge_m3 import with_bge_m3
@@ -391,11 +390,14 @@ def _refuse_padding(model: TransformersModel) -> None:
     """Refuses a model that gives other rows in a padded batch in PyTorch already: no graph of it would do better."""
     longest = min(_PADDED_TOKENS, model.positions or _PADDED_TOKENS)
     try:
-        # In float64, where rounding does not hide what padding does, nor looks like it.
-        with in_float64(model.module):
-            agreement.check_rows(
-                model, vocab_size=model.vocab_size, max_sequence_tokens=longest, pad_token_id=model.pad_token_id
-            )
+        agreement.check_rows(
+            model,
+            vocab_size=model.vocab_size,
+            max_sequence_tokens=longest,
+            pad_token_id=model.pad_token_id,
+            reference=model,
+            module=model.module,
+        )
     except ParityError as error:
         raise ParityError(
             f"{model.description} gives other rows in a padded batch, in PyTorch already: {error}. What it makes of a "
