@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from encserve_export.ground.errors import CheckpointFileError, ParityError
+from encserve_export.ground.float64 import in_float64
+from encserve_export.ground.precision import allowed
 from encserve_export.ground.runtime import onnxruntime
 from encserve_export.kinds.recipe import MultiVectorHead, SparseHead
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -102,9 +104,11 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
     rows = next(iter(example.values()))
     axes = dict(enumerate(("n", "seq")[: rows.dim() - 1]))
     try:
-        want = module(*example.values())  # (n, its width)
+        rounded = module(*example.values())  # (n, its width)
     except RuntimeError as error:
         raise CheckpointFileError(f"{what} do not take {rows.shape[-1]} numbers: {error}") from None
+    with in_float64(module):
+        exact = module(*(its.double() for its in example.values()))  # (n, its width)
     with warnings.catch_warnings():  # as for the graph, and what is told of transformers' code; the comparison judges
         warnings.simplefilter("ignore")
         torch.onnx.export(
@@ -119,11 +123,21 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
         )
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (got,) = session.run([_OUTPUT], {name: its.numpy() for name, its in example.items()})
-    difference = torch.from_numpy(got) - want  # (n, its width)
-    if weights:  # there may be none that is not 0, or one that is nearly
-        worst, tolerance = float(difference.abs().max() / want.max().clamp(min=1)), _WEIGHT_TOLERANCE
-    else:
-        worst, tolerance = float((difference.norm(dim=1) / want.norm(dim=1).clamp(min=1e-12)).max()), _TOLERANCE
+    worst, float32_error = (_error(its, exact, weights=weights) for its in (torch.from_numpy(got), rounded))
+    tolerance = allowed(_WEIGHT_TOLERANCE if weights else _TOLERANCE, float32_error)
     if not worst <= tolerance:
-        raise ParityError(f"{what} differ from PyTorch: error {worst:.1e}, at most {tolerance:.1e}")
-    return int(want.shape[1])
+        raise ParityError(
+            f"{what} differ from PyTorch: error {worst:.1e}, tolerance {tolerance:.1e}, PyTorch's own float32 "
+            f"{float32_error:.1e}"
+        )
+    return int(exact.shape[1])
+
+
+def _error(got: Tensor, want: Tensor, *, weights: bool) -> float:
+    """The largest error of a row, (n, width) both, or of a weight; infinite where one is not finite."""
+    difference = got.double() - want  # (n, width)
+    if weights:  # there may be none that is not 0, or one that is nearly
+        error = difference.abs().max() / want.max().clamp(min=1)
+    else:
+        error = (difference.norm(dim=1) / want.norm(dim=1).clamp(min=1e-12)).max()
+    return float(error)

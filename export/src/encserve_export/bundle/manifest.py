@@ -247,25 +247,24 @@ def _bundle_file(path: Path) -> manifest_pb2.BundleFile:
 
 def _parity(parity: agreement.Parity) -> manifest_pb2.Parity:
     bounds = parity.bounds
-    by_cosine: dict[str, Any] = (
-        {}
-        if bounds.cosine is None
-        else {
+    more: dict[str, Any] = {"padding_tolerance": _rounded(bounds.padding_error or 0)}
+    if bounds.cosine is not None:
+        more = {
             "min_cosine": _rounded_cosine(parity.min_cosine),
             "min_padding_cosine": _rounded_cosine(parity.min_padding_cosine),
             "required_min_cosine": bounds.cosine,
             "required_min_padding_cosine": bounds.padding_cosine,
         }
-    )
     return manifest_pb2.Parity(
-        tolerance=bounds.error or 0,
+        tolerance=_rounded(bounds.error or 0),
+        float32_error=_rounded(parity.float32_error or 0),
         max_relative_error=_rounded(parity.max_relative_error),
         max_padding_error=_rounded(parity.max_padding_error),
         cases=[
             manifest_pb2.ParityCase(lengths=case.lengths, max_relative_error=_rounded(case.max_relative_error))
             for case in parity.cases
         ],
-        **by_cosine,
+        **more,
     )
 
 

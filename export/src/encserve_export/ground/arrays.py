@@ -10,4 +10,4 @@ Ids = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.int64]
 Rows = npt.NDArray[np.float32]
 Input = Ids | Rows
-Run = Callable[[Any, Mask], Rows]  # of whichever input the model takes
+Run = Callable[[Any, Mask], Rows]  # of whichever input the model takes; float64 where PyTorch computes in that

@@ -61,6 +61,7 @@ class TransformersModel:
     """An encoder of transformers', in float32, every number of it from the checkpoint.
 
     Attributes:
+        module: Ids and mask, int64 (batch, seq) -> rows (batch, seq, d_model), in the type of its weights.
         description: The name of its class.
         positions: The longest sequence that it has positions for; None where nothing bounds it.
         vocab_size: The rows of its table of tokens.
@@ -76,7 +77,7 @@ class TransformersModel:
     left_behind: tuple[str, ...]
 
     def __call__(self, ids: Ids, mask: Mask) -> Rows:
-        """Runs one batch in PyTorch: int64 (batch, seq) both -> float32 (batch, seq, d_model).
+        """Runs one batch in PyTorch: int64 (batch, seq) both -> (batch, seq, d_model), in the type of the weights.
 
         Raises:
             UnsupportedModelError: The model does not run with ids and mask alone, or not with these.

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 import onnx
+from torch import nn
 
 from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_onnx, is_quantized
@@ -15,6 +16,7 @@ from encserve_export.ground.errors import ConfigError, VocabularyError
 from encserve_export.ground.precision import BOUNDS, Precision
 from encserve_export.kinds.recipe import Recipe
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
+from encserve_export.models.pretrained import TransformersModel
 from encserve_export.onnx_graph import convert, external, foreign
 from encserve_export.onnx_graph.foreign import Interface, Names
 from encserve_export.onnx_graph.run import Runner, check_file
@@ -52,7 +54,7 @@ def export_onnx(
     options: OnnxOptions | None = None,
     *,
     source: manifest.Source | None = None,
-    reference: Run | None = None,
+    reference: TransformersModel | None = None,
     progress: Progress = lambda _: None,
 ) -> Exported:
     """Exports an encoder from an ONNX file: ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model).
@@ -84,12 +86,13 @@ def export_onnx(
         files = external.write_model(model, path, apart, folder)
         check_file(model, files[0])
         runner = Runner(model, files[0], interface)
+        rows_of: Run | None = reference
         # Only now: where the file itself is at fault, an option would not help.
         vocab_size = _vocab_size(options, rows)
         _check_options(options, vocab_size)
         if options.precision not in (None, "float32"):
             progress(f"rounding it to {options.precision}")
-            reference = reference or runner
+            rows_of = reference or runner
             model = convert.convert(model, interface, vocab_size, options.max_sequence_tokens, options.precision)
             files = external.save_model(model, folder, apart=len(files) > 1)
             runner = Runner(model, files[0], interface)
@@ -98,7 +101,8 @@ def export_onnx(
         runner.check_ends(vocab_size, options.max_sequence_tokens, options.pad_token_id)
         if reference is not None:
             progress("comparing ONNX Runtime with PyTorch")
-        parity = _check_rows(runner, options, vocab_size, foreign.precision(model), reference)
+        module = None if reference is None else reference.module
+        parity = _check_rows(runner, options, vocab_size, foreign.precision(model), rows_of, module)
         progress("writing the bundle")
         source = source or manifest.Source(
             "onnx", foreign.description(model), vector=options.vector, tokenizer=options.tokenizer
@@ -138,7 +142,12 @@ def _check_options(options: OnnxOptions, vocab_size: int) -> None:
 
 
 def _check_rows(
-    runner: Runner, options: OnnxOptions, vocab_size: int, precision: str, reference: Run | None
+    runner: Runner,
+    options: OnnxOptions,
+    vocab_size: int,
+    precision: str,
+    reference: Run | None,
+    module: nn.Module | None,
 ) -> agreement.Parity:
     advice = "it ignores its attention mask in part or altogether, and batches would change its rows"
     if precision != "float32":
@@ -149,6 +158,7 @@ def _check_rows(
         max_sequence_tokens=options.max_sequence_tokens,
         pad_token_id=options.pad_token_id,
         reference=reference,
+        module=module,
         precision=precision if precision in BOUNDS else "float32",
         advice=advice,
     )
