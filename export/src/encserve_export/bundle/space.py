@@ -59,8 +59,10 @@ _TIED = (
 COUNTED: Mapping[str, tuple[str, ...]] = {
     "Manifest": (
         *("pooling", "more_poolings", "l2_normalize", "pooling_skips_prompt", "prompts", "default_prompt_name"),
-        *("dimensions", "query", "document", "multi_vector", "sparse"),
+        *("dimensions", "text", "query", "document", "multi_vector", "sparse"),
     ),
+    "TextInput": ("split_special_tokens", "max_tokens", "template"),
+    "TextTemplate": ("before", "before_prompt", "after_prompt", "after", "after_tokens"),
     "TaskSettings": (
         *("prompt_name", "max_tokens", "expansion", "skipped_token_ids", "kept_token_ids", "token_pooling"),
         "static_sparse",
