@@ -15,6 +15,8 @@ import space_models
 import torch
 from onnx import numpy_helper
 from onnx_files import build
+from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 
 from encserve_export import OnnxOptions, Target, export_checkpoint, export_hf, export_onnx
 from encserve_export.bundle import space
@@ -74,6 +76,52 @@ def test_tensors_and_a_configuration(tmp_path: Path) -> None:
     manifest.encoder.max_sequence_tokens = 24
     manifest.graph.precision = "float32"
     assert space_id(manifest, digest_model(tensors, configuration), (), tmp_path) == STATE_AND_CONFIGURATION
+
+
+def test_the_definition_followed_by_another_program(tmp_path: Path) -> None:
+    """docs/models.md, step by step, of the files of "dense" alone."""
+    folder = space_models.write_dense(tmp_path)
+
+    def digest(facts: Any) -> str:
+        plain = json.dumps(facts, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        return hashlib.sha256(plain.encode()).hexdigest()
+
+    def tensors(path: Path) -> dict[str, Any]:
+        return {
+            name: [str(its.dtype), list(its.shape), hashlib.sha256(its.tobytes()).hexdigest()]
+            for name, its in load_file(path).items()
+        }
+
+    texts = json.loads((Path(space.__file__).parent / "s2_texts.json").read_text())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    ids = [tokenizer.encode(text).ids for text in texts]
+    said = {"tokens": space_models.VOCABULARY, "merges": [], "scores": [], "ids": ids}
+    configuration = json.loads((folder / "config.json").read_text())
+    facts = {
+        "model": digest({"configuration": configuration, "tensors": tensors(folder / "model.safetensors")}),
+        "max_sequence_tokens": 32,
+        "vectors": {
+            "pooling": "POOLING_MEAN",
+            "l2_normalize": True,
+            "prompts": {"query": "query : "},
+            "default_prompt_name": "query",
+            "text": {},
+            "query": {"prompt_name": "query"},
+            "document": {},
+        },
+        "modules": [
+            {
+                "kind": "Dense",
+                "settings": {"activation_function": "ReLU"},
+                "tensors": tensors(folder / "2_Dense" / "model.safetensors"),
+            },
+            {"kind": "LayerNorm", "settings": {}, "tensors": tensors(folder / "3_LayerNorm" / "model.safetensors")},
+        ],
+        "tokenizer": digest(said),
+        "static_tokenizers": {},
+        "quantized": None,
+    }
+    assert f"s2-{digest(facts)[:32]}" == DIRECTORIES["dense"][2]
 
 
 def test_the_texts_of_this_version() -> None:
