@@ -56,6 +56,17 @@ def test_hf(bert: "Checkpoint", models: Path) -> None:
     assert "comparing" not in result.stdout
 
 
+def test_an_older_space_id_is_kept_and_said_to_be(config: Path, models: Path) -> None:
+    arguments = ("init", "--config", config, "--model-repository", models, "--name", "m", "--keep-space-id")
+    result = run(*arguments, "5" * 32)
+    assert result.exit_code == 0, result.output
+    assert read_manifest(models / "m" / "1").space_id == "5" * 32
+    assert f"space        {'5' * 32}, as --keep-space-id asks and unchecked; the model's own is s2-" in result.stdout
+    result = run(*arguments, "5")
+    assert result.exit_code == 1
+    assert "a space_id is s2- and 32 hex digits, or 32 hex digits in older bundles; was '5'" in result.stderr
+
+
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_precision(data: Path, models: Path, precision: str) -> None:
     result = run("hf", data / "hf-bert", "--model-repository", models, "--precision", precision)

@@ -45,6 +45,13 @@ def main() -> None:
 def _target_options(command: _Command) -> _Command:
     """The options that say where the bundle goes, but for --name, whose default differs."""
     for option in (
+        click.option(
+            "--keep-space-id",
+            metavar="ID",
+            default="",
+            help="The space_id to write, for an index of vectors from an older bundle of the same model; by default "
+            "the model's own. It is not checked.",
+        ),
         click.option("--overwrite", is_flag=True, help="Replace this version if it is there."),
         click.option("--version", default="1", show_default=True, help="The model's version."),
         click.option(
@@ -102,6 +109,7 @@ def hf(
     via: Route | None,
     pooling: str | None,
     overwrite: bool,
+    keep_space_id: str,
 ) -> None:
     """Exports the Hugging Face checkpoint in DIRECTORY, or the one of that name on the hub.
 
@@ -116,7 +124,13 @@ def hf(
 
     def export(progress: Progress) -> Exported:
         chosen = name_from(Path(source)) if name is None else name
-        target = Target(model_repository=model_repository, name=chosen, version=version, overwrite=overwrite)
+        target = Target(
+            model_repository=model_repository,
+            name=chosen,
+            version=version,
+            overwrite=overwrite,
+            keep_space_id=keep_space_id,
+        )
         # A large checkpoint is downloaded and traced for minutes before the draft would say so.
         check_target(model_repository, chosen, version, overwrite=overwrite)
         origin = None
@@ -174,13 +188,20 @@ def checkpoint(
     max_sequence_tokens: int | None,
     precision: Precision,
     overwrite: bool,
+    keep_space_id: str,
 ) -> None:
     """Exports the state dict in FILE, safetensors or a PyTorch file of tensors, in one of the layouts of --layout."""
 
     def export(progress: Progress) -> Exported:
         return export_checkpoint(
             file,
-            Target(model_repository=model_repository, name=name, version=version, overwrite=overwrite),
+            Target(
+                model_repository=model_repository,
+                name=name,
+                version=version,
+                overwrite=overwrite,
+                keep_space_id=keep_space_id,
+            ),
             fields={} if config_path is None else _read_fields(config_path),
             embeddings=embeddings_path,
             tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
@@ -224,6 +245,7 @@ def onnx(
     token_type_ids_name: str | None,
     output_name: str | None,
     overwrite: bool,
+    keep_space_id: str,
 ) -> None:
     """Exports the encoder in FILE, which is ONNX already.
 
@@ -244,7 +266,13 @@ def onnx(
             vector=Recipe(manifest_pb2.POOLING_UNSPECIFIED if pooling is None else POOLINGS[pooling], l2_normalize),
             tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
         )
-        target = Target(model_repository=model_repository, name=name, version=version, overwrite=overwrite)
+        target = Target(
+            model_repository=model_repository,
+            name=name,
+            version=version,
+            overwrite=overwrite,
+            keep_space_id=keep_space_id,
+        )
         return export_onnx(file, target, options, progress=progress)
 
     _run(export)
@@ -266,6 +294,7 @@ def init(
     tokenizer_path: Path | None,
     precision: Precision,
     overwrite: bool,
+    keep_space_id: str,
 ) -> None:
     """Exports an encoder with random weights, to try sizes: 8 layers of d_model 512 by default.
 
@@ -273,7 +302,13 @@ def init(
     """
 
     def export(progress: Progress) -> Exported:
-        target = Target(model_repository=model_repository, name=name, version=version, overwrite=overwrite)
+        target = Target(
+            model_repository=model_repository,
+            name=name,
+            version=version,
+            overwrite=overwrite,
+            keep_space_id=keep_space_id,
+        )
         tokenizer = None if tokenizer_path is None else read_tokenizer(tokenizer_path)
         config = _read_config(config_path, tokenizer)
         return export_init(config, seed, target, tokenizer=tokenizer, precision=precision, progress=progress)

@@ -56,9 +56,14 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         ("cases", f"{len(parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),
         *([("longest", exported.remark)] if exported.remark else []),
         ("fingerprint", manifest.fingerprint),
-        ("space", manifest.space_id),
+        ("space", _space(exported)),
         ("bundle", str(exported.path)),
     ]
+
+
+def _space(exported: Exported) -> str:
+    own, given = exported.replaced_space_id, exported.manifest.space_id
+    return f"{given}, as --keep-space-id asks and unchecked; the model's own is {own}" if own else given
 
 
 def _pooling(manifest: manifest_pb2.Manifest) -> str:

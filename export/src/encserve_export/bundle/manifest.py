@@ -133,7 +133,7 @@ def build_manifest(
     Raises:
         ConfigError: The longest sequence is shorter than what queries are made longer to.
     """
-    vector = source.vector
+    vector, listed = source.vector, sorted(files)
     width = pooled_width(model.shape, vector) if heads.head is None else heads.head.width
     manifest = manifest_pb2.Manifest(
         format_version=FORMAT_VERSION,
@@ -164,12 +164,12 @@ def build_manifest(
             repository=source.repository,
             revision=source.revision,
         ),
-        files=[_bundle_file(path) for path in sorted(files)],
+        files=[_bundle_file(path) for path in listed],
         parameters=[manifest_pb2.ParameterCount(part=part, count=count) for part, count in model.parameters.items()],
         parity=_parity(parity),
         inspect_graph=model.inspect_graph,
     )
-    manifest.space_id = space_id(manifest, source.model_digest, source.tokenizer, vector)
+    manifest.space_id = space_id(manifest, source.model_digest, vector.modules, listed[0].parent)
     manifest.fingerprint = fingerprint(manifest)
     return manifest
 

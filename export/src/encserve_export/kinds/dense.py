@@ -13,8 +13,8 @@ from typing import Any
 from torch import nn
 
 from encserve_export.ground.errors import CheckpointFileError, UnsupportedModelError
-from encserve_export.kinds.modules import Normalize, read_dense, read_layer_norm
-from encserve_export.kinds.recipe import POOLINGS, TASKS, Recipe
+from encserve_export.kinds.modules import Normalize, read_dense, read_facts, read_layer_norm
+from encserve_export.kinds.recipe import POOLINGS, TASKS, ModuleFacts, Recipe
 from encserve_export.source.weights import read_json, read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -127,6 +127,7 @@ def read_sentence_vector(directory: Path) -> Recipe:
     _refuse_adapter(transformer_folder(directory))
     vector = Recipe()
     head: list[nn.Module] = []
+    modules: list[ModuleFacts] = []
     for i, (kind, path) in enumerate(_modules(directory)):
         if kind == "Transformer" and i == 0:
             check_transformer(path)
@@ -138,14 +139,17 @@ def read_sentence_vector(directory: Path) -> Recipe:
             pass  # it does nothing once a model is trained
         elif kind in _HEAD and vector.pooling != manifest_pb2.POOLING_UNSPECIFIED:
             head += _HEAD[kind](path)
+            modules.append(read_facts(kind, path))
         else:
             why = _OTHER_MODULES.get(kind, _ALONE)
             raise UnsupportedModelError(f"modules.json has a {kind} module, which a bundle cannot express here: {why}")
     while head and isinstance(head[-1], Normalize):
         head.pop()
+        modules.pop()
         vector = dataclasses.replace(vector, l2_normalize=True)
     if head:
-        vector = dataclasses.replace(vector, head=nn.Sequential(*head).eval().requires_grad_(False))
+        made = nn.Sequential(*head).eval().requires_grad_(False)
+        vector = dataclasses.replace(vector, head=made, modules=tuple(modules))
     vector = _with_settings(vector, directory / SETTINGS)
     if (directory / MODULES).is_file():
         vector = dataclasses.replace(vector, tasks=read_tasks(vector.prompts, transformer_folder(directory)))

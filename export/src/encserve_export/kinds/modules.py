@@ -7,13 +7,25 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from encserve_export.ground.errors import CheckpointFileError, UnsupportedModelError
-from encserve_export.source.weights import read_object, read_weights
+from encserve_export.kinds.recipe import ModuleFacts
+from encserve_export.source.weights import holds_weights, read_object, read_weights
 
 M = TypeVar("M", bound=nn.Module)
 
 # What an activation may be: a class of torch.nn that needs no arguments.
 _ACTIVATIONS = ("torch.nn.modules.activation.", "torch.nn.modules.linear.Identity")
 _TANH = "torch.nn.modules.activation.Tanh"
+
+
+def read_facts(kind: str, folder: Path) -> ModuleFacts:
+    """What the files of a module say of it.
+
+    Raises:
+        CheckpointFileError: One of them is unreadable.
+    """
+    path = folder / "config.json"
+    settings = read_object(path) if path.is_file() else {}
+    return ModuleFacts(kind, settings, read_weights(folder).tensors if holds_weights(folder) else {})
 
 
 class Normalize(nn.Module):

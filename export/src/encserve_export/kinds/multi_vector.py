@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from encserve_export.ground.errors import CheckpointFileError, MissingPackageError, UnsupportedModelError
 from encserve_export.kinds.dense import MODULES, SETTINGS, read_modules
-from encserve_export.kinds.recipe import TASKS, MultiVectorHead, Recipe
-from encserve_export.source.weights import read_object
+from encserve_export.kinds.recipe import TASKS, ModuleFacts, MultiVectorHead, Recipe
+from encserve_export.source.weights import holds_weights, read_object, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
 # What only PyLate writes into config_sentence_transformers.json.
@@ -114,6 +114,7 @@ def read(directory: Path, tokenizer_path: Path) -> Directory:
         default_prompt_name=model.default_prompt_name or "",
         tasks=tasks,
         multi_vector=MultiVectorHead(_Projections(projections).eval().requires_grad_(False), model.similarity_fn_name),
+        modules=_facts(modules, projections),
     )
     lengths = [model.max_seq_length, *(settings.max_tokens for settings in tasks.values())]
     longest = max((length for length in lengths if length), default=None)
@@ -139,7 +140,6 @@ class _Projections(nn.Module):
     def __init__(self, modules: list[Any]) -> None:
         super().__init__()
         self.steps = nn.ModuleList(modules)
-        self.settings = [module.get_config_dict() for module in modules]
 
     def forward(self, rows: Tensor) -> Tensor:
         """Sends rows through them."""
@@ -147,6 +147,25 @@ class _Projections(nn.Module):
         for step in self.steps:
             features = step(features)
         return features["token_embeddings"]
+
+
+def _facts(listed: list[tuple[str, Path]], projections: list[Any]) -> tuple[ModuleFacts, ...]:
+    """Of what makes vectors of rows; what no folder holds lies among the encoder's weights, or has none."""
+    folders = [(name.rpartition(".")[2], folder) for name, folder in listed]
+    found = []
+    for module in projections:
+        kind = type(module).__name__
+        own = next((it for it in folders if it[0] == kind), None)
+        tensors: Mapping[str, Tensor] = {}
+        if own is not None:
+            folders.remove(own)
+            tensors = read_weights(own[1]).tensors if holds_weights(own[1]) else {}
+        settings: dict[str, Any] = {}
+        if kind == "Dense":
+            settings["activation_function"] = type(module.activation_function).__name__
+            settings["use_residual"] = module.use_residual
+        found.append(ModuleFacts(kind, settings, tensors))
+    return tuple(found)
 
 
 def _sorted(modules: list[Any]) -> tuple[list[nn.Module], Any, Any]:

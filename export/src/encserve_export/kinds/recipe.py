@@ -81,6 +81,22 @@ class StaticWeights(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
+class ModuleFacts:
+    """What a module after the encoder adds to the name of a vector space, see docs/models.md.
+
+    Attributes:
+        kind: Its documented kind, such as "Dense", "Normalize", "LayerNorm" or "SpladePooling".
+        settings: Its settings; those at their default are left out.
+        tensors: The tensors of the module's own files, by the names there; none where its weights lie among the
+            encoder's.
+    """
+
+    kind: str
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """How the rows of a text become the vectors that the model was trained to give.
 
@@ -100,6 +116,8 @@ class Recipe:
         sparse: What makes weights over the vocabulary; None where nothing does.
         static_weights: What makes those of a task in place of the encoder, as `tasks` say.
         remark: What may surprise, for people.
+        modules: What comes after pooling, or after the rows where nothing pools them, in order; without the Normalize
+            modules at the end that `l2_normalize` stands for, and without those that `tasks` stand for.
     """
 
     pooling: manifest_pb2.Pooling = manifest_pb2.POOLING_UNSPECIFIED
@@ -116,3 +134,4 @@ class Recipe:
     sparse: SparseHead | None = None
     static_weights: tuple[StaticWeights, ...] = ()
     remark: str = ""
+    modules: tuple[ModuleFacts, ...] = ()

@@ -13,11 +13,13 @@ from torch import Tensor, nn
 from encserve_export.ground.errors import UnsupportedModelError
 from encserve_export.kinds.dense import check_transformer, read_tasks, routed_modules, transformer_folder
 from encserve_export.kinds.multi_vector import load
-from encserve_export.kinds.recipe import TASKS, Recipe, SparseHead, StaticWeights
+from encserve_export.kinds.recipe import TASKS, ModuleFacts, Recipe, SparseHead, StaticWeights
+from encserve_export.source.weights import holds_weights, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _POOLINGS = {"max": manifest_pb2.SPARSE_POOLING_MAX, "sum": manifest_pb2.SPARSE_POOLING_SUM}
 _LOGARITHMS = {"relu": 1, "log1p_relu": 2}
+_STATIC = "SparseStaticEmbedding"
 # Where nobody set a tokenizer's longest text, transformers writes a number of 31 digits.
 _NO_BOUND = 1_000_000
 _OTHER_MODULES = {
@@ -97,6 +99,15 @@ def read_sparse_encoder(directory: Path) -> Recipe:
     prompts = {name: text or "" for name, text in loaded.prompts.items()}
     tasks = read_tasks(prompts, transformer_folder(directory))
     static = {task: _static(directory, it[0], task, width) for task, it in branches.items() if len(it) == 1}
+    settings = {"pooling_strategy": pooling.pooling_strategy, "activation_function": pooling.activation_function}
+    # The head of the language model lies among the encoder's weights.
+    modules = [ModuleFacts("SpladePooling", settings, {})]
+    if static:
+        (weights,) = static.values()
+        kept = [folder for kind, folder in routed_modules(directory) if kind == _STATIC and holds_weights(folder)]
+        # Without a file of tensors its weights are written as JSON.
+        tensors = read_weights(kept[0]).tensors if kept else {"weight": weights.weight}
+        modules.append(ModuleFacts(_STATIC, {}, tensors))
     for task, its in static.items():
         tasks[task].static_sparse.CopyFrom(its.files)
     return Recipe(
@@ -107,6 +118,7 @@ def read_sparse_encoder(directory: Path) -> Recipe:
         sparse=head,
         static_weights=tuple(static.values()),
         remark=_remark(loaded[0], branches),
+        modules=tuple(modules),
     )
 
 
@@ -122,7 +134,7 @@ def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
     names = [type(it).__name__ for it in modules]
     if names[1:] == ["SpladePooling"] and names[0] in ("Transformer", "MLMTransformer"):
         return modules
-    if names == ["SparseStaticEmbedding"]:
+    if names == [_STATIC]:
         return modules
     raise UnsupportedModelError(
         f"{directory}: a {task} goes through {', '.join(names)}; a bundle can express Transformer, SpladePooling, or "
