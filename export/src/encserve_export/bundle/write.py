@@ -8,6 +8,7 @@ from encserve_export.bundle import manifest
 from encserve_export.bundle.heads import write_head, write_multi_vector, write_sparse
 from encserve_export.bundle.manifest import Source
 from encserve_export.check import agreement
+from encserve_export.check.expected import check_expected
 from encserve_export.kinds.recipe import Recipe
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -42,6 +43,8 @@ class Exported:
         route: How `hf` made the graph, and why so, for people; empty for the other commands.
         text: Why it takes no text, where it does not, and what would help.
         left_behind: The parts of the checkpoint that make no rows, such as heads; not known of ONNX files.
+        formula: Where what is computed differs from the code that such a checkpoint comes from, for people.
+        expected: With what the caller's own rows were compared, for people; empty where none were given.
     """
 
     path: Path
@@ -50,6 +53,8 @@ class Exported:
     route: str = ""
     text: str = ""
     left_behind: tuple[str, ...] = ()
+    formula: str = ""
+    expected: str = ""
 
 
 def complete(
@@ -71,9 +76,13 @@ def complete(
         files: The files of the model, which lie in the folder already.
 
     Raises:
+        ExpectedFileError: The caller's own rows are of another kind of model.
+        ExpectedRowsError: The bundle does not give the caller's own rows.
         ParityError: Texts' vectors are not those of sentence-transformers.
         ConfigError: The model is to be cut shorter than what its queries are made longer to.
     """
+    expected = source.expected
+    agreed = None if expected is None else check_expected(expected, folder, model.graph, model.shape)
     listed = list(files)
     if source.tokenizer is not None:
         listed.append(source.tokenizer.write(folder / manifest.TOKENIZER_FILE))
@@ -83,8 +92,11 @@ def complete(
     compared = None if source.pipeline is None else source.pipeline(folder, described)
     if compared is not None:
         manifest.add_pipeline(described.parity, compared)
+    if agreed is not None:
+        manifest.add_expected(described.parity, agreed)
     (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
-    return Exported(target.model_repository / target.name / target.version, described)
+    path = target.model_repository / target.name / target.version
+    return Exported(path, described, expected="" if expected is None else expected.path.name)
 
 
 def _write_heads(vector: Recipe, shape: manifest_pb2.EncoderShape, folder: Path) -> tuple[manifest.Heads, list[Path]]:

@@ -9,6 +9,7 @@ from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_onnx, is_quantized
 from encserve_export.bundle.write import Exported, Progress, Target, complete
 from encserve_export.check import agreement
+from encserve_export.check.expected import read_expected
 from encserve_export.ground import names
 from encserve_export.ground.arrays import Run
 from encserve_export.ground.errors import ConfigError, VocabularyError
@@ -53,9 +54,12 @@ def export_onnx(
     *,
     source: manifest.Source | None = None,
     reference: Run | None = None,
+    expect: Path | None = None,
     progress: Progress = lambda _: None,
 ) -> Exported:
     """Exports an encoder from an ONNX file: ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model).
+
+    In place of ids it may take vectors, float32 (batch, seq, width).
 
     Args:
         path: The file. Weights in other files must lie in its folder.
@@ -64,12 +68,15 @@ def export_onnx(
         source: What the manifest is to say of where the model comes from; by default that it came as this file, which
             is also what is hashed where it names no weights, or has no digest of a model that `reference` is.
         reference: What its rows must be, in PyTorch; None where there is nothing to compare with.
+        expect: A .npz or .safetensors file of rows that the bundle must give, see `check.expected`; where `source` is
+            given, its own counts.
         progress: Called with what is being done.
 
     Raises:
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
     options = options or OnnxOptions()
+    expected = None if expect is None else read_expected(expect)
     progress("reading the file")
     model = foreign.read_model(path)
     interface = foreign.find_interface(model, options.names)
@@ -101,7 +108,11 @@ def export_onnx(
         parity = _check_rows(runner, options, vocab_size, foreign.precision(model), reference)
         progress("writing the bundle")
         source = source or manifest.Source(
-            "onnx", foreign.description(model), vector=options.vector, tokenizer=options.tokenizer
+            "onnx",
+            foreign.description(model),
+            vector=options.vector,
+            tokenizer=options.tokenizer,
+            expected=expected,
         )
         source = dataclasses.replace(source, weights_sha256=source.weights_sha256 or weights, model_digest=digest)
         described = _describe(model, interface, options, vocab_size, runner.d_model)

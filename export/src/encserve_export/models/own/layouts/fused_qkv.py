@@ -30,4 +30,6 @@ LAYOUT = StackLayout(
     },
     final_norm=Part(("norm.gamma",), ("norm.beta",)),
     interleaved=True,
+    formula="the heads are concatenated, as the paper has it; code of this layout that reshapes (batch, heads, seq, d_k) "
+    "to (batch, seq, d_model) without a transpose mixes heads and positions, and gives other rows",
 )
