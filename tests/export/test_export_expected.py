@@ -67,7 +67,14 @@ def run(*arguments: object) -> Result:
 
 
 def test_a_wrong_description_is_refused(trained: Path, models: Path) -> None:
-    arguments = ("checkpoint", trained / "weights.safetensors", "--model-repository", models, "--max-sequence-tokens", 16)
+    arguments = (
+        "checkpoint",
+        trained / "weights.safetensors",
+        "--model-repository",
+        models,
+        "--max-sequence-tokens",
+        16,
+    )
     expect = ("--expect", trained / "rows.npz")
     wrong = run(*arguments, "--name", "wrong", "--config", trained / "wrong.json", *expect)
     assert wrong.exit_code == 1
@@ -112,8 +119,8 @@ def rows_of(trained: Path) -> Any:
 
 def export(trained: Path, models: Path, name: str = "mine", **options: Any) -> Any:
     target = Target(model_repository=models, name=name, overwrite=True)
-    options = {"fields": RIGHT, "max_sequence_tokens": 16} | options
-    return export_checkpoint(trained / "weights.safetensors", target, **options)
+    defaults: dict[str, Any] = {"fields": RIGHT, "max_sequence_tokens": 16}
+    return export_checkpoint(trained / "weights.safetensors", target, **defaults | options)
 
 
 def test_models_that_take_vectors(trained: Path, models: Path, tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ _precision_option = click.option(
 )
 
 
-class _Pooling(click.Choice):
+class _Pooling(click.Choice[str]):
     """Poolings by the clients' names; sentence-transformers' are taken too."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

@@ -160,6 +160,7 @@ def check_rows(
     reference: Run | None = None,
     precision: Precision = "float32",
     advice: str = "",
+    width: int = 0,
 ) -> Parity:
     """Runs a model that is not our own encoder on the same kinds of batches.
 
@@ -171,13 +172,21 @@ def check_rows(
         reference: PyTorch, or whatever else the rows must be those of; None where only padding can be judged.
         precision: What the model computes in, where it is compared with a reference.
         advice: What the error is to say beside the figures where padding changes a row.
+        width: The numbers of a vector, of a model that takes one for each token in place of its id: then `ids` are
+            float32 (batch, seq, width), and there is no vocabulary.
 
     Raises:
         ParityError: The rows are not the reference's, or padding changes them.
     """
     bounds = dataclasses.replace(BOUNDS["float32"], error=None) if reference is None else BOUNDS[precision]
+
+    def draw(length: int, random: np.random.Generator) -> Input:
+        if width:
+            return random.standard_normal((length, width), np.float32)  # (seq, width)
+        return random.integers(0, vocab_size, length)  # (seq)
+
     cases = []
-    for sequences in _batches(max_sequence_tokens, lambda length, random: random.integers(0, vocab_size, length)):
+    for sequences in _batches(max_sequence_tokens, draw):
         case = _compare(run, sequences, pad_token_id, reference)
         _refuse(case, bounds, advice)
         cases.append(case)

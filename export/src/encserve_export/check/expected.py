@@ -3,7 +3,6 @@
 import dataclasses
 import zipfile
 import zlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,9 @@ def read_expected(path: Path) -> Expected:
     for name, array in arrays.items():
         if array.shape[:2] != mask.shape or 0 in array.shape:
             shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
-            raise ExpectedFileError(f"{path}: {name} must be {_ARRAYS[name][1]}, not empty, as the others; was {shapes}")
+            raise ExpectedFileError(
+                f"{path}: {name} must be {_ARRAYS[name][1]}, not empty, as the others; was {shapes}"
+            )
     # A server pads behind the tokens, and a place in the sequence counts from the first token.
     if not np.array_equal(mask, np.arange(mask.shape[1]) < mask.sum(axis=1, keepdims=True)) or not mask[:, 0].all():
         raise ExpectedFileError(
@@ -126,7 +127,7 @@ def check_expected(
             f"{expected.path}: rows must have the model's shape {rows.shape}; was {expected.rows.shape}"
         )
     got, want = rows[expected.mask == 1], expected.rows[expected.mask == 1]  # (tokens, d_model) both
-    bounds = BOUNDS.get(graph.precision, BOUNDS["float32"])
+    bounds = BOUNDS[graph.precision if graph.precision in BOUNDS else "float32"]
     agreement = Agreement(len(got), relative_error(got, want), least_cosine(got, want), bounds)
     _refuse(expected, agreement, got, want)
     return agreement
@@ -169,7 +170,7 @@ def _check_fits(expected: Expected, graph: manifest_pb2.Graph, shape: manifest_p
     for name, array in (("rows", expected.rows), ("inputs_embeds", inputs)):
         if array.ndim == 3 and array.shape[2] != shape.d_model:
             raise ExpectedFileError(f"{path}: {name} must have the model's d_model {shape.d_model}; was {array.shape}")
-    if expected.name == "input_ids" and not (0 <= inputs.min() and inputs.max() < shape.vocab_size):
+    if expected.name == "input_ids" and not (inputs.min() >= 0 and inputs.max() < shape.vocab_size):
         raise ExpectedFileError(
             f"{path}: input_ids must be from 0 to {shape.vocab_size - 1}, padding included; was {inputs.min()} to "
             f"{inputs.max()}"
@@ -180,7 +181,10 @@ def _refuse(expected: Expected, agreement: Agreement, got: Rows, want: Rows) -> 
     """Raises ExpectedRowsError if a row is out of the bounds; the text names the worst."""
     error, cosine, bounds = agreement.max_relative_error, agreement.min_cosine, agreement.bounds
     if bounds.error is not None and not error <= bounds.error:
-        figures, tolerance = f"relative error {error:.1e}, cosine similarity {cosine:.4f}", f"tolerance {bounds.error:.1e}"
+        figures, tolerance = (
+            f"relative error {error:.1e}, cosine similarity {cosine:.4f}",
+            f"tolerance {bounds.error:.1e}",
+        )
     elif bounds.cosine is not None and not cosine >= bounds.cosine:
         figures, tolerance = f"cosine similarity {cosine:.4f}", f"at least {bounds.cosine} is required"
     else:

@@ -40,6 +40,7 @@ from encserve_export.kinds.dense import (
 from encserve_export.kinds.recipe import Recipe, read_pooling
 from encserve_export.kinds.sparse import read_sparse_encoder
 from encserve_export.models import pretrained
+from encserve_export.models.module import EXPORTERS
 from encserve_export.models.own.encoder import shortened
 from encserve_export.models.own.layouts import hf_bert, hf_rotary
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -389,7 +390,7 @@ def _via_transformers(checkpoint: _Checkpoint, target: Target) -> Exported:
     source = checkpoint.source("transformers", model.description, weights)
     _refuse_padding(model)
     refused: ExportError | None = None
-    for exporter in pretrained.EXPORTERS:
+    for exporter in EXPORTERS:
         checkpoint.progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
         try:
             with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ from encserve_export.check import agreement
 from encserve_export.check.expected import read_expected
 from encserve_export.ground import names
 from encserve_export.ground.arrays import Run
-from encserve_export.ground.errors import ConfigError, VocabularyError
+from encserve_export.ground.errors import ConfigError, TokenizerError, VocabularyError
 from encserve_export.ground.precision import BOUNDS, Precision
 from encserve_export.kinds.recipe import Recipe
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -84,6 +84,7 @@ def export_onnx(
     rows = foreign.embedding_rows(model, interface.input_ids)
     apart = external.take_in(model, path.parent)
     weights = sha256([path, *apart])
+    width = foreign.vector_width(model, interface)
     digest = "" if source is None or is_quantized(foreign.precision(model)) else source.model_digest
     digest = digest or digest_onnx(model, interface)
     with store.draft(target.model_repository, target.name, target.version, overwrite=target.overwrite) as folder:
@@ -92,20 +93,21 @@ def export_onnx(
         check_file(model, files[0])
         runner = Runner(model, files[0], interface)
         # Only now: where the file itself is at fault, an option would not help.
-        vocab_size = _vocab_size(options, rows)
-        _check_options(options, vocab_size)
+        vocab_size = 0 if width else _vocab_size(options, rows)
+        check_options(options, vocab_size, width)
         if options.precision not in (None, "float32"):
             progress(f"rounding it to {options.precision}")
             reference = reference or runner
             model = convert.convert(model, interface, vocab_size, options.max_sequence_tokens, options.precision)
             files = external.save_model(model, folder, apart=len(files) > 1)
             runner = Runner(model, files[0], interface)
-        progress(f"the rows are its output {interface.output}; there are {vocab_size} token ids")
+        takes = f"it takes vectors of {width} numbers" if width else f"there are {vocab_size} token ids"
+        progress(f"the rows are its output {interface.output}; {takes}")
         progress(f"running it, with 1 to {options.max_sequence_tokens} tokens")
         runner.check_ends(vocab_size, options.max_sequence_tokens, options.pad_token_id)
         if reference is not None:
             progress("comparing ONNX Runtime with PyTorch")
-        parity = _check_rows(runner, options, vocab_size, foreign.precision(model), reference)
+        parity = _check_rows(runner, options, vocab_size, width, foreign.precision(model), reference)
         progress("writing the bundle")
         source = source or manifest.Source(
             "onnx",
@@ -138,10 +140,29 @@ def _vocab_size(options: OnnxOptions, rows: int | None) -> int:
     return wanted
 
 
-def _check_options(options: OnnxOptions, vocab_size: int) -> None:
+def check_options(options: OnnxOptions, vocab_size: int, width: int) -> None:
+    """Refuses options that are out of range, or do not go together.
+
+    Args:
+        options: The options.
+        vocab_size: One more than the largest token id; 0 where the model takes vectors.
+        width: The numbers of a vector; 0 where the model takes ids.
+
+    Raises:
+        ConfigError: One is; the text names the numbers.
+        TokenizerError: There is a tokenizer for a model that takes vectors.
+    """
     if options.max_sequence_tokens < 1:
         raise ConfigError(f"max_sequence_tokens must be at least 1; was {options.max_sequence_tokens}")
-    if not 0 <= options.pad_token_id < vocab_size:
+    if width:
+        if options.tokenizer is not None:
+            raise TokenizerError("a tokenizer gives token ids, but this model's input is embeddings; leave it out")
+        if options.pad_token_id or options.vocab_size:
+            raise ConfigError(
+                "vocab_size and pad_token_id must be 0 where the input is embeddings; was "
+                f"{options.vocab_size} and {options.pad_token_id}"
+            )
+    elif not 0 <= options.pad_token_id < vocab_size:
         raise ConfigError(f"pad_token_id must be from 0 to {vocab_size - 1}; was {options.pad_token_id}")
     vector = options.vector
     if vector.l2_normalize and vector.pooling == manifest_pb2.POOLING_UNSPECIFIED:
@@ -149,7 +170,7 @@ def _check_options(options: OnnxOptions, vocab_size: int) -> None:
 
 
 def _check_rows(
-    runner: Runner, options: OnnxOptions, vocab_size: int, precision: str, reference: Run | None
+    runner: Runner, options: OnnxOptions, vocab_size: int, width: int, precision: str, reference: Run | None
 ) -> agreement.Parity:
     advice = "it ignores its attention mask in part or altogether, and batches would change its rows"
     if precision != "float32":
@@ -162,12 +183,14 @@ def _check_rows(
         reference=reference,
         precision=precision if precision in BOUNDS else "float32",
         advice=advice,
+        width=width,
     )
 
 
 def _describe(
     model: onnx.ModelProto, interface: Interface, options: OnnxOptions, vocab_size: int, d_model: int
 ) -> manifest.Model:
+    width = foreign.vector_width(model, interface)
     # Of the rest of the shape nothing is known: 0 and empty.
     shape = manifest_pb2.EncoderShape(
         d_model=d_model,
@@ -178,7 +201,8 @@ def _describe(
     described = manifest_pb2.Graph(
         file=names.FILE,
         opset=foreign.opset(model),
-        input_ids_name=interface.input_ids,
+        input_ids_name="" if width else interface.input_ids,
+        embeddings_name=interface.input_ids if width else "",
         attention_mask_name=interface.attention_mask,
         token_type_ids_name=interface.token_type_ids,
         output_name=interface.output,

@@ -129,7 +129,9 @@ def find_encoder(
     longest = fields.get("max_sequence_tokens") if max_sequence_tokens is None else max_sequence_tokens
     fields["max_sequence_tokens"] = _longest(longest, positions, fields)
     config = EncoderConfig.from_mapping(fields)
-    return Found(_build(tensors, stack, config, table, positions), stack.layout.name, tuple(remarks), stack.layout.formula)
+    return Found(
+        _build(tensors, stack, config, table, positions), stack.layout.name, tuple(remarks), stack.layout.formula
+    )
 
 
 def _build(
