@@ -32,7 +32,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directories, repository = tmp_path_factory.mktemp("directories"), tmp_path_factory.mktemp("models")
     for architecture in ARCHITECTURES:
         directory = save(architecture, directories)
-        command = ["hf", directory, "--model-repository", repository, "--max-sequence-tokens", 60]
+        command = ["hf", directory, "--model-repository", repository, "--max-sequence-tokens", 60, "--ids-only"]
         own = [["--via", "own", "--name", own_name(architecture)]] if architecture in OUR_OWN else []
         for more in ([], *own):
             result = CliRunner().invoke(main, [str(argument) for argument in (*command, *more)])

@@ -138,8 +138,8 @@ def test_other_positions_are_transformers_own(tmp_path: Path) -> None:
     directory, target = tmp_path / "theirs", Target(model_repository=tmp_path / "models", name="m")
     save("gte", directory, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(UnsupportedModelError, match='rope_type must be "default"'):
-        export_hf(directory, target, max_sequence_tokens=20, via="own")
-    assert export_hf(directory, target, max_sequence_tokens=20).manifest.source.route == "transformers"
+        export_hf(directory, target, max_sequence_tokens=20, ids_only=True, via="own")
+    assert export_hf(directory, target, max_sequence_tokens=20, ids_only=True).manifest.source.route == "transformers"
 
 
 def test_names_of_transformers_own_are_read_by_transformers(tmp_path: Path) -> None:
@@ -148,8 +148,8 @@ def test_names_of_transformers_own_are_read_by_transformers(tmp_path: Path) -> N
     theirs = save("nomic_bert", directory)
     save_file(dict(theirs.state_dict()), directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedModelError, match="the weights do not fit NomicBertModel; missing"):
-        export_hf(directory, target, max_sequence_tokens=20, via="own")
-    assert export_hf(directory, target, max_sequence_tokens=20).manifest.source.route == "transformers"
+        export_hf(directory, target, max_sequence_tokens=20, ids_only=True, via="own")
+    assert export_hf(directory, target, max_sequence_tokens=20, ids_only=True).manifest.source.route == "transformers"
 
 
 def test_ours_takes_what_it_is_better_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_ours_takes_what_it_is_better_at(tmp_path: Path, monkeypatch: pytest.Mon
 
     def export(longest: int) -> Exported:
         target = Target(model_repository=tmp_path / "models", name="m", version=str(longest))
-        return export_hf(tmp_path / "theirs", target, max_sequence_tokens=longest)
+        return export_hf(tmp_path / "theirs", target, max_sequence_tokens=longest, ids_only=True)
 
     short, long = export(20), export(1025)
     assert (short.manifest.source.route, long.manifest.source.route) == ("transformers", "own")

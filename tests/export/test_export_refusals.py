@@ -56,8 +56,8 @@ def directory(made: dict[str, Path], name: str, tmp_path: Path) -> Path:
 
 def hf(directory: Path, repository: Path, via: str | None, *options: str) -> Result:
     forced = [] if via is None else ["--via", via]
-    command = ["hf", directory, "--model-repository", repository, "--max-sequence-tokens", 20, *forced, *options]
-    return CliRunner().invoke(main, [str(argument) for argument in command])
+    command = ["hf", directory, "--model-repository", repository, "--max-sequence-tokens", 20, "--ids-only", *forced]
+    return CliRunner().invoke(main, [str(argument) for argument in (*command, *options)])
 
 
 def files_in(folder: Path) -> dict[Path, bytes | None]:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from encserve_export import Target, export_hf
 from encserve_export.ground.errors import CheckpointFileError, ConfigError, TokenizerError, UnsupportedModelError
@@ -43,6 +45,11 @@ def test_special_tokens_are_found_whatever_length_is_baked_in(
 ) -> None:
     tokenizer = read_tokenizer(write_tokenizer(tmp_path / "tokenizer.json", 30, fixed_length=fixed_length))
     assert (tokenizer.largest_id, tokenizer.around_text) == (29, (2, 3))
+
+
+def test_a_vocabulary_of_one_word(tmp_path: Path) -> None:
+    Tokenizer(WordLevel({"[UNK]": 0}, unk_token="[UNK]")).save(str(tmp_path / "tokenizer.json"))
+    assert read_tokenizer(tmp_path / "tokenizer.json").largest_id == 0
 
 
 def test_a_tokenizer_is_copied_as_it_is(bert: "Checkpoint", models: Path, write_tokenizer: Callable[..., Path]) -> None:
@@ -109,7 +116,7 @@ def test_pooling_is_read(tmp_path: Path, pooling: dict[str, object], expected: m
 
 def test_pooling_without_normalising(bert: "Checkpoint", models: Path) -> None:
     write_modules(bert.path, MODULES[:2], pooling_mode_mean_tokens=True)
-    manifest = export_hf(bert.path, Target(model_repository=models, name="bert")).manifest
+    manifest = export_hf(bert.path, Target(model_repository=models, name="bert"), ids_only=True).manifest
     assert (manifest.pooling, manifest.l2_normalize) == (manifest_pb2.POOLING_MEAN, False)
 
 
@@ -142,17 +149,17 @@ def test_the_longest_text_is_that_of_sentence_transformers(
 
 def test_the_longest_text_is_read_from_the_checkpoint(bert: "Checkpoint", models: Path) -> None:
     write_length(bert.path, {"max_seq_length": 40, "do_lower_case": False})
-    exported = export_hf(bert.path, Target(model_repository=models, name="bert"))
+    exported = export_hf(bert.path, Target(model_repository=models, name="bert"), ids_only=True)
     assert exported.manifest.encoder.max_sequence_tokens == 40
     assert "the checkpoint's max_seq_length is 40" in exported.remark
 
 
 def test_a_length_that_only_the_tokenizer_says_is_said(bert: "Checkpoint", models: Path) -> None:
     (bert.path / "tokenizer_config.json").write_text('{"model_max_length": 40}')
-    exported = export_hf(bert.path, Target(model_repository=models, name="bert"))
+    exported = export_hf(bert.path, Target(model_repository=models, name="bert"), ids_only=True)
     assert exported.manifest.encoder.max_sequence_tokens == 40
     assert exported.remark.endswith("the checkpoint's max_seq_length is 40, its positions are 66")
-    longer = export_hf(bert.path, Target(model_repository=models, name="longer"), max_sequence_tokens=50)
+    longer = export_hf(bert.path, Target(model_repository=models, name="longer"), max_sequence_tokens=50, ids_only=True)
     assert "for texts of more than 40 tokens sentence-transformers gives other vectors" in longer.remark
 
 
@@ -161,7 +168,7 @@ def test_a_length_beyond_the_positions_is_refused_whatever_the_checkpoint_says(
 ) -> None:
     write_length(bert.path, {"max_seq_length": 70})
     with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 66 for this model; was 67"):
-        export_hf(bert.path, Target(model_repository=models, name="bert"), max_sequence_tokens=67)
+        export_hf(bert.path, Target(model_repository=models, name="bert"), max_sequence_tokens=67, ids_only=True)
 
 
 @pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_roberta_config.json"])
@@ -327,7 +334,7 @@ def test_a_head_that_does_not_take_what_is_pooled(bert: "Checkpoint", models: Pa
         {"linear.weight": torch.ones(3, 5), "linear.bias": torch.ones(3)}, bert.path / "3_Dense/pytorch_model.bin"
     )
     with pytest.raises(CheckpointFileError, match="the modules after pooling do not take"):
-        export_hf(bert.path, Target(model_repository=models, name="bert"))
+        export_hf(bert.path, Target(model_repository=models, name="bert"), ids_only=True)
     assert not models.exists()
 
 

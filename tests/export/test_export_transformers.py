@@ -37,7 +37,9 @@ def data2vec(tmp_path: Path) -> Path:
 
 
 def export(directory: Path, models: Path, **options: Any) -> Exported:
-    return export_hf(directory, Target(model_repository=models, name="m"), **{"max_sequence_tokens": 20, **options})
+    return export_hf(
+        directory, Target(model_repository=models, name="m"), **{"max_sequence_tokens": 20, "ids_only": True, **options}
+    )
 
 
 def change(directory: Path, **changed: Tensor | None) -> None:
@@ -180,7 +182,7 @@ def test_a_route_that_is_asked_for(bert: Any, models: Path) -> None:
     assert (exported.manifest.source.route, exported.route) == ("transformers", "transformers, as --via asks")
     target = Target(model_repository=models, name="other")
     with pytest.raises(UnsupportedModelError, match=r"there is no onnx/model\.onnx"):
-        export_hf(bert.path, target, via="onnx")
+        export_hf(bert.path, target, via="onnx", ids_only=True)
 
 
 @pytest.mark.parametrize("true", [True, False])
@@ -207,7 +209,7 @@ def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path, monkeypatch: pyt
     assert tokenizer.encode("One twos").tokens == ["[CLS]", "one", "two", "##s", "[SEP]"]
     assert list(exported.manifest.text.special_token_ids) == [0, 2, 3]
     hide_transformers(monkeypatch)
-    without = export_hf(bert.path, Target(model_repository=models, name="ids"))
+    without = export_hf(bert.path, Target(model_repository=models, name="ids"), ids_only=True)
     assert not without.manifest.HasField("text")
     assert "making one of vocab.txt needs the package transformers: pip install" in without.text
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from encserve_export.bundle.space import space_id
 from encserve_export.check import agreement
+from encserve_export.check.expected import Agreement, Expected
 from encserve_export.check.texts import Compared
 from encserve_export.ground import names
 from encserve_export.ground.errors import ConfigError
@@ -32,7 +33,7 @@ class Source:
     """Where an encoder comes from, and all that a bundle holds besides its weights.
 
     Attributes:
-        kind: The export command, "hf", "checkpoint", "onnx" or "init".
+        kind: The export command, "hf", "checkpoint", "onnx" or "init"; "module" of `export_module`.
         description: For people, e.g. "BertModel".
         weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
         vector: How the model was trained to make one vector of a sequence.
@@ -43,6 +44,7 @@ class Source:
         pipeline: Compares a bundle's files with sentence-transformers' own reading, see `pipeline.check_pipeline`; None
             where there is none.
         model_digest: What identifies its weights and configuration, see `space`; empty for those of the encoder.
+        expected: Rows that the caller's own module made, which the bundle must give; None where there are none.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class Source:
     revision: str = ""
     pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None] | None = None
     model_digest: str = ""
+    expected: Expected | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,6 +280,14 @@ def add_pipeline(parity: manifest_pb2.Parity, compared: Compared) -> None:
     if compared.max_maxsim_error is not None:
         parity.max_maxsim_error = _rounded(compared.max_maxsim_error)
         parity.maxsim_tolerance = compared.bounds.maxsim_error
+
+
+def add_expected(parity: manifest_pb2.Parity, found: Agreement) -> None:
+    """Adds what was found of the caller's own rows."""
+    parity.expected_rows = found.rows
+    parity.max_expected_error = _rounded(found.max_relative_error)
+    if found.bounds.cosine is not None:
+        parity.min_expected_cosine = _rounded_cosine(found.min_cosine)
 
 
 def _rounded(error: float) -> float:

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -86,6 +87,17 @@ class Parity:
     def min_padding_cosine(self) -> float:
         """The least cosine similarity of a row in a padded batch and the same sequence's alone."""
         return min(case.min_padding_cosine for case in self.cases)
+
+
+class Reference(Protocol):
+    """A model in PyTorch whose rows another must give."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What computes the rows."""
+
+    def __call__(self, inputs: Any, mask: Mask, /) -> Rows:
+        """Runs one batch, in the type that the module's numbers have; see `Run`."""
 
 
 def case_lengths(longest: int) -> list[tuple[int, ...]]:
@@ -175,6 +187,7 @@ def check_rows(
     module: nn.Module | None = None,
     precision: Precision = "float32",
     advice: str = "",
+    width: int = 0,
 ) -> Parity:
     """Runs a model that is not our own encoder on the same kinds of batches.
 
@@ -187,11 +200,19 @@ def check_rows(
         module: What `reference` computes with, for float64; None where it does not compute in PyTorch.
         precision: What the model computes in, where it is compared with a reference.
         advice: What the error is to say beside the figures where padding changes a row.
+        width: The numbers of a vector, of a model that takes one for each token in place of its id: then `ids` are
+            float32 (batch, seq, width), and there is no vocabulary.
 
     Raises:
         ParityError: The rows are not the reference's, or padding changes them.
     """
-    sequences = _sequences(max_sequence_tokens, lambda length, random: random.integers(0, vocab_size, length))
+
+    def draw(length: int, random: np.random.Generator) -> Input:
+        if width:
+            return random.standard_normal((length, width), np.float32)  # (seq, width)
+        return random.integers(0, vocab_size, length)  # (seq)
+
+    sequences = _sequences(max_sequence_tokens, draw)
     if reference is None:
         bounds = dataclasses.replace(BOUNDS["float32"], error=None)
         return _check(run, sequences, pad_token_id, None, None, bounds, advice)

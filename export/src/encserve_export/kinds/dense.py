@@ -14,7 +14,7 @@ from torch import nn
 
 from encserve_export.ground.errors import CheckpointFileError, UnsupportedModelError
 from encserve_export.kinds.modules import Normalize, read_dense, read_facts, read_layer_norm
-from encserve_export.kinds.recipe import POOLINGS, TASKS, ModuleFacts, Recipe
+from encserve_export.kinds.recipe import POOLING_ALIASES, POOLINGS, TASKS, ModuleFacts, Recipe, read_pooling
 from encserve_export.source.weights import read_json, read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -329,11 +329,11 @@ def _pooling(path: Path) -> tuple[Any, ...]:
         modes = [given] if isinstance(given, str) else given if isinstance(given, list) else [str(given)]
     else:
         modes = [name for flag, name in _FLAGS.items() if settings.get(flag)] or ["mean"]
-    if not modes or not all(mode in POOLINGS for mode in modes):
+    if not modes or not all(mode in POOLINGS or mode in POOLING_ALIASES for mode in modes):
         raise UnsupportedModelError(
             f"{path}: pooling must be of {', '.join(POOLINGS)}; was {' and '.join(map(str, modes)) or 'none'}"
         )
-    return (*(POOLINGS[mode] for mode in modes), not settings.get("include_prompt", True))
+    return (*map(read_pooling, modes), not settings.get("include_prompt", True))
 
 
 def _normalize(folder: Path) -> list[nn.Module]:

@@ -9,17 +9,37 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
+from encserve_export.ground.errors import ConfigError
 from encserve_proto.bundle.v1 import manifest_pb2
 
 TASKS = ("query", "document")
+# By the names that clients use.
 POOLINGS = {
     "mean": manifest_pb2.POOLING_MEAN,
     "cls": manifest_pb2.POOLING_CLS,
     "max": manifest_pb2.POOLING_MAX,
-    "lasttoken": manifest_pb2.POOLING_LAST_TOKEN,
-    "weightedmean": manifest_pb2.POOLING_WEIGHTED_MEAN,
-    "mean_sqrt_len_tokens": manifest_pb2.POOLING_MEAN_SQRT_LENGTH,
+    "last_token": manifest_pb2.POOLING_LAST_TOKEN,
+    "weighted_mean": manifest_pb2.POOLING_WEIGHTED_MEAN,
+    "mean_sqrt_length": manifest_pb2.POOLING_MEAN_SQRT_LENGTH,
 }
+# Where sentence-transformers has another name for one of them.
+POOLING_ALIASES = {
+    "lasttoken": "last_token",
+    "weightedmean": "weighted_mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_length",
+}
+
+
+def read_pooling(name: str) -> manifest_pb2.Pooling:
+    """The pooling of that name, the clients' or sentence-transformers'.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    pooling = POOLINGS.get(POOLING_ALIASES.get(name, name))
+    if pooling is None:
+        raise ConfigError(f"pooling must be one of {', '.join(POOLINGS)}; was {name!r}")
+    return pooling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,3 +155,20 @@ class Recipe:
     static_weights: tuple[StaticWeights, ...] = ()
     remark: str = ""
     modules: tuple[ModuleFacts, ...] = ()
+
+
+def pooled(pooling: str | None, *, l2_normalize: bool) -> Recipe:
+    """What a caller says of a model: how its rows become one vector, or nothing.
+
+    Args:
+        pooling: One of `POOLINGS`, or sentence-transformers' name for it; None where rows are all that is known.
+        l2_normalize: Whether the vector is scaled to length 1.
+
+    Raises:
+        ConfigError: There is no such pooling, or vectors are to be scaled that nothing pools.
+    """
+    if pooling is not None:
+        return Recipe(read_pooling(pooling), l2_normalize)
+    if l2_normalize:
+        raise ConfigError("l2_normalize is of pooled vectors; give the pooling too")
+    return Recipe()

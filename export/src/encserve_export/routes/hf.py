@@ -11,6 +11,7 @@ from encserve_export.bundle import manifest
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.check import agreement
+from encserve_export.check.expected import Expected, read_expected
 from encserve_export.check.texts import Compared, check_pipeline
 from encserve_export.ground import names
 from encserve_export.ground.errors import (
@@ -20,6 +21,7 @@ from encserve_export.ground.errors import (
     MissingPackageError,
     OnnxModelError,
     ParityError,
+    TokenizerError,
     UnsupportedModelError,
     WeightNamesError,
     WeightShapeError,
@@ -35,9 +37,10 @@ from encserve_export.kinds.dense import (
     read_sentence_vector,
     transformer_folder,
 )
-from encserve_export.kinds.recipe import POOLINGS, Recipe
+from encserve_export.kinds.recipe import Recipe, read_pooling
 from encserve_export.kinds.sparse import read_sparse_encoder
 from encserve_export.models import pretrained
+from encserve_export.models.module import EXPORTERS
 from encserve_export.models.own.encoder import shortened
 from encserve_export.models.own.layouts import hf_bert, hf_rotary
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -89,6 +92,7 @@ class _Checkpoint:
         origin: Where on the hub it came from, or None.
         progress: Called with what is being done.
         pipeline: Compares the bundle with sentence-transformers.
+        expected: Rows that the bundle must give, or None.
     """
 
     directory: Path
@@ -101,6 +105,7 @@ class _Checkpoint:
     origin: Snapshot | None
     progress: Progress
     pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None]
+    expected: Expected | None
 
     def source(self, route: Route, description: str, weights: Weights | None) -> manifest.Source:
         """What the manifest is to say; `weights` are those that the graph has been made of or is compared with."""
@@ -113,6 +118,7 @@ class _Checkpoint:
             self.tokenizer,
             route,
             pipeline=self.pipeline,
+            expected=self.expected,
             model_digest="" if weights is None else digest_model(weights.tensors, self.settings),
             **came,
         )
@@ -146,6 +152,8 @@ def export_hf(
     precision: Precision = "float32",
     via: Route | None = None,
     pooling: str | None = None,
+    ids_only: bool = False,
+    expect: Path | None = None,
     origin: Snapshot | None = None,
     progress: Progress = lambda _: None,
 ) -> Exported:
@@ -159,12 +167,15 @@ def export_hf(
         precision: What the bundle computes in.
         via: How the graph is made; by default the first route that takes the model, in the order of `ROUTES`.
         pooling: One of `POOLINGS`, for a directory that does not say how rows become one vector.
+        ids_only: Whether a directory without a tokenizer is exported, as a model that takes token ids only.
+        expect: A .npz or .safetensors file of rows that the bundle must give, see `check.expected`.
         origin: Where on the hub the directory came from, for the manifest.
         progress: Called with what is being done.
 
     Raises:
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
+    expected = None if expect is None else read_expected(expect)
     progress("reading the checkpoint")
     pipeline = functools.partial(check_pipeline, directory, progress)
     with tempfile.TemporaryDirectory() as folder:
@@ -183,10 +194,18 @@ def export_hf(
             vector = with_bge_m3(vector, directory, tokenizer)
         if pooling is not None:
             if vector.pooling or vector.multi_vector or vector.sparse:
-                raise ConfigError("pooling is for a checkpoint that does not say its own; this one's modules.json does")
-            vector = dataclasses.replace(vector, pooling=POOLINGS[pooling])
+                raise ConfigError(
+                    "pooling is for a checkpoint that does not say its own; this one's files say how its vectors are "
+                    "made"
+                )
+            vector = dataclasses.replace(vector, pooling=read_pooling(pooling))
         settings = _read_settings(directory)
         _check_sides(directory)
+        if tokenizer is None and not ids_only:
+            raise TokenizerError(
+                f"{directory} has no {manifest.TOKENIZER_FILE}, nor an older file to make one of: put the one there "
+                "that the model was trained with, or give --ids-only, and the model takes token ids and no text"
+            )
         if text:
             progress(text)
         checkpoint = _Checkpoint(
@@ -200,6 +219,7 @@ def export_hf(
             origin,
             progress,
             pipeline,
+            expected,
         )
         try:
             exported = _first_that_fits(checkpoint, target) if via is None else _by_route(via, checkpoint, target)
@@ -370,7 +390,7 @@ def _via_transformers(checkpoint: _Checkpoint, target: Target) -> Exported:
     source = checkpoint.source("transformers", model.description, weights)
     _refuse_padding(model)
     refused: ExportError | None = None
-    for exporter in pretrained.EXPORTERS:
+    for exporter in EXPORTERS:
         checkpoint.progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
         try:
             with tempfile.TemporaryDirectory() as folder:

@@ -303,7 +303,7 @@ class ParameterCount(_message.Message):
     def __init__(self, part: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Parity(_message.Message):
-    __slots__ = ("tolerance", "max_relative_error", "max_padding_error", "cases", "min_cosine", "min_padding_cosine", "required_min_cosine", "required_min_padding_cosine", "pipeline_texts", "max_pipeline_error", "max_maxsim_error", "maxsim_tolerance", "min_pipeline_cosine", "float32_error", "padding_tolerance")
+    __slots__ = ("tolerance", "max_relative_error", "max_padding_error", "cases", "min_cosine", "min_padding_cosine", "required_min_cosine", "required_min_padding_cosine", "pipeline_texts", "max_pipeline_error", "max_maxsim_error", "maxsim_tolerance", "min_pipeline_cosine", "float32_error", "padding_tolerance", "expected_rows", "max_expected_error", "min_expected_cosine")
     TOLERANCE_FIELD_NUMBER: _ClassVar[int]
     MAX_RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
     MAX_PADDING_ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +319,9 @@ class Parity(_message.Message):
     MIN_PIPELINE_COSINE_FIELD_NUMBER: _ClassVar[int]
     FLOAT32_ERROR_FIELD_NUMBER: _ClassVar[int]
     PADDING_TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_EXPECTED_ERROR_FIELD_NUMBER: _ClassVar[int]
+    MIN_EXPECTED_COSINE_FIELD_NUMBER: _ClassVar[int]
     tolerance: float
     max_relative_error: float
     max_padding_error: float
@@ -334,7 +337,10 @@ class Parity(_message.Message):
     min_pipeline_cosine: float
     float32_error: float
     padding_tolerance: float
-    def __init__(self, tolerance: _Optional[float] = ..., max_relative_error: _Optional[float] = ..., max_padding_error: _Optional[float] = ..., cases: _Optional[_Iterable[_Union[ParityCase, _Mapping]]] = ..., min_cosine: _Optional[float] = ..., min_padding_cosine: _Optional[float] = ..., required_min_cosine: _Optional[float] = ..., required_min_padding_cosine: _Optional[float] = ..., pipeline_texts: _Optional[int] = ..., max_pipeline_error: _Optional[float] = ..., max_maxsim_error: _Optional[float] = ..., maxsim_tolerance: _Optional[float] = ..., min_pipeline_cosine: _Optional[float] = ..., float32_error: _Optional[float] = ..., padding_tolerance: _Optional[float] = ...) -> None: ...
+    expected_rows: int
+    max_expected_error: float
+    min_expected_cosine: float
+    def __init__(self, tolerance: _Optional[float] = ..., max_relative_error: _Optional[float] = ..., max_padding_error: _Optional[float] = ..., cases: _Optional[_Iterable[_Union[ParityCase, _Mapping]]] = ..., min_cosine: _Optional[float] = ..., min_padding_cosine: _Optional[float] = ..., required_min_cosine: _Optional[float] = ..., required_min_padding_cosine: _Optional[float] = ..., pipeline_texts: _Optional[int] = ..., max_pipeline_error: _Optional[float] = ..., max_maxsim_error: _Optional[float] = ..., maxsim_tolerance: _Optional[float] = ..., min_pipeline_cosine: _Optional[float] = ..., float32_error: _Optional[float] = ..., padding_tolerance: _Optional[float] = ..., expected_rows: _Optional[int] = ..., max_expected_error: _Optional[float] = ..., min_expected_cosine: _Optional[float] = ...) -> None: ...
 
 class ParityCase(_message.Message):
     __slots__ = ("lengths", "max_relative_error")

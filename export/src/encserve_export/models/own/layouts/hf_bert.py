@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from encserve_export.ground.errors import UnsupportedModelError
+from encserve_export.ground.errors import UnsupportedModelError, WeightNamesError
 from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.layouts import hf_rotary
 from encserve_export.models.own.layouts.base import Layout
@@ -96,8 +96,15 @@ def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     A model saved with a task's head has its own name before every weight ("bert.embeddings…"), and weights converted
     from TensorFlow call LayerNorm's weight and bias "gamma" and "beta".
+
+    Raises:
+        WeightNamesError: Two names become one.
     """
-    return {_plain_name(name): tensor for name, tensor in tensors.items()}
+    plain: dict[str, str] = {}
+    for name in tensors:
+        if (other := plain.setdefault(_plain_name(name), name)) != name:
+            raise WeightNamesError(f"{other} and {name} are two names of one weight; save one of them")
+    return {new: tensors[name] for new, name in plain.items()}
 
 
 def _plain_name(name: str) -> str:
