@@ -42,6 +42,7 @@ class Exported:
         route: How `hf` made the graph, and why so, for people; empty for the other commands.
         text: Why it takes no text, where it does not, and what would help.
         left_behind: The parts of the checkpoint that make no rows, such as heads; not known of ONNX files.
+        remarks: What else may surprise, for people.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Exported:
     route: str = ""
     text: str = ""
     left_behind: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def complete(

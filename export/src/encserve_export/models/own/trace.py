@@ -132,7 +132,9 @@ def _trace(encoder: Encoder, path: Path, states: Iterable[str], weights: Iterabl
     with warnings.catch_warnings():
         # The tracing exporter announces that it will go one day. The graph of its successor is no faster and takes six
         # times as long to write; torch is pinned, so the day is ours to choose.
-        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.onnx|encserve_export\.models\.own\.trace")
+        warnings.filterwarnings(
+            "ignore", category=DeprecationWarning, module=r"torch\.onnx|encserve_export\.models\.own\.trace"
+        )
         torch.onnx.export(
             _Watched(encoder).eval(),
             (inputs, mask),
