@@ -203,7 +203,7 @@ def export_hf(
             progress(text)
         pipeline = functools.partial(check_pipeline, directory, progress)
         build = _Build(planned, target, tokenizer, max_sequence_tokens, precision, origin, progress, pipeline)
-        exported = _try_routes(build, via)
+        exported = _try_routes(build) if via is None or recipe.table is not None else _build_as_asked(build, via)
     # The head of a language model makes no rows, but weights of them.
     used = exported.left_behind if exported.manifest.sparse.mask_name else recipe.inline
     left_behind = tuple(part for part in exported.left_behind if part not in used)
@@ -260,17 +260,20 @@ class _Build:
         return longest, remark
 
 
-def _try_routes(build: _Build, via: Route | None) -> Exported:
-    """Builds by the route that is asked for, or by the first of the plan that takes the model."""
+def _build_as_asked(build: _Build, via: Route) -> Exported:
+    """Builds by this route alone."""
+    try:
+        if via in build.plan.refusals:
+            raise UnsupportedModelError(build.plan.refusals[via])
+        exported = _build_by(via, build)
+    except _REFUSALS[via] as error:
+        raise type(error)(f"{error}. Without --via {via}, every way is tried") from error
+    return dataclasses.replace(exported, route=f"{_NAMES[via]}, as --via asks")
+
+
+def _try_routes(build: _Build) -> Exported:
+    """Builds by the first route of the plan that takes the model."""
     planned = build.plan
-    if via is not None and planned.recipe.table is None:
-        try:
-            if via in planned.refusals:
-                raise UnsupportedModelError(planned.refusals[via])
-            exported = _build_by(via, build)
-        except _REFUSALS[via] as error:
-            raise type(error)(f"{error}. Without --via {via}, every way is tried") from error
-        return dataclasses.replace(exported, route=f"{_NAMES[via]}, as --via asks")
     routes = [route for route in planned.order if route not in planned.refusals]
     if not routes:
         read_weights(planned.directory)  # whose error says what is looked for
