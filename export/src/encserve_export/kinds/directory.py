@@ -218,8 +218,7 @@ def load(directory: Path, kind: Kind, repository: str = "") -> Any:
             model = make(str(directory), device="cpu", local_files_only=True, trust_remote_code=False, **arguments)
         except Exception as error:  # whatever it raises, it is theirs
             raise UnsupportedModelError(
-                f"sentence-transformers cannot load {directory}: {type(error).__name__}: {error}. What it cannot load "
-                f"is not exported; {_ALONE}"
+                f"sentence-transformers cannot load {directory}: {type(error).__name__}: {_one_line(error)}; {_ALONE}"
             ) from error
     if repository in _INSTRUCTORS:
         model.set_pooling_include_prompt(False)
@@ -278,6 +277,10 @@ def _arguments(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     old = "tokenizer_args" if name == "processor" else f"{name}_args"
     found = settings.get(old, settings.get(f"{name}_kwargs"))
     return found if isinstance(found, dict) else {}
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
