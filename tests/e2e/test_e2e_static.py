@@ -65,7 +65,7 @@ def test_a_text_without_known_tokens_has_a_vector_of_zeros_and_no_ids(client: En
         assert rows[1].any()
     assert [len(it) for it in client.encode(["東京", "ab"], model="static")] == [0, 2]
     assert not client.embed(["", "東京"], model="static").any()
-    with pytest.raises(InvalidRequestError, match="must hold at least 1 id"):
+    with pytest.raises(InvalidRequestError, match="at least one token id; was empty"):
         client.embed([[]], model="static")
 
 

@@ -454,6 +454,7 @@ def _compare_with_transformers(encoder: Encoder, directory: Path, weights: Weigh
     ids = random.integers(0, config.vocab_size, (len(lengths), lengths[0]))  # (batch, seq)
     mask = (np.arange(lengths[0]) < np.array(lengths)[:, None]).astype(np.int64)  # (batch, seq)
     ids = np.where(mask == 1, ids, config.pad_token_id)
+    ids[0, lengths[0] // 2] = config.pad_token_id  # some models count positions without it, wherever it stands
     with torch.inference_mode():
         ours = encoder(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()  # (batch, seq, d_model)
     theirs, exact, description = _rows_of_transformers(directory, weights, ids, mask)

@@ -266,9 +266,8 @@ class ModelOutputs:
 
     def compute_empty(self, sequences: Sequence[TokenSequence]) -> None:
         """Gives sequences without tokens their outputs: no rows of tokens, and else what a row of zeros gives."""
-        result = BatchResult(
-            np.zeros((len(sequences), 1, self._bundle.d_model), np.float32), [1] * len(sequences), 0, 0
-        )
+        rows = np.zeros((len(sequences), 1, self._bundle.d_model), np.float32)  # (batch, seq, d_model)
+        result = BatchResult(rows, [1] * len(sequences), 0.0, 0.0)
         for sequence, arrays in zip(sequences, self.compute(result, sequences), strict=True):
             if arrays is not None:  # numbers of a head that are not finite are found when the bundle is loaded
                 sequence.outputs = tuple(
