@@ -149,8 +149,8 @@ def hf(
 ) -> None:
     """Exports the Hugging Face checkpoint in DIRECTORY, or the one of that name on the hub.
 
-    BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, NomicBERT, GTE and ModernBERT can be run by our own
-    encoder; every other encoder that transformers knows needs the extra ./export[transformers].
+    BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, NomicBERT, GTE and ModernBERT can be run by our own encoder;
+    every other encoder that transformers knows is exported from transformers.
     """
     is_directory = Path(source).is_dir()
     if not is_directory and not hub.is_id(source):

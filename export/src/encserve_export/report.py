@@ -58,6 +58,7 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         *([("pipeline", _pipeline(manifest))] if parity.pipeline_texts else []),
         ("cases", f"{len(parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),
         *([("longest", exported.remark)] if exported.remark else []),
+        *(("remark", it) for it in exported.remarks),
         ("fingerprint", manifest.fingerprint),
         ("space", _space(exported)),
         ("bundle", str(exported.path)),

@@ -143,7 +143,7 @@ def build_manifest(
         name=name,
         version=version,
         encoder=model.shape,
-        text=_text(model.shape, source.tokenizer),
+        text=_text(model.shape, source.tokenizer, takes_empty=vector.kind == "static"),
         pooling=vector.pooling,
         l2_normalize=vector.l2_normalize,
         more_poolings=vector.more_poolings,
@@ -237,11 +237,13 @@ def _tools(source: Source) -> list[str]:
     return [*_TOOLS, *(["transformers"] if source.route == "transformers" else [])]
 
 
-def _text(shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None) -> manifest_pb2.TextInput | None:
+def _text(
+    shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None, *, takes_empty: bool
+) -> manifest_pb2.TextInput | None:
     if tokenizer is None:
         return None
     special = sorted({*tokenizer.around_text, shape.pad_token_id})
-    return manifest_pb2.TextInput(tokenizer_file=TOKENIZER_FILE, special_token_ids=special)
+    return manifest_pb2.TextInput(tokenizer_file=TOKENIZER_FILE, special_token_ids=special, takes_empty=takes_empty)
 
 
 def _bundle_file(path: Path) -> manifest_pb2.BundleFile:

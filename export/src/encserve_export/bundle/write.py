@@ -59,6 +59,7 @@ class Exported:
         replaced_space_id: The model's own id of its vector space where `Target.keep_space_id` gave another; else empty.
         formula: Where what is computed differs from the code that such a checkpoint comes from, for people.
         expected: With what the caller's own rows were compared, for people; empty where none were given.
+        remarks: What else may surprise, for people.
     """
 
     path: Path
@@ -70,6 +71,7 @@ class Exported:
     replaced_space_id: str = ""
     formula: str = ""
     expected: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 def complete(

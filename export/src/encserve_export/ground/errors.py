@@ -20,7 +20,6 @@ ExportError
 │   └── VocabularyError         nothing tells how many token ids it has, or it has fewer
 ├── TokenizerError              tokenizer.json is unreadable or does not fit the model
 ├── SequenceError               what is to be run is no sequence that the model can take
-├── MissingPackageError         an optional package is needed
 ├── HubError                    a checkpoint cannot be had from the hub
 ├── ExpectedFileError           a file of expected rows cannot be used for this model
 ├── ExpectedRowsError           the bundle gives other rows than were expected
@@ -111,10 +110,6 @@ class TokenizerError(ExportError):
 
 class SequenceError(ExportError):
     """A text or ids to look at are missing, too many, or outside the vocabulary."""
-
-
-class MissingPackageError(ExportError):
-    """An optional package is needed; the text says how to install it."""
 
 
 class HubError(ExportError):

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 
 from encserve_export.ground.errors import CheckpointFileError
-from encserve_export.kinds.modules import Normalize
 from encserve_export.kinds.recipe import ModuleFacts, MultiVectorHead, Recipe, SparseHead
 from encserve_export.source.tokenizer import TokenizerFile
 from encserve_export.source.weights import read_checkpoint, read_object
@@ -39,7 +38,7 @@ def with_bge_m3(vector: Recipe, directory: Path, tokenizer: TokenizerFile | None
     """
     if (directory / _MULTI_VECTOR_FILE).is_file():
         linear, facts = _linear(directory / _MULTI_VECTOR_FILE, "ColbertLinear")
-        layers = nn.Sequential(linear, Normalize())
+        layers = nn.Sequential(linear, _Normalize())
         head = MultiVectorHead(layers.eval().requires_grad_(False), "meanmaxsim", skips_first_token=True)
         vector = dataclasses.replace(vector, multi_vector=head, remark=_REMARK, modules=(*vector.modules, facts))
     if (directory / _SPARSE_FILE).is_file():
@@ -55,6 +54,14 @@ def with_bge_m3(vector: Recipe, directory: Path, tokenizer: TokenizerFile | None
         )
         vector = dataclasses.replace(vector, sparse=weights, remark=_REMARK, modules=(*vector.modules, facts))
     return vector
+
+
+class _Normalize(nn.Module):
+    """Scales vectors to length 1; one of zeros stays."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """(tokens, width) to the same."""
+        return nn.functional.normalize(vectors, p=2, dim=-1)
 
 
 def _linear(path: Path, kind: str) -> tuple[nn.Linear, ModuleFacts]:

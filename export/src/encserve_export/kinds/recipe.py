@@ -2,16 +2,18 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
 
+from encserve_export.ground.arrays import Rows
 from encserve_export.ground.errors import ConfigError
 from encserve_proto.bundle.v1 import manifest_pb2
 
+Kind = Literal["dense", "multi_vector", "sparse", "static"]
 TASKS = ("query", "document")
 # By the names that clients use.
 POOLINGS = {
@@ -40,6 +42,43 @@ def read_pooling(name: str) -> manifest_pb2.Pooling:
     if pooling is None:
         raise ConfigError(f"pooling must be one of {', '.join(POOLINGS)}; was {name!r}")
     return pooling
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleFacts:
+    """What a module after the encoder adds to the name of a vector space, see docs/models.md.
+
+    Attributes:
+        kind: Its documented kind, such as "Dense", "Normalize", "LayerNorm" or "SpladePooling".
+        settings: Its settings; those at their default are left out.
+        tensors: The tensors of the module's own files, by the names there; none where its weights lie among the
+            encoder's.
+    """
+
+    kind: str
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+class Steps(nn.Module):
+    """Modules of sentence-transformers one after another, of which each reads and writes one feature.
+
+    Attributes:
+        feature: The name of that feature.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], feature: str) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(modules)
+        self.feature = feature
+        self.eval().requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(n, width) to (n, the last module's width)."""
+        features = {self.feature: inputs}
+        for step in self.steps:
+            features = step(features)
+        return features[self.feature]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,26 +140,19 @@ class StaticWeights(nn.Module):
 
 
 @dataclasses.dataclass(frozen=True)
-class ModuleFacts:
-    """What a module after the encoder adds to the name of a vector space, see docs/models.md.
-
-    Attributes:
-        kind: Its documented kind, such as "Dense", "Normalize", "LayerNorm" or "SpladePooling".
-        settings: Its settings; those at their default are left out.
-        tensors: The tensors of the module's own files, by the names there; none where its weights lie among the
-            encoder's.
-    """
-
-    kind: str
-    settings: Mapping[str, Any]
-    tensors: Mapping[str, Tensor]
-
-
-@dataclasses.dataclass(frozen=True)
 class Recipe:
     """How the rows of a text become the vectors that the model was trained to give.
 
     Attributes:
+        kind: What kind of model it is.
+        encoder: Where the encoder and its tokenizer lie, of a model that comes as a directory.
+        max_seq_length: The longest text, in tokens, special ones included; None where nothing says so.
+        tokenizer: The tokenizer as sentence-transformers loads it, one of transformers; None where it loads none.
+        lowercase: Whether texts are put into lower case whatever the tokenizer does.
+        table: The rows of a static embedding, float32 (vocab_size, d_model); None of any other model.
+        inline: The parts among the encoder's own weights that make vectors of its rows.
+        modules: What comes after pooling, or after the rows where nothing pools them, in order; without the Normalize
+            modules at the end that `l2_normalize` stands for, and without those that `tasks` stand for.
         pooling: How rows become one vector; unspecified where the checkpoint does not say.
         l2_normalize: Whether the vector is scaled to length 1, behind the head.
         more_poolings: Those whose vectors are joined behind that of `pooling`.
@@ -136,14 +168,20 @@ class Recipe:
         sparse: What makes weights over the vocabulary; None where nothing does.
         static_weights: What makes those of a task in place of the encoder, as `tasks` say.
         remark: What may surprise, for people.
-        modules: What comes after pooling, or after the rows where nothing pools them, in order; without the Normalize
-            modules at the end that `l2_normalize` stands for, and without those that `tasks` stand for.
     """
 
     pooling: manifest_pb2.Pooling = manifest_pb2.POOLING_UNSPECIFIED
     l2_normalize: bool = False
+    kind: Kind = "dense"
+    encoder: Path = Path()
+    max_seq_length: int | None = None
+    tokenizer: Any = None
+    lowercase: bool = False
+    table: Rows | None = None
+    inline: tuple[str, ...] = ()
+    modules: tuple[ModuleFacts, ...] = ()
     more_poolings: tuple[manifest_pb2.Pooling, ...] = ()
-    head: nn.Sequential | None = None
+    head: nn.Module | None = None
     skips_prompt: bool = False
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     default_prompt_name: str = ""
@@ -154,7 +192,6 @@ class Recipe:
     sparse: SparseHead | None = None
     static_weights: tuple[StaticWeights, ...] = ()
     remark: str = ""
-    modules: tuple[ModuleFacts, ...] = ()
 
 
 def pooled(pooling: str | None, *, l2_normalize: bool) -> Recipe:

@@ -4,7 +4,6 @@ Nothing that a checkpoint brings is executed: its weights are read here, and cod
 """
 
 import dataclasses
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from encserve_export.ground import names
 from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import (
     ConfigError,
-    MissingPackageError,
     TokenizerError,
     UnsupportedModelError,
     WeightNamesError,
@@ -27,7 +25,6 @@ from encserve_export.models.module import Exporter, example, first_line, write_m
 from encserve_export.models.own.layouts.base import listed
 from encserve_export.source.weights import INDICES, Weights, read_object
 
-_EXTRA = "pip install ./proto './export[transformers]' in a checkout of encserve"
 OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
 # What a tokenizer was written as before there was tokenizer.json.
 _SPACE = "▁"  # as SentencePiece writes it
@@ -79,16 +76,10 @@ class TransformersModel:
         return rows
 
 
-def package(why: str) -> Any:
-    """The package transformers, told to be quiet.
+def package() -> Any:
+    """The package transformers, told to be quiet."""
+    import transformers  # takes a second
 
-    Raises:
-        MissingPackageError: It is not installed; the text begins with `why`.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise MissingPackageError(f"{why} needs the package transformers: {_EXTRA}".lstrip()) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
@@ -102,7 +93,6 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
         weights: Its weights.
 
     Raises:
-        MissingPackageError: transformers is not installed.
         UnsupportedModelError: transformers does not know the architecture, or has no encoder of text for it.
         ConfigError: transformers does not take config.json.
         WeightNamesError: Weights that the rows are made with are missing, or layers are left over.
@@ -110,7 +100,7 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
         WeightValueError: A weight holds NaN or infinity.
     """
     settings = read_object(directory / "config.json")
-    transformers = package(f"model_type {settings.get('model_type')!r}")
+    transformers = package()
     config = _read_config(transformers, directory, settings)
     kind = _model_class(transformers, config)
     try:
@@ -163,10 +153,9 @@ def write_tokenizer(directory: Path, path: Path) -> Path:
         path: The tokenizer.json to write.
 
     Raises:
-        MissingPackageError: transformers is not installed.
         TokenizerError: transformers makes no tokenizer of these files.
     """
-    transformers = package("")
+    transformers = package()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True, use_fast=True
@@ -259,9 +248,8 @@ def _left_behind(model: Any, names: Iterable[str], unexpected: Iterable[str]) ->
     inside = sorted(name for name, part in unasked.items() if part in parts and not name.endswith(INDICES))
     if inside:
         raise WeightNamesError(f"there are weights that config.json has no place for: {listed(inside)}")
-    # What transformers itself says nothing of, such as the decoder where the encoder alone is loaded.
-    quietly = model._keys_to_ignore_on_load_unexpected or ()
-    ignored = {_part(model, name) for name in names if any(re.search(pattern, name) for pattern in quietly)} - parts
+    # transformers itself says nothing of the decoder where the encoder alone is loaded.
+    ignored = {"decoder"} & {_part(model, name) for name in names} - parts
     return ignored | {part for name, part in unasked.items() if not name.endswith(INDICES)}
 
 

@@ -206,12 +206,14 @@ class EncoderShape(_message.Message):
     def __init__(self, d_model: _Optional[int] = ..., n_heads: _Optional[int] = ..., d_ff: _Optional[int] = ..., n_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., pad_token_id: _Optional[int] = ..., activation: _Optional[str] = ..., norm: _Optional[str] = ..., position: _Optional[str] = ...) -> None: ...
 
 class TextInput(_message.Message):
-    __slots__ = ("tokenizer_file", "special_token_ids")
+    __slots__ = ("tokenizer_file", "special_token_ids", "takes_empty")
     TOKENIZER_FILE_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_EMPTY_FIELD_NUMBER: _ClassVar[int]
     tokenizer_file: str
     special_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tokenizer_file: _Optional[str] = ..., special_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    takes_empty: bool
+    def __init__(self, tokenizer_file: _Optional[str] = ..., special_token_ids: _Optional[_Iterable[int]] = ..., takes_empty: bool = ...) -> None: ...
 
 class Graph(_message.Message):
     __slots__ = ("file", "opset", "input_ids_name", "attention_mask_name", "output_name", "precision", "token_type_ids_name", "embeddings_name")
