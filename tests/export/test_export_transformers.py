@@ -200,16 +200,12 @@ def test_an_onnx_file_in_the_directory(data2vec: Path, models: Path, tmp_path: P
     assert true or "onnx/model.onnx does not take it: the model differs from PyTorch" in exported.route
 
 
-def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:
     (bert.path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "##s"]))
     exported = export(bert.path, models)
     tokenizer = Tokenizer.from_file(str(exported.path / "tokenizer.json"))
     assert tokenizer.encode("One twos").tokens == ["[CLS]", "one", "two", "##s", "[SEP]"]
     assert list(exported.manifest.text.special_token_ids) == [0, 2, 3]
-    hide_transformers(monkeypatch)
-    without = export_hf(bert.path, Target(model_repository=models, name="ids"))
-    assert not without.manifest.HasField("text")
-    assert "making one of vocab.txt needs the package transformers: pip install" in without.text
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])

@@ -202,7 +202,8 @@ def _plain(value: Any, names: Collection[str], parts: Collection[str] = ()) -> A
 
 
 def _tokenizer_facts(tokenizer: TokenizerFile) -> dict[str, Any]:
-    return {**_plain_tokenizer(read_object(tokenizer.path)), "lowercase": tokenizer.lowercase}
+    facts = _plain_tokenizer(read_object(tokenizer.path))
+    return {**facts, "lowercase": False} | ({"split_special_tokens": True} if tokenizer.split_special_tokens else {})
 
 
 def _plain_tokenizer(settings: dict[str, Any]) -> dict[str, Any]:

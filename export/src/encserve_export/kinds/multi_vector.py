@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from encserve_export.ground.errors import CheckpointFileError, MissingPackageError, UnsupportedModelError
 from encserve_export.kinds.dense import MODULES, SETTINGS, read_modules
 from encserve_export.kinds.recipe import TASKS, MultiVectorHead, Recipe
+from encserve_export.source.tokenizer import FILE, TokenizerFile, tokenizer_source, write_tokenizer
 from encserve_export.source.weights import read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 
 # What only PyLate writes into config_sentence_transformers.json.
 _PYLATE = ("query_prefix", "document_prefix", "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
+_NO_BOUND = 1_000_000
 _EXTRA = "pip install './export[sentence-transformers]' in a checkout of encserve"
 
 
@@ -32,12 +34,14 @@ class Directory:
 
     Attributes:
         vector: What is made of its rows, and how texts are treated.
+        tokenizer: Its tokenizer.
         longest: The longest text of any task, in tokens, special ones included; None where nothing says so.
         encoder: Where the encoder and its config.json lie.
         inline: The parts among the encoder's own weights that make vectors of its rows.
     """
 
     vector: Recipe
+    tokenizer: TokenizerFile
     longest: int | None
     encoder: Path
     inline: tuple[str, ...]
@@ -104,20 +108,26 @@ def read(directory: Path, tokenizer_path: Path) -> Directory:
         raise UnsupportedModelError(
             f"{directory} takes {', '.join(first.modalities)}: only models of text alone are served"
         )
-    first.tokenizer.backend_tokenizer.save(str(tokenizer_path))
+    folder = modules[0][1] if modules else directory
+    made_of = tokenizer_source(folder) or folder / FILE
+    tokenizer = write_tokenizer(first.tokenizer, tokenizer_path, made_of=made_of)
     projections, mask, pooling = _sorted(rest)
     tasks = {task: _task(task, first, mask, pooling) for task in TASKS}
+    # Where nobody set one, transformers writes a number of 31 digits.
+    usual = model.max_seq_length if model.max_seq_length and model.max_seq_length < _NO_BOUND else 0
+    longest = max(usual, *(settings.max_tokens for settings in tasks.values()))
+    shorter = usual if usual < longest else 0
     for name, settings in tasks.items():
         settings.prompt_name = name if model.prompts.get(name) else ""
+        settings.max_tokens = settings.max_tokens or shorter
     vector = Recipe(
         prompts=dict(model.prompts),
         default_prompt_name=model.default_prompt_name or "",
         tasks=tasks,
         multi_vector=MultiVectorHead(_Projections(projections).eval().requires_grad_(False), model.similarity_fn_name),
+        max_tokens=shorter,
     )
-    lengths = [model.max_seq_length, *(settings.max_tokens for settings in tasks.values())]
-    longest = max((length for length in lengths if length), default=None)
-    return Directory(vector, longest, modules[0][1] if modules else directory, () if modules else ("linear",))
+    return Directory(vector, tokenizer, longest or None, folder, () if modules else ("linear",))
 
 
 @contextlib.contextmanager

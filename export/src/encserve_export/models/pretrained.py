@@ -21,11 +21,11 @@ from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import (
     ConfigError,
     MissingPackageError,
-    TokenizerError,
     UnsupportedModelError,
     WeightNamesError,
     WeightShapeError,
     WeightValueError,
+    first_line,
 )
 from encserve_export.models.own.layouts.base import listed
 from encserve_export.source.weights import INDICES, Weights, read_object
@@ -36,10 +36,6 @@ Exporter = Literal["tracing", "dynamo"]
 EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
 _EXTRA = "pip install ./proto './export[transformers]' in a checkout of encserve"
 OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch's, in its errors
-# What a tokenizer was written as before there was tokenizer.json.
-_SPACE = "▁"  # as SentencePiece writes it
-OLDER_TOKENIZERS = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
 
 class _Rows(nn.Module):
@@ -132,7 +128,7 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
         )
     except Exception as error:  # whatever a model of somebody else's raises
         raise ConfigError(
-            f"transformers cannot make a {kind.__name__} of config.json: {_first_line(error)}; is it this checkpoint's?"
+            f"transformers cannot make a {kind.__name__} of config.json: {first_line(error)}; is it this checkpoint's?"
         ) from error
     _refuse_mismatched(info["mismatched_keys"])
     left_behind = _left_behind(model, weights.tensors, info["unexpected_keys"])
@@ -145,11 +141,38 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
     return TransformersModel(
         module,
         type(encoder).__name__,
-        _positions(encoder, config),
+        positions(encoder, config),
         vocab_size,
         pad_token_id if isinstance(pad_token_id, int) and 0 <= pad_token_id < vocab_size else 0,
         tuple(sorted(left_behind | unused)),
     )
+
+
+def load_reference(directory: Path) -> Any:
+    """The model that transformers reads of a directory by itself, in float32.
+
+    Returns:
+        A PreTrainedModel, the encoder of one with a decoder, that takes what its tokenizer makes of texts.
+
+    Raises:
+        UnsupportedModelError: transformers does not know the architecture, or has no encoder of text for it.
+        ConfigError: transformers does not take config.json or the weights.
+    """
+    settings = read_object(directory / "config.json")
+    transformers = package(f"model_type {settings.get('model_type')!r}")
+    config = _read_config(transformers, directory, settings)
+    kind = _model_class(transformers, config)
+    try:
+        model = kind.from_pretrained(
+            directory, config=config, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+    except Exception as error:  # whatever a model of somebody else's raises
+        raise ConfigError(
+            f"transformers cannot make a {kind.__name__} of {directory}: {first_line(error)}; is config.json of this "
+            "checkpoint?"
+        ) from error
+    encoder = model.get_encoder() if config.is_encoder_decoder and hasattr(model, "decoder") else model
+    return encoder.eval().requires_grad_(False)
 
 
 def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None:
@@ -183,7 +206,7 @@ def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None
             )
     except Exception as error:  # whatever a model of somebody else's raises
         raise UnsupportedModelError(
-            f"PyTorch cannot write {model.description} as ONNX ({exporter}): {_first_line(error)}"
+            f"PyTorch cannot write {model.description} as ONNX ({exporter}): {first_line(error)}"
         ) from error
 
 
@@ -196,33 +219,6 @@ def _silence() -> Iterator[None]:
             yield
     finally:
         logging.disable(logging.NOTSET)
-
-
-def write_tokenizer(directory: Path, path: Path) -> Path:
-    """Makes a tokenizer.json of older files: vocab.txt, vocab.json and merges.txt, or a SentencePiece model.
-
-    Args:
-        directory: The checkpoint, with one of `OLDER_TOKENIZERS`.
-        path: The tokenizer.json to write.
-
-    Raises:
-        MissingPackageError: transformers is not installed.
-        TokenizerError: transformers makes no tokenizer of these files.
-    """
-    transformers = package("")
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=False, local_files_only=True, use_fast=True
-        )
-        if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, _SPACE}:
-            raise ValueError("it reads none of them, and has special tokens alone")
-        tokenizer.backend_tokenizer.save(str(path))
-    except Exception as error:  # whatever a converter raises
-        raise TokenizerError(
-            f"transformers makes no {path.name} of the files in {directory}: {_first_line(error)}; put one there, or "
-            "take the older files away: the model then takes token ids only"
-        ) from error
-    return path
 
 
 def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]) -> Any:
@@ -248,7 +244,7 @@ def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]
         config = whole if whole.is_encoder_decoder else whole.get_text_config()
     except Exception as error:  # whatever the checks of a configuration raise
         raise ConfigError(
-            f"transformers does not take config.json: {_first_line(error)}; is it this checkpoint's?"
+            f"transformers does not take config.json: {first_line(error)}; is it this checkpoint's?"
         ) from error
     config.use_cache = False
     return config
@@ -262,7 +258,8 @@ def _model_class(transformers: Any, config: Any) -> Any:
     raise UnsupportedModelError(f"transformers has no plain model for model_type {config.model_type!r}; {OWN_ONNX}")
 
 
-def _positions(encoder: nn.Module, config: Any) -> int | None:
+def positions(encoder: nn.Module, config: Any) -> int | None:
+    """The longest sequence that a model of transformers' has positions for; None where nothing bounds it."""
     tables = [
         module
         for name, module in encoder.named_modules()
@@ -272,8 +269,8 @@ def _positions(encoder: nn.Module, config: Any) -> int | None:
         # RoBERTa's kind begins to count after the padding's row.
         unused = 0 if tables[0].padding_idx is None else tables[0].padding_idx + 1
         return tables[0].num_embeddings - unused
-    positions = getattr(config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None
+    number = getattr(config, "max_position_embeddings", None)
+    return number if isinstance(number, int) and number > 0 else None
 
 
 def _refuse_mismatched(mismatched: Any) -> None:
@@ -354,7 +351,7 @@ def _run(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     except Exception as error:  # whatever a model of somebody else's raises
         raise UnsupportedModelError(
             f"the model does not run in PyTorch with {ids.shape[0]} sequences of {ids.shape[1]} token ids and their "
-            f"mask: {_first_line(error)}; {OWN_ONNX}"
+            f"mask: {first_line(error)}; {OWN_ONNX}"
         ) from error
     return rows
 
@@ -363,10 +360,3 @@ def _refuse_not_finite(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise WeightValueError(f"{name} holds numbers that are not finite")
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
-    if not lines or isinstance(error, KeyError):
-        return f"{type(error).__name__} {error}".strip()
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")

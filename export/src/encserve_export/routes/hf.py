@@ -11,7 +11,7 @@ from encserve_export.bundle import manifest
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.check import agreement
-from encserve_export.check.texts import Compared, check_pipeline
+from encserve_export.check.texts import LONGEST_BY_DEFAULT, Compared, check_pipeline
 from encserve_export.ground import names
 from encserve_export.ground.errors import (
     CheckpointFileError,
@@ -46,7 +46,7 @@ from encserve_export.onnx_graph.query_blocks import LONGEST_AT_ONCE
 from encserve_export.routes.encoder import export_encoder
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
 from encserve_export.source.hub import Snapshot
-from encserve_export.source.tokenizer import TokenizerFile, read_tokenizer
+from encserve_export.source.tokenizer import TokenizerFile, convert_tokenizer
 from encserve_export.source.weights import Weights, holds_weights, read_object, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -60,8 +60,6 @@ _NO_FASTER = ("mpnet", *hf_rotary.MODEL_TYPES)
 _OWN_LAST: tuple[Route, ...] = ("onnx", "transformers", "own")
 # Models whose positions begin after the padding's row.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
-# By default; what decoders have positions for, nobody embeds, and checking it takes hours.
-_LONGEST_BY_DEFAULT = 8192
 _PADDED_TOKENS = 32
 _LANGUAGE_MODEL = (
     "which is a language model's head. If that makes SPLADE's weights, save the directory with sentence-transformers, "
@@ -121,9 +119,9 @@ class _Checkpoint:
         """The longest sequence to serve, and a remark, for a model with so many positions."""
         known = [length for length in (positions, self._model_max_length()) if length is not None]
         bound = min(known, default=DEFAULT_LONGEST)
-        if self.usual is None and self.asked is None and bound > _LONGEST_BY_DEFAULT:
-            return _LONGEST_BY_DEFAULT, (
-                f"max_sequence_tokens is {_LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
+        if self.usual is None and self.asked is None and bound > LONGEST_BY_DEFAULT:
+            return LONGEST_BY_DEFAULT, (
+                f"max_sequence_tokens is {LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
                 "sets more, which takes memory with its square"
             )
         usual = self.usual
@@ -166,7 +164,7 @@ def export_hf(
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
     progress("reading the checkpoint")
-    pipeline = functools.partial(check_pipeline, directory, progress)
+    pipeline = functools.partial(check_pipeline, directory, max_sequence_tokens, progress)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer: TokenizerFile | None
         inline: tuple[str, ...] = ()
@@ -174,7 +172,7 @@ def export_hf(
             path = Path(folder, manifest.TOKENIZER_FILE)
             found = multi_vector.read(directory, path)
             vector, usual, directory, inline = found.vector, found.longest, found.encoder, found.inline
-            tokenizer, text = read_tokenizer(path, made_of=directory / manifest.TOKENIZER_FILE), ""
+            tokenizer, text = found.tokenizer, ""
         else:
             vector = read_sparse_encoder(directory) if is_sparse_encoder(directory) else read_sentence_vector(directory)
             directory = transformer_folder(directory)
@@ -250,19 +248,9 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _read_tokenizer(directory: Path, folder: Path) -> tuple[TokenizerFile | None, str]:
-    """The tokenizer, made of older files in a folder of its own where it must be; or None, and why."""
-    path, lowercase = directory / manifest.TOKENIZER_FILE, read_lowercase(directory)
-    if path.is_file():
-        return read_tokenizer(path, lowercase=lowercase), ""
-    none = f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
-    older = next((name for name in pretrained.OLDER_TOKENIZERS if (directory / name).is_file()), None)
-    if older is None:
-        return None, none
-    try:
-        written = pretrained.write_tokenizer(directory, folder / manifest.TOKENIZER_FILE)
-        return read_tokenizer(written, lowercase=lowercase, made_of=directory / older), ""
-    except MissingPackageError as error:
-        return None, f"{none}; making one of {older} {error}"
+    """The tokenizer, written into a folder of its own; or None, and why."""
+    found = convert_tokenizer(directory, folder / manifest.TOKENIZER_FILE, lowercase=read_lowercase(directory))
+    return found, "" if found else f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
 
 
 def _by_route(via: Route, checkpoint: _Checkpoint, target: Target) -> Exported:
