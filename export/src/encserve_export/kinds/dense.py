@@ -171,6 +171,11 @@ def read_max_seq_length(directory: Path) -> int | None:
     return length
 
 
+def renders_messages(directory: Path) -> bool:
+    """Whether sentence-transformers renders texts as messages, by a chat template; `directory` as above."""
+    return "message" in (_transformer_settings(directory)[1].get("modality_config") or {})
+
+
 def read_lowercase(directory: Path) -> bool:
     """Whether sentence-transformers puts texts into lower case, whatever the tokenizer does; `directory` as above."""
     return bool(_transformer_settings(directory)[1].get("do_lower_case"))
@@ -231,11 +236,13 @@ def _check_modalities(path: Path | None, settings: Mapping[str, Any], task: str)
     methods = settings.get("modality_config")
     if not isinstance(methods, dict):
         return
-    if "text" not in methods:
+    method = methods.get("message", methods.get("text"))  # where there are messages, texts are rendered as such
+    if method is None:
         raise UnsupportedModelError(
-            f"{path}: the model takes {', '.join(methods)} and no plain text, which a bundle cannot express"
+            f"{path}: the model takes {', '.join(methods)} and no text, which a bundle cannot express"
         )
-    text, output = methods["text"], settings.get("module_output_name", "token_embeddings")
+    text = {name: value for name, value in method.items() if name != "format"}
+    output = settings.get("module_output_name", "token_embeddings")
     wanted = {"method": "forward", "method_output_name": _TEXT_OUTPUTS[task]}
     if text != wanted or output != "token_embeddings":
         raise UnsupportedModelError(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from encserve_export.ground.errors import CheckpointFileError, MissingPackageError, UnsupportedModelError
 from encserve_export.kinds.dense import MODULES, SETTINGS, read_modules
 from encserve_export.kinds.recipe import TASKS, MultiVectorHead, Recipe
+from encserve_export.kinds.template import read_template
 from encserve_export.source.tokenizer import FILE, TokenizerFile, tokenizer_source, write_tokenizer
 from encserve_export.source.weights import read_object
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -110,7 +111,10 @@ def read(directory: Path, tokenizer_path: Path) -> Directory:
         )
     folder = modules[0][1] if modules else directory
     made_of = tokenizer_source(folder) or folder / FILE
-    tokenizer = write_tokenizer(first.tokenizer, tokenizer_path, made_of=made_of)
+    template = None
+    if "message" in first.modalities:
+        template = read_template(first, has_prompts=any(model.prompts.values()))
+    tokenizer = write_tokenizer(first.tokenizer, tokenizer_path, made_of=made_of, add_special_tokens=template is None)
     projections, mask, pooling = _sorted(rest)
     tasks = {task: _task(task, first, mask, pooling) for task in TASKS}
     # Where nobody set one, transformers writes a number of 31 digits.
@@ -126,6 +130,7 @@ def read(directory: Path, tokenizer_path: Path) -> Directory:
         tasks=tasks,
         multi_vector=MultiVectorHead(_Projections(projections).eval().requires_grad_(False), model.similarity_fn_name),
         max_tokens=shorter,
+        template=template,
     )
     return Directory(vector, tokenizer, longest or None, folder, () if modules else ("linear",))
 

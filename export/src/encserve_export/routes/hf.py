@@ -33,10 +33,12 @@ from encserve_export.kinds.dense import (
     read_lowercase,
     read_max_seq_length,
     read_sentence_vector,
+    renders_messages,
     transformer_folder,
 )
 from encserve_export.kinds.recipe import POOLINGS, Recipe
 from encserve_export.kinds.sparse import read_sparse_encoder
+from encserve_export.kinds.template import read_template
 from encserve_export.models import pretrained
 from encserve_export.models.own.encoder import shortened
 from encserve_export.models.own.layouts import hf_bert, hf_rotary
@@ -175,9 +177,11 @@ def export_hf(
             tokenizer, text = found.tokenizer, ""
         else:
             vector = read_sparse_encoder(directory) if is_sparse_encoder(directory) else read_sentence_vector(directory)
-            directory = transformer_folder(directory)
+            root, directory = directory, transformer_folder(directory)
             usual = read_max_seq_length(directory)
-            tokenizer, text = _read_tokenizer(directory, Path(folder))
+            if renders_messages(directory):
+                vector = _with_template(vector, root)
+            tokenizer, text = _read_tokenizer(directory, Path(folder), vector)
             vector = with_bge_m3(vector, directory, tokenizer)
         if pooling is not None:
             if vector.pooling or vector.multi_vector or vector.sparse:
@@ -247,9 +251,21 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def _read_tokenizer(directory: Path, folder: Path) -> tuple[TokenizerFile | None, str]:
+def _with_template(vector: Recipe, directory: Path) -> Recipe:
+    """Adds the effect of the chat template."""
+    loaded = multi_vector.load(directory, "SparseEncoder" if vector.sparse else "SentenceTransformer")
+    template = read_template(loaded[0], has_prompts=any(vector.prompts.values()))
+    return dataclasses.replace(vector, template=template, skips_prompt=False)  # which messages know nothing of
+
+
+def _read_tokenizer(directory: Path, folder: Path, vector: Recipe) -> tuple[TokenizerFile | None, str]:
     """The tokenizer, written into a folder of its own; or None, and why."""
-    found = convert_tokenizer(directory, folder / manifest.TOKENIZER_FILE, lowercase=read_lowercase(directory))
+    found = convert_tokenizer(
+        directory,
+        folder / manifest.TOKENIZER_FILE,
+        lowercase=read_lowercase(directory),
+        add_special_tokens=vector.template is None,
+    )
     return found, "" if found else f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
 
 

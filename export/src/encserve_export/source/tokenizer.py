@@ -147,13 +147,17 @@ def tokenizer_source(directory: Path) -> Path | None:
     return next((path for name in (FILE, *OLDER_FILES) if (path := directory / name).is_file()), None)
 
 
-def convert_tokenizer(directory: Path, path: Path, *, lowercase: bool = False) -> TokenizerFile | None:
+def convert_tokenizer(
+    directory: Path, path: Path, *, lowercase: bool = False, add_special_tokens: bool = True
+) -> TokenizerFile | None:
     """Writes the tokenizer that transformers builds of a directory.
 
     Args:
         directory: Where the encoder lies.
         path: The tokenizer.json to write, outside of `directory`.
         lowercase: Whether sentence-transformers puts texts into lower case (do_lower_case).
+        add_special_tokens: Whether the tokenizer puts its special tokens around a text, which is not so behind a chat
+            template.
 
     Returns:
         The file; None where the directory has no tokenizer.
@@ -172,7 +176,7 @@ def convert_tokenizer(directory: Path, path: Path, *, lowercase: bool = False) -
         backend = _backend(tokenizer, made_of)
         given = [] if backend.normalizer is None else [backend.normalizer]
         backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *given])
-    return write_tokenizer(tokenizer, path, made_of=made_of)
+    return write_tokenizer(tokenizer, path, made_of=made_of, add_special_tokens=add_special_tokens)
 
 
 def load_tokenizer(directory: Path) -> Any:
@@ -200,13 +204,14 @@ def load_tokenizer(directory: Path) -> Any:
     return tokenizer
 
 
-def write_tokenizer(tokenizer: Any, path: Path, *, made_of: Path) -> TokenizerFile:
+def write_tokenizer(tokenizer: Any, path: Path, *, made_of: Path, add_special_tokens: bool = True) -> TokenizerFile:
     """Writes the backend of a tokenizer of transformers', and compares its ids with the tokenizer's own.
 
     Args:
         tokenizer: A PreTrainedTokenizerBase, which stays as it is.
         path: The tokenizer.json to write.
         made_of: The file of the directory that it was made of, for errors.
+        add_special_tokens: As of `convert_tokenizer`.
 
     Raises:
         TokenizerError: The tokenizer has no backend of the tokenizers library, or the file gives other ids for one of
@@ -215,9 +220,11 @@ def write_tokenizer(tokenizer: Any, path: Path, *, made_of: Path) -> TokenizerFi
     backend = Tokenizer.from_str(_backend(tokenizer, made_of).to_str())
     backend.no_truncation()
     backend.no_padding()
+    if not add_special_tokens:
+        backend.post_processor = None
     backend.save(str(path))
     file = read_tokenizer(path, split_special_tokens=bool(tokenizer.split_special_tokens), made_of=made_of)
-    compare_ids(tokenizer, file, difficult_texts(tokenizer))
+    _compare_ids(tokenizer, file, difficult_texts(tokenizer), add_special_tokens)
     return file
 
 
@@ -227,14 +234,16 @@ def difficult_texts(tokenizer: Any) -> list[str]:
     return [*TEXTS, *around_tokens(tokens)]
 
 
-def compare_ids(tokenizer: Any, file: TokenizerFile, texts: Sequence[str]) -> None:
+def _compare_ids(tokenizer: Any, file: TokenizerFile, texts: Sequence[str], add_special_tokens: bool) -> None:
     """Refuses a file whose ids are others than those of the tokenizer that it was made of.
 
     Raises:
         TokenizerError: They are; the text, and both ids, are named.
     """
     ours = open_tokenizer(file.path, split_special_tokens=file.split_special_tokens)
-    theirs = tokenizer(list(texts), padding=False, truncation=False, verbose=False)["input_ids"]
+    theirs = tokenizer(
+        list(texts), padding=False, truncation=False, add_special_tokens=add_special_tokens, verbose=False
+    )["input_ids"]
     for text, encoding, want in zip(texts, ours.encode_batch(list(texts)), theirs, strict=True):
         if encoding.ids != want:
             raise TokenizerError(
