@@ -20,8 +20,12 @@ from encserve_export.ground.errors import ParityError
 pytestmark = pytest.mark.models
 
 TOLERANCE = 1e-4
-TEXTS = ["", "the cat", *(text_of(n, seed=n) for n in (1, 3, 17, 60, 93, 94, 95, 130, 600))]
+TEXTS = ["", "the cat", "the [MASK]cat[SEP]", *(text_of(n, seed=n) for n in (1, 3, 17, 60, 93, 94, 95, 130, 600))]
 TANH, GELU = "torch.nn.modules.activation.Tanh", "torch.nn.modules.activation.GELU"
+MARKS = ["<|user|>", "<|system|>", "<|end|>"]
+CHAT = "{% for it in messages %}<|{{ it.role }}|> {{ it.content }} <|end|>{% endfor %} we like"
+AS_MESSAGE = {"method": "forward", "method_output_name": "last_hidden_state", "format": "flat"}
+MESSAGES = {"modality_config": {"message": AS_MESSAGE}, "module_output_name": "token_embeddings"}
 IDENTITY = "torch.nn.modules.linear.Identity"
 PROMPTS = {"query": "Query: ", "passage": "passage: ", "instruction": "Represent this passage: ", "nothing": ""}
 
@@ -72,6 +76,13 @@ DIRECTORIES: dict[str, dict[str, Any]] = {
     "lower-case-twice": {"transformer": {"do_lower_case": True}, "encoder": {"lowercase": True}},
     "cut": {"modules": [pooling("mean"), NORMALIZE], "settings": {"truncate_dim": 8}},
     "cut-wider": {"modules": [pooling("cls")], "settings": {"truncate_dim": 999}},
+    "special-tokens-split": {"encoder": {"split_special_tokens": True}},
+    "messages": {
+        "modules": [pooling("lasttoken", "mean", include_prompt=False)],
+        "settings": {"prompts": PROMPTS, "default_prompt_name": "query"},
+        "transformer": MESSAGES | {"max_seq_length": 40, "query_length": 12},
+        "encoder": {"more_words": MARKS, "extra_special_tokens": MARKS, "chat_template": CHAT},
+    },
     "all-of-it": {
         "modules": [pooling("weightedmean", "cls", include_prompt=False), dense(2 * D_MODEL, 32), NORMALIZE],
         "settings": {"prompts": PROMPTS, "default_prompt_name": "query", "truncate_dim": 16},
@@ -168,6 +179,16 @@ def test_a_prompts_tokens_stand_nowhere_in_the_text(client: EncoderClient) -> No
     assert info.offsets is not None
     assert info.offsets.tolist() == [[0, 0]] * 5 + [[0, 3], [4, 7], [0, 0]]
     assert client.inspect("the cat", model="default-prompt").sequence.token_count == 6
+
+
+def test_what_a_chat_template_puts_around_a_text_is_special(client: EncoderClient) -> None:
+    (info,) = client.run(["the cat"], model="messages", prompt_name="query").sequences
+    assert info.offsets is not None
+    assert info.special is not None
+    assert info.offsets.tolist() == [[0, 0]] * 5 + [[0, 3], [4, 7]] + [[0, 0]] * 3
+    assert info.special.tolist() == [True] * 5 + [False] * 2 + [True] * 3
+    (rows,) = client.encode(["the cat"], model="messages", exclude_special_tokens=True)
+    assert len(rows) == 2
 
 
 def test_ids_have_no_prompt(client: EncoderClient) -> None:

@@ -183,8 +183,9 @@ def test_another_tokenizer_is_refused(
 
 
 def test_a_directory_that_sentence_transformers_cannot_load_is_refused(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path / "directory", "no settings", modules=True)
-    (directory / "config_sentence_transformers.json").write_text('{"model_type": 5}')
+    method = {"method": "forward", "method_output_name": "last_hidden_state"}
+    transformer = {"modality_config": {"text": method}}  # which asks for a module_output_name
+    directory = write_directory(tmp_path / "directory", "no settings", modules=True, transformer=transformer)
     with pytest.raises(CheckpointFileError, match="sentence-transformers cannot read .*directory: "):
         export(directory)
     assert not (tmp_path / "models").exists()
@@ -243,7 +244,7 @@ def test_a_chat_template_of_fixed_texts(transformer: dict[str, Any], tmp_path: P
     template = manifest.text.template
     assert (template.before, template.after) == (
         "<|im_start|>user\n",
-        "<|im_end|>\n<|im_start|>assistant\n",
+        "<|im_end|>\n<|im_start|>assistant",
     )
     assert (template.before_prompt, template.after_prompt) == (
         "<|im_start|>system\n",
