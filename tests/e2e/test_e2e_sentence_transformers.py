@@ -15,7 +15,7 @@ from sentence_models import D_MODEL, LONGEST, text_of, write_model
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError, Output
 from encserve_export import Target, export_hf
-from encserve_export.ground.errors import ParityError
+from encserve_export.ground.errors import TokenizerError
 
 pytestmark = pytest.mark.models
 
@@ -24,8 +24,11 @@ TEXTS = ["", "the cat", "the [MASK]cat[SEP]", *(text_of(n, seed=n) for n in (1, 
 TANH, GELU = "torch.nn.modules.activation.Tanh", "torch.nn.modules.activation.GELU"
 MARKS = ["<|user|>", "<|system|>", "<|end|>"]
 CHAT = "{% for it in messages %}<|{{ it.role }}|> {{ it.content }} <|end|>{% endfor %} we like"
-AS_MESSAGE = {"method": "forward", "method_output_name": "last_hidden_state", "format": "flat"}
-MESSAGES = {"modality_config": {"message": AS_MESSAGE}, "module_output_name": "token_embeddings"}
+METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
+MESSAGES = {
+    "modality_config": {"text": METHOD, "message": {**METHOD, "format": "flat"}},
+    "module_output_name": "token_embeddings",
+}
 IDENTITY = "torch.nn.modules.linear.Identity"
 PROMPTS = {"query": "Query: ", "passage": "passage: ", "instruction": "Represent this passage: ", "nothing": ""}
 
@@ -81,7 +84,7 @@ DIRECTORIES: dict[str, dict[str, Any]] = {
         "modules": [pooling("lasttoken", "mean", include_prompt=False)],
         "settings": {"prompts": PROMPTS, "default_prompt_name": "query"},
         "transformer": MESSAGES | {"max_seq_length": 40, "query_length": 12},
-        "encoder": {"more_words": MARKS, "extra_special_tokens": MARKS, "chat_template": CHAT},
+        "encoder": {"more_words": [*MARKS, "0", "4"], "extra_special_tokens": MARKS, "chat_template": CHAT},
     },
     "all-of-it": {
         "modules": [pooling("weightedmean", "cls", include_prompt=False), dense(2 * D_MODEL, 32), NORMALIZE],
@@ -220,7 +223,7 @@ def test_what_the_model_does_not_have(client: EncoderClient, options: dict[str, 
 
 
 def test_a_directory_that_contradicts_itself_is_refused(directories: dict[str, Path], tmp_path: Path) -> None:
-    """A tokenizer.json that is not what the tokenizer's class makes of it: sentence-transformers goes by the class."""
+    """A token that has one id in the vocabulary, and another among the added tokens."""
     directory = shutil.copytree(directories["mean"], tmp_path / "directory")
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(
@@ -229,6 +232,6 @@ def test_a_directory_that_contradicts_itself_is_refused(directories: dict[str, P
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["The"], tokenizer["model"]["vocab"]["[MASK]"] = 4, 5
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ParityError, match="gives another vector than sentence-transformers for the text"):
+    with pytest.raises(TokenizerError, match=r"for the text '\[MASK\]' a file of the tokenizers library gives the ids"):
         export_hf(directory, Target(model_repository=tmp_path / "models", name="mean"))
     assert not (tmp_path / "models").exists()

@@ -236,11 +236,11 @@ def _check_modalities(path: Path | None, settings: Mapping[str, Any], task: str)
     methods = settings.get("modality_config")
     if not isinstance(methods, dict):
         return
-    method = methods.get("message", methods.get("text"))  # where there are messages, texts are rendered as such
-    if method is None:
+    if "text" not in methods:
         raise UnsupportedModelError(
-            f"{path}: the model takes {', '.join(methods)} and no text, which a bundle cannot express"
+            f"{path}: the model takes {', '.join(methods)} and no plain text, which a bundle cannot express"
         )
+    method = methods.get("message", methods["text"])  # where there are messages, texts are rendered as such
     text = {name: value for name, value in method.items() if name != "format"}
     output = settings.get("module_output_name", "token_embeddings")
     wanted = {"method": "forward", "method_output_name": _TEXT_OUTPUTS[task]}
