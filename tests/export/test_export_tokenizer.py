@@ -20,6 +20,7 @@ from tokenizers import (
 
 from encserve_export import Exported, Target, export_hf
 from encserve_export.ground.errors import CheckpointFileError, ParityError, TokenizerError, UnsupportedModelError
+from encserve_export.models.own.layouts import hf_bert
 from encserve_export.routes import hf
 from encserve_export.source.texts import TEXTS, around_tokens
 from encserve_export.source.tokenizer import read_tokenizer
@@ -275,3 +276,21 @@ def test_another_chat_template_is_refused(template: str, problem: str, tmp_path:
     with pytest.raises((UnsupportedModelError, ParityError), match=problem):
         export(directory)
     assert not (tmp_path / "models").exists()
+
+
+def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which our own encoder, compared with itself, would never show."""
+    read = hf_bert.read_layout
+    monkeypatch.setattr(hf_bert, "read_layout", lambda settings: read({**settings, "layer_norm_eps": 1e-3}))
+    directory = write_directory(tmp_path / "directory", "no settings", modules=False)
+    with pytest.raises(ParityError, match=r"gives another vector than transformers for the text '.*' with no prompt"):
+        export(directory)
+    assert not (tmp_path / "models").exists()
+
+
+def test_without_a_tokenizer_rows_are_compared_too(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "directory", "no settings", modules=False)
+    (directory / "tokenizer.json").unlink()
+    parity = export(directory).manifest.parity
+    assert parity.pipeline_texts == 1
+    assert parity.max_pipeline_error <= 1e-4
