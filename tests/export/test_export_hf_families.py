@@ -14,9 +14,8 @@ from safetensors.torch import load_file, save_file
 from encserve_export import Target, export_hf
 from encserve_export.bundle.write import Exported
 from encserve_export.check.agreement import check_inspection, check_parity, relative_error
-from encserve_export.ground.errors import MissingPackageError, UnsupportedModelError
+from encserve_export.ground.errors import UnsupportedModelError
 from encserve_export.ground.precision import Precision
-from encserve_export.models import pretrained
 from encserve_export.models.own import trace
 from encserve_export.models.own.encoder import Encoder
 from encserve_export.models.own.layouts import hf_bert
@@ -152,8 +151,8 @@ def test_names_of_transformers_own_are_read_by_transformers(tmp_path: Path) -> N
     assert export_hf(directory, target, max_sequence_tokens=20).manifest.source.route == "transformers"
 
 
-def test_ours_takes_what_it_is_better_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long texts, and everything where transformers is not installed; others it runs no faster."""
+def test_ours_takes_what_it_is_better_at(tmp_path: Path) -> None:
+    """Long texts; others it runs no faster."""
     save("gte", tmp_path / "theirs", max_position_embeddings=1025)
 
     def export(longest: int) -> Exported:
@@ -163,11 +162,3 @@ def test_ours_takes_what_it_is_better_at(tmp_path: Path, monkeypatch: pytest.Mon
     short, long = export(20), export(1025)
     assert (short.manifest.source.route, long.manifest.source.route) == ("transformers", "own")
     assert "our own encoder is no faster for it up to 1024 tokens; with --via own it can be inspected" in short.route
-
-    def missing(what: str) -> None:
-        raise MissingPackageError(f"{what} needs transformers")
-
-    monkeypatch.setattr(pretrained, "package", missing)
-    without = export(21)
-    assert without.manifest.source.route == "own"
-    assert "transformers does not take it: model_type 'gte' needs transformers" in without.route

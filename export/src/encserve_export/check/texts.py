@@ -91,9 +91,13 @@ def check_pipeline(
         CheckpointFileError: sentence-transformers cannot read the directory.
         ParityError: Ids, a length or a vector are others.
     """
+    encoder = transformer_folder(directory)
+    if not holds_weights(encoder):
+        progress("going on without a comparison of texts: there are no weights")
+        return None
     kind, compare = _kind(directory, manifest)
     if compare is None:
-        return _compare_rows(transformer_folder(directory), progress, _Pipeline(folder, manifest))
+        return _compare_rows(encoder, progress, _Pipeline(folder, manifest))
     progress("comparing texts' ids and vectors with sentence-transformers")
     theirs = load(directory, kind)
     (transformer,) = [it for it in theirs.modules() if hasattr(it, "transformer_task")]
@@ -174,8 +178,6 @@ def _compare_ids(transformer: Any, ours: "_Pipeline") -> None:
 
 def _compare_rows(directory: Path, progress: Callable[[str], None], ours: "_Pipeline") -> Compared | None:
     """The same with the rows of the model that transformers reads of a directory."""
-    if not holds_weights(directory):
-        return None
     manifest = ours.manifest
     try:
         theirs = pretrained.load_reference(directory)
