@@ -15,13 +15,20 @@ from sentence_models import D_MODEL, LONGEST, text_of, write_model
 
 from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestError, Output
 from encserve_export import Target, export_hf
-from encserve_export.ground.errors import ParityError
+from encserve_export.ground.errors import TokenizerError
 
 pytestmark = pytest.mark.models
 
 TOLERANCE = 1e-4
-TEXTS = ["", "the cat", *(text_of(n, seed=n) for n in (1, 3, 17, 60, 93, 94, 95, 130, 600))]
+TEXTS = ["", "the cat", "the [MASK]cat[SEP]", *(text_of(n, seed=n) for n in (1, 3, 17, 60, 93, 94, 95, 130, 600))]
 TANH, GELU = "torch.nn.modules.activation.Tanh", "torch.nn.modules.activation.GELU"
+MARKS = ["<|user|>", "<|system|>", "<|end|>"]
+CHAT = "{% for it in messages %}<|{{ it.role }}|> {{ it.content }} <|end|>{% endfor %} we like"
+METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
+MESSAGES = {
+    "modality_config": {"text": METHOD, "message": {**METHOD, "format": "flat"}},
+    "module_output_name": "token_embeddings",
+}
 IDENTITY = "torch.nn.modules.linear.Identity"
 PROMPTS = {"query": "Query: ", "passage": "passage: ", "instruction": "Represent this passage: ", "nothing": ""}
 
@@ -72,6 +79,13 @@ DIRECTORIES: dict[str, dict[str, Any]] = {
     "lower-case-twice": {"transformer": {"do_lower_case": True}, "encoder": {"lowercase": True}},
     "cut": {"modules": [pooling("mean"), NORMALIZE], "settings": {"truncate_dim": 8}},
     "cut-wider": {"modules": [pooling("cls")], "settings": {"truncate_dim": 999}},
+    "special-tokens-split": {"encoder": {"split_special_tokens": True}},
+    "messages": {
+        "modules": [pooling("lasttoken", "mean", include_prompt=False)],
+        "settings": {"prompts": PROMPTS, "default_prompt_name": "query"},
+        "transformer": MESSAGES | {"max_seq_length": 40, "query_length": 12},
+        "encoder": {"more_words": [*MARKS, "0", "4"], "extra_special_tokens": MARKS, "chat_template": CHAT},
+    },
     "all-of-it": {
         "modules": [pooling("weightedmean", "cls", include_prompt=False), dense(2 * D_MODEL, 32), NORMALIZE],
         "settings": {"prompts": PROMPTS, "default_prompt_name": "query", "truncate_dim": 16},
@@ -170,6 +184,16 @@ def test_a_prompts_tokens_stand_nowhere_in_the_text(client: EncoderClient) -> No
     assert client.inspect("the cat", model="default-prompt").sequence.token_count == 6
 
 
+def test_what_a_chat_template_puts_around_a_text_is_special(client: EncoderClient) -> None:
+    (info,) = client.run(["the cat"], model="messages", prompt_name="query").sequences
+    assert info.offsets is not None
+    assert info.special is not None
+    assert info.offsets.tolist() == [[0, 0]] * 5 + [[0, 3], [4, 7]] + [[0, 0]] * 3
+    assert info.special.tolist() == [True] * 5 + [False] * 2 + [True] * 3
+    (rows,) = client.encode(["the cat"], model="messages", exclude_special_tokens=True)
+    assert len(rows) == 2
+
+
 def test_ids_have_no_prompt(client: EncoderClient) -> None:
     ids = [2, 5, 6, 3]
     with_ids = client.embed([ids], model="default-prompt")
@@ -199,7 +223,7 @@ def test_what_the_model_does_not_have(client: EncoderClient, options: dict[str, 
 
 
 def test_a_directory_that_contradicts_itself_is_refused(directories: dict[str, Path], tmp_path: Path) -> None:
-    """A tokenizer.json that is not what the tokenizer's class makes of it: sentence-transformers goes by the class."""
+    """A token that has one id in the vocabulary, and another among the added tokens."""
     directory = shutil.copytree(directories["mean"], tmp_path / "directory")
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(
@@ -208,6 +232,6 @@ def test_a_directory_that_contradicts_itself_is_refused(directories: dict[str, P
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["The"], tokenizer["model"]["vocab"]["[MASK]"] = 4, 5
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ParityError, match="gives another vector than sentence-transformers for the text"):
+    with pytest.raises(TokenizerError, match=r"for the text '\[MASK\]' a file of the tokenizers library gives the ids"):
         export_hf(directory, Target(model_repository=tmp_path / "models", name="mean"))
     assert not (tmp_path / "models").exists()

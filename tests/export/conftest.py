@@ -87,7 +87,7 @@ def write_tokenizer() -> Callable[..., Path]:
     """Writes a tokenizer.json of n words, with what one wants baked into it."""
 
     def write(path: Path, n_words: int = 30, *, fixed_length: int | None = None) -> Path:
-        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *(f"word{index}" for index in range(n_words - 4))]
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{index}" for index in range(n_words - 5))]
         tokenizer = Tokenizer(WordLevel({word: index for index, word in enumerate(words)}, unk_token="[UNK]"))
         tokenizer.pre_tokenizer = Whitespace()
         tokenizer.post_processor = TemplateProcessing(

@@ -15,7 +15,8 @@ from encserve_export.kinds.directory import transformer_folder
 from encserve_export.kinds.reading import read
 from encserve_proto.bundle.v1 import manifest_pb2
 
-MEAN, NORMALIZE = ("Pooling", {"pooling_mode": "mean"}), ("Normalize", {})
+MEAN: tuple[str, dict[str, object]] = ("Pooling", {"pooling_mode": "mean"})
+NORMALIZE: tuple[str, dict[str, object]] = ("Normalize", {})
 TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
 CHAT = {"method": "forward", "method_output_name": "last_hidden_state", "format": "flat"}
 

@@ -96,7 +96,7 @@ def into_shards(directory: Path) -> None:
     placed = {name: SHARDS[i % 2] for i, name in enumerate(names)}
     for shard in SHARDS:
         save_file({name: tensors[name] for name in names if placed[name] == shard}, directory / shard, {"format": "pt"})
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
 
 
 def into_pickle(directory: Path) -> None:

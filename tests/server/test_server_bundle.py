@@ -16,6 +16,8 @@ from encserve_server.repository.bundle import read_bundle
 from encserve_server.types.bundles import ModelPooling
 from encserve_server.types.requests import OutputKind
 
+TEXT = {"tokenizer_file": "model.onnx"}
+
 
 def edit(directory: Path, **fields: Any) -> None:
     """Sets top-level fields of a manifest; the fingerprint is made to fit unless it is one of them."""
@@ -103,6 +105,15 @@ def test_a_manifest_that_is_none(tmp_path: Path, content: str, problem: str) -> 
         ({"graph": {"file": "g.onnx"}}, "graph.file names 'g.onnx', which `files` does not list"),
         ({"pooling": 77}, "pooling 77 is not known to this server"),
         ({"fingerprint": ""}, "its fingerprint is ''; what it describes has '[0-9a-f]{32}'"),
+        ({"text": TEXT | {"max_tokens": 9999}}, r"text\.max_tokens must be at most \d+, the encoder's; was 9999"),
+        (
+            {"text": TEXT | {"template": {"after_tokens": 9999}}},
+            r"text\.template\.after_tokens must be below \d+; was 9999",
+        ),
+        (
+            {"text": TEXT | {"template": {}}, "pooling_skips_prompt": True},
+            "pooling_skips_prompt needs a text with",
+        ),
         ({"text": {"tokenizer_file": "t.json"}}, "text.tokenizer_file names 't.json', which `files` does not list"),
     ],
 )

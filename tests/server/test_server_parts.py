@@ -24,12 +24,14 @@ from encserve_server import errors
 from encserve_server.__main__ import main
 from encserve_server.error_table import ERROR_TABLE, Failure, to_failure
 from encserve_server.errors import BundleError, EncserveError, InvalidField, PlainNaming, QueueFull
+from encserve_server.models.inputs import InputChecker, LengthLimit
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.repository import loading
 from encserve_server.rpc import status, wire
 from encserve_server.settings import MIB, Settings
 from encserve_server.system import cpus
 from encserve_server.telemetry import logs
+from encserve_server.types.bundles import TextTemplate
 from encserve_server.types.sequences import TokenSequence
 
 
@@ -178,6 +180,19 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     return TextTokenizer(path, ThreadPoolExecutor(1), 2**20)
 
 
+@pytest.fixture(scope="module")
+def template_checker(tmp_path_factory: pytest.TempPathFactory) -> InputChecker:
+    """Of a tokenizer that puts nothing around a text, and a template that does."""
+    path = write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"post_processor": None}))
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["[SEP]"])
+    tokenizer.save(str(path))
+    template = TextTemplate("new ", "hello ", "brave ", " world world", 2)
+    bundle: Any = SimpleNamespace(name="m", graph=SimpleNamespace(takes_vectors=False), special_token_ids=())
+    return InputChecker(bundle, TextTokenizer(path, ThreadPoolExecutor(1), 2**20, template=template), 2**20)
+
+
 async def tokenize(tokenizer: TextTokenizer, texts: list[str], max_tokens: int) -> list[TokenSequence]:
     tokenized = await tokenizer.tokenize(texts, max_tokens, truncate=True, details=True)
     return [it for it in tokenized if not isinstance(it, str)]
@@ -200,6 +215,42 @@ def test_a_cut_text_fits_and_keeps_its_special_tokens(
         assert short.char_starts == [*full.char_starts[: len(ids) - 1], 0]
         assert short.char_ends == [*full.char_ends[: len(ids) - 1], 0]
         assert short.special.tolist() == [True, *[False] * (len(ids) - 2), True]
+
+
+@given(st.lists(st.sampled_from(["hello", "brave", "new", "[SEP]"]), max_size=8), st.sampled_from(["", "new world "]))
+def test_a_template_stands_around_a_text(template_checker: InputChecker, words: list[str], prompt: str) -> None:
+    """Its tokens are special and have no place in the text; a cut leaves those behind the text."""
+    limit, text = LengthLimit(7, "", truncate=True), " ".join(words)
+    (sequence,) = asyncio.run(template_checker.check([text], limit, details=True, prompt=prompt))
+    before = [4, 6, 7, 5] if prompt else [6]
+    ids = [4 + ["hello", "brave", "new"].index(it) if it != "[SEP]" else 2 for it in words]
+    whole = [*before, *ids, 7, 7]
+    kept = whole if len(whole) <= 7 else [*whole[:5], 7, 7]
+    assert sequence.input.tolist() == kept
+    assert sequence.original_token_count == len(whole)
+    assert sequence.special is not None
+    n_text = max(len(kept) - len(before) - 2, 0)
+    assert sequence.special.tolist() == [True] * len(before) + [False] * n_text + [True] * 2
+    starts = [sum(len(it) + 1 for it in words[:i]) for i in range(n_text)]
+    assert sequence.char_starts == [0] * len(before) + starts + [0] * 2
+    assert sequence.char_ends is not None
+    assert [text[a:b] for a, b in zip(sequence.char_starts, sequence.char_ends, strict=True)] == [
+        *[""] * len(before),
+        *words[:n_text],
+        *[""] * 2,
+    ]
+
+
+def test_special_tokens_in_a_text_are_split_where_the_bundle_says_so(tmp_path: Path) -> None:
+    path = write_tokenizer(tmp_path / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(str(path))
+    tokenizer.add_special_tokens(["[SEP]"])
+    tokenizer.save(str(path))
+    found = [
+        TextTokenizer(path, ThreadPoolExecutor(1), 2**20, split_special_tokens=split)._tokenize(["[SEP]"], 99, False)
+        for split in (False, True)
+    ]
+    assert [it.input.tolist() for (it,) in found if isinstance(it, TokenSequence)] == [[1, 2, 2], [1, 3, 3, 3, 2]]
 
 
 async def test_whoever_else_runs_python_goes_on_while_a_long_text_is_tokenized(tokenizer: TextTokenizer) -> None:

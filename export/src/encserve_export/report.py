@@ -223,7 +223,8 @@ def _expected(exported: Exported) -> str:
 
 def _pipeline(manifest: manifest_pb2.Manifest) -> str:
     its = manifest.parity
-    said = f"{its.pipeline_texts} texts' vectors as sentence-transformers', max error {its.max_pipeline_error:.1e}"
+    what = "vectors as sentence-transformers'" if manifest.HasField("document") else "rows as transformers'"
+    said = f"{its.pipeline_texts} texts' {what}, max error {its.max_pipeline_error:.1e}"
     if its.min_pipeline_cosine:
         said += f", least cosine similarity {its.min_pipeline_cosine:.6g}"
     if its.maxsim_tolerance:

@@ -143,7 +143,7 @@ def build_manifest(
         name=name,
         version=version,
         encoder=model.shape,
-        text=_text(model.shape, source.tokenizer, takes_empty=vector.kind == "static"),
+        text=_text(model.shape, source.tokenizer, vector),
         pooling=vector.pooling,
         l2_normalize=vector.l2_normalize,
         more_poolings=vector.more_poolings,
@@ -238,12 +238,18 @@ def _tools(source: Source) -> list[str]:
 
 
 def _text(
-    shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None, *, takes_empty: bool
+    shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None, vector: Recipe
 ) -> manifest_pb2.TextInput | None:
     if tokenizer is None:
         return None
-    special = sorted({*tokenizer.around_text, shape.pad_token_id})
-    return manifest_pb2.TextInput(tokenizer_file=TOKENIZER_FILE, special_token_ids=special, takes_empty=takes_empty)
+    return manifest_pb2.TextInput(
+        tokenizer_file=TOKENIZER_FILE,
+        special_token_ids=sorted({*tokenizer.around_text, shape.pad_token_id}),
+        split_special_tokens=tokenizer.split_special_tokens,
+        max_tokens=vector.max_tokens if vector.max_tokens < shape.max_sequence_tokens else 0,
+        template=vector.template,
+        takes_empty=vector.kind == "static",
+    )
 
 
 def _bundle_file(path: Path) -> manifest_pb2.BundleFile:

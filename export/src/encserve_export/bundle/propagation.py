@@ -7,11 +7,11 @@ import numpy as np
 import numpy.typing as npt
 import onnx
 from onnx import helper
-from tokenizers import Tokenizer
 
 from encserve_export.bundle.read import ReadBundle
 from encserve_export.ground.errors import SequenceError
 from encserve_export.ground.runtime import onnxruntime
+from encserve_export.source.tokenizer import BundleTokenizer
 
 Input = npt.NDArray[np.int64] | npt.NDArray[np.float32]  # (seq) ids or (seq, d_model) vectors
 
@@ -91,11 +91,7 @@ def _read_ids(text: str | None) -> list[int]:
 def _tokenize(bundle: ReadBundle, text: str) -> list[int]:
     if not bundle.manifest.HasField("text"):
         raise SequenceError(f"{bundle.manifest.name} has no tokenizer; give --ids")
-    tokenizer = Tokenizer.from_file(str(bundle.path / bundle.manifest.text.tokenizer_file))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    ids: list[int] = tokenizer.encode(text).ids
-    return ids
+    return BundleTokenizer(bundle.path, bundle.manifest.text).ids(text)
 
 
 def measure(bundle: ReadBundle, sequence: Input) -> Propagation:

@@ -18,7 +18,7 @@ ExportError
 │   ├── OnnxOperatorError       it needs operators, an opset or an IR that are not known here
 │   ├── OnnxRunError            it fails for a batch, or gives rows of another shape or that are not finite
 │   └── VocabularyError         nothing tells how many token ids it has, or it has fewer
-├── TokenizerError              tokenizer.json is unreadable or does not fit the model
+├── TokenizerError              the tokenizer is unreadable, does not fit the model, or has no file of its own
 ├── SequenceError               what is to be run is no sequence that the model can take
 ├── HubError                    a checkpoint cannot be had from the hub
 ├── ExpectedFileError           a file of expected rows cannot be used for this model
@@ -30,6 +30,10 @@ ExportError
 
 The command line shows any of them as `Error: …` and exits with 1. Any other exception is a bug and keeps its traceback.
 """
+
+import re
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch's, in its errors
 
 
 class ExportError(Exception):
@@ -105,7 +109,7 @@ class VocabularyError(OnnxModelError):
 
 
 class TokenizerError(ExportError):
-    """tokenizer.json is unreadable, or gives ids that the model does not have."""
+    """The tokenizer is unreadable, gives ids that the model does not have, or has no file that gives its ids."""
 
 
 class SequenceError(ExportError):
@@ -138,3 +142,16 @@ class BundleNameError(BundleError):
 
 class BundleExistsError(BundleError):
     """This version of the model is already there."""
+
+
+def uncoloured(error: Exception) -> str:
+    """What another library's error says, without the colours of a terminal."""
+    return _COLOURS.sub("", str(error))
+
+
+def first_line(error: Exception) -> str:
+    """What another library's error says, in one line and without colours; a line that ends with ":" goes on."""
+    lines = [line.strip() for line in uncoloured(error).splitlines() if line.strip()]
+    if not lines or isinstance(error, KeyError):
+        return f"{type(error).__name__} {error}".strip()
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")

@@ -21,6 +21,7 @@ from encserve_export.kinds.directory import (
     transformer_settings,
 )
 from encserve_export.kinds.recipe import TASKS, ModuleFacts, Recipe, Steps
+from encserve_export.kinds.template import read_template
 from encserve_export.source.weights import holds_weights, read_json, read_object, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -68,8 +69,11 @@ def read_dense(directory: Path, repository: str) -> Recipe:
     check_text(encoder, first)
     if first.query_expansion is not None:
         raise UnsupportedModelError(f"{encoder}: query_expansion is for multi-vector models; take it out")
+    template, vector = template_of(first, loaded), read_vector(directory, loaded, rest)
     return dataclasses.replace(
-        read_vector(directory, loaded, rest),
+        vector,
+        template=template,
+        skips_prompt=vector.skips_prompt and template is None,  # messages know nothing of it
         encoder=encoder,
         # What only the tokenizer or the model's positions bound is no choice of the authors.
         max_seq_length=longest_text(first) if says_length(settings) else None,
@@ -148,15 +152,16 @@ def check_text(directory: Path, transformer: Any, task: str = "feature-extractio
     """
     path, _ = transformer_settings(directory)
     modalities, methods, output = transformer.modalities, transformer.modality_config, transformer.module_output_name
-    if set(modalities) != {"text"}:
+    if not {"text"} <= set(modalities) <= {"text", "message"}:
         raise UnsupportedModelError(
-            f"{path}: the model takes {', '.join(map(str, modalities))}: only models of text alone are served, without "
-            "messages, whose chat template a bundle cannot express"
+            f"{path}: the model takes {', '.join(map(str, modalities))}: only models of text alone are served"
         )
-    if methods["text"] != _TEXT[task] or output != "token_embeddings":
+    # Where there are messages, sentence-transformers renders every text as one.
+    how = {name: value for name, value in methods.get("message", methods["text"]).items() if name != "format"}
+    if how != _TEXT[task] or output != "token_embeddings":
         raise UnsupportedModelError(
             f"{path}: a text must become token_embeddings, by {_TEXT[task]}; here it becomes {output}, by "
-            f"{methods['text']}. Save its text model alone with save_pretrained, and export that"
+            f"{how}. Save its text model alone with save_pretrained, and export that"
         )
     model = transformer.model
     if model.config.is_encoder_decoder and hasattr(model, "decoder"):
@@ -166,6 +171,17 @@ def check_text(directory: Path, transformer: Any, task: str = "feature-extractio
         )
     if not hasattr(transformer.tokenizer, "backend_tokenizer"):
         raise UnsupportedModelError(f"{directory} has no tokenizer of text that can be written as tokenizer.json")
+
+
+def template_of(transformer: Any, loaded: Any) -> manifest_pb2.TextTemplate | None:
+    """What the chat template of a model puts around every text; None where texts are not rendered as messages.
+
+    Raises:
+        UnsupportedModelError: The template does more than that.
+    """
+    if "message" not in transformer.modalities:
+        return None
+    return read_template(transformer, has_prompts=any(loaded.prompts.values()))
 
 
 def longest_text(transformer: Any) -> int | None:

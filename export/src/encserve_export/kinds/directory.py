@@ -168,7 +168,7 @@ def check_transformer(directory: Path, task: str = "feature-extraction") -> None
         if length is not None and (type(length) is not int or length < 1):
             raise CheckpointFileError(f"{path} must give {name} as a number of tokens from 1; was {length!r}")
     calls = settings.get("processing_kwargs") or {}
-    called = {name for kind in ("text", "common", "chat_template") for name in calls.get(kind) or {}}
+    called = {name for kind in ("text", "common") for name in calls.get(kind) or {}}
     if unknown := sorted(called - _HARMLESS_CALLS):
         raise UnsupportedModelError(
             f"{path}: processing_kwargs calls the tokenizer with {', '.join(unknown)}, which a bundle cannot express; "

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from encserve_export.ground.errors import UnsupportedModelError
-from encserve_export.kinds.dense import check_text, facts, longest_text, prompts
+from encserve_export.kinds.dense import check_text, facts, longest_text, prompts, template_of
 from encserve_export.kinds.directory import MODULES, check_transformer, load, transformer_folder
 from encserve_export.kinds.recipe import TASKS, MultiVectorHead, Recipe, Steps
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -34,14 +34,19 @@ def read_multi_vector(directory: Path) -> Recipe:
     check_text(encoder, first)
     projections, mask, pooling = _sorted(rest)
     tasks = {task: _task(task, first, mask, pooling) for task in TASKS}
+    usual = longest_text(first) or 0
+    longest = max(usual, *(settings.max_tokens for settings in tasks.values()))
+    shorter = usual if usual < longest else 0
     for name, settings in tasks.items():
         settings.prompt_name = name if loaded.prompts.get(name) else ""
-    lengths = [longest_text(first), *(settings.max_tokens for settings in tasks.values())]
+        settings.max_tokens = settings.max_tokens or shorter
     listed = (directory / MODULES).is_file()
     return Recipe(
         kind="multi_vector",
         encoder=encoder,
-        max_seq_length=max((length for length in lengths if length), default=None),
+        max_seq_length=longest or None,
+        max_tokens=shorter,
+        template=template_of(first, loaded),
         tokenizer=first.tokenizer,
         lowercase=first.do_lower_case,
         inline=() if listed else ("linear",),

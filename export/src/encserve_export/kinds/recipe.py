@@ -167,6 +167,9 @@ class Recipe:
         multi_vector: What makes the vectors of MaxSim; None where nothing does.
         sparse: What makes weights over the vocabulary; None where nothing does.
         static_weights: What makes those of a task in place of the encoder, as `tasks` say.
+        max_tokens: The longest text of no task, in tokens, prompt and special tokens included; 0 for the longest
+            sequence.
+        template: What stands around every text; None for nothing but the tokenizer's special tokens.
         remark: What may surprise, for people.
     """
 
@@ -191,6 +194,8 @@ class Recipe:
     multi_vector: MultiVectorHead | None = None
     sparse: SparseHead | None = None
     static_weights: tuple[StaticWeights, ...] = ()
+    max_tokens: int = 0
+    template: manifest_pb2.TextTemplate | None = None
     remark: str = ""
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from encserve_export.ground.errors import UnsupportedModelError
-from encserve_export.kinds.dense import check_text, longest_text, prompts, read_tasks
+from encserve_export.kinds.dense import check_text, longest_text, prompts, read_tasks, template_of
 from encserve_export.kinds.directory import check_transformer, load, routed_modules, transformer_folder
 from encserve_export.kinds.recipe import TASKS, ModuleFacts, Recipe, SparseHead, StaticWeights
 from encserve_export.source.weights import holds_weights, read_weights
@@ -88,6 +88,7 @@ def read_sparse(directory: Path) -> Recipe:
         encoder=encoder,
         max_seq_length=longest_text(transformer),
         tokenizer=transformer.tokenizer,
+        template=template_of(transformer, loaded),
         lowercase=transformer.do_lower_case,
         modules=_facts(directory, pooling, tuple(static.values())),
         **prompts(loaded),

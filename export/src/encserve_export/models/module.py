@@ -13,14 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from encserve_export.ground import names
-from encserve_export.ground.errors import UnsupportedModelError
+from encserve_export.ground.errors import UnsupportedModelError, first_line, uncoloured
 
 # In the order in which they are tried: the first is several times as fast, the second takes masks that the first does
 # not.
 Exporter = Literal["tracing", "dynamo"]
 EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
 _AXES = {0: "batch", 1: "seq"}
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch's, in its errors
 # Where in the module's code torch.export stopped.
 _PLACE = re.compile(r"The following call raised this error:\s+File (?P<place>.*?), in .*\n\s*(?P<code>.*)")
 
@@ -98,20 +97,12 @@ def refuse_control_flow(module: nn.Module, batch: tuple[Tensor, Tensor], descrip
             warnings.simplefilter("ignore")
             torch.export.export(module, batch, dynamic_shapes=(axes, axes), strict=False)
     except Exception as error:  # whatever a model of somebody else's raises
-        found = _PLACE.search(_COLOURS.sub("", str(error)))
+        found = _PLACE.search(uncoloured(error))
         place = f", at {found['place']}: {found['code']}" if found else ""
         raise UnsupportedModelError(
             f"PyTorch cannot export {description} as one graph: {first_line(error)}{place}. Write what depends on the "
             "numbers in tensors with tensor operations, such as torch.where"
         ) from error
-
-
-def first_line(error: Exception) -> str:
-    """What a library says first, without colours."""
-    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
-    if not lines or isinstance(error, KeyError):
-        return f"{type(error).__name__} {error}".strip()
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
 
 
 @contextlib.contextmanager

@@ -15,20 +15,17 @@ from encserve_export.ground import names
 from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import (
     ConfigError,
-    TokenizerError,
     UnsupportedModelError,
     WeightNamesError,
     WeightShapeError,
     WeightValueError,
+    first_line,
 )
-from encserve_export.models.module import Exporter, example, first_line, write_module
+from encserve_export.models.module import Exporter, example, write_module
 from encserve_export.models.own.layouts.base import listed
 from encserve_export.source.weights import INDICES, Weights, read_object
 
 OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
-# What a tokenizer was written as before there was tokenizer.json.
-_SPACE = "▁"  # as SentencePiece writes it
-OLDER_TOKENIZERS = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
 
 class _Rows(nn.Module):
@@ -128,11 +125,38 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
     return TransformersModel(
         module,
         type(encoder).__name__,
-        _positions(encoder, config),
+        positions(encoder, config),
         vocab_size,
         pad_token_id if isinstance(pad_token_id, int) and 0 <= pad_token_id < vocab_size else 0,
         tuple(sorted(left_behind | unused)),
     )
+
+
+def load_reference(directory: Path) -> Any:
+    """The model that transformers reads of a directory by itself, in float32.
+
+    Returns:
+        A PreTrainedModel, the encoder of one with a decoder, that takes what its tokenizer makes of texts.
+
+    Raises:
+        UnsupportedModelError: transformers does not know the architecture, or has no encoder of text for it.
+        ConfigError: transformers does not take config.json or the weights.
+    """
+    settings = read_object(directory / "config.json")
+    transformers = package()
+    config = _read_config(transformers, directory, settings)
+    kind = _model_class(transformers, config)
+    try:
+        model = kind.from_pretrained(
+            directory, config=config, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+    except Exception as error:  # whatever a model of somebody else's raises
+        raise ConfigError(
+            f"transformers cannot make a {kind.__name__} of {directory}: {first_line(error)}; is config.json of this "
+            "checkpoint?"
+        ) from error
+    encoder = model.get_encoder() if config.is_encoder_decoder and hasattr(model, "decoder") else model
+    return encoder.eval().requires_grad_(False)
 
 
 def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None:
@@ -143,32 +167,6 @@ def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None
     """
     ids, mask = example(lambda length: torch.arange(length) % model.vocab_size)
     write_module(model.module, (ids, mask), names.INPUT_IDS, exporter, path, model.description)
-
-
-def write_tokenizer(directory: Path, path: Path) -> Path:
-    """Makes a tokenizer.json of older files: vocab.txt, vocab.json and merges.txt, or a SentencePiece model.
-
-    Args:
-        directory: The checkpoint, with one of `OLDER_TOKENIZERS`.
-        path: The tokenizer.json to write.
-
-    Raises:
-        TokenizerError: transformers makes no tokenizer of these files.
-    """
-    transformers = package()
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            directory, trust_remote_code=False, local_files_only=True, use_fast=True
-        )
-        if set(tokenizer.get_vocab()) <= {*tokenizer.all_special_tokens, _SPACE}:
-            raise ValueError("it reads none of them, and has special tokens alone")
-        tokenizer.backend_tokenizer.save(str(path))
-    except Exception as error:  # whatever a converter raises
-        raise TokenizerError(
-            f"transformers makes no {path.name} of the files in {directory}: {first_line(error)}; put one there, or "
-            "take the older files away: the model then takes token ids only"
-        ) from error
-    return path
 
 
 def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]) -> Any:
@@ -208,7 +206,8 @@ def _model_class(transformers: Any, config: Any) -> Any:
     raise UnsupportedModelError(f"transformers has no plain model for model_type {config.model_type!r}; {OWN_ONNX}")
 
 
-def _positions(encoder: nn.Module, config: Any) -> int | None:
+def positions(encoder: nn.Module, config: Any) -> int | None:
+    """The longest sequence that a model of transformers' has positions for; None where nothing bounds it."""
     tables = [
         module
         for name, module in encoder.named_modules()
@@ -218,8 +217,8 @@ def _positions(encoder: nn.Module, config: Any) -> int | None:
         # RoBERTa's kind begins to count after the padding's row.
         unused = 0 if tables[0].padding_idx is None else tables[0].padding_idx + 1
         return tables[0].num_embeddings - unused
-    positions = getattr(config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else None
+    number = getattr(config, "max_position_embeddings", None)
+    return number if isinstance(number, int) and number > 0 else None
 
 
 def _refuse_mismatched(mismatched: Any) -> None:

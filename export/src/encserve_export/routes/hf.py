@@ -19,7 +19,7 @@ from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.check import agreement
 from encserve_export.check.expected import Expected, read_expected
-from encserve_export.check.texts import Compared, check_pipeline
+from encserve_export.check.texts import LONGEST_BY_DEFAULT, Compared, check_pipeline
 from encserve_export.ground import names
 from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import (
@@ -49,7 +49,13 @@ from encserve_export.onnx_graph.query_blocks import LONGEST_AT_ONCE
 from encserve_export.routes.encoder import export_encoder
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
 from encserve_export.source.hub import Snapshot
-from encserve_export.source.tokenizer import TokenizerFile, read_tokenizer
+from encserve_export.source.tokenizer import (
+    TokenizerFile,
+    convert_tokenizer,
+    read_tokenizer,
+    tokenizer_source,
+    write_tokenizer,
+)
 from encserve_export.source.weights import Weights, holds_weights, read_object, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -62,8 +68,6 @@ ONNX_FILE = Path("onnx", "model.onnx")
 _OWN_LAST: tuple[Route, ...] = ("onnx", "transformers", "own")
 # Models whose positions begin after the padding's row.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
-# By default; what decoders have positions for, nobody embeds, and checking it takes hours.
-_LONGEST_BY_DEFAULT = 8192
 _PADDED_TOKENS = 32
 # The batch that our own encoder is compared with transformers by: longer than the windows of local attention.
 _COMPARED_TOKENS = (160, 7, 1)
@@ -214,7 +218,7 @@ def export_hf(
             )
         if text:
             progress(text)
-        pipeline = functools.partial(check_pipeline, directory, progress)
+        pipeline = functools.partial(check_pipeline, directory, max_sequence_tokens, progress)
         build = _Build(planned, target, tokenizer, max_sequence_tokens, precision, origin, progress, pipeline, expected)
         exported = _try_routes(build) if via is None or recipe.table is not None else _build_as_asked(build, via)
     # The head of a language model makes no rows, but weights of them.
@@ -380,22 +384,18 @@ def _read_settings(directory: Path) -> dict[str, Any]:
 
 
 def _make_tokenizer(recipe: Recipe, folder: Path) -> tuple[TokenizerFile | None, str]:
-    """The tokenizer, written into a folder where sentence-transformers or transformers makes it; or None, and why."""
+    """The tokenizer, written into a folder; or None, and why."""
     path, written = recipe.encoder / manifest.TOKENIZER_FILE, folder / manifest.TOKENIZER_FILE
     if recipe.kind == "static":
         plain = json.loads(recipe.tokenizer.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
         written.write_text(json.dumps(plain, ensure_ascii=False), encoding="utf-8")
         return read_tokenizer(written, made_of=path), ""
+    plain_text = recipe.template is None
     if recipe.tokenizer is not None:
-        recipe.tokenizer.backend_tokenizer.save(str(written))
-        return read_tokenizer(written, made_of=path), ""
-    if path.is_file():
-        return read_tokenizer(path, lowercase=recipe.lowercase), ""
-    older = next((name for name in pretrained.OLDER_TOKENIZERS if (recipe.encoder / name).is_file()), None)
-    if older is None:
-        return None, f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
-    pretrained.write_tokenizer(recipe.encoder, written)
-    return read_tokenizer(written, lowercase=recipe.lowercase, made_of=recipe.encoder / older), ""
+        made_of = tokenizer_source(recipe.encoder) or path
+        return write_tokenizer(recipe.tokenizer, written, made_of=made_of, add_special_tokens=plain_text), ""
+    found = convert_tokenizer(recipe.encoder, written, lowercase=recipe.lowercase, add_special_tokens=plain_text)
+    return found, "" if found else f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
 
 
 def _longest(recipe: Recipe, positions: int | None, asked: int | None) -> tuple[int, str]:
@@ -403,9 +403,9 @@ def _longest(recipe: Recipe, positions: int | None, asked: int | None) -> tuple[
     usual = recipe.max_seq_length
     known = [length for length in (positions, _model_max_length(recipe.encoder)) if length is not None]
     bound = min(known, default=DEFAULT_LONGEST)
-    if usual is None and asked is None and bound > _LONGEST_BY_DEFAULT:
-        return _LONGEST_BY_DEFAULT, (
-            f"max_sequence_tokens is {_LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
+    if usual is None and asked is None and bound > LONGEST_BY_DEFAULT:
+        return LONGEST_BY_DEFAULT, (
+            f"max_sequence_tokens is {LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
             "sets more, which takes memory with its square"
         )
     if usual is None and positions is not None and bound < positions:

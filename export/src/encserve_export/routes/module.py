@@ -25,10 +25,11 @@ from encserve_export.ground.errors import (
     ParityError,
     UnsupportedModelError,
     VocabularyError,
+    first_line,
 )
 from encserve_export.ground.precision import Precision
 from encserve_export.kinds.recipe import pooled
-from encserve_export.models.module import EXPORTERS, example, first_line, refuse_control_flow, write_module
+from encserve_export.models.module import EXPORTERS, example, refuse_control_flow, write_module
 from encserve_export.models.own.config import Input
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.onnx_graph.foreign import Names

@@ -95,22 +95,26 @@ class InputChecker:
             SequenceTooLong: One is too long, and may not be cut.
             QueueFull: Too much text is waiting.
         """
+        template = None if self._tokenizer is None else self._tokenizer.template
+        before, behind = (prompt, "") if template is None else (template.before_text(prompt), template.after)
         texts: dict[int, str] = {}
         checked: dict[int, TokenSequence] = {}
         for i, sent in enumerate(inputs):
             if isinstance(sent, str) and not self._bundle.graph.takes_vectors:
                 self._check_text(i, sent)
-                texts[i] = prompt + sent
+                texts[i] = before + sent + behind
             else:
                 checked[i] = self._check_numbers(i, sent, limit, details)
         if texts and self._tokenizer is not None:
             tokenized = await self._tokenizer.tokenize(
                 list(texts.values()), limit.tokens, truncate=limit.truncate, details=details
             )
-            for i, found in zip(texts, tokenized, strict=False):  # fewer where one is refused
+            for (i, text), found in zip(texts.items(), tokenized, strict=False):  # fewer where one is refused
                 checked[i] = sequence = self._check_tokenized(i, found, limit)
-                if prompt and details:
-                    _leave_prompt_out(sequence, len(prompt))
+                if details and template is not None:
+                    _mark_template(sequence, len(before), len(text) - len(behind))
+                if details and before:
+                    _leave_prompt_out(sequence, len(before))
                 if expansion is not None:
                     _expand(sequence, expansion)
         if texts and len(texts) < len(inputs):
@@ -214,6 +218,17 @@ def _expand(sequence: TokenSequence, expansion: Expansion) -> None:
     if sequence.char_starts is not None and sequence.char_ends is not None:
         sequence.char_starts += [0] * added
         sequence.char_ends += [0] * added
+
+
+def _mark_template(sequence: TokenSequence, text_start: int, text_end: int) -> None:
+    """Counts the tokens that stand wholly before or behind the text among the special ones, which have no place."""
+    if sequence.char_starts is None or sequence.char_ends is None:
+        return
+    starts, ends = np.array(sequence.char_starts, np.int64), np.array(sequence.char_ends, np.int64)  # (seq,)
+    outside = (ends <= text_start) | (starts >= text_end)  # (seq,)
+    sequence.special = outside if sequence.special is None else sequence.special | outside
+    sequence.char_starts = np.where(outside, 0, starts).tolist()
+    sequence.char_ends = np.where(outside, 0, np.minimum(ends, text_end)).tolist()
 
 
 def _leave_prompt_out(sequence: TokenSequence, prompt_chars: int) -> None:

@@ -237,7 +237,7 @@ class ServedModel:
         }
         self._tasks = {task: bundle.treatment(task) for task in (Task.NEITHER, *bundle.tasks)}
         self._limits_of = {
-            (task, truncate): LengthLimit(settings.max_tokens, f"{_limit_name(task)} of {bundle.name}", task, truncate)
+            (task, truncate): LengthLimit(settings.max_tokens, _limit_name(task, bundle), task, truncate)
             for task, settings in self._tasks.items()
             for truncate in (False, True)
         }
@@ -584,6 +584,8 @@ def _first_not_text(inputs: Sequence[SentInput]) -> int | None:
     return next((i for i, it in enumerate(inputs) if not isinstance(it, str)), None)
 
 
-def _limit_name(task: Task) -> str:
+def _limit_name(task: Task, bundle: Bundle) -> str:
     """What bounds the texts of a task, for errors."""
-    return "max_tokens of {task}" if task else "max_sequence_tokens"
+    if task:
+        return f"max_tokens of {{task}} of {bundle.name}"
+    return f"{'text.max_tokens' if bundle.max_text_tokens else 'max_sequence_tokens'} of {bundle.name}"

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from encserve_server.errors import BundleError, QueueFull
+from encserve_server.types.bundles import TextTemplate
 from encserve_server.types.sequences import TokenSequence
 
 # `encode_batch` would bring threads of its own otherwise, which take the cores from the model.
@@ -31,15 +32,26 @@ class TextTokenizer:
         largest_id: The largest id that it may give; also of those that it puts around a text, which need not be in its
             vocabulary.
         max_token_bytes: The longest string of its vocabulary, in bytes of UTF-8.
+        template: What stands around every text, or None; whoever calls `tokenize` puts it there.
     """
 
-    def __init__(self, path: Path, executor: Executor, max_queue_bytes: int) -> None:
+    def __init__(
+        self,
+        path: Path,
+        executor: Executor,
+        max_queue_bytes: int,
+        *,
+        split_special_tokens: bool = False,
+        template: TextTemplate | None = None,
+    ) -> None:
         """Loads the file.
 
         Args:
             path: The file.
             executor: Where the work is done.
             max_queue_bytes: The most text that may wait or be worked on, in bytes of UTF-8.
+            split_special_tokens: Whether a special token that is written out in a text is tokenized like other text.
+            template: What stands around every text.
 
         Raises:
             BundleError: The file is no tokenizer.
@@ -49,6 +61,7 @@ class TextTokenizer:
             # Files often carry the settings of training, such as "cut at 128, pad to 128": they would cut in silence.
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+            self._tokenizer.encode_special_tokens = split_special_tokens
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
             self.largest_id: int = max((*vocabulary.values(), *self._tokenizer.encode("").ids), default=0)
         except BaseException as error:
@@ -56,6 +69,8 @@ class TextTokenizer:
                 raise
             raise BundleError(f"{path}: not a tokenizer: {error}") from None
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=0)
+        self.template = template
+        self._kept_behind = None if template is None else template.after_tokens
         self._executor = executor
         self.max_queue_bytes = max_queue_bytes
         self._queued_bytes = 0  # owned by the event loop
@@ -125,7 +140,7 @@ class TextTokenizer:
             # Not `encode`: it keeps Python's lock, and a long text takes a tenth of a second. The fast one leaves out
             # where tokens stand in the text.
             encode = self._tokenizer.encode_batch if details else self._tokenizer.encode_batch_fast
-            return [_sequence_of(it, max_tokens, details) for it in encode(texts)]
+            return [_sequence_of(it, max_tokens, details, self._kept_behind) for it in encode(texts)]
         except BaseException as error:  # of all texts together
             if not _is_failure(error):
                 raise
@@ -156,12 +171,15 @@ def _turns(texts: Sequence[str]) -> Iterator[list[str]]:
         yield turn
 
 
-def _sequence_of(encoding: Encoding, max_tokens: int, details: bool) -> TokenSequence:
-    """The tokens of a text; those over `max_tokens` are dropped from its end, before the special tokens behind it."""
+def _sequence_of(encoding: Encoding, max_tokens: int, details: bool, kept_behind: int | None) -> TokenSequence:
+    """The tokens of a text; those over `max_tokens` are dropped before the last `kept_behind`.
+
+    Without that number they are dropped from the text's end, before the special tokens behind it.
+    """
     ids = encoding.ids
     count = len(ids)
     if count > max_tokens:
-        return _cut(encoding, max_tokens, details)
+        return _cut(encoding, max_tokens, details, kept_behind)
     sequence = TokenSequence(np.array(ids, np.int64), count)
     if details:
         sequence.special = np.array(encoding.special_tokens_mask, np.bool_)
@@ -170,10 +188,12 @@ def _sequence_of(encoding: Encoding, max_tokens: int, details: bool) -> TokenSeq
     return sequence
 
 
-def _cut(encoding: Encoding, max_tokens: int, details: bool) -> TokenSequence:
+def _cut(encoding: Encoding, max_tokens: int, details: bool, kept_behind: int | None) -> TokenSequence:
     ids, special = encoding.ids, encoding.special_tokens_mask
     count = len(ids)
-    closing = next((i for i, it in enumerate(reversed(special)) if not it), count)  # special tokens after the text
+    closing = kept_behind
+    if closing is None:
+        closing = next((i for i, it in enumerate(reversed(special)) if not it), count)  # special tokens after the text
     closing = min(closing, max_tokens)
     kept = [*range(max_tokens - closing), *range(count - closing, count)]
     sequence = TokenSequence(np.array([ids[i] for i in kept], np.int64), count, kept_behind=closing)

@@ -92,6 +92,9 @@ def read_bundle(directory: Path) -> Bundle:
         tasks=reader.tasks(),
         multi_vector=reader.multi_vector(),
         sparse=reader.sparse(),
+        split_special_tokens=manifest.text.split_special_tokens,
+        max_text_tokens=reader.max_text_tokens(),
+        template=reader.template(),
     )
 
 

@@ -16,6 +16,7 @@ from encserve_server.types.bundles import (
     SparsePooling,
     StaticSparse,
     TaskSettings,
+    TextTemplate,
     TokenPooling,
 )
 from encserve_server.types.requests import Task
@@ -86,6 +87,24 @@ class ManifestReader:
         }
         self._check(not tasks or not manifest.graph.embeddings_name, "query and document are of texts, not embeddings")
         return tasks
+
+    def max_text_tokens(self) -> int:
+        """The longest text of neither task; 0 for the encoder's longest sequence."""
+        longest, most = self._manifest.text.max_tokens, self._manifest.encoder.max_sequence_tokens
+        self._check(longest <= most, f"text.max_tokens must be at most {most}, the encoder's; was {longest}")
+        return longest
+
+    def template(self) -> TextTemplate | None:
+        """What stands around every text."""
+        if not self._manifest.text.HasField("template"):
+            return None
+        template, most = self._manifest.text.template, self._manifest.encoder.max_sequence_tokens
+        kept = template.after_tokens
+        self._check(kept < most, f"text.template.after_tokens must be below {most}; was {kept}")
+        self._check(not self._manifest.pooling_skips_prompt, "pooling_skips_prompt needs a text without a template")
+        return TextTemplate(
+            template.before, template.before_prompt, template.after_prompt, template.after, template.after_tokens
+        )
 
     def _task(self, name: str, settings: manifest_pb2.TaskSettings) -> TaskSettings:
         shape, prompts = self._manifest.encoder, self._manifest.prompts

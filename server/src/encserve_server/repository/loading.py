@@ -42,7 +42,7 @@ def load_model(
     if bundle.fingerprint == served_fingerprint:
         raise ServedAlready
     load_tokenizer = functools.partial(_load_tokenizer, settings, tokenize_pool)
-    tokenizer = load_tokenizer(bundle.tokenizer_file, bundle.vocab_size) if bundle.tokenizer_file else None
+    tokenizer = load_tokenizer(bundle.tokenizer_file, bundle.vocab_size, bundle) if bundle.tokenizer_file else None
     statics = {task: bundle.treatment(task).static_sparse for task in (Task.NEITHER, *bundle.tasks)}
     static_tokenizers = {
         task: load_tokenizer(its.tokenizer_file, len(its.weights)) for task, its in statics.items() if its is not None
@@ -152,9 +152,25 @@ def load_inspector(inspect: InspectGraph, device: str) -> Inspector:
     return open_inspector(inspect, device=device)
 
 
-def _load_tokenizer(settings: Settings, tokenize_pool: Executor, path: Path, vocab_size: int) -> TextTokenizer:
-    """Loads a tokenizer of a bundle, and refuses one whose ids the model does not have."""
-    tokenizer = TextTokenizer(path, tokenize_pool, settings.max_queue_text_mib * MIB)
+def _load_tokenizer(
+    settings: Settings, tokenize_pool: Executor, path: Path, vocab_size: int, encoders: Bundle | None = None
+) -> TextTokenizer:
+    """Loads a tokenizer of a bundle, and refuses one whose ids the model does not have.
+
+    Args:
+        settings: The server's.
+        tokenize_pool: Where the work is done.
+        path: The file.
+        vocab_size: One more than the largest id that it may give.
+        encoders: The bundle, where it is the encoder's tokenizer.
+    """
+    tokenizer = TextTokenizer(
+        path,
+        tokenize_pool,
+        settings.max_queue_text_mib * MIB,
+        split_special_tokens=encoders is not None and encoders.split_special_tokens,
+        template=None if encoders is None else encoders.template,
+    )
     if tokenizer.largest_id >= vocab_size:
         raise BundleError(
             f"{path}: it gives ids up to {tokenizer.largest_id}, but the model's end at "

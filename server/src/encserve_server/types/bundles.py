@@ -198,6 +198,29 @@ class Sparse:
 
 
 @dataclass(frozen=True, slots=True)
+class TextTemplate:
+    """What stands around every text.
+
+    Attributes:
+        before: Before a text that has no prompt.
+        before_prompt: Before the prompt of a text.
+        after_prompt: Between the prompt of a text and the text.
+        after: Behind every text.
+        after_tokens: How many tokens at the end stay where a text is cut.
+    """
+
+    before: str
+    before_prompt: str
+    after_prompt: str
+    after: str
+    after_tokens: int
+
+    def before_text(self, prompt: str) -> str:
+        """What stands before a text, its prompt included."""
+        return self.before_prompt + prompt + self.after_prompt if prompt else self.before
+
+
+@dataclass(frozen=True, slots=True)
 class InspectGraph:
     """The ONNX file that also gives what happens inside a model.
 
@@ -242,6 +265,9 @@ class Bundle:
         multi_vector: What makes OutputKind.MULTI_VECTOR, or None.
         sparse: What makes OutputKind.SPARSE, or None.
         takes_empty_texts: Whether a text without tokens is pooled as a row of zeros; otherwise it is refused.
+        split_special_tokens: Whether a special token that is written out in a text is tokenized like any other text.
+        max_text_tokens: The longest text of neither task; 0 for max_sequence_tokens.
+        template: What stands around every text, or None.
     """
 
     name: str
@@ -267,13 +293,17 @@ class Bundle:
     multi_vector: MultiVector | None = None
     sparse: Sparse | None = None
     takes_empty_texts: bool = False
+    split_special_tokens: bool = False
+    max_text_tokens: int = 0
+    template: TextTemplate | None = None
 
     def treatment(self, task: Task) -> TaskSettings:
         """How texts of a task that the model knows, or of neither, are treated."""
         if task is not Task.NEITHER:
             return self.tasks[task]
         document = self.tasks.get(Task.DOCUMENT, TaskSettings("", 0))
-        return replace(document, prompt_name=self.default_prompt_name, max_tokens=self.max_sequence_tokens)
+        longest = self.max_text_tokens or self.max_sequence_tokens
+        return replace(document, prompt_name=self.default_prompt_name, max_tokens=longest)
 
     def sample(self, length: int, *, last: bool = False) -> ModelInput:
         """A sequence that the model can compute: of its first id or its last, or of vectors of 0 or 1."""

@@ -206,14 +206,34 @@ class EncoderShape(_message.Message):
     def __init__(self, d_model: _Optional[int] = ..., n_heads: _Optional[int] = ..., d_ff: _Optional[int] = ..., n_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., pad_token_id: _Optional[int] = ..., activation: _Optional[str] = ..., norm: _Optional[str] = ..., position: _Optional[str] = ...) -> None: ...
 
 class TextInput(_message.Message):
-    __slots__ = ("tokenizer_file", "special_token_ids", "takes_empty")
+    __slots__ = ("tokenizer_file", "special_token_ids", "split_special_tokens", "max_tokens", "template", "takes_empty")
     TOKENIZER_FILE_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SPLIT_SPECIAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     TAKES_EMPTY_FIELD_NUMBER: _ClassVar[int]
     tokenizer_file: str
     special_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    split_special_tokens: bool
+    max_tokens: int
+    template: TextTemplate
     takes_empty: bool
-    def __init__(self, tokenizer_file: _Optional[str] = ..., special_token_ids: _Optional[_Iterable[int]] = ..., takes_empty: bool = ...) -> None: ...
+    def __init__(self, tokenizer_file: _Optional[str] = ..., special_token_ids: _Optional[_Iterable[int]] = ..., split_special_tokens: bool = ..., max_tokens: _Optional[int] = ..., template: _Optional[_Union[TextTemplate, _Mapping]] = ..., takes_empty: bool = ...) -> None: ...
+
+class TextTemplate(_message.Message):
+    __slots__ = ("before", "before_prompt", "after_prompt", "after", "after_tokens")
+    BEFORE_FIELD_NUMBER: _ClassVar[int]
+    BEFORE_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_PROMPT_FIELD_NUMBER: _ClassVar[int]
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    AFTER_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    before: str
+    before_prompt: str
+    after_prompt: str
+    after: str
+    after_tokens: int
+    def __init__(self, before: _Optional[str] = ..., before_prompt: _Optional[str] = ..., after_prompt: _Optional[str] = ..., after: _Optional[str] = ..., after_tokens: _Optional[int] = ...) -> None: ...
 
 class Graph(_message.Message):
     __slots__ = ("file", "opset", "input_ids_name", "attention_mask_name", "output_name", "precision", "token_type_ids_name", "embeddings_name")
