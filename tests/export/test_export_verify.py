@@ -71,7 +71,10 @@ def test_attention_that_is_another_is_refused(tiny: EncoderConfig, tmp_path: Pat
     encoder = random_encoder(tiny, 0)
     graphs = trace.write_graphs(encoder, tmp_path)
     exchanged = dataclasses.replace(graphs, attention_weights_names=graphs.attention_weights_names[::-1])
-    with pytest.raises(ParityError, match=r"in attention_weights.1: error \S+, tolerance 1.0e-05, PyTorch's own float32 \S+, for 7 tokens"):
+    with pytest.raises(
+        ParityError,
+        match=r"in attention_weights.1: error \S+, tolerance 1.0e-05, PyTorch's own float32 \S+, for 7 tokens",
+    ):
         check_inspection(encoder, exchanged)
 
 

@@ -395,8 +395,9 @@ def _refuse_padding(model: TransformersModel) -> None:
             vocab_size=model.vocab_size,
             max_sequence_tokens=longest,
             pad_token_id=model.pad_token_id,
-            reference=model,
-            module=model.module,
+            reference=agreement.reference_rows(
+                model, vocab_size=model.vocab_size, max_sequence_tokens=longest, module=model.module
+            ),
         )
     except ParityError as error:
         raise ParityError(

@@ -4,14 +4,12 @@ import dataclasses
 from pathlib import Path
 
 import onnx
-from torch import nn
 
 from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_onnx, is_quantized
 from encserve_export.bundle.write import Exported, Progress, Target, complete
 from encserve_export.check import agreement
 from encserve_export.ground import names
-from encserve_export.ground.arrays import Run
 from encserve_export.ground.errors import ConfigError, VocabularyError
 from encserve_export.ground.precision import BOUNDS, Precision
 from encserve_export.kinds.recipe import Recipe
@@ -85,14 +83,15 @@ def export_onnx(
         progress("copying and checking the file")
         files = external.write_model(model, path, apart, folder)
         check_file(model, files[0])
+        wanted = None if reference is None else _run_reference(reference, options, foreign.precision(model), progress)
         runner = Runner(model, files[0], interface)
-        rows_of: Run | None = reference
         # Only now: where the file itself is at fault, an option would not help.
         vocab_size = _vocab_size(options, rows)
         _check_options(options, vocab_size)
         if options.precision not in (None, "float32"):
             progress(f"rounding it to {options.precision}")
-            rows_of = reference or runner
+            longest = options.max_sequence_tokens
+            wanted = wanted or agreement.reference_rows(runner, vocab_size=vocab_size, max_sequence_tokens=longest)
             model = convert.convert(model, interface, vocab_size, options.max_sequence_tokens, options.precision)
             files = external.save_model(model, folder, apart=len(files) > 1)
             runner = Runner(model, files[0], interface)
@@ -101,8 +100,7 @@ def export_onnx(
         runner.check_ends(vocab_size, options.max_sequence_tokens, options.pad_token_id)
         if reference is not None:
             progress("comparing ONNX Runtime with PyTorch")
-        module = None if reference is None else reference.module
-        parity = _check_rows(runner, options, vocab_size, foreign.precision(model), rows_of, module)
+        parity = _check_rows(runner, options, vocab_size, foreign.precision(model), wanted)
         progress("writing the bundle")
         source = source or manifest.Source(
             "onnx", foreign.description(model), vector=options.vector, tokenizer=options.tokenizer
@@ -141,13 +139,21 @@ def _check_options(options: OnnxOptions, vocab_size: int) -> None:
         raise ConfigError("l2_normalize is of pooled vectors; give the pooling too")
 
 
+def _run_reference(
+    reference: TransformersModel, options: OnnxOptions, precision: str, progress: Progress
+) -> agreement.Reference:
+    progress("running the model in PyTorch")
+    is_exact = {precision, options.precision or precision} == {"float32"}
+    return agreement.reference_rows(
+        reference,
+        vocab_size=reference.vocab_size if options.vocab_size is None else options.vocab_size,
+        max_sequence_tokens=options.max_sequence_tokens,
+        module=reference.module if is_exact else None,
+    )
+
+
 def _check_rows(
-    runner: Runner,
-    options: OnnxOptions,
-    vocab_size: int,
-    precision: str,
-    reference: Run | None,
-    module: nn.Module | None,
+    runner: Runner, options: OnnxOptions, vocab_size: int, precision: str, reference: agreement.Reference | None
 ) -> agreement.Parity:
     advice = "it ignores its attention mask in part or altogether, and batches would change its rows"
     if precision != "float32":
@@ -158,7 +164,6 @@ def _check_rows(
         max_sequence_tokens=options.max_sequence_tokens,
         pad_token_id=options.pad_token_id,
         reference=reference,
-        module=module,
         precision=precision if precision in BOUNDS else "float32",
         advice=advice,
     )
