@@ -315,7 +315,7 @@ def test_the_share_of_others_is_a_share() -> None:
 def test_it_runs_and_writes_what_it_found(tmp_path: Path) -> None:
     checkpoint, other = ROOT / "tests/data/hf-bert", tmp_path / "before"
     models = str(tmp_path / "models")
-    export(["hf", str(checkpoint), "--model-repository", models, "--name", "tiny"], standalone_mode=False)
+    export(["hf", str(checkpoint), "--ids-only", "--model-repository", models, "--name", "tiny"], standalone_mode=False)
     (other / ".venv/bin").mkdir(parents=True)
     (other / ".venv/bin/encserve-server").symlink_to(COMMAND)
     command = [sys.executable, "bench/compare.py", models, "--json", str(tmp_path / "found.json")]

@@ -15,7 +15,6 @@ from encserve_client import EncoderClient, maxsim
 from encserve_export import Target, export_hf
 
 pytestmark = pytest.mark.models
-pytest.importorskip("sentence_transformers", reason="needs encserve-export[sentence-transformers]")
 
 QUERIES = ["where do cats sleep", "how long does bread rise", "the fastest train in Japan", "tax on a second flat"]
 DOCUMENTS = [

@@ -19,7 +19,6 @@ from encserve_export.models import pretrained
 from encserve_export.source.weights import read_weights
 
 pytestmark = pytest.mark.models
-pytest.importorskip("sentence_transformers", reason="needs sentence-transformers, which they are compared with")
 
 TEXTS = ["", "   ", "the cat", "🌍 東京 и Москва", *(text_of(n, seed=n) for n in (1, 17, 93, 95, 600))]
 PROMPTS = {"query": "Query: ", "instruction": "Represent this passage: "}

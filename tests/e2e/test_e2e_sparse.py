@@ -17,7 +17,6 @@ from encserve_client import AsyncEncoderClient, EncoderClient, SparseVector, Tru
 from encserve_client.options import TrainedKind
 from encserve_export import Target, export_hf
 
-pytest.importorskip("sentence_transformers", reason="needs encserve-export[sentence-transformers]")
 pytestmark = pytest.mark.models
 
 Array = npt.NDArray[Any]

@@ -328,6 +328,27 @@ def test_an_embedding_table_is_needed() -> None:
         find_encoder(state, ASKED)
 
 
+def test_tables_under_other_names_are_proposed() -> None:
+    state = saved()
+    state |= {"encoder.vocab": state.pop("embedding.weight"), "places": torch.randn(1, 30, 8)}
+    with pytest.raises(WeightNamesError) as caught:
+        find_encoder(state, ASKED)
+    assert "surplus: encoder.vocab, places" in str(caught.value)
+    assert (
+        "If one of encoder.vocab (11, 8), places (1, 30, 8) is a table, save it under another name: of token "
+        "embeddings W_embed or embedding.weight (" in str(caught.value)
+    )
+    state = {"embedding.weight": state.pop("encoder.vocab"), "pos_embedding": state.pop("places"), **state}
+    assert find_encoder(state, without_position()).encoder.config.position == "learned"
+
+
+@pytest.mark.parametrize("name", ["lookup", "linear.bias"])
+def test_what_is_no_table_is_not_proposed(name: str) -> None:
+    with pytest.raises(WeightNamesError) as caught:
+        find_encoder(saved() | {name: torch.ones(11, 9)}, ASKED)
+    assert "is a table" not in str(caught.value)
+
+
 def test_one_embedding_table_is_enough() -> None:
     table = Table("weight", torch.ones(11, 8))
     with pytest.raises(EmbeddingTableError, match=r"table of its own, embedding\.weight; leave out --embeddings"):

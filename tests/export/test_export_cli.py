@@ -40,7 +40,7 @@ def read_manifest(bundle: Path) -> manifest_pb2.Manifest:
 
 def test_hf(bert: "Checkpoint", models: Path) -> None:
     (bert.path / "sentence_bert_config.json").write_text('{"max_seq_length": 40}')
-    result = run("hf", bert.path, "--model-repository", models, "--max-sequence-tokens", 20)
+    result = run("hf", bert.path, "--ids-only", "--model-repository", models, "--max-sequence-tokens", 20)
     assert result.exit_code == 0, result.output
     manifest = read_manifest(models / "bert" / "1")
     assert manifest.encoder.max_sequence_tokens == 20
@@ -56,16 +56,27 @@ def test_hf(bert: "Checkpoint", models: Path) -> None:
     assert "comparing" not in result.stdout
 
 
+def test_an_older_space_id_is_kept_and_said_to_be(config: Path, models: Path) -> None:
+    arguments = ("init", "--config", config, "--model-repository", models, "--name", "m", "--keep-space-id")
+    result = run(*arguments, "5" * 32)
+    assert result.exit_code == 0, result.output
+    assert read_manifest(models / "m" / "1").space_id == "5" * 32
+    assert f"space        {'5' * 32}, as --keep-space-id asks and unchecked; the model's own is s2-" in result.stdout
+    result = run(*arguments, "5")
+    assert result.exit_code == 1
+    assert "a space_id is s2- and 32 hex digits, or 32 hex digits in older bundles; was '5'" in result.stderr
+
+
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_precision(data: Path, models: Path, precision: str) -> None:
-    result = run("hf", data / "hf-bert", "--model-repository", models, "--precision", precision)
+    result = run("hf", data / "hf-bert", "--ids-only", "--model-repository", models, "--precision", precision)
     assert result.exit_code == 0, result.output
     assert read_manifest(models / "hf-bert" / "1").graph.precision == precision
     required = {"float16": 0.999, "int8": 0.99}[precision]
     for shown in (f"MiB, {precision}, opset", f"required {required}\n", "padding      least cosine similarity 1"):
         assert shown in result.stdout
     shown = run("inspect", models / "hf-bert" / "1").stdout
-    plain = run("hf", data / "hf-bert", "--model-repository", models, "--version", "2")
+    plain = run("hf", data / "hf-bert", "--ids-only", "--model-repository", models, "--version", "2")
     assert plain.exit_code == 0
     parameters = run("inspect", models / "hf-bert" / "2").stdout.split("\n\n")[1]
     assert parameters in shown, "the model has the same parameters in every precision"
@@ -73,9 +84,11 @@ def test_precision(data: Path, models: Path, precision: str) -> None:
 
 def test_pooling_that_the_directory_does_not_say(bert: "Checkpoint", models: Path) -> None:
     """Nothing is guessed: the report says that it is not known, and the option says it."""
-    result = run("hf", bert.path, "--model-repository", models, "--name", "unknown")
+    result = run("hf", bert.path, "--ids-only", "--model-repository", models, "--name", "unknown")
     assert "pooling      not said by the checkpoint" in result.stdout
-    result = run("hf", bert.path, "--model-repository", models, "--name", "known", "--pooling", "lasttoken")
+    result = run(
+        "hf", bert.path, "--ids-only", "--model-repository", models, "--name", "known", "--pooling", "last_token"
+    )
     assert "not said by the checkpoint" not in result.stdout
     manifest = json.loads((models / "known" / "1" / "manifest.json").read_text())
     assert manifest["pooling"] == "POOLING_LAST_TOKEN"
@@ -89,8 +102,48 @@ def test_pooling_that_the_directory_does_not_say(bert: "Checkpoint", models: Pat
     )
     (bert.path / "1_Pooling").mkdir()
     (bert.path / "1_Pooling" / "config.json").write_text("{}")
-    result = run("hf", bert.path, "--model-repository", models, "--name", "said", "--pooling", "cls")
+    result = run("hf", bert.path, "--ids-only", "--model-repository", models, "--name", "said", "--pooling", "cls")
     assert "pooling is for a checkpoint that does not say its own" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("given", "said"), [("last_token", "LAST_TOKEN"), ("mean_sqrt_len_tokens", "MEAN_SQRT_LENGTH"), ("cls", "CLS")]
+)
+def test_pooling_of_checkpoint_and_init(data: Path, models: Path, config: Path, given: str, said: str) -> None:
+    """By the client's names, and by those of sentence-transformers."""
+    golden = data / "fused-qkv"
+    fields = config.parent / "fields.json"
+    fields.write_text(json.dumps(golden_fields("fused-qkv")))
+    for arguments in (
+        ("checkpoint", golden / "checkpoint.safetensors", "--config", fields, "--embeddings",
+         golden / "embeddings.safetensors", "--max-sequence-tokens", 20, "--name", "checkpoint"),
+        ("init", "--config", config, "--name", "init"),
+    ):  # fmt: skip
+        result = run(*arguments, "--model-repository", models, "--pooling", given, "--l2-normalize")
+        assert result.exit_code == 0, result.output
+        manifest = read_manifest(models / str(arguments[-1]) / "1")
+        assert (manifest_pb2.Pooling.Name(manifest.pooling), manifest.l2_normalize) == (f"POOLING_{said}", True)
+    assert ("formula      the heads are concatenated" in run(
+        *("checkpoint", golden / "checkpoint.safetensors", "--config", fields, "--embeddings"),
+        *(golden / "embeddings.safetensors", "--max-sequence-tokens", 20, "--name", "m", "--model-repository", models),
+    ).stdout)  # fmt: skip
+
+
+def test_poolings_that_are_refused(config: Path, models: Path) -> None:
+    arguments = ("init", "--config", config, "--name", "init", "--model-repository", models)
+    unknown = run(*arguments, "--pooling", "first")
+    assert unknown.exit_code == 2
+    assert "'last_token', 'weighted_mean', 'mean_sqrt_length'" in unknown.stderr
+    assert "give the pooling too" in run(*arguments, "--l2-normalize").stderr
+    assert not models.exists()
+
+
+def test_a_directory_without_a_tokenizer_is_asked_about(bert: "Checkpoint", models: Path) -> None:
+    refused = run("hf", bert.path, "--model-repository", models)
+    assert refused.exit_code == 1
+    assert "has no tokenizer.json" in refused.stderr
+    assert "or give --ids-only, and the model takes token ids and no text" in refused.stderr
+    assert not models.exists()
 
 
 def test_precision_of_checkpoint_and_init(data: Path, models: Path, config: Path) -> None:
@@ -115,7 +168,17 @@ def test_a_strangers_onnx_file_keeps_its_precision(data: Path, models: Path) -> 
 
 
 def test_name_version_and_overwrite(data: Path, models: Path) -> None:
-    arguments = ("hf", data / "hf-distilbert", "--model-repository", models, "--name", "d", "--version", "2024.1")
+    arguments = (
+        "hf",
+        data / "hf-distilbert",
+        "--ids-only",
+        "--model-repository",
+        models,
+        "--name",
+        "d",
+        "--version",
+        "2024.1",
+    )
     assert run(*arguments).exit_code == 0
     refused = run(*arguments)
     assert refused.exit_code == 1
@@ -135,7 +198,7 @@ def test_name_version_and_overwrite(data: Path, models: Path) -> None:
     ],
 )
 def test_errors_of_hf(data: Path, models: Path, arguments: tuple[object, ...], message: str) -> None:
-    result = run("hf", data / "hf-bert", "--model-repository", models, *arguments)
+    result = run("hf", data / "hf-bert", "--ids-only", "--model-repository", models, *arguments)
     assert result.exit_code == 1
     assert f"Error: {message}" in result.stderr
     assert isinstance(result.exception, SystemExit), "no traceback"

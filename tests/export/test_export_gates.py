@@ -118,7 +118,7 @@ def others(encoder: Encoder, graphs: trace.Graphs) -> Parity:
 
     model = TransformersModel(encoder, "Encoder", None, 50, 0, ())
     wanted = reference_rows(model, vocab_size=50, max_sequence_tokens=24, module=model.module)
-    return check_rows(run, vocab_size=50, max_sequence_tokens=24, pad_token_id=0, reference=wanted)
+    return check_rows(run, vocab_size=50, max_sequence_tokens=24, pad_token_id=0, wanted=wanted)
 
 
 @pytest.mark.parametrize("gate", [own, inspections, others])
@@ -220,7 +220,7 @@ class Mixed(nn.Module):
 def test_a_model_that_does_not_run_in_float64_is_compared_with_float32(encoder: Encoder, far_off: bool) -> None:
     model = TransformersModel(Mixed(encoder, far_off=far_off), "Mixed", None, 50, 0, ())
     wanted = reference_rows(model, vocab_size=50, max_sequence_tokens=24, module=model.module)
-    parity = check_rows(model, vocab_size=50, max_sequence_tokens=24, pad_token_id=0, reference=wanted)
+    parity = check_rows(model, vocab_size=50, max_sequence_tokens=24, pad_token_id=0, wanted=wanted)
     assert parity.float32_error is None
     assert parity.max_relative_error < 1e-6
     assert parity.bounds == BOUNDS["float32"]

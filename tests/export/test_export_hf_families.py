@@ -9,20 +9,19 @@ import onnx
 import onnxruntime
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from encserve_export import Target, export_hf
 from encserve_export.bundle.write import Exported
 from encserve_export.check.agreement import check_inspection, check_parity, relative_error
-from encserve_export.ground.errors import MissingPackageError, UnsupportedModelError
+from encserve_export.ground.errors import UnsupportedModelError
 from encserve_export.ground.precision import Precision
-from encserve_export.models import pretrained
 from encserve_export.models.own import trace
 from encserve_export.models.own.encoder import Encoder
 from encserve_export.models.own.layouts import hf_bert
 from encserve_export.onnx_graph import query_blocks
 
-transformers = pytest.importorskip("transformers")
 SMALL = {
     "hidden_size": 64,
     "num_hidden_layers": 4,
@@ -32,7 +31,6 @@ SMALL = {
     "max_position_embeddings": 302,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "mpnet": SMALL,
     "nomic_bert": SMALL,
     "modernbert": SMALL
     | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
@@ -115,7 +113,6 @@ def test_queries_in_blocks_see_the_same(family: str, tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("family", "settings", "reason"),
     [
-        ("mpnet", {"pad_token_id": 0}, "pad_token_id of MPNet must be 1 here; was 0"),
         ("gte", {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, 'rope_type must be "default"; was'),
         ("gte", {"rope_scaling": {"type": "linear", "factor": 2.0}}, 'rope_type must be "default"; was'),
         ("gte", {"position_embedding_type": "absolute"}, 'position_embedding_type must be "rope"; was'),
@@ -138,8 +135,8 @@ def test_other_positions_are_transformers_own(tmp_path: Path) -> None:
     directory, target = tmp_path / "theirs", Target(model_repository=tmp_path / "models", name="m")
     save("gte", directory, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
     with pytest.raises(UnsupportedModelError, match='rope_type must be "default"'):
-        export_hf(directory, target, max_sequence_tokens=20, via="own")
-    assert export_hf(directory, target, max_sequence_tokens=20).manifest.source.route == "transformers"
+        export_hf(directory, target, max_sequence_tokens=20, ids_only=True, via="own")
+    assert export_hf(directory, target, max_sequence_tokens=20, ids_only=True).manifest.source.route == "transformers"
 
 
 def test_names_of_transformers_own_are_read_by_transformers(tmp_path: Path) -> None:
@@ -148,26 +145,18 @@ def test_names_of_transformers_own_are_read_by_transformers(tmp_path: Path) -> N
     theirs = save("nomic_bert", directory)
     save_file(dict(theirs.state_dict()), directory / "model.safetensors", {"format": "pt"})
     with pytest.raises(UnsupportedModelError, match="the weights do not fit NomicBertModel; missing"):
-        export_hf(directory, target, max_sequence_tokens=20, via="own")
-    assert export_hf(directory, target, max_sequence_tokens=20).manifest.source.route == "transformers"
+        export_hf(directory, target, max_sequence_tokens=20, ids_only=True, via="own")
+    assert export_hf(directory, target, max_sequence_tokens=20, ids_only=True).manifest.source.route == "transformers"
 
 
-def test_ours_takes_what_it_is_better_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Long texts, and everything where transformers is not installed; others it runs no faster."""
+def test_ours_takes_what_it_is_better_at(tmp_path: Path) -> None:
+    """Long texts; others it runs no faster."""
     save("gte", tmp_path / "theirs", max_position_embeddings=1025)
 
     def export(longest: int) -> Exported:
         target = Target(model_repository=tmp_path / "models", name="m", version=str(longest))
-        return export_hf(tmp_path / "theirs", target, max_sequence_tokens=longest)
+        return export_hf(tmp_path / "theirs", target, max_sequence_tokens=longest, ids_only=True)
 
     short, long = export(20), export(1025)
     assert (short.manifest.source.route, long.manifest.source.route) == ("transformers", "own")
     assert "our own encoder is no faster for it up to 1024 tokens; with --via own it can be inspected" in short.route
-
-    def missing(what: str) -> None:
-        raise MissingPackageError(f"{what} needs transformers")
-
-    monkeypatch.setattr(pretrained, "package", missing)
-    without = export(21)
-    assert without.manifest.source.route == "own"
-    assert "transformers does not take it: model_type 'gte' needs transformers" in without.route

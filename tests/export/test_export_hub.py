@@ -28,7 +28,16 @@ def run(endpoint: str, cache: Path, *arguments: object, offline: bool = False) -
 
 def test_an_id_is_downloaded(data: Path, models: Path, tmp_path: Path) -> None:
     with fake_hub("somebody/tiny-bert", data / "hf-bert", ("main", "v2")) as endpoint:
-        found = run(endpoint, tmp_path / "hf", "somebody/tiny-bert", "--revision", "v2", "--model-repository", models)
+        found = run(
+            endpoint,
+            tmp_path / "hf",
+            "somebody/tiny-bert",
+            "--revision",
+            "v2",
+            "--ids-only",
+            "--model-repository",
+            models,
+        )
     assert found.returncode == 0, found.stderr
     manifest = json_format.Parse((models / "tiny-bert" / "1" / "manifest.json").read_text(), manifest_pb2.Manifest())
     assert (manifest.source.repository, manifest.source.revision) == ("somebody/tiny-bert", COMMIT)

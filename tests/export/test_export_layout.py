@@ -41,6 +41,12 @@ def test_rows_are_those_of_the_original_implementation(data: Path, golden: str) 
         torch.testing.assert_close(encode(encoder, torch.from_numpy(ids)), torch.from_numpy(want))
 
 
+def test_two_names_of_one_weight_are_refused() -> None:
+    tensors = {name: torch.ones(2) for name in ("bert.embeddings.LayerNorm.weight", "embeddings.LayerNorm.gamma")}
+    with pytest.raises(WeightNamesError, match=r"bert\..*weight and embeddings\..*gamma are two names of one weight"):
+        hf_bert.plain_names(tensors)
+
+
 def test_sizes_are_read_from_the_configuration(data: Path) -> None:
     bert = load(data / "hf-bert").config
     assert (bert.max_sequence_tokens, bert.n_token_types, bert.position_offset) == (66, 2, 0)

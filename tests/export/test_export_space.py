@@ -1,6 +1,7 @@
 """space_id is the model's: however that is saved and exported it stays; with all that changes a vector it goes."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +18,10 @@ from safetensors.torch import load_file, save_file
 from sentence_models import LONGEST, write_model
 
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_checkpoint, export_hf, export_init, export_onnx
-from encserve_export.bundle.space import digest_model
+from encserve_export.bundle.space import COUNTED, digest_model
+from encserve_export.ground.errors import ConfigError
+from encserve_proto.bundle.v1 import manifest_pb2
+from encserve_proto.fingerprint import fingerprint
 
 pytest.importorskip("transformers", reason="needs encserve-export[transformers]")
 
@@ -50,7 +54,7 @@ def space(original: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def space_of(directory: Path, folder: Path, **options: Any) -> str:
     target = Target(model_repository=folder / "models", name="m", overwrite=True)
     manifest = export_hf(directory, target, **{"via": "own", **options}).manifest
-    assert len(manifest.space_id) == 32
+    assert re.fullmatch("s2-[0-9a-f]{32}", manifest.space_id)
     return manifest.space_id
 
 
@@ -218,6 +222,82 @@ def test_a_key_that_is_not_known_counts_and_one_of_training_does_not() -> None:
     assert digest_model({}, {"a": 1, "hidden_dropout_prob": 0.1, "classifier_dropout": None}) == plain
     nested = {"a": 1, "text_config": {"torch_dtype": "float32", "b": 1}}
     assert digest_model({}, nested) == digest_model({}, {"a": 1, "text_config": {"b": 1}}) != plain
+
+
+def test_numbers_by_their_value_and_texts_as_they_are() -> None:
+    plain = digest_model({}, {"a": 1, "b": [10000.0, "1", None, True, 0.1]})
+    assert digest_model({}, {"b": (1e4, "1", None, True, 0.1), "a": 1.0}) == plain
+    others = [[10000.5, "1", None, True, 0.1], [1e4, 1, None, True, 0.1], [1e4, "1", None, 1, 0.1]]
+    assert len({plain, *(digest_model({}, {"a": 1, "b": it}) for it in others)}) == 4
+
+
+@pytest.mark.parametrize("configuration", [{"dtype_of": torch.float32}, {"a": {1: 2}}, {"a": [{1, 2}]}])
+def test_a_configuration_that_json_cannot_say_is_refused(configuration: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"configuration must be .*; (it holds|was) "):
+        digest_model({}, configuration)
+
+
+def test_copies_that_transformers_ties_do_not_count() -> None:
+    """A .bin file holds them, safetensors leaves them out."""
+    words, bias = torch.arange(6.0).reshape(3, 2), torch.arange(3.0)
+    saved = {"bert.embeddings.word_embeddings.weight": words, "cls.predictions.bias": bias}
+    copies = {"cls.predictions.decoder.weight": words, "cls.predictions.decoder.bias": bias}
+    plain = digest_model(saved, {})
+    assert digest_model({**copies, **saved}, {}) == plain
+    assert digest_model({**saved, "cls.predictions.decoder.weight": words + 1}, {}) != plain
+    assert digest_model({**saved, "another.weight": words}, {}) != plain
+    shared = {"lm_head.weight": words, "encoder.embed_tokens.weight": words, "decoder.embed_tokens.weight": words}
+    assert digest_model({"decoder.embed_tokens.weight": words}, {}) == digest_model(shared, {}), "one of them stays"
+
+
+def test_each_field_of_the_manifest_counts_or_not_by_decision() -> None:
+    """A new field needs one: in `COUNTED` and docs/models.md, or here."""
+    of_files = {"file", "input_name", "output_name", "rows_name", "mask_name", "width"}
+    beside: dict[str, set[str]] = {
+        "Manifest": {
+            *(
+                "format_version",
+                "name",
+                "version",
+                "fingerprint",
+                "space_id",
+                "source",
+                "files",
+                "parameters",
+                "parity",
+            ),
+            *("inspect_graph", "similarity"),
+            *("encoder", "graph", "head"),  # by the model, its precision and longest sequence, and its modules
+        },
+        "MultiVector": {*of_files, "similarity"},
+        "Sparse": of_files,
+        "StaticSparse": {"tokenizer_file", "weights_file"},
+        "TextInput": {"tokenizer_file", "special_token_ids"},  # by the tokenizer itself
+    }
+    for name, message in manifest_pb2.DESCRIPTOR.message_types_by_name.items():
+        if name in COUNTED:
+            undecided = {it.name for it in message.fields} - {*COUNTED[name]} - beside.get(name, set())
+            assert not undecided, f"{name}: does {undecided} change vectors?"
+            nested = {it.message_type.name for it in message.fields if it.name in COUNTED[name] and it.message_type}
+            assert nested <= {*COUNTED, "PromptsEntry"}
+
+
+def test_a_given_id_is_kept(tiny: EncoderConfig, tmp_path: Path) -> None:
+    target = Target(model_repository=tmp_path, name="m")
+    own = export_init(tiny, 1, target)
+    for given in ("0123456789abcdef" * 2, f"s2-{'5' * 32}"):
+        kept = export_init(tiny, 1, Target(model_repository=tmp_path, name="m", overwrite=True, keep_space_id=given))
+        assert (kept.manifest.space_id, kept.replaced_space_id) == (given, own.manifest.space_id)
+        assert kept.manifest.fingerprint == fingerprint(kept.manifest) != own.manifest.fingerprint
+    assert own.replaced_space_id == ""
+
+
+@pytest.mark.parametrize("given", ["5" * 31, f"s2-{'5' * 33}", f"s3-{'5' * 32}", "A" * 32, f"{'5' * 32}\n"])
+def test_what_is_no_id_is_not_kept(given: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="a space_id is s2- and 32 hex digits, or 32 hex digits in older bundles; was"
+    ):
+        Target(model_repository=tmp_path, name="m", keep_space_id=given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])

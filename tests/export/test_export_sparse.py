@@ -25,11 +25,9 @@ from sparse_models import (
 from encserve_export import Target, export_hf
 from encserve_export.ground.errors import CheckpointFileError, ParityError, UnsafeWeightsError, UnsupportedModelError
 from encserve_export.ground.precision import BOUNDS
-from encserve_export.kinds.sparse import read_sparse_encoder
+from encserve_export.kinds.reading import read
 from encserve_export.report import show
 from encserve_proto.bundle.v1 import manifest_pb2
-
-pytest.importorskip("sentence_transformers", reason="needs encserve-export[sentence-transformers]")
 
 
 @pytest.fixture(scope="module")
@@ -107,14 +105,14 @@ def test_a_text_without_a_task_is_told(static: Path, tmp_path: Path) -> None:
     path = directory / "router_config.json"
     config = json.loads(path.read_text())
     path.write_text(json.dumps({**config, "parameters": {**config["parameters"], "default_route": "query"}}))
-    assert "sentence-transformers takes it as a query" in read_sparse_encoder(directory).remark
+    assert "sentence-transformers takes it as a query" in read(directory).remark
 
 
 def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    vector = read_sparse_encoder(splade)
+    vector = read(splade)
     assert vector.sparse is not None
     vector.sparse.module.logarithms = 2  # type: ignore[assignment]
-    monkeypatch.setattr("encserve_export.routes.hf.read_sparse_encoder", lambda _: vector)
+    monkeypatch.setattr("encserve_export.routes.hf.read", lambda *_: vector)
     with pytest.raises(ParityError, match="gives other weights than sentence-transformers .* task query: one"):
         export(splade, tmp_path)
     assert not (tmp_path / "models").exists()
@@ -151,11 +149,13 @@ def test_what_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
 
     SparseEncoder(modules=[Router.for_query_document(splade(), splade())]).save(str(tmp_path / "two"))
     with pytest.raises(UnsupportedModelError, match="has several encoders to serve, for queries and for documents"):
-        read_sparse_encoder(tmp_path / "two")
+        read(tmp_path / "two")
     csr = [Transformer(model), Pooling(D_MODEL), SparseAutoEncoder(D_MODEL, hidden_dim=48, k=4)]
     SparseEncoder(modules=csr).save(str(tmp_path / "csr"))
-    with pytest.raises(UnsupportedModelError, match="has a SparseAutoEncoder, which .* its weights come of one pooled"):
-        read_sparse_encoder(tmp_path / "csr")
+    with pytest.raises(
+        UnsupportedModelError, match="has a SparseAutoEncoder module, which .* its weights come of one pooled"
+    ):
+        read(tmp_path / "csr")
 
 
 def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What our own encoder is not, transformers is asked for: exported true, or refused with what to do next."""
 
-import builtins
 import json
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ from encserve_export import Exported, Target, export_hf
 from encserve_export.ground.errors import (
     CheckpointFileError,
     ConfigError,
-    MissingPackageError,
     ParityError,
     UnsupportedModelError,
     WeightNamesError,
@@ -25,8 +23,6 @@ from encserve_export.ground.errors import (
 )
 from encserve_export.ground.precision import BOUNDS, Precision
 from encserve_export.models.pretrained import TransformersModel, write_onnx
-
-pytest.importorskip("transformers", reason="needs ./export[transformers]")
 
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 
@@ -37,7 +33,9 @@ def data2vec(tmp_path: Path) -> Path:
 
 
 def export(directory: Path, models: Path, **options: Any) -> Exported:
-    return export_hf(directory, Target(model_repository=models, name="m"), **{"max_sequence_tokens": 20, **options})
+    return export_hf(
+        directory, Target(model_repository=models, name="m"), **{"max_sequence_tokens": 20, "ids_only": True, **options}
+    )
 
 
 def change(directory: Path, **changed: Tensor | None) -> None:
@@ -156,31 +154,13 @@ def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkey
     assert not models.exists()
 
 
-def hide_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = builtins.__import__
-
-    def absent(name: str, *arguments: Any) -> Any:
-        if name == "transformers":
-            raise ImportError(name)
-        return found(name, *arguments)
-
-    monkeypatch.setattr(builtins, "__import__", absent)
-
-
-def test_without_the_package(data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hide_transformers(monkeypatch)
-    with pytest.raises(MissingPackageError, match=r"pip install ./proto './export\[transformers\]'"):
-        export(data2vec, models)
-    assert not models.exists()
-
-
 def test_a_route_that_is_asked_for(bert: Any, models: Path) -> None:
     """Our own encoder would do; what is asked for is taken, or nothing is."""
     exported = export(bert.path, models, via="transformers")
     assert (exported.manifest.source.route, exported.route) == ("transformers", "transformers, as --via asks")
     target = Target(model_repository=models, name="other")
     with pytest.raises(UnsupportedModelError, match=r"there is no onnx/model\.onnx"):
-        export_hf(bert.path, target, via="onnx")
+        export_hf(bert.path, target, via="onnx", ids_only=True)
 
 
 @pytest.mark.parametrize("true", [True, False])
@@ -200,16 +180,12 @@ def test_an_onnx_file_in_the_directory(data2vec: Path, models: Path, tmp_path: P
     assert true or "onnx/model.onnx does not take it: the model differs from PyTorch" in exported.route
 
 
-def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:
     (bert.path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "##s"]))
     exported = export(bert.path, models)
     tokenizer = Tokenizer.from_file(str(exported.path / "tokenizer.json"))
     assert tokenizer.encode("One twos").tokens == ["[CLS]", "one", "two", "##s", "[SEP]"]
     assert list(exported.manifest.text.special_token_ids) == [0, 2, 3]
-    hide_transformers(monkeypatch)
-    without = export_hf(bert.path, Target(model_repository=models, name="ids"))
-    assert not without.manifest.HasField("text")
-    assert "making one of vocab.txt needs the package transformers: pip install" in without.text
 
 
 @pytest.mark.parametrize("precision", ["float16", "int8"])

@@ -69,7 +69,7 @@ def export_golden(name: str, models: Path, precision: Precision = "float32") -> 
     """Exports a golden checkpoint under its own name."""
     target = Target(model_repository=models, name=name)
     if name in HF_GOLDENS:
-        return export_once(export_hf, DATA / name, target=target, precision=precision)
+        return export_once(export_hf, DATA / name, target=target, precision=precision, ids_only=True)
     path, fields, table = DATA / name / "checkpoint.safetensors", golden_fields(name), golden_embeddings(name)
     return export_once(export_checkpoint, path, target=target, fields=fields, embeddings=table, precision=precision)
 

@@ -1,7 +1,7 @@
 """Turns a PyTorch encoder checkpoint into a verified model bundle.
 
 The command line is `encserve-export`; from Python, `export_hf`, `export_checkpoint`, `export_onnx`, `export_init`
-and `export_encoder` do the same.
+and `export_encoder` do the same, and `export_module` takes any PyTorch module.
 """
 
 from encserve_export.bundle.manifest import Source
@@ -12,6 +12,7 @@ from encserve_export.models.own.encoder import Encoder
 from encserve_export.routes.checkpoint import export_checkpoint, export_init
 from encserve_export.routes.encoder import export_encoder
 from encserve_export.routes.hf import export_hf
+from encserve_export.routes.module import export_module
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "export_encoder",
     "export_hf",
     "export_init",
+    "export_module",
     "export_onnx",
 ]

@@ -17,7 +17,7 @@ from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.ground import names
 from encserve_export.ground.errors import ConfigError, ExportError
 from encserve_export.ground.precision import Precision
-from encserve_export.kinds.recipe import POOLINGS, Recipe
+from encserve_export.kinds.recipe import POOLING_ALIASES, POOLINGS, pooled
 from encserve_export.models.own.config import EncoderConfig, Input
 from encserve_export.models.own.layouts import known_layouts
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -27,7 +27,6 @@ from encserve_export.routes.hf import ROUTES, Route, export_hf
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
 from encserve_export.source import hub
 from encserve_export.source.tokenizer import TokenizerFile, read_tokenizer
-from encserve_proto.bundle.v1 import manifest_pb2
 
 _DEFAULT_VOCAB_SIZE = 32000
 
@@ -45,6 +44,13 @@ def main() -> None:
 def _target_options(command: _Command) -> _Command:
     """The options that say where the bundle goes, but for --name, whose default differs."""
     for option in (
+        click.option(
+            "--keep-space-id",
+            metavar="ID",
+            default="",
+            help="The space_id to write, for an index of vectors from an older bundle of the same model; by default "
+            "the model's own. It is not checked.",
+        ),
         click.option("--overwrite", is_flag=True, help="Replace this version if it is there."),
         click.option("--version", default="1", show_default=True, help="The model's version."),
         click.option(
@@ -73,6 +79,35 @@ _precision_option = click.option(
 )
 
 
+class _Pooling(click.Choice[str]):
+    """Poolings by the clients' names; sentence-transformers' are taken too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The clients' name."""
+        return super().convert(POOLING_ALIASES.get(value, value), param, ctx)
+
+
+_pooling_type = _Pooling(list(POOLINGS))
+
+
+def _pooling_options(command: _Command) -> _Command:
+    """The options that say how the model was trained to make one vector."""
+    for option in (
+        click.option("--l2-normalize", is_flag=True, help="Scale pooled vectors to length 1."),
+        click.option("--pooling", type=_pooling_type, help="How the model was trained to make one vector."),
+    ):
+        command = option(command)
+    return command
+
+
+_expect_option = click.option(
+    "--expect",
+    type=_FILE,
+    help="A .npz or .safetensors file of rows that your own module made, which the bundle must give: input_ids or "
+    "inputs_embeds, attention_mask, rows.",
+)
+
+
 @main.command()
 @click.argument("source", metavar="DIRECTORY|OWNER/NAME")
 @_target_options
@@ -88,9 +123,15 @@ _precision_option = click.option(
 )
 @click.option(
     "--pooling",
-    type=click.Choice(list(POOLINGS)),
+    type=_pooling_type,
     help="How the model was trained to make one vector, where the directory has no modules.json to say so.",
 )
+@click.option(
+    "--ids-only",
+    is_flag=True,
+    help="Export a directory without a tokenizer: the model takes token ids and no text.",
+)
+@_expect_option
 def hf(
     source: str,
     model_repository: Path,
@@ -101,12 +142,15 @@ def hf(
     revision: str | None,
     via: Route | None,
     pooling: str | None,
+    ids_only: bool,
+    expect: Path | None,
     overwrite: bool,
+    keep_space_id: str,
 ) -> None:
     """Exports the Hugging Face checkpoint in DIRECTORY, or the one of that name on the hub.
 
-    BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, MPNet, NomicBERT, GTE and ModernBERT can be run by our own
-    encoder; every other encoder that transformers knows needs the extra ./export[transformers].
+    BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, NomicBERT, GTE and ModernBERT can be run by our own encoder;
+    every other encoder that transformers knows is exported from transformers.
     """
     is_directory = Path(source).is_dir()
     if not is_directory and not hub.is_id(source):
@@ -116,7 +160,13 @@ def hf(
 
     def export(progress: Progress) -> Exported:
         chosen = name_from(Path(source)) if name is None else name
-        target = Target(model_repository=model_repository, name=chosen, version=version, overwrite=overwrite)
+        target = Target(
+            model_repository=model_repository,
+            name=chosen,
+            version=version,
+            overwrite=overwrite,
+            keep_space_id=keep_space_id,
+        )
         # A large checkpoint is downloaded and traced for minutes before the draft would say so.
         check_target(model_repository, chosen, version, overwrite=overwrite)
         origin = None
@@ -130,6 +180,8 @@ def hf(
             precision=precision,
             via=via,
             pooling=pooling,
+            ids_only=ids_only,
+            expect=expect,
             origin=origin,
             progress=progress,
         )
@@ -161,6 +213,8 @@ def hf(
     help="What callers send: token ids (and text), or embeddings, one vector per token, which need no table.",
 )
 @_max_sequence_tokens_option(f"{DEFAULT_LONGEST}, or as many as a position table has rows")
+@_pooling_options
+@_expect_option
 def checkpoint(
     file: Path,
     model_repository: Path,
@@ -173,14 +227,24 @@ def checkpoint(
     model_input: Input,
     max_sequence_tokens: int | None,
     precision: Precision,
+    pooling: str | None,
+    l2_normalize: bool,
+    expect: Path | None,
     overwrite: bool,
+    keep_space_id: str,
 ) -> None:
     """Exports the state dict in FILE, safetensors or a PyTorch file of tensors, in one of the layouts of --layout."""
 
     def export(progress: Progress) -> Exported:
         return export_checkpoint(
             file,
-            Target(model_repository=model_repository, name=name, version=version, overwrite=overwrite),
+            Target(
+                model_repository=model_repository,
+                name=name,
+                version=version,
+                overwrite=overwrite,
+                keep_space_id=keep_space_id,
+            ),
             fields={} if config_path is None else _read_fields(config_path),
             embeddings=embeddings_path,
             tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
@@ -188,6 +252,9 @@ def checkpoint(
             model_input=model_input,
             max_sequence_tokens=max_sequence_tokens,
             precision=precision,
+            pooling=pooling,
+            l2_normalize=l2_normalize,
+            expect=expect,
             progress=progress,
         )
 
@@ -202,8 +269,8 @@ def checkpoint(
 @_max_sequence_tokens_option(f"{DEFAULT_LONGEST}; it is tried", default=DEFAULT_LONGEST)
 @click.option("--pad-token-id", type=int, default=0, show_default=True, help="The id that fills a padded batch.")
 @click.option("--vocab-size", type=int, help="How many token ids there are; by default as many as FILE has rows for.")
-@click.option("--pooling", type=click.Choice(list(POOLINGS)), help="How the model was trained to make one vector.")
-@click.option("--l2-normalize", is_flag=True, help="Scale pooled vectors to length 1.")
+@_pooling_options
+@_expect_option
 @click.option("--input-ids-name", default=names.INPUT_IDS, show_default=True, help="FILE's input of token ids.")
 @click.option("--attention-mask-name", default=names.ATTENTION_MASK, show_default=True, help="FILE's attention mask.")
 @click.option("--token-type-ids-name", help="FILE's input to fill with zeros, where not token_type_ids.")
@@ -219,11 +286,13 @@ def onnx(
     vocab_size: int | None,
     pooling: str | None,
     l2_normalize: bool,
+    expect: Path | None,
     input_ids_name: str,
     attention_mask_name: str,
     token_type_ids_name: str | None,
     output_name: str | None,
     overwrite: bool,
+    keep_space_id: str,
 ) -> None:
     """Exports the encoder in FILE, which is ONNX already.
 
@@ -241,11 +310,17 @@ def onnx(
             max_sequence_tokens=max_sequence_tokens,
             pad_token_id=pad_token_id,
             vocab_size=vocab_size,
-            vector=Recipe(manifest_pb2.POOLING_UNSPECIFIED if pooling is None else POOLINGS[pooling], l2_normalize),
+            vector=pooled(pooling, l2_normalize=l2_normalize),
             tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
         )
-        target = Target(model_repository=model_repository, name=name, version=version, overwrite=overwrite)
-        return export_onnx(file, target, options, progress=progress)
+        target = Target(
+            model_repository=model_repository,
+            name=name,
+            version=version,
+            overwrite=overwrite,
+            keep_space_id=keep_space_id,
+        )
+        return export_onnx(file, target, options, expect=expect, progress=progress)
 
     _run(export)
 
@@ -257,6 +332,7 @@ def onnx(
 @click.option("--config", "config_path", type=_FILE, help="JSON of the encoder's sizes and choices.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Fixes the weights.")
 @click.option("--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json; without one, token ids only.")
+@_pooling_options
 def init(
     model_repository: Path,
     name: str,
@@ -265,7 +341,10 @@ def init(
     seed: int,
     tokenizer_path: Path | None,
     precision: Precision,
+    pooling: str | None,
+    l2_normalize: bool,
     overwrite: bool,
+    keep_space_id: str,
 ) -> None:
     """Exports an encoder with random weights, to try sizes: 8 layers of d_model 512 by default.
 
@@ -273,10 +352,25 @@ def init(
     """
 
     def export(progress: Progress) -> Exported:
-        target = Target(model_repository=model_repository, name=name, version=version, overwrite=overwrite)
+        target = Target(
+            model_repository=model_repository,
+            name=name,
+            version=version,
+            overwrite=overwrite,
+            keep_space_id=keep_space_id,
+        )
         tokenizer = None if tokenizer_path is None else read_tokenizer(tokenizer_path)
         config = _read_config(config_path, tokenizer)
-        return export_init(config, seed, target, tokenizer=tokenizer, precision=precision, progress=progress)
+        return export_init(
+            config,
+            seed,
+            target,
+            tokenizer=tokenizer,
+            precision=precision,
+            pooling=pooling,
+            l2_normalize=l2_normalize,
+            progress=progress,
+        )
 
     _run(export)
 

@@ -8,6 +8,7 @@ from encserve_export.bundle.propagation import Propagation
 from encserve_export.bundle.read import ReadBundle
 from encserve_export.bundle.write import Exported
 from encserve_export.ground import names
+from encserve_export.ground.precision import BOUNDS
 from encserve_export.kinds.recipe import TASKS
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -51,14 +52,22 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         *([("left behind", ", ".join(exported.left_behind))] if exported.left_behind else []),
         ("model size", f"{size / 2**20:,.1f} MiB, {manifest.graph.precision}, opset {manifest.graph.opset}"),
         ("parity", _parity(manifest)),
+        *([("expected", _expected(exported))] if exported.expected or manifest.source.kind == "checkpoint" else []),
+        *([("formula", exported.formula)] if exported.formula else []),
         ("padding", _padding(parity)),
         *([("pipeline", _pipeline(manifest))] if parity.pipeline_texts else []),
         ("cases", f"{len(parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),
         *([("longest", exported.remark)] if exported.remark else []),
+        *(("remark", it) for it in exported.remarks),
         ("fingerprint", manifest.fingerprint),
-        ("space", manifest.space_id),
+        ("space", _space(exported)),
         ("bundle", str(exported.path)),
     ]
+
+
+def _space(exported: Exported) -> str:
+    own, given = exported.replaced_space_id, exported.manifest.space_id
+    return f"{given}, as --keep-space-id asks and unchecked; the model's own is {own}" if own else given
 
 
 def _pooling(manifest: manifest_pb2.Manifest) -> str:
@@ -197,6 +206,19 @@ def _parity(manifest: manifest_pb2.Manifest) -> str:
             "CPU or library to another"
         )
     return said
+
+
+def _expected(exported: Exported) -> str:
+    its = exported.manifest.parity
+    if not its.expected_rows:
+        return (
+            "no rows given, so the description (norm, activation, positions, ...) was not checked against the module "
+            "that was trained; --expect does that"
+        )
+    said = f"{its.expected_rows} rows as in {exported.expected}"
+    if its.required_min_cosine:
+        return f"{said}, least cosine similarity {its.min_expected_cosine:.6g}, required {its.required_min_cosine}"
+    return f"{said}, max error {its.max_expected_error:.1e}, tolerance {BOUNDS['float32'].error:.1e}"
 
 
 def _pipeline(manifest: manifest_pb2.Manifest) -> str:

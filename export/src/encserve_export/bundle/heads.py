@@ -22,7 +22,7 @@ _OPSET = 20
 _TOLERANCE, _WEIGHT_TOLERANCE = 1e-5, 1e-4
 
 
-def write_head(head: nn.Sequential, pooled_width: int, folder: Path) -> manifest_pb2.Head:
+def write_head(head: nn.Module, pooled_width: int, folder: Path) -> manifest_pb2.Head:
     """Writes what comes after pooling as ONNX: (batch, pooled_width) to (batch, width), in float32.
 
     Raises:

@@ -9,6 +9,7 @@ from typing import Any
 
 from encserve_export.bundle.space import space_id
 from encserve_export.check import agreement
+from encserve_export.check.expected import Agreement, Expected
 from encserve_export.check.texts import Compared
 from encserve_export.ground import names
 from encserve_export.ground.errors import ConfigError
@@ -32,7 +33,7 @@ class Source:
     """Where an encoder comes from, and all that a bundle holds besides its weights.
 
     Attributes:
-        kind: The export command, "hf", "checkpoint", "onnx" or "init".
+        kind: The export command, "hf", "checkpoint", "onnx" or "init"; "module" of `export_module`.
         description: For people, e.g. "BertModel".
         weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
         vector: How the model was trained to make one vector of a sequence.
@@ -43,6 +44,7 @@ class Source:
         pipeline: Compares a bundle's files with sentence-transformers' own reading, see `pipeline.check_pipeline`; None
             where there is none.
         model_digest: What identifies its weights and configuration, see `space`; empty for those of the encoder.
+        expected: Rows that the caller's own module made, which the bundle must give; None where there are none.
     """
 
     kind: str
@@ -55,6 +57,7 @@ class Source:
     revision: str = ""
     pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None] | None = None
     model_digest: str = ""
+    expected: Expected | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,14 +136,14 @@ def build_manifest(
     Raises:
         ConfigError: The longest sequence is shorter than what queries are made longer to.
     """
-    vector = source.vector
+    vector, listed = source.vector, sorted(files)
     width = pooled_width(model.shape, vector) if heads.head is None else heads.head.width
     manifest = manifest_pb2.Manifest(
         format_version=FORMAT_VERSION,
         name=name,
         version=version,
         encoder=model.shape,
-        text=_text(model.shape, source.tokenizer),
+        text=_text(model.shape, source.tokenizer, takes_empty=vector.kind == "static"),
         pooling=vector.pooling,
         l2_normalize=vector.l2_normalize,
         more_poolings=vector.more_poolings,
@@ -164,12 +167,12 @@ def build_manifest(
             repository=source.repository,
             revision=source.revision,
         ),
-        files=[_bundle_file(path) for path in sorted(files)],
+        files=[_bundle_file(path) for path in listed],
         parameters=[manifest_pb2.ParameterCount(part=part, count=count) for part, count in model.parameters.items()],
         parity=_parity(parity),
         inspect_graph=model.inspect_graph,
     )
-    manifest.space_id = space_id(manifest, source.model_digest, source.tokenizer, vector)
+    manifest.space_id = space_id(manifest, source.model_digest, vector.modules, listed[0].parent)
     manifest.fingerprint = fingerprint(manifest)
     return manifest
 
@@ -234,11 +237,13 @@ def _tools(source: Source) -> list[str]:
     return [*_TOOLS, *(["transformers"] if source.route == "transformers" else [])]
 
 
-def _text(shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None) -> manifest_pb2.TextInput | None:
+def _text(
+    shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None, *, takes_empty: bool
+) -> manifest_pb2.TextInput | None:
     if tokenizer is None:
         return None
     special = sorted({*tokenizer.around_text, shape.pad_token_id})
-    return manifest_pb2.TextInput(tokenizer_file=TOKENIZER_FILE, special_token_ids=special)
+    return manifest_pb2.TextInput(tokenizer_file=TOKENIZER_FILE, special_token_ids=special, takes_empty=takes_empty)
 
 
 def _bundle_file(path: Path) -> manifest_pb2.BundleFile:
@@ -277,6 +282,14 @@ def add_pipeline(parity: manifest_pb2.Parity, compared: Compared) -> None:
     if compared.max_maxsim_error is not None:
         parity.max_maxsim_error = _rounded(compared.max_maxsim_error)
         parity.maxsim_tolerance = compared.bounds.maxsim_error
+
+
+def add_expected(parity: manifest_pb2.Parity, found: Agreement) -> None:
+    """Adds what was found of the caller's own rows."""
+    parity.expected_rows = found.rows
+    parity.max_expected_error = _rounded(found.max_relative_error)
+    if found.bounds.cosine is not None:
+        parity.min_expected_cosine = _rounded_cosine(found.min_cosine)
 
 
 def _rounded(error: float) -> float:

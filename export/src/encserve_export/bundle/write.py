@@ -7,9 +7,12 @@ from pathlib import Path
 from encserve_export.bundle import manifest
 from encserve_export.bundle.heads import write_head, write_multi_vector, write_sparse
 from encserve_export.bundle.manifest import Source
+from encserve_export.bundle.space import check_form
 from encserve_export.check import agreement
+from encserve_export.check.expected import check_expected
 from encserve_export.kinds.recipe import Recipe
 from encserve_proto.bundle.v1 import manifest_pb2
+from encserve_proto.fingerprint import fingerprint
 
 Progress = Callable[[str], None]
 
@@ -23,12 +26,23 @@ class Target:
         name: The model's name.
         version: The model's version.
         overwrite: Whether a version that is there is replaced.
+        keep_space_id: The id of the vector space that the bundle is to have, in place of the model's own; empty for the
+            model's own.
+
+    Raises:
+        ConfigError: `keep_space_id` has not the form of one.
     """
 
     model_repository: Path
     name: str
     version: str = "1"
     overwrite: bool = False
+    keep_space_id: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuses what is no id."""
+        if self.keep_space_id:
+            check_form(self.keep_space_id)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,6 +56,10 @@ class Exported:
         route: How `hf` made the graph, and why so, for people; empty for the other commands.
         text: Why it takes no text, where it does not, and what would help.
         left_behind: The parts of the checkpoint that make no rows, such as heads; not known of ONNX files.
+        replaced_space_id: The model's own id of its vector space where `Target.keep_space_id` gave another; else empty.
+        formula: Where what is computed differs from the code that such a checkpoint comes from, for people.
+        expected: With what the caller's own rows were compared, for people; empty where none were given.
+        remarks: What else may surprise, for people.
     """
 
     path: Path
@@ -50,6 +68,10 @@ class Exported:
     route: str = ""
     text: str = ""
     left_behind: tuple[str, ...] = ()
+    replaced_space_id: str = ""
+    formula: str = ""
+    expected: str = ""
+    remarks: tuple[str, ...] = ()
 
 
 def complete(
@@ -71,20 +93,36 @@ def complete(
         files: The files of the model, which lie in the folder already.
 
     Raises:
+        ExpectedFileError: The caller's own rows are of another kind of model.
+        ExpectedRowsError: The bundle does not give the caller's own rows.
         ParityError: Texts' vectors are not those of sentence-transformers.
         ConfigError: The model is to be cut shorter than what its queries are made longer to.
     """
+    expected = source.expected
+    agreed = None if expected is None else check_expected(expected, folder, model.graph, model.shape)
     listed = list(files)
     if source.tokenizer is not None:
         listed.append(source.tokenizer.write(folder / manifest.TOKENIZER_FILE))
     heads, written = _write_heads(source.vector, model.shape, folder)
     listed += written
     described = manifest.build_manifest(target.name, target.version, model, source, parity, listed, heads)
+    own = described.space_id
+    if target.keep_space_id:
+        described.space_id = target.keep_space_id
+        described.fingerprint = fingerprint(described)
     compared = None if source.pipeline is None else source.pipeline(folder, described)
     if compared is not None:
         manifest.add_pipeline(described.parity, compared)
+    if agreed is not None:
+        manifest.add_expected(described.parity, agreed)
     (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
-    return Exported(target.model_repository / target.name / target.version, described)
+    path = target.model_repository / target.name / target.version
+    return Exported(
+        path,
+        described,
+        replaced_space_id=own if described.space_id != own else "",
+        expected="" if expected is None else expected.path.name,
+    )
 
 
 def _write_heads(vector: Recipe, shape: manifest_pb2.EncoderShape, folder: Path) -> tuple[manifest.Heads, list[Path]]:

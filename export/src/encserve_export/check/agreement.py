@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -89,7 +90,7 @@ class Parity:
 
 
 @dataclasses.dataclass(frozen=True)
-class Reference:
+class Wanted:
     """What rows must be, computed before ONNX Runtime runs, so that the two need no memory at the same time.
 
     Attributes:
@@ -101,6 +102,17 @@ class Reference:
     sequences: Mapping[_Key, Input]
     rows: Mapping[_Key, Rows]
     float32_error: float | None
+
+
+class Reference(Protocol):
+    """A model in PyTorch whose rows another must give."""
+
+    @property
+    def module(self) -> nn.Module:
+        """What computes the rows."""
+
+    def __call__(self, inputs: Any, mask: Mask, /) -> Rows:
+        """Runs one batch, in the type that the module's numbers have; see `Run`."""
 
 
 def case_lengths(longest: int) -> list[tuple[int, ...]]:
@@ -181,8 +193,8 @@ def check_inspection(encoder: Encoder, graphs: trace.Graphs) -> None:
 
 
 def reference_rows(
-    run: Run, *, vocab_size: int, max_sequence_tokens: int, module: nn.Module | None = None
-) -> Reference:
+    run: Run, *, vocab_size: int, max_sequence_tokens: int, module: nn.Module | None = None, width: int = 0
+) -> Wanted:
     """Computes what `check_rows` compares with.
 
     Args:
@@ -191,8 +203,9 @@ def reference_rows(
         max_sequence_tokens: The longest sequence.
         module: What `run` computes with in PyTorch, to be put into float64 and back; None for the rows of `run` as they
             are. If it does not run in float64, they are taken as well.
+        width: The numbers of a vector, as for `check_rows`.
     """
-    return _reference(_random_ids(vocab_size, max_sequence_tokens), run, module)
+    return _reference(_random_inputs(vocab_size, width, max_sequence_tokens), run, module)
 
 
 def check_rows(
@@ -201,9 +214,10 @@ def check_rows(
     vocab_size: int,
     max_sequence_tokens: int,
     pad_token_id: int,
-    reference: Reference | None = None,
+    wanted: Wanted | None = None,
     precision: Precision = "float32",
     advice: str = "",
+    width: int = 0,
 ) -> Parity:
     """Runs a model that is not our own encoder on the same kinds of batches.
 
@@ -212,17 +226,19 @@ def check_rows(
         vocab_size: One more than the largest id.
         max_sequence_tokens: The longest sequence.
         pad_token_id: What fills a short sequence.
-        reference: What the rows must be, for the same vocab_size and max_sequence_tokens; None where only padding can
+        wanted: What the rows must be, for the same vocab_size and max_sequence_tokens; None where only padding can
             be judged.
         precision: What the model computes in, where it is compared with a reference.
         advice: What the error is to say beside the figures where padding changes a row.
+        width: The numbers of a vector, of a model that takes one for each token in place of its id: then `ids` are
+            float32 (batch, seq, width), and there is no vocabulary.
 
     Raises:
         ParityError: The rows are not the reference's, or padding changes them.
     """
-    bounds = dataclasses.replace(BOUNDS["float32"], error=None) if reference is None else BOUNDS[precision]
-    sequences = _random_ids(vocab_size, max_sequence_tokens) if reference is None else reference.sequences
-    return _check(run, sequences, pad_token_id, reference, bounds, advice)
+    bounds = dataclasses.replace(BOUNDS["float32"], error=None) if wanted is None else BOUNDS[precision]
+    sequences = _random_inputs(vocab_size, width, max_sequence_tokens) if wanted is None else wanted.sequences
+    return _check(run, sequences, pad_token_id, wanted, bounds, advice)
 
 
 def relative_error(got: Rows, want: Rows) -> float:
@@ -307,29 +323,34 @@ def _sequences(longest: int, draw: Callable[[int, np.random.Generator], Input]) 
     return found
 
 
-def _random_ids(vocab_size: int, longest: int) -> dict[_Key, Input]:
-    return _sequences(longest, lambda length, random: random.integers(0, vocab_size, length))
+def _random_inputs(vocab_size: int, width: int, longest: int) -> dict[_Key, Input]:
+    def draw(length: int, random: np.random.Generator) -> Input:
+        if width:
+            return random.standard_normal((length, width), np.float32)  # (seq, width)
+        return random.integers(0, vocab_size, length)  # (seq)
+
+    return _sequences(longest, draw)
 
 
 def _keys(lengths: Sequence[int]) -> list[_Key]:
     return [(length, list(lengths[:row]).count(length)) for row, length in enumerate(lengths)]
 
 
-def _reference(sequences: Mapping[_Key, Input], reference: Run, module: nn.Module | None) -> Reference:
+def _reference(sequences: Mapping[_Key, Input], reference: Run, module: nn.Module | None) -> Wanted:
     rows = {key: _alone(reference, sequence) for key, sequence in sequences.items()}
     if module is None:
-        return Reference(sequences, rows, None)
+        return Wanted(sequences, rows, None)
     exact: dict[_Key, Rows] = {}
     errors = []
     # Some code mixes in float32 of its own, and then does not run in float64, or hides tokens with what is -∞ there.
-    with contextlib.suppress(UnsupportedModelError), in_float64(module):
+    with contextlib.suppress(UnsupportedModelError, RuntimeError), in_float64(module):
         for key, sequence in sequences.items():
             its = _alone(reference, sequence)  # (seq, d_model), float64
             errors.append(relative_error(rows[key], its))
             exact[key] = its.astype(np.float32)
     if len(exact) < len(rows) or not all(np.isfinite(its).all() for its in exact.values()):
-        return Reference(sequences, rows, None)
-    return Reference(sequences, exact, max(errors))
+        return Wanted(sequences, rows, None)
+    return Wanted(sequences, exact, max(errors))
 
 
 def _alone(run: Run, sequence: Input) -> Rows:
@@ -342,12 +363,12 @@ def _check(
     run: Run,
     sequences: Mapping[_Key, Input],
     pad_token_id: int,
-    reference: Reference | None,
+    wanted: Wanted | None,
     bounds: Bounds,
     advice: str = "",
 ) -> Parity:
     """Runs every batch and every sequence alone, and refuses the first batch that is out of bounds."""
-    want, float32_error = (None, None) if reference is None else (reference.rows, reference.float32_error)
+    want, float32_error = (None, None) if wanted is None else (wanted.rows, wanted.float32_error)
     bounds = bounds.widened(float32_error or 0)
     alone = {key: _alone(run, sequence) for key, sequence in sequences.items()}  # (seq, d_model) each
     cases = []

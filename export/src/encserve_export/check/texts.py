@@ -1,9 +1,7 @@
 """Compares a bundle with sentence-transformers' own reading of its directory, from text to vector."""
 
-import contextlib
 import dataclasses
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,12 @@ from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import ParityError
 from encserve_export.ground.precision import BOUNDS, Bounds
 from encserve_export.ground.runtime import onnxruntime
+from encserve_export.kinds.directory import MODULES, kind_of, load
 from encserve_export.kinds.recipe import TASKS
-from encserve_export.kinds.sparse import load_sparse_encoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
 TOLERANCE = 1e-4
 _LEAST_WEIGHT = 1e-5  # by which a weight may differ whatever it is
-_EXACT = {"model_kwargs": {"dtype": "float32"}}  # whatever the checkpoint was saved in
 _SENTENCE = "The cat sleeps on the warm windowsill while it rains. "
 _TEXTS = ("", "Cats", _SENTENCE, "Grüße aus Köln, 東京 и Москва: naïve café 🌍", 200 * _SENTENCE)
 _ADVICE = (
@@ -62,25 +59,26 @@ def check_pipeline(
         manifest: What is in them.
 
     Returns:
-        What was found; None where sentence-transformers is not installed or cannot read the directory, or there is no
-        text or no pooling to compare.
+        What was found; None where there is no text or no pooling to compare.
 
     Raises:
         ParityError: A vector is another one.
+        UnsupportedModelError: sentence-transformers cannot load the directory.
     """
-    if manifest.HasField("text") and manifest.sparse.mask_name:
-        progress("comparing texts' weights with sentence-transformers")
-        return _compare_weights(load_sparse_encoder(directory), _Pipeline(folder, manifest), manifest)
     has_vectors = manifest.HasField("multi_vector") and not manifest.pooling
-    dense = bool(manifest.pooling) and (directory / "modules.json").is_file()
-    if not (manifest.HasField("text") and (dense or has_vectors)):
+    by_weights = bool(manifest.sparse.mask_name)
+    dense = bool(manifest.pooling) and (directory / MODULES).is_file()
+    if not (manifest.HasField("text") and (dense or has_vectors or by_weights)):
         return None
-    theirs = _load(directory, progress, "MultiVectorEncoder" if has_vectors else "SentenceTransformer")
-    if theirs is None:
-        return None
+    kind = kind_of(directory)
     progress("comparing texts' vectors with sentence-transformers")
-    _set_lengths(theirs[0], manifest)
-    ours = _Pipeline(folder, manifest)
+    theirs, ours = load(directory, kind, manifest.source.repository), _Pipeline(folder, manifest)
+    if by_weights:
+        return _compare_weights(theirs, ours, manifest)
+    if kind == "static":
+        theirs[0].tokenizer.enable_truncation(manifest.encoder.max_sequence_tokens)
+    else:
+        _set_lengths(theirs[0], manifest)
     return (_compare_multi_vectors if has_vectors else _compare_vectors)(theirs, ours, manifest)
 
 
@@ -231,36 +229,11 @@ def _maxsim(query: Rows, document: Rows) -> float:
     return float((query @ document.T).max(axis=1).sum()) if len(document) else 0.0
 
 
-def _load(directory: Path, progress: Callable[[str], None], kind: str) -> Any:
-    try:
-        import sentence_transformers
-    except ImportError:
-        progress("texts' vectors are not compared: sentence-transformers is not installed")
-        return None
-    with _quiet():
-        try:
-            return getattr(sentence_transformers, kind)(str(directory), device="cpu", local_files_only=True, **_EXACT)
-        except Exception as error:  # whatever it raises, it is theirs
-            progress(f"texts' vectors are not compared: sentence-transformers does not read the directory: {error}")
-            return None
-
-
 def _encode(encode: Callable[..., Any], **arguments: Any) -> Any:
     try:
         return encode(list(_TEXTS), batch_size=1, show_progress_bar=False, **arguments)
     except Exception as error:  # as above
         raise ParityError(f"sentence-transformers itself fails with the directory: {error!r}, {_ADVICE}") from error
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("sentence_transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 class _Pipeline:
@@ -351,6 +324,8 @@ class _Pipeline:
 
     def _rows(self, ids: Ids, mask: Mask) -> Rows:
         """(seq, d_model)."""
+        if not len(ids):
+            return np.zeros((0, self._manifest.encoder.d_model), np.float32)
         graph = self._manifest.graph
         feeds = {graph.input_ids_name: ids[None], graph.attention_mask_name: mask[None]}
         if graph.token_type_ids_name:
@@ -371,7 +346,7 @@ def _pool(rows: Rows, pooling: int, skipped: int) -> Rows:
         first: Rows = (kept if len(kept) else rows)[0]
         return first
     if not len(kept):
-        return np.zeros_like(rows[0])
+        return np.zeros(rows.shape[1], rows.dtype)
     pooled: dict[int, Callable[[], Rows]] = {
         manifest_pb2.POOLING_MEAN: lambda: kept.mean(axis=0),
         manifest_pb2.POOLING_MAX: lambda: kept.max(axis=0),

@@ -20,8 +20,9 @@ ExportError
 │   └── VocabularyError         nothing tells how many token ids it has, or it has fewer
 ├── TokenizerError              tokenizer.json is unreadable or does not fit the model
 ├── SequenceError               what is to be run is no sequence that the model can take
-├── MissingPackageError         an optional package is needed
 ├── HubError                    a checkpoint cannot be had from the hub
+├── ExpectedFileError           a file of expected rows cannot be used for this model
+├── ExpectedRowsError           the bundle gives other rows than were expected
 ├── ParityError                 ONNX Runtime computes something else than PyTorch, or padding changes a result
 └── BundleError                 the bundle cannot be written
     ├── BundleNameError         the model's name or version is not a plain name
@@ -111,12 +112,16 @@ class SequenceError(ExportError):
     """A text or ids to look at are missing, too many, or outside the vocabulary."""
 
 
-class MissingPackageError(ExportError):
-    """An optional package is needed; the text says how to install it."""
-
-
 class HubError(ExportError):
     """A checkpoint cannot be had from the hub: it is not there, not open, or the hub is not reached."""
+
+
+class ExpectedFileError(ExportError):
+    """A file of expected rows is unreadable, or does not fit the model; the text names the array and what it holds."""
+
+
+class ExpectedRowsError(ExportError):
+    """The bundle gives other rows than the caller's own module did; no other route is tried."""
 
 
 class ParityError(ExportError):

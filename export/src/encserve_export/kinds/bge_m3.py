@@ -8,11 +8,10 @@ from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
-from torch import nn
+from torch import Tensor, nn
 
 from encserve_export.ground.errors import CheckpointFileError
-from encserve_export.kinds.modules import Normalize
-from encserve_export.kinds.recipe import MultiVectorHead, Recipe, SparseHead
+from encserve_export.kinds.recipe import ModuleFacts, MultiVectorHead, Recipe, SparseHead
 from encserve_export.source.tokenizer import TokenizerFile
 from encserve_export.source.weights import read_checkpoint, read_object
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -38,11 +37,12 @@ def with_bge_m3(vector: Recipe, directory: Path, tokenizer: TokenizerFile | None
         UnsafeWeightsError: A file holds more than tensors.
     """
     if (directory / _MULTI_VECTOR_FILE).is_file():
-        layers = nn.Sequential(_linear(directory / _MULTI_VECTOR_FILE), Normalize())
+        linear, facts = _linear(directory / _MULTI_VECTOR_FILE, "ColbertLinear")
+        layers = nn.Sequential(linear, _Normalize())
         head = MultiVectorHead(layers.eval().requires_grad_(False), "meanmaxsim", skips_first_token=True)
-        vector = dataclasses.replace(vector, multi_vector=head, remark=_REMARK)
+        vector = dataclasses.replace(vector, multi_vector=head, remark=_REMARK, modules=(*vector.modules, facts))
     if (directory / _SPARSE_FILE).is_file():
-        linear = _linear(directory / _SPARSE_FILE)
+        linear, facts = _linear(directory / _SPARSE_FILE, "SparseLinear")
         if linear.out_features != 1:
             raise CheckpointFileError(
                 f"{directory / _SPARSE_FILE} must make one number of a row; it makes {linear.out_features}"
@@ -52,11 +52,19 @@ def with_bge_m3(vector: Recipe, directory: Path, tokenizer: TokenizerFile | None
             manifest_pb2.SPARSE_POOLING_OWN_ID,
             skipped_token_ids=_special_ids(directory, tokenizer),
         )
-        vector = dataclasses.replace(vector, sparse=weights, remark=_REMARK)
+        vector = dataclasses.replace(vector, sparse=weights, remark=_REMARK, modules=(*vector.modules, facts))
     return vector
 
 
-def _linear(path: Path) -> nn.Linear:
+class _Normalize(nn.Module):
+    """Scales vectors to length 1; one of zeros stays."""
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """(tokens, width) to the same."""
+        return nn.functional.normalize(vectors, p=2, dim=-1)
+
+
+def _linear(path: Path, kind: str) -> tuple[nn.Linear, ModuleFacts]:
     tensors = read_checkpoint(path).tensors
     weight = tensors.get("weight")
     if not {"weight"} <= tensors.keys() <= {"weight", "bias"} or weight is None or weight.dim() != 2:
@@ -68,7 +76,7 @@ def _linear(path: Path) -> nn.Linear:
         linear.load_state_dict({name: tensor.to(torch.float32) for name, tensor in tensors.items()})
     except RuntimeError as error:
         raise CheckpointFileError(f"{path}: {error}") from None
-    return linear
+    return linear, ModuleFacts(kind, {}, tensors)
 
 
 def _special_ids(directory: Path, tokenizer: TokenizerFile | None) -> tuple[int, ...]:

@@ -2,24 +2,83 @@
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor, nn
 
+from encserve_export.ground.arrays import Rows
+from encserve_export.ground.errors import ConfigError
 from encserve_proto.bundle.v1 import manifest_pb2
 
+Kind = Literal["dense", "multi_vector", "sparse", "static"]
 TASKS = ("query", "document")
+# By the names that clients use.
 POOLINGS = {
     "mean": manifest_pb2.POOLING_MEAN,
     "cls": manifest_pb2.POOLING_CLS,
     "max": manifest_pb2.POOLING_MAX,
-    "lasttoken": manifest_pb2.POOLING_LAST_TOKEN,
-    "weightedmean": manifest_pb2.POOLING_WEIGHTED_MEAN,
-    "mean_sqrt_len_tokens": manifest_pb2.POOLING_MEAN_SQRT_LENGTH,
+    "last_token": manifest_pb2.POOLING_LAST_TOKEN,
+    "weighted_mean": manifest_pb2.POOLING_WEIGHTED_MEAN,
+    "mean_sqrt_length": manifest_pb2.POOLING_MEAN_SQRT_LENGTH,
 }
+# Where sentence-transformers has another name for one of them.
+POOLING_ALIASES = {
+    "lasttoken": "last_token",
+    "weightedmean": "weighted_mean",
+    "mean_sqrt_len_tokens": "mean_sqrt_length",
+}
+
+
+def read_pooling(name: str) -> manifest_pb2.Pooling:
+    """The pooling of that name, the clients' or sentence-transformers'.
+
+    Raises:
+        ConfigError: There is none of that name.
+    """
+    pooling = POOLINGS.get(POOLING_ALIASES.get(name, name))
+    if pooling is None:
+        raise ConfigError(f"pooling must be one of {', '.join(POOLINGS)}; was {name!r}")
+    return pooling
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleFacts:
+    """What a module after the encoder adds to the name of a vector space, see docs/models.md.
+
+    Attributes:
+        kind: Its documented kind, such as "Dense", "Normalize", "LayerNorm" or "SpladePooling".
+        settings: Its settings; those at their default are left out.
+        tensors: The tensors of the module's own files, by the names there; none where its weights lie among the
+            encoder's.
+    """
+
+    kind: str
+    settings: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+
+class Steps(nn.Module):
+    """Modules of sentence-transformers one after another, of which each reads and writes one feature.
+
+    Attributes:
+        feature: The name of that feature.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], feature: str) -> None:
+        super().__init__()
+        self.steps = nn.ModuleList(modules)
+        self.feature = feature
+        self.eval().requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """(n, width) to (n, the last module's width)."""
+        features = {self.feature: inputs}
+        for step in self.steps:
+            features = step(features)
+        return features[self.feature]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +144,15 @@ class Recipe:
     """How the rows of a text become the vectors that the model was trained to give.
 
     Attributes:
+        kind: What kind of model it is.
+        encoder: Where the encoder and its tokenizer lie, of a model that comes as a directory.
+        max_seq_length: The longest text, in tokens, special ones included; None where nothing says so.
+        tokenizer: The tokenizer as sentence-transformers loads it, one of transformers; None where it loads none.
+        lowercase: Whether texts are put into lower case whatever the tokenizer does.
+        table: The rows of a static embedding, float32 (vocab_size, d_model); None of any other model.
+        inline: The parts among the encoder's own weights that make vectors of its rows.
+        modules: What comes after pooling, or after the rows where nothing pools them, in order; without the Normalize
+            modules at the end that `l2_normalize` stands for, and without those that `tasks` stand for.
         pooling: How rows become one vector; unspecified where the checkpoint does not say.
         l2_normalize: Whether the vector is scaled to length 1, behind the head.
         more_poolings: Those whose vectors are joined behind that of `pooling`.
@@ -104,8 +172,16 @@ class Recipe:
 
     pooling: manifest_pb2.Pooling = manifest_pb2.POOLING_UNSPECIFIED
     l2_normalize: bool = False
+    kind: Kind = "dense"
+    encoder: Path = Path()
+    max_seq_length: int | None = None
+    tokenizer: Any = None
+    lowercase: bool = False
+    table: Rows | None = None
+    inline: tuple[str, ...] = ()
+    modules: tuple[ModuleFacts, ...] = ()
     more_poolings: tuple[manifest_pb2.Pooling, ...] = ()
-    head: nn.Sequential | None = None
+    head: nn.Module | None = None
     skips_prompt: bool = False
     prompts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     default_prompt_name: str = ""
@@ -116,3 +192,20 @@ class Recipe:
     sparse: SparseHead | None = None
     static_weights: tuple[StaticWeights, ...] = ()
     remark: str = ""
+
+
+def pooled(pooling: str | None, *, l2_normalize: bool) -> Recipe:
+    """What a caller says of a model: how its rows become one vector, or nothing.
+
+    Args:
+        pooling: One of `POOLINGS`, or sentence-transformers' name for it; None where rows are all that is known.
+        l2_normalize: Whether the vector is scaled to length 1.
+
+    Raises:
+        ConfigError: There is no such pooling, or vectors are to be scaled that nothing pools.
+    """
+    if pooling is not None:
+        return Recipe(read_pooling(pooling), l2_normalize)
+    if l2_normalize:
+        raise ConfigError("l2_normalize is of pooled vectors; give the pooling too")
+    return Recipe()

@@ -11,19 +11,17 @@ from typing import Any
 from torch import Tensor, nn
 
 from encserve_export.ground.errors import UnsupportedModelError
-from encserve_export.kinds.dense import check_transformer, read_tasks, routed_modules, transformer_folder
-from encserve_export.kinds.multi_vector import load
-from encserve_export.kinds.recipe import TASKS, Recipe, SparseHead, StaticWeights
+from encserve_export.kinds.dense import check_text, longest_text, prompts, read_tasks
+from encserve_export.kinds.directory import check_transformer, load, routed_modules, transformer_folder
+from encserve_export.kinds.recipe import TASKS, ModuleFacts, Recipe, SparseHead, StaticWeights
+from encserve_export.source.weights import holds_weights, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _POOLINGS = {"max": manifest_pb2.SPARSE_POOLING_MAX, "sum": manifest_pb2.SPARSE_POOLING_SUM}
 _LOGARITHMS = {"relu": 1, "log1p_relu": 2}
+_STATIC = "SparseStaticEmbedding"
 # Where nobody set a tokenizer's longest text, transformers writes a number of 31 digits.
 _NO_BOUND = 1_000_000
-_OTHER_MODULES = {
-    "SparseAutoEncoder": "its weights come of one pooled vector and not of every token; serve the dense model within, "
-    "or use sentence-transformers' SparseEncoder"
-}
 
 
 class SpladeLayers(nn.Module):
@@ -50,8 +48,8 @@ class SpladeLayers(nn.Module):
         return weights
 
 
-class _Given(nn.Module):
-    """Stands for the encoder within a model: its last hidden state is what the model is given."""
+class EncoderStub(nn.Module):
+    """Returns inputs_embeds as the last hidden state, so that calling the model runs its head alone."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
         """The same in transformers' own form."""
@@ -60,30 +58,17 @@ class _Given(nn.Module):
         return BaseModelOutput(last_hidden_state=inputs_embeds)
 
 
-def load_sparse_encoder(directory: Path) -> Any:
-    """A directory as sentence-transformers' SparseEncoder, in float32, without any code of the directory's.
+def read_sparse(directory: Path) -> Recipe:
+    """Reads a directory whose kind is "sparse".
 
     Raises:
-        MissingPackageError: sentence-transformers is not installed.
-        CheckpointFileError: It cannot read the directory.
+        UnsupportedModelError: The model computes what a bundle cannot express, or sentence-transformers cannot load
+            it.
+        CheckpointFileError: A file is unreadable or contradicts itself.
     """
-    return load(directory, "SparseEncoder")
-
-
-def read_sparse_encoder(directory: Path) -> Recipe:
-    """Reads a directory for which `is_sparse_encoder` holds.
-
-    Raises:
-        MissingPackageError, CheckpointFileError: As for `load_sparse_encoder`.
-        UnsupportedModelError: The model computes what a bundle cannot express.
-    """
-    for kind, _ in routed_modules(directory):
-        if kind in _OTHER_MODULES:
-            raise UnsupportedModelError(
-                f"{directory} has a {kind}, which a bundle cannot express: {_OTHER_MODULES[kind]}"
-            )
-    check_transformer(transformer_folder(directory), "fill-mask")
-    loaded = load_sparse_encoder(directory)
+    encoder = transformer_folder(directory)
+    check_transformer(encoder, "fill-mask")
+    loaded = load(directory, "sparse")
     branches = {task: _branch(directory, loaded, task) for task in TASKS}
     encoders = {id(it[0]): it for it in branches.values() if len(it) == 2}
     if len(encoders) != 1:
@@ -92,37 +77,51 @@ def read_sparse_encoder(directory: Path) -> Recipe:
             f"{directory} has {which} to serve, for queries and for documents; export each of its folders by itself"
         )
     ((transformer, pooling),) = encoders.values()
-    head = _splade(transformer.model, pooling, loaded.max_active_dims)
+    check_text(encoder, transformer, "fill-mask")
     width = int(transformer.model.get_output_embeddings().weight.shape[0])
-    prompts = {name: text or "" for name, text in loaded.prompts.items()}
-    tasks = read_tasks(prompts, transformer_folder(directory))
+    tasks = read_tasks(loaded.prompts, transformer)
     static = {task: _static(directory, it[0], task, width) for task, it in branches.items() if len(it) == 1}
     for task, its in static.items():
         tasks[task].static_sparse.CopyFrom(its.files)
     return Recipe(
-        prompts=prompts,
-        default_prompt_name=loaded.default_prompt_name or "",
+        kind="sparse",
+        encoder=encoder,
+        max_seq_length=longest_text(transformer),
+        tokenizer=transformer.tokenizer,
+        lowercase=transformer.do_lower_case,
+        modules=_facts(directory, pooling, tuple(static.values())),
+        **prompts(loaded),
         similarity=loaded.similarity_fn_name,
         tasks=tasks,
-        sparse=head,
+        sparse=_splade(transformer.model, pooling, loaded.max_active_dims),
         static_weights=tuple(static.values()),
         remark=_remark(loaded[0], branches),
     )
+
+
+def _facts(directory: Path, pooling: Any, static: Sequence[StaticWeights]) -> tuple[ModuleFacts, ...]:
+    """What the name of the vector space has of it; the head of the language model lies among the encoder's weights."""
+    settings = {"pooling_strategy": pooling.pooling_strategy, "activation_function": pooling.activation_function}
+    usual = {"pooling_strategy": "max", "activation_function": "relu"}
+    settings = {name: value for name, value in settings.items() if value != usual[name]}
+    folders = [folder for kind, folder in routed_modules(directory) if kind == _STATIC and holds_weights(folder)]
+    # Without a file of tensors its weights are written as JSON.
+    tensors = [read_weights(folders[0]).tensors if folders else {"weight": its.weight} for its in static]
+    return (ModuleFacts("SpladePooling", settings, {}), *(ModuleFacts(_STATIC, {}, it) for it in tensors))
 
 
 def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
     """The modules that texts of a task go through: an encoder and its pooling, or one that needs no encoder."""
     modules = list(loaded.children())
     if type(modules[0]).__name__ == "Router":
-        try:
-            route = modules[0]._resolve_route(task=task, modality="text")
-        except ValueError as error:
-            raise UnsupportedModelError(f"{directory}: its Router has no way for a {task}: {error}") from error
+        route = _route(modules[0], task)
+        if route is None:
+            raise UnsupportedModelError(f"{directory}: its Router has no way for a {task}")
         modules = [*modules[0].sub_modules[route], *modules[1:]]
     names = [type(it).__name__ for it in modules]
     if names[1:] == ["SpladePooling"] and names[0] in ("Transformer", "MLMTransformer"):
         return modules
-    if names == ["SparseStaticEmbedding"]:
+    if names == [_STATIC]:
         return modules
     raise UnsupportedModelError(
         f"{directory}: a {task} goes through {', '.join(names)}; a bundle can express Transformer, SpladePooling, or "
@@ -130,9 +129,18 @@ def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
     )
 
 
+def _route(router: Any, task: str | None) -> str | None:
+    """The name of the modules that texts of a task go through, in the order that sentence-transformers documents."""
+    for key in ((task, "text"), (task, None), (None, "text"), (None, None)):
+        if key in router.route_mappings:
+            return str(router.route_mappings[key])
+    direct = next((name for name in (task, "text") if name in router.sub_modules), None)
+    return direct if task is not None or direct is not None else router.default_route
+
+
 def _splade(language_model: Any, pooling: Any, max_active_dims: int | None) -> SparseHead:
     """The head of the language model without its encoder, whose weights a tied decoder keeps."""
-    setattr(language_model, language_model.base_model_prefix, _Given())
+    setattr(language_model, language_model.base_model_prefix, EncoderStub())
     layers = SpladeLayers(language_model, pooling.pooling_strategy, _LOGARITHMS[pooling.activation_function])
     return SparseHead(
         layers.eval().requires_grad_(False),
@@ -160,7 +168,7 @@ def _static(directory: Path, module: Any, task: str, width: int) -> StaticWeight
 def _remark(first: Any, branches: dict[str, Sequence[Any]]) -> str:
     if branches["query"][0] is branches["document"][0]:
         return ""
-    default = first._resolve_route(modality="text")
-    if first.sub_modules[default][0] is branches["document"][0]:
+    default = _route(first, None)
+    if default is None or first.sub_modules[default][0] is branches["document"][0]:
         return ""
     return "a text without a task is a document here; sentence-transformers takes it as a query"

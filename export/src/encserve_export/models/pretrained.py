@@ -3,15 +3,10 @@
 Nothing that a checkpoint brings is executed: its weights are read here, and code of its own is refused.
 """
 
-import contextlib
 import dataclasses
-import io
-import logging
-import re
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,23 +15,17 @@ from encserve_export.ground import names
 from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import (
     ConfigError,
-    MissingPackageError,
     TokenizerError,
     UnsupportedModelError,
     WeightNamesError,
     WeightShapeError,
     WeightValueError,
 )
+from encserve_export.models.module import Exporter, example, first_line, write_module
 from encserve_export.models.own.layouts.base import listed
 from encserve_export.source.weights import INDICES, Weights, read_object
 
-# In the order in which they are tried: the first is several times as fast, the second takes masks that the first does
-# not.
-Exporter = Literal["tracing", "dynamo"]
-EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
-_EXTRA = "pip install ./proto './export[transformers]' in a checkout of encserve"
 OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch's, in its errors
 # What a tokenizer was written as before there was tokenizer.json.
 _SPACE = "▁"  # as SentencePiece writes it
 OLDER_TOKENIZERS = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
@@ -87,16 +76,10 @@ class TransformersModel:
         return rows
 
 
-def package(why: str) -> Any:
-    """The package transformers, told to be quiet.
+def package() -> Any:
+    """The package transformers, told to be quiet."""
+    import transformers  # takes a second
 
-    Raises:
-        MissingPackageError: It is not installed; the text begins with `why`.
-    """
-    try:
-        import transformers
-    except ImportError:
-        raise MissingPackageError(f"{why} needs the package transformers: {_EXTRA}".lstrip()) from None
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     return transformers
@@ -110,7 +93,6 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
         weights: Its weights.
 
     Raises:
-        MissingPackageError: transformers is not installed.
         UnsupportedModelError: transformers does not know the architecture, or has no encoder of text for it.
         ConfigError: transformers does not take config.json.
         WeightNamesError: Weights that the rows are made with are missing, or layers are left over.
@@ -118,7 +100,7 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
         WeightValueError: A weight holds NaN or infinity.
     """
     settings = read_object(directory / "config.json")
-    transformers = package(f"model_type {settings.get('model_type')!r}")
+    transformers = package()
     config = _read_config(transformers, directory, settings)
     kind = _model_class(transformers, config)
     try:
@@ -133,7 +115,7 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
         )
     except Exception as error:  # whatever a model of somebody else's raises
         raise ConfigError(
-            f"transformers cannot make a {kind.__name__} of config.json: {_first_line(error)}; is it this checkpoint's?"
+            f"transformers cannot make a {kind.__name__} of config.json: {first_line(error)}; is it this checkpoint's?"
         ) from error
     _refuse_mismatched(info["mismatched_keys"])
     left_behind = _left_behind(model, weights.tensors, info["unexpected_keys"])
@@ -159,44 +141,8 @@ def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None
     Raises:
         UnsupportedModelError: This exporter does not take it.
     """
-    # Sizes that are not 1, which would be taken for a constant, and a mask that hides something.
-    ids = torch.arange(14).reshape(2, 7) % model.vocab_size  # (batch, seq)
-    mask = torch.ones_like(ids)  # (batch, seq)
-    mask[1, 4:] = 0
-    inputs, rows = [names.INPUT_IDS, names.ATTENTION_MASK], {0: "batch", 1: "seq"}
-    how: dict[str, Any] = {"dynamo": False, "dynamic_axes": dict.fromkeys((*inputs, names.OUTPUT), rows)}
-    if exporter == "dynamo":
-        axes = dict.fromkeys(rows, torch.export.Dim.DYNAMIC)
-        how = {"dynamo": True, "dynamic_shapes": (axes, axes), "verbose": False}
-    try:
-        # What is told here is of the model's code and of the exporter's future, and its whole graph where it fails; the
-        # gate judges the result.
-        with warnings.catch_warnings(), _silence(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            torch.onnx.export(
-                model.module,
-                (ids, mask),
-                str(path),
-                input_names=inputs,
-                output_names=[names.OUTPUT],
-                opset_version=names.OPSET,
-                **how,
-            )
-    except Exception as error:  # whatever a model of somebody else's raises
-        raise UnsupportedModelError(
-            f"PyTorch cannot write {model.description} as ONNX ({exporter}): {_first_line(error)}"
-        ) from error
-
-
-@contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """Nothing is printed or logged to stderr meanwhile."""
-    logging.disable()
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            yield
-    finally:
-        logging.disable(logging.NOTSET)
+    ids, mask = example(lambda length: torch.arange(length) % model.vocab_size)
+    write_module(model.module, (ids, mask), names.INPUT_IDS, exporter, path, model.description)
 
 
 def write_tokenizer(directory: Path, path: Path) -> Path:
@@ -207,10 +153,9 @@ def write_tokenizer(directory: Path, path: Path) -> Path:
         path: The tokenizer.json to write.
 
     Raises:
-        MissingPackageError: transformers is not installed.
         TokenizerError: transformers makes no tokenizer of these files.
     """
-    transformers = package("")
+    transformers = package()
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, trust_remote_code=False, local_files_only=True, use_fast=True
@@ -220,7 +165,7 @@ def write_tokenizer(directory: Path, path: Path) -> Path:
         tokenizer.backend_tokenizer.save(str(path))
     except Exception as error:  # whatever a converter raises
         raise TokenizerError(
-            f"transformers makes no {path.name} of the files in {directory}: {_first_line(error)}; put one there, or "
+            f"transformers makes no {path.name} of the files in {directory}: {first_line(error)}; put one there, or "
             "take the older files away: the model then takes token ids only"
         ) from error
     return path
@@ -249,7 +194,7 @@ def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]
         config = whole if whole.is_encoder_decoder else whole.get_text_config()
     except Exception as error:  # whatever the checks of a configuration raise
         raise ConfigError(
-            f"transformers does not take config.json: {_first_line(error)}; is it this checkpoint's?"
+            f"transformers does not take config.json: {first_line(error)}; is it this checkpoint's?"
         ) from error
     config.use_cache = False
     return config
@@ -303,9 +248,8 @@ def _left_behind(model: Any, names: Iterable[str], unexpected: Iterable[str]) ->
     inside = sorted(name for name, part in unasked.items() if part in parts and not name.endswith(INDICES))
     if inside:
         raise WeightNamesError(f"there are weights that config.json has no place for: {listed(inside)}")
-    # What transformers itself says nothing of, such as the decoder where the encoder alone is loaded.
-    quietly = model._keys_to_ignore_on_load_unexpected or ()
-    ignored = {_part(model, name) for name in names if any(re.search(pattern, name) for pattern in quietly)} - parts
+    # transformers itself says nothing of the decoder where the encoder alone is loaded.
+    ignored = {"decoder"} & {_part(model, name) for name in names} - parts
     return ignored | {part for name, part in unasked.items() if not name.endswith(INDICES)}
 
 
@@ -355,7 +299,7 @@ def _run(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
     except Exception as error:  # whatever a model of somebody else's raises
         raise UnsupportedModelError(
             f"the model does not run in PyTorch with {ids.shape[0]} sequences of {ids.shape[1]} token ids and their "
-            f"mask: {_first_line(error)}; {OWN_ONNX}"
+            f"mask: {first_line(error)}; {OWN_ONNX}"
         ) from error
     return rows
 
@@ -364,10 +308,3 @@ def _refuse_not_finite(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if not bool(torch.isfinite(parameter).all()):
             raise WeightValueError(f"{name} holds numbers that are not finite")
-
-
-def _first_line(error: Exception) -> str:
-    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
-    if not lines or isinstance(error, KeyError):
-        return f"{type(error).__name__} {error}".strip()
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")

@@ -16,7 +16,7 @@ from onnx import NodeProto, TensorProto, helper, numpy_helper
 from encserve_export.ground.errors import UnsupportedModelError
 from encserve_export.ground.precision import Precision
 from encserve_export.onnx_graph import int8
-from encserve_export.onnx_graph.foreign import DEFAULT_DOMAINS, Interface, opset
+from encserve_export.onnx_graph.foreign import DEFAULT_DOMAINS, Interface, opset, vector_width
 
 from encserve_export.ground.runtime import onnxruntime  # isort: skip
 
@@ -39,7 +39,7 @@ def convert(
     Args:
         model: In float32, with its weights in it.
         interface: Its inputs and output.
-        vocab_size: One more than the largest id.
+        vocab_size: One more than the largest id; 0 where it takes vectors.
         longest: The longest sequence, in tokens.
         precision: "float16" or "int8".
 
@@ -129,17 +129,19 @@ class _AnyQuantizer(int8.Quantizer):
 def _seen(
     model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int, names: Iterable[str]
 ) -> dict[str, Any]:
-    """What values of a graph are for random ids, always the same."""
+    """What values of a graph are for random ids or vectors, always the same."""
     watched = onnx.ModelProto()
     watched.CopyFrom(model)
     listed = sorted(set(names))
     there = {value.name for value in watched.graph.output}
     watched.graph.output.extend(onnx.ValueInfoProto(name=name) for name in listed if name not in there)
     shape = (_CALIBRATION_BATCH[0], min(_CALIBRATION_BATCH[1], longest))
-    ids = np.random.default_rng(0).integers(0, vocab_size, shape)  # (batch, seq)
-    feeds = {interface.input_ids: ids, interface.attention_mask: np.ones_like(ids)}
+    random, width = np.random.default_rng(0), vector_width(model, interface)
+    mask = np.ones(shape, np.int64)  # (batch, seq)
+    inputs: Any = random.integers(0, vocab_size, shape) if not width else random.standard_normal((*shape, width), "f4")
+    feeds = {interface.input_ids: inputs, interface.attention_mask: mask}
     if interface.token_type_ids:
-        feeds[interface.token_type_ids] = np.zeros_like(ids)
+        feeds[interface.token_type_ids] = np.zeros_like(mask)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "watched.onnx")
         onnx.save_model(watched, path, save_as_external_data=True, location="watched.data")

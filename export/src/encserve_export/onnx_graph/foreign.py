@@ -66,7 +66,7 @@ class Interface:
     """The inputs and the output that are used, by their names in the file.
 
     Attributes:
-        input_ids: int64 (batch, seq).
+        input_ids: int64 (batch, seq); or vectors, float32 (batch, seq, width), see `vector_width`.
         attention_mask: int64 (batch, seq).
         token_type_ids: int64 (batch, seq), filled with zeros; empty where there is none.
         output: float32 (batch, seq, d_model).
@@ -174,10 +174,15 @@ def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
     wanted = {"input_ids": names.input_ids, "attention_mask": names.attention_mask, "token_type_ids": types}
     used = {role: name for role, name in wanted.items() if name}
     _check_names(used, inputs)
-    _check_inputs([inputs[name] for name in used.values()])
+    _check_inputs([inputs[name] for role, name in used.items() if role != "input_ids" or not _width(inputs[name])])
     output = _choose_output(outputs, names.output)
     _check_output(output)
     return Interface(names.input_ids, names.attention_mask, types, output.name)
+
+
+def vector_width(model: onnx.ModelProto, interface: Interface) -> int:
+    """The numbers of a vector, of a model that takes one for each token in place of its id; 0 where it takes ids."""
+    return next(_width(_port(value)) for value in model.graph.input if value.name == interface.input_ids)
 
 
 def precision(model: onnx.ModelProto) -> str:
@@ -263,6 +268,13 @@ def _port(value: ValueInfoProto) -> Port:
             int(axis.dim_value) if axis.HasField("dim_value") else axis.dim_param or "?" for axis in tensor.shape.dim
         )
     return Port(value.name, tensor.elem_type, axes)
+
+
+def _width(port: Port) -> int:
+    """The last axis of an input of vectors, float32 (batch, seq, width); 0 for any other."""
+    axes = port.axes or ()
+    is_vectors = port.data_type == TensorProto.FLOAT and len(axes) == 3 and not any(type(it) is int for it in axes[:2])
+    return axes[2] if is_vectors and isinstance(axes[2], int) else 0
 
 
 def _listed(ports: Sequence[Port]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import onnx
 
-from encserve_export.ground.arrays import Ids, Mask, Rows
+from encserve_export.ground.arrays import Input, Mask, Rows
 from encserve_export.ground.errors import (
     ExportError,
     OnnxFileError,
@@ -17,7 +17,7 @@ from encserve_export.ground.errors import (
     VocabularyError,
 )
 from encserve_export.ground.runtime import onnxruntime
-from encserve_export.onnx_graph.foreign import Interface, node_name
+from encserve_export.onnx_graph.foreign import Interface, node_name, vector_width
 from encserve_export.onnx_graph.nodes import all_nodes
 
 # How ONNX Runtime and onnx.checker tell of a node.
@@ -79,16 +79,17 @@ class Runner:
         self.d_model = 0
         self._path = path
         self._interface = interface
+        self._width = vector_width(model, interface)
         try:
             self._session = _open(path, onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL)
         except Exception as error:  # ONNX Runtime's exceptions share no public base class
             raise _translated(model, str(error), OnnxFileError, "ONNX Runtime cannot load the file") from error
 
-    def __call__(self, ids: Ids, mask: Mask) -> Rows:
+    def __call__(self, ids: Input, mask: Mask) -> Rows:
         """Runs one batch.
 
         Args:
-            ids: int64 (batch, seq).
+            ids: int64 (batch, seq), or vectors, float32 (batch, seq, width).
             mask: int64 (batch, seq), 1 for a token and 0 for padding.
 
         Returns:
@@ -107,12 +108,12 @@ class Runner:
         self.d_model = rows.shape[2]
         return rows
 
-    def _check(self, rows: Rows, ids: Ids, mask: Mask) -> None:
+    def _check(self, rows: Rows, ids: Input, mask: Mask) -> None:
         output = self._interface.output
-        if rows.ndim != 3 or rows.shape[:2] != ids.shape:
+        if rows.ndim != 3 or rows.shape[:2] != mask.shape:
             raise OnnxRunError(
                 f"the output {output} has shape {rows.shape} for ids of shape {ids.shape}; it must be "
-                f"({ids.shape[0]}, {ids.shape[1]}, d_model)"
+                f"({mask.shape[0]}, {mask.shape[1]}, d_model)"
             )
         width, elsewhere = rows.shape[2], self.d_model or rows.shape[2]
         if width != elsewhere or not width:
@@ -124,16 +125,16 @@ class Runner:
             raise OnnxRunError(f"the output {output} has numbers that are not finite for ids of shape {ids.shape}")
 
     def check_ends(self, vocab_size: int, max_sequence_tokens: int, pad_token_id: int) -> None:
-        """Runs one token, the largest id, and the longest sequence.
+        """Runs one token, the largest id, and the longest sequence; of a model that takes vectors, any.
 
         Raises:
             OnnxRunError: One token fails, or the longest sequence does; then the text says which still works.
             VocabularyError: The largest id fails where another works.
         """
-        _run_one(self, 0)
+        self._run_one(0)
         largest = vocab_size - 1
         try:
-            _run_one(self, largest)
+            self._run_one(largest)
         except OnnxRunError as error:
             raise VocabularyError(
                 f"vocab_size {vocab_size} is too large: the model runs with id 0 and not with id {largest} ({error})"
@@ -141,7 +142,7 @@ class Runner:
         # Not the padding id: there are models that count no place for it.
         token = largest if largest != pad_token_id else 0
         try:
-            _run_one(self, token, max_sequence_tokens)
+            self._run_one(token, max_sequence_tokens)
         except OnnxRunError as error:
             longest = self._longest(token, max_sequence_tokens)
             if longest == 1:
@@ -151,20 +152,29 @@ class Runner:
                 "or less"
             ) from error
 
-    def _run(self, session: onnxruntime.InferenceSession, ids: Ids, mask: Mask) -> Rows:
+    def _run(self, session: onnxruntime.InferenceSession, ids: Input, mask: Mask) -> Rows:
         feeds = {self._interface.input_ids: ids, self._interface.attention_mask: mask}
         if self._interface.token_type_ids:
-            feeds[self._interface.token_type_ids] = np.zeros_like(ids)
+            feeds[self._interface.token_type_ids] = np.zeros_like(mask)
         rows: Rows = session.run([self._interface.output], feeds)[0]
         return rows
+
+    def _run_one(self, token: int, length: int = 1) -> None:
+        self(*self._sequence(token, length))
+
+    def _sequence(self, token: int, length: int) -> tuple[Input, Mask]:
+        """One token again and again, (1, seq), or vectors, (1, seq, width), and their mask, (1, seq)."""
+        mask = np.ones((1, length), np.int64)  # (1, seq)
+        if self._width:
+            return np.random.default_rng(0).standard_normal((1, length, self._width), np.float32), mask
+        return np.full_like(mask, token), mask
 
     def _longest(self, token: int, failing: int) -> int:
         """The longest sequence that works, by bisection; one token does, `failing` does not."""
         works = 1
         while failing - works > 1:
             middle = (works + failing) // 2
-            ids = np.full((1, middle), token, np.int64)  # (1, seq)
-            mask = np.ones_like(ids)  # (1, seq)
+            ids, mask = self._sequence(token, middle)
             try:
                 self._check(self._run(self._session, ids, mask), ids, mask)
                 works = middle
@@ -172,7 +182,7 @@ class Runner:
                 failing = middle
         return works
 
-    def _cause(self, error: Exception, ids: Ids, mask: Mask) -> str:
+    def _cause(self, error: Exception, ids: Input, mask: Mask) -> str:
         """What failed, by the file's own node where possible: ONNX Runtime's optimizer joins and renames nodes."""
         message = str(error)
         with contextlib.suppress(Exception):
@@ -182,11 +192,6 @@ class Runner:
             except Exception as plainer:  # as above
                 message = str(plainer) if _RUNNING.search(str(plainer)) else message
         return _node_and_reason(message)
-
-
-def _run_one(runner: Runner, token: int, length: int = 1) -> None:
-    ids = np.full((1, length), token, np.int64)  # (1, seq)
-    runner(ids, np.ones_like(ids))
 
 
 def _open(path: Path, level: Any) -> onnxruntime.InferenceSession:

@@ -1,5 +1,6 @@
 """The export of a bare state dict, and of random weights."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,10 @@ from typing import Any
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target
+from encserve_export.check.expected import read_expected
+from encserve_export.ground.errors import ExpectedRowsError
 from encserve_export.ground.precision import Precision
+from encserve_export.kinds.recipe import pooled
 from encserve_export.models.own.config import EncoderConfig, Input
 from encserve_export.models.own.init import random_encoder
 from encserve_export.models.own.state_dict import Table, find_encoder
@@ -27,6 +31,9 @@ def export_checkpoint(
     model_input: Input = "token_ids",
     max_sequence_tokens: int | None = None,
     precision: Precision = "float32",
+    pooling: str | None = None,
+    l2_normalize: bool = False,
+    expect: Path | None = None,
     progress: Progress = lambda _: None,
 ) -> Exported:
     """Exports a bare state dict in one of the layouts of `known_layouts`.
@@ -41,11 +48,17 @@ def export_checkpoint(
         model_input: What the model is to take; for "embeddings" no table of them is needed.
         max_sequence_tokens: The longest sequence to serve, in tokens; by default 512, or as far as a table reaches.
         precision: What the bundle computes in.
+        pooling: One of `POOLINGS`, how the model was trained to make one vector; None where callers are to say it.
+        l2_normalize: Whether that vector is scaled to length 1.
+        expect: A .npz or .safetensors file of rows that the original module made, which the bundle must give: see
+            `check.expected`. Without it nothing tells whether `fields` describe that module.
         progress: Called with what is being done.
 
     Raises:
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
+    vector = pooled(pooling, l2_normalize=l2_normalize)
+    expected = None if expect is None else read_expected(expect)
     progress("reading the weights")
     weights = read_checkpoint(path, embeddings)
     table = None if embeddings is None else Table(*read_table(embeddings))
@@ -61,8 +74,20 @@ def export_checkpoint(
         progress(remark)
     tensors = weights.tensors if table is None else {**weights.tensors, table.name: table.values}
     digest = digest_model(tensors, found.encoder.config)
-    source = Source("checkpoint", found.layout, weights.sha256, tokenizer=tokenizer, model_digest=digest)
-    return export_encoder(found.encoder, source, target, precision=precision, progress=progress)
+    source = Source(
+        "checkpoint",
+        found.layout,
+        weights.sha256,
+        vector,
+        tokenizer,
+        model_digest=digest,
+        expected=expected,
+    )
+    try:
+        exported = export_encoder(found.encoder, source, target, precision=precision, progress=progress)
+    except ExpectedRowsError as error:
+        raise ExpectedRowsError("; ".join(it for it in (str(error), found.formula) if it)) from error
+    return dataclasses.replace(exported, formula=found.formula)
 
 
 def export_init(
@@ -72,6 +97,8 @@ def export_init(
     *,
     tokenizer: TokenizerFile | None = None,
     precision: Precision = "float32",
+    pooling: str | None = None,
+    l2_normalize: bool = False,
     progress: Progress = lambda _: None,
 ) -> Exported:
     """Exports an encoder with random weights.
@@ -82,11 +109,14 @@ def export_init(
         target: Where the bundle goes.
         tokenizer: What turns text into ids; without one the model takes token ids only.
         precision: What the bundle computes in.
+        pooling: One of `POOLINGS`, how the model was trained to make one vector; None where callers are to say it.
+        l2_normalize: Whether that vector is scaled to length 1.
         progress: Called with what is being done.
 
     Raises:
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
+    vector = pooled(pooling, l2_normalize=l2_normalize)
     progress("making the weights")
-    source = Source("init", f"random weights, seed {seed}", tokenizer=tokenizer)
+    source = Source("init", f"random weights, seed {seed}", vector=vector, tokenizer=tokenizer)
     return export_encoder(random_encoder(config, seed), source, target, precision=precision, progress=progress)

@@ -1,44 +1,47 @@
-"""The export of a Hugging Face checkpoint: through our own encoder, its own ONNX file, or transformers."""
+"""The export of a Hugging Face checkpoint: a directory is read, a route is planned, and that route builds the bundle.
+
+The routes are our own encoder, the directory's own ONNX file, transformers, and, for static embeddings, a table.
+"""
 
 import dataclasses
 import functools
+import json
 import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
+
+import numpy as np
+import torch
 
 from encserve_export.bundle import manifest
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.check import agreement
+from encserve_export.check.expected import Expected, read_expected
 from encserve_export.check.texts import Compared, check_pipeline
 from encserve_export.ground import names
+from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import (
     CheckpointFileError,
     ConfigError,
     ExportError,
-    MissingPackageError,
     OnnxModelError,
     ParityError,
+    TokenizerError,
     UnsupportedModelError,
     WeightNamesError,
     WeightShapeError,
     WeightValueError,
 )
 from encserve_export.ground.precision import Precision
-from encserve_export.kinds import multi_vector
 from encserve_export.kinds.bge_m3 import with_bge_m3
-from encserve_export.kinds.dense import (
-    is_sparse_encoder,
-    read_lowercase,
-    read_max_seq_length,
-    read_sentence_vector,
-    transformer_folder,
-)
-from encserve_export.kinds.recipe import POOLINGS, Recipe
-from encserve_export.kinds.sparse import read_sparse_encoder
+from encserve_export.kinds.reading import read
+from encserve_export.kinds.recipe import Recipe, read_pooling
+from encserve_export.kinds.static import write_graph
 from encserve_export.models import pretrained
-from encserve_export.models.own.encoder import shortened
+from encserve_export.models.module import EXPORTERS
+from encserve_export.models.own.encoder import Encoder, shortened
 from encserve_export.models.own.layouts import hf_bert, hf_rotary
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.models.pretrained import TransformersModel
@@ -51,18 +54,20 @@ from encserve_export.source.weights import Weights, holds_weights, read_object, 
 from encserve_proto.bundle.v1 import manifest_pb2
 
 # How the graph is made, in the order of preference. Our own encoder can be inspected, and for BERT's kind is fastest.
-Route = Literal["own", "onnx", "transformers"]
-ROUTES: tuple[Route, ...] = get_args(Route)
+Route = Literal["own", "onnx", "transformers", "static"]
+ROUTES: tuple[Route, ...] = ("own", "onnx", "transformers")
 ONNX_FILE = Path("onnx", "model.onnx")
-# Our own encoder is no faster for these than transformers' graph (docs/performance.md). It takes them where texts may
-# be long, whose memory would grow with the square of their length, and where transformers is not installed.
-_NO_FASTER = ("mpnet", *hf_rotary.MODEL_TYPES)
+# Our own encoder is no faster for hf_rotary's than transformers' graph (docs/performance.md). It takes them where texts
+# may be long, whose memory would grow with the square of their length.
 _OWN_LAST: tuple[Route, ...] = ("onnx", "transformers", "own")
 # Models whose positions begin after the padding's row.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 # By default; what decoders have positions for, nobody embeds, and checking it takes hours.
 _LONGEST_BY_DEFAULT = 8192
 _PADDED_TOKENS = 32
+# The batch that our own encoder is compared with transformers by: longer than the windows of local attention.
+_COMPARED_TOKENS = (160, 7, 1)
+_TOLERANCE, _TIMES_ROUNDING = 1e-5, 4
 _LANGUAGE_MODEL = (
     "which is a language model's head. If that makes SPLADE's weights, save the directory with sentence-transformers, "
     "SparseEncoder(DIRECTORY).save_pretrained(OTHER), and export OTHER"
@@ -72,70 +77,90 @@ _CODE_OF_ITS_OWN = (
     "config.json names code of its own (auto_map), which is never executed; where the weights are for that, "
     f"{pretrained.OWN_ONNX}"
 )
+_NO_WEIGHTS = "the directory holds no weights"
+# The model types of transformers that read position_embedding_type "rotary"; all others ignore what they do not have.
+_READ_POSITION_TYPES = ("esm", "evolla")
+_KNOWN_POSITION_TYPES = ("absolute", "rope")
+_NAMES: Mapping[Route, str] = {
+    "own": "our own encoder",
+    "onnx": str(ONNX_FILE),
+    "transformers": "transformers",
+    "static": "a table, without an encoder",
+}
+# The errors that mean that another route may do.
+_REFUSALS: Mapping[Route, tuple[type[ExportError], ...]] = {
+    "own": (UnsupportedModelError,),
+    "onnx": (UnsupportedModelError, OnnxModelError, ParityError),
+    "transformers": (UnsupportedModelError,),
+    "static": (),
+}
 
 
 @dataclasses.dataclass(frozen=True)
-class _Checkpoint:
-    """What a directory says, whichever route it takes.
+class Plan:
+    """What a directory says, and the routes to its bundle.
 
     Attributes:
-        directory: Where the encoder and its tokenizer lie.
-        settings: config.json.
-        vector: How its rows become one vector.
-        usual: What sentence-transformers cuts texts to; None where it does not say.
-        tokenizer: Its tokenizer, or None where there is none.
-        asked: The longest sequence that was asked for, in tokens, or None.
-        precision: What the bundle computes in.
-        origin: Where on the hub it came from, or None.
-        progress: Called with what is being done.
-        pipeline: Compares the bundle with sentence-transformers.
+        recipe: How its rows become vectors.
+        settings: config.json of the encoder.
+        order: The routes in the order of preference.
+        refusals: Why some of them do not take the model; those without are tried, and usually the first does.
+        reason: Why the order is another one than usual; empty where it is not.
+        remarks: What may surprise, for people.
     """
 
-    directory: Path
+    recipe: Recipe
     settings: Mapping[str, Any]
-    vector: Recipe
-    usual: int | None
-    tokenizer: TokenizerFile | None
-    asked: int | None
-    precision: Precision
-    origin: Snapshot | None
-    progress: Progress
-    pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None]
+    order: tuple[Route, ...]
+    refusals: Mapping[Route, str]
+    reason: str
+    remarks: tuple[str, ...]
 
-    def source(self, route: Route, description: str, weights: Weights | None) -> manifest.Source:
-        """What the manifest is to say; `weights` are those that the graph has been made of or is compared with."""
-        came = {} if self.origin is None else {"repository": self.origin.repository, "revision": self.origin.revision}
-        return manifest.Source(
-            "hf",
-            description,
-            "" if weights is None or route == "onnx" else weights.sha256,
-            self.vector,
-            self.tokenizer,
-            route,
-            pipeline=self.pipeline,
-            model_digest="" if weights is None else digest_model(weights.tensors, self.settings),
-            **came,
-        )
+    @property
+    def directory(self) -> Path:
+        """Where the encoder and its tokenizer lie."""
+        return self.recipe.encoder
 
-    def longest(self, positions: int | None) -> tuple[int, str]:
-        """The longest sequence to serve, and a remark, for a model with so many positions."""
-        known = [length for length in (positions, self._model_max_length()) if length is not None]
-        bound = min(known, default=DEFAULT_LONGEST)
-        if self.usual is None and self.asked is None and bound > _LONGEST_BY_DEFAULT:
-            return _LONGEST_BY_DEFAULT, (
-                f"max_sequence_tokens is {_LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
-                "sets more, which takes memory with its square"
+
+def plan(recipe: Recipe, max_sequence_tokens: int | None = None) -> Plan:
+    """Says which routes take a directory, and why; reads config.json and which files there are, and runs nothing.
+
+    Args:
+        recipe: What `kinds.reading.read` made of the directory.
+        max_sequence_tokens: The longest sequence to serve that was asked for, in tokens; None for the default.
+
+    Raises:
+        CheckpointFileError: config.json is missing or unreadable, or there are neither weights nor an ONNX file.
+        ConfigError: A size in config.json is out of range.
+    """
+    directory = recipe.encoder
+    if recipe.table is not None:
+        return Plan(recipe, {}, ("static",), {}, "", ())
+    settings = _read_settings(directory)
+    refusals: dict[Route, str] = {}
+    if not holds_weights(directory):
+        refusals["own"] = refusals["transformers"] = _NO_WEIGHTS
+    else:
+        try:
+            hf_bert.read_layout(settings)
+        except UnsupportedModelError as error:
+            refusals["own"] = str(error)
+        except ConfigError as error:
+            raise ConfigError(f"{directory / 'config.json'}: {error}. {_NOT_OF_ONE_MODEL}") from error
+    if not (directory / ONNX_FILE).is_file():
+        refusals["onnx"] = f"there is no {ONNX_FILE}"
+    elif any(its.HasField("expansion") and not its.expansion.attended for its in recipe.tasks.values()):
+        refusals["onnx"] = "queries are made longer with tokens that none attends to: it has no rows for them"
+    order, reason = ROUTES, ""
+    if "own" not in refusals and settings.get("model_type") in hf_rotary.MODEL_TYPES:
+        longest, _ = _longest(recipe, _facts(settings).positions, max_sequence_tokens)
+        if longest <= LONGEST_AT_ONCE:
+            order = _OWN_LAST
+            reason = (
+                f"our own encoder is no faster for it up to {LONGEST_AT_ONCE} tokens; "
+                "with --via own it can be inspected"
             )
-        usual = self.usual
-        if usual is None and positions is not None and bound < positions:
-            usual = bound
-        return longest_sequence(bound if usual is None else positions or usual, usual, self.asked)
-
-    def _model_max_length(self) -> int | None:
-        path = self.directory / "tokenizer_config.json"
-        length = read_object(path).get("model_max_length") if path.is_file() else None
-        # Where nobody set one, transformers writes a number of 31 digits.
-        return length if type(length) is int and 0 < length < 1_000_000 else None
+    return Plan(recipe, settings, order, refusals, reason, tuple(_remarks(settings)))
 
 
 def export_hf(
@@ -146,6 +171,8 @@ def export_hf(
     precision: Precision = "float32",
     via: Route | None = None,
     pooling: str | None = None,
+    ids_only: bool = False,
+    expect: Path | None = None,
     origin: Snapshot | None = None,
     progress: Progress = lambda _: None,
 ) -> Exported:
@@ -159,63 +186,166 @@ def export_hf(
         precision: What the bundle computes in.
         via: How the graph is made; by default the first route that takes the model, in the order of `ROUTES`.
         pooling: One of `POOLINGS`, for a directory that does not say how rows become one vector.
+        ids_only: Whether a directory without a tokenizer is exported, as a model that takes token ids only.
+        expect: A .npz or .safetensors file of rows that the bundle must give, see `check.expected`.
         origin: Where on the hub the directory came from, for the manifest.
         progress: Called with what is being done.
 
     Raises:
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
-    progress("reading the checkpoint")
-    pipeline = functools.partial(check_pipeline, directory, progress)
+    expected = None if expect is None else read_expected(expect)
+    progress("reading the directory")
+    recipe = read(directory, "" if origin is None else origin.repository)
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer: TokenizerFile | None
-        inline: tuple[str, ...] = ()
-        if multi_vector.is_multi_vector(directory):
-            path = Path(folder, manifest.TOKENIZER_FILE)
-            found = multi_vector.read(directory, path)
-            vector, usual, directory, inline = found.vector, found.longest, found.encoder, found.inline
-            tokenizer, text = read_tokenizer(path, made_of=directory / manifest.TOKENIZER_FILE), ""
-        else:
-            vector = read_sparse_encoder(directory) if is_sparse_encoder(directory) else read_sentence_vector(directory)
-            directory = transformer_folder(directory)
-            usual = read_max_seq_length(directory)
-            tokenizer, text = _read_tokenizer(directory, Path(folder))
-            vector = with_bge_m3(vector, directory, tokenizer)
+        tokenizer, text = _make_tokenizer(recipe, Path(folder))
+        if recipe.kind == "dense":
+            recipe = with_bge_m3(recipe, recipe.encoder, tokenizer)
         if pooling is not None:
-            if vector.pooling or vector.multi_vector or vector.sparse:
-                raise ConfigError("pooling is for a checkpoint that does not say its own; this one's modules.json does")
-            vector = dataclasses.replace(vector, pooling=POOLINGS[pooling])
-        settings = _read_settings(directory)
-        _check_sides(directory)
+            if recipe.pooling or recipe.kind != "dense":
+                raise ConfigError("pooling is for a checkpoint that does not say its own; this one's files do")
+            recipe = dataclasses.replace(recipe, pooling=read_pooling(pooling))
+        planned = plan(recipe, max_sequence_tokens)
+        _check_sides(recipe.encoder)
+        if tokenizer is None and not ids_only:
+            raise TokenizerError(
+                f"{directory} has no {manifest.TOKENIZER_FILE}, nor an older file to make one of: put the one there "
+                "that the model was trained with, or give --ids-only, and the model takes token ids and no text"
+            )
         if text:
             progress(text)
-        checkpoint = _Checkpoint(
-            directory,
-            settings,
-            vector,
-            usual,
-            tokenizer,
-            max_sequence_tokens,
-            precision,
-            origin,
-            progress,
-            pipeline,
-        )
-        try:
-            exported = _first_that_fits(checkpoint, target) if via is None else _by_route(via, checkpoint, target)
-        except (WeightNamesError, WeightShapeError) as error:
-            advice = _CODE_OF_ITS_OWN if "auto_map" in settings else _NOT_OF_ONE_MODEL
-            raise type(error)(f"{error}. {advice}") from error
-        except WeightValueError as error:
-            raise WeightValueError(f"{error}. Take an earlier checkpoint, or download it again") from error
-    code = "; the code that config.json names (auto_map) was not run" if "auto_map" in settings else ""
+        pipeline = functools.partial(check_pipeline, directory, progress)
+        build = _Build(planned, target, tokenizer, max_sequence_tokens, precision, origin, progress, pipeline, expected)
+        exported = _try_routes(build) if via is None or recipe.table is not None else _build_as_asked(build, via)
     # The head of a language model makes no rows, but weights of them.
-    used = exported.left_behind if exported.manifest.sparse.mask_name else inline
+    used = exported.left_behind if exported.manifest.sparse.mask_name else recipe.inline
     left_behind = tuple(part for part in exported.left_behind if part not in used)
-    if _has_language_model(settings, vector) and set(left_behind) - {"pooler"}:
+    if _has_language_model(planned.settings, recipe) and set(left_behind) - {"pooler"}:
         left_behind += (_LANGUAGE_MODEL,)
-    remark = "; ".join(it for it in (exported.remark, vector.remark) if it)
-    return dataclasses.replace(exported, text=text, route=exported.route + code, remark=remark, left_behind=left_behind)
+    remark = "; ".join(it for it in (exported.remark, recipe.remark) if it)
+    return dataclasses.replace(exported, text=text, remark=remark, left_behind=left_behind, remarks=planned.remarks)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Build:
+    """What every route builds with.
+
+    Attributes:
+        plan: What the directory says.
+        target: Where the bundle goes.
+        tokenizer: Its tokenizer, or None where there is none.
+        asked: The longest sequence that was asked for, in tokens, or None.
+        precision: What the bundle computes in.
+        origin: Where on the hub it came from, or None.
+        progress: Called with what is being done.
+        pipeline: Compares the bundle with sentence-transformers.
+        expected: Rows that the bundle must give, or None.
+    """
+
+    plan: Plan
+    target: Target
+    tokenizer: TokenizerFile | None
+    asked: int | None
+    precision: Precision
+    origin: Snapshot | None
+    progress: Progress
+    pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None]
+    expected: Expected | None
+
+    def source(self, route: Route, description: str, weights: Weights | None) -> manifest.Source:
+        """What the manifest is to say; `weights` are those that the graph has been made of or is compared with."""
+        came = {} if self.origin is None else {"repository": self.origin.repository, "revision": self.origin.revision}
+        return manifest.Source(
+            "hf",
+            description,
+            "" if weights is None or route == "onnx" else weights.sha256,
+            self.plan.recipe,
+            self.tokenizer,
+            route,
+            pipeline=self.pipeline,
+            expected=self.expected,
+            model_digest="" if weights is None else digest_model(weights.tensors, self.plan.settings),
+            **came,
+        )
+
+    def longest(self, positions: int | None) -> tuple[int, str]:
+        """The longest sequence to serve, and a remark, for a model with so many positions."""
+        longest, remark = _longest(self.plan.recipe, positions, self.asked)
+        if remark:
+            self.progress(remark)
+        return longest, remark
+
+
+def _build_as_asked(build: _Build, via: Route) -> Exported:
+    """Builds by this route alone."""
+    try:
+        if via in build.plan.refusals:
+            raise UnsupportedModelError(build.plan.refusals[via])
+        exported = _build_by(via, build)
+    except _REFUSALS[via] as error:
+        raise type(error)(f"{error}. Without --via {via}, every way is tried") from error
+    return dataclasses.replace(exported, route=f"{_NAMES[via]}, as --via asks")
+
+
+def _try_routes(build: _Build) -> Exported:
+    """Builds by the first route of the plan that takes the model."""
+    planned = build.plan
+    routes = [route for route in planned.order if route not in planned.refusals]
+    if not routes:
+        read_weights(planned.directory)  # whose error says what is looked for
+    said: list[str] = []
+    failed = False
+    for route in planned.order:
+        try:
+            if route in planned.refusals:
+                raise UnsupportedModelError(planned.refusals[route])
+            exported = _build_by(route, build)
+        except ExportError as error:
+            refused = isinstance(error, _REFUSALS[route])
+            if route == routes[-1] and (refused or failed):
+                raise type(error)("; ".join([*said, str(error)])) from error
+            if not refused:
+                raise
+            said.append(f"{_NAMES[route]} does not take it: {error}")
+            failed = failed or route in routes
+            build.progress(said[-1])
+        else:
+            reasons = [planned.reason] if planned.reason and not failed else []
+            return dataclasses.replace(exported, route="; ".join([_NAMES[route], *said, *reasons]))
+    raise AssertionError("the last route returns or raises")
+
+
+def _build_by(route: Route, build: _Build) -> Exported:
+    makers: Mapping[Route, Callable[[_Build], Exported]] = {
+        "own": _build_own,
+        "onnx": _build_onnx,
+        "transformers": _build_transformers,
+        "static": _build_static,
+    }
+    try:
+        return makers[route](build)
+    except (WeightNamesError, WeightShapeError) as error:
+        advice = _CODE_OF_ITS_OWN if "auto_map" in build.plan.settings else _NOT_OF_ONE_MODEL
+        raise type(error)(f"{error}. {advice}") from error
+    except WeightValueError as error:
+        raise WeightValueError(f"{error}. Take an earlier checkpoint, or download it again") from error
+
+
+def _remarks(settings: Mapping[str, Any]) -> list[str]:
+    """What config.json says and transformers' own code for its model_type does not do."""
+    model_type, positions = settings.get("model_type"), settings.get("position_embedding_type")
+    found = []
+    if "auto_map" in settings:
+        found.append(
+            "the code that config.json names (auto_map) was not run: the model is read as transformers' own "
+            f"{model_type}"
+        )
+    if positions not in (None, *_KNOWN_POSITION_TYPES) and model_type not in _READ_POSITION_TYPES:
+        found.append(
+            f"config.json has position_embedding_type {positions!r}, which transformers' own {model_type} ignores: if "
+            f"the model was trained with it, {pretrained.OWN_ONNX}"
+        )
+    return found
 
 
 def _has_language_model(settings: Mapping[str, Any], vector: Recipe) -> bool:
@@ -249,59 +379,45 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def _read_tokenizer(directory: Path, folder: Path) -> tuple[TokenizerFile | None, str]:
-    """The tokenizer, made of older files in a folder of its own where it must be; or None, and why."""
-    path, lowercase = directory / manifest.TOKENIZER_FILE, read_lowercase(directory)
+def _make_tokenizer(recipe: Recipe, folder: Path) -> tuple[TokenizerFile | None, str]:
+    """The tokenizer, written into a folder where sentence-transformers or transformers makes it; or None, and why."""
+    path, written = recipe.encoder / manifest.TOKENIZER_FILE, folder / manifest.TOKENIZER_FILE
+    if recipe.kind == "static":
+        plain = json.loads(recipe.tokenizer.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
+        written.write_text(json.dumps(plain, ensure_ascii=False), encoding="utf-8")
+        return read_tokenizer(written, made_of=path), ""
+    if recipe.tokenizer is not None:
+        recipe.tokenizer.backend_tokenizer.save(str(written))
+        return read_tokenizer(written, made_of=path), ""
     if path.is_file():
-        return read_tokenizer(path, lowercase=lowercase), ""
-    none = f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
-    older = next((name for name in pretrained.OLDER_TOKENIZERS if (directory / name).is_file()), None)
+        return read_tokenizer(path, lowercase=recipe.lowercase), ""
+    older = next((name for name in pretrained.OLDER_TOKENIZERS if (recipe.encoder / name).is_file()), None)
     if older is None:
-        return None, none
-    try:
-        written = pretrained.write_tokenizer(directory, folder / manifest.TOKENIZER_FILE)
-        return read_tokenizer(written, lowercase=lowercase, made_of=directory / older), ""
-    except MissingPackageError as error:
-        return None, f"{none}; making one of {older} {error}"
+        return None, f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
+    pretrained.write_tokenizer(recipe.encoder, written)
+    return read_tokenizer(written, lowercase=recipe.lowercase, made_of=recipe.encoder / older), ""
 
 
-def _by_route(via: Route, checkpoint: _Checkpoint, target: Target) -> Exported:
-    try:
-        exported = _EXPORTS[via](checkpoint, target)
-    except _REFUSALS[via] as error:
-        raise type(error)(f"{error}. Without --via {via}, every way is tried") from error
-    return dataclasses.replace(exported, route=f"{_NAMES[via]}, as --via asks")
+def _longest(recipe: Recipe, positions: int | None, asked: int | None) -> tuple[int, str]:
+    """The longest sequence to serve, and a remark, for a model with so many positions."""
+    usual = recipe.max_seq_length
+    known = [length for length in (positions, _model_max_length(recipe.encoder)) if length is not None]
+    bound = min(known, default=DEFAULT_LONGEST)
+    if usual is None and asked is None and bound > _LONGEST_BY_DEFAULT:
+        return _LONGEST_BY_DEFAULT, (
+            f"max_sequence_tokens is {_LONGEST_BY_DEFAULT}; the checkpoint allows {bound}: --max-sequence-tokens "
+            "sets more, which takes memory with its square"
+        )
+    if usual is None and positions is not None and bound < positions:
+        usual = bound
+    return longest_sequence(bound if usual is None else positions or usual, usual, asked)
 
 
-def _first_that_fits(checkpoint: _Checkpoint, target: Target) -> Exported:
-    refusals: list[str] = []
-    *routes, last = _preferred(checkpoint)
-    for route in routes:
-        try:
-            exported = _EXPORTS[route](checkpoint, target)
-        except _REFUSALS[route] as error:
-            refusals.append(f"{_NAMES[route]} does not take it: {error}")
-            checkpoint.progress(refusals[-1])
-        else:
-            if last == "own":
-                refusals.append(f"our own encoder is no faster for it up to {LONGEST_AT_ONCE} tokens")
-                refusals.append("with --via own it can be inspected")
-            return dataclasses.replace(exported, route="; ".join([_NAMES[route], *refusals]))
-    try:
-        exported = _EXPORTS[last](checkpoint, target)
-    except ExportError as error:
-        if not isinstance(error, _REFUSALS[last]) and not (checkpoint.directory / ONNX_FILE).is_file():
-            raise  # the routes before had nothing to try
-        raise type(error)("; ".join([*refusals, str(error)])) from error
-    return dataclasses.replace(exported, route="; ".join([_NAMES[last], *refusals]))
-
-
-def _preferred(checkpoint: _Checkpoint) -> tuple[Route, ...]:
-    """The routes in the order in which they are tried."""
-    if checkpoint.settings.get("model_type") not in _NO_FASTER:
-        return ROUTES
-    longest, _ = checkpoint.longest(_facts(checkpoint.settings).positions)
-    return ROUTES if longest > LONGEST_AT_ONCE else _OWN_LAST
+def _model_max_length(directory: Path) -> int | None:
+    path = directory / "tokenizer_config.json"
+    length = read_object(path).get("model_max_length") if path.is_file() else None
+    # Where nobody set one, transformers writes a number of 31 digits.
+    return length if type(length) is int and 0 < length < 1_000_000 else None
 
 
 def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tuple[int, str]:
@@ -323,67 +439,104 @@ def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tu
     return longest, remark
 
 
-def _via_own(checkpoint: _Checkpoint, target: Target) -> Exported:
-    try:
-        layout = hf_bert.read_layout(checkpoint.settings)
-    except ConfigError as error:
-        raise ConfigError(f"{checkpoint.directory / 'config.json'}: {error}. {_NOT_OF_ONE_MODEL}") from error
-    longest, remark = checkpoint.longest(layout.config.max_sequence_tokens)
-    if remark:
-        checkpoint.progress(remark)
-    checkpoint.progress("reading the weights")
-    weights = read_weights(checkpoint.directory)
+def _build_own(build: _Build) -> Exported:
+    planned = build.plan
+    layout = hf_bert.read_layout(planned.settings)
+    longest, remark = build.longest(layout.config.max_sequence_tokens)
+    build.progress("reading the weights")
+    weights = read_weights(planned.directory)
     try:
         encoder = shortened(layout.load(hf_bert.plain_names(weights.tensors)), longest)
     except WeightNamesError as error:
-        if checkpoint.settings["model_type"] not in hf_rotary.MODEL_TYPES:
+        if planned.settings["model_type"] not in hf_rotary.MODEL_TYPES:
             raise
         raise UnsupportedModelError(str(error)) from error  # transformers reads these by other names too
-    source = checkpoint.source("own", layout.description, weights)
-    exported = export_encoder(encoder, source, target, precision=checkpoint.precision, progress=checkpoint.progress)
+    build.progress("comparing our own encoder with transformers")
+    _compare_with_transformers(encoder, planned.directory, weights)
+    source = build.source("own", layout.description, weights)
+    exported = export_encoder(encoder, source, build.target, precision=build.precision, progress=build.progress)
     heads = sorted({name.partition(".")[0] for name in layout.unused(hf_bert.plain_names(weights.tensors))})
     return dataclasses.replace(exported, remark=remark, left_behind=tuple(heads))
 
 
-def _via_onnx(checkpoint: _Checkpoint, target: Target) -> Exported:
-    path = checkpoint.directory / ONNX_FILE
-    if not path.is_file():
-        raise UnsupportedModelError(f"there is no {ONNX_FILE}")
-    if any(its.HasField("expansion") and not its.expansion.attended for its in checkpoint.vector.tasks.values()):
-        raise UnsupportedModelError("queries are made longer with tokens that none attends to: it has no rows for them")
-    reference, weights = _load_if_possible(checkpoint)
+def _compare_with_transformers(encoder: Encoder, directory: Path, weights: Weights) -> None:
+    """Refuses an encoder that computes something else than transformers' model of the same directory.
+
+    Raises:
+        ParityError: A row differs from transformers' in float64 by more than rounding to float32 explains.
+    """
+    config, random = encoder.config, np.random.default_rng(0)
+    lengths = [min(length, config.max_sequence_tokens) for length in _COMPARED_TOKENS]
+    ids = random.integers(0, config.vocab_size, (len(lengths), lengths[0]))  # (batch, seq)
+    mask = (np.arange(lengths[0]) < np.array(lengths)[:, None]).astype(np.int64)  # (batch, seq)
+    ids = np.where(mask == 1, ids, config.pad_token_id)
+    ids[0, lengths[0] // 2] = config.pad_token_id  # some models count positions without it, wherever it stands
+    with torch.inference_mode():
+        ours = encoder(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()  # (batch, seq, d_model)
+    theirs, exact, description = _rows_of_transformers(directory, weights, ids, mask)
+    for row, length in enumerate(lengths):
+        error = agreement.relative_error(ours[row, :length], exact[row, :length])
+        rounding = agreement.relative_error(theirs[row, :length], exact[row, :length])
+        if not error <= (allowed := max(_TOLERANCE, _TIMES_ROUNDING * rounding)):
+            raise ParityError(
+                f"our own encoder computes something else than transformers' {description}: relative error {error:.1e} "
+                f"of a row of {length} tokens, tolerance {allowed:.1e}. Export it with --via transformers"
+            )
+
+
+def _rows_of_transformers(directory: Path, weights: Weights, ids: Ids, mask: Mask) -> tuple[Rows, Rows, str]:
+    """A batch's rows, (batch, seq, d_model), in float32 and in float64, and what the model is called."""
+    model = pretrained.load_model(directory, weights)
+    rows = model(ids, mask)
+    model.module.double()
+    return rows, model(ids, mask), model.description
+
+
+def _build_onnx(build: _Build) -> Exported:
+    planned = build.plan
+    reference, weights = _load_if_possible(build)
     if reference is not None:
         facts = _Facts(reference.positions, reference.pad_token_id, reference.vocab_size)
     else:
-        facts = _facts(checkpoint.settings)
-    source = checkpoint.source("onnx", str(ONNX_FILE), weights)
-    exported = _export_file(path, checkpoint, target, facts, source, reference)
+        facts = _facts(planned.settings)
+    source = build.source("onnx", str(ONNX_FILE), weights)
+    exported = _export_file(planned.directory / ONNX_FILE, build, facts, source, reference)
     return dataclasses.replace(exported, left_behind=() if reference is None else reference.left_behind)
 
 
-def _via_transformers(checkpoint: _Checkpoint, target: Target) -> Exported:
-    pretrained.package(f"model_type {checkpoint.settings.get('model_type')!r}")
-    checkpoint.progress("reading the weights")
-    weights = read_weights(checkpoint.directory)
-    model = pretrained.load_model(checkpoint.directory, weights)
+def _build_transformers(build: _Build) -> Exported:
+    build.progress("reading the weights")
+    weights = read_weights(build.plan.directory)
+    model = pretrained.load_model(build.plan.directory, weights)
     facts = _Facts(model.positions, model.pad_token_id, model.vocab_size)
-    source = checkpoint.source("transformers", model.description, weights)
+    source = build.source("transformers", model.description, weights)
     _refuse_padding(model)
     refused: ExportError | None = None
-    for exporter in pretrained.EXPORTERS:
-        checkpoint.progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
+    for exporter in EXPORTERS:
+        build.progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
         try:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, names.FILE)
                 pretrained.write_onnx(model, exporter, path)
-                exported = _export_file(path, checkpoint, target, facts, source, model)
+                exported = _export_file(path, build, facts, source, model)
         except (UnsupportedModelError, OnnxModelError, ParityError) as error:
-            checkpoint.progress(str(error))
+            build.progress(str(error))
             refused = refused if isinstance(error, UnsupportedModelError) and refused else error
         else:
             return dataclasses.replace(exported, left_behind=model.left_behind)
     assert refused is not None  # noqa: S101
     raise type(refused)(f"{refused}; {pretrained.OWN_ONNX}") from refused
+
+
+def _build_static(build: _Build) -> Exported:
+    recipe = build.plan.recipe
+    assert recipe.table is not None  # noqa: S101
+    weights = read_weights(build.plan.directory)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, names.FILE)
+        write_graph(recipe.table, path)
+        source = build.source("static", "StaticEmbedding", weights)
+        return _export_file(path, build, _Facts(None, 0, len(recipe.table)), source, None)
 
 
 def _refuse_padding(model: TransformersModel) -> None:
@@ -395,7 +548,7 @@ def _refuse_padding(model: TransformersModel) -> None:
             vocab_size=model.vocab_size,
             max_sequence_tokens=longest,
             pad_token_id=model.pad_token_id,
-            reference=agreement.reference_rows(
+            wanted=agreement.reference_rows(
                 model, vocab_size=model.vocab_size, max_sequence_tokens=longest, module=model.module
             ),
         )
@@ -404,20 +557,6 @@ def _refuse_padding(model: TransformersModel) -> None:
             f"{model.description} gives other rows in a padded batch, in PyTorch already: {error}. What it makes of a "
             "text depends on the texts beside it, so it cannot be served in batches: choose another model"
         ) from error
-
-
-_EXPORTS: Mapping[Route, Callable[[_Checkpoint, Target], Exported]] = {
-    "own": _via_own,
-    "onnx": _via_onnx,
-    "transformers": _via_transformers,
-}
-_NAMES: Mapping[Route, str] = {"own": "our own encoder", "onnx": str(ONNX_FILE), "transformers": "transformers"}
-# The errors that mean that another route may do.
-_REFUSALS: Mapping[Route, tuple[type[ExportError], ...]] = {
-    "own": (UnsupportedModelError,),
-    "onnx": (UnsupportedModelError, OnnxModelError, ParityError),
-    "transformers": (UnsupportedModelError, MissingPackageError),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -430,7 +569,7 @@ class _Facts:
 
 
 def _facts(settings: Mapping[str, Any]) -> _Facts:
-    """What config.json says, where there is no transformers to understand it."""
+    """What config.json says of a model that transformers does not load."""
     numbers = {
         name: value if type(value := settings.get(name)) is int else None
         for name in ("max_position_embeddings", "pad_token_id", "vocab_size")
@@ -441,40 +580,33 @@ def _facts(settings: Mapping[str, Any]) -> _Facts:
     return _Facts(positions, pad_token_id, numbers["vocab_size"])
 
 
-def _load_if_possible(checkpoint: _Checkpoint) -> tuple[TransformersModel, Weights] | tuple[None, None]:
+def _load_if_possible(build: _Build) -> tuple[TransformersModel, Weights] | tuple[None, None]:
     """The model that an ONNX file is compared with; None without weights, and where transformers does not have it."""
-    if not holds_weights(checkpoint.directory):
-        checkpoint.progress("going on without a comparison with PyTorch: there are no weights")
+    directory = build.plan.directory
+    if not holds_weights(directory):
+        build.progress("going on without a comparison with PyTorch: there are no weights")
         return None, None
     try:
-        pretrained.package("comparing with PyTorch")
-        weights = read_weights(checkpoint.directory)
-        return pretrained.load_model(checkpoint.directory, weights), weights
-    except (MissingPackageError, UnsupportedModelError) as error:
-        checkpoint.progress(f"going on without a comparison with PyTorch: {error}")
+        weights = read_weights(directory)
+        return pretrained.load_model(directory, weights), weights
+    except UnsupportedModelError as error:
+        build.progress(f"going on without a comparison with PyTorch: {error}")
         return None, None
 
 
 def _export_file(
-    path: Path,
-    checkpoint: _Checkpoint,
-    target: Target,
-    facts: _Facts,
-    source: manifest.Source,
-    reference: TransformersModel | None,
+    path: Path, build: _Build, facts: _Facts, source: manifest.Source, reference: TransformersModel | None
 ) -> Exported:
-    longest, remark = checkpoint.longest(facts.positions)
+    longest, remark = build.longest(facts.positions)
     if facts.positions is not None and longest > facts.positions:
         raise ConfigError(f"max_sequence_tokens must be at most {facts.positions} for this model; was {longest}")
-    if remark:
-        checkpoint.progress(remark)
     options = OnnxOptions(
         max_sequence_tokens=longest,
         pad_token_id=facts.pad_token_id,
         vocab_size=facts.vocab_size,
-        vector=checkpoint.vector,
-        tokenizer=checkpoint.tokenizer,
-        precision=checkpoint.precision,
+        vector=build.plan.recipe,
+        tokenizer=build.tokenizer,
+        precision=build.precision,
     )
-    exported = export_onnx(path, target, options, source=source, reference=reference, progress=checkpoint.progress)
+    exported = export_onnx(path, build.target, options, source=source, reference=reference, progress=build.progress)
     return dataclasses.replace(exported, remark=remark)

@@ -9,12 +9,12 @@ from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_onnx, is_quantized
 from encserve_export.bundle.write import Exported, Progress, Target, complete
 from encserve_export.check import agreement
+from encserve_export.check.expected import read_expected
 from encserve_export.ground import names
-from encserve_export.ground.errors import ConfigError, VocabularyError
+from encserve_export.ground.errors import ConfigError, TokenizerError, VocabularyError
 from encserve_export.ground.precision import BOUNDS, Precision
 from encserve_export.kinds.recipe import Recipe
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
-from encserve_export.models.pretrained import TransformersModel
 from encserve_export.onnx_graph import convert, external, foreign
 from encserve_export.onnx_graph.foreign import Interface, Names
 from encserve_export.onnx_graph.run import Runner, check_file
@@ -52,10 +52,13 @@ def export_onnx(
     options: OnnxOptions | None = None,
     *,
     source: manifest.Source | None = None,
-    reference: TransformersModel | None = None,
+    reference: agreement.Reference | None = None,
+    expect: Path | None = None,
     progress: Progress = lambda _: None,
 ) -> Exported:
     """Exports an encoder from an ONNX file: ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model).
+
+    In place of ids it may take vectors, float32 (batch, seq, width).
 
     Args:
         path: The file. Weights in other files must lie in its folder.
@@ -64,12 +67,15 @@ def export_onnx(
         source: What the manifest is to say of where the model comes from; by default that it came as this file, which
             is also what is hashed where it names no weights, or has no digest of a model that `reference` is.
         reference: What its rows must be, in PyTorch; None where there is nothing to compare with.
+        expect: A .npz or .safetensors file of rows that the bundle must give, see `check.expected`; where `source` is
+            given, its own counts.
         progress: Called with what is being done.
 
     Raises:
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
     options = options or OnnxOptions()
+    expected = None if expect is None else read_expected(expect)
     progress("reading the file")
     model = foreign.read_model(path)
     interface = foreign.find_interface(model, options.names)
@@ -77,33 +83,50 @@ def export_onnx(
     rows = foreign.embedding_rows(model, interface.input_ids)
     apart = external.take_in(model, path.parent)
     weights = sha256([path, *apart])
+    width = foreign.vector_width(model, interface)
     digest = "" if source is None or is_quantized(foreign.precision(model)) else source.model_digest
     digest = digest or digest_onnx(model, interface)
     with store.draft(target.model_repository, target.name, target.version, overwrite=target.overwrite) as folder:
         progress("copying and checking the file")
         files = external.write_model(model, path, apart, folder)
         check_file(model, files[0])
-        wanted = None if reference is None else _run_reference(reference, options, foreign.precision(model), progress)
+        wanted = None
+        if reference is not None:  # before ONNX Runtime needs memory too
+            progress("running the model in PyTorch")
+            wanted = agreement.reference_rows(
+                reference,
+                vocab_size=0 if width else _vocab_size(options, rows),
+                max_sequence_tokens=options.max_sequence_tokens,
+                module=reference.module if _is_exact(foreign.precision(model), options) else None,
+                width=width,
+            )
         runner = Runner(model, files[0], interface)
         # Only now: where the file itself is at fault, an option would not help.
-        vocab_size = _vocab_size(options, rows)
-        _check_options(options, vocab_size)
+        vocab_size = 0 if width else _vocab_size(options, rows)
+        check_options(options, vocab_size, width)
         if options.precision not in (None, "float32"):
             progress(f"rounding it to {options.precision}")
             longest = options.max_sequence_tokens
-            wanted = wanted or agreement.reference_rows(runner, vocab_size=vocab_size, max_sequence_tokens=longest)
+            wanted = wanted or agreement.reference_rows(
+                runner, vocab_size=vocab_size, max_sequence_tokens=longest, width=width
+            )
             model = convert.convert(model, interface, vocab_size, options.max_sequence_tokens, options.precision)
             files = external.save_model(model, folder, apart=len(files) > 1)
             runner = Runner(model, files[0], interface)
-        progress(f"the rows are its output {interface.output}; there are {vocab_size} token ids")
+        takes = f"it takes vectors of {width} numbers" if width else f"there are {vocab_size} token ids"
+        progress(f"the rows are its output {interface.output}; {takes}")
         progress(f"running it, with 1 to {options.max_sequence_tokens} tokens")
         runner.check_ends(vocab_size, options.max_sequence_tokens, options.pad_token_id)
         if reference is not None:
             progress("comparing ONNX Runtime with PyTorch")
-        parity = _check_rows(runner, options, vocab_size, foreign.precision(model), wanted)
+        parity = _check_rows(runner, options, vocab_size, width, foreign.precision(model), wanted)
         progress("writing the bundle")
         source = source or manifest.Source(
-            "onnx", foreign.description(model), vector=options.vector, tokenizer=options.tokenizer
+            "onnx",
+            foreign.description(model),
+            vector=options.vector,
+            tokenizer=options.tokenizer,
+            expected=expected,
         )
         source = dataclasses.replace(source, weights_sha256=source.weights_sha256 or weights, model_digest=digest)
         described = _describe(model, interface, options, vocab_size, runner.d_model)
@@ -129,31 +152,47 @@ def _vocab_size(options: OnnxOptions, rows: int | None) -> int:
     return wanted
 
 
-def _check_options(options: OnnxOptions, vocab_size: int) -> None:
+def check_options(options: OnnxOptions, vocab_size: int, width: int) -> None:
+    """Refuses options that are out of range, or do not go together.
+
+    Args:
+        options: The options.
+        vocab_size: One more than the largest token id; 0 where the model takes vectors.
+        width: The numbers of a vector; 0 where the model takes ids.
+
+    Raises:
+        ConfigError: One is; the text names the numbers.
+        TokenizerError: There is a tokenizer for a model that takes vectors.
+    """
     if options.max_sequence_tokens < 1:
         raise ConfigError(f"max_sequence_tokens must be at least 1; was {options.max_sequence_tokens}")
-    if not 0 <= options.pad_token_id < vocab_size:
+    if width:
+        if options.tokenizer is not None:
+            raise TokenizerError("a tokenizer gives token ids, but this model's input is embeddings; leave it out")
+        if options.pad_token_id or options.vocab_size:
+            raise ConfigError(
+                "vocab_size and pad_token_id must be 0 where the input is embeddings; was "
+                f"{options.vocab_size} and {options.pad_token_id}"
+            )
+    elif not 0 <= options.pad_token_id < vocab_size:
         raise ConfigError(f"pad_token_id must be from 0 to {vocab_size - 1}; was {options.pad_token_id}")
     vector = options.vector
     if vector.l2_normalize and vector.pooling == manifest_pb2.POOLING_UNSPECIFIED:
         raise ConfigError("l2_normalize is of pooled vectors; give the pooling too")
 
 
-def _run_reference(
-    reference: TransformersModel, options: OnnxOptions, precision: str, progress: Progress
-) -> agreement.Reference:
-    progress("running the model in PyTorch")
-    is_exact = {precision, options.precision or precision} == {"float32"}
-    return agreement.reference_rows(
-        reference,
-        vocab_size=reference.vocab_size if options.vocab_size is None else options.vocab_size,
-        max_sequence_tokens=options.max_sequence_tokens,
-        module=reference.module if is_exact else None,
-    )
+def _is_exact(precision: str, options: OnnxOptions) -> bool:
+    """Whether the bundle computes in float32, and is judged by float64."""
+    return {precision, options.precision or precision} == {"float32"}
 
 
 def _check_rows(
-    runner: Runner, options: OnnxOptions, vocab_size: int, precision: str, reference: agreement.Reference | None
+    runner: Runner,
+    options: OnnxOptions,
+    vocab_size: int,
+    width: int,
+    precision: str,
+    wanted: agreement.Wanted | None,
 ) -> agreement.Parity:
     advice = "it ignores its attention mask in part or altogether, and batches would change its rows"
     if precision != "float32":
@@ -163,15 +202,17 @@ def _check_rows(
         vocab_size=vocab_size,
         max_sequence_tokens=options.max_sequence_tokens,
         pad_token_id=options.pad_token_id,
-        reference=reference,
+        wanted=wanted,
         precision=precision if precision in BOUNDS else "float32",
         advice=advice,
+        width=width,
     )
 
 
 def _describe(
     model: onnx.ModelProto, interface: Interface, options: OnnxOptions, vocab_size: int, d_model: int
 ) -> manifest.Model:
+    width = foreign.vector_width(model, interface)
     # Of the rest of the shape nothing is known: 0 and empty.
     shape = manifest_pb2.EncoderShape(
         d_model=d_model,
@@ -182,7 +223,8 @@ def _describe(
     described = manifest_pb2.Graph(
         file=names.FILE,
         opset=foreign.opset(model),
-        input_ids_name=interface.input_ids,
+        input_ids_name="" if width else interface.input_ids,
+        embeddings_name=interface.input_ids if width else "",
         attention_mask_name=interface.attention_mask,
         token_type_ids_name=interface.token_type_ids,
         output_name=interface.output,

@@ -84,4 +84,4 @@ def read_tokenizer(path: Path, *, lowercase: bool = False, made_of: Path | None 
             f"{made_of or path} fails for texts with characters or words that it does not know: {error}. Give its "
             "model an unk_token that is in its vocabulary"
         ) from error
-    return TokenizerFile(path, max(*ids, *around_text), around_text, lowercase, made_of)
+    return TokenizerFile(path, max([*ids, *around_text]), around_text, lowercase, made_of)

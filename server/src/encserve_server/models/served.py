@@ -229,7 +229,8 @@ class ServedModel:
         self.max_batch_tokens = max_batch_tokens
         if tokenizer is not None:  # read when the page is, so that a request costs nothing
             observer.register_text_queue_gauges(lambda: tokenizer.queued_bytes, tokenizer.max_queue_bytes)
-        self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes)
+        least_tokens = 0 if bundle.takes_empty_texts else 1
+        self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes, least_tokens=least_tokens)
         self._static_checkers = {
             task: InputChecker(bundle, its, limits.max_text_bytes, least_tokens=0)
             for task, its in (static_tokenizers or {}).items()
@@ -362,7 +363,13 @@ class ServedModel:
         if reply.static is not None:
             await self._look_up(reply, reply.static)
         else:
-            await self._scheduler.run(reply.sequences, deadline, span)
+            sequences = reply.sequences
+            if self.bundle.takes_empty_texts:
+                empty = [it for it in sequences if not len(it.input)]
+                self.outputs.compute_empty(empty)
+                sequences = [it for it in sequences if len(it.input)]
+            if sequences:
+                await self._scheduler.run(sequences, deadline, span)
         if reply.plan.has_sparse:
             reply.estimated_bytes = self._reply_size.check_sparse(
                 reply.estimated_bytes, reply.plan, reply.sequences, padded=reply.padded

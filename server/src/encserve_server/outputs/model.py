@@ -7,6 +7,8 @@ from functools import lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+
 from encserve_server.engine.base import BatchResult, Head
 from encserve_server.errors import FieldPath, InvalidField, Part, TooManyOutputs
 from encserve_server.outputs.kind import FLOP_PER_US, Kind
@@ -22,6 +24,7 @@ from encserve_server.outputs.tokens import Tokens
 from encserve_server.types.arrays import OutputArrays
 from encserve_server.types.bundles import Bundle, StaticSparse
 from encserve_server.types.requests import Detail, Output, OutputKind, Task
+from encserve_server.types.sequences import TokenSequence
 
 _MIB = 2**20
 # What callers ask for differs little.
@@ -260,6 +263,17 @@ class ModelOutputs:
                 if i not in batch.failed:
                     computed[i] = tuple(map(operator.itemgetter(i), of_group))
         return computed
+
+    def compute_empty(self, sequences: Sequence[TokenSequence]) -> None:
+        """Gives sequences without tokens their outputs: no rows of tokens, and else what a row of zeros gives."""
+        rows = np.zeros((len(sequences), 1, self._bundle.d_model), np.float32)  # (batch, seq, d_model)
+        result = BatchResult(rows, [1] * len(sequences), 0.0, 0.0)
+        for sequence, arrays in zip(sequences, self.compute(result, sequences), strict=True):
+            if arrays is not None:  # numbers of a head that are not finite are found when the bundle is loaded
+                sequence.outputs = tuple(
+                    array[:0] if output.kind is OutputKind.TOKENS else array
+                    for output, array in zip(sequence.wanted, arrays, strict=True)
+                )
 
 
 def _by_kind(

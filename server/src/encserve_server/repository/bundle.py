@@ -74,6 +74,7 @@ def read_bundle(directory: Path) -> Bundle:
         vocab_size=shape.vocab_size,
         max_sequence_tokens=shape.max_sequence_tokens,
         special_token_ids=tuple(manifest.text.special_token_ids),
+        takes_empty_texts=manifest.text.takes_empty,
         pooling=_pooling(directory, manifest, verified_path),
         tokenizer_file=(
             verified_path("text.tokenizer_file", manifest.text.tokenizer_file) if manifest.HasField("text") else None

@@ -241,6 +241,7 @@ class Bundle:
         tasks: How texts of the tasks that the model knows are treated.
         multi_vector: What makes OutputKind.MULTI_VECTOR, or None.
         sparse: What makes OutputKind.SPARSE, or None.
+        takes_empty_texts: Whether a text without tokens is pooled as a row of zeros; otherwise it is refused.
     """
 
     name: str
@@ -265,6 +266,7 @@ class Bundle:
     tasks: Mapping[Task, TaskSettings] = field(default_factory=dict)
     multi_vector: MultiVector | None = None
     sparse: Sparse | None = None
+    takes_empty_texts: bool = False
 
     def treatment(self, task: Task) -> TaskSettings:
         """How texts of a task that the model knows, or of neither, are treated."""

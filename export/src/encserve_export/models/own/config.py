@@ -13,7 +13,7 @@ Norm = Literal["post", "pre", "none"]
 Position = Literal["sinusoidal", "learned", "rotary", "none"]
 
 _POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens", "global_every")
-_NON_NEGATIVE = ("vocab_size", "d_ff", "n_token_types", "pad_token_id", "position_offset", "relative_buckets", "window")
+_NON_NEGATIVE = ("vocab_size", "d_ff", "n_token_types", "pad_token_id", "position_offset", "window")
 _FLAGS = (
     "attention_bias",
     "gated",
@@ -68,8 +68,6 @@ class EncoderConfig:
             nowhere.
         rotary_base: What the angles of "rotary" are powers of.
         local_rotary_base: The same in the blocks that attend to a window.
-        relative_buckets: How many distances between two tokens have a number of their own, which is added to their
-            score, one for each head, the same in all blocks (Raffel et al. 2020); 0 where none is.
         window: How far a token sees on either side in the blocks that attend to a window, in tokens; 0 where all see
             everything.
         global_every: With a window, every so many blocks one sees everything, the first among them.
@@ -103,7 +101,6 @@ class EncoderConfig:
     position: Position = "sinusoidal"
     rotary_base: float = 10000.0
     local_rotary_base: float = 10000.0
-    relative_buckets: int = 0
     window: int = 0
     global_every: int = 1
     scale_embedding: bool = False
@@ -197,8 +194,6 @@ class EncoderConfig:
             raise ConfigError(f"position_offset must be 0 without a table of positions; was {self.position_offset}")
         if self.position == "rotary" and self.d_k % 2:
             raise ConfigError(f"d_model / n_heads must be even for rotary positions; was {self.d_k}")
-        if self.relative_buckets % 4:
-            raise ConfigError(f"relative_buckets must be a multiple of 4; was {self.relative_buckets}")
         if self.pad_takes_no_position and self.position_offset < 1:
             raise ConfigError(
                 f"position_offset must be at least 1 with pad_takes_no_position; was {self.position_offset}"

@@ -61,34 +61,6 @@ def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
     return x * cosines + torch.cat((second, first), dim=-1) * sines  # (tokens, n, d_k)
 
 
-class RelativeBias(nn.Module):
-    """A number for each distance between two tokens and each head, Raffel et al. 2020, section 2.1.
-
-    Half of the buckets are for tokens to the right. Of each half, one half is for distances 0, 1, 2 …, the other for
-    ranges that grow with the logarithm, up to 128 tokens and beyond.
-    """
-
-    buckets: Tensor
-    _FARTHEST = 128
-
-    def __init__(self, config: EncoderConfig) -> None:
-        super().__init__()
-        self.longest = config.max_sequence_tokens
-        self.weight = nn.Parameter(torch.empty(config.relative_buckets, config.n_heads))
-        distance = torch.arange(1 - self.longest, self.longest)  # (2·longest - 1), the key's place less the query's
-        half, near = config.relative_buckets // 2, config.relative_buckets // 4
-        size = distance.abs()
-        ratio = torch.log(size.clamp(min=1).float() / near) / math.log(self._FARTHEST / near)
-        far = (near + (ratio * (half - near)).long()).clamp(max=half - 1)
-        buckets = torch.where(size < near, size, far) + (distance > 0) * half
-        self.register_buffer("buckets", buckets, persistent=False)
-
-    def forward(self, seq: Tensor) -> Tensor:
-        """What is added to scores: (1, heads, seq, seq), for positions 0 to seq - 1, (seq)."""
-        distance = seq[None, :] - seq[:, None] + (self.longest - 1)  # (seq, seq)
-        return functional.embedding(self.buckets[distance], self.weight).permute(2, 0, 1)[None]  # (1, heads, seq, seq)
-
-
 class Padding:
     """Where the real tokens of a batch are; made once per batch and shared by all blocks.
 
@@ -197,14 +169,11 @@ class Positions(nn.Module):
             cosines, sines = rotations(config.max_sequence_tokens, config.d_k, rotary_base)
             self.register_buffer("cosines", cosines, persistent=False)
             self.register_buffer("sines", sines, persistent=False)
-        self.relative = RelativeBias(config) if config.relative_buckets else None
 
     def forward(self, padding: Padding) -> Sight:
         """Looks at a batch."""
         bias = padding.bias  # (batch, 1, 1, seq)
         place = torch.arange(bias.shape[3])  # (seq)
-        if self.relative is not None:
-            bias = bias + self.relative(place)  # (batch, heads, seq, seq)
         if self.window:
             first, last = place[:, None] - self.window, place[:, None] + self.window  # (seq, 1) both
             far = (place < first) | (place > last)  # (seq, seq), without one of distances, which has 8 bytes each

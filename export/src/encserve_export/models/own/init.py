@@ -32,8 +32,6 @@ def random_encoder(config: EncoderConfig, seed: int) -> Encoder:
             embeddings.positions.normal_(generator=random)
         if embeddings.types is not None:
             embeddings.types.normal_(generator=random)
-        if encoder.positions.relative is not None:
-            encoder.positions.relative.weight.normal_(generator=random)
     return encoder.eval().requires_grad_(False)
 
 

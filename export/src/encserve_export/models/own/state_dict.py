@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,17 +14,25 @@ from encserve_export.ground.errors import (
     EmbeddingTableError,
     UnknownLayoutError,
     UnsupportedModelError,
+    WeightNamesError,
     WeightShapeError,
 )
 from encserve_export.models.own.config import CHOICES, EncoderConfig, Input, Position
 from encserve_export.models.own.encoder import Encoder, sinusoids
 from encserve_export.models.own.layouts import StackLayout, known_layouts
-from encserve_export.models.own.layouts.base import check_values
-from encserve_export.models.own.layouts.stack import ATTENTION_NORM, Stack
+from encserve_export.models.own.layouts.base import check_values, listed
+from encserve_export.models.own.layouts.stack import ATTENTION_NORM, QKV, Stack
 
 # The names under which tables are found, wherever in a larger model: of token embeddings, and of positions.
 _TABLES = r"(?:.+\.)?(?:W_embed|(?:(?:tok|token|word|src|input)_)?(?:emb|embed|embedding|embeddings)\.weight)"
 _POSITIONS = r"(?:.+\.)?(?:pe|PE|(?:pos|position|positional)_(?:emb|embed|embedding|embeddings)(?:\.weight)?)"
+
+_TABLE_NAMES = (
+    "W_embed or embedding.weight (also emb, embed, embeddings; with tok_, token_, word_, src_ or input_ before it)"
+)
+_POSITION_NAMES = (
+    "pe, PE or pos_embedding (also emb, embed, embeddings; position_ or positional_ before it; .weight behind it)"
+)
 
 _FLAG = ("true", "false")
 
@@ -56,11 +64,13 @@ class Found:
         encoder: The encoder.
         layout: The name of its layout.
         remarks: What was decided on the way, for people.
+        formula: Where the encoder computes something else than the code that such checkpoints come from, for people.
     """
 
     encoder: Encoder
     layout: str
     remarks: tuple[str, ...]
+    formula: str = ""
 
 
 def find_encoder(
@@ -90,7 +100,13 @@ def find_encoder(
     stack = _find_stack(tensors, layout)
     positions = _position_table(tensors)
     table = _embedding_table(tensors, embeddings)
-    stack.check_names(tensors, [found.name for found in (positions, table) if found and found.name in tensors])
+    tables = [found.name for found in (positions, table) if found and found.name in tensors]
+    try:
+        stack.check_names(tensors, tables)
+    except WeightNamesError as error:
+        is_whole = positions is not None and (table is not None or model_input == "embeddings")
+        advice = "" if is_whole else _tables_by_other_names(tensors, stack, tables)
+        raise WeightNamesError(f"{error}{advice}") from error
     sizes = stack.sizes(tensors)
     told: dict[str, Any] = {**sizes, "input": model_input, "attention_bias": stack.attention_bias}
     told |= {"final_norm": stack.final_norm, "embedding_norm": False, "n_token_types": 0}
@@ -113,7 +129,9 @@ def find_encoder(
     longest = fields.get("max_sequence_tokens") if max_sequence_tokens is None else max_sequence_tokens
     fields["max_sequence_tokens"] = _longest(longest, positions, fields)
     config = EncoderConfig.from_mapping(fields)
-    return Found(_build(tensors, stack, config, table, positions), stack.layout.name, tuple(remarks))
+    return Found(
+        _build(tensors, stack, config, table, positions), stack.layout.name, tuple(remarks), stack.layout.formula
+    )
 
 
 def _build(
@@ -182,10 +200,29 @@ def _vocab_size(table: Table | None, d_model: int) -> int:
     if table is None:
         raise EmbeddingTableError(
             "the checkpoint holds no embedding table; give the file that does with --embeddings: one matrix of "
-            "(vocab_size, d_model). Or give --input embeddings, and callers send vectors instead of token ids"
+            "(vocab_size, d_model). Or give --input embeddings, and callers send vectors instead of token ids. In the "
+            f"checkpoint itself a table is found by its name: {_TABLE_NAMES}"
         )
     _check_width(table, d_model)
     return len(table.values)
+
+
+def _tables_by_other_names(tensors: Mapping[str, Tensor], stack: Stack, tables: Sequence[str]) -> str:
+    """What else may be a table, and how tables are called; empty where nothing has their shape."""
+    known = {*tables, *(name for sources in stack.names().values() for name in sources)}
+    first = tensors.get(stack.sources(0, QKV)[0][0])
+    widths = set() if first is None else set(first.shape)
+    likely = [
+        f"{name} {tuple(tensor.shape)}"
+        for name, tensor in sorted(tensors.items())
+        if name not in known and tensor.dim() in (2, 3) and tensor.shape[-1] in widths
+    ]
+    if not likely:
+        return ""
+    return (
+        f". If one of {listed(likely)} is a table, save it under another name: of token embeddings {_TABLE_NAMES}; of "
+        f"positions {_POSITION_NAMES}"
+    )
 
 
 def _position_table(tensors: Mapping[str, Tensor]) -> Table | None:

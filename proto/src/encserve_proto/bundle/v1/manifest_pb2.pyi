@@ -206,12 +206,14 @@ class EncoderShape(_message.Message):
     def __init__(self, d_model: _Optional[int] = ..., n_heads: _Optional[int] = ..., d_ff: _Optional[int] = ..., n_layers: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_sequence_tokens: _Optional[int] = ..., pad_token_id: _Optional[int] = ..., activation: _Optional[str] = ..., norm: _Optional[str] = ..., position: _Optional[str] = ...) -> None: ...
 
 class TextInput(_message.Message):
-    __slots__ = ("tokenizer_file", "special_token_ids")
+    __slots__ = ("tokenizer_file", "special_token_ids", "takes_empty")
     TOKENIZER_FILE_FIELD_NUMBER: _ClassVar[int]
     SPECIAL_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TAKES_EMPTY_FIELD_NUMBER: _ClassVar[int]
     tokenizer_file: str
     special_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, tokenizer_file: _Optional[str] = ..., special_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    takes_empty: bool
+    def __init__(self, tokenizer_file: _Optional[str] = ..., special_token_ids: _Optional[_Iterable[int]] = ..., takes_empty: bool = ...) -> None: ...
 
 class Graph(_message.Message):
     __slots__ = ("file", "opset", "input_ids_name", "attention_mask_name", "output_name", "precision", "token_type_ids_name", "embeddings_name")
@@ -303,7 +305,7 @@ class ParameterCount(_message.Message):
     def __init__(self, part: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
 
 class Parity(_message.Message):
-    __slots__ = ("tolerance", "max_relative_error", "max_padding_error", "cases", "min_cosine", "min_padding_cosine", "required_min_cosine", "required_min_padding_cosine", "pipeline_texts", "max_pipeline_error", "max_maxsim_error", "maxsim_tolerance", "min_pipeline_cosine", "float32_error", "padding_tolerance")
+    __slots__ = ("tolerance", "max_relative_error", "max_padding_error", "cases", "min_cosine", "min_padding_cosine", "required_min_cosine", "required_min_padding_cosine", "pipeline_texts", "max_pipeline_error", "max_maxsim_error", "maxsim_tolerance", "min_pipeline_cosine", "float32_error", "padding_tolerance", "expected_rows", "max_expected_error", "min_expected_cosine")
     TOLERANCE_FIELD_NUMBER: _ClassVar[int]
     MAX_RELATIVE_ERROR_FIELD_NUMBER: _ClassVar[int]
     MAX_PADDING_ERROR_FIELD_NUMBER: _ClassVar[int]
@@ -319,6 +321,9 @@ class Parity(_message.Message):
     MIN_PIPELINE_COSINE_FIELD_NUMBER: _ClassVar[int]
     FLOAT32_ERROR_FIELD_NUMBER: _ClassVar[int]
     PADDING_TOLERANCE_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_EXPECTED_ERROR_FIELD_NUMBER: _ClassVar[int]
+    MIN_EXPECTED_COSINE_FIELD_NUMBER: _ClassVar[int]
     tolerance: float
     max_relative_error: float
     max_padding_error: float
@@ -334,7 +339,10 @@ class Parity(_message.Message):
     min_pipeline_cosine: float
     float32_error: float
     padding_tolerance: float
-    def __init__(self, tolerance: _Optional[float] = ..., max_relative_error: _Optional[float] = ..., max_padding_error: _Optional[float] = ..., cases: _Optional[_Iterable[_Union[ParityCase, _Mapping]]] = ..., min_cosine: _Optional[float] = ..., min_padding_cosine: _Optional[float] = ..., required_min_cosine: _Optional[float] = ..., required_min_padding_cosine: _Optional[float] = ..., pipeline_texts: _Optional[int] = ..., max_pipeline_error: _Optional[float] = ..., max_maxsim_error: _Optional[float] = ..., maxsim_tolerance: _Optional[float] = ..., min_pipeline_cosine: _Optional[float] = ..., float32_error: _Optional[float] = ..., padding_tolerance: _Optional[float] = ...) -> None: ...
+    expected_rows: int
+    max_expected_error: float
+    min_expected_cosine: float
+    def __init__(self, tolerance: _Optional[float] = ..., max_relative_error: _Optional[float] = ..., max_padding_error: _Optional[float] = ..., cases: _Optional[_Iterable[_Union[ParityCase, _Mapping]]] = ..., min_cosine: _Optional[float] = ..., min_padding_cosine: _Optional[float] = ..., required_min_cosine: _Optional[float] = ..., required_min_padding_cosine: _Optional[float] = ..., pipeline_texts: _Optional[int] = ..., max_pipeline_error: _Optional[float] = ..., max_maxsim_error: _Optional[float] = ..., maxsim_tolerance: _Optional[float] = ..., min_pipeline_cosine: _Optional[float] = ..., float32_error: _Optional[float] = ..., padding_tolerance: _Optional[float] = ..., expected_rows: _Optional[int] = ..., max_expected_error: _Optional[float] = ..., min_expected_cosine: _Optional[float] = ...) -> None: ...
 
 class ParityCase(_message.Message):
     __slots__ = ("lengths", "max_relative_error")

@@ -30,4 +30,6 @@ LAYOUT = StackLayout(
     },
     final_norm=Part(("norm.gamma",), ("norm.beta",)),
     interleaved=True,
+    formula="the heads are concatenated, as the text of this layout's code says; the code reshapes (batch, heads, "
+    "seq, d_k) to (batch, seq, d_model) without a transpose, which mixes heads and positions and gives other rows",
 )

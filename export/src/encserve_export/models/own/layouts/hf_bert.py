@@ -1,4 +1,4 @@
-"""The layouts that Hugging Face uses for BERT, RoBERTa, XLM-RoBERTa, DistilBERT and MPNet.
+"""The layouts that Hugging Face uses for BERT, RoBERTa, XLM-RoBERTa and DistilBERT.
 
 Read from config.json and the names in the weights file; nothing of the `transformers` package is imported.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from encserve_export.ground.errors import UnsupportedModelError
+from encserve_export.ground.errors import UnsupportedModelError, WeightNamesError
 from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.layouts import hf_rotary
 from encserve_export.models.own.layouts.base import Layout
@@ -18,8 +18,7 @@ from encserve_export.models.own.layouts.settings import read_activation, read_pa
 _BERT = ("bert",)
 _ROBERTA = ("roberta", "xlm-roberta", "camembert")
 _DISTILBERT = ("distilbert",)
-_MPNET = ("mpnet",)
-MODEL_TYPES = (*_BERT, *_ROBERTA, *_DISTILBERT, *_MPNET, *hf_rotary.MODEL_TYPES)
+MODEL_TYPES = (*_BERT, *_ROBERTA, *_DISTILBERT, *hf_rotary.MODEL_TYPES)
 
 # The names of one block, Encoder's on the left. Weight and bias both.
 _BERT_BLOCK = {
@@ -37,14 +36,6 @@ _DISTILBERT_BLOCK = {
     "feed_forward.inner": ("ffn.lin1",),
     "feed_forward.outer": ("ffn.lin2",),
     "feed_forward_norm": ("output_layer_norm",),
-}
-_MPNET_BLOCK = {
-    "attention.qkv": ("attention.attn.q", "attention.attn.k", "attention.attn.v"),
-    "attention.output": ("attention.attn.o",),
-    "attention_norm": ("attention.LayerNorm",),
-    "feed_forward.inner": ("intermediate.dense",),
-    "feed_forward.outer": ("output.dense",),
-    "feed_forward_norm": ("output.LayerNorm",),
 }
 # The pooler and the heads of the tasks, and index buffers that older versions saved.
 _IGNORED = (
@@ -82,7 +73,7 @@ def read_layout(settings: Mapping[str, Any]) -> Layout:
         return hf_rotary.read_layout(settings)
     is_distilbert = model_type in _DISTILBERT
     config = _distilbert_config(settings) if is_distilbert else _bert_config(settings)
-    block = _DISTILBERT_BLOCK if is_distilbert else _MPNET_BLOCK if model_type in _MPNET else _BERT_BLOCK
+    block = _DISTILBERT_BLOCK if is_distilbert else _BERT_BLOCK
     return Layout(
         config=config,
         description=str((settings.get("architectures") or [model_type])[0]),
@@ -96,12 +87,19 @@ def plain_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     A model saved with a task's head has its own name before every weight ("bert.embeddings…"), and weights converted
     from TensorFlow call LayerNorm's weight and bias "gamma" and "beta".
+
+    Raises:
+        WeightNamesError: Two names become one.
     """
-    return {_plain_name(name): tensor for name, tensor in tensors.items()}
+    plain: dict[str, str] = {}
+    for name in tensors:
+        if (other := plain.setdefault(_plain_name(name), name)) != name:
+            raise WeightNamesError(f"{other} and {name} are two names of one weight; save one of them")
+    return {new: tensors[name] for new, name in plain.items()}
 
 
 def _plain_name(name: str) -> str:
-    name = re.sub(r"^(bert|roberta|distilbert|mpnet|nomic_bert|gte|new|model)\.", "", name)
+    name = re.sub(r"^(bert|roberta|distilbert|nomic_bert|gte|new|model)\.", "", name)
     return re.sub(r"\.gamma$", ".weight", re.sub(r"\.beta$", ".bias", name))
 
 
@@ -116,12 +114,8 @@ def _refuse_variants(settings: Mapping[str, Any]) -> None:
 
 
 def _bert_config(settings: Mapping[str, Any]) -> EncoderConfig:
-    is_mpnet = settings["model_type"] in _MPNET
-    is_roberta = settings["model_type"] in _ROBERTA or is_mpnet
+    is_roberta = settings["model_type"] in _ROBERTA
     pad_token_id = read_pad_token_id(settings, 1 if is_roberta else 0)
-    if is_mpnet and pad_token_id != 1:
-        # The reference code counts positions from the id 1, whatever is said of padding.
-        raise UnsupportedModelError(f"pad_token_id of MPNet must be 1 here; was {pad_token_id}")
     position_offset = pad_token_id + 1 if is_roberta else 0
     return EncoderConfig(
         vocab_size=read_size(settings, "vocab_size"),
@@ -133,9 +127,7 @@ def _bert_config(settings: Mapping[str, Any]) -> EncoderConfig:
         activation=read_activation(settings, "hidden_act"),
         position="learned",
         embedding_norm=True,
-        n_token_types=0 if is_mpnet else settings.get("type_vocab_size", 2),
-        # The reference code has as many, whatever relative_attention_num_buckets says.
-        relative_buckets=32 if is_mpnet else 0,
+        n_token_types=settings.get("type_vocab_size", 2),
         layer_norm_eps=settings.get("layer_norm_eps", 1e-12),
         pad_token_id=pad_token_id,
         position_offset=position_offset,
@@ -169,8 +161,6 @@ def _names(config: EncoderConfig, stack: str, block: Mapping[str, tuple[str, ...
     }
     if config.n_token_types:
         names["embeddings.types"] = ("embeddings.token_type_embeddings.weight",)
-    if config.relative_buckets:
-        names["positions.relative.weight"] = (f"{stack}.relative_attention_bias.weight",)
     layers: dict[str, tuple[str, ...]] = {"embeddings.norm": ("embeddings.LayerNorm",)}
     for index in range(config.n_layers):
         for target, sources in block.items():

@@ -57,6 +57,7 @@ class StackLayout:
             norm is "none".
         final_norm: The LayerNorm after the last block, where a checkpoint has one.
         interleaved: Whether the rows of the one projection to Q, K and V run head by head.
+        formula: Where the Encoder computes something else than the code that such checkpoints come from, for people.
     """
 
     name: str
@@ -65,6 +66,7 @@ class StackLayout:
     parts: Mapping[str, Part]
     final_norm: Part = Part(("norm.weight",), ("norm.bias",))
     interleaved: bool = False
+    formula: str = ""
 
     @property
     def marker(self) -> str:

@@ -1,0 +1,71 @@
+"""Reads static embeddings, of sentence-transformers (StaticEmbedding) and of model2vec: a table, a tokenizer, a mean.
+
+The encoder is a graph of one node, which looks ids up in the table; the mean is the pooling of the bundle.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import onnx
+from onnx import TensorProto, helper, numpy_helper
+
+from encserve_export.ground import names
+from encserve_export.ground.arrays import Rows
+from encserve_export.ground.errors import UnsupportedModelError
+from encserve_export.kinds.dense import read_vector
+from encserve_export.kinds.directory import MODULES, load, read_modules
+from encserve_export.kinds.recipe import TASKS, Recipe
+from encserve_proto.bundle.v1 import manifest_pb2
+
+# Nothing bounds a text there; here the server needs a bound.
+LONGEST = 8192
+_IR_VERSION = 9
+
+
+def read_static(directory: Path) -> Recipe:
+    """Reads a directory whose kind is "static".
+
+    Raises:
+        UnsupportedModelError: A bundle cannot express what it does, or sentence-transformers cannot load it.
+        CheckpointFileError: A file is unreadable or contradicts itself.
+    """
+    if not (directory / MODULES).is_file():
+        raise UnsupportedModelError(
+            f"{directory} is of model2vec and has no {MODULES}, which says how its vectors are made: save it again "
+            "with StaticModel.save_pretrained of a recent model2vec, or with SentenceTransformer.save_pretrained"
+        )
+    loaded = load(directory, "static")
+    first, *rest = loaded.children()
+    truncation = first.tokenizer.truncation
+    if truncation is not None and truncation["direction"].lower() != "right":
+        raise UnsupportedModelError(f"{directory}: its tokenizer cuts texts at their beginning, which is not served")
+    longest = LONGEST if truncation is None else min(LONGEST, truncation["max_length"])
+    pooled = read_vector(directory, loaded, rest, manifest_pb2.POOLING_MEAN)
+    tasks = {task: manifest_pb2.TaskSettings(prompt_name=task if loaded.prompts.get(task) else "") for task in TASKS}
+    return dataclasses.replace(
+        pooled,
+        kind="static",
+        encoder=read_modules(directory)[0][1],
+        max_seq_length=longest,
+        tokenizer=first.tokenizer,
+        table=first.embedding.weight.detach().float().numpy(),
+        tasks=tasks,
+    )
+
+
+def write_graph(table: Rows, path: Path) -> None:
+    """Writes the graph of a table, (vocab_size, d_model): ids and mask, int64 (batch, seq) -> rows.
+
+    The mask is there because every encoder has one; a row depends on its own id alone.
+    """
+    axes = ["batch", "seq"]
+    ids, mask = (
+        helper.make_tensor_value_info(name, TensorProto.INT64, axes) for name in (names.INPUT_IDS, names.ATTENTION_MASK)
+    )
+    rows = helper.make_tensor_value_info(names.OUTPUT, TensorProto.FLOAT, [*axes, table.shape[1]])
+    node = helper.make_node("Gather", ["table", names.INPUT_IDS], [names.OUTPUT], name="lookup")
+    weights = numpy_helper.from_array(np.ascontiguousarray(table, np.float32), "table")
+    graph = helper.make_graph([node], "static", [ids, mask], [rows], [weights])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", names.OPSET)], ir_version=_IR_VERSION)
+    onnx.save_model(model, path)

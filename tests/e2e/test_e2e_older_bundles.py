@@ -1,0 +1,63 @@
+"""Bundles that older versions of the exporter wrote are served as they were: with their ids and their vectors."""
+
+import json
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from checkpoints import DATA
+from real_server import real_server
+
+from encserve_client import EncoderClient, SpaceError
+from encserve_client.options import TrainedKind
+
+# Bundles of 337f60e, of the models of tests/support/space_models.py, and what its server and client gave.
+BUNDLES = DATA / "bundles-337f60e.zip"
+EXPECTED: dict[str, dict[str, Any]] = json.loads((DATA / "bundles-337f60e.json").read_text())
+TEXTS = ["The cat sat on the warm mat", "query : w1 café", "W1"]
+KINDS: tuple[TrainedKind, ...] = ("model", "multi_vector", "sparse")
+# Of a vector's length; float16 is rounded elsewhere on other CPUs.
+TOLERANCE = {"m3": 2e-3}
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    models = tmp_path_factory.mktemp("models")
+    with zipfile.ZipFile(BUNDLES) as bundles:
+        bundles.extractall(models)
+    with real_server(models) as server:
+        yield server.target
+
+
+@pytest.fixture
+def client(target: str) -> Iterator[EncoderClient]:
+    with EncoderClient(target) as client:
+        yield client
+
+
+def vectors(client: EncoderClient, model: str, kind: TrainedKind) -> list[list[float]]:
+    """A list of numbers for each text, first as queries, then as documents."""
+    asked = (client.encode_query, client.encode_document)
+    made = [its for encode in asked for its in encode(TEXTS, model=model, kind=kind)]
+    return [np.ravel(its if isinstance(its, np.ndarray) else its.dense()).tolist() for its in made]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_bundle(name: str, client: EncoderClient) -> None:
+    want = EXPECTED[name]
+    info = client.model(name)
+    assert (info.space_id, info.fingerprint) == (want["space_id"], want["fingerprint"])
+    for kind in KINDS:
+        if kind in want:
+            for got, expected in zip(vectors(client, name, kind), want[kind], strict=True):
+                distance = np.linalg.norm(np.subtract(got, expected))
+                assert distance <= TOLERANCE.get(name, 5e-5) * np.linalg.norm(expected)
+
+
+def test_an_older_space_id_is_expected_and_refused_as_it_is(target: str) -> None:
+    with EncoderClient(target, expected_space_id=EXPECTED["dense"]["space_id"]) as strict:
+        assert len(strict.encode_query(TEXTS, model="dense")) == len(TEXTS)
+        with pytest.raises(SpaceError, match=f"{EXPECTED['dense']['space_id']}.*{EXPECTED['late']['space_id']}"):
+            strict.encode_query(TEXTS, model="late")

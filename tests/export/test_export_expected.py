@@ -1,0 +1,225 @@
+"""Rows that the caller's own module made: a bundle that does not give them is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from checkpoints import golden_cases, golden_embeddings, golden_fields
+from click.testing import CliRunner, Result
+from onnx_files import build, save
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from encserve_export import OnnxOptions, Target, export_checkpoint, export_hf, export_onnx
+from encserve_export.check.expected import read_expected
+from encserve_export.cli import main
+from encserve_export.ground.errors import ExpectedFileError, ExpectedRowsError
+from encserve_export.ground.precision import Precision
+
+RIGHT = {"n_heads": 4, "activation": "gelu", "norm": "pre", "scale_embedding": False, "position": "none"}
+WRONG = RIGHT | {"activation": "relu", "norm": "post"}
+MASK = np.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])
+ARRAYS = {
+    "input_ids": np.array([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0]]),
+    "attention_mask": MASK,
+    "rows": np.ones((2, 5, 8), np.float32),
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of what a user has: the state dict of a module, and rows that the module made."""
+    folder = tmp_path_factory.mktemp("trained")
+    torch.manual_seed(0)
+    table = nn.Embedding(40, 32)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, activation="gelu", norm_first=True, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    for parameter in encoder.parameters():
+        nn.init.normal_(parameter, std=0.2)
+    module = nn.ModuleDict({"embedding": table, "encoder": encoder})
+    save_file(module.state_dict(), folder / "weights.safetensors")
+    ids, mask = torch.from_numpy(ARRAYS["input_ids"]), torch.from_numpy(MASK)
+    with torch.no_grad():
+        rows = encoder(table(ids), src_key_padding_mask=mask == 0)
+        halved = encoder.half()(table.half()(ids), src_key_padding_mask=mask == 0).float()
+    write(folder / "rows.npz", rows=rows.numpy())
+    write(folder / "halved.npz", rows=halved.numpy())
+    (folder / "right.json").write_text(json.dumps(RIGHT))
+    (folder / "wrong.json").write_text(json.dumps(WRONG))
+    return folder
+
+
+def write(path: Path, **changed: Any) -> Path:
+    """A file of expected rows; None leaves an array out."""
+    arrays = {name: array for name, array in (ARRAYS | changed).items() if array is not None}
+    if path.suffix == ".safetensors":
+        save_file({name: torch.as_tensor(array) for name, array in arrays.items()}, path)
+    else:
+        np.savez(path, **arrays)
+    return path
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def test_a_wrong_description_is_refused(trained: Path, models: Path) -> None:
+    arguments = (
+        "checkpoint",
+        trained / "weights.safetensors",
+        "--model-repository",
+        models,
+        "--max-sequence-tokens",
+        16,
+    )
+    expect = ("--expect", trained / "rows.npz")
+    wrong = run(*arguments, "--name", "wrong", "--config", trained / "wrong.json", *expect)
+    assert wrong.exit_code == 1
+    error = wrong.stderr.splitlines()[-1]
+    assert f"the bundle does not give the rows of {trained / 'rows.npz'}: relative error" in error
+    assert "tolerance 5.0e-05; the worst is rows[" in error
+    assert "The model is described otherwise than the module" in error
+    assert not models.exists()
+    right = run(*arguments, "--name", "right", "--config", trained / "right.json", *expect)
+    assert right.exit_code == 0, right.output
+    assert "expected     7 rows as in rows.npz, max error " in right.stdout
+    parity = json.loads((models / "right" / "1" / "manifest.json").read_text())["parity"]
+    assert parity["expected_rows"] == 7
+    assert 0 < parity["max_expected_error"] <= 5e-5
+
+
+def test_without_rows_the_report_says_that_the_description_was_not_checked(trained: Path, models: Path) -> None:
+    result = run(
+        *("checkpoint", trained / "weights.safetensors", "--model-repository", models, "--name", "m"),
+        *("--config", trained / "wrong.json", "--max-sequence-tokens", 16),
+    )
+    assert result.exit_code == 0, result.output
+    assert "expected     no rows given, so the description (norm, activation, positions, ...) was not" in result.stdout
+
+
+def test_rows_of_half_precision_are_named_as_such(trained: Path, models: Path) -> None:
+    with pytest.raises(ExpectedRowsError, match=r"Half precision or TF32 .*allow_tf32 = False"):
+        export(trained, models, expect=trained / "halved.npz")
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_lower_precisions_are_judged_by_cosine(trained: Path, models: Path, precision: Precision) -> None:
+    exported = export(trained, models, expect=trained / "rows.npz", precision=precision)
+    assert 0.99 <= exported.manifest.parity.min_expected_cosine < 1
+    with pytest.raises(ExpectedRowsError, match=r"cosine similarity -1\.0000, at least 0\.99"):
+        export(trained, models, expect=write(models / "rows.npz", rows=-rows_of(trained)), precision=precision)
+
+
+def rows_of(trained: Path) -> Any:
+    return np.load(trained / "rows.npz")["rows"]
+
+
+def export(trained: Path, models: Path, name: str = "mine", **options: Any) -> Any:
+    target = Target(model_repository=models, name=name, overwrite=True)
+    defaults: dict[str, Any] = {"fields": RIGHT, "max_sequence_tokens": 16}
+    return export_checkpoint(trained / "weights.safetensors", target, **defaults | options)
+
+
+def test_models_that_take_vectors(trained: Path, models: Path, tmp_path: Path) -> None:
+    table = load_file(trained / "weights.safetensors")["embedding.weight"]
+    vectors = table[torch.from_numpy(ARRAYS["input_ids"])].numpy()
+    given = write(tmp_path / "rows.safetensors", input_ids=None, inputs_embeds=vectors, rows=rows_of(trained))
+    exported = export(trained, models, expect=given, model_input="embeddings")
+    assert exported.manifest.parity.expected_rows == 7
+    with pytest.raises(ExpectedFileError, match=r"rows\.npz holds input_ids; this model takes inputs_embeds"):
+        export(trained, models, expect=trained / "rows.npz", model_input="embeddings")
+
+
+def test_hf_and_onnx_take_it_too(data: Path, models: Path, tmp_path: Path) -> None:
+    ids, rows = (cases[0][None] for cases in golden_cases("hf-bert"))
+    given = write(tmp_path / "bert.npz", input_ids=ids, attention_mask=np.ones_like(ids), rows=rows)
+    target = Target(model_repository=models, name="bert", overwrite=True)
+    exported = export_hf(data / "hf-bert", target, ids_only=True, expect=given, max_sequence_tokens=40)
+    assert exported.manifest.parity.expected_rows == rows.shape[1]
+    other = write(tmp_path / "other.npz", input_ids=ids, attention_mask=np.ones_like(ids), rows=rows[..., ::-1])
+    with pytest.raises(ExpectedRowsError):
+        export_hf(data / "hf-bert", target, ids_only=True, expect=other, max_sequence_tokens=40)
+    file = save(build(with_types=True), tmp_path / "encoder.onnx")
+    with pytest.raises(ExpectedRowsError):
+        export_onnx(file, target, OnnxOptions(max_sequence_tokens=16), expect=write(tmp_path / "ones.npz"))
+
+
+def test_the_formula_of_fused_qkv_is_told(data: Path, models: Path, tmp_path: Path) -> None:
+    """Its training code mixes heads and positions, which the layout's own text does not ask for."""
+    table = golden_embeddings("fused-qkv")
+    options: Any = {"fields": golden_fields("fused-qkv"), "embeddings": table, "max_sequence_tokens": 40}
+    target = Target(model_repository=models, name="fused")
+    path = data / "fused-qkv" / "checkpoint.safetensors"
+    assert "the heads are concatenated" in export_checkpoint(path, target, **options).formula
+    ids, rows = (cases[0][None] for cases in golden_cases("fused-qkv"))
+    given = write(tmp_path / "f.npz", input_ids=ids, attention_mask=np.ones_like(ids), rows=rows[..., ::-1])
+    again = Target(model_repository=models, name="again")
+    with pytest.raises(ExpectedRowsError, match="described otherwise .*; the heads are concatenated"):
+        export_checkpoint(path, again, expect=given, **options)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": None}, "must hold input_ids or inputs_embeds, and attention_mask, rows; it holds input_ids, attent"),
+        ({"inputs_embeds": np.ones((2, 5, 8), np.float32)}, "it holds .*inputs_embeds"),
+        ({"rows": np.ones((2, 5, 8))}, r"rows must be float32 \(batch, seq, d_model\); was float64 \(2, 5, 8\)\. Make"),
+        ({"rows": np.ones((2, 5, 8), np.float16)}, "was float16 .* Make the rows in float32"),
+        ({"rows": np.ones((5, 8), np.float32)}, r"rows must be .*; was float32 \(5, 8\)"),
+        ({"rows": np.ones((2, 4, 8), np.float32)}, r"rows must be .*; was .*rows \(2, 4, 8\)"),
+        ({"attention_mask": MASK == 1}, r"attention_mask must be int64 \(batch, seq\); was bool \(2, 5\)"),
+        ({"attention_mask": MASK[:, ::-1].copy()}, "1 for the tokens of each sequence, .* Pad on the right"),
+        ({"attention_mask": 2 * MASK}, "1 for the tokens"),
+        ({"attention_mask": 0 * MASK}, "1 for the tokens"),
+        ({"rows": np.full((2, 5, 8), np.nan, np.float32)}, "rows must be finite at the tokens"),
+        ({"input_ids": np.array([["a"] * 5] * 2)}, "input_ids must be int64"),
+        ({"rows": np.array([[[{}]]])}, "is no readable .npz"),
+    ],
+)
+def test_files_that_cannot_be_used(tmp_path: Path, changed: dict[str, Any], message: str) -> None:
+    with pytest.raises(ExpectedFileError, match=message):
+        read_expected(write(tmp_path / "rows.npz", **changed))
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 broken", b"text"])
+@pytest.mark.parametrize("suffix", [".npz", ".safetensors"])
+def test_files_that_are_broken(tmp_path: Path, content: bytes, suffix: str) -> None:
+    path = tmp_path / f"rows{suffix}"
+    path.write_bytes(content)
+    with pytest.raises(ExpectedFileError, match=r"is no readable \.npz or \.safetensors file"):
+        read_expected(path)
+
+
+def test_a_file_of_one_array(tmp_path: Path) -> None:
+    np.save(tmp_path / "rows.npy", ARRAYS["rows"])
+    with pytest.raises(ExpectedFileError, match=r"one array without a name; write a \.npz with numpy\.savez"):
+        read_expected(tmp_path / "rows.npy")
+
+
+def test_padding_may_hold_anything(tmp_path: Path) -> None:
+    rows = np.where(MASK[..., None] == 1, np.ones((2, 5, 8), np.float32), np.float32(np.nan))
+    assert read_expected(write(tmp_path / "rows.npz", rows=rows)).rows.shape == (2, 5, 8)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"rows": np.ones((2, 5, 8), np.float32)}, r"rows must have the model's d_model 32; was \(2, 5, 8\)"),
+        ({"input_ids": np.full((2, 5), 40)}, "input_ids must be from 0 to 39, padding included; was 40 to 40"),
+        ({"input_ids": np.full((2, 5), -1)}, "was -1 to -1"),
+    ],
+)
+def test_files_of_another_model(
+    trained: Path, models: Path, tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    given = write(tmp_path / "rows.npz", **{"rows": np.ones((2, 5, 32), np.float32)} | changed)
+    with pytest.raises(ExpectedFileError, match=message):
+        export(trained, models, expect=given)
+
+
+def test_a_sequence_that_is_too_long(trained: Path, models: Path) -> None:
+    with pytest.raises(ExpectedFileError, match=r"at most 4 tokens, the model's max_sequence_tokens; was 5"):
+        export(trained, models, expect=trained / "rows.npz", max_sequence_tokens=4)

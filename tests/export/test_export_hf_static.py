@@ -1,0 +1,47 @@
+"""Static embeddings, of sentence-transformers and of model2vec: a table, a tokenizer, a mean."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from static_models import WIDTH, write_model2vec, write_static
+from tokenizers import Tokenizer
+
+from encserve_export import Target, export_hf
+from encserve_export.ground.errors import UnsupportedModelError
+from encserve_proto.bundle.v1 import manifest_pb2
+
+
+@pytest.mark.parametrize("write", [write_static, write_model2vec])
+def test_a_table_is_exported_and_compared(write: Callable[[Path], Path], tmp_path: Path) -> None:
+    exported = export_hf(write(tmp_path / "m"), Target(model_repository=tmp_path / "models", name="m"))
+    its = exported.manifest
+    assert (its.pooling, its.l2_normalize) == (manifest_pb2.POOLING_MEAN, True)
+    assert (its.source.route, exported.route) == ("static", "a table, without an encoder")
+    assert (its.encoder.d_model, its.encoder.max_sequence_tokens, its.text.takes_empty) == (WIDTH, 8192, True)
+    assert its.parity.pipeline_texts >= 5
+    assert its.parity.max_pipeline_error <= 1e-6
+    tokenizer = Tokenizer.from_file(str(exported.path / "tokenizer.json"))
+    assert tokenizer.encode("C 東京 a").ids == [6, 4]  # nothing is put around a text
+
+
+def test_a_tokenizer_that_cuts_texts_sets_the_longest(tmp_path: Path) -> None:
+    directory = write_static(tmp_path / "m", dense=True)
+    path = str(directory / "tokenizer.json")
+    tokenizer = Tokenizer.from_file(path)
+    tokenizer.enable_truncation(30)
+    tokenizer.save(path)
+    its = export_hf(directory, Target(model_repository=tmp_path / "models", name="m")).manifest
+    assert (its.encoder.max_sequence_tokens, its.head.width) == (30, 7)
+    assert its.parity.max_pipeline_error <= 1e-6
+    tokenizer.enable_truncation(30, direction="left")
+    tokenizer.save(path)
+    with pytest.raises(UnsupportedModelError, match="cuts texts at their beginning"):
+        export_hf(directory, Target(model_repository=tmp_path / "models", name="other"))
+
+
+def test_a_directory_of_model2vec_that_does_not_say_what_is_made(tmp_path: Path) -> None:
+    directory = write_model2vec(tmp_path / "m")
+    (directory / "modules.json").unlink()
+    with pytest.raises(UnsupportedModelError, match=r"of model2vec and has no modules\.json.* save it again"):
+        export_hf(directory, Target(model_repository=tmp_path / "models", name="m"))

@@ -1,0 +1,69 @@
+"""Directories of static embeddings, as sentence-transformers and model2vec save them: small, with random tables."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import nn
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789"
+WIDTH = 12
+
+
+def _tokenizer() -> Tokenizer:
+    """It knows no other letters, and puts tokens around a text that static embeddings leave out."""
+    vocabulary = {token: i for i, token in enumerate(["[PAD]", "[CLS]", "[SEP]", "[MASK]", *LETTERS])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.normalizer = normalizers.Lowercase()
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+    )
+    return tokenizer
+
+
+def write_static(folder: Path, *, dense: bool = False) -> Path:
+    """Writes a StaticEmbedding, with a Dense behind it where that is asked for."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Dense, Normalize
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+
+    torch.manual_seed(0)
+    modules: list[nn.Module] = [StaticEmbedding(_tokenizer(), embedding_dim=WIDTH)]
+    modules += [Dense(WIDTH, 7)] if dense else []
+    model = SentenceTransformer(modules=[*modules, Normalize()], prompts={"query": "find "}, device="cpu")
+    model.save_pretrained(str(folder))
+    return folder
+
+
+def write_model2vec(folder: Path) -> Path:
+    """Writes a directory as model2vec does: a small table in float16, which row each id has, and each id's weight."""
+    torch.manual_seed(1)
+    folder.mkdir()
+    size = 4 + len(LETTERS)
+    tensors = {
+        "embeddings": torch.randn(40, WIDTH).half(),
+        "mapping": torch.randint(0, 40, (size,)),
+        "weights": torch.rand(size, dtype=torch.float64),
+    }
+    save_file(tensors, folder / "model.safetensors")
+    _tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({"model_type": "model2vec", "normalize": True}))
+    kinds = [(".", "StaticEmbedding"), ("1_Normalize", "Normalize")]
+    (folder / "modules.json").write_text(
+        json.dumps(
+            [
+                {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{kind}"}
+                for i, (path, kind) in enumerate(kinds)
+            ]
+        )
+    )
+    return folder
+
+
+def static_text(n_tokens: int) -> str:
+    """A text of so many tokens."""
+    picked = torch.randint(0, len(LETTERS), (n_tokens,), generator=torch.Generator().manual_seed(n_tokens))
+    return "".join(LETTERS[i] for i in picked.tolist())
