@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from encserve_export import Encoder, EncoderConfig, Source, Target, export_encoder, report
 from encserve_export.bundle.heads import write_head
-from encserve_export.check.agreement import Parity, check_inspection, check_parity, check_rows, relative_error
+from encserve_export.check.agreement import (
+    Parity,
+    check_inspection,
+    check_parity,
+    check_rows,
+    reference_rows,
+    relative_error,
+)
 from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import ParityError
 from encserve_export.ground.float64 import in_float64
@@ -110,7 +117,8 @@ def others(encoder: Encoder, graphs: trace.Graphs) -> Parity:
         return rows
 
     model = TransformersModel(encoder, "Encoder", None, 50, 0, ())
-    return check_rows(run, vocab_size=50, max_sequence_tokens=24, pad_token_id=0, reference=model, module=model.module)
+    wanted = reference_rows(model, vocab_size=50, max_sequence_tokens=24, module=model.module)
+    return check_rows(run, vocab_size=50, max_sequence_tokens=24, pad_token_id=0, wanted=wanted)
 
 
 @pytest.mark.parametrize("gate", [own, inspections, others])
@@ -211,9 +219,8 @@ class Mixed(nn.Module):
 @pytest.mark.parametrize("far_off", [False, True])
 def test_a_model_that_does_not_run_in_float64_is_compared_with_float32(encoder: Encoder, far_off: bool) -> None:
     model = TransformersModel(Mixed(encoder, far_off=far_off), "Mixed", None, 50, 0, ())
-    parity = check_rows(
-        model, vocab_size=50, max_sequence_tokens=24, pad_token_id=0, reference=model, module=model.module
-    )
+    wanted = reference_rows(model, vocab_size=50, max_sequence_tokens=24, module=model.module)
+    parity = check_rows(model, vocab_size=50, max_sequence_tokens=24, pad_token_id=0, wanted=wanted)
     assert parity.float32_error is None
     assert parity.max_relative_error < 1e-6
     assert parity.bounds == BOUNDS["float32"]

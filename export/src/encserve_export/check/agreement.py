@@ -89,6 +89,21 @@ class Parity:
         return min(case.min_padding_cosine for case in self.cases)
 
 
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What rows must be, computed before ONNX Runtime runs, so that the two need no memory at the same time.
+
+    Attributes:
+        sequences: The sequences that the batches are made of.
+        rows: The rows of each alone, float32 (seq, d_model). All of them take less than those of the largest batch.
+        float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None where `rows` are float32's.
+    """
+
+    sequences: Mapping[_Key, Input]
+    rows: Mapping[_Key, Rows]
+    float32_error: float | None
+
+
 class Reference(Protocol):
     """A model in PyTorch whose rows another must give."""
 
@@ -120,7 +135,7 @@ def check_parity(encoder: Encoder, path: Path, precision: Precision = "float32")
     Raises:
         ParityError: A result is out of the bounds of its precision, or not finite.
     """
-    run, config = _onnx_run(path, trace.input_name(encoder)), encoder.config
+    config = encoder.config
     sequences = _sequences(config.max_sequence_tokens, lambda length, random: _random_sequence(encoder, length, random))
 
     def reference(inputs: Input, mask: Mask) -> Rows:
@@ -128,8 +143,8 @@ def check_parity(encoder: Encoder, path: Path, precision: Precision = "float32")
             rows: Rows = encoder(_tensor(encoder, inputs), torch.from_numpy(mask)).numpy()  # (batch, seq, d_model)
         return rows
 
-    want, float32_error = _reference_rows(sequences, reference, encoder if precision == "float32" else None)
-    return _check(run, sequences, config.pad_token_id, want, float32_error, BOUNDS[precision])
+    wanted = _reference(sequences, reference, encoder if precision == "float32" else None)
+    return _check(_onnx_run(path, trace.input_name(encoder)), sequences, config.pad_token_id, wanted, BOUNDS[precision])
 
 
 def check_inspection(encoder: Encoder, graphs: trace.Graphs) -> None:
@@ -177,14 +192,29 @@ def check_inspection(encoder: Encoder, graphs: trace.Graphs) -> None:
             raise ParityError("the ONNX model gives other positions than PyTorch has")
 
 
+def reference_rows(
+    run: Run, *, vocab_size: int, max_sequence_tokens: int, module: nn.Module | None = None, width: int = 0
+) -> Wanted:
+    """Computes what `check_rows` compares with.
+
+    Args:
+        run: ids, mask -> rows, as for `check_rows`: PyTorch, or whatever else the rows must be those of.
+        vocab_size: One more than the largest id.
+        max_sequence_tokens: The longest sequence.
+        module: What `run` computes with in PyTorch, to be put into float64 and back; None for the rows of `run` as they
+            are. If it does not run in float64, they are taken as well.
+        width: The numbers of a vector, as for `check_rows`.
+    """
+    return _reference(_random_inputs(vocab_size, width, max_sequence_tokens), run, module)
+
+
 def check_rows(
     run: Run,
     *,
     vocab_size: int,
     max_sequence_tokens: int,
     pad_token_id: int,
-    reference: Run | None = None,
-    module: nn.Module | None = None,
+    wanted: Wanted | None = None,
     precision: Precision = "float32",
     advice: str = "",
     width: int = 0,
@@ -196,8 +226,8 @@ def check_rows(
         vocab_size: One more than the largest id.
         max_sequence_tokens: The longest sequence.
         pad_token_id: What fills a short sequence.
-        reference: PyTorch, or whatever else the rows must be those of; None where only padding can be judged.
-        module: What `reference` computes with, for float64; None where it does not compute in PyTorch.
+        wanted: What the rows must be, for the same vocab_size and max_sequence_tokens; None where only padding can
+            be judged.
         precision: What the model computes in, where it is compared with a reference.
         advice: What the error is to say beside the figures where padding changes a row.
         width: The numbers of a vector, of a model that takes one for each token in place of its id: then `ids` are
@@ -206,18 +236,9 @@ def check_rows(
     Raises:
         ParityError: The rows are not the reference's, or padding changes them.
     """
-
-    def draw(length: int, random: np.random.Generator) -> Input:
-        if width:
-            return random.standard_normal((length, width), np.float32)  # (seq, width)
-        return random.integers(0, vocab_size, length)  # (seq)
-
-    sequences = _sequences(max_sequence_tokens, draw)
-    if reference is None:
-        bounds = dataclasses.replace(BOUNDS["float32"], error=None)
-        return _check(run, sequences, pad_token_id, None, None, bounds, advice)
-    want, float32_error = _reference_rows(sequences, reference, module if precision == "float32" else None)
-    return _check(run, sequences, pad_token_id, want, float32_error, BOUNDS[precision], advice)
+    bounds = dataclasses.replace(BOUNDS["float32"], error=None) if wanted is None else BOUNDS[precision]
+    sequences = _random_inputs(vocab_size, width, max_sequence_tokens) if wanted is None else wanted.sequences
+    return _check(run, sequences, pad_token_id, wanted, bounds, advice)
 
 
 def relative_error(got: Rows, want: Rows) -> float:
@@ -302,31 +323,34 @@ def _sequences(longest: int, draw: Callable[[int, np.random.Generator], Input]) 
     return found
 
 
+def _random_inputs(vocab_size: int, width: int, longest: int) -> dict[_Key, Input]:
+    def draw(length: int, random: np.random.Generator) -> Input:
+        if width:
+            return random.standard_normal((length, width), np.float32)  # (seq, width)
+        return random.integers(0, vocab_size, length)  # (seq)
+
+    return _sequences(longest, draw)
+
+
 def _keys(lengths: Sequence[int]) -> list[_Key]:
     return [(length, list(lengths[:row]).count(length)) for row, length in enumerate(lengths)]
 
 
-def _reference_rows(
-    sequences: Mapping[_Key, Input], reference: Run, module: nn.Module | None
-) -> tuple[dict[_Key, Rows], float | None]:
-    """The rows of each sequence alone, (seq, d_model), and the error of PyTorch's own float32.
-
-    They are those of float64, rounded, where there is a module that computes in it, and float32's elsewhere. All of
-    them take less memory than the rows of the largest batch.
-    """
+def _reference(sequences: Mapping[_Key, Input], reference: Run, module: nn.Module | None) -> Wanted:
     rows = {key: _alone(reference, sequence) for key, sequence in sequences.items()}
     if module is None:
-        return rows, None
-    exact, errors = {}, []
+        return Wanted(sequences, rows, None)
+    exact: dict[_Key, Rows] = {}
+    errors = []
     # Some code mixes in float32 of its own, and then does not run in float64, or hides tokens with what is -∞ there.
-    with contextlib.suppress(UnsupportedModelError), in_float64(module):
+    with contextlib.suppress(UnsupportedModelError, RuntimeError), in_float64(module):
         for key, sequence in sequences.items():
             its = _alone(reference, sequence)  # (seq, d_model), float64
             errors.append(relative_error(rows[key], its))
             exact[key] = its.astype(np.float32)
     if len(exact) < len(rows) or not all(np.isfinite(its).all() for its in exact.values()):
-        return rows, None
-    return exact, max(errors)
+        return Wanted(sequences, rows, None)
+    return Wanted(sequences, exact, max(errors))
 
 
 def _alone(run: Run, sequence: Input) -> Rows:
@@ -339,12 +363,12 @@ def _check(
     run: Run,
     sequences: Mapping[_Key, Input],
     pad_token_id: int,
-    want: Mapping[_Key, Rows] | None,
-    float32_error: float | None,
+    wanted: Wanted | None,
     bounds: Bounds,
     advice: str = "",
 ) -> Parity:
     """Runs every batch and every sequence alone, and refuses the first batch that is out of bounds."""
+    want, float32_error = (None, None) if wanted is None else (wanted.rows, wanted.float32_error)
     bounds = bounds.widened(float32_error or 0)
     alone = {key: _alone(run, sequence) for key, sequence in sequences.items()}  # (seq, d_model) each
     cases = []

@@ -544,7 +544,13 @@ def _refuse_padding(model: TransformersModel) -> None:
     longest = min(_PADDED_TOKENS, model.positions or _PADDED_TOKENS)
     try:
         agreement.check_rows(
-            model, vocab_size=model.vocab_size, max_sequence_tokens=longest, pad_token_id=model.pad_token_id
+            model,
+            vocab_size=model.vocab_size,
+            max_sequence_tokens=longest,
+            pad_token_id=model.pad_token_id,
+            wanted=agreement.reference_rows(
+                model, vocab_size=model.vocab_size, max_sequence_tokens=longest, module=model.module
+            ),
         )
     except ParityError as error:
         raise ParityError(

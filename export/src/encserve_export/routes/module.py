@@ -234,13 +234,19 @@ def _check_module(rows: _Rows, batch: tuple[Tensor, Tensor], description: str) -
 def _refuse_padding(rows: _Rows, batch: tuple[Tensor, Tensor], options: OnnxOptions, description: str) -> None:
     """Refuses a module that gives other rows in a padded batch in PyTorch already."""
     inputs, _ = batch
+    width = inputs.shape[2] if inputs.dim() == 3 else 0
+    vocab_size, longest = int(inputs.max()) + 1, min(_PADDED_TOKENS, options.max_sequence_tokens)
+    reference = _Reference(rows)
     try:
         agreement.check_rows(
-            _Reference(rows),
-            vocab_size=int(inputs.max()) + 1,
-            max_sequence_tokens=min(_PADDED_TOKENS, options.max_sequence_tokens),
+            reference,
+            vocab_size=vocab_size,
+            max_sequence_tokens=longest,
             pad_token_id=options.pad_token_id,
-            width=inputs.shape[2] if inputs.dim() == 3 else 0,
+            wanted=agreement.reference_rows(
+                reference, vocab_size=vocab_size, max_sequence_tokens=longest, module=rows, width=width
+            ),
+            width=width,
         )
     except ParityError as error:
         raise ParityError(

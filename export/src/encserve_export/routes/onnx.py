@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 import onnx
-from torch import nn
 
 from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_onnx, is_quantized
@@ -12,7 +11,6 @@ from encserve_export.bundle.write import Exported, Progress, Target, complete
 from encserve_export.check import agreement
 from encserve_export.check.expected import read_expected
 from encserve_export.ground import names
-from encserve_export.ground.arrays import Run
 from encserve_export.ground.errors import ConfigError, TokenizerError, VocabularyError
 from encserve_export.ground.precision import BOUNDS, Precision
 from encserve_export.kinds.recipe import Recipe
@@ -92,14 +90,26 @@ def export_onnx(
         progress("copying and checking the file")
         files = external.write_model(model, path, apart, folder)
         check_file(model, files[0])
+        wanted = None
+        if reference is not None:  # before ONNX Runtime needs memory too
+            progress("running the model in PyTorch")
+            wanted = agreement.reference_rows(
+                reference,
+                vocab_size=0 if width else _vocab_size(options, rows),
+                max_sequence_tokens=options.max_sequence_tokens,
+                module=reference.module if _is_exact(foreign.precision(model), options) else None,
+                width=width,
+            )
         runner = Runner(model, files[0], interface)
-        rows_of: Run | None = reference
         # Only now: where the file itself is at fault, an option would not help.
         vocab_size = 0 if width else _vocab_size(options, rows)
         check_options(options, vocab_size, width)
         if options.precision not in (None, "float32"):
             progress(f"rounding it to {options.precision}")
-            rows_of = reference or runner
+            longest = options.max_sequence_tokens
+            wanted = wanted or agreement.reference_rows(
+                runner, vocab_size=vocab_size, max_sequence_tokens=longest, width=width
+            )
             model = convert.convert(model, interface, vocab_size, options.max_sequence_tokens, options.precision)
             files = external.save_model(model, folder, apart=len(files) > 1)
             runner = Runner(model, files[0], interface)
@@ -109,8 +119,7 @@ def export_onnx(
         runner.check_ends(vocab_size, options.max_sequence_tokens, options.pad_token_id)
         if reference is not None:
             progress("comparing ONNX Runtime with PyTorch")
-        module = None if reference is None else reference.module
-        parity = _check_rows(runner, options, vocab_size, width, foreign.precision(model), rows_of, module)
+        parity = _check_rows(runner, options, vocab_size, width, foreign.precision(model), wanted)
         progress("writing the bundle")
         source = source or manifest.Source(
             "onnx",
@@ -172,14 +181,18 @@ def check_options(options: OnnxOptions, vocab_size: int, width: int) -> None:
         raise ConfigError("l2_normalize is of pooled vectors; give the pooling too")
 
 
+def _is_exact(precision: str, options: OnnxOptions) -> bool:
+    """Whether the bundle computes in float32, and is judged by float64."""
+    return {precision, options.precision or precision} == {"float32"}
+
+
 def _check_rows(
     runner: Runner,
     options: OnnxOptions,
     vocab_size: int,
     width: int,
     precision: str,
-    reference: Run | None,
-    module: nn.Module | None,
+    wanted: agreement.Wanted | None,
 ) -> agreement.Parity:
     advice = "it ignores its attention mask in part or altogether, and batches would change its rows"
     if precision != "float32":
@@ -189,8 +202,7 @@ def _check_rows(
         vocab_size=vocab_size,
         max_sequence_tokens=options.max_sequence_tokens,
         pad_token_id=options.pad_token_id,
-        reference=reference,
-        module=module,
+        wanted=wanted,
         precision=precision if precision in BOUNDS else "float32",
         advice=advice,
         width=width,
