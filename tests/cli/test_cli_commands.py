@@ -80,7 +80,7 @@ async def test_encode_to_a_file(service: FakeEncoder, tmp_path: Path) -> None:
         assert file["lengths"].tolist() == [4, 3]
         assert file["token_ids"].tolist() == [1, 3, 5, 2, 1, 3, 2]
         assert str(file["fingerprint"]) == "f" * 16
-        assert str(file["space_id"]) == "5" * 16
+        assert str(file["space_id"]) == "s2-" + "5" * 32
     assert [it.name for it in tmp_path.iterdir()] == ["vectors.NPZ"]  # noqa: ASYNC240 - a test's own folder
 
 
@@ -294,7 +294,7 @@ async def test_models(service: FakeEncoder) -> None:
     assert "f" * 16 in shown
     [line] = (await encserve(service, "models")).stdout.splitlines()
     assert line.split("\t") == [
-        *(name, "1", "f" * 16, "5" * 16, "8", "64", "mean 8", "CPUExecutionProvider", "float32", "ready")
+        *(name, "1", "f" * 16, "s2-" + "5" * 32, "8", "64", "mean 8", "CPUExecutionProvider", "float32", "ready")
     ]
     [model] = json.loads((await encserve(service, "models", "--json")).stdout)
     assert (model["max_request_tokens"], model["max_outputs"]) == (65536, 16)

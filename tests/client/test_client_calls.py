@@ -85,7 +85,7 @@ async def test_run_tells_everything(caller: Caller, service: FakeEncoder) -> Non
     client = caller.connect()
     result = await caller(client.run, TEXTS, outputs=["tokens", Output("cls", True)], include_token_strings=True)
     assert (result.model, result.version, result.fingerprint) == ("tiny", "1", "f" * 16)
-    assert result.space_id == "5" * 16
+    assert result.space_id == "s2-" + "5" * 32
     np.testing.assert_array_equal(result.outputs[0].arrays()[2], rows_of([1, 3, 5, 5, 2]))
     assert result.outputs[1].matrix().shape == (3, 8)
     assert (result.outputs[1].kind, result.outputs[1].l2_normalized) == ("cls", True)

@@ -151,7 +151,7 @@ async def test_an_inspection(caller: Caller, service: FakeEncoder) -> None:
     result = await caller(caller.connect().inspect, "two words", positions=True)
     assert isinstance(result, InspectResult)
     assert (result.model, result.version, result.fingerprint) == ("tiny", "1", "f" * 16)
-    assert result.space_id == "5" * 16
+    assert result.space_id == "s2-" + "5" * 32
     assert (result.sequence.token_count, result.sequence.tokens) == (4, ("t0", "t1", "t2", "t3"))
     assert (result.attention_layers, result.hidden_state_layers) == ((0, 1), (0, 1, 2))
     for got, kind in ((result.attention, ATTENTION), (result.hidden_states, HIDDEN), (result.positions, POSITIONS)):

@@ -5,6 +5,11 @@ What counts may change only with a new version, under another prefix than s2.
 
 import hashlib
 import json
+import os
+import re
+import subprocess
+import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +20,7 @@ import space_models
 import torch
 from onnx import numpy_helper
 from onnx_files import build
+from packaging.requirements import Requirement
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
@@ -23,6 +29,7 @@ from encserve_export.bundle import space
 from encserve_export.bundle.space import digest_model, space_id
 from encserve_proto.bundle.v1 import manifest_pb2
 
+ROOT = Path(__file__).parent.parent.parent
 TEXTS = "6201f4f3df9cddc64ff44646d355e6f0bd7a2ffd5e18242ca61f9609a6118f58"
 # Each with how it is made and its id.
 DIRECTORIES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
@@ -126,3 +133,23 @@ def test_the_definition_followed_by_another_program(tmp_path: Path) -> None:
 
 def test_the_texts_of_this_version() -> None:
     assert hashlib.sha256(json.dumps(space.texts()).encode()).hexdigest() == TEXTS
+
+
+@pytest.mark.packaging
+@pytest.mark.parametrize("which", ["oldest", "newest"])
+def test_the_libraries_that_are_allowed_give_the_same(which: str, tmp_path: Path) -> None:
+    """sentence-transformers and transformers by themselves in a folder that comes first; the rest is as installed."""
+    declared = tomllib.loads((ROOT / "export" / "pyproject.toml").read_text())["project"]
+    listed = [*declared["dependencies"], *(it for extra in declared["optional-dependencies"].values() for it in extra)]
+    allowed = {it.name: it.specifier for it in map(Requirement, listed)}
+    wanted = [f"{name}{allowed[name]}" for name in ("sentence-transformers", "transformers")]
+    if which == "oldest":
+        wanted = [re.sub(r"^([a-z-]+).*>=([0-9.]+).*", r"\1==\2", it) for it in wanted]
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile", "--target", str(tmp_path)]
+    subprocess.run([*pip, *wanted], check=True)
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    others = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__, "-m", "not packaging"]
+    done = subprocess.run(
+        others, env={**os.environ, "PYTHONPATH": path}, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout

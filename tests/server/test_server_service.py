@@ -43,7 +43,7 @@ async def test_ids_come_back_as_rows(server: FakeServer) -> None:
     np.testing.assert_array_equal(one, expected(5))
     np.testing.assert_array_equal(three, expected(7, 8, 9))
     assert (response.model, response.model_version, response.fingerprint) == ("tiny", "2", "f" * 32)
-    assert response.space_id == "5" * 32
+    assert response.space_id == "s2-" + "5" * 32
     assert [info.token_count for info in response.sequences] == [1, 3]
     assert response.timings.compute_seconds > 0
 

@@ -143,7 +143,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     max_request_tokens: int = 65536
     max_message_bytes: int = 64 * 1024 * 1024
     fingerprint: str = "f" * 16
-    space_id: str = "5" * 16
+    space_id: str = "s2-" + "5" * 32
     before: Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse | None]] | None = None
     before_stream: Callable[[pb.EncodeStreamRequest, Any], Awaitable[None]] | None = None
     inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None

@@ -138,7 +138,7 @@ def fake_model(
     engine: FakeEngine,
     *,
     fingerprint: str = "f" * 32,
-    space_id: str = "5" * 32,
+    space_id: str = "s2-" + "5" * 32,
     tokenizer_file: Path | None = None,
     takes_vectors: bool = False,
     load_inspector: Callable[[], FakeInspector] | None = None,

@@ -32,7 +32,7 @@ def inspection(
         model="tiny",
         model_version="1",
         fingerprint="f" * 16,
-        space_id="5" * 16,
+        space_id="s2-" + "5" * 32,
         sequence=pb.SequenceInfo(token_count=n_tokens, original_token_count=n_tokens),
         timings=pb.Timings(tokenize_seconds=0.001, queue_seconds=0.002, compute_seconds=0.003),
     )
