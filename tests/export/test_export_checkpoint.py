@@ -335,8 +335,8 @@ def test_tables_under_other_names_are_proposed() -> None:
         find_encoder(state, ASKED)
     assert "surplus: encoder.vocab, places" in str(caught.value)
     assert (
-        "If one of encoder.vocab (11, 8), places (1, 30, 8) is a table, save it under another name: of token embeddings "
-        "W_embed or embedding.weight (" in str(caught.value)
+        "If one of encoder.vocab (11, 8), places (1, 30, 8) is a table, save it under another name: of token "
+        "embeddings W_embed or embedding.weight (" in str(caught.value)
     )
     state = {"embedding.weight": state.pop("encoder.vocab"), "pos_embedding": state.pop("places"), **state}
     assert find_encoder(state, without_position()).encoder.config.position == "learned"
