@@ -14,6 +14,7 @@ from encserve_export.routes.encoder import export_encoder
 from encserve_export.routes.hf import export_hf
 from encserve_export.routes.module import export_module
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
+from encserve_export.source.tokenizer import read_tokenizer
 
 __all__ = [
     "Encoder",
@@ -29,4 +30,5 @@ __all__ = [
     "export_init",
     "export_module",
     "export_onnx",
+    "read_tokenizer",
 ]

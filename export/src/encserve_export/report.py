@@ -216,9 +216,9 @@ def _expected(exported: Exported) -> str:
             "that was trained; --expect does that"
         )
     said = f"{its.expected_rows} rows as in {exported.expected}"
-    if its.required_min_cosine:
-        return f"{said}, least cosine similarity {its.min_expected_cosine:.6g}, required {its.required_min_cosine}"
-    return f"{said}, max error {its.max_expected_error:.1e}, tolerance {BOUNDS['float32'].error:.1e}"
+    if its.min_expected_cosine:
+        return f"{said}, least cosine similarity {its.min_expected_cosine:.6g}"
+    return f"{said}, max error {its.max_expected_error:.1e}, tolerance {its.tolerance or BOUNDS['float32'].error:.1e}"
 
 
 def _pipeline(manifest: manifest_pb2.Manifest) -> str:

@@ -99,7 +99,7 @@ def complete(
         ConfigError: The model is to be cut shorter than what its queries are made longer to.
     """
     expected = source.expected
-    agreed = None if expected is None else check_expected(expected, folder, model.graph, model.shape)
+    agreed = None if expected is None else check_expected(expected, folder, model.graph, model.shape, parity.bounds)
     listed = list(files)
     if source.tokenizer is not None:
         listed.append(source.tokenizer.write(folder / manifest.TOKENIZER_FILE))

@@ -99,7 +99,7 @@ def read_expected(path: Path) -> Expected:
 
 
 def check_expected(
-    expected: Expected, folder: Path, graph: manifest_pb2.Graph, shape: manifest_pb2.EncoderShape
+    expected: Expected, folder: Path, graph: manifest_pb2.Graph, shape: manifest_pb2.EncoderShape, bounds: Bounds
 ) -> Agreement:
     """Runs a bundle's graph in ONNX Runtime on the expected rows' input.
 
@@ -108,6 +108,7 @@ def check_expected(
         folder: Where the graph's files lie.
         graph: Its interface and precision.
         shape: The model's sizes.
+        bounds: What was allowed against PyTorch; where there was none to compare with, the precision's own count.
 
     Raises:
         ExpectedFileError: The input or the rows do not fit the model; the text names the numbers.
@@ -127,7 +128,8 @@ def check_expected(
             f"{expected.path}: rows must have the model's shape {rows.shape}; was {expected.rows.shape}"
         )
     got, want = rows[expected.mask == 1], expected.rows[expected.mask == 1]  # (tokens, d_model) both
-    bounds = BOUNDS[graph.precision if graph.precision in BOUNDS else "float32"]
+    if bounds.error is None and bounds.cosine is None:
+        bounds = BOUNDS[graph.precision if graph.precision in BOUNDS else "float32"]
     agreement = Agreement(len(got), relative_error(got, want), least_cosine(got, want), bounds)
     _refuse(expected, agreement, got, want)
     return agreement

@@ -1,13 +1,13 @@
 """The export of a PyTorch module of the caller's own, traced as it is and compared with itself."""
 
 import contextlib
+import dataclasses
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +21,7 @@ from encserve_export.ground.arrays import Input as Inputs
 from encserve_export.ground.arrays import Mask, Rows
 from encserve_export.ground.errors import (
     ConfigError,
+    ExportError,
     OnnxModelError,
     ParityError,
     UnsupportedModelError,
@@ -53,16 +54,26 @@ class _Rows(nn.Module):
         return rows
 
 
-class _Reference:
-    """The module as what an ONNX file is compared with."""
+@dataclasses.dataclass(frozen=True)
+class OwnModule:
+    """A module of the caller's as the reference of its own graph.
 
-    def __init__(self, module: _Rows) -> None:
-        self.module: nn.Module = module
+    Attributes:
+        module: Inputs and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model).
+        description: The name of its class.
+        vocab_size: One more than the largest token id; 0 where it takes vectors.
+        width: The numbers of a vector; 0 where it takes ids.
+    """
 
-    def __call__(self, inputs: Inputs, mask: Mask, /) -> Rows:
-        """Rows of arrays, in the type of the module's numbers."""
+    module: nn.Module
+    description: str
+    vocab_size: int
+    width: int
+
+    def __call__(self, inputs: Inputs, mask: Mask) -> Rows:
+        """Runs one batch in PyTorch: ids or vectors and their mask, int64 (batch, seq) -> (batch, seq, d_model)."""
         given = torch.from_numpy(inputs)
-        if given.is_floating_point():
+        if given.is_floating_point():  # as the module's numbers are, which may be float64
             given = given.to(next((it.dtype for it in self.module.parameters()), given.dtype))
         with torch.inference_mode():
             rows: Rows = self.module(given, torch.from_numpy(mask)).numpy()
@@ -125,52 +136,46 @@ def export_module(
         precision=precision,
     )
     check_target(target.model_repository, target.name, target.version, overwrite=target.overwrite)
-    batch = _example(options, d_model)
-    description = type(module).__name__
+    vocab_size = _check_sizes(options, d_model)
     with _in_eval_mode(module):
-        rows = _Rows(module).eval()
-        progress(f"running {description}")
-        width = _check_module(rows, batch, description)
-        if d_model is not None and width != d_model:
-            raise UnsupportedModelError(f"{description} gives rows of {width} numbers; d_model is {d_model}")
-        _refuse_padding(rows, batch, options, description)
-        refuse_control_flow(rows, batch, description)
+        model = OwnModule(_Rows(module).eval(), type(module).__name__, vocab_size, d_model or 0)
+        batch = example(lambda length: _draw(model, length))
+        progress(f"running {model.description}")
+        _check_module(model, batch)
+        _refuse_padding(model, options)
+        refuse_control_flow(model.module, batch, model.description)
         tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
         source = Source(
             "module",
-            description,
+            model.description,
             vector=options.vector,
             tokenizer=tokenizer,
             model_digest=digest_model(tensors, configuration),
         )
-        return _export(rows, batch, description, source, target, options, progress)
+        return _export(model, batch, source, target, options, progress)
 
 
 def _export(
-    rows: _Rows,
+    model: OwnModule,
     batch: tuple[Tensor, Tensor],
-    description: str,
     source: Source,
     target: Target,
     options: OnnxOptions,
     progress: Progress,
 ) -> Exported:
     """Takes the first of PyTorch's exporters whose graph gives the module's rows."""
-    refused: list[str] = []
+    refused: list[ExportError] = []
     for exporter in EXPORTERS:
-        progress(f"having PyTorch write {description} as ONNX ({exporter})")
+        progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
         try:
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder, names.FILE)
-                write_module(rows, batch, options.names.input_ids, exporter, path, description)
-                return export_onnx(path, target, options, source=source, reference=_Reference(rows), progress=progress)
-        except VocabularyError:
-            raise
+                write_module(model.module, batch, options.names.input_ids, exporter, path, model.description)
+                return export_onnx(path, target, options, source=source, reference=model, progress=progress)
         except (UnsupportedModelError, OnnxModelError, ParityError) as error:
             progress(str(error))
-            refused.append(str(error))
-            kind = type(error)
-    raise kind("; ".join(dict.fromkeys(refused)))
+            refused.append(error)
+    raise type(refused[-1])("; ".join(dict.fromkeys(map(str, refused)))) from refused[-1]
 
 
 def _input_name(given: Input) -> str:
@@ -188,14 +193,13 @@ def _check_configuration(configuration: Mapping[str, Any]) -> None:
         raise ConfigError(f"configuration must be a dict; was {type(configuration).__name__}")
 
 
-def _example(options: OnnxOptions, d_model: int | None) -> tuple[Tensor, Tensor]:
-    """A batch to run and to write the graph with: ids or vectors, and their mask."""
+def _check_sizes(options: OnnxOptions, d_model: int | None) -> int:
+    """How many token ids there are; 0 where the module takes vectors."""
     if options.names.input_ids == names.EMBEDDINGS:
         if d_model is None or d_model < 1:
             raise ConfigError(f"d_model must be given where the input is embeddings, and be at least 1; was {d_model}")
         check_options(options, 0, d_model)
-        random = torch.Generator().manual_seed(0)
-        return example(lambda length: torch.randn((length, d_model), generator=random))
+        return 0
     if d_model is not None:
         raise ConfigError("d_model is of vectors; leave it out where the input is token_ids")
     tokenizer, vocab_size = options.tokenizer, options.vocab_size
@@ -204,19 +208,27 @@ def _example(options: OnnxOptions, d_model: int | None) -> tuple[Tensor, Tensor]
     if vocab_size is None or vocab_size < 1:
         raise VocabularyError(f"vocab_size must be given, or a tokenizer, and be at least 1; was {vocab_size}")
     check_options(options, vocab_size, 0)
-    return example(lambda length: torch.arange(length) % vocab_size)
+    return vocab_size
 
 
-def _check_module(rows: _Rows, batch: tuple[Tensor, Tensor], description: str) -> int:
-    """Runs one batch; the width of its rows."""
+def _draw(model: OwnModule, length: int) -> Tensor:
+    """So many ids, the largest among them, or vectors (length, width); always the same."""
+    if model.width:
+        return torch.randn((length, model.width), generator=torch.Generator().manual_seed(0))
+    return (model.vocab_size - 1 - torch.arange(length)) % model.vocab_size
+
+
+def _check_module(model: OwnModule, batch: tuple[Tensor, Tensor]) -> None:
+    """Refuses a module that does not run, or gives something else than rows."""
     inputs, mask = batch
-    shape = tuple(mask.shape)
+    description, shape = model.description, tuple(mask.shape)
+    given = f"vectors of {model.width} numbers" if model.width else f"token ids up to {model.vocab_size - 1}"
     try:
         with torch.inference_mode():
-            made = rows(inputs, mask)
+            made = model.module(inputs, mask)
     except Exception as error:  # whatever a module of somebody else's raises
         raise UnsupportedModelError(
-            f"{description} does not run on the CPU with inputs of shape {tuple(inputs.shape)} and a mask, bool "
+            f"{description} does not run on the CPU with {given} of shape {tuple(inputs.shape)} and a mask, bool "
             f"{shape}: {first_line(error)}"
         ) from error
     if not isinstance(made, Tensor):
@@ -226,32 +238,31 @@ def _check_module(rows: _Rows, batch: tuple[Tensor, Tensor], description: str) -
             f"{description} must return rows, float32 ({shape[0]}, {shape[1]}, d_model) for a mask of shape {shape}; "
             f"was {str(made.dtype).removeprefix('torch.')} {tuple(made.shape)}"
         )
-    if not np.isfinite(made.numpy()[mask.numpy() == 1]).all():
+    if model.width not in (0, made.shape[2]):
+        raise UnsupportedModelError(f"{description} gives rows of {made.shape[2]} numbers; d_model is {model.width}")
+    if not bool(torch.isfinite(made[mask == 1]).all()):
         raise UnsupportedModelError(f"{description} gives rows that are not finite")
-    return int(made.shape[2])
 
 
-def _refuse_padding(rows: _Rows, batch: tuple[Tensor, Tensor], options: OnnxOptions, description: str) -> None:
+def _refuse_padding(model: OwnModule, options: OnnxOptions) -> None:
     """Refuses a module that gives other rows in a padded batch in PyTorch already."""
-    inputs, _ = batch
-    width = inputs.shape[2] if inputs.dim() == 3 else 0
-    vocab_size, longest = int(inputs.max()) + 1, min(_PADDED_TOKENS, options.max_sequence_tokens)
-    reference = _Reference(rows)
+    longest = min(_PADDED_TOKENS, options.max_sequence_tokens)
+    wanted = agreement.reference_rows(
+        model, vocab_size=model.vocab_size, max_sequence_tokens=longest, module=model.module, width=model.width
+    )
     try:
         agreement.check_rows(
-            reference,
-            vocab_size=vocab_size,
+            model,
+            vocab_size=model.vocab_size,
             max_sequence_tokens=longest,
             pad_token_id=options.pad_token_id,
-            wanted=agreement.reference_rows(
-                reference, vocab_size=vocab_size, max_sequence_tokens=longest, module=rows, width=width
-            ),
-            width=width,
+            wanted=wanted,
+            width=model.width,
         )
     except ParityError as error:
         raise ParityError(
-            f"{description} gives other rows in a padded batch, in PyTorch already: {error}. Where the mask is False, "
-            "no token may be attended to"
+            f"{model.description} gives other rows in a padded batch, in PyTorch already: {error}. Where the mask is "
+            "False, no token may be attended to"
         ) from error
 
 
