@@ -92,7 +92,7 @@ def into_shards(directory: Path) -> None:
     placed = {name: SHARDS[i % 2] for i, name in enumerate(names)}
     for shard in SHARDS:
         save_file({name: tensors[name] for name in names if placed[name] == shard}, directory / shard, {"format": "pt"})
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
 
 
 def into_pickle(directory: Path) -> None:
@@ -165,7 +165,8 @@ def test_every_route(directory: Path, tmp_path: Path, space: str) -> None:
     file = directory / "onnx" / "model.onnx"
     shutil.copyfile(tmp_path / "models" / "m" / "1" / "model.onnx", file)
     assert space_of(directory, tmp_path, via="onnx") == space
-    (directory / "model.safetensors").unlink()
+    for name in ("model.safetensors", "modules.json"):
+        (directory / name).unlink()
     assert space_of(directory, tmp_path, via="onnx") != space
 
 

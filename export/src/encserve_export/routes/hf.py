@@ -370,16 +370,17 @@ def _make_tokenizer(recipe: Recipe, folder: Path) -> tuple[TokenizerFile | None,
         plain = json.loads(recipe.tokenizer.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
         written.write_text(json.dumps(plain, ensure_ascii=False), encoding="utf-8")
         return read_tokenizer(written, made_of=path), ""
+    files = [recipe.encoder / name for name in (manifest.TOKENIZER_FILE, *pretrained.OLDER_TOKENIZERS)]
+    made_of = next((file for file in files if file.is_file()), None)
+    if made_of is None:  # of nothing transformers makes a tokenizer too, of special tokens alone
+        return None, f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
     if recipe.tokenizer is not None:
         recipe.tokenizer.backend_tokenizer.save(str(written))
-        return read_tokenizer(written, made_of=path), ""
-    if path.is_file():
+        return read_tokenizer(written, made_of=made_of), ""
+    if made_of == path:
         return read_tokenizer(path, lowercase=recipe.lowercase), ""
-    older = next((name for name in pretrained.OLDER_TOKENIZERS if (recipe.encoder / name).is_file()), None)
-    if older is None:
-        return None, f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
     pretrained.write_tokenizer(recipe.encoder, written)
-    return read_tokenizer(written, lowercase=recipe.lowercase, made_of=recipe.encoder / older), ""
+    return read_tokenizer(written, lowercase=recipe.lowercase, made_of=made_of), ""
 
 
 def _longest(recipe: Recipe, positions: int | None, asked: int | None) -> tuple[int, str]:
