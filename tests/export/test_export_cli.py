@@ -101,7 +101,7 @@ def test_pooling_that_the_directory_does_not_say(bert: "Checkpoint", models: Pat
         )
     )
     (bert.path / "1_Pooling").mkdir()
-    (bert.path / "1_Pooling" / "config.json").write_text("{}")
+    (bert.path / "1_Pooling" / "config.json").write_text('{"embedding_dimension": 32}')
     result = run("hf", bert.path, "--ids-only", "--model-repository", models, "--name", "said", "--pooling", "cls")
     assert "pooling is for a checkpoint that does not say its own" in result.stderr
 

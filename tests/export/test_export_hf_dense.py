@@ -242,3 +242,12 @@ def test_weights_are_never_unpickled(tmp_path: Path) -> None:
     torch.save(nn.Linear(D_MODEL, 3), tmp_path / "2_Dense" / "pytorch_model.bin")
     with pytest.raises(UnsupportedModelError, match="cannot load .*UnpicklingError"):
         read(tmp_path)
+
+
+def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path, tmp_path: Path) -> None:
+    """Of no files at all transformers makes a tokenizer that knows no word."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    exported = export_hf(directory, Target(model_repository=tmp_path / "models", name="m"))
+    assert not exported.manifest.HasField("text")
+    assert "going on without tokenizer.json" in exported.text

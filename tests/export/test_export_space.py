@@ -169,6 +169,9 @@ def test_every_route(directory: Path, tmp_path: Path, space: str) -> None:
     file = directory / "onnx" / "model.onnx"
     shutil.copyfile(tmp_path / "models" / "m" / "1" / "model.onnx", file)
     assert space_of(directory, tmp_path, via="onnx") == space
+    for name in ("model.safetensors", "modules.json"):
+        (directory / name).unlink()
+    assert space_of(directory, tmp_path, via="onnx") != space
 
 
 @pytest.mark.models

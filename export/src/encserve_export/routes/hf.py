@@ -390,9 +390,10 @@ def _make_tokenizer(recipe: Recipe, folder: Path) -> tuple[TokenizerFile | None,
         plain = json.loads(recipe.tokenizer.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
         written.write_text(json.dumps(plain, ensure_ascii=False), encoding="utf-8")
         return read_tokenizer(written, made_of=path), ""
-    plain_text = recipe.template is None
-    if recipe.tokenizer is not None:
-        made_of = tokenizer_source(recipe.encoder) or path
+    plain_text, made_of = recipe.template is None, tokenizer_source(recipe.encoder)
+    if (
+        recipe.tokenizer is not None and made_of is not None
+    ):  # of nothing transformers makes one of special tokens alone
         return write_tokenizer(recipe.tokenizer, written, made_of=made_of, add_special_tokens=plain_text), ""
     found = convert_tokenizer(recipe.encoder, written, lowercase=recipe.lowercase, add_special_tokens=plain_text)
     return found, "" if found else f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
