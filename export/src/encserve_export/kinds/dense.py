@@ -240,7 +240,8 @@ def _check_modalities(path: Path | None, settings: Mapping[str, Any], task: str)
         raise UnsupportedModelError(
             f"{path}: the model takes {', '.join(methods)} and no plain text, which a bundle cannot express"
         )
-    method = methods.get("message", methods["text"])  # where there are messages, texts are rendered as such
+    # Where there are messages, texts are rendered as such.
+    method: dict[str, Any] = methods["message" if "message" in methods else "text"]
     text = {name: value for name, value in method.items() if name != "format"}
     output = settings.get("module_output_name", "token_embeddings")
     wanted = {"method": "forward", "method_output_name": _TEXT_OUTPUTS[task]}
