@@ -91,11 +91,12 @@ def check_pipeline(
         CheckpointFileError: sentence-transformers cannot read the directory.
         ParityError: Ids, a length or a vector are others.
     """
-    encoder = transformer_folder(directory)
-    if not holds_weights(encoder):
-        progress("going on without a comparison of texts: there are no weights")
-        return None
     kind, compare = _kind(directory, manifest)
+    if compare in (None, _compare_vectors):
+        encoder = transformer_folder(directory)
+        if not holds_weights(encoder):
+            progress("going on without a comparison of texts: there are no weights")
+            return None
     if compare is None:
         return _compare_rows(encoder, progress, _Pipeline(folder, manifest))
     progress("comparing texts' ids and vectors with sentence-transformers")
