@@ -90,11 +90,11 @@ def check_pipeline(
         CheckpointFileError: sentence-transformers cannot read the directory.
         ParityError: Ids, a length or a vector are others.
     """
+    kind, ours = kind_of(directory), _Pipeline(folder, manifest)
     encoder = transformer_folder(directory)
-    if not holds_weights(encoder):
+    if kind == "dense" and not holds_weights(encoder):
         progress("going on without a comparison of texts: there are no weights")
         return None
-    kind, ours = kind_of(directory), _Pipeline(folder, manifest)
     plain = kind == "dense" and not (manifest.pooling and (directory / MODULES).is_file())
     if plain or not manifest.HasField("text"):
         return _compare_rows(encoder, progress, ours)
