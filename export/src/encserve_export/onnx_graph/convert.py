@@ -4,7 +4,7 @@ Linear layers and the table of tokens are found by what they are in ONNX: a prod
 in a table. They are rounded as in `int8`, and what they take is seen in ONNX Runtime.
 """
 
-import tempfile
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ _KEPT = ("Cos", "Sin", "Pow", "ReduceMean", "ReduceSum", "ReduceL2", "Sqrt", "Re
 
 
 def convert(
-    model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int, precision: Precision
+    model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int, precision: Precision, folder: Path
 ) -> onnx.ModelProto:
     """The same model in another precision.
 
@@ -42,6 +42,7 @@ def convert(
         vocab_size: One more than the largest id.
         longest: The longest sequence, in tokens.
         precision: "float16" or "int8".
+        folder: Where to put a graph as large as the model for a while.
 
     Raises:
         UnsupportedModelError: It cannot be; the text says why.
@@ -51,7 +52,7 @@ def convert(
             f"{precision} needs a graph of opset {_LEAST_OPSET} or newer; was {opset(model)}. Export it again with a "
             "newer one, or in float32"
         )
-    return _halved(model) if precision == "float16" else _quantized(model, interface, vocab_size, longest)
+    return _halved(model) if precision == "float16" else _quantized(model, interface, vocab_size, longest, folder)
 
 
 def _halved(model: onnx.ModelProto) -> onnx.ModelProto:
@@ -74,7 +75,9 @@ def _halved(model: onnx.ModelProto) -> onnx.ModelProto:
     return halved
 
 
-def _quantized(model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int) -> onnx.ModelProto:
+def _quantized(
+    model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int, folder: Path
+) -> onnx.ModelProto:
     weights = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT}
     linear = [node for node in model.graph.node if _is_linear(node, weights)]
     if not linear:
@@ -82,7 +85,7 @@ def _quantized(model: onnx.ModelProto, interface: Interface, vocab_size: int, lo
             f"no product in the graph has weights of {_LEAST_WEIGHTS} numbers or more, so int8 would bring nothing; "
             "export it in float32"
         )
-    seen = _seen(model, interface, vocab_size, longest, {node.input[0] for node in linear})
+    seen = _seen(model, interface, vocab_size, longest, {node.input[0] for node in linear}, folder)
     layers = {}
     for node in linear:
         x = seen[node.input[0]]
@@ -127,7 +130,7 @@ class _AnyQuantizer(int8.Quantizer):
 
 
 def _seen(
-    model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int, names: Iterable[str]
+    model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int, names: Iterable[str], folder: Path
 ) -> dict[str, Any]:
     """What values of a graph are for random ids, always the same."""
     watched = onnx.ModelProto()

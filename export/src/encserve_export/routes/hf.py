@@ -2,12 +2,11 @@
 
 import dataclasses
 import functools
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from encserve_export.bundle import manifest
+from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.check import agreement
@@ -167,11 +166,11 @@ def export_hf(
     """
     progress("reading the checkpoint")
     pipeline = functools.partial(check_pipeline, directory, progress)
-    with tempfile.TemporaryDirectory() as folder:
+    with store.temporary_folder() as folder:
         tokenizer: TokenizerFile | None
         inline: tuple[str, ...] = ()
         if multi_vector.is_multi_vector(directory):
-            path = Path(folder, manifest.TOKENIZER_FILE)
+            path = folder / manifest.TOKENIZER_FILE
             found = multi_vector.read(directory, path)
             vector, usual, directory, inline = found.vector, found.longest, found.encoder, found.inline
             tokenizer, text = read_tokenizer(path, made_of=directory / manifest.TOKENIZER_FILE), ""
@@ -179,7 +178,7 @@ def export_hf(
             vector = read_sparse_encoder(directory) if is_sparse_encoder(directory) else read_sentence_vector(directory)
             directory = transformer_folder(directory)
             usual = read_max_seq_length(directory)
-            tokenizer, text = _read_tokenizer(directory, Path(folder))
+            tokenizer, text = _read_tokenizer(directory, folder)
             vector = with_bge_m3(vector, directory, tokenizer)
         if pooling is not None:
             if vector.pooling or vector.multi_vector or vector.sparse:
@@ -373,8 +372,9 @@ def _via_transformers(checkpoint: _Checkpoint, target: Target) -> Exported:
     for exporter in pretrained.EXPORTERS:
         checkpoint.progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, names.FILE)
+            # Beside the bundle, where there has to be room for the model anyway.
+            with store.scratch(target.model_repository, target.name) as folder:
+                path = folder / names.FILE
                 pretrained.write_onnx(model, exporter, path)
                 exported = _export_file(path, checkpoint, target, facts, source, model)
         except (UnsupportedModelError, OnnxModelError, ParityError) as error:

@@ -90,7 +90,7 @@ def export_onnx(
         if options.precision not in (None, "float32"):
             progress(f"rounding it to {options.precision}")
             reference = reference or runner
-            model = convert.convert(model, interface, vocab_size, options.max_sequence_tokens, options.precision)
+            model = convert.convert(model, interface, vocab_size, options.max_sequence_tokens, options.precision, folder)
             files = external.save_model(model, folder, apart=len(files) > 1)
             runner = Runner(model, files[0], interface)
         progress(f"the rows are its output {interface.output}; there are {vocab_size} token ids")
