@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+import onnx
 import torch
 from torch import Tensor, nn
 
@@ -28,6 +29,7 @@ from encserve_export.ground.errors import (
     WeightValueError,
 )
 from encserve_export.models.own.layouts.base import listed
+from encserve_export.onnx_graph import traced
 from encserve_export.source.weights import INDICES, Weights, read_object
 
 # In the order in which they are tried: the first is several times as fast, the second takes masks that the first does
@@ -163,24 +165,33 @@ def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None
     mask = torch.ones_like(ids)  # (batch, seq)
     mask[1, 4:] = 0
     inputs, rows = [names.INPUT_IDS, names.ATTENTION_MASK], {0: "batch", 1: "seq"}
-    how: dict[str, Any] = {"dynamo": False, "dynamic_axes": dict.fromkeys((*inputs, names.OUTPUT), rows)}
-    if exporter == "dynamo":
-        axes = dict.fromkeys(rows, torch.export.Dim.DYNAMIC)
-        how = {"dynamo": True, "dynamic_shapes": (axes, axes), "verbose": False}
     try:
         # What is told here is of the model's code and of the exporter's future, and its whole graph where it fails; the
         # gate judges the result.
         with warnings.catch_warnings(), _silence(), torch.no_grad():
             warnings.simplefilter("ignore")
-            torch.onnx.export(
-                model.module,
-                (ids, mask),
-                str(path),
-                input_names=inputs,
-                output_names=[names.OUTPUT],
-                opset_version=names.OPSET,
-                **how,
-            )
+            if exporter == "tracing":
+                axes = dict.fromkeys((*inputs, names.OUTPUT), rows)
+                graph = traced.trace(
+                    model.module, (ids, mask), path, inputs=inputs, outputs=[names.OUTPUT], dynamic_axes=axes
+                )
+                weights = traced.fold_weights(graph, model.module)
+                with (path.parent / names.DATA_FILE).open("wb") as data:
+                    traced.take_weights(graph, weights, data)
+                onnx.save_model(graph, path)
+            else:
+                dynamic = dict.fromkeys(rows, torch.export.Dim.DYNAMIC)
+                torch.onnx.export(
+                    model.module,
+                    (ids, mask),
+                    str(path),
+                    input_names=inputs,
+                    output_names=[names.OUTPUT],
+                    opset_version=names.OPSET,
+                    dynamo=True,
+                    dynamic_shapes=(dynamic, dynamic),
+                    verbose=False,
+                )
     except Exception as error:  # whatever a model of somebody else's raises
         raise UnsupportedModelError(
             f"PyTorch cannot write {model.description} as ONNX ({exporter}): {_first_line(error)}"
