@@ -8,16 +8,21 @@ import math
 import shutil
 import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import BinaryIO
 
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, external_data_helper
 
 from encserve_export.ground import names
 from encserve_export.ground.errors import ExternalDataError
 from encserve_export.onnx_graph.nodes import all_tensors, type_name
 
-# A protobuf message ends at 2 GiB; a little is left for the graph itself.
-MAX_FILE_BYTES = 2**31 - 2**24
+# A larger file is split: ONNX Runtime maps weights in a file of their own, and would parse and copy them in the graph.
+MAX_FILE_BYTES = 2**26
+# Smaller tensors stay in the graph: ONNX Runtime reads shapes and axes from them while it loads.
+LEAST_DATA_BYTES = 1024
+# ONNX Runtime maps the weights into memory, which it does page by page.
+_ALIGNMENT_BYTES = 4096
 
 # The bits of one number; of those that take less than a byte, several lie in one.
 _BITS: dict[int, int] = {
@@ -71,11 +76,11 @@ def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
 def write_model(
     model: onnx.ModelProto, path: Path, external: list[Path], folder: Path, max_file_bytes: int = MAX_FILE_BYTES
 ) -> list[Path]:
-    """Writes a model into a bundle's folder: as one file, or with its weights in a second one where it is too large.
+    """Writes a model into a bundle's folder: as one file, or with its weights in a second one where it is larger.
 
     Args:
-        model: After `take_in`.
-        path: Its file. Where there are no others it is copied as it is, byte for byte.
+        model: After `take_in`. It has no large weights afterwards.
+        path: Its file. A small one without others is copied as it is, byte for byte.
         external: What `take_in` gave.
         folder: The bundle's folder.
         max_file_bytes: With more bytes than this, the weights go into a file of their own.
@@ -83,36 +88,41 @@ def write_model(
     Returns:
         The files written, the graph first.
     """
-    target = folder / names.FILE
-    if not external:
-        shutil.copyfile(path, target)
-        return [target]
     # An upper bound that is cheap to have: serializing would fail where the model is too large.
-    size = path.stat().st_size + sum(len(tensor.raw_data) for tensor in all_tensors(model))
-    return save_model(model, folder, apart=size > max_file_bytes)
+    size = path.stat().st_size + sum(it.stat().st_size for it in external)
+    if external or size > max_file_bytes:
+        return save_model(model, folder, apart=size > max_file_bytes)
+    target = folder / names.FILE
+    shutil.copyfile(path, target)
+    return [target]
 
 
 def save_model(model: onnx.ModelProto, folder: Path, *, apart: bool) -> list[Path]:
     """Writes a model with its weights in it, in place of what was there; perhaps the weights in a file of their own.
 
+    Those in a file of their own the model has no more afterwards.
+
     Returns:
         The files written, the graph first.
     """
-    target = folder / names.FILE
-    if not apart:
-        onnx.save_model(model, target, format="protobuf")
-        return [target]
-    (folder / names.DATA_FILE).unlink(missing_ok=True)  # it would be appended to
-    onnx.save_model(
-        model,
-        target,
-        format="protobuf",
-        save_as_external_data=True,
-        location=names.DATA_FILE,
-        size_threshold=1024,
-        convert_attribute=True,
-    )
-    return [target, folder / names.DATA_FILE]
+    target, data_path = folder / names.FILE, folder / names.DATA_FILE
+    if apart:
+        with data_path.open("wb") as data:
+            for tensor in all_tensors(model):
+                if len(tensor.raw_data) >= LEAST_DATA_BYTES:
+                    place(tensor, tensor.raw_data, data)
+    onnx.save_model(model, target, format="protobuf")
+    return [target, data_path] if apart else [target]
+
+
+def place(tensor: TensorProto, content: bytes | memoryview, data: BinaryIO) -> None:
+    """Writes a tensor's bytes at the end of a bundle's file of weights, and has the tensor point there."""
+    data.write(bytes(-data.tell() % _ALIGNMENT_BYTES))
+    offset = data.tell()
+    data.write(content)
+    tensor.raw_data = b""  # which the library asks for
+    external_data_helper.set_external_data(tensor, names.DATA_FILE, offset, len(content))
+    tensor.ClearField("raw_data")
 
 
 def _entries(tensor: TensorProto) -> dict[str, str]:

@@ -11,16 +11,12 @@ from typing import BinaryIO
 
 import onnx
 import torch
-from onnx import TensorProto, external_data_helper, helper, numpy_helper
+from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 from encserve_export.ground import names
+from encserve_export.onnx_graph.external import LEAST_DATA_BYTES, place
 from encserve_export.onnx_graph.nodes import all_nodes
-
-# Smaller tensors stay in the graph: ONNX Runtime reads shapes and axes from them while it loads.
-LEAST_DATA_BYTES = 1024
-# ONNX Runtime maps the weights into memory, which it does page by page.
-_ALIGNMENT_BYTES = 4096
 
 
 def trace(
@@ -124,13 +120,3 @@ def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]
     del graph.input[:]
     graph.input.extend(value for name, value in inputs.items() if name not in made)
     return known
-
-
-def place(tensor: TensorProto, content: bytes | memoryview, data: BinaryIO) -> None:
-    """Writes a tensor's bytes at the end of the bundle's file of weights, and has the tensor point there."""
-    data.write(bytes(-data.tell() % _ALIGNMENT_BYTES))
-    offset = data.tell()
-    data.write(content)
-    tensor.raw_data = b""  # which the library asks for
-    external_data_helper.set_external_data(tensor, names.DATA_FILE, offset, len(content))
-    tensor.ClearField("raw_data")

@@ -332,15 +332,17 @@ def _via_own(checkpoint: _Checkpoint, target: Target) -> Exported:
         checkpoint.progress(remark)
     checkpoint.progress("reading the weights")
     weights = read_weights(checkpoint.directory)
+    source = checkpoint.source("own", layout.description, weights)
+    tensors = hf_bert.plain_names(weights.tensors)
+    heads = sorted({name.partition(".")[0] for name in layout.unused(tensors)})
     try:
-        encoder = shortened(layout.load(hf_bert.plain_names(weights.tensors)), longest)
+        encoder = shortened(layout.load(tensors), longest)
     except WeightNamesError as error:
         if checkpoint.settings["model_type"] not in hf_rotary.MODEL_TYPES:
             raise
         raise UnsupportedModelError(str(error)) from error  # transformers reads these by other names too
-    source = checkpoint.source("own", layout.description, weights)
+    del weights, tensors  # the encoder has what it needs of them
     exported = export_encoder(encoder, source, target, precision=checkpoint.precision, progress=checkpoint.progress)
-    heads = sorted({name.partition(".")[0] for name in layout.unused(hf_bert.plain_names(weights.tensors))})
     return dataclasses.replace(exported, remark=remark, left_behind=tuple(heads))
 
 
@@ -356,6 +358,7 @@ def _via_onnx(checkpoint: _Checkpoint, target: Target) -> Exported:
     else:
         facts = _facts(checkpoint.settings)
     source = checkpoint.source("onnx", str(ONNX_FILE), weights)
+    del weights  # the reference has what it needs of them
     exported = _export_file(path, checkpoint, target, facts, source, reference)
     return dataclasses.replace(exported, left_behind=() if reference is None else reference.left_behind)
 
@@ -367,6 +370,7 @@ def _via_transformers(checkpoint: _Checkpoint, target: Target) -> Exported:
     model = pretrained.load_model(checkpoint.directory, weights)
     facts = _Facts(model.positions, model.pad_token_id, model.vocab_size)
     source = checkpoint.source("transformers", model.description, weights)
+    del weights  # the model has what it needs of them
     _refuse_padding(model)
     refused: ExportError | None = None
     for exporter in pretrained.EXPORTERS:
@@ -379,7 +383,8 @@ def _via_transformers(checkpoint: _Checkpoint, target: Target) -> Exported:
                 exported = _export_file(path, checkpoint, target, facts, source, model)
         except (UnsupportedModelError, OnnxModelError, ParityError) as error:
             checkpoint.progress(str(error))
-            refused = refused if isinstance(error, UnsupportedModelError) and refused else error
+            # Without the traceback, whose frames hold the models of this attempt.
+            refused = refused if isinstance(error, UnsupportedModelError) and refused else type(error)(str(error))
         else:
             return dataclasses.replace(exported, left_behind=model.left_behind)
     assert refused is not None  # noqa: S101

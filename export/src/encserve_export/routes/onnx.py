@@ -82,6 +82,7 @@ def export_onnx(
     with store.draft(target.model_repository, target.name, target.version, overwrite=target.overwrite) as folder:
         progress("copying and checking the file")
         files = external.write_model(model, path, apart, folder)
+        model = onnx.load(files[0], load_external_data=False)  # the same without the weights
         check_file(model, files[0])
         runner = Runner(model, files[0], interface)
         # Only now: where the file itself is at fault, an option would not help.
@@ -90,8 +91,10 @@ def export_onnx(
         if options.precision not in (None, "float32"):
             progress(f"rounding it to {options.precision}")
             reference = reference or runner
-            model = convert.convert(model, interface, vocab_size, options.max_sequence_tokens, options.precision, folder)
+            del runner  # its weights, where there is a better reference
+            model = convert.convert(files[0], interface, vocab_size, options.max_sequence_tokens, options.precision)
             files = external.save_model(model, folder, apart=len(files) > 1)
+            model = onnx.load(files[0], load_external_data=False)
             runner = Runner(model, files[0], interface)
         progress(f"the rows are its output {interface.output}; there are {vocab_size} token ids")
         progress(f"running it, with 1 to {options.max_sequence_tokens} tokens")

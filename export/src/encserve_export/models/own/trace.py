@@ -23,7 +23,7 @@ from encserve_export.ground import names
 from encserve_export.ground.precision import Precision
 from encserve_export.models.own import quantize
 from encserve_export.models.own.encoder import Encoder
-from encserve_export.onnx_graph import float16, query_blocks, traced
+from encserve_export.onnx_graph import external, float16, query_blocks, traced
 
 # What attention is computed in.
 _ELEMENT_TYPES = dict.fromkeys(("float32", "int8"), onnx.TensorProto.FLOAT) | {"float16": onnx.TensorProto.FLOAT16}
@@ -198,5 +198,5 @@ def _only(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
 def _move_weights(model: onnx.ModelProto, data: BinaryIO) -> None:
     """Moves the weights of a model out into a file."""
     for tensor in model.graph.initializer:
-        if len(tensor.raw_data) >= traced.LEAST_DATA_BYTES:
-            traced.place(tensor, tensor.raw_data, data)
+        if len(tensor.raw_data) >= external.LEAST_DATA_BYTES:
+            external.place(tensor, tensor.raw_data, data)
