@@ -28,6 +28,7 @@ from encserve_export.ground.errors import (
     WeightShapeError,
     WeightValueError,
 )
+from encserve_export.models.own.config import MOST_LAYERS
 from encserve_export.models.own.layouts.base import listed
 from encserve_export.onnx_graph import traced
 from encserve_export.source.weights import INDICES, Weights, read_object
@@ -38,6 +39,8 @@ Exporter = Literal["tracing", "dynamo"]
 EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
 _EXTRA = "pip install ./proto './export[transformers]' in a checkout of encserve"
 OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
+# A pooler may be missing from weights, or a decoder; a model this much larger than its weights is another one.
+_MOST_MISSING, _LEAST_PARAMETERS = 4, 2**24
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch's, in its errors
 # What a tokenizer was written as before there was tokenizer.json.
 _SPACE = "▁"  # as SentencePiece writes it
@@ -122,6 +125,7 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
     transformers = package(f"model_type {settings.get('model_type')!r}")
     config = _read_config(transformers, directory, settings)
     kind = _model_class(transformers, config)
+    _refuse_larger(kind, config, weights)
     try:
         model, info = kind.from_pretrained(
             None,
@@ -285,6 +289,22 @@ def _positions(encoder: nn.Module, config: Any) -> int | None:
         return tables[0].num_embeddings - unused
     positions = getattr(config, "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else None
+
+
+def _refuse_larger(kind: Any, config: Any, weights: Weights) -> None:
+    """Refuses a configuration of more numbers than the weights have, before memory is taken for them."""
+    layers = {name: value for name, value in config.to_dict().items() if "layers" in name and type(value) is int}
+    for name, value in layers.items():
+        if value > MOST_LAYERS:
+            raise ConfigError(f"{name} in config.json must be at most {MOST_LAYERS}; was {value}")
+    try:
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in kind(config).parameters())
+    except Exception:  # whatever a model of somebody else's raises; loading it says so
+        return
+    there = sum(tensor.numel() for tensor in weights.tensors.values())
+    if parameters > _MOST_MISSING * there + _LEAST_PARAMETERS:
+        raise WeightShapeError(f"config.json describes a model of {parameters:,} numbers; the weights have {there:,}")
 
 
 def _refuse_mismatched(mismatched: Any) -> None:

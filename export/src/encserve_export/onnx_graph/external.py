@@ -4,6 +4,7 @@ An ONNX file names such files itself, with any path, so that one from a stranger
 the disk. Everything is checked and read here, once; what is written into a bundle has no foreign path in it.
 """
 
+import dataclasses
 import math
 import shutil
 import stat
@@ -23,6 +24,9 @@ MAX_FILE_BYTES = 2**26
 LEAST_DATA_BYTES = 1024
 # ONNX Runtime maps the weights into memory, which it does page by page.
 _ALIGNMENT_BYTES = 4096
+
+# Equal weights may lie in one place; a file in which more tensors do would take any amount of memory.
+_MOST_SHARED = 4
 
 # The bits of one number; of those that take less than a byte, several lie in one.
 _BITS: dict[int, int] = {
@@ -62,15 +66,23 @@ def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
         ExternalDataError: A file is elsewhere, missing or too short, or an entry makes no sense. Nothing is read from
             a file before its path has been checked.
     """
-    files = set()
-    for tensor in all_tensors(model):
-        if tensor.data_location == TensorProto.EXTERNAL:
-            path = _path(tensor, folder)
-            tensor.raw_data = _read(tensor, path)
-            tensor.data_location = TensorProto.DEFAULT
-            del tensor.external_data[:]
-            files.add(path)
-    return sorted(files)
+    places = [
+        (tensor, _place(tensor, _path(tensor, folder)))
+        for tensor in all_tensors(model)
+        if tensor.data_location == TensorProto.EXTERNAL
+    ]
+    files = sorted({place.path for _, place in places})
+    taken, stored = sum(place.length for _, place in places), sum(path.stat().st_size for path in files)
+    if taken > _MOST_SHARED * stored:
+        raise ExternalDataError(
+            f"the tensors take {taken:,} bytes, though the files that they lie in have {stored:,}: many share one "
+            "range; export the model again"
+        )
+    for tensor, place in places:
+        tensor.raw_data = place.read()
+        tensor.data_location = TensorProto.DEFAULT
+        del tensor.external_data[:]
+    return files
 
 
 def write_model(
@@ -147,7 +159,8 @@ def _path(tensor: TensorProto, folder: Path) -> Path:
         raise ExternalDataError(f"{what}; it must lie in the folder of the ONNX file: no absolute path and no '..'")
     path = folder / relative
     try:
-        inside = path.resolve(strict=True).is_relative_to(folder.resolve())
+        real = path.resolve(strict=True)
+        inside = real.is_relative_to(folder.resolve()) or real.parent == _blobs(folder)
         is_file = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
         raise ExternalDataError(f"{what}, and {path} is missing; put it beside the ONNX file") from None
@@ -163,8 +176,33 @@ def _path(tensor: TensorProto, folder: Path) -> Path:
     return path
 
 
-def _read(tensor: TensorProto, path: Path) -> bytes:
-    """The bytes of an external tensor, exactly as many as its shape and type ask for."""
+def _blobs(folder: Path) -> Path | None:
+    """Where the files of a model lie that huggingface_hub has downloaded, and that a snapshot has links to."""
+    for parent in folder.resolve().parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            return parent.parent / "blobs"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the bytes of an external tensor lie."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def read(self) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                return file.read(self.length)
+        except OSError as error:
+            raise ExternalDataError(f"{self.path} cannot be read: {error.strerror}") from error
+
+
+def _place(tensor: TensorProto, path: Path) -> _Place:
+    """The place of an external tensor, exactly as long as its shape and type ask for."""
     if tensor.data_type not in _BITS or any(size < 0 for size in tensor.dims):
         kind = type_name(tensor.data_type)
         raise ExternalDataError(f"{_name(tensor)} of {kind} and shape {tuple(tensor.dims)} cannot lie in {path.name}")
@@ -176,18 +214,13 @@ def _read(tensor: TensorProto, path: Path) -> bytes:
             f"{_name(tensor)} has length {length} in {path.name}; its shape {tuple(tensor.dims)} of "
             f"{type_name(tensor.data_type)} takes {due} bytes"
         )
-    try:
-        size = path.stat().st_size
-        if offset + due > size:
-            raise ExternalDataError(
-                f"{_name(tensor)} lies at bytes {offset} to {offset + due} of {path}, which has {size}; it was cut "
-                "off, or belongs to another model"
-            )
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(due)
-    except OSError as error:
-        raise ExternalDataError(f"{path} cannot be read: {error.strerror}") from error
+    size = path.stat().st_size
+    if offset + due > size:
+        raise ExternalDataError(
+            f"{_name(tensor)} lies at bytes {offset} to {offset + due} of {path}, which has {size}; it was cut "
+            "off, or belongs to another model"
+        )
+    return _Place(path, offset, due)
 
 
 def _number(tensor: TensorProto, entries: dict[str, str], key: str, default: int) -> int:

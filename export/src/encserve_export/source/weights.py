@@ -6,7 +6,8 @@ import json
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,10 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
 _MAX_NESTING = 3
 AGAIN = "download or save it again (in a clone by git: git lfs pull)"
+# Parsed, JSON takes up to 30 times its size. The largest tokenizers have some 40 MB, other files seldom 1.
+_MOST_JSON_BYTES, _MOST_TOKENIZER_BYTES = 2**24, 2**27
+# Names of one tensor, as of layers that share their weights, take no memory until they are used.
+_MOST_SHARED = 64
 _LFS_POINTER = b"version https://git-lfs"
 _SAVE_PLAINLY = "Save the state dict alone: torch.save(model.state_dict(), FILE)"
 # Indices that older versions saved among the weights.
@@ -49,13 +54,16 @@ def read_json(path: Path) -> Any:
     """Parses a JSON file of the checkpoint.
 
     Raises:
-        CheckpointFileError: The file is missing or no JSON.
+        CheckpointFileError: The file is missing, no JSON, or so large that parsing it would take gigabytes.
     """
     try:
+        most = _MOST_TOKENIZER_BYTES if path.name == "tokenizer.json" else _MOST_JSON_BYTES
+        if (size := path.stat().st_size) > most:
+            raise CheckpointFileError(f"{path} has {size:,} bytes; at most {most:,} are read of such a file. {AGAIN}")
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointFileError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointFileError(f"{path} cannot be read as JSON: {error}; {AGAIN}") from error
 
 
@@ -180,11 +188,12 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _unpickle(path: Path) -> Any:
+    _refuse_compressed(path)
     try:
         with warnings.catch_warnings():
             # torch announces a TorchScript archive, then refuses it.
             warnings.filterwarnings("ignore", message=".*TorchScript archive", category=UserWarning)
-            return torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         with path.open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -194,10 +203,57 @@ def _unpickle(path: Path) -> Any:
             f"{path} is no plain pickle of tensors, and anything else could execute code and is never loaded: "
             f"{_cause(error.__context__ or error)}. {_SAVE_PLAINLY}"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except (RuntimeError, EOFError, OSError, MemoryError, RecursionError) as error:
         if "TorchScript" in str(error):
             raise UnsafeWeightsError(f"{path} is a TorchScript archive, which holds code. {_SAVE_PLAINLY}") from error
         raise CheckpointFileError(f"{path} is unreadable: {_cause(error)}; {AGAIN}") from error
+    _refuse_unstored(path, content)
+    return content
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Refuses an archive that is far larger unpacked: torch.save compresses nothing, and writes nothing twice."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, NotImplementedError):
+        return  # an older format, or a broken file, which torch.load tells of
+    size = path.stat().st_size
+    if unpacked > 2 * size:
+        raise CheckpointFileError(
+            f"{path} is an archive of {size:,} bytes, {unpacked:,} unpacked; PyTorch compresses none. {_SAVE_PLAINLY}"
+        )
+
+
+def _refuse_unstored(path: Path, content: Any) -> None:
+    """Refuses tensors that would take far more memory, once they are used, than the numbers that are stored."""
+    stored: dict[int, int] = {}
+    used = 0
+    for tensor in _tensors(content, _MAX_NESTING):
+        if tensor.layout != torch.strided or tensor.is_meta:
+            continue  # refused where it is used
+        storage = tensor.untyped_storage()
+        stored[storage.data_ptr()] = storage.nbytes()
+        used += tensor.nbytes
+        if tensor.nbytes > storage.nbytes():
+            raise CheckpointFileError(
+                f"{path} holds a tensor of shape {tuple(tensor.shape)}, {tensor.nbytes:,} bytes, of which it stores "
+                f"{storage.nbytes():,}, the rest repeats them. {_SAVE_PLAINLY}, after tensor.contiguous()"
+            )
+    if used > _MOST_SHARED * sum(stored.values()):
+        raise CheckpointFileError(
+            f"{path} holds tensors of {used:,} bytes, and stores {sum(stored.values()):,}: too many share their "
+            f"numbers. {_SAVE_PLAINLY}"
+        )
+
+
+def _tensors(content: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors in what a pickle held, down to a depth."""
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, dict) and depth >= 0:
+        for value in content.values():
+            yield from _tensors(value, depth - 1)
 
 
 def _is_state_dict(content: Any) -> bool:

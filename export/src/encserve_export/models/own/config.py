@@ -14,6 +14,9 @@ Position = Literal["sinusoidal", "learned", "rotary", "none"]
 
 _POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens", "global_every")
 _NON_NEGATIVE = ("vocab_size", "d_ff", "n_token_types", "pad_token_id", "position_offset", "relative_buckets", "window")
+# No model has as many; each layer and position takes time and memory before weights are looked at.
+MOST_LAYERS = 1024
+_MOST = {"n_layers": MOST_LAYERS, "max_sequence_tokens": 2**20}
 _FLAGS = (
     "attention_bias",
     "gated",
@@ -177,6 +180,9 @@ class EncoderConfig:
         for name, least in (*((name, 1) for name in _POSITIVE), *((name, 0) for name in _NON_NEGATIVE)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}; was {getattr(self, name)}")
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} must be at most {most}; was {getattr(self, name)}")
         for name in _POSITIVE_REALS:
             value: object = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
