@@ -99,9 +99,9 @@ def _export(folder: Path, route: str, precision: str) -> None:
     if route == "make":
         _make(sys.argv[sys.argv.index("--model") + 1], checkpoint)
         return
-    import encserve_export.cli  # noqa: F401
     import transformers.models.bert.modeling_bert  # noqa: F401
 
+    import encserve_export.cli  # noqa: F401
     from encserve_export import Target, export_hf
 
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew

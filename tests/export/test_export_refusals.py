@@ -142,7 +142,15 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "cut-pickle": (cut_a_pickle, rf"pytorch_model\.bin is unreadable: .*; {AGAIN}"),
     "lfs": (writes("model.safetensors", "version https://git-lfs.github.com/spec/v1"), rf"no readable .*; {AGAIN}"),
     "narrower": (config(hidden_size=32), rf"\(.*32.*{TOGETHER}"),
-    "absurdly-wide": (config(hidden_size=10**7), rf"10000000.*{TOGETHER}|allocate memory.*{NOT_THIS}"),
+    "absurdly-wide": (config(hidden_size=10**7), rf"(10000000|of [\d,]+ numbers; the weights have).*{TOGETHER}"),
+    "absurdly-many-layers": (
+        config(num_hidden_layers=10**9),
+        r"num_hidden_layers in .*config\.json.*1024; was 10{9}\.",
+    ),
+    "terminal-codes": (
+        weights(lambda its: its | {"encoder.\x1b]0;title\x07.bias": torch.ones(64)}),
+        r"encoder\.\\x1b\]0;title\\x07\.bias",
+    ),
     "more-vocabulary": (config(vocab_size=300), rf"word_embeddings\.weight .*\(300.*{TOGETHER}"),
     "less-vocabulary": (config(vocab_size=100), rf"word_embeddings\.weight .*\(100.*{TOGETHER}"),
     "more-layers": (config(num_hidden_layers=3), rf"missing: encoder\.layer\.2\..* and \d+ more.*{TOGETHER}"),

@@ -246,7 +246,10 @@ def long_json(path: Path) -> None:
 
 
 HARM: dict[str, tuple[Callable[[Path], None], str]] = {
-    "stride.pt": (stride_of_zero, "a tensor of shape (1000000, 1000000), 4,000,000,000,000 bytes, of which it stores 4"),
+    "stride.pt": (
+        stride_of_zero,
+        "a tensor of shape (1000000, 1000000), 4,000,000,000,000 bytes, of which it stores 4",
+    ),
     "names.pt": (many_names_of_one_tensor, "too many share their numbers"),
     "bomb.pt": (zip_bomb, "unpacked; PyTorch compresses none. Save the state dict alone"),
     "huge.pt": (huge_pickle, "huge.pt is"),
@@ -275,7 +278,9 @@ for path in map(Path, sys.argv[1:]):
         print(error)
 """
     paths = [str(tmp_path / name) for name in HARM]
-    found = subprocess.run([sys.executable, "-c", program, *paths], capture_output=True, text=True, timeout=60, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", program, *paths], capture_output=True, text=True, timeout=60, check=True
+    )
     said = found.stdout.splitlines()
     assert len(said) == len(HARM), found.stderr
     for line, (_, message) in zip(said, HARM.values(), strict=True):

@@ -30,7 +30,6 @@ ExportError
 The command line shows any of them as `Error: …` and exits with 1. Any other exception is a bug and keeps its traceback.
 """
 
-
 import re
 
 # What a terminal would obey in place of showing: control characters but for the end of a line, and changes of direction.

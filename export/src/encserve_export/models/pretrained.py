@@ -28,7 +28,6 @@ from encserve_export.ground.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from encserve_export.models.own.config import MOST_LAYERS
 from encserve_export.models.own.layouts.base import listed
 from encserve_export.onnx_graph import traced
 from encserve_export.source.weights import INDICES, Weights, read_object
@@ -293,10 +292,6 @@ def _positions(encoder: nn.Module, config: Any) -> int | None:
 
 def _refuse_larger(kind: Any, config: Any, weights: Weights) -> None:
     """Refuses a configuration of more numbers than the weights have, before memory is taken for them."""
-    layers = {name: value for name, value in config.to_dict().items() if "layers" in name and type(value) is int}
-    for name, value in layers.items():
-        if value > MOST_LAYERS:
-            raise ConfigError(f"{name} in config.json must be at most {MOST_LAYERS}; was {value}")
     try:
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in kind(config).parameters())

@@ -30,9 +30,7 @@ _LEAST_WEIGHTS = 1024
 _KEPT = ("Cos", "Sin", "Pow", "ReduceMean", "ReduceSum", "ReduceL2", "Sqrt", "Reciprocal", "Range", "Softmax", "Log")
 
 
-def convert(
-    path: Path, interface: Interface, vocab_size: int, longest: int, precision: Precision
-) -> onnx.ModelProto:
+def convert(path: Path, interface: Interface, vocab_size: int, longest: int, precision: Precision) -> onnx.ModelProto:
     """The same model in another precision, with its weights in it.
 
     Args:

@@ -128,12 +128,12 @@ def save_model(model: onnx.ModelProto, folder: Path, *, apart: bool) -> list[Pat
 
 
 def place(tensor: TensorProto, content: bytes | memoryview, data: BinaryIO) -> None:
-    """Writes a tensor's bytes at the end of a bundle's file of weights, and has the tensor point there."""
+    """Writes a tensor's bytes at the end of a file beside the graph's, and has the tensor point there."""
     data.write(bytes(-data.tell() % _ALIGNMENT_BYTES))
     offset = data.tell()
     data.write(content)
     tensor.raw_data = b""  # which the library asks for
-    external_data_helper.set_external_data(tensor, names.DATA_FILE, offset, len(content))
+    external_data_helper.set_external_data(tensor, Path(data.name).name, offset, len(content))
     tensor.ClearField("raw_data")
 
 

@@ -46,7 +46,7 @@ from encserve_export.routes.encoder import export_encoder
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
 from encserve_export.source.hub import Snapshot
 from encserve_export.source.tokenizer import TokenizerFile, read_tokenizer
-from encserve_export.source.weights import Weights, holds_weights, read_object, read_weights
+from encserve_export.source.weights import Weights, check_harmless, holds_weights, read_object, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
 # How the graph is made, in the order of preference. Our own encoder can be inspected, and for BERT's kind is fastest.
@@ -165,6 +165,7 @@ def export_hf(
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
     progress("reading the checkpoint")
+    check_harmless(directory)
     pipeline = functools.partial(check_pipeline, directory, progress)
     with store.temporary_folder() as folder:
         tokenizer: TokenizerFile | None

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from encserve_export.ground.errors import CheckpointFileError, UnsafeWeightsError
+from encserve_export.ground.errors import CheckpointFileError, ConfigError, UnsafeWeightsError
 
 # In order of preference; each may also come as several files with an index.
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -24,6 +24,8 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
 _MAX_NESTING = 3
 AGAIN = "download or save it again (in a clone by git: git lfs pull)"
+# No model has as many; each takes time and memory before the weights are looked at.
+MOST_LAYERS = 1024
 # Parsed, JSON takes up to 30 times its size. The largest tokenizers have some 40 MB, other files seldom 1.
 _MOST_JSON_BYTES, _MOST_TOKENIZER_BYTES = 2**24, 2**27
 # Names of one tensor, as of layers that share their weights, take no memory until they are used.
@@ -57,9 +59,7 @@ def read_json(path: Path) -> Any:
         CheckpointFileError: The file is missing, no JSON, or so large that parsing it would take gigabytes.
     """
     try:
-        most = _MOST_TOKENIZER_BYTES if path.name == "tokenizer.json" else _MOST_JSON_BYTES
-        if (size := path.stat().st_size) > most:
-            raise CheckpointFileError(f"{path} has {size:,} bytes; at most {most:,} are read of such a file. {AGAIN}")
+        _refuse_large(path)
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointFileError(f"{path} is missing") from None
@@ -77,6 +77,36 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointFileError(f"{path} must hold an object; {AGAIN}")
     return content
+
+
+def check_harmless(directory: Path) -> None:
+    """Refuses a directory that no model has, before a library reads it that takes any memory or time for it.
+
+    Raises:
+        CheckpointFileError: A JSON file is too large, a config.json is broken, or an archive is compressed.
+        ConfigError: A config.json has more layers than any model.
+    """
+    files = [path for pattern in ("*", "*/*") for path in sorted(directory.glob(pattern)) if path.is_file()]
+    for path in files:
+        if path.name == "config.json":
+            _refuse_deep(path, read_json(path))
+        elif path.suffix == ".json":
+            _refuse_large(path)
+        elif path.suffix in (".bin", ".pt"):
+            _refuse_compressed(path)
+
+
+def _refuse_deep(path: Path, settings: Any) -> None:
+    for name, value in settings.items() if isinstance(settings, dict) else ():
+        if "layer" in name and type(value) is int and value > MOST_LAYERS:
+            raise ConfigError(f"{name} in {path} must be at most {MOST_LAYERS}; was {value}. {AGAIN.capitalize()}")
+        _refuse_deep(path, value)
+
+
+def _refuse_large(path: Path) -> None:
+    most = _MOST_TOKENIZER_BYTES if path.name == "tokenizer.json" else _MOST_JSON_BYTES
+    if (size := path.stat().st_size) > most:
+        raise CheckpointFileError(f"{path} has {size:,} bytes; at most {most:,} are read of such a file. {AGAIN}")
 
 
 def read_weights(directory: Path) -> Weights:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, get_args
 
 from encserve_export.ground.errors import ConfigError
+from encserve_export.source.weights import MOST_LAYERS
 
 Input = Literal["token_ids", "embeddings"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -14,8 +15,7 @@ Position = Literal["sinusoidal", "learned", "rotary", "none"]
 
 _POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens", "global_every")
 _NON_NEGATIVE = ("vocab_size", "d_ff", "n_token_types", "pad_token_id", "position_offset", "relative_buckets", "window")
-# No model has as many; each layer and position takes time and memory before weights are looked at.
-MOST_LAYERS = 1024
+# Positions take memory too, that of tables and of attention.
 _MOST = {"n_layers": MOST_LAYERS, "max_sequence_tokens": 2**20}
 _FLAGS = (
     "attention_bias",
