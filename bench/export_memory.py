@@ -88,7 +88,7 @@ def _make(size: str, folder: Path) -> None:
         str(folder / "onnx" / "model.onnx"),
         input_names=names,
         output_names=["last_hidden_state"],
-        dynamic_axes=dict.fromkeys([*names, "last_hidden_state"], {0: "batch", 1: "seq"}),
+        dynamic_axes={name: {0: "batch", 1: "seq"} for name in [*names, "last_hidden_state"]},
         opset_version=20,
         dynamo=False,
     )

@@ -256,15 +256,19 @@ def test_a_second_signal_does_not_end_the_tidying(models: Path) -> None:
     def leave(*_: object) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, leave)
-    tidied = False
-    try:
-        with pytest.raises(KeyboardInterrupt), held_signals():
+    before, done = signal.signal(signal.SIGTERM, leave), []
+
+    def tidy() -> None:
+        with held_signals():
             os.kill(os.getpid(), signal.SIGTERM)
-            tidied = True
+            done.append("tidied")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tidy()
     finally:
         signal.signal(signal.SIGTERM, before)
-    assert tidied
+    assert done
 
 
 def test_a_second_rename_that_fails_puts_the_old_version_back(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,12 +32,12 @@ The command line shows any of them as `Error: …` and exits with 1. Any other e
 
 import re
 
-# What a terminal would obey in place of showing: control characters but for the end of a line, and changes of direction.
+# What a terminal would obey in place of showing: control characters but for the end of a line, changes of direction.
 _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """A text with control characters written out, as \\x1b: names in a checkpoint are anybody's."""
+    """A text with its control characters written out: a checkpoint may have any in its names."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 

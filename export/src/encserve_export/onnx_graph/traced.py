@@ -1,7 +1,7 @@
 """Has PyTorch's tracing exporter write a module, with its weights in memory no more often than needed.
 
-The exporter itself would hold them up to five times: folded, as protobuf, as bytes, parsed again. So it writes the graph
-alone, in which weights are inputs, and they are added to it here.
+The exporter itself would hold them up to five times: folded, as protobuf, as bytes, parsed again. So it writes the
+graph alone, in which weights are inputs, and they are added to it here.
 """
 
 import warnings
