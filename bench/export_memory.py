@@ -1,4 +1,4 @@
-"""Measures what `encserve-export hf` takes: seconds, and its peak memory above that of the process after its imports.
+"""Measures what `encserve-export hf` takes: CPU seconds, and its peak memory above that of the process after its imports.
 
     python bench/export_memory.py [--model base|large] [--route ROUTE ...] [--precision PRECISION ...]
 
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         weights = (folder / "checkpoint" / "model.safetensors").stat().st_size / 1e6
         bound = _OF_WEIGHTS * weights + _AND_MB
         print(f"BERT-{options.model}: {weights:,.0f} MB of weights in float32; at most {bound:,.0f} MB are allowed\n")
-        print("| route | precision | seconds | peak above imports, MB | of the weights |")
+        print("| route | precision | CPU seconds | peak above imports, MB | of the weights |")
         print("|---|---|---|---|---|")
         for route in options.route:
             for precision in options.precision:
@@ -105,10 +105,10 @@ def _export(folder: Path, route: str, precision: str) -> None:
     from encserve_export import Target, export_hf
 
     Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
-    before, began = _memory_mb("VmRSS"), time.monotonic()
+    before, began = _memory_mb("VmRSS"), time.process_time()
     target = Target(model_repository=folder / "models", name="bert", version=f"{route}-{precision}", overwrite=True)
     export_hf(checkpoint, target, via=route, precision=precision)  # type: ignore[arg-type]
-    print(time.monotonic() - began, _memory_mb("VmHWM") - before)
+    print(time.process_time() - began, _memory_mb("VmHWM") - before)
 
 
 def _memory_mb(field: str) -> float:

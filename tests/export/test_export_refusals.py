@@ -287,6 +287,15 @@ def test_what_is_no_fault(directory: Path, name: str, via: str | None) -> None:
     assert left == ("classifier, pooler" if name == "BERT" else "classifier")
 
 
+@pytest.mark.parametrize("name", ["ELECTRA"])
+def test_a_terminal_is_told_nothing_by_names(directory: Path) -> None:
+    weights(lambda its: its | {"\x1b[2J\x1b]0;title\x07.weight": torch.ones(64)})(directory)
+    exported = hf(directory, directory.parent / "models", "transformers")
+    assert exported.exit_code == 0, exported.output
+    assert re.search(r"^left behind +\\x1b\[2J\\x1b\]0;title\\x07$", exported.stdout, re.MULTILINE)
+    assert not re.search("[\x00-\x09\x0b-\x1f]", exported.output)
+
+
 def test_a_decoder_is_left_behind(tmp_path: Path) -> None:
     """transformers itself says nothing of it."""
     from transformers import T5Config, T5ForConditionalGeneration

@@ -149,8 +149,8 @@ def held_signals() -> Iterator[None]:
     finally:
         for number, handler in held.items():
             signal.signal(number, handler)
-        for number in dict.fromkeys(came):
-            signal.raise_signal(number)
+        for ended_by in dict.fromkeys(came):
+            signal.raise_signal(ended_by)
 
 
 @contextlib.contextmanager

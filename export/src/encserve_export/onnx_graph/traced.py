@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
 import onnx
 import torch
 from onnx import helper, numpy_helper
@@ -75,7 +76,7 @@ def take_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor], data: Bi
         if data is None or weight.nbytes < LEAST_DATA_BYTES:
             tensor.raw_data = weight.numpy().tobytes()
         else:
-            place(tensor, memoryview(weight.numpy().reshape(-1)).cast("B"), data)
+            place(tensor, weight.numpy().reshape(-1).view(np.uint8).data, data)
     kept = [value for value in graph.input if value.name not in weights]
     del graph.input[:]
     graph.input.extend(kept)
