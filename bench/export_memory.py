@@ -1,4 +1,4 @@
-"""Measures what `encserve-export hf` takes: CPU seconds, and its peak memory above that of the process after its imports.
+"""Measures what `encserve-export hf` takes: CPU seconds, and its peak memory above that of the process after imports.
 
     python bench/export_memory.py [--model base|large] [--route ROUTE ...] [--precision PRECISION ...]
 
