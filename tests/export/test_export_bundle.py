@@ -1,10 +1,18 @@
 """A bundle appears complete or not at all, under a plain name."""
 
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
-from encserve_export.bundle.store import draft, name_from
+from encserve_export.bundle.store import draft, held_signals, name_from, scratch, temporary_folder
 from encserve_export.ground.errors import BundleError, BundleExistsError, BundleNameError
 
 
@@ -88,15 +96,195 @@ def test_a_folder_that_nothing_can_be_made_in(models: Path, monkeypatch: pytest.
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("encserve_export.bundle.store.tempfile.mkdtemp", refuse)
-    with pytest.raises(BundleError, match=r"model/1 cannot be written: .*Permission denied"):
+    with pytest.raises(BundleError, match=r"nothing can be written in .*model: .*Permission denied"):
         write(models, "x")
     assert not models.exists()
 
 
 def test_a_disk_that_cannot_be_written(models: Path) -> None:
-    with pytest.raises(BundleError, match="cannot be written: disk full"), draft(models, "m", "1", overwrite=False):
-        raise OSError("disk full")
+    with (
+        pytest.raises(BundleError, match="nothing can be written in .*models/m: .*bad sector"),
+        draft(models, "m", "1", overwrite=False),
+    ):
+        raise OSError(errno.EIO, "bad sector")
     assert not models.exists()
+
+
+_Usage = namedtuple("_Usage", "free")
+
+
+def fill(monkeypatch: pytest.MonkeyPatch, full: str | Path) -> None:
+    """Has a folder's disk be full, and no other's."""
+
+    def disk_usage(folder: str | Path) -> _Usage:
+        return _Usage(1000 if Path(folder) == Path(full) else 10**10)
+
+    monkeypatch.setattr("encserve_export.bundle.store.shutil.disk_usage", disk_usage)
+
+
+def write_until_full(models: Path, error: Exception) -> None:
+    with draft(models, "m", "1", overwrite=True) as folder:
+        (folder / "model.onnx").write_text("half")
+        raise error
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("the library's own way to say so")]
+)
+def test_a_full_disk_is_named(models: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    with draft(models, "m", "1", overwrite=False) as folder:
+        (folder / "manifest.json").write_text("old")
+    fill(monkeypatch, models / "m")
+    with pytest.raises(BundleError, match=rf"the disk of {models}/m is full: .*\. Make room there$"):
+        write_until_full(models, error)
+    assert everything(models) == ["m", "m/1", "m/1/manifest.json"]
+
+
+def test_a_full_temporary_folder_is_named(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a bundle is written, and before."""
+    fill(monkeypatch, tempfile.gettempdir())
+    full = rf"the disk of {tempfile.gettempdir()} is full: .*No space.*name another folder with TMPDIR"
+    with pytest.raises(BundleError, match=full):
+        write_until_full(models, OSError(errno.ENOSPC, "No space left on device"))
+    assert not models.exists()
+    with pytest.raises(BundleError, match="is full"), temporary_folder() as folder:
+        raise OSError(errno.ENOSPC, "No space left on device")
+    assert not folder.exists()
+
+
+def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
+    """Where the test may mount one of 2 MiB."""
+    program = """
+import sys
+from pathlib import Path
+from encserve_export.bundle.store import draft
+with draft(Path(sys.argv[1]), "m", "1", overwrite=False) as folder:
+    (folder / "model.onnx").write_bytes(bytes(3 << 20))
+"""
+    mounted = 'mount -t tmpfs -o size=2m none "$0" && exec "$@"'
+    command = ["unshare", "-rm", "sh", "-c", mounted, str(tmp_path), sys.executable, "-c", program, str(tmp_path / "a")]
+    if shutil.which("unshare") is None or subprocess.run([*command[:5], str(tmp_path), "true"], check=False).returncode:
+        pytest.skip("this user may mount nothing")
+    found = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert f"BundleError: the disk of {tmp_path}/a/m is full: " in found.stderr
+
+
+def test_large_files_of_an_export_lie_beside_the_bundle(models: Path) -> None:
+    with scratch(models, "m") as beside, draft(models, "m", "1", overwrite=False) as folder:
+        assert beside.parent == folder.parent == models / "m"
+        (beside / "large").write_text("x")
+    assert everything(models) == ["m", "m/1"]
+
+
+def test_what_another_export_is_writing_is_left_alone(models: Path) -> None:
+    with draft(models, "m", "1", overwrite=False) as first:
+        (first / "manifest.json").write_text("first")
+        with draft(models, "m", "2", overwrite=False):
+            assert first.is_dir()
+    assert everything(models) == ["m", "m/1", "m/1/manifest.json", "m/2"]
+
+
+@pytest.mark.parametrize("moment", ["while it is written", "between the renames", "after the renames"])
+def test_what_a_killed_export_leaves_is_repaired_by_the_next(models: Path, moment: str) -> None:
+    """The next export of that name, of another version too."""
+    write(models, "old")
+    program = """
+import os, signal, sys
+from pathlib import Path
+from encserve_export.bundle import store
+rename, done, moment = Path.rename, [], sys.argv[2]
+def counted(self, target):
+    rename(self, target)
+    done.append(self)
+    if len(done) == {"between the renames": 1, "after the renames": 2}.get(moment):
+        os.kill(os.getpid(), signal.SIGKILL)
+Path.rename = counted
+with store.draft(Path(sys.argv[1]), "model", "1", overwrite=True) as folder:
+    (folder / "manifest.json").write_text("new")
+    if moment == "while it is written":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", program, str(models), moment], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(everything(models)) > 3
+    if moment == "between the renames":
+        assert not (models / "model" / "1").exists()
+    with draft(models, "model", "2", overwrite=False):
+        pass
+    assert everything(models) == ["model", "model/1", "model/1/manifest.json", "model/2"]
+    content = (models / "model" / "1" / "manifest.json").read_text()
+    assert content == ("new" if moment == "after the renames" else "old")
+
+
+def test_a_version_that_a_killed_export_moved_aside_is_not_replaced_unless_asked(models: Path) -> None:
+    write(models, "old")
+    (models / "model" / ".old-abcd").mkdir()
+    (models / "model" / "1").rename(models / "model" / ".old-abcd" / "1")
+    with pytest.raises(BundleExistsError, match="model/1 exists"):
+        write(models, "new")
+    assert (models / "model" / "1" / "manifest.json").read_text() == "old"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_signals_are_held_between_the_renames(
+    models: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    write(models, "old")
+    rename = Path.rename
+
+    def interrupted(path: Path, target: Path) -> Path:
+        found = rename(path, target)
+        os.kill(os.getpid(), number)
+        return found
+
+    def leave(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(number, leave)
+    monkeypatch.setattr(Path, "rename", interrupted)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            write(models, "new", overwrite=True)
+        assert signal.getsignal(number) is leave
+    finally:
+        signal.signal(number, before)
+    assert everything(models) == ["model", "model/1", "model/1/manifest.json"]
+    assert (models / "model" / "1" / "manifest.json").read_text() == "new"
+
+
+def test_a_second_signal_does_not_end_the_tidying(models: Path) -> None:
+    def leave(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before, done = signal.signal(signal.SIGTERM, leave), []
+
+    def tidy() -> None:
+        with held_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            done.append("tidied")
+
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tidy()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert done
+
+
+def test_a_second_rename_that_fails_puts_the_old_version_back(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(models, "old")
+    rename = Path.rename
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path.name.startswith(".draft-"):
+            raise OSError(errno.EIO, "bad sector")
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(BundleError, match="bad sector"):
+        write(models, "new", overwrite=True)
+    assert everything(models) == ["model", "model/1", "model/1/manifest.json"]
+    assert (models / "model" / "1" / "manifest.json").read_text() == "old"
 
 
 @pytest.mark.parametrize(

@@ -338,7 +338,7 @@ def test_an_export_that_is_ended_leaves_nothing(
     config: Path, models: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
 ) -> None:
     def end(*_: object, **__: object) -> None:
-        assert list(models.glob("tiny/.1-*"))
+        assert list(models.glob("tiny/.draft-*"))
         signal.raise_signal(number)
 
     monkeypatch.setattr("encserve_export.check.agreement.check_parity", end)

@@ -1,5 +1,6 @@
 """A model's id on the hub is as good as its directory: downloaded at one commit, which the manifest keeps."""
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import pytest
 from click.testing import CliRunner
 from fake_hub import COMMIT, fake_hub
 from google.protobuf import json_format
+from onnx_files import POSITIONS, VOCAB_SIZE, build, save_with_data
 from retrieval_models import stanford
 
 from encserve_export.cli import main
@@ -18,11 +20,17 @@ COMMAND = Path(sys.executable).parent / "encserve-export"
 
 
 def run(endpoint: str, cache: Path, *arguments: object, offline: bool = False) -> "subprocess.CompletedProcess[str]":
+    """The command `hf`."""
+    return in_a_process([str(COMMAND), "hf", *map(str, arguments)], endpoint, cache, offline=offline)
+
+
+def in_a_process(
+    command: list[str], endpoint: str, cache: Path, *, offline: bool = False
+) -> "subprocess.CompletedProcess[str]":
     """In a process of its own: huggingface_hub reads its environment when it is imported."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1",
                     "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": str(int(offline))}  # fmt: skip
-    command = [str(COMMAND), "hf", *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -60,6 +68,62 @@ def test_a_multi_vector_model_of_the_hub_is_what_its_directory_is(models: Path, 
     assert there.query == here.query
     assert there.query.max_tokens == there.query.expansion.min_tokens == 24
     assert there.space_id == here.space_id
+
+
+def fetched(cache: Path) -> set[str]:
+    """What was downloaded, by its path in the repository."""
+    (snapshot,) = cache.glob("hub/models--*/snapshots/*")
+    return {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()}
+
+
+def download_files(tmp_path: Path, *names: str) -> set[str]:
+    """What is downloaded of a model of these files."""
+    for name in names:
+        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "files" / name).write_text("x")
+    program = "from encserve_export.source.hub import download; download('somebody/tiny')"
+    with fake_hub("somebody/tiny", tmp_path / "files") as endpoint:
+        in_a_process([sys.executable, "-c", program], endpoint, tmp_path / "hf").check_returncode()
+    return fetched(tmp_path / "hf")
+
+
+def test_pickles_are_fetched_for_the_folders_without_safetensors(tmp_path: Path) -> None:
+    names = ["config.json", "model.safetensors", "pytorch_model.bin", "2_Dense/pytorch_model.bin"]
+    names += ["3_Dense/model.safetensors", "3_Dense/pytorch_model.bin", "1_Pooling/config.json"]
+    names += ["chat_template.jinja", "onnx/model.onnx", "modeling.py", "README.md", "tf_model.h5"]
+    assert download_files(tmp_path, *names) == {
+        "config.json", "model.safetensors", "2_Dense/pytorch_model.bin", "3_Dense/model.safetensors",
+        "1_Pooling/config.json", "chat_template.jinja",
+    }  # fmt: skip
+
+
+def test_the_onnx_file_is_fetched_where_there_are_no_other_weights(tmp_path: Path) -> None:
+    names = ["config.json", "onnx/model.onnx", "onnx/model.onnx_data", "onnx/model_quantized.onnx"]
+    assert download_files(tmp_path, *names) == {"config.json", "onnx/model.onnx", "onnx/model.onnx_data"}
+
+
+def test_an_onnx_file_with_its_weights_in_another(models: Path, tmp_path: Path) -> None:
+    """The cache holds both as links to a folder of contents."""
+    folder = tmp_path / "files"
+    (folder / "onnx").mkdir(parents=True)
+    save_with_data(build(), folder / "onnx" / "model.onnx", "model.onnx_data")
+    config = {"model_type": "new", "vocab_size": VOCAB_SIZE, "max_position_embeddings": POSITIONS, "pad_token_id": 0}
+    (folder / "config.json").write_text(json.dumps(config))
+    with fake_hub("somebody/tiny", folder) as endpoint:
+        found = run(endpoint, tmp_path / "hf", "somebody/tiny", "--via", "onnx", "--model-repository", models)
+    assert found.returncode == 0, found.stderr
+    assert (models / "tiny" / "1" / "model.onnx").is_file()
+
+
+def test_a_typing_error_in_a_directory_is_no_model_of_the_hub(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints" / "right").mkdir(parents=True)
+    result = CliRunner().invoke(main, ["hf", "checkpoints/wrong", "--model-repository", str(models)])
+    assert result.exit_code == 1
+    assert "there is no directory checkpoints/wrong, though there is a directory checkpoints. If you" in result.stderr
+    assert "--revision main" in result.stderr
 
 
 def test_what_the_hub_does_not_have(data: Path, models: Path, tmp_path: Path) -> None:

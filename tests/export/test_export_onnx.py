@@ -1,5 +1,6 @@
 """An encoder that comes as ONNX becomes a bundle that says what it is."""
 
+import dataclasses
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
@@ -294,6 +295,36 @@ def test_options_out_of_range(file: Path, target: Target, options: OnnxOptions, 
     with pytest.raises(ConfigError, match=message):
         export_onnx(save(build(), file), target, options)
     assert not target.model_repository.exists()
+
+
+def test_int8_leaves_a_product_alone_whose_bias_is_computed(file: Path, target: Target) -> None:
+    model = build(opset=20)
+    node_of(model, "rows").output[0] = "plain"
+    node = helper.make_node
+    model.graph.node.extend(
+        [
+            node("Reshape", ["plain", "flat"], ["tokens"]),
+            node("Add", ["bias", "bias"], ["computed"]),
+            node("Gemm", ["tokens", "up", "computed"], ["wide"], name="wide"),
+            node("MatMul", ["wide", "down"], ["narrow"], name="narrow"),
+            node("Shape", ["plain"], ["plain_shape"]),
+            node("Reshape", ["narrow", "plain_shape"], ["rows"]),
+        ]
+    )
+    weights = {"up": random_table(D_MODEL, 3, 128), "down": random_table(128, 4), "bias": random_table(1, 5, 128)[0]}
+    weights["flat"] = np.array([-1, D_MODEL])
+    model.graph.initializer.extend(numpy_helper.from_array(its, name) for name, its in weights.items())
+    exported = export_onnx(save(model, file), target, dataclasses.replace(SHORT, precision="int8"))
+    written = {node.op_type for node in onnx.load(exported.path / "model.onnx").graph.node}
+    assert {"Gemm", "MatMulIntegerToFloat"} <= written
+
+
+def test_a_large_file_is_split(file: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime would parse its weights and copy them; those in a file of their own it maps."""
+    monkeypatch.setattr(external.write_model, "__defaults__", (1000,))
+    exported = export_onnx(save(build(), file), target, SHORT)
+    assert [its.path for its in exported.manifest.files] == ["model.onnx", "model.onnx.data"]
+    _same_rows(file, exported.path / "model.onnx")
 
 
 def test_int8_of_a_graph_without_products_is_refused(file: Path, target: Target) -> None:

@@ -75,6 +75,56 @@ def test_links_and_folders_inside_are_fine(file: Path) -> None:
     assert [its.path for its in exported.manifest.files] == ["model.onnx"]
 
 
+def in_a_cache(file: Path) -> Path:
+    """The same files as huggingface_hub keeps them: links into a folder of contents. The path of the ONNX file."""
+    snapshot = file.parent.parent / "models--somebody--tiny" / "snapshots" / "0123" / "onnx"
+    blobs = snapshot.parent.parent.parent / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(file.parent.iterdir())):
+        path.rename(blobs / str(number))
+        (snapshot / path.name).symlink_to(f"../../../blobs/{number}")
+    return snapshot / file.name
+
+
+def test_links_of_the_hubs_cache_are_followed(file: Path) -> None:
+    cached = in_a_cache(file)
+    target = Target(model_repository=file.parent / "models", name="mine")
+    assert export_onnx(cached, target, OnnxOptions(max_sequence_tokens=16)).path.is_dir()
+
+
+@pytest.mark.parametrize("to", ["secret", "models--somebody--tiny/snapshots/secret", "models--else/blobs/secret"])
+def test_links_out_of_the_hubs_cache_are_not_followed(file: Path, secret: Path, to: str) -> None:
+    cached = in_a_cache(file)
+    (secret.parent / to).parent.mkdir(parents=True, exist_ok=True)
+    secret.rename(secret.parent / to)
+    (cached.parent / "weights.bin").unlink()
+    (cached.parent / "weights.bin").symlink_to(secret.parent / to)
+    with pytest.raises(ExternalDataError, match="a link to .*outside the folder of the ONNX file"):
+        external.take_in(onnx.load(cached, load_external_data=False), cached.parent)
+
+
+def test_contents_of_the_hubs_cache_that_are_a_link_are_not_followed(file: Path, secret: Path) -> None:
+    """A folder of a stranger's may look like a cache."""
+    cached = in_a_cache(file)
+    blobs = cached.parents[3] / "blobs"
+    blobs.rename(secret.parent / "elsewhere")
+    blobs.symlink_to(secret.parent / "elsewhere")
+    with pytest.raises(ExternalDataError, match="outside the folder of the ONNX file"):
+        external.take_in(onnx.load(cached, load_external_data=False), cached.parent)
+
+
+def test_many_tensors_in_one_place(file: Path) -> None:
+    """Read one by one, they would take any amount of memory."""
+    model = onnx.load(file, load_external_data=False)
+    for number in range(20):
+        copy = model.graph.initializer.add()
+        copy.CopyFrom(tensor_of(model, "table"))
+        copy.name = f"table {number}"
+    onnx.save(model, file)
+    assert "many share one range" in refused(file)
+
+
 @pytest.mark.parametrize("location", ["other.bin", "*/_ORT_MEM_ADDR_/*", "weights.bin/more"])
 def test_files_that_are_missing(file: Path, location: str) -> None:
     point_elsewhere(file, location=location)

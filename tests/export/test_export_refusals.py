@@ -140,7 +140,15 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "cut-pickle": (cut_a_pickle, rf"pytorch_model\.bin is unreadable: .*; {AGAIN}"),
     "lfs": (writes("model.safetensors", "version https://git-lfs.github.com/spec/v1"), rf"no readable .*; {AGAIN}"),
     "narrower": (config(hidden_size=32), rf"\(.*32.*{TOGETHER}"),
-    "absurdly-wide": (config(hidden_size=10**7), rf"10000000.*{TOGETHER}|allocate memory.*{NOT_THIS}"),
+    "absurdly-wide": (config(hidden_size=10**7), rf"(10000000|of [\d,]+ numbers; the weights have).*{TOGETHER}"),
+    "absurdly-many-layers": (
+        config(num_hidden_layers=10**9),
+        r"num_hidden_layers in .*config\.json.*1024; was 10{9}\.",
+    ),
+    "terminal-codes": (
+        weights(lambda its: its | {"encoder.\x1b]0;title\x07.bias": torch.ones(64)}),
+        r"encoder\.\\x1b\]0;title\\x07\.bias",
+    ),
     "more-vocabulary": (config(vocab_size=300), rf"word_embeddings\.weight .*\(300.*{TOGETHER}"),
     "less-vocabulary": (config(vocab_size=100), rf"word_embeddings\.weight .*\(100.*{TOGETHER}"),
     "more-layers": (config(num_hidden_layers=3), rf"missing: encoder\.layer\.2\..* and \d+ more.*{TOGETHER}"),
@@ -280,6 +288,15 @@ def test_what_is_no_fault(directory: Path, name: str, via: str | None) -> None:
     assert exported.exit_code == 0, exported.output
     (left,) = re.findall("^left behind +(.*)$", exported.stdout, re.MULTILINE)
     assert left == ("classifier, pooler" if name == "BERT" else "classifier")
+
+
+@pytest.mark.parametrize("name", ["ELECTRA"])
+def test_a_terminal_is_told_nothing_by_names(directory: Path) -> None:
+    weights(lambda its: its | {"\x1b[2J\x1b]0;title\x07.weight": torch.ones(64)})(directory)
+    exported = hf(directory, directory.parent / "models", "transformers")
+    assert exported.exit_code == 0, exported.output
+    assert re.search(r"^left behind +\\x1b\[2J\\x1b\]0;title\\x07$", exported.stdout, re.MULTILINE)
+    assert not re.search("[\x00-\x09\x0b-\x1f]", exported.output)
 
 
 def test_a_decoder_is_left_behind(tmp_path: Path) -> None:

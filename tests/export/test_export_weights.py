@@ -3,6 +3,10 @@
 import hashlib
 import json
 import os
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -199,3 +203,91 @@ def test_an_ambiguous_table(tmp_path: Path, tensors: dict[str, torch.Tensor]) ->
     save_file(tensors, tmp_path / "a.safetensors")
     with pytest.raises(CheckpointFileError, match="the embedding table and nothing else; was (a, b|empty)"):
         read_table(tmp_path / "a.safetensors")
+
+
+def stride_of_zero(path: Path) -> None:
+    torch.save({"a": torch.zeros(1).expand(10**6, 10**6)}, path)
+
+
+def many_names_of_one_tensor(path: Path) -> None:
+    table = torch.ones(2**20)
+    torch.save({f"a.{i}": table for i in range(1000)}, path)
+
+
+def zip_bomb(path: Path) -> None:
+    torch.save({"a": torch.zeros(2**22)}, path)
+    with zipfile.ZipFile(path) as archive:
+        contents = {name: archive.read(name) for name in archive.namelist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in contents.items():
+            archive.writestr(name, content)
+
+
+def lying_header(path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F32", "shape": [10**6, 10**6], "data_offsets": [0, 4 * 10**12]}}).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+
+
+def endless_header(path: Path) -> None:
+    path.write_bytes((2**62).to_bytes(8, "little") + b"{" * 100)
+
+
+def huge_pickle(path: Path) -> None:
+    """A string of 1 TiB is announced, and 3 bytes of it come."""
+    path.write_bytes(b"\x80\x04\x8d" + (2**40).to_bytes(8, "little") + b"abc")
+
+
+def deep_json(path: Path) -> None:
+    path.write_text("[" * 10**6)
+
+
+def long_json(path: Path) -> None:
+    path.write_text("[" + "{}," * 6 * 10**6 + "{}]")
+
+
+HARM: dict[str, tuple[Callable[[Path], None], str]] = {
+    "stride.pt": (
+        stride_of_zero,
+        "a tensor of shape (1000000, 1000000), 4,000,000,000,000 bytes, of which it stores 4",
+    ),
+    "names.pt": (many_names_of_one_tensor, "too many share their numbers"),
+    "bomb.pt": (zip_bomb, "unpacked; PyTorch compresses none. Save the state dict alone"),
+    "huge.pt": (huge_pickle, "huge.pt is"),
+    "lying.safetensors": (lying_header, "is no readable safetensors file"),
+    "endless.safetensors": (endless_header, "is no readable safetensors file"),
+    "deep.json": (deep_json, "cannot be read as JSON"),
+    "long.json": (long_json, "has 18,000,004 bytes; at most 16,777,216 are read of such a file"),
+}
+
+
+def test_files_made_to_harm_are_refused_with_little_memory(tmp_path: Path) -> None:
+    """In a process that may take 1 GB more than it has after its imports."""
+    for name, (harm, _) in HARM.items():
+        harm(tmp_path / name)
+    program = """
+import resource, sys
+from pathlib import Path
+from encserve_export.ground.errors import CheckpointError
+from encserve_export.source.weights import read_checkpoint, read_json
+before = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (before + 10**9,) * 2)
+for path in map(Path, sys.argv[1:]):
+    try:
+        (read_json if path.suffix == ".json" else read_checkpoint)(path)
+    except CheckpointError as error:
+        print(error)
+"""
+    paths = [str(tmp_path / name) for name in HARM]
+    found = subprocess.run(
+        [sys.executable, "-c", program, *paths], capture_output=True, text=True, timeout=60, check=True
+    )
+    said = found.stdout.splitlines()
+    assert len(said) == len(HARM), found.stderr
+    for line, (_, message) in zip(said, HARM.values(), strict=True):
+        assert message in line
+
+
+def test_layers_that_share_their_weights_are_read(tmp_path: Path) -> None:
+    table = torch.ones(8)
+    torch.save({f"layers.{i}.a": table for i in range(48)}, tmp_path / "a.pt")
+    assert len(read_checkpoint(tmp_path / "a.pt").tensors) == 48

@@ -15,7 +15,7 @@ from encserve_export.bundle.read import read_bundle
 from encserve_export.bundle.store import check_target, name_from
 from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.ground import names
-from encserve_export.ground.errors import ConfigError, ExportError
+from encserve_export.ground.errors import ConfigError, ExportError, printable
 from encserve_export.ground.precision import Precision
 from encserve_export.kinds.recipe import POOLING_ALIASES, POOLINGS, pooled
 from encserve_export.models.own.config import EncoderConfig, Input
@@ -429,6 +429,7 @@ def _run(export: Callable[[Progress], Exported]) -> None:
         with console.status("starting") as status:
 
             def progress(step: str) -> None:
+                step = printable(step)
                 console.print(f"{step} …", highlight=False, markup=False, soft_wrap=True)
                 status.update(step)
 

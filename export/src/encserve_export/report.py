@@ -8,6 +8,7 @@ from encserve_export.bundle.propagation import Propagation
 from encserve_export.bundle.read import ReadBundle
 from encserve_export.bundle.write import Exported
 from encserve_export.ground import names
+from encserve_export.ground.errors import printable
 from encserve_export.ground.precision import BOUNDS
 from encserve_export.kinds.recipe import TASKS
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -187,7 +188,7 @@ def _parameters_by_layer(manifest: manifest_pb2.Manifest, layers: list[LayerPara
 def _print_facts(facts: list[tuple[str, str]], console: Console) -> None:
     for name, value in facts:
         # Never folded to the width of a terminal: names and paths are there to be copied.
-        console.print(f"{name:<13}{value}", soft_wrap=True, highlight=False, markup=False)
+        console.print(f"{name:<13}{printable(value)}", soft_wrap=True, highlight=False, markup=False)
 
 
 def _parity(manifest: manifest_pb2.Manifest) -> str:

@@ -1,5 +1,6 @@
 """Writes what a model makes of its rows, or of pooled ones, as ONNX."""
 
+import contextlib
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +14,12 @@ from encserve_export.ground.float64 import in_float64
 from encserve_export.ground.precision import allowed
 from encserve_export.ground.runtime import onnxruntime
 from encserve_export.kinds.recipe import MultiVectorHead, SparseHead
+from encserve_export.onnx_graph import traced
 from encserve_proto.bundle.v1 import manifest_pb2
 
 FILE = "head.onnx"
 MULTI_VECTOR_FILE, SPARSE_FILE = "multi_vector.onnx", "sparse.onnx"
 _POOLED, _ROWS, _MASK, _OUTPUT = "pooled", "rows", "mask", "vectors"
-_OPSET = 20
 _TOLERANCE, _WEIGHT_TOLERANCE = 1e-5, 1e-4
 
 
@@ -65,16 +66,8 @@ def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Pat
     if not own_id:
         example = _example(_ROWS, 2, 3, shape.d_model)  # (batch, seq, d_model)
         example[_MASK] = torch.tensor([[1.0, 1, 1], [1, 1, 0]])  # (batch, seq)
-    path = folder / SPARSE_FILE
-    width = _write(head.module, example, path, "what makes weights over the vocabulary", weights=True)
-    onnx.save_model(
-        onnx.load_model(path),
-        path,
-        save_as_external_data=True,
-        location=f"{SPARSE_FILE}.data",
-        size_threshold=1024,
-        convert_attribute=True,
-    )
+    what = "what makes weights over the vocabulary"
+    width = _write(head.module, example, folder / SPARSE_FILE, what, weights=True)
     return manifest_pb2.Sparse(
         file=SPARSE_FILE,
         rows_name=_ROWS,
@@ -99,7 +92,7 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
         example: Its inputs, in order: (n, width), or (n, seq, width) and (n, seq).
         path: Where to.
         what: What it is, for errors.
-        weights: Whether it makes weights over the vocabulary.
+        weights: Whether it makes weights over the vocabulary; its own then lie in a file beside the graph.
     """
     rows = next(iter(example.values()))
     axes = dict(enumerate(("n", "seq")[: rows.dim() - 1]))
@@ -109,18 +102,19 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
         raise CheckpointFileError(f"{what} do not take {rows.shape[-1]} numbers: {error}") from None
     with in_float64(module):
         exact = module(*(its.double() for its in example.values()))  # (n, its width)
-    with warnings.catch_warnings():  # as for the graph, and what is told of transformers' code; the comparison judges
+    with warnings.catch_warnings():  # what is told of transformers' code; the comparison judges
         warnings.simplefilter("ignore")
-        torch.onnx.export(
+        model = traced.trace(
             module,
             tuple(example.values()),
-            str(path),
-            input_names=list(example),
-            output_names=[_OUTPUT],
+            path,
+            inputs=list(example),
+            outputs=[_OUTPUT],
             dynamic_axes={**dict.fromkeys(example, axes), _OUTPUT: {0: "n"}},
-            opset_version=_OPSET,
-            dynamo=False,
         )
+    with Path(f"{path}.data").open("wb") if weights else contextlib.nullcontext() as data:
+        traced.take_weights(model, traced.fold_weights(model, module), data)
+    onnx.save_model(model, path)
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (got,) = session.run([_OUTPUT], {name: its.numpy() for name, its in example.items()})
     worst, float32_error = (_error(its, exact, weights=weights) for its in (torch.from_numpy(got), rounded))

@@ -34,10 +34,21 @@ The command line shows any of them as `Error: …` and exits with 1. Any other e
 import re
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch's, in its errors
+# What a terminal would obey in place of showing: control characters but for the end of a line, changes of direction.
+_CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """A text with its control characters written out: a checkpoint may have any in its names."""
+    return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class ExportError(Exception):
-    """The root of all errors here; its text is meant for the person who ran the export."""
+    """The root of all errors here; its text is meant for the person who ran the export, and safe to print."""
+
+    def __str__(self) -> str:
+        """The text, control characters written out."""
+        return printable(super().__str__())
 
 
 class ConfigError(ExportError):

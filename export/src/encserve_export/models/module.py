@@ -7,13 +7,15 @@ import re
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+import onnx
 import torch
 from torch import Tensor, nn
 
 from encserve_export.ground import names
 from encserve_export.ground.errors import UnsupportedModelError, first_line, uncoloured
+from encserve_export.onnx_graph import traced
 
 # In the order in which they are tried: the first is several times as fast, the second takes masks that the first does
 # not.
@@ -56,24 +58,30 @@ def write_module(
         UnsupportedModelError: This exporter does not take it.
     """
     inputs = [input_name, names.ATTENTION_MASK]
-    how: dict[str, Any] = {"dynamo": False, "dynamic_axes": dict.fromkeys((*inputs, names.OUTPUT), _AXES)}
-    if exporter == "dynamo":
-        axes = dict.fromkeys(_AXES, torch.export.Dim.DYNAMIC)
-        how = {"dynamo": True, "dynamic_shapes": (axes, axes), "verbose": False}
     try:
         # What is told here is of the model's code and of the exporter's future, and its whole graph where it fails; the
         # gate judges the result.
         with warnings.catch_warnings(), _silence(), torch.no_grad():
             warnings.simplefilter("ignore")
-            torch.onnx.export(
-                module,
-                batch,
-                str(path),
-                input_names=inputs,
-                output_names=[names.OUTPUT],
-                opset_version=names.OPSET,
-                **how,
-            )
+            if exporter == "tracing":
+                axes = dict.fromkeys((*inputs, names.OUTPUT), _AXES)
+                graph = traced.trace(module, batch, path, inputs=inputs, outputs=[names.OUTPUT], dynamic_axes=axes)
+                with (path.parent / names.DATA_FILE).open("wb") as data:
+                    traced.take_weights(graph, traced.fold_weights(graph, module), data)
+                onnx.save_model(graph, path)
+            else:
+                dynamic = dict.fromkeys(_AXES, torch.export.Dim.DYNAMIC)
+                torch.onnx.export(
+                    module,
+                    batch,
+                    str(path),
+                    input_names=inputs,
+                    output_names=[names.OUTPUT],
+                    opset_version=names.OPSET,
+                    dynamo=True,
+                    dynamic_shapes=(dynamic, dynamic),
+                    verbose=False,
+                )
     except Exception as error:  # whatever a model of somebody else's raises
         raise UnsupportedModelError(
             f"PyTorch cannot write {description} as ONNX ({exporter}): {first_line(error)}"

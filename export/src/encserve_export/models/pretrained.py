@@ -26,6 +26,8 @@ from encserve_export.models.own.layouts.base import listed
 from encserve_export.source.weights import INDICES, Weights, read_object
 
 OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
+# A pooler may be missing from weights, or a decoder; a model this much larger than its weights is another one.
+_MOST_MISSING, _LEAST_PARAMETERS = 4, 2**24
 
 
 class _Rows(nn.Module):
@@ -100,6 +102,7 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
     transformers = package()
     config = _read_config(transformers, directory, settings)
     kind = _model_class(transformers, config)
+    _refuse_larger(kind, config, weights)
     try:
         model, info = kind.from_pretrained(
             None,
@@ -219,6 +222,18 @@ def positions(encoder: nn.Module, config: Any) -> int | None:
         return tables[0].num_embeddings - unused
     number = getattr(config, "max_position_embeddings", None)
     return number if isinstance(number, int) and number > 0 else None
+
+
+def _refuse_larger(kind: Any, config: Any, weights: Weights) -> None:
+    """Refuses a configuration of more numbers than the weights have, before memory is taken for them."""
+    try:
+        with torch.device("meta"):
+            parameters = sum(parameter.numel() for parameter in kind(config).parameters())
+    except Exception:  # whatever a model of somebody else's raises; loading it says so
+        return
+    there = sum(tensor.numel() for tensor in weights.tensors.values())
+    if parameters > _MOST_MISSING * there + _LEAST_PARAMETERS:
+        raise WeightShapeError(f"config.json describes a model of {parameters:,} numbers; the weights have {there:,}")
 
 
 def _refuse_mismatched(mismatched: Any) -> None:

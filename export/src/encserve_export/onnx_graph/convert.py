@@ -4,14 +4,13 @@ Linear layers and the table of tokens are found by what they are in ONNX: a prod
 in a table. They are rounded as in `int8`, and what they take is seen in ONNX Runtime.
 """
 
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-from onnx import NodeProto, TensorProto, helper, numpy_helper
+from onnx import NodeProto, TensorProto, external_data_helper, helper, numpy_helper
 
 from encserve_export.ground.errors import UnsupportedModelError
 from encserve_export.ground.precision import Precision
@@ -31,13 +30,11 @@ _LEAST_WEIGHTS = 1024
 _KEPT = ("Cos", "Sin", "Pow", "ReduceMean", "ReduceSum", "ReduceL2", "Sqrt", "Reciprocal", "Range", "Softmax", "Log")
 
 
-def convert(
-    model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int, precision: Precision
-) -> onnx.ModelProto:
-    """The same model in another precision.
+def convert(path: Path, interface: Interface, vocab_size: int, longest: int, precision: Precision) -> onnx.ModelProto:
+    """The same model in another precision, with its weights in it.
 
     Args:
-        model: In float32, with its weights in it.
+        path: Its file, in float32; a file beside it is written for a while.
         interface: Its inputs and output.
         vocab_size: One more than the largest id; 0 where it takes vectors.
         longest: The longest sequence, in tokens.
@@ -46,15 +43,21 @@ def convert(
     Raises:
         UnsupportedModelError: It cannot be; the text says why.
     """
+    model: onnx.ModelProto = onnx.load(path, load_external_data=False)
     if opset(model) < _LEAST_OPSET:
         raise UnsupportedModelError(
             f"{precision} needs a graph of opset {_LEAST_OPSET} or newer; was {opset(model)}. Export it again with a "
             "newer one, or in float32"
         )
-    return _halved(model) if precision == "float16" else _quantized(model, interface, vocab_size, longest)
+    if precision == "float16":
+        return _halved(model, path.parent)
+    return _quantized(model, interface, vocab_size, longest, path.parent)
 
 
-def _halved(model: onnx.ModelProto) -> onnx.ModelProto:
+def _halved(model: onnx.ModelProto, folder: Path) -> onnx.ModelProto:
+    # Before the weights are in it: shapes are inferred on a copy.
+    model = onnx.shape_inference.infer_shapes(model)
+    external_data_helper.load_external_data_for_model(model, str(folder))
     made_by = {name: node for node in model.graph.node for name in node.output}
     # What angles are made of has to be as exact as they are.
     kept: set[str] = set()
@@ -65,7 +68,11 @@ def _halved(model: onnx.ModelProto) -> onnx.ModelProto:
             kept.add(node.name)
             open_nodes += [made_by[name] for name in node.input if name in made_by]
     halved: onnx.ModelProto = convert_float_to_float16(
-        model, keep_io_types=True, op_block_list=[*DEFAULT_OP_BLOCK_LIST, *_KEPT], node_block_list=sorted(kept)
+        model,
+        keep_io_types=True,
+        disable_shape_infer=True,
+        op_block_list=[*DEFAULT_OP_BLOCK_LIST, *_KEPT],
+        node_block_list=sorted(kept),
     )
     # It casts a value once for each node that is kept and takes it, always to the same name.
     first = {tuple(node.output): node for node in reversed(halved.graph.node)}
@@ -74,7 +81,9 @@ def _halved(model: onnx.ModelProto) -> onnx.ModelProto:
     return halved
 
 
-def _quantized(model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int) -> onnx.ModelProto:
+def _quantized(
+    model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int, folder: Path
+) -> onnx.ModelProto:
     weights = {tensor.name: tensor for tensor in model.graph.initializer if tensor.data_type == TensorProto.FLOAT}
     linear = [node for node in model.graph.node if _is_linear(node, weights)]
     if not linear:
@@ -82,7 +91,8 @@ def _quantized(model: onnx.ModelProto, interface: Interface, vocab_size: int, lo
             f"no product in the graph has weights of {_LEAST_WEIGHTS} numbers or more, so int8 would bring nothing; "
             "export it in float32"
         )
-    seen = _seen(model, interface, vocab_size, longest, {node.input[0] for node in linear})
+    seen = _seen(model, interface, vocab_size, longest, {node.input[0] for node in linear}, folder)
+    external_data_helper.load_external_data_for_model(model, str(folder))
     layers = {}
     for node in linear:
         x = seen[node.input[0]]
@@ -127,7 +137,7 @@ class _AnyQuantizer(int8.Quantizer):
 
 
 def _seen(
-    model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int, names: Iterable[str]
+    model: onnx.ModelProto, interface: Interface, vocab_size: int, longest: int, names: Iterable[str], folder: Path
 ) -> dict[str, Any]:
     """What values of a graph are for random ids or vectors, always the same."""
     watched = onnx.ModelProto()
@@ -142,15 +152,17 @@ def _seen(
     feeds = {interface.input_ids: inputs, interface.attention_mask: mask}
     if interface.token_type_ids:
         feeds[interface.token_type_ids] = np.zeros_like(mask)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "watched.onnx")
-        onnx.save_model(watched, path, save_as_external_data=True, location="watched.data")
-        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-        return dict(zip(listed, session.run(listed, feeds), strict=True))
+    path = folder / "watched.onnx"  # beside the weights that both have
+    onnx.save_model(watched, path)
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    path.unlink()
+    return dict(zip(listed, session.run(listed, feeds), strict=True))
 
 
 def _is_linear(node: NodeProto, weights: dict[str, TensorProto]) -> bool:
     if node.domain not in DEFAULT_DOMAINS or node.op_type not in ("MatMul", "Gemm") or node.input[1] not in weights:
+        return False
+    if any(name and name not in weights for name in node.input[2:]):  # a bias that is computed
         return False
     dims = weights[node.input[1]].dims
     plain = all(its.f == 1 for its in node.attribute if its.name in ("alpha", "beta")) and not any(

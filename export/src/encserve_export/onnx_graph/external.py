@@ -4,20 +4,29 @@ An ONNX file names such files itself, with any path, so that one from a stranger
 the disk. Everything is checked and read here, once; what is written into a bundle has no foreign path in it.
 """
 
+import dataclasses
 import math
 import shutil
 import stat
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import BinaryIO
 
 import onnx
-from onnx import TensorProto
+from onnx import TensorProto, external_data_helper
 
 from encserve_export.ground import names
 from encserve_export.ground.errors import ExternalDataError
 from encserve_export.onnx_graph.nodes import all_tensors, type_name
 
-# A protobuf message ends at 2 GiB; a little is left for the graph itself.
-MAX_FILE_BYTES = 2**31 - 2**24
+# A larger file is split: ONNX Runtime maps weights in a file of their own, and would parse and copy them in the graph.
+MAX_FILE_BYTES = 2**26
+# Smaller tensors stay in the graph: ONNX Runtime reads shapes and axes from them while it loads.
+LEAST_DATA_BYTES = 1024
+# ONNX Runtime maps the weights into memory, which it does page by page.
+_ALIGNMENT_BYTES = 4096
+
+# Equal weights may lie in one place; a file in which more tensors do would take any amount of memory.
+_MOST_SHARED = 4
 
 # The bits of one number; of those that take less than a byte, several lie in one.
 _BITS: dict[int, int] = {
@@ -57,25 +66,33 @@ def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
         ExternalDataError: A file is elsewhere, missing or too short, or an entry makes no sense. Nothing is read from
             a file before its path has been checked.
     """
-    files = set()
-    for tensor in all_tensors(model):
-        if tensor.data_location == TensorProto.EXTERNAL:
-            path = _path(tensor, folder)
-            tensor.raw_data = _read(tensor, path)
-            tensor.data_location = TensorProto.DEFAULT
-            del tensor.external_data[:]
-            files.add(path)
-    return sorted(files)
+    places = [
+        (tensor, _place(tensor, _path(tensor, folder)))
+        for tensor in all_tensors(model)
+        if tensor.data_location == TensorProto.EXTERNAL
+    ]
+    files = sorted({place.path for _, place in places})
+    taken, stored = sum(place.length for _, place in places), sum(path.stat().st_size for path in files)
+    if taken > _MOST_SHARED * stored:
+        raise ExternalDataError(
+            f"the tensors take {taken:,} bytes, though the files that they lie in have {stored:,}: many share one "
+            "range; export the model again"
+        )
+    for tensor, place in places:
+        tensor.raw_data = place.read()
+        tensor.data_location = TensorProto.DEFAULT
+        del tensor.external_data[:]
+    return files
 
 
 def write_model(
     model: onnx.ModelProto, path: Path, external: list[Path], folder: Path, max_file_bytes: int = MAX_FILE_BYTES
 ) -> list[Path]:
-    """Writes a model into a bundle's folder: as one file, or with its weights in a second one where it is too large.
+    """Writes a model into a bundle's folder: as one file, or with its weights in a second one where it is larger.
 
     Args:
-        model: After `take_in`.
-        path: Its file. Where there are no others it is copied as it is, byte for byte.
+        model: After `take_in`. It has no large weights afterwards.
+        path: Its file. A small one without others is copied as it is, byte for byte.
         external: What `take_in` gave.
         folder: The bundle's folder.
         max_file_bytes: With more bytes than this, the weights go into a file of their own.
@@ -83,36 +100,41 @@ def write_model(
     Returns:
         The files written, the graph first.
     """
-    target = folder / names.FILE
-    if not external:
-        shutil.copyfile(path, target)
-        return [target]
     # An upper bound that is cheap to have: serializing would fail where the model is too large.
-    size = path.stat().st_size + sum(len(tensor.raw_data) for tensor in all_tensors(model))
-    return save_model(model, folder, apart=size > max_file_bytes)
+    size = path.stat().st_size + sum(it.stat().st_size for it in external)
+    if external or size > max_file_bytes:
+        return save_model(model, folder, apart=size > max_file_bytes)
+    target = folder / names.FILE
+    shutil.copyfile(path, target)
+    return [target]
 
 
 def save_model(model: onnx.ModelProto, folder: Path, *, apart: bool) -> list[Path]:
     """Writes a model with its weights in it, in place of what was there; perhaps the weights in a file of their own.
 
+    Those in a file of their own the model has no more afterwards.
+
     Returns:
         The files written, the graph first.
     """
-    target = folder / names.FILE
-    if not apart:
-        onnx.save_model(model, target, format="protobuf")
-        return [target]
-    (folder / names.DATA_FILE).unlink(missing_ok=True)  # it would be appended to
-    onnx.save_model(
-        model,
-        target,
-        format="protobuf",
-        save_as_external_data=True,
-        location=names.DATA_FILE,
-        size_threshold=1024,
-        convert_attribute=True,
-    )
-    return [target, folder / names.DATA_FILE]
+    target, data_path = folder / names.FILE, folder / names.DATA_FILE
+    if apart:
+        with data_path.open("wb") as data:
+            for tensor in all_tensors(model):
+                if len(tensor.raw_data) >= LEAST_DATA_BYTES:
+                    place(tensor, tensor.raw_data, data)
+    onnx.save_model(model, target, format="protobuf")
+    return [target, data_path] if apart else [target]
+
+
+def place(tensor: TensorProto, content: bytes | memoryview, data: BinaryIO) -> None:
+    """Writes a tensor's bytes at the end of a file beside the graph's, and has the tensor point there."""
+    data.write(bytes(-data.tell() % _ALIGNMENT_BYTES))
+    offset = data.tell()
+    data.write(content)
+    tensor.raw_data = b""  # which the library asks for
+    external_data_helper.set_external_data(tensor, Path(data.name).name, offset, len(content))
+    tensor.ClearField("raw_data")
 
 
 def _entries(tensor: TensorProto) -> dict[str, str]:
@@ -137,7 +159,8 @@ def _path(tensor: TensorProto, folder: Path) -> Path:
         raise ExternalDataError(f"{what}; it must lie in the folder of the ONNX file: no absolute path and no '..'")
     path = folder / relative
     try:
-        inside = path.resolve(strict=True).is_relative_to(folder.resolve())
+        real = path.resolve(strict=True)
+        inside = real.is_relative_to(folder.resolve()) or real.parent == _blobs(folder)
         is_file = stat.S_ISREG(path.stat().st_mode)
     except FileNotFoundError:
         raise ExternalDataError(f"{what}, and {path} is missing; put it beside the ONNX file") from None
@@ -153,8 +176,33 @@ def _path(tensor: TensorProto, folder: Path) -> Path:
     return path
 
 
-def _read(tensor: TensorProto, path: Path) -> bytes:
-    """The bytes of an external tensor, exactly as many as its shape and type ask for."""
+def _blobs(folder: Path) -> Path | None:
+    """Where the files of a model lie that huggingface_hub has downloaded, and that a snapshot has links to."""
+    for parent in folder.resolve().parents:
+        if parent.name == "snapshots" and parent.parent.name.startswith("models--"):
+            return parent.parent / "blobs"
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where the bytes of an external tensor lie."""
+
+    path: Path
+    offset: int
+    length: int
+
+    def read(self) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self.offset)
+                return file.read(self.length)
+        except OSError as error:
+            raise ExternalDataError(f"{self.path} cannot be read: {error.strerror}") from error
+
+
+def _place(tensor: TensorProto, path: Path) -> _Place:
+    """The place of an external tensor, exactly as long as its shape and type ask for."""
     if tensor.data_type not in _BITS or any(size < 0 for size in tensor.dims):
         kind = type_name(tensor.data_type)
         raise ExternalDataError(f"{_name(tensor)} of {kind} and shape {tuple(tensor.dims)} cannot lie in {path.name}")
@@ -166,18 +214,13 @@ def _read(tensor: TensorProto, path: Path) -> bytes:
             f"{_name(tensor)} has length {length} in {path.name}; its shape {tuple(tensor.dims)} of "
             f"{type_name(tensor.data_type)} takes {due} bytes"
         )
-    try:
-        size = path.stat().st_size
-        if offset + due > size:
-            raise ExternalDataError(
-                f"{_name(tensor)} lies at bytes {offset} to {offset + due} of {path}, which has {size}; it was cut "
-                "off, or belongs to another model"
-            )
-        with path.open("rb") as file:
-            file.seek(offset)
-            return file.read(due)
-    except OSError as error:
-        raise ExternalDataError(f"{path} cannot be read: {error.strerror}") from error
+    size = path.stat().st_size
+    if offset + due > size:
+        raise ExternalDataError(
+            f"{_name(tensor)} lies at bytes {offset} to {offset + due} of {path}, which has {size}; it was cut "
+            "off, or belongs to another model"
+        )
+    return _Place(path, offset, due)
 
 
 def _number(tensor: TensorProto, entries: dict[str, str], key: str, default: int) -> int:

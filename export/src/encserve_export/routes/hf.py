@@ -6,7 +6,6 @@ The routes are our own encoder, the directory's own ONNX file, transformers, and
 import dataclasses
 import functools
 import json
-import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from encserve_export.bundle import manifest
+from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.check import agreement
@@ -56,7 +55,7 @@ from encserve_export.source.tokenizer import (
     tokenizer_source,
     write_tokenizer,
 )
-from encserve_export.source.weights import Weights, holds_weights, read_object, read_weights
+from encserve_export.source.weights import Weights, check_harmless, holds_weights, read_object, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
 # How the graph is made, in the order of preference. Our own encoder can be inspected, and for BERT's kind is fastest.
@@ -200,9 +199,10 @@ def export_hf(
     """
     expected = None if expect is None else read_expected(expect)
     progress("reading the directory")
+    check_harmless(directory)
     recipe = read(directory, "" if origin is None else origin.repository)
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer, text = _make_tokenizer(recipe, Path(folder))
+    with store.temporary_folder() as folder:
+        tokenizer, text = _make_tokenizer(recipe, folder)
         if recipe.kind == "dense":
             recipe = with_bge_m3(recipe, recipe.encoder, tokenizer)
         if pooling is not None:
@@ -446,17 +446,19 @@ def _build_own(build: _Build) -> Exported:
     longest, remark = build.longest(layout.config.max_sequence_tokens)
     build.progress("reading the weights")
     weights = read_weights(planned.directory)
+    source = build.source("own", layout.description, weights)
+    tensors = hf_bert.plain_names(weights.tensors)
+    heads = sorted({name.partition(".")[0] for name in layout.unused(tensors)})
     try:
-        encoder = shortened(layout.load(hf_bert.plain_names(weights.tensors)), longest)
+        encoder = shortened(layout.load(tensors), longest)
     except WeightNamesError as error:
         if planned.settings["model_type"] not in hf_rotary.MODEL_TYPES:
             raise
         raise UnsupportedModelError(str(error)) from error  # transformers reads these by other names too
     build.progress("comparing our own encoder with transformers")
     _compare_with_transformers(encoder, planned.directory, weights)
-    source = build.source("own", layout.description, weights)
+    del weights, tensors  # the encoder has what it needs of them
     exported = export_encoder(encoder, source, build.target, precision=build.precision, progress=build.progress)
-    heads = sorted({name.partition(".")[0] for name in layout.unused(hf_bert.plain_names(weights.tensors))})
     return dataclasses.replace(exported, remark=remark, left_behind=tuple(heads))
 
 
@@ -501,6 +503,7 @@ def _build_onnx(build: _Build) -> Exported:
     else:
         facts = _facts(planned.settings)
     source = build.source("onnx", str(ONNX_FILE), weights)
+    del weights  # the reference has what it needs of them
     exported = _export_file(planned.directory / ONNX_FILE, build, facts, source, reference)
     return dataclasses.replace(exported, left_behind=() if reference is None else reference.left_behind)
 
@@ -511,18 +514,21 @@ def _build_transformers(build: _Build) -> Exported:
     model = pretrained.load_model(build.plan.directory, weights)
     facts = _Facts(model.positions, model.pad_token_id, model.vocab_size)
     source = build.source("transformers", model.description, weights)
+    del weights  # the model has what it needs of them
     _refuse_padding(model)
     refused: ExportError | None = None
     for exporter in EXPORTERS:
         build.progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, names.FILE)
+            # Beside the bundle, where there has to be room for the model anyway.
+            with store.scratch(build.target.model_repository, build.target.name) as folder:
+                path = folder / names.FILE
                 pretrained.write_onnx(model, exporter, path)
                 exported = _export_file(path, build, facts, source, model)
         except (UnsupportedModelError, OnnxModelError, ParityError) as error:
             build.progress(str(error))
-            refused = refused if isinstance(error, UnsupportedModelError) and refused else error
+            # Without the traceback, whose frames hold the models of this attempt.
+            refused = refused if isinstance(error, UnsupportedModelError) and refused else type(error)(str(error))
         else:
             return dataclasses.replace(exported, left_behind=model.left_behind)
     assert refused is not None  # noqa: S101
@@ -533,8 +539,8 @@ def _build_static(build: _Build) -> Exported:
     recipe = build.plan.recipe
     assert recipe.table is not None  # noqa: S101
     weights = read_weights(build.plan.directory)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, names.FILE)
+    with store.scratch(build.target.model_repository, build.target.name) as folder:
+        path = folder / names.FILE
         write_graph(recipe.table, path)
         source = build.source("static", "StaticEmbedding", weights)
         return _export_file(path, build, _Facts(None, 0, len(recipe.table)), source, None)

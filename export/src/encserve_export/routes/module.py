@@ -3,17 +3,15 @@
 import contextlib
 import dataclasses
 import json
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
+from encserve_export.bundle import store
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_model
-from encserve_export.bundle.store import check_target
 from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.check import agreement
 from encserve_export.ground import names
@@ -135,7 +133,7 @@ def export_module(
         tokenizer=tokenizer,
         precision=precision,
     )
-    check_target(target.model_repository, target.name, target.version, overwrite=target.overwrite)
+    store.check_target(target.model_repository, target.name, target.version, overwrite=target.overwrite)
     vocab_size = _check_sizes(options, d_model)
     with _in_eval_mode(module):
         model = OwnModule(_Rows(module).eval(), type(module).__name__, vocab_size, d_model or 0)
@@ -168,8 +166,8 @@ def _export(
     for exporter in EXPORTERS:
         progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
         try:
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder, names.FILE)
+            with store.scratch(target.model_repository, target.name) as folder:
+                path = folder / names.FILE
                 write_module(model.module, batch, options.names.input_ids, exporter, path, model.description)
                 return export_onnx(path, target, options, source=source, reference=model, progress=progress)
         except (UnsupportedModelError, OnnxModelError, ParityError) as error:

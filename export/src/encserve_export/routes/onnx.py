@@ -89,6 +89,7 @@ def export_onnx(
     with store.draft(target.model_repository, target.name, target.version, overwrite=target.overwrite) as folder:
         progress("copying and checking the file")
         files = external.write_model(model, path, apart, folder)
+        model = onnx.load(files[0], load_external_data=False)  # the same without the weights
         check_file(model, files[0])
         wanted = None
         if reference is not None:  # before ONNX Runtime needs memory too
@@ -110,8 +111,10 @@ def export_onnx(
             wanted = wanted or agreement.reference_rows(
                 runner, vocab_size=vocab_size, max_sequence_tokens=longest, width=width
             )
-            model = convert.convert(model, interface, vocab_size, options.max_sequence_tokens, options.precision)
+            del runner  # the memory of its weights
+            model = convert.convert(files[0], interface, vocab_size, options.max_sequence_tokens, options.precision)
             files = external.save_model(model, folder, apart=len(files) > 1)
+            model = onnx.load(files[0], load_external_data=False)
             runner = Runner(model, files[0], interface)
         takes = f"it takes vectors of {width} numbers" if width else f"there are {vocab_size} token ids"
         progress(f"the rows are its output {interface.output}; {takes}")

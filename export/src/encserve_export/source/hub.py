@@ -1,7 +1,9 @@
 """Has a checkpoint from the Hugging Face hub, at one commit."""
 
 import dataclasses
+import glob
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import huggingface_hub
@@ -15,13 +17,23 @@ from huggingface_hub.errors import (
 )
 
 from encserve_export.ground.errors import HubError
+from encserve_export.source.weights import holds_weights
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 # Everything that says what the model is, and its weights in the one form that holds nothing but tensors.
-_FILES = ["*.json", "*.txt", "*.model", "*.safetensors", "artifact.metadata", "colbert_linear.pt", "sparse_linear.pt"]
-_ONNX_FILES = ["onnx/model.onnx", "onnx/model.onnx_data", "onnx/model.onnx.data"]
-# Of older models, which have no other.
-_PICKLES = ["pytorch_model*.bin", "*/pytorch_model.bin"]
+_FILES = [
+    "*.json",
+    "*.jinja",
+    "*.txt",
+    "*.model",
+    "*.safetensors",
+    "artifact.metadata",
+    "colbert_linear.pt",
+    "sparse_linear.pt",
+]
+_ONNX_FILES = ["onnx/model.onnx", "onnx/model.onnx_data*", "onnx/model.onnx.data*"]
+# Of older models, in folders that have no other.
+_PICKLES = "pytorch_model*.bin"
 # The same weights for other programs.
 _IGNORED = ["openvino/*", "coreml/*", "tf_model*", "flax_model*"]
 
@@ -52,17 +64,25 @@ def download(repository: str, revision: str | None = None, *, with_onnx: bool = 
     Args:
         repository: OWNER/NAME.
         revision: A branch, a tag or a commit; by default the main branch.
-        with_onnx: Whether its onnx/model.onnx is wanted too.
+        with_onnx: Whether its onnx/model.onnx is wanted too; where there are no weights it is fetched anyway.
 
     Raises:
-        HubError: It is not there, not open to this user, or the hub is not reached.
+        HubError: It is not there, not open to this user, or the hub is not reached; or no revision is given and OWNER
+            is a directory here, so that NAME is more likely a typing error than a model of the hub.
     """
+    owner = repository.partition("/")[0]
+    if revision is None and Path(owner).is_dir():
+        raise HubError(
+            f"there is no directory {repository}, though there is a directory {owner}. If you mean the model of that "
+            "name on the hub, say so with --revision main"
+        )
     wanted = [*_FILES, *(_ONNX_FILES if with_onnx else [])]
     try:
         path = Path(_snapshot(repository, revision, wanted))
-        # The first answer told the commit, so the second is of the same one.
-        if not any(path.glob("**/*.safetensors")):
-            _snapshot(repository, path.name, _PICKLES)
+        # The first answer told the commit, so the others are of the same one.
+        _snapshot(repository, path.name, [_PICKLES, f"*/{_PICKLES}"], _pickles_beside_safetensors(path))
+        if not with_onnx and not any(holds_weights(folder) for folder in (path, *path.glob("*/"))):
+            _snapshot(repository, path.name, _ONNX_FILES)
     except GatedRepoError as error:
         raise HubError(
             f"{repository} is not open to everybody: ask for access on its page, then log in (hf auth login)"
@@ -79,9 +99,15 @@ def download(repository: str, revision: str | None = None, *, with_onnx: bool = 
     return Snapshot(path, repository, path.name)
 
 
-def _snapshot(repository: str, revision: str | None, wanted: list[str]) -> str:
+def _pickles_beside_safetensors(path: Path) -> list[str]:
+    """The patterns of weights that a snapshot has in the better form already, folder by folder."""
+    folders = {file.parent.relative_to(path).as_posix() for file in path.glob("**/*.safetensors")}
+    return [_PICKLES if folder == "." else f"{glob.escape(folder)}/{_PICKLES}" for folder in folders]
+
+
+def _snapshot(repository: str, revision: str | None, wanted: list[str], unwanted: Sequence[str] = ()) -> str:
     return str(
         huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=wanted, ignore_patterns=_IGNORED
+            repository, revision=revision, allow_patterns=wanted, ignore_patterns=[*_IGNORED, *unwanted]
         )
     )

@@ -6,7 +6,8 @@ import json
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from encserve_export.ground.errors import CheckpointFileError, UnsafeWeightsError
+from encserve_export.ground.errors import CheckpointFileError, ConfigError, UnsafeWeightsError
 
 # In order of preference; each may also come as several files with an index.
 _FILES = ("model.safetensors", "pytorch_model.bin")
@@ -23,6 +24,12 @@ _FILES = ("model.safetensors", "pytorch_model.bin")
 _CONTAINERS = ("state_dict", "model", "model_state_dict")
 _MAX_NESTING = 3
 AGAIN = "download or save it again (in a clone by git: git lfs pull)"
+# No model has as many; each takes time and memory before the weights are looked at.
+MOST_LAYERS = 1024
+# Parsed, JSON takes up to 30 times its size. The largest tokenizers have some 40 MB, other files seldom 1.
+_MOST_JSON_BYTES, _MOST_TOKENIZER_BYTES = 2**24, 2**27
+# Names of one tensor, as of layers that share their weights, take no memory until they are used.
+_MOST_SHARED = 64
 _LFS_POINTER = b"version https://git-lfs"
 _SAVE_PLAINLY = "Save the state dict alone: torch.save(model.state_dict(), FILE)"
 # Indices that older versions saved among the weights.
@@ -49,13 +56,14 @@ def read_json(path: Path) -> Any:
     """Parses a JSON file of the checkpoint.
 
     Raises:
-        CheckpointFileError: The file is missing or no JSON.
+        CheckpointFileError: The file is missing, no JSON, or so large that parsing it would take gigabytes.
     """
     try:
+        _refuse_large(path)
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointFileError(f"{path} is missing") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointFileError(f"{path} cannot be read as JSON: {error}; {AGAIN}") from error
 
 
@@ -69,6 +77,36 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointFileError(f"{path} must hold an object; {AGAIN}")
     return content
+
+
+def check_harmless(directory: Path) -> None:
+    """Refuses a directory that no model has, before a library reads it that takes any memory or time for it.
+
+    Raises:
+        CheckpointFileError: A JSON file is too large, a config.json is broken, or an archive is compressed.
+        ConfigError: A config.json has more layers than any model.
+    """
+    files = [path for pattern in ("*", "*/*") for path in sorted(directory.glob(pattern)) if path.is_file()]
+    for path in files:
+        if path.name == "config.json":
+            _refuse_deep(path, read_json(path))
+        elif path.suffix == ".json":
+            _refuse_large(path)
+        elif path.suffix in (".bin", ".pt"):
+            _refuse_compressed(path)
+
+
+def _refuse_deep(path: Path, settings: Any) -> None:
+    for name, value in settings.items() if isinstance(settings, dict) else ():
+        if "layer" in name and type(value) is int and value > MOST_LAYERS:
+            raise ConfigError(f"{name} in {path} must be at most {MOST_LAYERS}; was {value}. {AGAIN.capitalize()}")
+        _refuse_deep(path, value)
+
+
+def _refuse_large(path: Path) -> None:
+    most = _MOST_TOKENIZER_BYTES if path.name == "tokenizer.json" else _MOST_JSON_BYTES
+    if (size := path.stat().st_size) > most:
+        raise CheckpointFileError(f"{path} has {size:,} bytes; at most {most:,} are read of such a file. {AGAIN}")
 
 
 def read_weights(directory: Path) -> Weights:
@@ -180,11 +218,12 @@ def _load_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _unpickle(path: Path) -> Any:
+    _refuse_compressed(path)
     try:
         with warnings.catch_warnings():
             # torch announces a TorchScript archive, then refuses it.
             warnings.filterwarnings("ignore", message=".*TorchScript archive", category=UserWarning)
-            return torch.load(path, map_location="cpu", weights_only=True)
+            content = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         with path.open("rb") as file:
             if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
@@ -194,10 +233,57 @@ def _unpickle(path: Path) -> Any:
             f"{path} is no plain pickle of tensors, and anything else could execute code and is never loaded: "
             f"{_cause(error.__context__ or error)}. {_SAVE_PLAINLY}"
         ) from error
-    except (RuntimeError, EOFError, OSError) as error:
+    except (RuntimeError, EOFError, OSError, MemoryError, RecursionError) as error:
         if "TorchScript" in str(error):
             raise UnsafeWeightsError(f"{path} is a TorchScript archive, which holds code. {_SAVE_PLAINLY}") from error
         raise CheckpointFileError(f"{path} is unreadable: {_cause(error)}; {AGAIN}") from error
+    _refuse_unstored(path, content)
+    return content
+
+
+def _refuse_compressed(path: Path) -> None:
+    """Refuses an archive that is far larger unpacked: torch.save compresses nothing, and writes nothing twice."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            unpacked = sum(entry.file_size for entry in archive.infolist())
+    except (zipfile.BadZipFile, OSError, NotImplementedError):
+        return  # an older format, or a broken file, which torch.load tells of
+    size = path.stat().st_size
+    if unpacked > 2 * size:
+        raise CheckpointFileError(
+            f"{path} is an archive of {size:,} bytes, {unpacked:,} unpacked; PyTorch compresses none. {_SAVE_PLAINLY}"
+        )
+
+
+def _refuse_unstored(path: Path, content: Any) -> None:
+    """Refuses tensors that would take far more memory, once they are used, than the numbers that are stored."""
+    stored: dict[int, int] = {}
+    used = 0
+    for tensor in _tensors(content, _MAX_NESTING):
+        if tensor.layout != torch.strided or tensor.is_meta:
+            continue  # refused where it is used
+        storage = tensor.untyped_storage()
+        stored[storage.data_ptr()] = storage.nbytes()
+        used += tensor.nbytes
+        if tensor.nbytes > storage.nbytes():
+            raise CheckpointFileError(
+                f"{path} holds a tensor of shape {tuple(tensor.shape)}, {tensor.nbytes:,} bytes, of which it stores "
+                f"{storage.nbytes():,}, the rest repeats them. {_SAVE_PLAINLY}, after tensor.contiguous()"
+            )
+    if used > _MOST_SHARED * sum(stored.values()):
+        raise CheckpointFileError(
+            f"{path} holds tensors of {used:,} bytes, and stores {sum(stored.values()):,}: too many share their "
+            f"numbers. {_SAVE_PLAINLY}"
+        )
+
+
+def _tensors(content: Any, depth: int) -> Iterator[Tensor]:
+    """The tensors in what a pickle held, down to a depth."""
+    if isinstance(content, Tensor):
+        yield content
+    elif isinstance(content, dict) and depth >= 0:
+        for value in content.values():
+            yield from _tensors(value, depth - 1)
 
 
 def _is_state_dict(content: Any) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, get_args
 
 from encserve_export.ground.errors import ConfigError
+from encserve_export.source.weights import MOST_LAYERS
 
 Input = Literal["token_ids", "embeddings"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -14,6 +15,8 @@ Position = Literal["sinusoidal", "learned", "rotary", "none"]
 
 _POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens", "global_every")
 _NON_NEGATIVE = ("vocab_size", "d_ff", "n_token_types", "pad_token_id", "position_offset", "window")
+# Positions take memory too, that of tables and of attention.
+_MOST = {"n_layers": MOST_LAYERS, "max_sequence_tokens": 2**20}
 _FLAGS = (
     "attention_bias",
     "gated",
@@ -174,6 +177,9 @@ class EncoderConfig:
         for name, least in (*((name, 1) for name in _POSITIVE), *((name, 0) for name in _NON_NEGATIVE)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name} must be at least {least}; was {getattr(self, name)}")
+        for name, most in _MOST.items():
+            if getattr(self, name) > most:
+                raise ConfigError(f"{name} must be at most {most}; was {getattr(self, name)}")
         for name in _POSITIVE_REALS:
             value: object = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:

@@ -13,6 +13,7 @@ In the shapes, `batch` is sequences, `seq` the tokens of the longest one, `token
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,9 @@ from torch.nn import functional
 
 from encserve_export.ground.errors import ConfigError
 from encserve_export.models.own.config import EncoderConfig
+
+# Tables are computed even where a module is made without memory for its weights: see `encoder_of`.
+_TABLES = torch.device("cpu")
 
 
 def sinusoids(n_positions: int, d_model: int) -> Tensor:
@@ -34,8 +38,8 @@ def sinusoids(n_positions: int, d_model: int) -> Tensor:
     Returns:
         float32 (n_positions, d_model), computed in float64: in float32 the angle of a late position is off by 1e-5.
     """
-    position = torch.arange(n_positions, dtype=torch.float64).unsqueeze(1)  # (n_positions, 1)
-    exponent = torch.arange(0, d_model, 2, dtype=torch.float64) / d_model  # (d_model / 2)
+    position = torch.arange(n_positions, dtype=torch.float64, device=_TABLES).unsqueeze(1)  # (n_positions, 1)
+    exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=_TABLES) / d_model  # (d_model / 2)
     angle = position / torch.pow(10000.0, exponent)  # (n_positions, d_model / 2)
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()  # (n_positions, d_model)
 
@@ -49,8 +53,9 @@ def rotations(n_positions: int, d_k: int, base: float) -> tuple[Tensor, Tensor]:
         float32 (n_positions, d_k) each; the sines of the first half are negative, as `rotate` needs them.
     """
     # In float32 throughout, as models were trained: late positions have angles that are off by 1e-4, and learned so.
-    frequency = 1 / base ** (torch.arange(0, d_k, 2, dtype=torch.float32) / d_k)  # (d_k / 2)
-    angle = torch.arange(n_positions, dtype=torch.float32)[:, None] * frequency  # (n_positions, d_k / 2)
+    frequency = 1 / base ** (torch.arange(0, d_k, 2, dtype=torch.float32, device=_TABLES) / d_k)  # (d_k / 2)
+    places = torch.arange(n_positions, dtype=torch.float32, device=_TABLES)  # (n_positions)
+    angle = places[:, None] * frequency  # (n_positions, d_k / 2)
     cosines, sines = angle.cos(), angle.sin()  # (n_positions, d_k / 2)
     return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
 
@@ -373,6 +378,20 @@ class Encoder(nn.Module):
         return Inspection([padding.restore(rows).reshape(x.shape) for rows in states], attention_weights)
 
 
+def encoder_of(config: EncoderConfig, weights: Callable[[str, tuple[int, ...]], Tensor]) -> Encoder:
+    """An encoder of weights that are there already: they are neither copied, nor initialised before.
+
+    Args:
+        config: Its sizes and choices.
+        weights: Gives the weight of a name and a shape, in float32.
+    """
+    with torch.device("meta"):  # sizes that the weights do not have may be larger than any memory
+        encoder = Encoder(config)
+    given = {name: weights(name, tuple(weight.shape)) for name, weight in encoder.state_dict().items()}
+    encoder.load_state_dict(given, assign=True)
+    return encoder.eval().requires_grad_(False)
+
+
 def shortened(encoder: Encoder, max_sequence_tokens: int) -> Encoder:
     """The same encoder for shorter sequences; a learned position table loses the rows that nothing can reach.
 
@@ -388,6 +407,4 @@ def shortened(encoder: Encoder, max_sequence_tokens: int) -> Encoder:
     state = encoder.state_dict()
     if config.position == "learned":
         state["embeddings.positions"] = state["embeddings.positions"][: config.n_positions]
-    shorter = Encoder(config)
-    shorter.load_state_dict(state)
-    return shorter.eval().requires_grad_(False)
+    return encoder_of(config, lambda name, _: state[name])

@@ -9,28 +9,22 @@ sequences in blocks, since it need not give attention weights.
 """
 
 import dataclasses
-import itertools
 import re
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
 import onnx
 import torch
-from onnx import external_data_helper, helper, numpy_helper
+from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 from encserve_export.ground import names
 from encserve_export.ground.precision import Precision
 from encserve_export.models.own import quantize
 from encserve_export.models.own.encoder import Encoder
-from encserve_export.onnx_graph import float16, query_blocks
+from encserve_export.onnx_graph import external, float16, query_blocks, traced
 
-# Smaller tensors stay in the graph: ONNX Runtime reads shapes and axes from them while it loads.
-_LEAST_DATA_BYTES = 1024
-# ONNX Runtime maps the weights into memory, which it does page by page.
-_ALIGNMENT_BYTES = 4096
 # What attention is computed in.
 _ELEMENT_TYPES = dict.fromkeys(("float32", "int8"), onnx.TensorProto.FLOAT) | {"float16": onnx.TensorProto.FLOAT16}
 # The residual connections are the additions of a block itself, not of the parts in it.
@@ -107,11 +101,13 @@ def write_graphs(encoder: Encoder, folder: Path, precision: Precision = "float32
         quantize.quantize(inspected, encoder)
     elif precision == "float16":
         float16.halve(inspected)
-    model = _only(inspected, names.OUTPUT)
-    if config.max_sequence_tokens > query_blocks.LONGEST_AT_ONCE:
-        query_blocks.block_queries(model, names.ATTENTION_MASK, config.n_heads, _ELEMENT_TYPES[precision])
     with data_path.open("wb") as data:
-        _move_weights((model, inspected), data)
+        # Weights of the same name are the same in both, and are written once.
+        _move_weights(inspected, data)
+        model = _only(inspected, names.OUTPUT)
+        if config.max_sequence_tokens > query_blocks.LONGEST_AT_ONCE:
+            query_blocks.block_queries(model, names.ATTENTION_MASK, config.n_heads, _ELEMENT_TYPES[precision])
+        _move_weights(model, data)
     onnx.save_model(model, path)
     onnx.save_model(inspected, inspect_path)
     residual_nodes = tuple(node.name for node in inspected.graph.node if _RESIDUAL.fullmatch(node.name))
@@ -129,26 +125,16 @@ def _trace(encoder: Encoder, path: Path, states: Iterable[str], weights: Iterabl
     rows = {0: "batch", 1: "seq"}
     squares = {0: "batch", 2: "seq", 3: "seq"}
     axes = dict.fromkeys((name, names.ATTENTION_MASK, *states), rows) | dict.fromkeys(weights, squares)
-    with warnings.catch_warnings():
-        # The tracing exporter announces that it will go one day. The graph of its successor is no faster and takes six
-        # times as long to write; torch is pinned, so the day is ours to choose.
-        warnings.filterwarnings(
-            "ignore", category=DeprecationWarning, module=r"torch\.onnx|encserve_export\.models\.own\.trace"
-        )
-        torch.onnx.export(
-            _Watched(encoder).eval(),
-            (inputs, mask),
-            str(path),  # above 2 GiB the exporter does not take a Path for one
-            input_names=[name, names.ATTENTION_MASK],
-            output_names=[*states, *weights],
-            dynamic_axes=axes,
-            opset_version=names.OPSET,
-            dynamo=False,
-        )
-    # Above 2 GiB the exporter writes a file for each weight; read back, they are in the model.
-    model = onnx.load(path)
-    for written in path.parent.iterdir():
-        written.unlink()
+    watched = _Watched(encoder).eval()
+    model = traced.trace(
+        watched,
+        (inputs, mask),
+        path,
+        inputs=[name, names.ATTENTION_MASK],
+        outputs=[*states, *weights],
+        dynamic_axes=axes,
+    )
+    traced.take_weights(model, traced.fold_weights(model, watched))
     return model
 
 
@@ -186,9 +172,11 @@ def _add_positions(model: onnx.ModelProto, encoder: Encoder) -> str:
 
 
 def _only(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
-    """The same model with one of its outputs, and no more than that one needs."""
-    graph = model.graph
-    made_by = {name: node for node in graph.node for name in node.output}
+    """The same model with one of its outputs, and no more than that one needs; its large weights are moved out."""
+    only = onnx.ModelProto()
+    only.CopyFrom(model)
+    graph = only.graph
+    made_by = {name: node for node in model.graph.node for name in node.output}
     needed: set[str] = set()
     open_names = [output]
     while open_names:
@@ -196,33 +184,19 @@ def _only(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
         if name not in needed:
             needed.add(name)
             open_names += made_by[name].input if name in made_by else ()
-    only = onnx.ModelProto()
-    only.CopyFrom(model)
     for field, keep in (
-        ("node", [node for node in graph.node if needed.intersection(node.output)]),
-        ("initializer", [tensor for tensor in graph.initializer if tensor.name in needed]),
-        ("output", [value for value in graph.output if value.name == output]),
+        ("node", [node for node in model.graph.node if needed.intersection(node.output)]),
+        ("initializer", [tensor for tensor in model.graph.initializer if tensor.name in needed]),
+        ("output", [value for value in model.graph.output if value.name == output]),
         ("value_info", []),
     ):
-        only.graph.ClearField(field)
-        getattr(only.graph, field).extend(keep)
+        graph.ClearField(field)
+        getattr(graph, field).extend(keep)
     return only
 
 
-def _move_weights(models: Iterable[onnx.ModelProto], data: BinaryIO) -> None:
-    """Moves the weights of models out into one file; weights of the same name are the same, and are written once."""
-    places: dict[str, tuple[int, int]] = {}  # offset and length, in bytes
-    for tensor in _large(models):
-        raw = tensor.raw_data
-        if tensor.name not in places:
-            data.write(bytes(-data.tell() % _ALIGNMENT_BYTES))
-            places[tensor.name] = (data.tell(), len(raw))
-            data.write(raw)
-        offset, length = places[tensor.name]
-        external_data_helper.set_external_data(tensor, names.DATA_FILE, offset, length)
-        tensor.ClearField("raw_data")
-
-
-def _large(models: Iterable[onnx.ModelProto]) -> Iterator[onnx.TensorProto]:
-    tensors = itertools.chain.from_iterable(model.graph.initializer for model in models)
-    return (tensor for tensor in tensors if len(tensor.raw_data) >= _LEAST_DATA_BYTES)
+def _move_weights(model: onnx.ModelProto, data: BinaryIO) -> None:
+    """Moves the weights of a model out into a file."""
+    for tensor in model.graph.initializer:
+        if len(tensor.raw_data) >= external.LEAST_DATA_BYTES:
+            external.place(tensor, tensor.raw_data, data)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from encserve_export.ground.errors import WeightNamesError, WeightShapeError, WeightValueError
 from encserve_export.models.own.config import EncoderConfig
-from encserve_export.models.own.encoder import Encoder
+from encserve_export.models.own.encoder import Encoder, encoder_of
 
 _MAX_LISTED = 12
 
@@ -51,12 +51,7 @@ class Layout:
         check_names(self.description, tensors, used, self.ignored)
         for name in used:
             check_values(name, tensors[name])
-        with torch.device("meta"):  # sizes that the weights do not have may be larger than any memory
-            shapes = {name: tuple(weight.shape) for name, weight in Encoder(self.config).state_dict().items()}
-        weights = {target: self._weight(tensors, target, shapes[target]) for target in self.names}
-        encoder = Encoder(self.config)
-        encoder.load_state_dict(weights)
-        return encoder.eval().requires_grad_(False)
+        return encoder_of(self.config, lambda target, shape: self._weight(tensors, target, shape))
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Those of a checkpoint's names that belong to poolers and heads; buffers are nobody's loss."""
@@ -134,4 +129,5 @@ def _stack(
     for name in sources:
         if tuple(tensors[name].shape) != share:
             raise WeightShapeError(f"{name} must have the shape {share}; was {tuple(tensors[name].shape)}")
-    return torch.cat([tensors[name].float().T if transposed else tensors[name].float() for name in sources])
+    parts = [tensors[name].float().T if transposed else tensors[name].float() for name in sources]
+    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts)

@@ -1,0 +1,121 @@
+"""Measures what `encserve-export hf` takes: CPU seconds, and its peak memory above that of the process after imports.
+
+    python bench/export_memory.py [--model base|large] [--route ROUTE ...] [--precision PRECISION ...]
+
+The model is BERT in the size of bert-base-uncased or bert-large-uncased with random weights; each export is a process
+of its own. The bound is 3 times the weights in float32 and 500 MB. Linux only: the peak is the kernel's, of all memory
+that the process has at once, mapped files too.
+"""
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+_SIZES = {
+    "base": {},
+    "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+}
+_ROUTES = ("own", "onnx", "transformers")
+_PRECISIONS = ("float32", "float16", "int8")
+_OF_WEIGHTS, _AND_MB = 3, 500
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measures and prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=_SIZES, default="base")
+    parser.add_argument("--route", nargs="+", choices=_ROUTES, default=_ROUTES)
+    parser.add_argument("--precision", nargs="+", choices=_PRECISIONS, default=_PRECISIONS)
+    parser.add_argument("--export", nargs=2, metavar=("ROUTE", "PRECISION"), help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help="where to make the model and the bundles; a temporary folder")
+    options = parser.parse_args(arguments)
+    if options.export:
+        _export(options.folder, *options.export)
+        return
+    with tempfile.TemporaryDirectory(dir=options.folder) as name:
+        folder = Path(name)
+        _in_a_process(["--model", options.model, "--folder", name, "--export", "make", "float32"])
+        weights = (folder / "checkpoint" / "model.safetensors").stat().st_size / 1e6
+        bound = _OF_WEIGHTS * weights + _AND_MB
+        print(f"BERT-{options.model}: {weights:,.0f} MB of weights in float32; at most {bound:,.0f} MB are allowed\n")
+        print("| route | precision | CPU seconds | peak above imports, MB | of the weights |")
+        print("|---|---|---|---|---|")
+        for route in options.route:
+            for precision in options.precision:
+                found = _in_a_process(["--model", options.model, "--folder", name, "--export", route, precision])
+                seconds, peak = map(float, found.split()[-2:]) if found else (float("nan"),) * 2
+                said = "" if peak <= bound else " **over**"
+                row = (route, precision, f"{seconds:.0f}", f"{peak:,.0f}{said}", f"{peak / weights:.1f}")
+                print(f"| {' | '.join(row)} |", flush=True)
+
+
+def _in_a_process(arguments: list[str]) -> str:
+    found = subprocess.run([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True, check=False)
+    return found.stdout if found.returncode == 0 else ""
+
+
+def _make(size: str, folder: Path) -> None:
+    """A checkpoint, and the ONNX file that PyTorch makes of it."""
+    import torch
+    import transformers
+
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(995))]
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**_SIZES[size])).eval()
+    model.save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(words))
+    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    (folder / "onnx").mkdir()
+    ids = torch.zeros((2, 7), dtype=torch.int64)  # (batch, seq)
+    names = ["input_ids", "attention_mask"]
+
+    class Rows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+            rows: torch.Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+            return rows
+
+    torch.onnx.export(
+        Rows(),
+        (ids, torch.ones_like(ids)),
+        str(folder / "onnx" / "model.onnx"),
+        input_names=names,
+        output_names=["last_hidden_state"],
+        dynamic_axes={name: {0: "batch", 1: "seq"} for name in [*names, "last_hidden_state"]},
+        opset_version=20,
+        dynamo=False,
+    )
+
+
+def _export(folder: Path, route: str, precision: str) -> None:
+    checkpoint = folder / "checkpoint"
+    if route == "make":
+        _make(sys.argv[sys.argv.index("--model") + 1], checkpoint)
+        return
+    import transformers.models.bert.modeling_bert  # noqa: F401
+
+    import encserve_export.cli  # noqa: F401
+    from encserve_export import Target, export_hf
+
+    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
+    before, began = _memory_mb("VmRSS"), time.process_time()
+    target = Target(model_repository=folder / "models", name="bert", version=f"{route}-{precision}", overwrite=True)
+    export_hf(checkpoint, target, via=route, precision=precision)  # type: ignore[arg-type]
+    print(time.process_time() - began, _memory_mb("VmHWM") - before)
+
+
+def _memory_mb(field: str) -> float:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (value,) = (line.split()[1] for line in lines if line.startswith(f"{field}:"))
+    return int(value) * 1024 / 1e6
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Has PyTorch's tracing exporter write a module, with its weights in memory no more often than needed.
+
+The exporter itself would hold them up to five times: folded, as protobuf, as bytes, parsed again. So it writes the
+graph alone, in which weights are inputs, and they are added to it here.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import onnx
+import torch
+from onnx import helper, numpy_helper
+from torch import Tensor, nn
+
+from encserve_export.ground import names
+from encserve_export.onnx_graph.external import LEAST_DATA_BYTES, place
+from encserve_export.onnx_graph.nodes import all_nodes
+
+
+def trace(
+    module: nn.Module,
+    arguments: tuple[Tensor, ...],
+    path: Path,
+    *,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    dynamic_axes: Mapping[str, Mapping[int, str]],
+) -> onnx.ModelProto:
+    """Traces a module into a graph whose weights are its last inputs, by their names in the module.
+
+    Args:
+        module: In evaluation mode.
+        arguments: What it is called with.
+        path: A file to write to for a while.
+        inputs: What the arguments are called in the graph.
+        outputs: What its results are called.
+        dynamic_axes: Axes without a fixed size.
+    """
+    with warnings.catch_warnings():
+        # This exporter announces that it will go one day. The graph of its successor is no faster and takes six times
+        # as long to write; torch is pinned, so the day is ours to choose.
+        warnings.filterwarnings("ignore", category=DeprecationWarning, module=r"torch\.onnx|encserve_export")
+        torch.onnx.export(
+            module,
+            arguments,
+            str(path),
+            input_names=list(inputs),
+            output_names=list(outputs),
+            dynamic_axes=dynamic_axes,
+            opset_version=names.OPSET,
+            export_params=False,
+            do_constant_folding=False,
+            dynamo=False,
+        )
+    model: onnx.ModelProto = onnx.load(path)
+    path.unlink()
+    return model
+
+
+def take_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor], data: BinaryIO | None = None) -> None:
+    """Makes the inputs that are weights initializers.
+
+    Args:
+        model: From `trace`.
+        weights: The weights by the names of the inputs.
+        data: Where to write those of 1,024 bytes and more; without it they go into the model.
+    """
+    graph = model.graph
+    for name in [value.name for value in graph.input if value.name in weights]:
+        weight = weights[name].detach().contiguous()
+        kind = helper.np_dtype_to_tensor_dtype(weight.numpy().dtype)
+        tensor = graph.initializer.add(name=name, data_type=kind, dims=weight.shape)
+        if data is None or weight.nbytes < LEAST_DATA_BYTES:
+            tensor.raw_data = weight.numpy().tobytes()
+        else:
+            place(tensor, weight.numpy().reshape(-1).view(np.uint8).data, data)
+    kept = [value for value in graph.input if value.name not in weights]
+    del graph.input[:]
+    graph.input.extend(kept)
+
+
+def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]:
+    """Computes what a graph makes of weights alone: matrices that it transposes, and rows that it takes of tables.
+
+    Args:
+        model: From `trace`.
+        module: What was traced.
+
+    Returns:
+        The weights by the names of the inputs that the graph has now.
+    """
+    graph = model.graph
+    known: dict[str, Tensor] = dict(module.state_dict(keep_vars=True))
+    own, constants, kept = len(known), {}, []
+    for node in graph.node:
+        source = known.get(node.input[0]) if node.input else None
+        if node.op_type == "Constant":
+            constants[node.output[0]] = node.attribute[0].t
+        elif source is not None and node.op_type == "Identity":  # of equal weights the exporter keeps one
+            known[node.output[0]] = source
+        elif source is not None and node.op_type == "Transpose" and list(node.attribute[0].ints) == [1, 0]:
+            known[node.output[0]] = source.T
+            continue
+        elif source is not None and node.op_type == "Gather" and node.input[1] in constants:
+            index = numpy_helper.to_array(constants[node.input[1]])
+            if not index.ndim and not any(its.i for its in node.attribute):
+                known[node.output[0]] = source[int(index)]
+                continue
+        kept.append(node)
+    del graph.node[:]
+    graph.node.extend(kept)
+    used = {name for node in all_nodes(model) for name in node.input}
+    for name, weight in list(known.items())[own:]:
+        kind = helper.np_dtype_to_tensor_dtype(weight.detach().numpy().dtype)
+        graph.input.append(helper.make_tensor_value_info(name, kind, weight.shape))
+    inputs = {value.name: value for value in graph.input if value.name in used or value.name not in known}
+    made = {name for node in kept for name in node.output}
+    del graph.input[:]
+    graph.input.extend(value for name, value in inputs.items() if name not in made)
+    return known
