@@ -18,7 +18,7 @@ NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 
 def export(directory: Path, **options: object) -> Exported:
     target = Target(model_repository=directory.parent / "models", name="m", overwrite=True)
-    return export_hf(directory, target, max_sequence_tokens=20, **options)  # type: ignore[arg-type]
+    return export_hf(directory, target, max_sequence_tokens=20, ids_only=True, **options)  # type: ignore[arg-type]
 
 
 def planned(directory: Path) -> Plan:

@@ -110,7 +110,9 @@ def test_an_onnx_file_with_its_weights_in_another(models: Path, tmp_path: Path) 
     config = {"model_type": "new", "vocab_size": VOCAB_SIZE, "max_position_embeddings": POSITIONS, "pad_token_id": 0}
     (folder / "config.json").write_text(json.dumps(config))
     with fake_hub("somebody/tiny", folder) as endpoint:
-        found = run(endpoint, tmp_path / "hf", "somebody/tiny", "--via", "onnx", "--model-repository", models)
+        found = run(
+            endpoint, tmp_path / "hf", "somebody/tiny", "--via", "onnx", "--ids-only", "--model-repository", models
+        )
     assert found.returncode == 0, found.stderr
     assert (models / "tiny" / "1" / "model.onnx").is_file()
 
