@@ -25,7 +25,7 @@ def rounded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealSer
     for precision in LEAST:
         export_minilm(repository, f"{MODEL}-{precision}", precision)
         small = Target(model_repository=repository, name=f"hf-bert-{precision}")
-        export_once(export_hf, DATA / "hf-bert", target=small, precision=precision)
+        export_once(export_hf, DATA / "hf-bert", target=small, precision=precision, ids_only=True)
     with real_server(repository) as server:
         yield server
 

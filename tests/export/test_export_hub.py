@@ -128,6 +128,7 @@ def test_a_typing_error_in_a_directory_is_no_model_of_the_hub(
     assert "--revision main" in result.stderr
 
 
+@pytest.mark.system
 def test_what_the_hub_does_not_have(data: Path, models: Path, tmp_path: Path) -> None:
     with fake_hub("somebody/tiny-bert", data / "hf-bert") as endpoint:
         for arguments, message in (

@@ -153,7 +153,9 @@ def served_ids(exported: Exported, texts: list[str]) -> list[list[int]]:
     return [it.input.tolist() for it in made if not isinstance(it, str)]
 
 
-@pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
+@pytest.mark.parametrize(
+    "modules", [pytest.param(True, marks=pytest.mark.models), False], ids=["modules", "no modules"]
+)
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_ids_and_vectors_are_those_of_transformers(name: str, modules: bool, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
