@@ -47,7 +47,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for route in options.route:
             for precision in options.precision:
                 found = _in_a_process(["--model", options.model, "--folder", name, "--export", route, precision])
-                seconds, peak = map(float, found.split()[-2:]) if found else (float("nan"),) * 2
+                if not found:
+                    parser.exit(1, f"the export by {route} in {precision} failed\n")
+                seconds, peak = map(float, found.split()[-2:])
                 said = "" if peak <= bound else " **over**"
                 row = (route, precision, f"{seconds:.0f}", f"{peak:,.0f}{said}", f"{peak / weights:.1f}")
                 print(f"| {' | '.join(row)} |", flush=True)

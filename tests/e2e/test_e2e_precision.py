@@ -13,6 +13,7 @@ from encserve_client import EncoderClient
 from encserve_export import Target, export_hf
 from encserve_export.ground.precision import Precision
 
+pytestmark = pytest.mark.models  # exports of the real model in two precisions
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
 ALONE = 0.999
 LENGTHS = (1, 2, 5, 9, 17, 33, 64, 128, 150, 200, 256)

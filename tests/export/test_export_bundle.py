@@ -185,6 +185,7 @@ def test_what_another_export_is_writing_is_left_alone(models: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["while it is written", "between the renames", "after the renames"])
+@pytest.mark.system
 def test_what_a_killed_export_leaves_is_repaired_by_the_next(models: Path, moment: str) -> None:
     """The next export of that name, of another version too."""
     write(models, "old")

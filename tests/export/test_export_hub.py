@@ -34,6 +34,7 @@ def in_a_process(
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
+@pytest.mark.system
 def test_an_id_is_downloaded(data: Path, models: Path, tmp_path: Path) -> None:
     with fake_hub("somebody/tiny-bert", data / "hf-bert", ("main", "v2")) as endpoint:
         found = run(
@@ -87,6 +88,7 @@ def download_files(tmp_path: Path, *names: str) -> set[str]:
     return fetched(tmp_path / "hf")
 
 
+@pytest.mark.system
 def test_pickles_are_fetched_for_the_folders_without_safetensors(tmp_path: Path) -> None:
     names = ["config.json", "model.safetensors", "pytorch_model.bin", "2_Dense/pytorch_model.bin"]
     names += ["3_Dense/model.safetensors", "3_Dense/pytorch_model.bin", "1_Pooling/config.json"]
@@ -97,6 +99,7 @@ def test_pickles_are_fetched_for_the_folders_without_safetensors(tmp_path: Path)
     }  # fmt: skip
 
 
+@pytest.mark.system
 def test_the_onnx_file_is_fetched_where_there_are_no_other_weights(tmp_path: Path) -> None:
     names = ["config.json", "onnx/model.onnx", "onnx/model.onnx_data", "onnx/model_quantized.onnx"]
     assert download_files(tmp_path, *names) == {"config.json", "onnx/model.onnx", "onnx/model.onnx_data"}

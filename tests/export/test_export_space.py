@@ -185,7 +185,7 @@ def test_options_and_precision(tmp_path: Path) -> None:
         {"precision": "int8", "via": "transformers"},
         {"max_sequence_tokens": 30},
     ]
-    plain, *spaces = [space_of(DATA / "hf-bert", tmp_path, **options) for options in asked]
+    plain, *spaces = [space_of(DATA / "hf-bert", tmp_path, ids_only=True, **options) for options in asked]
     assert spaces[:2] == [plain, plain]
     assert spaces[2] == spaces[3]
     assert len({plain, *spaces}) == 3

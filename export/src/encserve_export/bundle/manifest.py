@@ -38,10 +38,11 @@ class Source:
         weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
         vector: How the model was trained to make one vector of a sequence.
         tokenizer: The tokenizer, or None where the model takes token ids only.
-        route: How `hf` made the graph, "own", "onnx" or "transformers"; empty for the other commands.
+        route: How `hf` made the graph, "own", "onnx", "transformers" or "static"; empty for the other
+            commands.
         repository: Where on the Hugging Face hub it came from, OWNER/NAME; empty where it did not.
         revision: The commit there, in hex.
-        pipeline: Compares a bundle's files with sentence-transformers' own reading, see `pipeline.check_pipeline`; None
+        pipeline: Compares a bundle's files with sentence-transformers' own reading, see `check.texts`; None
             where there is none.
         model_digest: What identifies its weights and configuration, see `space`; empty for those of the encoder.
         expected: Rows that the caller's own module made, which the bundle must give; None where there are none.

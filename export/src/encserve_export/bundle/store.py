@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from encserve_export.ground.errors import BundleError, BundleExistsError, BundleNameError
+from encserve_export.ground.errors import BundleError, BundleExistsError, BundleNameError, ParityError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # What lies beside the versions of a model while one is written; a server reads no folder whose name begins with '.'.
@@ -183,7 +183,7 @@ def _explained(*folders: str | Path) -> Iterator[None]:
     """
     try:
         yield
-    except BundleError:
+    except (BundleError, ParityError):
         raise
     except Exception as error:
         cause = str(error) or type(error).__name__
@@ -264,7 +264,7 @@ def _repair(parent: Path) -> None:
     for left in parent.glob(f"{_DRAFT}*"):
         try:
             lock = _lock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:  # an export is writing it
+        except (BlockingIOError, FileNotFoundError):  # an export is writing it, or has just ended
             continue
         if lock is not None:
             shutil.rmtree(left)
@@ -282,11 +282,12 @@ def _publish(folder: Path, final: Path) -> None:
         return
     # Under its own name, by which the next export puts it back if this one is killed before the second rename.
     aside = Path(tempfile.mkdtemp(prefix=_ASIDE, dir=final.parent)) / final.name
-    final.rename(aside)
     try:
+        final.rename(aside)
         folder.rename(final)
-    except OSError:
-        aside.rename(final)
+    except BaseException:
+        if aside.exists():
+            aside.rename(final)
+        aside.parent.rmdir()  # never with a version in it
         raise
-    finally:
-        shutil.rmtree(aside.parent)
+    shutil.rmtree(aside.parent, ignore_errors=True)  # the new version is there; the next export takes away what stays

@@ -169,9 +169,10 @@ def _check_fits(expected: Expected, graph: manifest_pb2.Graph, shape: manifest_p
             f"{path}: sequences must have at most {shape.max_sequence_tokens} tokens, the model's max_sequence_tokens; "
             f"was {inputs.shape[1]}"
         )
-    for name, array in (("rows", expected.rows), ("inputs_embeds", inputs)):
-        if array.ndim == 3 and array.shape[2] != shape.d_model:
-            raise ExpectedFileError(f"{path}: {name} must have the model's d_model {shape.d_model}; was {array.shape}")
+    if expected.rows.shape[2] != shape.d_model:
+        raise ExpectedFileError(
+            f"{path}: rows must have the model's d_model {shape.d_model}; was {expected.rows.shape}"
+        )
     if expected.name == "input_ids" and not (inputs.min() >= 0 and inputs.max() < shape.vocab_size):
         raise ExpectedFileError(
             f"{path}: input_ids must be from 0 to {shape.vocab_size - 1}, padding included; was {inputs.min()} to "

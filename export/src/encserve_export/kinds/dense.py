@@ -59,8 +59,7 @@ def read_dense(directory: Path, repository: str) -> Recipe:
     check_transformer(encoder)
     settings = transformer_settings(encoder)[1]
     if not (directory / MODULES).is_file():
-        lowercase = bool(settings.get("do_lower_case"))
-        return Recipe(encoder=encoder, max_seq_length=settings.get("max_seq_length"), lowercase=lowercase)
+        return Recipe(encoder=encoder, max_seq_length=settings.get("max_seq_length"))
     kinds = [kind for kind, _ in read_modules(directory)]
     if "Router" in kinds or kinds[:1] != ["Transformer"]:
         raise UnsupportedModelError(refusal("Router" if "Router" in kinds else (kinds or ["missing"])[0]))
@@ -78,7 +77,6 @@ def read_dense(directory: Path, repository: str) -> Recipe:
         # What only the tokenizer or the model's positions bound is no choice of the authors.
         max_seq_length=longest_text(first) if says_length(settings) else None,
         tokenizer=first.tokenizer,
-        lowercase=first.do_lower_case,
         tasks=read_tasks(loaded.prompts, first),
     )
 

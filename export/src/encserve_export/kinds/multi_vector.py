@@ -30,7 +30,9 @@ def read_multi_vector(directory: Path) -> Recipe:
     loaded = load(directory, "multi_vector")
     first, *rest = loaded.children()
     if type(first).__name__ != "Transformer":
-        raise UnsupportedModelError(f"{directory}: its first module must be a Transformer of text; was {first}")
+        raise UnsupportedModelError(
+            f"{directory}: its first module must be a Transformer of text; was {type(first).__name__}"
+        )
     check_text(encoder, first)
     projections, mask, pooling = _sorted(rest)
     tasks = {task: _task(task, first, mask, pooling) for task in TASKS}
@@ -48,7 +50,6 @@ def read_multi_vector(directory: Path) -> Recipe:
         max_tokens=shorter,
         template=template_of(first, loaded),
         tokenizer=first.tokenizer,
-        lowercase=first.do_lower_case,
         inline=() if listed else ("linear",),
         modules=facts(directory, loaded, projections),
         **prompts(loaded),

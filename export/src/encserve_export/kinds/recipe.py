@@ -148,7 +148,6 @@ class Recipe:
         encoder: Where the encoder and its tokenizer lie, of a model that comes as a directory.
         max_seq_length: The longest text, in tokens, special ones included; None where nothing says so.
         tokenizer: The tokenizer as sentence-transformers loads it, one of transformers; None where it loads none.
-        lowercase: Whether texts are put into lower case whatever the tokenizer does.
         table: The rows of a static embedding, float32 (vocab_size, d_model); None of any other model.
         inline: The parts among the encoder's own weights that make vectors of its rows.
         modules: What comes after pooling, or after the rows where nothing pools them, in order; without the Normalize
@@ -179,7 +178,6 @@ class Recipe:
     encoder: Path = Path()
     max_seq_length: int | None = None
     tokenizer: Any = None
-    lowercase: bool = False
     table: Rows | None = None
     inline: tuple[str, ...] = ()
     modules: tuple[ModuleFacts, ...] = ()

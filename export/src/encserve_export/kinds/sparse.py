@@ -89,7 +89,6 @@ def read_sparse(directory: Path) -> Recipe:
         max_seq_length=longest_text(transformer),
         tokenizer=transformer.tokenizer,
         template=template_of(transformer, loaded),
-        lowercase=transformer.do_lower_case,
         modules=_facts(directory, pooling, tuple(static.values())),
         **prompts(loaded),
         similarity=loaded.similarity_fn_name,

@@ -28,7 +28,11 @@ def read_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTe
     tokenizer = transformer.tokenizer
     if transformer.processor is not tokenizer:
         raise UnsupportedModelError("texts are rendered as messages by a processor of more than text; " + _ADVICE)
-    if "strftime_now" in tokenizer.get_chat_template():
+    try:
+        source = tokenizer.get_chat_template()
+    except ValueError as error:
+        raise UnsupportedModelError(f"there is no one chat template: {first_line(error)}; {_ADVICE}") from error
+    if "strftime_now" in source:
         raise UnsupportedModelError("the chat template writes the date of the day into every text; " + _ADVICE)
     before, after = _parts(_render(transformer, ""), _TEXT)
     before_prompt = after_prompt = ""

@@ -116,9 +116,10 @@ def refuse_control_flow(module: nn.Module, batch: tuple[Tensor, Tensor], descrip
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
     """Nothing is printed or logged to stderr meanwhile."""
+    before = logging.root.manager.disable
     logging.disable()
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
-        logging.disable(logging.NOTSET)
+        logging.disable(before)

@@ -163,7 +163,7 @@ def load_reference(directory: Path) -> Any:
 
 
 def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None:
-    """Writes a model as ONNX, by the names of `graph`.
+    """Writes a model as ONNX, by the names of a bundle.
 
     Raises:
         UnsupportedModelError: This exporter does not take it.

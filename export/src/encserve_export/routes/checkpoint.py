@@ -83,6 +83,7 @@ def export_checkpoint(
         model_digest=digest,
         expected=expected,
     )
+    del weights, tensors, table  # the encoder has what it needs of them
     try:
         exported = export_encoder(found.encoder, source, target, precision=precision, progress=progress)
     except ExpectedRowsError as error:

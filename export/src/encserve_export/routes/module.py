@@ -73,8 +73,13 @@ class OwnModule:
         given = torch.from_numpy(inputs)
         if given.is_floating_point():  # as the module's numbers are, which may be float64
             given = given.to(next((it.dtype for it in self.module.parameters()), given.dtype))
-        with torch.inference_mode():
-            rows: Rows = self.module(given, torch.from_numpy(mask)).numpy()
+        try:
+            with torch.inference_mode():
+                rows: Rows = self.module(given, torch.from_numpy(mask)).numpy()
+        except Exception as error:  # whatever a module of somebody else's raises
+            raise UnsupportedModelError(
+                f"{self.description} does not run with inputs of shape {tuple(inputs.shape)}: {first_line(error)}"
+            ) from error
         return rows
 
 
@@ -142,13 +147,14 @@ def export_module(
         _check_module(model, batch)
         _refuse_padding(model, options)
         refuse_control_flow(model.module, batch, model.description)
-        tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
         source = Source(
             "module",
             model.description,
             vector=options.vector,
             tokenizer=tokenizer,
-            model_digest=digest_model(tensors, configuration),
+            model_digest=digest_model(
+                {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}, configuration
+            ),
         )
         return _export(model, batch, source, target, options, progress)
 
@@ -172,8 +178,8 @@ def _export(
                 return export_onnx(path, target, options, source=source, reference=model, progress=progress)
         except (UnsupportedModelError, OnnxModelError, ParityError) as error:
             progress(str(error))
-            refused.append(error)
-    raise type(refused[-1])("; ".join(dict.fromkeys(map(str, refused)))) from refused[-1]
+            refused.append(type(error)(str(error)))  # without the frames, which hold the models of this attempt
+    raise type(refused[-1])("; ".join(dict.fromkeys(map(str, refused))))
 
 
 def _input_name(given: Input) -> str:

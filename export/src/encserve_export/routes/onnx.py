@@ -133,6 +133,7 @@ def export_onnx(
         )
         source = dataclasses.replace(source, weights_sha256=source.weights_sha256 or weights, model_digest=digest)
         described = _describe(model, interface, options, vocab_size, runner.d_model)
+        del runner, wanted  # the comparison of texts opens a session of its own
         return complete(folder, target, described, source, parity, files)
 
 

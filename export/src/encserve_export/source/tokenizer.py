@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, normalizers
+from tokenizers import Tokenizer
 
 from encserve_export.ground.errors import TokenizerError, first_line
 from encserve_export.source.texts import TEXTS, around_tokens
@@ -20,7 +20,10 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 FILE = "tokenizer.json"
 # What a tokenizer was written as before there was tokenizer.json.
-OLDER_FILES = ("vocab.txt", "vocab.json", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
+OLDER_FILES = (
+    *("vocab.txt", "vocab.json", "spiece.model", "spm.model", "sentencepiece.model", "sentencepiece.bpe.model"),
+    *("tokenizer.model", "prophetnet.tokenizer"),
+)
 _SPACE = "▁"  # as SentencePiece writes it
 # Letters of scripts that hardly any vocabulary has, and a word that is longer than WordPiece looks up.
 _UNKNOWN = "\U00012000 \ua66e " + "q" * 200
@@ -147,15 +150,12 @@ def tokenizer_source(directory: Path) -> Path | None:
     return next((path for name in (FILE, *OLDER_FILES) if (path := directory / name).is_file()), None)
 
 
-def convert_tokenizer(
-    directory: Path, path: Path, *, lowercase: bool = False, add_special_tokens: bool = True
-) -> TokenizerFile | None:
+def convert_tokenizer(directory: Path, path: Path, *, add_special_tokens: bool = True) -> TokenizerFile | None:
     """Writes the tokenizer that transformers builds of a directory.
 
     Args:
         directory: Where the encoder lies.
         path: The tokenizer.json to write, outside of `directory`.
-        lowercase: Whether sentence-transformers puts texts into lower case (do_lower_case).
         add_special_tokens: Whether the tokenizer puts its special tokens around a text, which is not so behind a chat
             template.
 
@@ -172,10 +172,6 @@ def convert_tokenizer(
     if made_of.name == FILE:
         open_tokenizer(made_of)  # transformers' error for an unreadable file names neither the file nor the cause
     tokenizer = load_tokenizer(directory)
-    if lowercase:
-        backend = _backend(tokenizer, made_of)
-        given = [] if backend.normalizer is None else [backend.normalizer]
-        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *given])
     return write_tokenizer(tokenizer, path, made_of=made_of, add_special_tokens=add_special_tokens)
 
 
@@ -215,7 +211,7 @@ def write_tokenizer(tokenizer: Any, path: Path, *, made_of: Path, add_special_to
 
     Raises:
         TokenizerError: The tokenizer has no backend of the tokenizers library, or the file gives other ids for one of
-            some two hundred difficult texts.
+            some 130 difficult texts and those with its special tokens.
     """
     backend = Tokenizer.from_str(_backend(tokenizer, made_of).to_str())
     backend.no_truncation()

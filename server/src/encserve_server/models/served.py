@@ -344,7 +344,8 @@ class ServedModel:
                 sequences[i].token_spans = place_spans(i, sent_spans, sent, sequences[i])
         if plan.bounds_length:
             self.outputs.check_lengths(plan.outputs, [len(it.input) for it in sequences])
-        for sequence in sequences:
+        for i, sequence in enumerate(sequences):
+            sequence.index = i
             sequence.wanted = plan.outputs
             sequence.cost = len(sequence.input)
             if not plan.is_ordinary:
@@ -366,8 +367,9 @@ class ServedModel:
             sequences = reply.sequences
             if self.bundle.takes_empty_texts:
                 empty = [it for it in sequences if not len(it.input)]
-                self.outputs.compute_empty(empty)
-                sequences = [it for it in sequences if len(it.input)]
+                if empty:
+                    self.outputs.compute_empty(empty)
+                    sequences = [it for it in sequences if len(it.input)]
             if sequences:
                 await self._scheduler.run(sequences, deadline, span)
         if reply.plan.has_sparse:

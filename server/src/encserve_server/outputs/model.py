@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from encserve_server.engine.base import BatchResult, Head
-from encserve_server.errors import FieldPath, InvalidField, Part, TooManyOutputs
+from encserve_server.errors import FieldPath, InferenceFailed, InvalidField, Part, TooManyOutputs
 from encserve_server.outputs.kind import FLOP_PER_US, Kind
 from encserve_server.outputs.loading import NotLoaded, OpenHead, load_heads
 from encserve_server.outputs.multi_vector import MultiVectors
@@ -269,11 +269,15 @@ class ModelOutputs:
         rows = np.zeros((len(sequences), 1, self._bundle.d_model), np.float32)  # (batch, seq, d_model)
         result = BatchResult(rows, [1] * len(sequences), 0.0, 0.0)
         for sequence, arrays in zip(sequences, self.compute(result, sequences), strict=True):
-            if arrays is not None:  # numbers of a head that are not finite are found when the bundle is loaded
-                sequence.outputs = tuple(
-                    array[:0] if output.kind is OutputKind.TOKENS else array
-                    for output, array in zip(sequence.wanted, arrays, strict=True)
+            if arrays is None:
+                raise InferenceFailed(
+                    "{input}: a row of zeros becomes numbers that are not finite",
+                    input=FieldPath(Part.INPUT, sequence.index),
                 )
+            sequence.outputs = tuple(
+                array[:0] if output.kind is OutputKind.TOKENS else array
+                for output, array in zip(sequence.wanted, arrays, strict=True)
+            )
 
 
 def _by_kind(

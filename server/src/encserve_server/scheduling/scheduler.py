@@ -231,8 +231,8 @@ class Scheduler:
                 self._observer.expired()
             raise DeadlineExpired("the deadline had passed before the request was queued")
         ticket = Ticket(sequences, asyncio.get_running_loop().create_future(), len(sequences), span=span)
-        for i, sequence in enumerate(sequences):
-            sequence.ticket, sequence.index = ticket, i
+        for sequence in sequences:
+            sequence.ticket = ticket
             sequence.enqueued_at, sequence.deadline = now, deadline
         with self._lanes.lock:
             self._pending.add(ticket)
