@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from encserve_export.ground.errors import CheckpointFileError, UnsafeWeightsError
-from encserve_export.source.weights import read_checkpoint, read_json, read_table, read_weights
+from encserve_export.ground.errors import CheckpointFileError, ConfigError, UnsafeWeightsError
+from encserve_export.source.weights import check_harmless, read_checkpoint, read_json, read_table, read_weights
 
 
 def test_one_file_and_its_hash(tmp_path: Path) -> None:
@@ -291,3 +291,22 @@ def test_layers_that_share_their_weights_are_read(tmp_path: Path) -> None:
     table = torch.ones(8)
     torch.save({f"layers.{i}.a": table for i in range(48)}, tmp_path / "a.pt")
     assert len(read_checkpoint(tmp_path / "a.pt").tensors) == 48
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"vocab_size": 10**9, "hidden_size": 768},
+        {"vocab_size": 30_000, "dim": 10**7},
+        {"max_position_embeddings": 10**9, "d_model": 64},
+        {"in_features": 10**5, "out_features": 10**5},
+    ],
+)
+def test_tables_that_the_weights_do_not_hold_are_refused(tmp_path: Path, settings: dict[str, int]) -> None:
+    """Before anything is loaded: a library would make them, and fill them with random numbers."""
+    folder = tmp_path / "2_Dense"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file({"a": torch.zeros(1000)}, folder / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"config\.json: .* make a table of [0-9,]+ numbers, and the weights beside"):
+        check_harmless(tmp_path)

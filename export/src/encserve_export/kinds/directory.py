@@ -80,6 +80,8 @@ def kind_of(directory: Path) -> Kind:
     """
     settings, config = (_read_if_there(directory / name) for name in (SETTINGS, "config.json"))
     said = settings.get("model_type")
+    if said is not None and not isinstance(said, str):
+        raise CheckpointFileError(f"{directory / SETTINGS}: model_type must be a text; was {said!r}")
     if said == "CrossEncoder" or (said is None and _scores_pairs(config)):
         raise UnsupportedModelError(f"{directory} is a CrossEncoder: {_PAIRS}")
     if said is not None and said not in _KINDS:
@@ -168,6 +170,8 @@ def check_transformer(directory: Path, task: str = "feature-extraction") -> None
         if length is not None and (type(length) is not int or length < 1):
             raise CheckpointFileError(f"{path} must give {name} as a number of tokens from 1; was {length!r}")
     calls = settings.get("processing_kwargs") or {}
+    if not isinstance(calls, dict):
+        raise CheckpointFileError(f"{path} must give processing_kwargs as an object; was {calls!r}")
     called = {name for kind in ("text", "common") for name in calls.get(kind) or {}}
     if unknown := sorted(called - _HARMLESS_CALLS):
         raise UnsupportedModelError(

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 import pickle
 import re
 import warnings
@@ -26,6 +27,15 @@ _MAX_NESTING = 3
 AGAIN = "download or save it again (in a clone by git: git lfs pull)"
 # No model has as many; each takes time and memory before the weights are looked at.
 MOST_LAYERS = 1024
+# The sizes in a config.json that make one table, the columns by any of their names.
+_WIDTHS = ("hidden_size", "d_model", "dim", "n_embd", "embedding_size")
+_TABLES = (
+    ("vocab_size", _WIDTHS),
+    ("max_position_embeddings", _WIDTHS),
+    ("intermediate_size", _WIDTHS),
+    ("in_features", ("out_features",)),
+)
+_MOST_NUMBERS_OF_A_BYTE, _FREE_NUMBERS = 4, 2**24
 # Parsed, JSON takes up to 30 times its size. The largest tokenizers have some 40 MB, other files seldom 1.
 _MOST_JSON_BYTES, _MOST_TOKENIZER_BYTES = 2**24, 2**27
 # Names of one tensor, as of layers that share their weights, take no memory until they are used.
@@ -84,12 +94,15 @@ def check_harmless(directory: Path) -> None:
 
     Raises:
         CheckpointFileError: A JSON file is too large, a config.json is broken, or an archive is compressed.
-        ConfigError: A config.json has more layers than any model.
+        ConfigError: A config.json has more layers than any model, or describes tables that the weights beside it do
+            not hold.
     """
     files = [path for pattern in ("*", "*/*") for path in sorted(directory.glob(pattern)) if path.is_file()]
     for path in files:
         if path.name == "config.json":
-            _refuse_deep(path, read_json(path))
+            settings = read_json(path)
+            _refuse_deep(path, settings)
+            _refuse_wide(path, settings if isinstance(settings, dict) else {})
         elif path.suffix == ".json":
             _refuse_large(path)
         elif path.suffix in (".bin", ".pt"):
@@ -101,6 +114,21 @@ def _refuse_deep(path: Path, settings: Any) -> None:
         if "layer" in name and type(value) is int and value > MOST_LAYERS:
             raise ConfigError(f"{name} in {path} must be at most {MOST_LAYERS}; was {value}. {AGAIN.capitalize()}")
         _refuse_deep(path, value)
+
+
+def _refuse_wide(path: Path, settings: Mapping[str, Any]) -> None:
+    """Refuses a table that the weights beside a config.json are too small for, with room for quantised ones."""
+    size = sum(file.stat().st_size for end in ("*.safetensors", "*.bin") for file in path.parent.glob(end))
+    for rows, columns in _TABLES:
+        sizes: list[Any] = [settings.get(rows), next((settings[name] for name in columns if name in settings), None)]
+        if not size or not all(type(it) is int and it > 0 for it in sizes):
+            continue
+        if (numbers := math.prod(sizes)) > _MOST_NUMBERS_OF_A_BYTE * size + _FREE_NUMBERS:
+            raise ConfigError(
+                f"{path}: {rows} {sizes[0]} and {columns[0]} {sizes[1]} make a table of {numbers:,} numbers, and the "
+                f"weights beside it have {size:,} bytes. config.json and the weights must be of one model: download or "
+                "save them again, together"
+            )
 
 
 def _refuse_large(path: Path) -> None:
