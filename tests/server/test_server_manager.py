@@ -742,7 +742,7 @@ async def test_the_next_version_waits_for_the_one_that_retires_and_other_models_
 
 
 async def test_a_version_that_waits_for_a_retirement_may_still_change(repository: Repository, serve: Serve) -> None:
-    """SIGHUP loads at once, and without polls nobody would look again."""
+    """SIGHUP loads at once, and without polls the server would not look again."""
     repository.put("1", "a")
     server = await serve()
     with in_use(server.app.catalog.all()[0]):

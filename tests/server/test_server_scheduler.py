@@ -730,7 +730,7 @@ async def test_a_stall_is_noticed_each_time(bench: Bench) -> None:
 
 
 async def test_a_call_of_which_a_part_waits_behind_a_stalled_run_gets_its_error() -> None:
-    """The lane that has the other part goes on; nobody gets its outputs."""
+    """The lane that has the other part goes on; its outputs are not delivered."""
     async for bench in lanes_of(1):  # of 10 tokens
         bench.engine.hold()
         call = asyncio.create_task(bench.encode([np.full(10, i, np.int64) for i in (2, 3)]))

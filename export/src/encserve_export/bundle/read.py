@@ -32,7 +32,7 @@ def read_bundle(directory: Path) -> ReadBundle:
     """Reads the bundle in a folder, <name>/<version>/ of a model repository.
 
     Raises:
-        BundleError: There is none, its format is another, or a file is missing, altered, or not listed.
+        BundleError: There is no bundle, its format is another, or a file is missing, altered, or not listed.
     """
     path = directory / FILE
     try:

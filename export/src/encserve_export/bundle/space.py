@@ -1,4 +1,4 @@
-"""What identifies a vector space: the same for every bundle of one model, whoever exported it and on whatever route.
+"""What identifies a vector space: the same for every bundle of one model, by any exporter and any route.
 
 docs/models.md ("The name of a vector space") defines version s2 in words that another program can implement. What is
 written here follows that page. A change to what counts is a new version with a new prefix, because indexes keep the

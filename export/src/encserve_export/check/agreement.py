@@ -31,6 +31,8 @@ from encserve_export.models.own.encoder import Encoder
 _MEASURED, _MEASURED_TOKENS = 8, 64
 # A sequence of a batch: its length, and how many before it in the batch have the same.
 _Key = tuple[int, int]
+# Enough to see that padding changes rows.
+_PADDED_TOKENS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,6 +241,47 @@ def check_rows(
     bounds = dataclasses.replace(BOUNDS["float32"], error=None) if wanted is None else BOUNDS[precision]
     sequences = _random_inputs(vocab_size, width, max_sequence_tokens) if wanted is None else wanted.sequences
     return _check(run, sequences, pad_token_id, wanted, bounds, advice)
+
+
+def check_padding(
+    model: Reference,
+    description: str,
+    *,
+    vocab_size: int,
+    longest: int | None,
+    pad_token_id: int,
+    advice: str,
+    width: int = 0,
+) -> None:
+    """Refuses a model that gives other rows in a padded batch in PyTorch already: no graph of it would do better.
+
+    Args:
+        model: The model.
+        description: What it is called in the error.
+        vocab_size: As for `check_rows`.
+        longest: The longest sequence, in tokens; None where nothing bounds it.
+        pad_token_id: As for `check_rows`.
+        advice: The end of the error: what to do.
+        width: As for `check_rows`.
+
+    Raises:
+        ParityError: It is such a model.
+    """
+    longest = min(_PADDED_TOKENS, longest or _PADDED_TOKENS)
+    wanted = reference_rows(model, vocab_size=vocab_size, max_sequence_tokens=longest, module=model.module, width=width)
+    try:
+        check_rows(
+            model,
+            vocab_size=vocab_size,
+            max_sequence_tokens=longest,
+            pad_token_id=pad_token_id,
+            wanted=wanted,
+            width=width,
+        )
+    except ParityError as error:
+        raise ParityError(
+            f"{description} gives other rows in a padded batch, in PyTorch already: {error}. {advice}"
+        ) from error
 
 
 def relative_error(got: Rows, want: Rows) -> float:

@@ -14,8 +14,8 @@ from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import ParityError, UnsupportedModelError, first_line
 from encserve_export.ground.precision import BOUNDS, Bounds, allowed
 from encserve_export.ground.runtime import onnxruntime
-from encserve_export.kinds.directory import MODULES, kind_of, load, quiet, transformer_folder
-from encserve_export.kinds.recipe import TASKS
+from encserve_export.kinds.directory import MODULES, load, quiet
+from encserve_export.kinds.recipe import NO_BOUND, TASKS, Recipe
 from encserve_export.models import pretrained
 from encserve_export.source.texts import TEXTS
 from encserve_export.source.tokenizer import BundleTokenizer, difficult_texts, listed_ids, load_tokenizer, shortened
@@ -23,10 +23,9 @@ from encserve_export.source.weights import holds_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
 TOLERANCE = 1e-4
-# Where neither a directory nor a caller says how long texts may be, at most so many tokens are served: nobody embeds
-# what decoders have positions for, and checking it takes hours.
+# Where neither a directory nor a caller says how long texts may be, at most so many tokens are served:
+# all that decoders have positions for is of no use to embeddings, and checking it takes hours.
 LONGEST_BY_DEFAULT = 8192
-_NO_BOUND = 1_000_000  # where nobody set a tokenizer's longest text, transformers has a number of 31 digits
 _LEAST_WEIGHT = 1e-5  # by which a weight may differ whatever it is
 _SENTENCE = "The cat sleeps on the warm windowsill while it rains. "
 _LONG = 200 * _SENTENCE
@@ -68,6 +67,7 @@ class Compared:
 
 def check_pipeline(
     directory: Path,
+    recipe: Recipe,
     requested: int | None,
     progress: Callable[[str], None],
     folder: Path,
@@ -79,6 +79,7 @@ def check_pipeline(
 
     Args:
         directory: What they read.
+        recipe: What `kinds.reading.read` made of it.
         requested: The longest sequence that was asked for, in tokens; None where the directory decides.
         progress: Called with what is being done, or why it is not.
         folder: The bundle's files.
@@ -92,7 +93,7 @@ def check_pipeline(
         ConfigError: transformers cannot load it.
         ParityError: Ids, a length or a vector are others.
     """
-    kind, encoder = kind_of(directory), transformer_folder(directory)
+    kind, encoder = recipe.kind, recipe.encoder
     if kind == "dense" and not holds_weights(encoder):
         progress("going on without a comparison of texts: there are no weights")
         return None
@@ -120,17 +121,17 @@ def _check_lengths(transformer: Any, requested: int | None, manifest: manifest_p
     """
     longest = manifest.encoder.max_sequence_tokens
     positions = pretrained.positions(transformer.model, transformer.config)
-    usual = transformer.max_seq_length or _NO_BOUND
+    usual = transformer.max_seq_length or NO_BOUND
     for task in ("", *TASKS):
         settings = _settings(manifest, task)
         if settings.HasField("expansion") or settings.HasField("static_sparse"):
             continue  # sentence-transformers decides on their length by itself
         ours = settings.max_tokens or longest
         own = getattr(transformer, f"{task}_length", None) if task else None
-        due = min(own or usual, positions or _NO_BOUND)
+        due = min(own or usual, positions or NO_BOUND)
         if requested is not None:
             due = min(own, requested) if own else requested
-        if ours != due and not (due >= _NO_BOUND or ours == LONGEST_BY_DEFAULT < due):
+        if ours != due and not (due >= NO_BOUND or ours == LONGEST_BY_DEFAULT < due):
             asked = f"the task {task}" if task else "no task"
             raise ParityError(
                 f"the bundle cuts texts of {asked} to {ours} tokens, sentence-transformers to {due}; {_ADVICE}, or say "
@@ -369,7 +370,7 @@ def _compare_weights(theirs: Any, ours: "_Pipeline") -> Compared:
     for task, encode in (("query", theirs.encode_query), ("document", theirs.encode_document)):
         made = _encode(encode, texts, max_active_dims=manifest.sparse.width, convert_to_sparse_tensor=False)
         got = np.concatenate([ours.weights(text, task) for text in texts])  # (texts, width)
-        first = 0 if judge.bounds.cosine is None else 1  # nobody looks for an empty text, whose few weights move most
+        first = 0 if judge.bounds.cosine is None else 1  # an empty text's few weights move most
         judge.weights(got[first:], made.numpy()[first:], f"the task {task}", len(texts) - first)
     return judge.compared
 

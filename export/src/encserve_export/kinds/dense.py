@@ -20,26 +20,16 @@ from encserve_export.kinds.directory import (
     transformer_folder,
     transformer_settings,
 )
-from encserve_export.kinds.recipe import TASKS, ModuleFacts, Recipe, Steps
+from encserve_export.kinds.recipe import NO_BOUND, TASKS, ModuleFacts, Recipe, Steps, read_pooling
 from encserve_export.kinds.template import read_template
 from encserve_export.source.weights import holds_weights, read_json, read_object, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# Where nobody set a longest text, transformers writes a number of 31 digits.
-_NO_BOUND = 1_000_000
 _SENTENCE = "sentence_embedding"
 # How a text becomes rows; anything else changes them.
 _TEXT = {
     "feature-extraction": {"method": "forward", "method_output_name": "last_hidden_state"},
     "fill-mask": {"method": "forward", "method_output_name": "logits"},
-}
-_POOLINGS = {
-    "mean": manifest_pb2.POOLING_MEAN,
-    "cls": manifest_pb2.POOLING_CLS,
-    "max": manifest_pb2.POOLING_MAX,
-    "lasttoken": manifest_pb2.POOLING_LAST_TOKEN,
-    "weightedmean": manifest_pb2.POOLING_WEIGHTED_MEAN,
-    "mean_sqrt_len_tokens": manifest_pb2.POOLING_MEAN_SQRT_LENGTH,
 }
 
 
@@ -110,7 +100,7 @@ def read_vector(
         kind = type(module).__name__
         if kind == "Pooling" and not recipe.pooling:
             modes = module.pooling_mode
-            first, *more = [_POOLINGS[it] for it in ([modes] if isinstance(modes, str) else modes)]
+            first, *more = [read_pooling(it) for it in ([modes] if isinstance(modes, str) else modes)]
             recipe = dataclasses.replace(
                 recipe, pooling=first, more_poolings=tuple(more), skips_prompt=not module.include_prompt
             )
@@ -185,7 +175,7 @@ def template_of(transformer: Any, loaded: Any) -> manifest_pb2.TextTemplate | No
 def longest_text(transformer: Any) -> int | None:
     """The most tokens of a text that sentence-transformers gives the model; None where nothing bounds it."""
     length = transformer.max_seq_length
-    return length if length is not None and length < _NO_BOUND else None
+    return length if length is not None and length < NO_BOUND else None
 
 
 def read_tasks(prompts: Mapping[str, str], transformer: Any) -> dict[str, manifest_pb2.TaskSettings]:

@@ -231,7 +231,7 @@ def load(directory: Path, kind: Kind, repository: str = "") -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within this block sentence-transformers says nothing of what it mends, on the log or the error stream."""
+    """Within this block sentence-transformers logs and prints nothing about what it repairs."""
     logger = logging.getLogger("sentence_transformers")
     level = logger.level
     logger.setLevel(logging.ERROR)

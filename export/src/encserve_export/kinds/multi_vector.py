@@ -1,6 +1,6 @@
 """Reads a multi-vector (late interaction) directory: sentence-transformers loads it, whatever wrote it.
 
-It knows the layouts of its own, of PyLate and of Stanford's ColBERT, and mends what older ones lack. What it has made
+It knows the layouts of its own, of PyLate and of Stanford's ColBERT, and adds what older ones lack. What it has made
 of a directory is translated here; what a bundle cannot express is refused.
 """
 

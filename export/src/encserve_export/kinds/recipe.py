@@ -15,6 +15,8 @@ from encserve_proto.bundle.v1 import manifest_pb2
 
 Kind = Literal["dense", "multi_vector", "sparse", "static"]
 TASKS = ("query", "document")
+# Where no longest text is set for a tokenizer, transformers writes a number of 31 digits.
+NO_BOUND = 1_000_000
 # By the names that clients use.
 POOLINGS = {
     "mean": manifest_pb2.POOLING_MEAN,
@@ -36,7 +38,7 @@ def read_pooling(name: str) -> manifest_pb2.Pooling:
     """The pooling of that name, the clients' or sentence-transformers'.
 
     Raises:
-        ConfigError: There is none of that name.
+        ConfigError: No pooling has that name.
     """
     pooling = POOLINGS.get(POOLING_ALIASES.get(name, name))
     if pooling is None:

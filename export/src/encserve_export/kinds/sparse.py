@@ -13,15 +13,13 @@ from torch import Tensor, nn
 from encserve_export.ground.errors import UnsupportedModelError
 from encserve_export.kinds.dense import check_text, longest_text, prompts, read_tasks, template_of
 from encserve_export.kinds.directory import check_transformer, load, routed_modules, transformer_folder
-from encserve_export.kinds.recipe import TASKS, ModuleFacts, Recipe, SparseHead, StaticWeights
+from encserve_export.kinds.recipe import NO_BOUND, TASKS, ModuleFacts, Recipe, SparseHead, StaticWeights
 from encserve_export.source.weights import holds_weights, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _POOLINGS = {"max": manifest_pb2.SPARSE_POOLING_MAX, "sum": manifest_pb2.SPARSE_POOLING_SUM}
 _LOGARITHMS = {"relu": 1, "log1p_relu": 2}
 _STATIC = "SparseStaticEmbedding"
-# Where nobody set a tokenizer's longest text, transformers writes a number of 31 digits.
-_NO_BOUND = 1_000_000
 
 
 class SpladeLayers(nn.Module):
@@ -160,7 +158,7 @@ def _static(directory: Path, module: Any, task: str, width: int) -> StaticWeight
     files = manifest_pb2.StaticSparse(
         tokenizer_file=f"{task}_tokenizer.json",
         weights_file=f"{task}_weights.npy",
-        max_tokens=longest if longest < _NO_BOUND else 0,
+        max_tokens=longest if longest < NO_BOUND else 0,
     )
     return StaticWeights(module.weight, tokenizer, files)
 

@@ -37,7 +37,7 @@ from encserve_export.ground.errors import (
 from encserve_export.ground.precision import Precision, allowed
 from encserve_export.kinds.bge_m3 import with_bge_m3
 from encserve_export.kinds.reading import read
-from encserve_export.kinds.recipe import Recipe, read_pooling
+from encserve_export.kinds.recipe import NO_BOUND, Recipe, read_pooling
 from encserve_export.kinds.static import write_graph
 from encserve_export.models import pretrained
 from encserve_export.models.module import EXPORTERS
@@ -68,7 +68,6 @@ ONNX_FILE = Path("onnx", "model.onnx")
 _OWN_LAST: tuple[Route, ...] = ("onnx", "transformers", "own")
 # Models whose positions begin after the padding's row.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
-_PADDED_TOKENS = 32
 # The batch that our own encoder is compared with transformers by: longer than the windows of local attention.
 _COMPARED_TOKENS = (160, 7, 1)
 _TOLERANCE = 1e-5
@@ -219,7 +218,7 @@ def export_hf(
             )
         if text:
             progress(text)
-        pipeline = functools.partial(check_pipeline, directory, max_sequence_tokens, progress)
+        pipeline = functools.partial(check_pipeline, directory, recipe, max_sequence_tokens, progress)
         build = _Build(planned, target, tokenizer, max_sequence_tokens, precision, origin, progress, pipeline, expected)
         exported = _try_routes(build) if via is None or recipe.table is not None else _build_as_asked(build, via)
     # The head of a language model makes no rows, but weights of them.
@@ -418,8 +417,7 @@ def _longest(recipe: Recipe, positions: int | None, asked: int | None) -> tuple[
 def _model_max_length(directory: Path) -> int | None:
     path = directory / "tokenizer_config.json"
     length = read_object(path).get("model_max_length") if path.is_file() else None
-    # Where nobody set one, transformers writes a number of 31 digits.
-    return length if type(length) is int and 0 < length < 1_000_000 else None
+    return length if type(length) is int and 0 < length < NO_BOUND else None
 
 
 def longest_sequence(positions: int, usual: int | None, asked: int | None) -> tuple[int, str]:
@@ -521,7 +519,15 @@ def _build_transformers(build: _Build) -> Exported:
     facts = _Facts(model.positions, model.pad_token_id, model.vocab_size)
     source = build.source("transformers", model.description, weights)
     del weights  # the model has what it needs of them
-    _refuse_padding(model)
+    agreement.check_padding(
+        model,
+        model.description,
+        vocab_size=model.vocab_size,
+        longest=model.positions,
+        pad_token_id=model.pad_token_id,
+        advice="What it makes of a text depends on the texts beside it, so it cannot be served in batches: choose "
+        "another model",
+    )
     refused: ExportError | None = None
     for exporter in EXPORTERS:
         build.progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
@@ -550,26 +556,6 @@ def _build_static(build: _Build) -> Exported:
         write_graph(recipe.table, path)
         source = build.source("static", "StaticEmbedding", weights)
         return _export_file(path, build, _Facts(None, 0, len(recipe.table)), source, None)
-
-
-def _refuse_padding(model: TransformersModel) -> None:
-    """Refuses a model that gives other rows in a padded batch in PyTorch already: no graph of it would do better."""
-    longest = min(_PADDED_TOKENS, model.positions or _PADDED_TOKENS)
-    try:
-        agreement.check_rows(
-            model,
-            vocab_size=model.vocab_size,
-            max_sequence_tokens=longest,
-            pad_token_id=model.pad_token_id,
-            wanted=agreement.reference_rows(
-                model, vocab_size=model.vocab_size, max_sequence_tokens=longest, module=model.module
-            ),
-        )
-    except ParityError as error:
-        raise ParityError(
-            f"{model.description} gives other rows in a padded batch, in PyTorch already: {error}. What it makes of a "
-            "text depends on the texts beside it, so it cannot be served in batches: choose another model"
-        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,6 @@ from encserve_export.onnx_graph.foreign import Names
 from encserve_export.routes.onnx import OnnxOptions, check_options, export_onnx
 from encserve_export.source.tokenizer import TokenizerFile
 
-_PADDED_TOKENS = 32
 _INPUT_NAMES: Mapping[Input, str] = {"token_ids": names.INPUT_IDS, "embeddings": names.EMBEDDINGS}
 
 
@@ -145,7 +144,15 @@ def export_module(
         batch = example(lambda length: _draw(model, length))
         progress(f"running {model.description}")
         _check_module(model, batch)
-        _refuse_padding(model, options)
+        agreement.check_padding(
+            model,
+            model.description,
+            vocab_size=model.vocab_size,
+            longest=options.max_sequence_tokens,
+            pad_token_id=options.pad_token_id,
+            advice="Where the mask is False, no token may be attended to",
+            width=model.width,
+        )
         refuse_control_flow(model.module, batch, model.description)
         source = Source(
             "module",
@@ -246,28 +253,6 @@ def _check_module(model: OwnModule, batch: tuple[Tensor, Tensor]) -> None:
         raise UnsupportedModelError(f"{description} gives rows of {made.shape[2]} numbers; d_model is {model.width}")
     if not bool(torch.isfinite(made[mask == 1]).all()):
         raise UnsupportedModelError(f"{description} gives rows that are not finite")
-
-
-def _refuse_padding(model: OwnModule, options: OnnxOptions) -> None:
-    """Refuses a module that gives other rows in a padded batch in PyTorch already."""
-    longest = min(_PADDED_TOKENS, options.max_sequence_tokens)
-    wanted = agreement.reference_rows(
-        model, vocab_size=model.vocab_size, max_sequence_tokens=longest, module=model.module, width=model.width
-    )
-    try:
-        agreement.check_rows(
-            model,
-            vocab_size=model.vocab_size,
-            max_sequence_tokens=longest,
-            pad_token_id=options.pad_token_id,
-            wanted=wanted,
-            width=model.width,
-        )
-    except ParityError as error:
-        raise ParityError(
-            f"{model.description} gives other rows in a padded batch, in PyTorch already: {error}. Where the mask is "
-            "False, no token may be attended to"
-        ) from error
 
 
 @contextlib.contextmanager

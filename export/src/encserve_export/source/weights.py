@@ -275,7 +275,7 @@ def _refuse_compressed(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             unpacked = sum(entry.file_size for entry in archive.infolist())
     except (zipfile.BadZipFile, OSError, NotImplementedError):
-        return  # an older format, or a broken file, which torch.load tells of
+        return  # an older format, or a broken file, which torch.load reports
     size = path.stat().st_size
     if unpacked > 2 * size:
         raise CheckpointFileError(

@@ -32,7 +32,7 @@ class TextTokenizer:
         largest_id: The largest id that it may give; also of those that it puts around a text, which need not be in its
             vocabulary.
         max_token_bytes: The longest string of its vocabulary, in bytes of UTF-8.
-        template: What stands around every text, or None; whoever calls `tokenize` puts it there.
+        template: What stands around every text, or None; the caller of `tokenize` puts it there.
     """
 
     def __init__(
