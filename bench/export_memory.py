@@ -1,18 +1,22 @@
 """Measures what `encserve-export hf` takes: CPU seconds, and its peak memory above that of the process after imports.
 
-    python bench/export_memory.py [--model base|large] [--route ROUTE ...] [--precision PRECISION ...]
+    python bench/export_memory.py [--model base|large] [--route ROUTE ...] [--precision PRECISION ...] [--shares]
 
 The model is BERT in the size of bert-base-uncased or bert-large-uncased with random weights; each export is a process
 of its own. The bound is 3 times the weights in float32 and 500 MB. Linux only: the peak is the kernel's, of all memory
-that the process has at once, mapped files too.
+that the process has at once, mapped files too. --shares measures with a profiler which part of the time each check
+takes, in seconds; a check that runs inside another counts in both.
 """
 
 import argparse
+import cProfile
+import pstats
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 _SIZES = {
@@ -22,6 +26,17 @@ _SIZES = {
 _ROUTES = ("own", "onnx", "transformers")
 _PRECISIONS = ("float32", "float16", "int8")
 _OF_WEIGHTS, _AND_MB = 3, 500
+# The functions whose time --shares shows, by file.
+_CHECKS = {
+    "padding in PyTorch": ("check/agreement.py", "check_padding"),
+    "our own encoder with transformers": ("routes/hf.py", "_rows_of_transformers"),
+    "rows in PyTorch, with float64": ("check/agreement.py", "_reference"),
+    "rows in ONNX Runtime": ("check/agreement.py", "_check"),
+    "inspection": ("check/agreement.py", "check_inspection"),
+    "texts": ("check/texts.py", "check_pipeline"),
+    "the tokenizer's ids": ("source/tokenizer.py", "write_tokenizer"),
+    "space_id": ("bundle/space.py", "digest_model"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -30,16 +45,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--model", choices=_SIZES, default="base")
     parser.add_argument("--route", nargs="+", choices=_ROUTES, default=_ROUTES)
     parser.add_argument("--precision", nargs="+", choices=_PRECISIONS, default=_PRECISIONS)
+    parser.add_argument("--shares", action="store_true", help="measure the checks, not the memory")
     parser.add_argument("--export", nargs=2, metavar=("ROUTE", "PRECISION"), help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help="where to make the model and the bundles; a temporary folder")
     options = parser.parse_args(arguments)
     if options.export:
-        _export(options.folder, *options.export)
+        route, precision = options.export
+        if route == "make":
+            _make(options.model, options.folder / "checkpoint")
+        else:
+            (_profile if options.shares else _export)(options.folder, route, precision)
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
         _in_a_process(["--model", options.model, "--folder", name, "--export", "make", "float32"])
         weights = (folder / "checkpoint" / "model.safetensors").stat().st_size / 1e6
+        if options.shares:
+            print(f"| route | precision | all | {' | '.join(_CHECKS)} |\n|{'---|' * (3 + len(_CHECKS))}")
+            for route in options.route:
+                for precision in options.precision:
+                    asked = ["--model", options.model, "--folder", name, "--export", route, precision, "--shares"]
+                    print(_in_a_process(asked).splitlines()[-1], flush=True)
+            return
         bound = _OF_WEIGHTS * weights + _AND_MB
         print(f"BERT-{options.model}: {weights:,.0f} MB of weights in float32; at most {bound:,.0f} MB are allowed\n")
         print("| route | precision | CPU seconds | peak above imports, MB | of the weights |")
@@ -96,21 +123,34 @@ def _make(size: str, folder: Path) -> None:
     )
 
 
-def _export(folder: Path, route: str, precision: str) -> None:
-    checkpoint = folder / "checkpoint"
-    if route == "make":
-        _make(sys.argv[sys.argv.index("--model") + 1], checkpoint)
-        return
+def _imported(folder: Path, route: str, precision: str) -> Callable[[], object]:
+    """The export, once what it needs is imported."""
     import transformers.models.bert.modeling_bert  # noqa: F401
 
     import encserve_export.cli  # noqa: F401
     from encserve_export import Target, export_hf
 
-    Path("/proc/self/clear_refs").write_text("5")  # begins the peak anew
-    before, began = _memory_mb("VmRSS"), time.process_time()
     target = Target(model_repository=folder / "models", name="bert", version=f"{route}-{precision}", overwrite=True)
-    export_hf(checkpoint, target, via=route, precision=precision)  # type: ignore[arg-type]
+    return partial(export_hf, folder / "checkpoint", target, via=route, precision=precision)  # type: ignore[arg-type]
+
+
+def _export(folder: Path, route: str, precision: str) -> None:
+    export = _imported(folder, route, precision)
+    Path("/proc/self/clear_refs").write_text("5")  # starts the peak over
+    before, began = _memory_mb("VmRSS"), time.process_time()
+    export()
     print(time.process_time() - began, _memory_mb("VmHWM") - before)
+
+
+def _profile(folder: Path, route: str, precision: str) -> None:
+    export = _imported(folder, route, precision)
+    profile = cProfile.Profile(time.process_time)
+    profile.runcall(export)
+    times = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    found = [max(cumulative for *_, cumulative, _ in times.values())]
+    for file, function in _CHECKS.values():
+        found.append(sum(its[3] for (path, _, name), its in times.items() if name == function and path.endswith(file)))
+    print(f"| {route} | {precision} | {' | '.join(f'{it:.1f}' for it in found)} |")
 
 
 def _memory_mb(field: str) -> float:

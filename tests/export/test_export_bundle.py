@@ -304,3 +304,23 @@ def test_a_name_made_of_a_directory(tmp_path: Path, directory: str, name: str) -
 def test_a_directory_without_a_usable_name(tmp_path: Path) -> None:
     with pytest.raises(BundleNameError, match="give one with --name"):
         name_from(tmp_path / "___")
+
+
+@pytest.mark.parametrize("enter", ["draft", "temporary"])
+def test_a_signal_that_comes_while_a_folder_is_made_leaves_nothing(
+    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enter: str
+) -> None:
+    make = tempfile.mkdtemp
+
+    def make_and_signal(**arguments: object) -> str:
+        folder = make(**arguments)  # type: ignore[call-overload]
+        os.kill(os.getpid(), signal.SIGINT)
+        return str(folder)
+
+    monkeypatch.setattr(tempfile, "mkdtemp", make_and_signal)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = everything(tmp_path)
+    folder = draft(models, "m", "1", overwrite=False) if enter == "draft" else temporary_folder()
+    with pytest.raises(KeyboardInterrupt), folder:
+        pass
+    assert everything(tmp_path) == before

@@ -19,7 +19,7 @@ from tokenizers import (
 )
 
 from encserve_export import Exported, Target, export_hf
-from encserve_export.ground.errors import ParityError, TokenizerError, UnsupportedModelError
+from encserve_export.ground.errors import ConfigError, ParityError, TokenizerError, UnsupportedModelError
 from encserve_export.kinds import dense
 from encserve_export.models.own.layouts import hf_bert
 from encserve_export.routes import hf
@@ -290,6 +290,13 @@ def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.
     directory = write_directory(tmp_path / "directory", "no settings", modules=False)
     with pytest.raises(ParityError, match=r"gives another vector than transformers for the text '.*' with no prompt"):
         export(directory)
+    assert not (tmp_path / "models").exists()
+
+
+def test_ids_only_beside_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "directory", "no settings", modules=False)
+    with pytest.raises(ConfigError, match="--ids-only is for a directory without a tokenizer, and .* has one"):
+        export(directory, ids_only=True)
     assert not (tmp_path / "models").exists()
 
 

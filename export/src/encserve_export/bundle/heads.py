@@ -21,6 +21,8 @@ FILE = "head.onnx"
 MULTI_VECTOR_FILE, SPARSE_FILE = "multi_vector.onnx", "sparse.onnx"
 _POOLED, _ROWS, _MASK, _OUTPUT = "pooled", "rows", "mask", "vectors"
 _TOLERANCE, _WEIGHT_TOLERANCE = 1e-5, 1e-4
+# Of so few rows even weights over a vocabulary of 250,000 take little memory.
+_ROWS_COMPARED = 32
 
 
 def write_head(head: nn.Module, pooled_width: int, folder: Path) -> manifest_pb2.Head:
@@ -30,7 +32,7 @@ def write_head(head: nn.Module, pooled_width: int, folder: Path) -> manifest_pb2
         CheckpointFileError: It does not take vectors of `pooled_width` numbers.
         ParityError: ONNX Runtime gives other vectors than PyTorch.
     """
-    example = _example(_POOLED, 3, pooled_width)  # (batch, pooled_width)
+    example = _example(_POOLED, _ROWS_COMPARED, pooled_width)  # (batch, pooled_width)
     width = _write(head, example, folder / FILE, "the modules after pooling")
     return manifest_pb2.Head(file=FILE, input_name=_POOLED, output_name=_OUTPUT, width=width)
 
@@ -42,7 +44,7 @@ def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> man
         CheckpointFileError: It does not take rows of `d_model` numbers.
         ParityError: ONNX Runtime gives other vectors than PyTorch.
     """
-    example = _example(_ROWS, 3, d_model)  # (tokens, d_model)
+    example = _example(_ROWS, _ROWS_COMPARED, d_model)  # (tokens, d_model)
     width = _write(head.module, example, folder / MULTI_VECTOR_FILE, "the modules after the encoder")
     return manifest_pb2.MultiVector(
         file=MULTI_VECTOR_FILE,
@@ -62,10 +64,11 @@ def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Pat
         ParityError: ONNX Runtime gives other weights than PyTorch.
     """
     own_id = head.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
-    example = _example(_ROWS, 3, shape.d_model)  # (tokens, d_model)
+    example = _example(_ROWS, _ROWS_COMPARED, shape.d_model)  # (tokens, d_model)
     if not own_id:
-        example = _example(_ROWS, 2, 3, shape.d_model)  # (batch, seq, d_model)
-        example[_MASK] = torch.tensor([[1.0, 1, 1], [1, 1, 0]])  # (batch, seq)
+        example = _example(_ROWS, 2, _ROWS_COMPARED // 2, shape.d_model)  # (batch, seq, d_model)
+        example[_MASK] = torch.ones(example[_ROWS].shape[:2])  # (batch, seq)
+        example[_MASK][1, 2:] = 0
     what = "what makes weights over the vocabulary"
     width = _write(head.module, example, folder / SPARSE_FILE, what, weights=True)
     return manifest_pb2.Sparse(

@@ -111,18 +111,17 @@ def temporary_folder() -> Iterator[Path]:
     Raises:
         BundleError: It cannot be made, or its disk is full; the text names it.
     """
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="encserve-export-"))
-    except OSError as error:
-        raise BundleError(
-            f"no temporary folder can be made: {error}; make room there, or name another folder with TMPDIR"
-        ) from error
-    try:
+    with contextlib.ExitStack() as made:
+        try:
+            with held_signals():  # a signal in between would leave the folder
+                folder = Path(tempfile.mkdtemp(prefix="encserve-export-"))
+                made.callback(_remove, folder)
+        except OSError as error:
+            raise BundleError(
+                f"no temporary folder can be made: {error}; make room there, or name another folder with TMPDIR"
+            ) from error
         with _explained(folder.parent):
             yield folder
-    finally:
-        with held_signals():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -156,23 +155,24 @@ def held_signals() -> Iterator[None]:
 @contextlib.contextmanager
 def _folder_in(parent: Path) -> Iterator[Path]:
     """An empty folder in a model's folder, locked while it is used; removed at the end, if it is still there."""
-    with _parents(parent):
-        lock = None
+    with _parents(parent), contextlib.ExitStack() as made:
         try:
-            with _locked(parent):
+            with _locked(parent), held_signals():  # a signal in between would leave the folder
                 _repair(parent)
                 folder = Path(tempfile.mkdtemp(prefix=_DRAFT, dir=parent))
-                lock = _lock(folder)
+                made.callback(_remove, folder, _lock(folder))
         except OSError as error:
             raise BundleError(f"nothing can be written in {parent}: {error}") from error
-        try:
-            with _explained(parent, tempfile.gettempdir()):
-                yield folder
-        finally:
-            with held_signals():
-                shutil.rmtree(folder, ignore_errors=True)
-                if lock is not None:
-                    os.close(lock)
+        with _explained(parent, tempfile.gettempdir()):
+            yield folder
+
+
+def _remove(folder: Path, lock: int | None = None) -> None:
+    """Removes a folder, if it is still there, and then its lock."""
+    with held_signals():
+        shutil.rmtree(folder, ignore_errors=True)
+        if lock is not None:
+            os.close(lock)
 
 
 @contextlib.contextmanager

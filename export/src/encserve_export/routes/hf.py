@@ -40,14 +40,14 @@ from encserve_export.kinds.reading import read
 from encserve_export.kinds.recipe import NO_BOUND, Recipe, read_pooling
 from encserve_export.kinds.static import write_graph
 from encserve_export.models import pretrained
-from encserve_export.models.module import EXPORTERS
+from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.encoder import Encoder, shortened
 from encserve_export.models.own.layouts import hf_bert, hf_rotary
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.models.pretrained import TransformersModel
 from encserve_export.onnx_graph.query_blocks import LONGEST_AT_ONCE
 from encserve_export.routes.encoder import export_encoder
-from encserve_export.routes.onnx import OnnxOptions, export_onnx
+from encserve_export.routes.onnx import OnnxOptions, export_onnx, export_traced
 from encserve_export.source.hub import Snapshot
 from encserve_export.source.tokenizer import (
     TokenizerFile,
@@ -211,6 +211,11 @@ def export_hf(
             recipe = dataclasses.replace(recipe, pooling=read_pooling(pooling))
         planned = plan(recipe, max_sequence_tokens)
         _check_sides(recipe.encoder)
+        if tokenizer is not None and ids_only:
+            raise ConfigError(
+                f"--ids-only is for a directory without a tokenizer, and {directory} has one: leave --ids-only "
+                "out, and the model takes text and token ids"
+            )
         if tokenizer is None and not ids_only:
             raise TokenizerError(
                 f"{directory} has no {manifest.TOKENIZER_FILE}, nor an older file to make one of: put the one there "
@@ -448,55 +453,75 @@ def _build_own(build: _Build) -> Exported:
     source = build.source("own", layout.description, weights)
     tensors = hf_bert.plain_names(weights.tensors)
     heads = sorted({name.partition(".")[0] for name in layout.unused(tensors)})
+    rotary = planned.settings["model_type"] in hf_rotary.MODEL_TYPES
     try:
-        encoder = shortened(layout.load(tensors), longest)
+        layout.check_names(tensors)
     except WeightNamesError as error:
-        if planned.settings["model_type"] not in hf_rotary.MODEL_TYPES:
+        if not rotary:
             raise
         raise UnsupportedModelError(str(error)) from error  # transformers reads these by other names too
-    build.progress("comparing our own encoder with transformers")
-    _compare_with_transformers(encoder, planned.directory, weights)
-    del weights, tensors  # the encoder has what it needs of them
+    build.progress("running transformers' model, which our own encoder is compared with")
+    wanted = _rows_of_transformers(planned.directory, weights, layout.config, longest)
+    encoder = shortened(layout.load(tensors), longest)
+    _compare_with_transformers(encoder, wanted)
+    del weights, tensors, wanted  # the encoder has what it needs of them
     exported = export_encoder(encoder, source, build.target, precision=build.precision, progress=build.progress)
     return dataclasses.replace(exported, remark=remark, left_behind=tuple(heads))
 
 
-def _compare_with_transformers(encoder: Encoder, directory: Path, weights: Weights) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Wanted:
+    """A batch as transformers computes it.
+
+    Attributes:
+        description: What the model is called.
+        ids: int64 (batch, seq).
+        mask: int64 (batch, seq).
+        rows: (batch, seq, d_model), in float32.
+        exact: The same in float64; in float32 where the model does not run in float64, or hides tokens with what is -∞
+            there.
+    """
+
+    description: str
+    ids: Ids
+    mask: Mask
+    rows: Rows
+    exact: Rows
+
+
+def _rows_of_transformers(directory: Path, weights: Weights, config: EncoderConfig, longest: int) -> _Wanted:
+    """Runs transformers' model, before our own encoder needs memory for its weights too."""
+    random = np.random.default_rng(0)
+    lengths = [min(length, longest) for length in _COMPARED_TOKENS]
+    ids = random.integers(0, config.vocab_size, (len(lengths), lengths[0]))  # (batch, seq)
+    mask = (np.arange(lengths[0]) < np.array(lengths)[:, None]).astype(np.int64)  # (batch, seq)
+    ids = np.where(mask == 1, ids, config.pad_token_id)
+    ids[0, lengths[0] // 2] = config.pad_token_id  # some models count positions without it, wherever it stands
+    model = pretrained.load_model(directory, weights)
+    rows = exact = model(ids, mask)  # (batch, seq, d_model)
+    model.module.double()
+    with contextlib.suppress(UnsupportedModelError):
+        exact = model(ids, mask)  # (batch, seq, d_model)
+    return _Wanted(model.description, ids, mask, rows, exact if np.isfinite(exact[mask == 1]).all() else rows)
+
+
+def _compare_with_transformers(encoder: Encoder, wanted: _Wanted) -> None:
     """Refuses an encoder that computes something else than transformers' model of the same directory.
 
     Raises:
         ParityError: A row differs from transformers' in float64 by more than rounding to float32 explains.
     """
-    config, random = encoder.config, np.random.default_rng(0)
-    lengths = [min(length, config.max_sequence_tokens) for length in _COMPARED_TOKENS]
-    ids = random.integers(0, config.vocab_size, (len(lengths), lengths[0]))  # (batch, seq)
-    mask = (np.arange(lengths[0]) < np.array(lengths)[:, None]).astype(np.int64)  # (batch, seq)
-    ids = np.where(mask == 1, ids, config.pad_token_id)
-    ids[0, lengths[0] // 2] = config.pad_token_id  # some models count positions without it, wherever it stands
     with torch.inference_mode():
-        ours = encoder(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()  # (batch, seq, d_model)
-    theirs, exact, description = _rows_of_transformers(directory, weights, ids, mask)
-    for row, length in enumerate(lengths):
-        error = agreement.relative_error(ours[row, :length], exact[row, :length])
-        rounding = agreement.relative_error(theirs[row, :length], exact[row, :length])
+        ours = encoder(torch.from_numpy(wanted.ids), torch.from_numpy(wanted.mask)).numpy()  # (batch, seq, d_model)
+    for row, length in enumerate(wanted.mask.sum(axis=1)):
+        exact = wanted.exact[row, :length]  # (length, d_model)
+        error = agreement.relative_error(ours[row, :length], exact)
+        rounding = agreement.relative_error(wanted.rows[row, :length], exact)
         if not error <= (tolerance := allowed(_TOLERANCE, rounding)):
             raise ParityError(
-                f"our own encoder computes something else than transformers' {description}: relative error {error:.1e} "
-                f"of a row of {length} tokens, tolerance {tolerance:.1e}. Export it with --via transformers"
+                f"our own encoder computes something else than transformers' {wanted.description}: relative error "
+                f"{error:.1e} of a row of {length} tokens, tolerance {tolerance:.1e}. Export it with --via transformers"
             )
-
-
-def _rows_of_transformers(directory: Path, weights: Weights, ids: Ids, mask: Mask) -> tuple[Rows, Rows, str]:
-    """A batch's rows, (batch, seq, d_model), in float32 and in float64, and what the model is called.
-
-    The rows in float32 stand for both where the model does not run in float64, or hides tokens with what is -∞ there.
-    """
-    model = pretrained.load_model(directory, weights)
-    rows = exact = model(ids, mask)
-    model.module.double()
-    with contextlib.suppress(UnsupportedModelError):
-        exact = model(ids, mask)
-    return rows, exact if np.isfinite(exact[mask == 1]).all() else rows, model.description
 
 
 def _build_onnx(build: _Build) -> Exported:
@@ -528,23 +553,17 @@ def _build_transformers(build: _Build) -> Exported:
         advice="What it makes of a text depends on the texts beside it, so it cannot be served in batches: choose "
         "another model",
     )
-    refused: ExportError | None = None
-    for exporter in EXPORTERS:
-        build.progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
-        try:
-            # Beside the bundle, where there has to be room for the model anyway.
-            with store.scratch(build.target.model_repository, build.target.name) as folder:
-                path = folder / names.FILE
-                pretrained.write_onnx(model, exporter, path)
-                exported = _export_file(path, build, facts, source, model)
-        except (UnsupportedModelError, OnnxModelError, ParityError) as error:
-            build.progress(str(error))
-            # Without the traceback, whose frames hold the models of this attempt.
-            refused = refused if isinstance(error, UnsupportedModelError) and refused else type(error)(str(error))
-        else:
-            return dataclasses.replace(exported, left_behind=model.left_behind)
-    assert refused is not None  # noqa: S101
-    raise type(refused)(f"{refused}; {pretrained.OWN_ONNX}") from refused
+    try:
+        exported = export_traced(
+            lambda exporter, path: pretrained.write_onnx(model, exporter, path),
+            lambda path: _export_file(path, build, facts, source, model),
+            build.target,
+            model.description,
+            build.progress,
+        )
+    except (UnsupportedModelError, OnnxModelError, ParityError) as error:
+        raise type(error)(f"{error}; {pretrained.OWN_ONNX}") from error
+    return dataclasses.replace(exported, left_behind=model.left_behind)
 
 
 def _build_static(build: _Build) -> Exported:

@@ -19,20 +19,17 @@ from encserve_export.ground.arrays import Input as Inputs
 from encserve_export.ground.arrays import Mask, Rows
 from encserve_export.ground.errors import (
     ConfigError,
-    ExportError,
-    OnnxModelError,
-    ParityError,
     UnsupportedModelError,
     VocabularyError,
     first_line,
 )
 from encserve_export.ground.precision import Precision
 from encserve_export.kinds.recipe import pooled
-from encserve_export.models.module import EXPORTERS, example, refuse_control_flow, write_module
+from encserve_export.models.module import example, refuse_control_flow, write_module
 from encserve_export.models.own.config import Input
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.onnx_graph.foreign import Names
-from encserve_export.routes.onnx import OnnxOptions, check_options, export_onnx
+from encserve_export.routes.onnx import OnnxOptions, check_options, export_onnx, export_traced
 from encserve_export.source.tokenizer import TokenizerFile
 
 _INPUT_NAMES: Mapping[Input, str] = {"token_ids": names.INPUT_IDS, "embeddings": names.EMBEDDINGS}
@@ -163,30 +160,15 @@ def export_module(
                 {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}, configuration
             ),
         )
-        return _export(model, batch, source, target, options, progress)
-
-
-def _export(
-    model: OwnModule,
-    batch: tuple[Tensor, Tensor],
-    source: Source,
-    target: Target,
-    options: OnnxOptions,
-    progress: Progress,
-) -> Exported:
-    """Takes the first of PyTorch's exporters whose graph gives the module's rows."""
-    refused: list[ExportError] = []
-    for exporter in EXPORTERS:
-        progress(f"having PyTorch write {model.description} as ONNX ({exporter})")
-        try:
-            with store.scratch(target.model_repository, target.name) as folder:
-                path = folder / names.FILE
-                write_module(model.module, batch, options.names.input_ids, exporter, path, model.description)
-                return export_onnx(path, target, options, source=source, reference=model, progress=progress)
-        except (UnsupportedModelError, OnnxModelError, ParityError) as error:
-            progress(str(error))
-            refused.append(type(error)(str(error)))  # without the frames, which hold the models of this attempt
-    raise type(refused[-1])("; ".join(dict.fromkeys(map(str, refused))))
+        return export_traced(
+            lambda exporter, path: write_module(
+                model.module, batch, options.names.input_ids, exporter, path, model.description
+            ),
+            lambda path: export_onnx(path, target, options, source=source, reference=model, progress=progress),
+            target,
+            model.description,
+            progress,
+        )
 
 
 def _input_name(given: Input) -> str:

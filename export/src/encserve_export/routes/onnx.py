@@ -1,6 +1,7 @@
 """The export of an encoder that comes as ONNX: checked, run, and put into a bundle."""
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import onnx
@@ -11,9 +12,18 @@ from encserve_export.bundle.write import Exported, Progress, Target, complete
 from encserve_export.check import agreement
 from encserve_export.check.expected import read_expected
 from encserve_export.ground import names
-from encserve_export.ground.errors import ConfigError, TokenizerError, VocabularyError
+from encserve_export.ground.errors import (
+    ConfigError,
+    ExportError,
+    OnnxModelError,
+    ParityError,
+    TokenizerError,
+    UnsupportedModelError,
+    VocabularyError,
+)
 from encserve_export.ground.precision import BOUNDS, Precision
 from encserve_export.kinds.recipe import Recipe
+from encserve_export.models.module import EXPORTERS, Exporter
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.onnx_graph import convert, external, foreign
 from encserve_export.onnx_graph.foreign import Interface, Names
@@ -135,6 +145,40 @@ def export_onnx(
         described = _describe(model, interface, options, vocab_size, runner.d_model)
         del runner, wanted  # the comparison of texts opens a session of its own
         return complete(folder, target, described, source, parity, files)
+
+
+def export_traced(
+    write: Callable[[Exporter, Path], None],
+    export: Callable[[Path], Exported],
+    target: Target,
+    description: str,
+    progress: Progress,
+) -> Exported:
+    """Exports a module by the first of PyTorch's exporters whose graph gives the module's rows.
+
+    Args:
+        write: Has PyTorch write the module into a file.
+        export: Exports that file.
+        target: Where the bundle goes. The file lies beside it, where there has to be room for the model anyway.
+        description: What the module is called.
+        progress: Called with what is being done.
+
+    Raises:
+        ExportError: What each exporter was refused for; of the kind of the first whose graph was written.
+    """
+    refused: list[ExportError] = []
+    for exporter in EXPORTERS:
+        progress(f"having PyTorch write {description} as ONNX ({exporter})")
+        try:
+            with store.scratch(target.model_repository, target.name) as folder:
+                path = folder / names.FILE
+                write(exporter, path)
+                return export(path)
+        except (UnsupportedModelError, OnnxModelError, ParityError) as error:
+            progress(str(error))
+            refused.append(type(error)(str(error)))  # without the frames, which hold the models of this attempt
+    kinds = [type(it) for it in refused if not isinstance(it, UnsupportedModelError)]
+    raise [*kinds, UnsupportedModelError][0]("; ".join(dict.fromkeys(map(str, refused))))
 
 
 def _vocab_size(options: OnnxOptions, rows: int | None) -> int:

@@ -47,15 +47,25 @@ class Layout:
             WeightValueError: A tensor is not of floating-point numbers, or holds NaN or infinity.
             WeightShapeError: A tensor's shape does not fit the configuration.
         """
-        used = [name for sources in self.names.values() for name in sources]
-        check_names(self.description, tensors, used, self.ignored)
-        for name in used:
+        self.check_names(tensors)
+        for name in self._used():
             check_values(name, tensors[name])
         return encoder_of(self.config, lambda target, shape: self._weight(tensors, target, shape))
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Refuses names of tensors that are not those of `names`.
+
+        Raises:
+            WeightNamesError: Names are missing or unknown.
+        """
+        check_names(self.description, names, self._used(), self.ignored)
 
     def unused(self, names: Iterable[str]) -> list[str]:
         """Those of a checkpoint's names that belong to poolers and heads; buffers are nobody's loss."""
         return [name for name in names if name.startswith(self.ignored) and not name.startswith("embeddings.")]
+
+    def _used(self) -> list[str]:
+        return [name for sources in self.names.values() for name in sources]
 
     def _weight(self, tensors: Mapping[str, Tensor], target: str, shape: tuple[int, ...]) -> Tensor:
         """One weight of the Encoder."""
