@@ -72,7 +72,7 @@ class App:
         for collector in (ProcessCollector, PlatformCollector, GCCollector):
             collector(registry=self.registry)
         self.metrics = Metrics(self.registry)
-        self.catalog = Catalog()
+        self.catalog = Catalog(settings.aliases, accept_any_name=settings.accept_any_model_name)
         self._clock = MonotonicClock()
         self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
         # Loading is in no hurry, and the threads that engines make are made here.
@@ -216,7 +216,7 @@ class App:
             return
         open_http = _import_http()
         try:
-            self._http = await open_http(settings, self._calls, self.metrics, self._is_serving)
+            self._http = await open_http(settings, self._calls, self.metrics, self._is_serving, self.metrics_port)
         except OSError as error:
             raise StartupError(f"--http-port {settings.http_port} on {settings.host}: {error.strerror}") from error
         self.http_port = self._http.port

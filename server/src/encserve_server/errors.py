@@ -33,9 +33,9 @@ data, a `FieldPath`, because every protocol has its own name for it; `error_tabl
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 
 class Part(Enum):
@@ -164,6 +164,11 @@ class RequestError(EncserveError):
         self.field = field
         super().__init__(problem, **values)
 
+    def move(self, by: int) -> None:
+        """Has the error be about inputs that stand so many places later, where a request is worked on in parts."""
+        self.field = _moved(self.field, by)
+        self.values = {name: _moved(value, by) for name, value in self.values.items()}
+
     def field_name(self, naming: Naming) -> str:
         """The field, as a protocol names it."""
         return naming.field(self.field) if isinstance(self.field, FieldPath) else self.field
@@ -172,6 +177,12 @@ class RequestError(EncserveError):
         """The field and the problem."""
         field, problem = self.field_name(naming), self.problem_text(naming)
         return f"{field}: {problem}" if field else problem
+
+
+def _moved(value: Any, by: int) -> Any:
+    if isinstance(value, FieldPath) and value.at is not None:
+        return replace(value, at=value.at + by)
+    return value
 
 
 class InvalidField(RequestError):

@@ -103,6 +103,12 @@ class Settings:
         minimum=1,
     )
     max_request_sequences: int = _setting(256, "Most inputs of one request.", minimum=1)
+    max_http_inputs: int = _setting(
+        2048,
+        "Most inputs of one request over HTTP, on the routes of OpenAI, text-embeddings-inference and Cohere. They are "
+        "worked on in parts of at most a quarter of the queue.",
+        minimum=1,
+    )
     max_text_bytes: int = _setting(256 * 1024, "Longest text, in bytes of UTF-8.", minimum=1)
     max_queue_text_mib: int = _setting(
         16,
@@ -118,10 +124,11 @@ class Settings:
     )
     max_request_mib: int = _setting(
         4,
-        "Largest request, over HTTP the body, in MiB. It bounds how long parsing one holds up the others.",
+        "Largest request over gRPC, in MiB. It bounds how long parsing one holds up the others.",
         minimum=1,
         maximum=1024,
     )
+    max_http_request_mib: int = _setting(32, "Largest body of a request over HTTP, in MiB.", minimum=1, maximum=1024)
     max_response_mib: int = _setting(
         64,
         "Largest reply, in MiB. A larger one is refused before any compute. Callers need the same receive limit; the "
@@ -204,6 +211,28 @@ class Settings:
         minimum=0,
         maximum=1,
     )
+    http_truncate: bool = _setting(
+        True,
+        "Whether texts that are too long are cut over HTTP where a request does not say; otherwise they are refused.",
+    )
+    strict_http: bool = _setting(
+        False,
+        "Whether fields that a route over HTTP does not know are refused. Otherwise they are ignored, with one warning "
+        "in the log for each name.",
+    )
+    served_model_name: tuple[str, ...] = _setting(
+        (),
+        "Another name of a model, as ALIAS=NAME or ALIAS=NAME@VERSION; may be given several times. The id on the hub "
+        "that a model was exported from is a name without this.",
+    )
+    accept_any_model_name: bool = _setting(
+        False, "Whether any model name is taken, if one model is served: for tools whose model name cannot be set."
+    )
+    cors_allow_origin: tuple[str, ...] = _setting(
+        (),
+        "Origin whose web pages may call the HTTP port from a browser, as https://example.org, or * for all; may be "
+        "given several times. Default: none.",
+    )
     open_inference: bool = _setting(
         True, "Whether to serve the Open Inference Protocol v2 on the gRPC port too, for KServe's and Triton's clients."
     )
@@ -236,9 +265,15 @@ class Settings:
                 f"{self.max_in_flight_mib}"
             )
         self._check_trace_endpoint()
+        self._check_names()
         if not self.host:
             raise ValueError("host must not be empty; 0.0.0.0 is every address")
         self._check_ports()
+
+    def _check_names(self) -> None:
+        for its in self.served_model_name:
+            if not all(its.partition("=")):
+                raise ValueError(f"served_model_name must be ALIAS=NAME; was {its!r}")
 
     def _check_ports(self) -> None:
         ports: dict[int, str] = {}
@@ -256,6 +291,11 @@ class Settings:
             raise ValueError(
                 f"trace_endpoint must be http://HOST:PORT or https://HOST:PORT; was {self.trace_endpoint!r}"
             )
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """The models that other names stand for, by those names."""
+        return {alias: name for alias, _, name in (its.partition("=") for its in self.served_model_name)}
 
     def batch_tokens_for(self, device: str) -> int:
         """The budget of padded tokens on "cpu" or "cuda"."""

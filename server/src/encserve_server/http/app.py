@@ -1,13 +1,13 @@
 """What aiohttp calls for each request: finds the route, reads the body, answers, and sends the answer.
 
-No framework: there are ten routes, all known beforehand, and what a framework brings for others would be paid by every
-request.
+No framework: all routes are known beforehand, and what a framework brings for others would be paid by every request.
 """
 
 import asyncio
 import math
+import re
 from collections.abc import Awaitable, Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
@@ -27,7 +27,9 @@ _MAX_HEAD_BYTES = 64 * 1024
 SEND_SECONDS = 30.0
 _BYTES_PER_SECOND = 64 * 1024
 _PIECE_BYTES = 64 * 1024
-_OK, _HEAD_TOO_LARGE, _SERVER_ERRORS, _UNAVAILABLE = 200, 431, 500, 503
+_OK, _NO_CONTENT, _HEAD_TOO_LARGE, _SERVER_ERRORS, _UNAVAILABLE = 200, 204, 431, 500, 503
+_NO_VALUES: Mapping[str, str] = {}
+_MAX_SHOWN = 64
 # What is answered to a body that is late or not as its head says: nothing more of it is read.
 _BAD_BODIES = (400, 408)
 # Another server, or this one once it is ready, is there after about so long.
@@ -55,22 +57,52 @@ class Dialect:
 
 
 @dataclass(frozen=True, slots=True)
+class Request:
+    """What a handler gets.
+
+    Attributes:
+        body: The body.
+        headers: The headers; names are looked up in any case.
+        values: What the placeholders of the route's path stand for.
+    """
+
+    body: bytes
+    headers: Mapping[str, str]
+    values: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a handler gives.
+
+    Attributes:
+        body: The body, JSON unless `headers` name another `content-type`.
+        headers: What is sent beside the headers of every answer.
+    """
+
+    body: bytes
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """What answers a method of a path.
 
     Attributes:
         method: The method.
-        path: The whole path.
-        handle: Takes a request's body and its call, and gives the answer's body, JSON.
+        path: The path; `{name}` in it stands for one part, `{name:path}` for one or more.
+        handle: Answers a request.
         dialect: How errors of the route are written.
         is_check: Whether the route is for health checks: not counted, and answered while the server stops.
+        body: The fields of its JSON body, a msgspec.Struct; None for a route without a JSON body.
     """
 
     method: str
     path: str
-    handle: Callable[[bytes, Call], Awaitable[bytes]]
+    handle: Callable[[Request, Call], Awaitable[Reply]]
     dialect: Dialect
     is_check: bool = False
+    body: type[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +121,30 @@ class HttpApp:
         calls: Calls,
         metrics: Metrics,
         *,
-        dialect_of: Callable[[str], Dialect],
+        elsewhere: Dialect,
         max_body_bytes: int,
+        metrics_port: int = 0,
+        cors_origins: Collection[str] = (),
     ) -> None:
-        """Takes the routes, the calls of all protocols, and how errors are written at a path that does not exist."""
+        """Takes what answers.
+
+        Args:
+            routes: The routes.
+            calls: The calls of all protocols.
+            metrics: Where requests are counted.
+            elsewhere: How errors are written at a path that does not exist.
+            max_body_bytes: The largest body.
+            metrics_port: Where the metrics are, for errors.
+            cors_origins: The origins whose pages may read answers in a browser; "*" for all.
+        """
         self._calls = calls
-        self._dialect_of = dialect_of
+        self._elsewhere = elsewhere
         self._max_body_bytes = max_body_bytes
-        self._routes = {(route.method, route.path): (route, _method(route, metrics)) for route in routes}
+        self._metrics_port = metrics_port
+        self._cors_origins = frozenset(cors_origins)
+        known = {(route.method, route.path): (route, _method(route, metrics)) for route in routes}
+        self._routes = {key: it for key, it in known.items() if "{" not in key[1]}
+        self._patterns = [(_pattern(key[1]), *it) for key, it in known.items() if "{" in key[1]]
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_over = False
 
@@ -131,24 +179,42 @@ class HttpApp:
         if head_bytes > _MAX_HEAD_BYTES:
             return await _send(request, connection, _Answer(_HEAD_TOO_LARGE, b"", {**_HEADERS, "connection": "close"}))
         # Many that ask for health send HEAD, which is GET without the body.
-        found = self._routes.get(("GET" if request.method == "HEAD" else request.method, request.path))
+        path, values = request.path, _NO_VALUES
+        found = self._routes.get(("GET" if request.method == "HEAD" else request.method, path))
+        if found is None:
+            found, values = self._match("GET" if request.method == "HEAD" else request.method, path)
+        cors = self._cors_headers(request) if self._cors_origins else None
         if found is None:
             connection.received(head_bytes)
-            return await _send(request, connection, self._not_there(request.path))
+            return await _send(request, connection, _with(cors, self._not_there(request.method, path, cors)))
         route, method = found
         call = self._calls.begin(method, _metadata(request) if self._calls.tracer is not None else ())
         try:
             answer = None
             with call:
-                answer = _Answer(_OK, await self._handle(request, connection, head_bytes, route, call), _HEADERS)
-            return await _send(request, connection, answer or self._refusal(route.dialect, call.failure))
+                reply = await self._handle(request, connection, head_bytes, route, values, call)
+                answer = _Answer(_OK, reply.body, {**_HEADERS, **reply.headers} if reply.headers else _HEADERS)
+            return await _send(request, connection, _with(cors, answer or self._refusal(route.dialect, call.failure)))
         finally:
             call.release()
 
+    def _match(self, method: str, path: str) -> tuple["tuple[Route, Method] | None", Mapping[str, str]]:
+        """The route of a path with placeholders, and what they stand for."""
+        for pattern, route, counted in self._patterns:
+            if route.method == method and (found := pattern.fullmatch(path)):
+                return (route, counted), found.groupdict()
+        return None, _NO_VALUES
+
     async def _handle(
-        self, request: web.BaseRequest, connection: Connection, head_bytes: int, route: Route, call: Call
-    ) -> bytes:
-        """The body of an answer.
+        self,
+        request: web.BaseRequest,
+        connection: Connection,
+        head_bytes: int,
+        route: Route,
+        values: Mapping[str, str],
+        call: Call,
+    ) -> Reply:
+        """The answer to a request.
 
         Raises:
             CancelledError: The caller has gone.
@@ -158,7 +224,7 @@ class HttpApp:
         try:
             call.accept()
             body = await read_body(request, connection, head_bytes, self._max_body_bytes, call.hold)
-            return await route.handle(body, call)
+            return await route.handle(Request(body, request.headers, values), call)
         except ConnectionError as error:
             raise asyncio.CancelledError from error
         except asyncio.CancelledError:
@@ -179,15 +245,38 @@ class HttpApp:
             headers["connection"] = "close"  # so that the next request goes elsewhere
         return _Answer(status, orjson.dumps(dialect.refuse(_with_advice(failure))), headers)
 
-    def _not_there(self, path: str) -> _Answer:
+    def _not_there(self, method: str, path: str, cors: Mapping[str, str] | None) -> _Answer:
         """The answer to other paths and methods, which are not counted."""
-        dialect, headers = self._dialect_of(path), _HEADERS
-        if methods := sorted(method for method, known in self._routes if known == path):
+        routes = [route for route, _ in self._routes.values()] + [route for _, route, _ in self._patterns]
+        here = [route for route in routes if route.path == path or _pattern(route.path).fullmatch(path)]
+        methods = sorted({route.method for route in here})
+        if here and cors and method == "OPTIONS":  # a browser asks before it sends
+            return _Answer(_NO_CONTENT, b"", {**_HEADERS, "access-control-allow-methods": ", ".join(methods)})
+        if here:
+            dialect = here[0].dialect
             failure = Failure(WRONG_METHOD, "WRONG_METHOD", f"the method must be {' or '.join(methods)}")
-            headers = {**_HEADERS, "allow": ", ".join(methods)}
+            headers: Mapping[str, str] = {**_HEADERS, "allow": ", ".join(methods)}
         else:
-            failure = Failure(NO_SUCH_PATH, "NO_SUCH_PATH", "there is nothing at this path; see docs/http.md")
+            dialect, headers = self._elsewhere, _HEADERS
+            there = ", ".join(f"{route.method} {route.path}" for route in routes)
+            problem = (
+                f"there is nothing at {path[:_MAX_SHOWN]}; there are {there}. The metrics are at /metrics of port "
+            )
+            failure = Failure(NO_SUCH_PATH, "NO_SUCH_PATH", f"{problem}{self._metrics_port}")
         return _Answer(dialect.status_of(failure.status), orjson.dumps(dialect.refuse(failure)), headers)
+
+    def _cors_headers(self, request: web.BaseRequest) -> Mapping[str, str]:
+        """What lets the pages of an allowed origin read an answer; nothing for requests of others."""
+        origin = request.headers.get("origin", "")
+        if not origin or not self._cors_origins & {origin, "*"}:
+            return {"vary": "origin"}
+        return {
+            "access-control-allow-origin": origin,
+            "access-control-expose-headers": "*",
+            "access-control-allow-headers": request.headers.get("access-control-request-headers", "*"),
+            "access-control-max-age": "600",
+            "vary": "origin",
+        }
 
 
 class _RouteObserver:
@@ -223,6 +312,22 @@ def _method(route: Route, metrics: Metrics) -> Method:
         is_failure=lambda status: status_of(status) >= _SERVER_ERRORS,
         answers_while_draining=route.is_check,
     )
+
+
+def _pattern(path: str) -> re.Pattern[str]:
+    """What matches a path with placeholders."""
+    parts = re.split(r"({\w+(?::path)?})", path)
+    named = [
+        f"(?P<{it[1:].partition(':')[0].rstrip('}')}>{'.+' if it.endswith(':path}') else '[^/]+'})"
+        if it.startswith("{")
+        else re.escape(it)
+        for it in parts
+    ]
+    return re.compile("".join(named))
+
+
+def _with(headers: Mapping[str, str] | None, answer: _Answer) -> _Answer:
+    return replace(answer, headers={**answer.headers, **headers}) if headers else answer
 
 
 def _head_bytes(request: web.BaseRequest) -> int:

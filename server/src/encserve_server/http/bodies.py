@@ -105,5 +105,5 @@ async def discard_body(content: StreamReader) -> None:
 
 def _too_large(said: str, limit: int) -> RequestTooLarge:
     return RequestTooLarge(
-        "", f"the body must be at most {limit} bytes (max_request_mib); was {said}: send fewer texts"
+        "", f"the body must be at most {limit} bytes (max_http_request_mib); was {said}: send fewer texts"
     )

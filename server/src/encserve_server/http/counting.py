@@ -54,7 +54,7 @@ async def check_counts(body: bytes, inputs_field: str, limits: CountLimits) -> N
         if lists > limits.sequences + _OTHER_VALUES:
             raise _too_many_inputs(inputs_field, limits.sequences)
         if commas > limits.sequences + limits.ids + _OTHER_VALUES:
-            problem = f"must be at most {limits.ids} token ids in all (max_queue_tokens); was more"
+            problem = f"must be at most {limits.ids} token ids in all; was more"
             raise RequestTooLarge(inputs_field, problem)
         if objects > _MAX_OBJECTS:
             raise MalformedRequest("", f"the body must hold at most {_MAX_OBJECTS} JSON objects; was more")
@@ -70,4 +70,4 @@ def _end_of_piece(body: bytes, begin: int) -> int:
 
 
 def _too_many_inputs(field: str, limit: int) -> TooManyInputs:
-    return TooManyInputs(field, f"must hold at most {limit} sequences (max_request_sequences); was more")
+    return TooManyInputs(field, f"must hold at most {limit} sequences (max_http_inputs); was more")

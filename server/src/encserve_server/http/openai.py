@@ -4,18 +4,27 @@ https://platform.openai.com/docs/api-reference/embeddings
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import orjson
 
 from encserve_server.calls import Call
 from encserve_server.error_table import Failure, Status
-from encserve_server.http.app import Dialect, Route
-from encserve_server.http.counting import CountLimits
+from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import joined, pooled_rows, row_as_json
-from encserve_server.http.requests import BodyDecoder, Inputs, PooledBody, SentInputs, choice, encode, pooled_output
+from encserve_server.http.requests import (
+    BodyDecoder,
+    BodyRules,
+    Inputs,
+    PooledBody,
+    SentInputs,
+    choice,
+    encode,
+    pooled_output,
+)
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeReply, ServedModel
 
@@ -23,58 +32,107 @@ _FORMATS = ("float", "base64")
 _NOT_COSINE = frozenset({"dot", "euclidean", "manhattan"})
 
 
-class EmbeddingsBody(PooledBody, forbid_unknown_fields=True):
+class EmbeddingsBody(PooledBody):
     """The fields of /v1/embeddings."""
 
     input: Inputs | None = None
     encoding_format: str | None = None
     user: str | None = None
+    add_special_tokens: bool | None = None
 
 
 class OpenAiRoutes:
     """The handlers."""
 
-    def __init__(self, catalog: Catalog, limits: CountLimits) -> None:
-        """Takes the models, and how much a body may hold."""
+    def __init__(self, catalog: Catalog, rules: BodyRules) -> None:
+        """Takes the models, and how bodies are read."""
         self._catalog = catalog
+        self._rules = rules
         self._began = int(time.time())
-        self._embeddings = BodyDecoder(EmbeddingsBody, "input", limits)
+        self._embeddings = BodyDecoder(EmbeddingsBody, "input", rules)
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
         return [
-            Route("POST", "/v1/embeddings", self.embeddings, DIALECT),
+            Route("POST", "/v1/embeddings", self.embeddings, DIALECT, body=EmbeddingsBody),
             Route("GET", "/v1/models", self.models, DIALECT),
+            Route("GET", "/v1/models/{id:path}", self.model, DIALECT),
         ]
 
-    async def embeddings(self, body: bytes, call: Call) -> bytes:
+    async def embeddings(self, request: Request, call: Call) -> Reply:
         """One vector for each input."""
-        fields = await self._embeddings.decode(body)
+        fields = await self._embeddings.decode(request.body)
         as_base64 = choice("encoding_format", fields.encoding_format, _FORMATS) == "base64"
+        sent = SentInputs("input", fields.input)
         return await encode(
             call,
             fields,
-            SentInputs("input", fields.input),
+            sent,
             # Scaled to length 1, as OpenAI's are, unless lengths matter to how vectors are compared.
             lambda bundle: pooled_output(fields, bundle, normalize_default=bundle.similarity not in _NOT_COSINE),
-            lambda model, reply: _build(model, reply, as_base64=as_base64),
-            truncate_default=False,
+            lambda model, reply: _build(fields.model or model.bundle.name, reply, as_base64=as_base64),
+            self._rules,
+            check=lambda model: _check_ids(model, sent, fields.add_special_tokens),
         )
 
-    async def models(self, body: bytes, call: Call) -> bytes:
-        """Every model, the default one first."""
-        del body, call
-        return orjson.dumps({"object": "list", "data": [self._model(it) for it in self._catalog.all()]})
+    async def models(self, request: Request, call: Call) -> Reply:
+        """Every model by every name, the default one first."""
+        del request, call
+        listed = [self._model(model, name) for model in self._catalog.all() for name in self._catalog.names(model)]
+        return Reply(orjson.dumps({"object": "list", "data": listed}))
 
-    def _model(self, model: ServedModel) -> dict[str, Any]:
-        name, version = model.key
+    async def model(self, request: Request, call: Call) -> Reply:
+        """One model.
+
+        Raises:
+            ModelNotFound: There is none of this name.
+        """
+        name, _, version = request.values["id"].partition("@")
+        model = call.resolve(0, name, version)
+        return Reply(orjson.dumps(self._model(model, request.values["id"])))
+
+    def _model(self, model: ServedModel, name: str) -> dict[str, Any]:
         return {
-            "id": name if self._catalog.is_default_version(model) else f"{name}@{version}",
+            "id": name,
             "object": "model",
             "created": self._began,
             "owned_by": "encserve",
             "max_model_len": model.bundle.max_sequence_tokens,
+            "root": model.bundle.name,
+            "parent": None,
         }
+
+
+def _check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | None) -> None:
+    """Refuses ids that do not look like the model's own tokenizer's: those of another give wrong vectors in silence.
+
+    Raises:
+        InvalidField: An input is ids without the special tokens that the tokenizer puts around a text, and the request
+            does not say that they are complete; or it is a text that is to have none.
+    """
+    tokenizer = model.tokenizer
+    if tokenizer is None:
+        return
+    before, behind = tokenizer.special_around
+    for i, it in enumerate(sent.items):
+        if isinstance(it, str):
+            if add_special_tokens is False and (before or behind):
+                raise InvalidField(
+                    "add_special_tokens", f"must be true for texts; input[{i}] is a text: send its ids without them"
+                )
+        elif add_special_tokens is not False and not _has_around(it, before, behind):
+            raise InvalidField(
+                FieldPath(Part.IDS, i),
+                f"are not this model's: the tokenizer of {model.bundle.name} puts {list(before)} before a text and "
+                f'{list(behind)} behind it. If the ids are complete all the same, send "add_special_tokens": false',
+            )
+
+
+def _has_around(ids: Any, before: Sequence[int], behind: Sequence[int]) -> bool:
+    """Whether ids begin and end with these; what is no list is refused elsewhere."""
+    return not isinstance(ids, list) or (
+        ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind)
+    )
 
 
 def _refuse(failure: Failure) -> dict[str, Any]:
@@ -95,16 +153,16 @@ def _status_of(status: Status) -> int:
 DIALECT = Dialect(HttpNaming("input"), _status_of, _refuse)
 
 
-def _build(model: ServedModel, reply: EncodeReply, *, as_base64: bool) -> bytes:
-    return joined(_answer(model, reply, as_base64=as_base64))
+def _build(name: str, reply: EncodeReply, *, as_base64: bool) -> bytes:
+    return joined(_answer(name, reply, as_base64=as_base64))
 
 
-def _answer(model: ServedModel, reply: EncodeReply, *, as_base64: bool) -> Iterator[bytes]:
+def _answer(name: str, reply: EncodeReply, *, as_base64: bool) -> Iterator[bytes]:
     yield b'{"object":"list","data":['
     for i, row in enumerate(pooled_rows(reply)):
         yield b'%s{"object":"embedding","index":%d,"embedding":' % (b"," if i else b"", i)
         yield row_as_json(row, as_base64=as_base64)
         yield b"}"
     tokens = sum(len(it.input) for it in reply.sequences)
-    rest = {"model": model.bundle.name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+    rest = {"model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
     yield b"]," + orjson.dumps(rest)[1:]

@@ -1,12 +1,13 @@
-"""JSON to what the server works with: what both protocols have in common.
+"""JSON to what the server works with: what the protocols have in common.
 
-A body is decoded into the struct of its route in one go. Only where that fails is it decoded into plain objects, to
-find what is wrong and name it.
+A body is decoded into the struct of its route in one go. Only where that fails is it looked into: for fields that the
+route does not know, and for what is wrong, to name it.
 """
 
 import array
-from collections.abc import Callable, Collection
-from functools import partial
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Generic, NoReturn, TypeVar
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from encserve_server.calls import Call
 from encserve_server.errors import EmptyInputs, InvalidField, MalformedRequest, UnknownField
+from encserve_server.http.app import Reply
 from encserve_server.http.counting import CountLimits, check_counts
 from encserve_server.http.replies import JSON_GROWTH
 from encserve_server.models.inputs import SentIds, SentInput
@@ -24,10 +26,24 @@ from encserve_server.outputs import SPAN_POOLINGS, OutputSpec
 from encserve_server.types.bundles import Bundle
 from encserve_server.types.requests import Detail, OutputKind, Task
 
+logger = logging.getLogger(__name__)
+
 Inputs = str | list[str | int | list[int]]
 
 _POOLINGS = {kind.name.lower(): kind for kind in SPAN_POOLINGS}
+# How many inputs of a request were cut.
+TRUNCATED_HEADER = "encserve-truncated-inputs"
 _TASKS = {"query": Task.QUERY, "document": Task.DOCUMENT}
+# What other servers call the tasks.
+_INPUT_TYPES = {
+    "query": Task.QUERY,
+    "search_query": Task.QUERY,
+    "document": Task.DOCUMENT,
+    "passage": Task.DOCUMENT,
+    "search_document": Task.DOCUMENT,
+}
+# So many names of unknown fields are logged for a route.
+_MOST_WARNED = 64
 _COUNTS = ReplyShape(Detail.COUNTS)
 _TYPE_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", NoneType: "null"}
 _WANTED: dict[Any, tuple[type, str]] = {
@@ -39,18 +55,20 @@ _WANTED: dict[Any, tuple[type, str]] = {
 _COUNTED_BYTES = 64 * 1024
 
 
-class Body(msgspec.Struct):
+class Body(msgspec.Struct, forbid_unknown_fields=True):
     """The fields that all routes with inputs have; one that is null is not there."""
 
     model: str | None = None
     prompt_name: str | None = None
     task: str | None = None
+    input_type: str | None = None
 
 
 class EncodeBody(Body):
     """Those of the routes with vectors."""
 
     truncate: bool | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 class PooledBody(EncodeBody):
@@ -61,54 +79,88 @@ class PooledBody(EncodeBody):
     pooling: str | None = None
 
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
+
+
+@dataclass(frozen=True, slots=True)
+class BodyRules:
+    """How bodies are read, on all routes.
+
+    Attributes:
+        limits: How many values a body may hold.
+        truncate: Whether texts that are too long are cut where a request does not say.
+        strict: Whether fields that a route does not know are refused.
+    """
+
+    limits: CountLimits
+    truncate: bool = True
+    strict: bool = False
 
 
 class BodyDecoder(Generic[AnyBody]):
     """Decodes the bodies of one route."""
 
-    def __init__(self, kind: type[AnyBody], inputs_field: str, limits: CountLimits) -> None:
-        """Takes the struct of its fields, which of them holds the inputs, and how many values a body may hold."""
+    def __init__(self, kind: type[AnyBody], inputs_field: str, rules: BodyRules) -> None:
+        """Takes the struct of its fields, which forbids others, and which of them holds the inputs."""
         self._kind = kind
         self._inputs_field = inputs_field
-        self._limits = limits
+        self._rules = rules
         self._decoder = msgspec.json.Decoder(kind)
+        self._fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+        self._warned: set[str] = set()
 
     async def decode(self, body: bytes) -> AnyBody:
         """The fields of a body.
 
         Raises:
             MalformedRequest: It is no JSON object.
-            UnknownField: There is a field that the route does not have, and does not leave alone.
+            UnknownField: There is a field that the route does not know, and fields are read strictly.
             InvalidField: A field is not of its type.
             EncserveError: Whatever `check_counts` raises.
         """
         if len(body) > _COUNTED_BYTES:
-            await check_counts(body, self._inputs_field, self._limits)
+            await check_counts(body, self._inputs_field, self._rules.limits)
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError:
-            return self._explain(body)
+            return self._decode_known(body)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _no_json(error) from error
 
-    def _explain(self, body: bytes) -> NoReturn:
-        """Raises what is wrong with a body that is not as the struct wants it."""
+    def _decode_known(self, body: bytes) -> AnyBody:
+        """The fields that the route knows of a body that the struct does not take as it is."""
         try:
-            data = msgspec.json.decode(body)
+            values = _OBJECT.decode(body)
+        except msgspec.ValidationError:
+            raise MalformedRequest("", f"the body must be a JSON object; was {_shown(_decoded(body))}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _no_json(error) from error
-        if not isinstance(data, dict):
-            raise MalformedRequest("", f"the body must be a JSON object; was {_shown(data)}")
-        fields = {field.encode_name: field.type for field in msgspec.structs.fields(self._kind)}
-        others = data.keys() - fields.keys()
-        if others and self._kind.__struct_config__.forbid_unknown_fields:
-            raise UnknownField(min(others)[:64], f"is not known; there are {', '.join(sorted(fields))}")
-        for name, kind in fields.items():
-            value = data.get(name)
+        unknown = sorted(name for name in values.keys() - self._fields.keys() if bytes(values[name]) != b"null")
+        if unknown and self._rules.strict:
+            raise UnknownField(
+                unknown[0][:64], f"is not known; there are {', '.join(sorted(self._fields))} (strict_http)"
+            )
+        self._warn(unknown)
+        known = {name: _decoded(value) for name, value in values.items() if name in self._fields}
+        try:
+            return msgspec.convert(known, self._kind)
+        except msgspec.ValidationError:
+            self._explain(known)
+
+    def _warn(self, unknown: Sequence[str]) -> None:
+        """Logs names that have not been logged, as many as are of use."""
+        for name in unknown:
+            if name not in self._warned and len(self._warned) < _MOST_WARNED:
+                self._warned.add(name)
+                logger.warning("a field over HTTP is ignored", extra={"field": name[:64], "body": self._kind.__name__})
+
+    def _explain(self, values: Mapping[str, Any]) -> NoReturn:
+        """Raises what is wrong with the fields of a body that is not as the struct wants it."""
+        for name, kind in self._fields.items():
+            value = values.get(name)
             if name == self._inputs_field:
                 _check_inputs(name, value)
-            elif value is not None and type(value) is not _WANTED[kind][0]:
+            elif value is not None and kind in _WANTED and type(value) is not _WANTED[kind][0]:
                 raise InvalidField(name, f"must be {_WANTED[kind][1]}; was {_shown(value)}")
         raise MalformedRequest("", "the body is not as docs/http.md has it")
 
@@ -169,6 +221,7 @@ class SentInputs:
         return SentIds(np.array(ids, np.int64), len(it))
 
 
+_OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _INPUTS_PROBLEM = "must be a string, a list of token ids, or a list of these"
 _INPUT_PROBLEM = "must be a string or a list of token ids"
 _IDS = np.iinfo(np.int64)
@@ -213,14 +266,36 @@ def model_of(body: Body) -> tuple[str, str]:
     return name, version
 
 
-def task_of(body: Body) -> Task:
+def task_of(body: Body, bundle: Bundle) -> Task:
     """What the texts are.
 
+    `task` is for models that know it; `input_type`, which many clients always send, changes nothing for others.
+
     Raises:
-        InvalidField: It is not one of the tasks.
+        InvalidField: The task is not one of the tasks.
     """
-    name = choice("task", body.task, _TASKS)
-    return Task.NEITHER if name is None else _TASKS[name]
+    if (name := choice("task", body.task, _TASKS)) is not None:
+        return _TASKS[name]
+    task = _INPUT_TYPES.get((body.input_type or "").lower(), Task.NEITHER)
+    return task if task in bundle.tasks else Task.NEITHER
+
+
+def cut_of(body: EncodeBody, bundle: Bundle, rules: BodyRules) -> tuple[bool, int]:
+    """Whether inputs that are too long are cut, and to how many tokens; 0 for as many as the model takes.
+
+    Raises:
+        InvalidField: The number is out of range.
+    """
+    asked = body.truncate_prompt_tokens
+    if asked is None:
+        return (rules.truncate if body.truncate is None else body.truncate), 0
+    if asked != -1 and not 1 <= asked <= bundle.max_sequence_tokens:
+        raise InvalidField(
+            "truncate_prompt_tokens",
+            f"must be from 1 to {bundle.max_sequence_tokens} (max_sequence_tokens of {bundle.name}), or -1 for as many "
+            f"as that; was {asked}",
+        )
+    return True, max(asked, 0)
 
 
 async def encode(
@@ -229,9 +304,10 @@ async def encode(
     sent: SentInputs,
     output: Callable[[Bundle], OutputSpec],
     build: Callable[[ServedModel, EncodeReply], bytes],
+    rules: BodyRules,
     *,
-    truncate_default: bool,
-) -> bytes:
+    check: Callable[[ServedModel], None] = lambda _: None,
+) -> Reply:
     """Answers a request.
 
     Args:
@@ -240,24 +316,35 @@ async def encode(
         sent: Its inputs.
         output: What is wanted of each.
         build: Makes the answer's body.
-        truncate_default: Whether inputs are cut where the request does not say.
+        rules: How bodies are read.
+        check: Refuses what the model does not take.
 
     Raises:
         InvalidField: A field has a value that it must not have.
-        EncserveError: Whatever else `Call.encode` raises.
+        EncserveError: Whatever else `Call.encode_in_parts` raises.
     """
     model = call.resolve(len(sent.items), *model_of(body))
-    longest = model.bundle.max_sequence_tokens
-    model.check_counts(len(sent.items), sent.count_tokens(longest))
+    bundle, truncated = model.bundle, 0
+    model.check_counts(len(sent.items), most_inputs=rules.limits.sequences)
+    check(model)
+    truncate, max_tokens = cut_of(body, bundle, rules)
     request = EncodeCall(
-        inputs=sent.decode(longest),
-        outputs=(output(model.bundle),),
-        truncate=truncate_default if body.truncate is None else body.truncate,
+        inputs=sent.decode(bundle.max_sequence_tokens),
+        outputs=(output(bundle),),
+        truncate=truncate,
+        max_tokens=max_tokens,
         prompt_name=body.prompt_name,
-        task=task_of(body),
+        task=task_of(body, bundle),
         shape=_COUNTS,
     )
-    return await call.encode(model, request, partial(build, model), JSON_GROWTH)
+
+    def counted(reply: EncodeReply) -> bytes:
+        nonlocal truncated
+        truncated = sum(it.truncated for it in reply.sequences)
+        return build(model, reply)
+
+    answer = await call.encode_in_parts(model, request, counted, JSON_GROWTH)
+    return Reply(answer, {TRUNCATED_HEADER: f"{truncated}"} if truncated else {})
 
 
 def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool) -> OutputSpec:
@@ -280,6 +367,18 @@ def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool) 
         normalize_default if body.normalize is None else body.normalize,
         dimensions=body.dimensions or 0,
     )
+
+
+def _decoded(body: bytes | msgspec.Raw) -> Any:
+    """Any JSON as plain objects.
+
+    Raises:
+        MalformedRequest: It is no JSON.
+    """
+    try:
+        return msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise _no_json(error) from error
 
 
 def _no_json(error: Exception) -> MalformedRequest:

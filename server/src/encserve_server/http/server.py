@@ -8,17 +8,20 @@ from collections.abc import Callable
 from aiohttp import web
 
 from encserve_server.calls import Calls
-from encserve_server.http import openai, tei
+from encserve_server.http import openai
 from encserve_server.http.app import HttpApp
 from encserve_server.http.connection import Connection, Refusal
 from encserve_server.http.counting import CountLimits
 from encserve_server.http.openai import OpenAiRoutes
+from encserve_server.http.requests import BodyRules
 from encserve_server.http.tei import TeiRoutes
 from encserve_server.settings import MIB, Settings
 from encserve_server.system.listeners import open_listeners
 from encserve_server.telemetry.metrics import Metrics
 
 _BACKLOG = 2048
+# The most token ids of a body: they take 40 ms to decode.
+_MAX_IDS = 1024 * 1024
 # Of a request's head: its line, one header, and how many headers; all together see `app`.
 _MAX_LINE_BYTES = 8190
 _MAX_HEADERS = 64
@@ -37,21 +40,26 @@ async def open_http(
     calls: Calls,
     metrics: Metrics,
     is_serving: Callable[[], bool],
+    metrics_port: int,
 ) -> "HttpServer":
-    """Listens, and answers from now on.
+    """Listens, and answers from now on; `metrics_port` is where the metrics are.
 
     Raises:
         OSError: The port cannot be had.
     """
-    limits = CountLimits(settings.max_request_sequences, settings.max_queue_tokens)
-    routes = OpenAiRoutes(calls.catalog, limits).routes()
-    routes += TeiRoutes(is_serving, limits, settings.tokenizer_threads).routes()
+    limits = CountLimits(settings.max_http_inputs, _MAX_IDS)
+    rules = BodyRules(limits, settings.http_truncate, settings.strict_http)
     app = HttpApp(
-        routes,
+        [
+            *OpenAiRoutes(calls.catalog, rules).routes(),
+            *TeiRoutes(is_serving, rules, settings.tokenizer_threads).routes(),
+        ],
         calls,
         metrics,
-        dialect_of=lambda path: openai.DIALECT if path.startswith("/v1/") else tei.DIALECT,
-        max_body_bytes=settings.max_request_mib * MIB,
+        elsewhere=openai.DIALECT,
+        max_body_bytes=settings.max_http_request_mib * MIB,
+        metrics_port=metrics_port,
+        cors_origins=settings.cors_allow_origin,
     )
     server = HttpServer(app, is_serving, settings.max_connections)
     await server.start(settings.host, settings.http_port or 0)

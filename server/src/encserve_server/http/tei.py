@@ -12,13 +12,13 @@ from encserve_server import __version__
 from encserve_server.calls import Call
 from encserve_server.error_table import Failure, Status
 from encserve_server.errors import InvalidField, NotReady
-from encserve_server.http.app import Dialect, Route
-from encserve_server.http.counting import CountLimits
+from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import JSON_GROWTH, joined, pooled_rows, rows_as_json
 from encserve_server.http.requests import (
     Body,
     BodyDecoder,
+    BodyRules,
     EncodeBody,
     Inputs,
     PooledBody,
@@ -64,29 +64,30 @@ class TokenizeBody(Body):
 class TeiRoutes:
     """The handlers."""
 
-    def __init__(self, serving: Callable[[], bool], limits: CountLimits, tokenizer_threads: int) -> None:
-        """Takes whether every model is ready, and how much a body may hold."""
+    def __init__(self, serving: Callable[[], bool], rules: BodyRules, tokenizer_threads: int) -> None:
+        """Takes whether every model is ready, and how bodies are read."""
         self._serving = serving
+        self._rules = rules
         self._tokenizer_threads = tokenizer_threads
-        self._embed = BodyDecoder(EmbedBody, _INPUTS, limits)
-        self._embed_all = BodyDecoder(EmbedAllBody, _INPUTS, limits)
-        self._tokenize = BodyDecoder(TokenizeBody, _INPUTS, limits)
+        self._embed = BodyDecoder(EmbedBody, _INPUTS, rules)
+        self._embed_all = BodyDecoder(EmbedAllBody, _INPUTS, rules)
+        self._tokenize = BodyDecoder(TokenizeBody, _INPUTS, rules)
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
         return [
-            Route("POST", "/", self.embed, DIALECT),
-            Route("POST", "/embed", self.embed, DIALECT),
-            Route("POST", "/embed_all", self.embed_all, DIALECT),
-            Route("POST", "/tokenize", self.tokenize, DIALECT),
+            Route("POST", "/", self.embed, DIALECT, body=EmbedBody),
+            Route("POST", "/embed", self.embed, DIALECT, body=EmbedBody),
+            Route("POST", "/embed_all", self.embed_all, DIALECT, body=EmbedAllBody),
+            Route("POST", "/tokenize", self.tokenize, DIALECT, body=TokenizeBody),
             Route("GET", "/info", self.info, DIALECT),
             Route("GET", "/health", self.health, DIALECT, is_check=True),
             Route("GET", "/", self.health, DIALECT, is_check=True),
         ]
 
-    async def embed(self, body: bytes, call: Call) -> bytes:
+    async def embed(self, request: Request, call: Call) -> Reply:
         """One vector for each input."""
-        fields = await self._embed.decode(body)
+        fields = await self._embed.decode(request.body)
         return await self._encode(
             call,
             fields,
@@ -94,9 +95,9 @@ class TeiRoutes:
             lambda reply: joined(rows_as_json(pooled_rows(reply))),
         )
 
-    async def embed_all(self, body: bytes, call: Call) -> bytes:
+    async def embed_all(self, request: Request, call: Call) -> Reply:
         """For each input a vector for each of its tokens."""
-        return await self._encode(call, await self._embed_all.decode(body), lambda _: _TOKENS, _all_rows)
+        return await self._encode(call, await self._embed_all.decode(request.body), lambda _: _TOKENS, _all_rows)
 
     async def _encode(
         self,
@@ -104,18 +105,20 @@ class TeiRoutes:
         fields: EmbedBody | EmbedAllBody,
         output: Callable[[Bundle], OutputSpec],
         build: Callable[[EncodeReply], bytes],
-    ) -> bytes:
+    ) -> Reply:
         sent = SentInputs(_INPUTS, fields.inputs)
         if choice("truncation_direction", fields.truncation_direction, ("right", "left")) == "left":
             raise InvalidField("truncation_direction", "must be right: this server cuts texts at their end")
-        return await encode(call, fields, sent, output, lambda _, reply: build(reply), truncate_default=True)
+        return await encode(call, fields, sent, output, lambda _, reply: build(reply), self._rules)
 
-    async def tokenize(self, body: bytes, call: Call) -> bytes:
+    async def tokenize(self, request: Request, call: Call) -> Reply:
         """The tokens of texts; nothing is computed."""
-        fields = await self._tokenize.decode(body)
+        fields = await self._tokenize.decode(request.body)
         texts = SentInputs(_INPUTS, fields.inputs).texts()
         model = call.resolve(len(texts), *model_of(fields))
-        request = TokenizeCall(texts, include_token_strings=True, prompt_name=fields.prompt_name, task=task_of(fields))
+        asked = TokenizeCall(
+            texts, include_token_strings=True, prompt_name=fields.prompt_name, task=task_of(fields, model.bundle)
+        )
         keeps_special = fields.add_special_tokens is not False
 
         def build(reply: TokenizeReply) -> bytes:
@@ -123,45 +126,47 @@ class TeiRoutes:
             lists = [orjson.dumps(list(_tokens(model, it, text, keeps_special))) for it, text in tokenized]
             return b"[" + b",".join(lists) + b"]"
 
-        return await call.tokenize(model, request, build, JSON_GROWTH)
+        return Reply(await call.tokenize(model, asked, build, JSON_GROWTH))
 
-    async def info(self, body: bytes, call: Call) -> bytes:
+    async def info(self, request: Request, call: Call) -> Reply:
         """The default model, and the limits."""
-        del body
+        del request
         model = call.resolve(0, "", "")
         bundle, limits = model.bundle, model.limits
         pooling = bundle.pooling
         kind = "none" if pooling is None else pooling.kinds[0].name.lower() if pooling.is_plain else "model"
-        return orjson.dumps(
-            {
-                "model_id": bundle.name,
-                "model_sha": bundle.fingerprint,
-                "model_dtype": model.engine_info.precision,
-                "served_model_name": bundle.name,
-                "model_type": {"embedding": {"pooling": kind}},
-                "max_concurrent_requests": limits.max_tokens,  # the queue is bounded in tokens, one a request at least
-                "max_input_length": bundle.max_sequence_tokens,
-                "max_batch_tokens": model.max_batch_tokens,
-                "max_batch_requests": None,
-                "max_client_batch_size": limits.max_sequences,
-                "auto_truncate": True,
-                "tokenization_workers": self._tokenizer_threads,
-                "version": __version__,
-                "sha": None,
-                "docker_label": None,
-            }
+        return Reply(
+            orjson.dumps(
+                {
+                    "model_id": bundle.name,
+                    "model_sha": bundle.fingerprint,
+                    "model_dtype": model.engine_info.precision,
+                    "served_model_name": bundle.name,
+                    "model_type": {"embedding": {"pooling": kind}},
+                    "max_concurrent_requests": limits.max_tokens,  # the queue is bounded in tokens
+                    "max_input_length": bundle.max_sequence_tokens,
+                    "max_batch_tokens": model.max_batch_tokens,
+                    "max_batch_requests": None,
+                    "max_client_batch_size": self._rules.limits.sequences,
+                    "auto_truncate": True,
+                    "tokenization_workers": self._tokenizer_threads,
+                    "version": __version__,
+                    "sha": None,
+                    "docker_label": None,
+                }
+            )
         )
 
-    async def health(self, body: bytes, call: Call) -> bytes:
+    async def health(self, request: Request, call: Call) -> Reply:
         """Nothing, while every model is ready.
 
         Raises:
             NotReady: One is not.
         """
-        del body, call
+        del request, call
         if not self._serving():
             raise NotReady("not every model is ready")
-        return b""
+        return Reply(b"")
 
 
 def _refuse(failure: Failure) -> dict[str, Any]:

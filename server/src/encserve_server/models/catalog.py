@@ -1,6 +1,6 @@
 """The map of all models that are served."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from encserve_server.errors import FieldPath, FingerprintMismatch, ModelNotFound, NotReady, Part, SpaceMismatch
 from encserve_server.models.served import ServedModel
@@ -9,8 +9,17 @@ from encserve_server.models.served import ServedModel
 class Catalog:
     """The models by name and version. A name is only ever a key of this map, never a path."""
 
-    def __init__(self) -> None:
-        """Starts empty: every call gets NotReady until `publish`."""
+    def __init__(self, aliases: Mapping[str, str] | None = None, *, accept_any_name: bool = False) -> None:
+        """Starts empty: every call gets NotReady until `publish`.
+
+        Args:
+            aliases: Other names of models: NAME or NAME@VERSION by alias.
+            accept_any_name: Whether a name that is not known is taken for the default model's, where there is one
+                model.
+        """
+        self._aliases = dict(aliases or {})
+        self._accept_any_name = accept_any_name
+        self._hub_names: dict[str, str] = {}
         self._models: dict[tuple[str, str], ServedModel] = {}
         self._default_version: dict[str, str] = {}
         self._default_name = ""
@@ -25,6 +34,10 @@ class Catalog:
         self._default_version = {}
         for name, version in self._models:
             self._default_version.setdefault(name, version)
+        self._hub_names = {}
+        for model in models:
+            if model.bundle.repository:
+                self._hub_names.setdefault(model.bundle.repository, model.bundle.name)
 
     def resolve(
         self, name: str, version: str, expected_fingerprint: str = "", expected_space_id: str = ""
@@ -41,8 +54,7 @@ class Catalog:
             raise NotReady("the server is still loading its models")
         name = name or self._default_name
         if name not in self._default_version:
-            there = ", ".join(self._default_version)
-            raise ModelNotFound(FieldPath(Part.MODEL), f"no model {_shown(name)}; there are {there}")
+            name, version = self._other_name(name, version)
         version = version or self._default_version[name]
         model = self._models.get((name, version))
         if model is None:
@@ -69,6 +81,29 @@ class Catalog:
                 found=found.space_id or "none (export it again)",
             )
         return model
+
+    def _other_name(self, name: str, version: str) -> tuple[str, str]:
+        """The name and version of the model that an alias or a hub's name stands for.
+
+        Raises:
+            ModelNotFound: It is no name of a model.
+        """
+        found, _, its_version = self._aliases.get(name, self._hub_names.get(name, "")).partition("@")
+        if not found and self._accept_any_name and len(self._default_version) == 1:
+            return self._default_name, ""
+        if found not in self._default_version:
+            there = ", ".join([*self._default_version, *self._aliases, *self._hub_names])
+            raise ModelNotFound(FieldPath(Part.MODEL), f"no model {_shown(name)}; there are {there}")
+        return found, version or its_version
+
+    def names(self, model: ServedModel) -> list[str]:
+        """The names of a model: its own, with the version unless that is the default one, aliases, and the hub's."""
+        name, version = model.key
+        is_default = self.is_default_version(model)
+        own = name if is_default else f"{name}@{version}"
+        others = [alias for alias, its in self._aliases.items() if its in {own, f"{name}@{version}"}]
+        others += [hub for hub, its in self._hub_names.items() if its == name and is_default]
+        return [own, *others]
 
     def all(self) -> list[ServedModel]:
         """Every model, the default one first, then by name and version."""

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from encserve_server.engine.base import EngineInfo
@@ -85,6 +85,7 @@ class EncodeCall:
         task: What the texts are.
         spans: For each input what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
         shape: How the reply is to be written.
+        max_tokens: To how many tokens inputs are cut; 0 for as many as the model, or the task, takes.
     """
 
     inputs: Sequence[SentInput]
@@ -94,6 +95,7 @@ class EncodeCall:
     task: Task = Task.NEITHER
     spans: Sequence[SentSpans | None] = ()
     shape: ReplyShape = _PLAIN_SHAPE
+    max_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -281,15 +283,18 @@ class ServedModel:
         """Counts a reply that has been built: how long that took, and how large it is. To be called on the loop."""
         self._observer.answered(encode_seconds, response_bytes)
 
-    def check_counts(self, inputs: int, tokens: int | None = None, outputs: int = 1, spans: int = 0) -> None:
+    def check_counts(
+        self, inputs: int, tokens: int | None = None, outputs: int = 1, spans: int = 0, *, most_inputs: int = 0
+    ) -> None:
         """Refuses what counting can refuse, before the contents of a call are copied.
 
         Args:
             inputs: How many inputs there are.
             tokens: How many tokens they have, each at most the model's longest; None where that takes more than
-                counting.
+                counting, or where the call is worked on in parts.
             outputs: How many outputs are wanted.
             spans: How many spans there are.
+            most_inputs: The most inputs, `max_http_inputs`; 0 for `max_request_sequences`.
 
         Raises:
             EmptyInputs: There are no inputs.
@@ -298,7 +303,7 @@ class ServedModel:
             ResponseTooLarge: The rows of the spans alone are over the limit.
             EncserveError: Whatever `Scheduler.check_open` raises.
         """
-        self._check_number(inputs)
+        self._check_number(inputs, most_inputs)
         if outputs > MAX_OUTPUTS:
             raise TooManyOutputs(
                 FieldPath(Part.OUTPUTS), f"must be at most {MAX_OUTPUTS} (max_outputs); was {outputs}: make more calls"
@@ -329,6 +334,8 @@ class ServedModel:
         if static is not None:
             checker = self._static_checkers[call.task]
             limit = LengthLimit(static.max_tokens or _ANY_TOKENS, "static_sparse.max_tokens", call.task, call.truncate)
+        if call.max_tokens:
+            limit = replace(limit, tokens=min(limit.tokens, call.max_tokens), truncate=True)
         detail = call.shape.detail or plan.detail
         sequences, tokenize_seconds = await self._check_inputs(
             checker,
@@ -493,15 +500,14 @@ class ServedModel:
             span.counted(sum(len(it.input) for it in sequences))
         return sequences, ended - began
 
-    def _check_number(self, count: int) -> None:
+    def _check_number(self, count: int, most_over_http: int = 0) -> None:
         """Refuses so many inputs."""
         if count == 0:
             raise EmptyInputs(FieldPath(Part.INPUTS), "must hold at least 1 sequence; was empty")
-        if count > self.limits.max_sequences:
-            raise TooManyInputs(
-                FieldPath(Part.INPUTS),
-                f"must hold at most {self.limits.max_sequences} sequences (max_request_sequences); was {count}",
-            )
+        limit = most_over_http or self.limits.max_sequences
+        if count > limit:
+            name = "max_http_inputs" if most_over_http else "max_request_sequences"
+            raise TooManyInputs(FieldPath(Part.INPUTS), f"must hold at most {limit} sequences ({name}); was {count}")
 
     def _check_shape(self, call: EncodeCall) -> None:
         """Refuses what the reply cannot say."""

@@ -32,6 +32,7 @@ class TextTokenizer:
         largest_id: The largest id that it may give; also of those that it puts around a text, which need not be in its
             vocabulary.
         max_token_bytes: The longest string of its vocabulary, in bytes of UTF-8.
+        special_around: The special tokens that it puts before a text, and those behind.
         template: What stands around every text, or None; the caller of `tokenize` puts it there.
     """
 
@@ -64,6 +65,7 @@ class TextTokenizer:
             self._tokenizer.encode_special_tokens = split_special_tokens
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
             self.largest_id: int = max((*vocabulary.values(), *self._tokenizer.encode("").ids), default=0)
+            self.special_around = _special_around(self._tokenizer.encode("a"))
         except BaseException as error:
             if not _is_failure(error):
                 raise
@@ -155,6 +157,13 @@ def _is_failure(error: BaseException) -> bool:
     That one derives from BaseException and cannot be imported: https://pyo3.rs/main/doc/pyo3/panic/struct.PanicException
     """
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def _special_around(encoding: Encoding) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The special tokens before the first token of a text, and behind the last."""
+    ids, special = encoding.ids, encoding.special_tokens_mask
+    own = [i for i, it in enumerate(special) if not it] or [len(ids)]
+    return tuple(ids[: own[0]]), tuple(ids[own[-1] + 1 :])
 
 
 def _turns(texts: Sequence[str]) -> Iterator[list[str]]:

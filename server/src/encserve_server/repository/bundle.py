@@ -95,6 +95,7 @@ def read_bundle(directory: Path) -> Bundle:
         split_special_tokens=manifest.text.split_special_tokens,
         max_text_tokens=reader.max_text_tokens(),
         template=reader.template(),
+        repository=manifest.source.repository,
     )
 
 

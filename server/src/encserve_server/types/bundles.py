@@ -268,6 +268,7 @@ class Bundle:
         split_special_tokens: Whether a special token that is written out in a text is tokenized like any other text.
         max_text_tokens: The longest text of neither task; 0 for max_sequence_tokens.
         template: What stands around every text, or None.
+        repository: The model's id on the hub that it came from; empty where the manifest does not say.
     """
 
     name: str
@@ -296,6 +297,7 @@ class Bundle:
     split_special_tokens: bool = False
     max_text_tokens: int = 0
     template: TextTemplate | None = None
+    repository: str = ""
 
     def treatment(self, task: Task) -> TaskSettings:
         """How texts of a task that the model knows, or of neither, are treated."""

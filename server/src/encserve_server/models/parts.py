@@ -1,0 +1,154 @@
+"""Calls of many inputs, worked on in parts, so that other calls have their turns in between."""
+
+import asyncio
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from encserve_server.errors import FieldPath, Part, QueueFull, RequestError, ResponseTooLarge
+from encserve_server.models.inputs import SentIds, SentInput
+from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
+from encserve_server.system.clock import Clock
+from encserve_server.telemetry.spans import RequestSpan
+from encserve_server.types.sequences import TokenSequence
+
+# So much text, in characters, or so many ids and inputs are checked and tokenized at a time.
+_PIECE_SIZE, _PIECE_INPUTS = 64 * 1024, 256
+# A part in the queue costs at most this share of what the queue may hold.
+_PARTS_OF_QUEUE = 4
+# How long a part waits for room in the queue, once one before it has been run.
+_ROOM_SECONDS = 30.0
+
+
+def pieces(inputs: Sequence[SentInput]) -> Iterator[tuple[int, int]]:
+    """The begin and the end of runs of inputs that are prepared at a time; of a usual call there is one."""
+    begin = size = 0
+    for i, it in enumerate(inputs):
+        its_size = len(it) if isinstance(it, str) else len(it.ids) if isinstance(it, SentIds) else len(it.vectors)
+        if i > begin and (size + its_size > _PIECE_SIZE or i - begin == _PIECE_INPUTS):
+            yield begin, i
+            begin, size = i, 0
+        size += its_size
+    yield begin, len(inputs)
+
+
+class PartedCall:
+    """One call; owned by the event loop.
+
+    A piece of the inputs is prepared while a part of the sequences before it is run. The queue holds one part at a
+    time. If a part does not find room in the queue, the first fails the call, and a later one waits.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        call: EncodeCall,
+        hold: Callable[[int], None],
+        *,
+        clock: Clock,
+        deadline: float = math.inf,
+        span: RequestSpan | None = None,
+    ) -> None:
+        """Takes a call without spans; `hold` is called with the estimated bytes of each part of the reply."""
+        self._model = model
+        self._call = call
+        self._hold = hold
+        self._clock = clock
+        self._deadline = deadline
+        self._span = span
+        self._most_cost = model.limits.max_tokens // _PARTS_OF_QUEUE
+        self._reply: EncodeReply | None = None
+        self._waiting: list[TokenSequence] = []
+        self._running: asyncio.Task[int] | None = None
+        self._parts_run = 0
+
+    async def run(self) -> EncodeReply:
+        """Prepares and runs all inputs.
+
+        Raises:
+            QueueFull: The first part found no room in the queue, or a later one none for 30 s.
+            ResponseTooLarge: The reply is over the limit.
+            EncserveError: Whatever `hold`, `ServedModel.prepare` and `run` raise, of the first part that fails.
+        """
+        try:
+            for begin, end in pieces(self._call.inputs):
+                await self._add(await self._prepare(begin, end))
+            await self._run_waiting()
+            await self._finish_running()
+        finally:
+            if self._running is not None:  # another part has failed, or the caller has gone
+                self._running.cancel()
+                await asyncio.gather(self._running, return_exceptions=True)
+        assert self._reply is not None  # noqa: S101 - a call has inputs
+        return self._reply
+
+    async def _prepare(self, begin: int, end: int) -> EncodeReply:
+        try:
+            piece = await self._model.prepare(replace(self._call, inputs=self._call.inputs[begin:end]), self._span)
+        except RequestError as error:
+            error.move(begin)
+            raise
+        for sequence in piece.sequences:
+            sequence.index += begin
+        self._hold(piece.estimated_bytes)
+        return piece
+
+    async def _add(self, piece: EncodeReply) -> None:
+        """Adds a piece to the reply, and runs what is more than one part."""
+        reply = self._reply
+        if reply is None:
+            self._reply = replace(piece, sequences=list(piece.sequences))
+        else:
+            reply.sequences += piece.sequences
+            reply.tokenize_seconds += piece.tokenize_seconds
+            reply.estimated_bytes += piece.estimated_bytes
+            self._check_size(reply)
+        cost = sum(it.cost for it in self._waiting)
+        for sequence in piece.sequences:
+            if self._waiting and cost + sequence.cost > self._most_cost:
+                await self._run_waiting()
+                cost = 0
+            self._waiting.append(sequence)
+            cost += sequence.cost
+
+    def _check_size(self, reply: EncodeReply) -> None:
+        limit = self._model.limits.max_response_bytes
+        if reply.estimated_bytes > limit:
+            raise ResponseTooLarge(
+                FieldPath(Part.INPUTS),
+                f"the reply for the first {len(reply.sequences)} of {len(self._call.inputs)} inputs would take "
+                f"{reply.estimated_bytes} bytes, over the limit of {limit} (max_response_bytes); send fewer inputs",
+            )
+
+    async def _run_waiting(self) -> None:
+        """Begins to run the sequences that wait, once the part before them has been run."""
+        await self._finish_running()
+        assert self._reply is not None  # noqa: S101 - something waits
+        part, self._waiting = replace(self._reply, sequences=self._waiting), []
+        self._running = asyncio.create_task(self._run_part(part, may_wait=self._parts_run > 0))
+        self._parts_run += 1
+
+    async def _finish_running(self) -> None:
+        if self._running is None or self._reply is None:
+            return
+        try:
+            more_bytes = await self._running
+        finally:
+            self._running = None
+        if more_bytes:
+            self._hold(more_bytes)
+            self._reply.estimated_bytes += more_bytes
+            self._check_size(self._reply)
+
+    async def _run_part(self, part: EncodeReply, *, may_wait: bool) -> int:
+        """Runs sequences; how many bytes more than estimated their outputs take in the reply."""
+        estimated, gives_up_at = part.estimated_bytes, self._clock.now() + _ROOM_SECONDS
+        while True:
+            try:
+                await self._model.run(part, self._deadline, self._span)
+            except QueueFull as full:
+                if not may_wait or self._clock.now() + full.retry_delay_s > gives_up_at:
+                    raise
+                await self._clock.sleep(full.retry_delay_s)
+            else:
+                return part.estimated_bytes - estimated
