@@ -15,7 +15,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.http.replies import joined, rows_as_json
 
 TEXTS = ["hello brave new world", "new world", "hello"]
-IDS = [[4, 5, 6], [7]]
+IDS = [[1, 4, 5, 6, 2], [1, 7, 2]]  # with what the tokenizer puts around a text
 MODEL_POOLING = pb.OUTPUT_KIND_MODEL_POOLING
 OPENAI, TEI = "/v1/embeddings", "/embed"
 
@@ -97,7 +97,7 @@ async def test_versions_and_models(server: FakeServer) -> None:
 async def test_info(server: FakeServer) -> None:
     told = (await get(server, "/info")).json()
     assert (told["model_id"], told["model_type"]) == ("tiny", {"embedding": {"pooling": "mean"}})
-    assert (told["max_input_length"], told["max_client_batch_size"], told["auto_truncate"]) == (32, 256, True)
+    assert (told["max_input_length"], told["max_client_batch_size"], told["auto_truncate"]) == (32, 2048, True)
 
 
 async def test_tokenize_counts_in_bytes(server: FakeServer) -> None:
@@ -109,18 +109,47 @@ async def test_tokenize_counts_in_bytes(server: FakeServer) -> None:
     assert [[token["id"] for token in tokens] for tokens in bare] == [[4], [6]]
 
 
-async def test_each_protocol_treats_long_texts_as_its_users_expect(server: FakeServer) -> None:
-    text = "hello " * 100
-    refused = await post(server, OPENAI, {"input": ["hello", text]})
+LONG = "hello " * 100
+
+
+async def test_long_texts_are_cut_and_counted_unless_that_is_refused(server: FakeServer) -> None:
+    cut = await post(server, OPENAI, {"input": [LONG, "hello", LONG]})
+    np.testing.assert_array_equal(openai_vectors(cut), await by_grpc(server, LONG, "hello", LONG))
+    assert cut.headers["encserve-truncated-inputs"] == "2"
+    assert cut.json()["usage"]["total_tokens"] == 32 + 3 + 32
+    assert "encserve-truncated-inputs" not in (await post(server, OPENAI, {"input": "hello"})).headers
+    refused = await post(server, OPENAI, {"input": ["hello", LONG], "truncate": False})
     assert refused.status_code == 400
     error = refused.json()["error"]
     assert (error["code"], error["param"]) == ("context_length_exceeded", "input[1]")
     assert "must be at most 32 tokens" in error["message"]
-    assert (await post(server, OPENAI, {"input": text, "truncate": True})).status_code == 200
-    cut = np.array((await post(server, TEI, {"inputs": text})).json(), np.float32)
-    np.testing.assert_array_equal(cut, await by_grpc(server, text))
-    refused = await post(server, TEI, {"inputs": text, "truncate": False})
+    response = await post(server, TEI, {"inputs": LONG})
+    assert response.headers["encserve-truncated-inputs"] == "1"
+    np.testing.assert_array_equal(np.array(response.json(), np.float32), await by_grpc(server, LONG))
+    refused = await post(server, TEI, {"inputs": LONG, "truncate": False})
     assert (refused.status_code, refused.json()["error_type"]) == (422, "Validation")
+
+
+async def test_a_server_may_refuse_long_texts_where_a_request_does_not_say(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, http_truncate=False)
+    assert (await post(server, OPENAI, {"input": LONG})).status_code == 400
+    for more in ({"truncate": True}, {"truncate_prompt_tokens": -1}):
+        assert (await post(server, OPENAI, {"input": LONG, **more})).headers["encserve-truncated-inputs"] == "1"
+
+
+async def test_texts_are_cut_to_as_many_tokens_as_asked_for(server: FakeServer) -> None:
+    for tokens in (1, 5, 32, -1):
+        response = await post(server, OPENAI, {"input": [LONG, "hello"], "truncate_prompt_tokens": tokens})
+        many = tokens % 33  # -1 is for as many as the model takes
+        want = {1: [2]}.get(many, [1, *[4] * (many - 2), 2])
+        np.testing.assert_array_equal(openai_vectors(response)[:1], await by_grpc(server, want))
+        assert response.headers["encserve-truncated-inputs"] == ("2" if many < 3 else "1")
+    for bad, problem in ((0, "was 0"), (-2, "was -2"), (33, "must be from 1 to 32 (max_sequence_tokens of tiny)")):
+        refused = await post(server, OPENAI, {"input": LONG, "truncate_prompt_tokens": bad})
+        assert refused.json()["error"]["param"] == "truncate_prompt_tokens"
+        assert problem in refused.text
+    both = await post(server, OPENAI, {"input": LONG, "truncate_prompt_tokens": 5, "truncate": False})
+    assert (both.status_code, both.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
 
 
 async def test_a_model_without_pooling_wants_one_named(start_server: StartServer) -> None:
@@ -140,7 +169,7 @@ async def test_options(start_server: StartServer) -> None:
     prompted = openai_vectors(await post(server, OPENAI, {"input": "new", "prompt_name": "query", "normalize": False}))
     np.testing.assert_array_equal(plain, await by_grpc(server, [1, 6, 2]))
     np.testing.assert_array_equal(prompted, await by_grpc(server, [1, 4, 6, 2], l2_normalize=False))
-    summed = {"input": [[4, 5]], "pooling": "max", "normalize": False, "dimensions": 2}
+    summed = {"input": [[4, 5]], "pooling": "max", "normalize": False, "dimensions": 2, "add_special_tokens": False}
     want = await by_grpc(server, [4, 5], kind=pb.OUTPUT_KIND_MAX, l2_normalize=False)
     np.testing.assert_array_equal(openai_vectors(await post(server, OPENAI, summed)), want[:, :2])
     short = openai_vectors(await post(server, OPENAI, {"input": "new", "pooling": "mean", "dimensions": 2}))
@@ -161,7 +190,7 @@ BAD: list[tuple[Any, str, str]] = [
     ({"INPUTS": [[1, 2.5]]}, "INPUTS[0][1]", "must be a token id; was 2.5"),
     ({"INPUTS": [1, True]}, "INPUTS[0][1]", "must be a token id; was a boolean"),
     ({"INPUTS": [[]]}, "INPUTS[0]", "must hold at least 1 id; was empty"),
-    (b'{"INPUTS": [18446744073709551615]}', "INPUTS[0][0]", "must be a token id; was 18446744073709551615"),
+    ({"INPUTS": [2**64 - 1]}, "INPUTS[0][0]", "must be a token id; was 18446744073709551615"),
     ({"INPUTS": [[1, -3]]}, "INPUTS[0][1]", "must be from 0 to 999 (the vocabulary of tiny); was -3"),
     ({"INPUTS": [[1, 1000]]}, "INPUTS[0][1]", "check_embedding_ctx_length=False"),
     ({"INPUTS": "hello", "model": 3}, "model", "must be a string; was 3"),
@@ -187,7 +216,9 @@ def spelled(body: Any, name: str) -> bytes:
 async def test_what_is_wrong_is_named(server: FakeServer) -> None:
     """Each case on one server, since starting one takes longer."""
     for body, field, text in BAD:
-        refused = await post(server, OPENAI, spelled(body, "input"))
+        # Texts are not complete without special tokens, and are refused with that.
+        of_ids = isinstance(body, dict) and isinstance(body.get("INPUTS"), list) and "hello" not in body["INPUTS"]
+        refused = await post(server, OPENAI, spelled({**body, "add_special_tokens": False} if of_ids else body, "input"))
         assert refused.status_code == 400, body
         error = refused.json()["error"]
         assert error["type"] == "invalid_request_error"
@@ -201,23 +232,137 @@ async def test_what_is_wrong_is_named(server: FakeServer) -> None:
         assert told["error_type"] == ("Empty" if body == {"INPUTS": []} else "Validation")
 
 
-async def test_fields_that_nobody_knows(server: FakeServer) -> None:
-    """OpenAI refuses them, text-embeddings-inference does not."""
-    for name in ("dimension", "inputs", "texts"):
-        refused = await post(server, OPENAI, {"input": "hello", name: 2})
-        assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
-        assert refused.json()["error"]["message"].startswith(f"{name}: is not known; there are dimensions, ")
+def ignored(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The fields that the log says were ignored."""
+    return [getattr(it, "field", "") for it in caplog.records if "is ignored" in it.getMessage()]
+
+
+async def test_fields_that_nobody_knows_are_ignored_with_one_warning(
+    server: FakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain = openai_vectors(await post(server, OPENAI, {"input": "hello"}))
+    long_name = "z" * 100_000
+    for name in ("priority", "priority", "inputs", long_name, long_name + "z"):
+        got = openai_vectors(await post(server, OPENAI, {"input": "hello", name: {"a": [1]}}))
+        np.testing.assert_array_equal(got, plain)
+    assert ignored(caplog) == ["priority", "inputs", "z" * 64]
+    for i in range(200):
+        assert (await post(server, TEI, {"inputs": "hello", f"raw_{i}": True})).status_code == 200
+    assert len(ignored(caplog)) == 3 + 64  # of each route
     assert (await post(server, OPENAI, {"input": "hello", "encoding_format": "hex"})).status_code == 400
-    assert (await post(server, TEI, {"inputs": "hello", "raw_scores": True})).status_code == 200
-    left = await post(server, TEI, {"inputs": "hello", "truncation_direction": "Left"})
-    assert (left.status_code, left.json()["error_type"]) == (422, "Validation")
+
+
+async def test_what_is_null_is_not_there(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, strict_http=True)
+    names = ("model", "user", "dimensions", "task", "truncate", "truncate_prompt_tokens", "add_special_tokens", "foo")
+    sent = {"input": "hello", **dict.fromkeys(names)}
+    assert (await post(server, OPENAI, sent)).status_code == 200
+    assert (await post(server, OPENAI, b'{"foo" : null , "input":"hello"}')).status_code == 200
+
+
+async def test_a_strict_server_refuses_fields_that_nobody_knows(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, strict_http=True)
+    for name in ("dimension", "inputs", "texts"):
+        for more in ({}, {"pad": "x" * 100_000}):
+            refused = await post(server, OPENAI, {"input": "hello", name: 2, **more})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, name)
+            assert refused.json()["error"]["message"].startswith(f"{name}: is not known; there are add_special_tokens, ")
+    assert (await post(server, TEI, {"inputs": "hello", "raw_scores": True})).status_code == 422
+
+
+async def test_input_type_is_the_task_in_others_words(start_server: StartServer) -> None:
+    """Of a model that has no tasks nothing changes, whatever clients send."""
+    server = await start_server(http_port=0)
+    plain = openai_vectors(await post(server, OPENAI, {"input": "hello"}))
+    for input_type in ("query", "search_document", "passage", "classification", ""):
+        got = openai_vectors(await post(server, OPENAI, {"input": "hello", "input_type": input_type}))
+        np.testing.assert_array_equal(got, plain)
+
+
+async def test_ids_of_another_tokenizer(server: FakeServer) -> None:
+    """LangChain's default; those inside the vocabulary would give wrong vectors, and no error."""
+    for ids in ([[4, 5]], [4, 5], ["hello", [1, 4]], [[4, 2]], [[2]]):
+        refused = await post(server, OPENAI, {"input": ids})
+        assert refused.status_code == 400
+        error = refused.json()["error"]
+        assert error["param"] == ("input[1]" if ids[0] == "hello" else "input[0]")
+        for part in ("[CLS] (1) before", "[SEP] (2) behind", '"add_special_tokens": false', "ctx_length=False"):
+            assert part in error["message"]
+    complete = await post(server, OPENAI, {"input": [[4, 5]], "add_special_tokens": False})
+    np.testing.assert_array_equal(openai_vectors(complete), await by_grpc(server, [4, 5]))
+    np.testing.assert_array_equal((await post(server, TEI, {"inputs": [[4, 5]]})).json(), await by_grpc(server, [4, 5]))
+    refused = await post(server, OPENAI, {"input": ["hello"], "add_special_tokens": False})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "add_special_tokens")
+
+
+async def test_a_model_without_special_tokens_takes_any_ids(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, with_tokenizer=False)
+    assert (await post(server, OPENAI, {"input": [[4, 5]], "pooling": "mean"})).status_code == 200
+
+
+async def test_other_names_of_a_model(start_server: StartServer) -> None:
+    names = ("text-embedding-3-small=tiny", "org/old=tiny@1", "gone=nobody")
+    server = await start_server(http_port=0, served_model_name=names)
+    listed = {it["id"]: it["root"] for it in (await get(server, "/v1/models")).json()["data"]}
+    assert listed == {"tiny": "tiny", "text-embedding-3-small": "tiny", "tiny@1": "tiny", "org/old": "tiny"}
+    for name in listed:
+        response = await post(server, OPENAI, {"input": "hello", "model": name})
+        assert (response.status_code, response.json()["model"]) == (200, name)
+        for path in (name, name.replace("/", "%2F"), name.replace("@", "%40")):
+            told = await get(server, f"/v1/models/{path}")
+            assert (told.status_code, told.json()["id"]) == (200, name)
+    for name in ("nobody", "gone", "org/old@9", "tiny@9"):
+        refused = await post(server, OPENAI, {"input": "hello", "model": name})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found"), name
+        assert (await get(server, f"/v1/models/{name}")).status_code == 404
+    assert "there are tiny, text-embedding-3-small, org/old" in (await get(server, "/v1/models/nobody")).text
+    # However many names callers make up, there is one route.
+    assert server.sample("encserve_http_requests_total", route="GET /v1/models/{id:path}", status="404") == 6
+
+
+async def test_any_name_for_one_model(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, accept_any_model_name=True)
+    for name in ("gpt-4", "org/name@3"):
+        assert (await post(server, OPENAI, {"input": "hello", "model": name})).json()["model"] == name
+    assert (await post(server, OPENAI, {"input": "hello", "model": "tiny@9"})).status_code == 404
+
+
+PAGE = {"origin": "https://page.example"}
+ASKING = {**PAGE, "access-control-request-method": "POST", "access-control-request-headers": "authorization,content-type"}
+
+
+async def test_pages_of_other_origins_are_shut_out_by_default(server: FakeServer) -> None:
+    async with connect(server) as client:
+        for response in (await client.post(TEI, json={"inputs": "hello"}, headers=PAGE), await client.options(TEI)):
+            assert not [name for name in response.headers if name.startswith("access-control")]
+        assert response.status_code == 405
+
+
+@pytest.mark.parametrize("allowed", ["*", "https://page.example"])
+async def test_pages_of_an_allowed_origin(start_server: StartServer, allowed: str) -> None:
+    server = await start_server(http_port=0, cors_allow_origin=("http://localhost:3000", allowed))
+    async with connect(server) as client:
+        for path in (OPENAI, "/v1/models/a/b"):
+            asked = await client.options(path, headers=ASKING)
+            assert (asked.status_code, asked.content) == (204, b"")
+            assert asked.headers["access-control-allow-origin"] == PAGE["origin"]
+            assert asked.headers["access-control-allow-methods"] == ("POST" if path == OPENAI else "GET")
+            assert asked.headers["access-control-allow-headers"] == "authorization,content-type"
+        for body, status in (({"input": "hello"}, 200), ({"input": 3.5}, 400)):
+            response = await client.post(OPENAI, json=body, headers=PAGE)
+            assert response.status_code == status
+            assert response.headers["access-control-allow-origin"] == PAGE["origin"]
+            assert response.headers["vary"] == "origin"
+        other = await client.post(OPENAI, json={"input": "hello"}, headers={"origin": "https://evil.example"})
+        assert (other.status_code, other.headers["vary"]) == (200, "origin")
+        assert ("access-control-allow-origin" in other.headers) == (allowed == "*")
 
 
 async def test_too_many_inputs(server: FakeServer) -> None:
-    assert (await post(server, OPENAI, {"input": ["hello"] * 257})).status_code == 400
-    refused = await post(server, TEI, {"inputs": ["hello"] * 257})
+    assert (await post(server, OPENAI, {"input": ["hello"] * 2049})).status_code == 400
+    refused = await post(server, TEI, {"inputs": ["hello"] * 2049})
     assert refused.status_code == 413
-    assert "must hold at most 256 sequences (max_request_sequences); was 257" in refused.text
+    assert "must hold at most 2048 sequences (max_http_inputs); was 2049" in refused.text
 
 
 async def test_tokenize_refuses_as_embed_does(server: FakeServer) -> None:
@@ -227,7 +372,7 @@ async def test_tokenize_refuses_as_embed_does(server: FakeServer) -> None:
 
 @pytest.mark.parametrize("declared", [True, False])
 async def test_a_body_over_the_limit(start_server: StartServer, declared: bool) -> None:
-    server = await start_server(http_port=0, max_request_mib=1)
+    server = await start_server(http_port=0, max_http_request_mib=1)
 
     async def parts() -> Any:
         for _ in range(20):
@@ -236,16 +381,22 @@ async def test_a_body_over_the_limit(start_server: StartServer, declared: bool) 
     async with connect(server) as client:
         response = await client.post(OPENAI, content=b" " * 2_000_000 if declared else parts())
         assert response.status_code == 413
-        assert "the body must be at most 1048576 bytes (max_request_mib)" in response.json()["error"]["message"]
+        assert "the body must be at most 1048576 bytes (max_http_request_mib)" in response.json()["error"]["message"]
         assert response.headers["connection"] == "close"
         assert (await client.post(OPENAI, json={"input": "hello"})).status_code == 200
 
 
 async def test_paths_and_methods_that_are_not_there(server: FakeServer) -> None:
-    for path in ("/metrics", "/v2", "/embed/", "/embed_sparse"):
+    """The error says what there is, in the form of the route where there is one."""
+    for path in ("/metrics", "/made-up", "/embed/", "/v1/engines", "/" + "x" * 2000):
         response = await get(server, path)
-        assert (response.status_code, response.json()["error_type"]) == (404, "Validation")
-    response = await get(server, "/v1/engines")
-    assert (response.status_code, response.json()["error"]["code"]) == (404, "no_such_path")
+        error = response.json()["error"]
+        assert (response.status_code, error["code"]) == (404, "no_such_path")
+        assert error["message"].startswith(f"there is nothing at {path[:64]}; there are POST /v1/embeddings, ")
+        assert error["message"].endswith(f"The metrics are at /metrics of port {server.app.metrics_port}")
     response = await get(server, OPENAI)
     assert (response.status_code, response.headers["allow"]) == (405, "POST")
+    assert response.json()["error"]["message"] == "the method must be POST"
+    response = await post(server, "/info", {})
+    assert (response.status_code, response.headers["allow"]) == (405, "GET")
+    assert set(response.json()) == {"error", "error_type"}

@@ -22,7 +22,7 @@ from typing import Protocol
 from encserve_server.error_table import CANCELLED, EXPIRED, OK, UNKNOWN, Failure, Status, to_failure
 from encserve_server.errors import BudgetFull, Draining, EncserveError, FieldPath, Naming, Part, ResponseTooLarge
 from encserve_server.models.catalog import Catalog
-from encserve_server.models.parts import PartedCall, pieces
+from encserve_server.models.parts import PartedCall
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel, TokenizeCall, TokenizeReply
 from encserve_server.settings import MIB
 from encserve_server.system.clock import Clock
@@ -302,13 +302,11 @@ class Call:
     async def encode_in_parts(
         self, model: ServedModel, request: EncodeCall, build: Callable[[EncodeReply], bytes], growth: float = 1.0
     ) -> bytes:
-        """Answers a call of any number of inputs, in parts where they are many; see `encode` and `PartedCall`.
+        """Answers a call of any number of inputs, in parts where they are many or long; see `encode` and `PartedCall`.
 
         Raises:
             EncserveError: Whatever `encode` and `PartedCall.run` raise.
         """
-        if next(pieces(request.inputs))[1] == len(request.inputs):
-            return await self.encode(model, request, build, growth)
         clock, span = self._calls.clock, self.span
 
         def hold(estimated_bytes: int) -> None:

@@ -85,6 +85,9 @@ class FieldPath:
     place: int | None = None
 
 
+_OF_OUTPUTS = frozenset(part for part in Part if part.name.startswith("OUTPUT"))
+
+
 class Naming(Protocol):
     """What a protocol calls fields and values, in errors."""
 
@@ -180,7 +183,9 @@ class RequestError(EncserveError):
 
 
 def _moved(value: Any, by: int) -> Any:
-    if isinstance(value, FieldPath) and value.at is not None:
+    if isinstance(value, tuple):
+        return tuple(_moved(it, by) for it in value)
+    if isinstance(value, FieldPath) and value.at is not None and value.part not in _OF_OUTPUTS:
         return replace(value, at=value.at + by)
     return value
 

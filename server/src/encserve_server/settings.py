@@ -7,6 +7,7 @@ that a setting is declared once: the flag of `max_batch_tokens` is `--max-batch-
 
 import dataclasses
 import math
+import re
 import urllib.parse
 from dataclasses import dataclass
 from pathlib import Path
@@ -271,9 +272,15 @@ class Settings:
         self._check_ports()
 
     def _check_names(self) -> None:
+        seen = set()
         for its in self.served_model_name:
-            if not all(its.partition("=")):
-                raise ValueError(f"served_model_name must be ALIAS=NAME; was {its!r}")
+            alias, _, name = its.partition("=")
+            if not alias or not name or "@" in alias or alias in seen:
+                raise ValueError(f"served_model_name must be ALIAS=NAME, with an alias of its own, without @; was {its!r}")
+            seen.add(alias)
+        for origin in self.cors_allow_origin:
+            if origin != "*" and not re.fullmatch(r"[\w.+-]+://[^/\s]+", origin):
+                raise ValueError(f"cors_allow_origin must be SCHEME://HOST, SCHEME://HOST:PORT or *; was {origin!r}")
 
     def _check_ports(self) -> None:
         ports: dict[int, str] = {}

@@ -28,6 +28,8 @@ SEND_SECONDS = 30.0
 _BYTES_PER_SECOND = 64 * 1024
 _PIECE_BYTES = 64 * 1024
 _OK, _NO_CONTENT, _HEAD_TOO_LARGE, _SERVER_ERRORS, _UNAVAILABLE = 200, 204, 431, 500, 503
+# What stands for a part of a path, or with `:path` for several.
+PLACEHOLDER = re.compile(r"{(\w+)(:path)?}")
 _NO_VALUES: Mapping[str, str] = {}
 _MAX_SHOWN = 64
 # What is answered to a body that is late or not as its head says: nothing more of it is read.
@@ -36,7 +38,7 @@ _BAD_BODIES = (400, 408)
 _UNAVAILABLE_RETRY_S = 1.0
 # With its default, LangChain sends the ids of OpenAI's own tokenizer to whatever server it is pointed at.
 _IDS_ADVICE = (
-    ". Send text, or ids of this model's own tokenizer: LangChain's OpenAIEmbeddings do with "
+    ". Send text, or ids of this model's own tokenizer: LangChain's OpenAIEmbeddings sends text with "
     "check_embedding_ctx_length=False"
 )
 
@@ -49,11 +51,13 @@ class Dialect:
         naming: What it calls fields and values.
         status_of: The HTTP status of an error.
         refuse: The JSON of an error.
+        error: The type of that JSON, for its description.
     """
 
     naming: Naming
     status_of: Callable[[Status], int]
     refuse: Callable[[Failure], dict[str, Any]]
+    error: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +99,8 @@ class Route:
         dialect: How errors of the route are written.
         is_check: Whether the route is for health checks: not counted, and answered while the server stops.
         body: The fields of its JSON body, a msgspec.Struct; None for a route without a JSON body.
+        reply: The type of the JSON that it answers, for its description; None for nothing.
+        example: A body, for its description.
     """
 
     method: str
@@ -103,6 +109,8 @@ class Route:
     dialect: Dialect
     is_check: bool = False
     body: type[Any] | None = None
+    reply: Any = None
+    example: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +150,11 @@ class HttpApp:
         self._max_body_bytes = max_body_bytes
         self._metrics_port = metrics_port
         self._cors_origins = frozenset(cors_origins)
-        known = {(route.method, route.path): (route, _method(route, metrics)) for route in routes}
-        self._routes = {key: it for key, it in known.items() if "{" not in key[1]}
-        self._patterns = [(_pattern(key[1]), *it) for key, it in known.items() if "{" in key[1]]
+        self._all = [(route, _pattern(route.path)) for route in routes]
+        self._there = ", ".join(f"{route.method} {route.path}" for route in routes)
+        known = [(route, _method(route, metrics)) for route in routes]
+        self._routes = {(it[0].method, it[0].path): it for it in known if "{" not in it[0].path}
+        self._patterns = [(_pattern(it[0].path), *it) for it in known if "{" in it[0].path]
         self._tasks: set[asyncio.Task[Any]] = set()
         self._is_over = False
 
@@ -247,8 +257,7 @@ class HttpApp:
 
     def _not_there(self, method: str, path: str, cors: Mapping[str, str] | None) -> _Answer:
         """The answer to other paths and methods, which are not counted."""
-        routes = [route for route, _ in self._routes.values()] + [route for _, route, _ in self._patterns]
-        here = [route for route in routes if route.path == path or _pattern(route.path).fullmatch(path)]
+        here = [route for route, pattern in self._all if pattern.fullmatch(path)]
         methods = sorted({route.method for route in here})
         if here and cors and method == "OPTIONS":  # a browser asks before it sends
             return _Answer(_NO_CONTENT, b"", {**_HEADERS, "access-control-allow-methods": ", ".join(methods)})
@@ -258,11 +267,11 @@ class HttpApp:
             headers: Mapping[str, str] = {**_HEADERS, "allow": ", ".join(methods)}
         else:
             dialect, headers = self._elsewhere, _HEADERS
-            there = ", ".join(f"{route.method} {route.path}" for route in routes)
             problem = (
-                f"there is nothing at {path[:_MAX_SHOWN]}; there are {there}. The metrics are at /metrics of port "
+                f"there is nothing at {path[:_MAX_SHOWN]}; there are {self._there}. The metrics are at /metrics of "
+                f"port {self._metrics_port}"
             )
-            failure = Failure(NO_SUCH_PATH, "NO_SUCH_PATH", f"{problem}{self._metrics_port}")
+            failure = Failure(NO_SUCH_PATH, "NO_SUCH_PATH", problem)
         return _Answer(dialect.status_of(failure.status), orjson.dumps(dialect.refuse(failure)), headers)
 
     def _cors_headers(self, request: web.BaseRequest) -> Mapping[str, str]:
@@ -316,13 +325,9 @@ def _method(route: Route, metrics: Metrics) -> Method:
 
 def _pattern(path: str) -> re.Pattern[str]:
     """What matches a path with placeholders."""
-    parts = re.split(r"({\w+(?::path)?})", path)
-    named = [
-        f"(?P<{it[1:].partition(':')[0].rstrip('}')}>{'.+' if it.endswith(':path}') else '[^/]+'})"
-        if it.startswith("{")
-        else re.escape(it)
-        for it in parts
-    ]
+    named = []
+    for fixed, name, kind in re.findall(rf"([^{{]*)(?:{PLACEHOLDER.pattern})?", path):
+        named += [re.escape(fixed), f"(?P<{name}>{'.+' if kind else '[^/]+'})" if name else ""]
     return re.compile("".join(named))
 
 

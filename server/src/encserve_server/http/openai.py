@@ -5,7 +5,7 @@ https://platform.openai.com/docs/api-reference/embeddings
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import orjson
 
@@ -27,18 +27,116 @@ from encserve_server.http.requests import (
 )
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeReply, ServedModel
+from encserve_server.models.tokenizing import TextTokenizer
 
 _FORMATS = ("float", "base64")
 _NOT_COSINE = frozenset({"dot", "euclidean", "manhattan"})
 
 
 class EmbeddingsBody(PooledBody):
-    """The fields of /v1/embeddings."""
+    """The fields of /v1/embeddings.
+
+    Attributes:
+        input: A text, the ids of a text, or a list of these; required.
+        encoding_format: How vectors are written: float, or base64 of little-endian float32.
+        user: Ignored.
+        add_special_tokens: With false, ids are complete as they are, without the special tokens of the tokenizer.
+    """
 
     input: Inputs | None = None
     encoding_format: str | None = None
     user: str | None = None
     add_special_tokens: bool | None = None
+
+
+class Embedding(TypedDict):
+    """One vector.
+
+    Attributes:
+        embedding: The vector, in the form that was asked for.
+        index: Which input it is of, from 0.
+    """
+
+    object: str
+    embedding: list[float] | str
+    index: int
+
+
+class Usage(TypedDict):
+    """How many tokens the model saw, special ones and those of a prompt included.
+
+    Attributes:
+        prompt_tokens: The tokens of all inputs.
+        total_tokens: The same.
+    """
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(TypedDict):
+    """The vectors of a request.
+
+    Attributes:
+        data: One for each input, in their order.
+        model: The name of the request, or the model's where it had none.
+    """
+
+    object: str
+    data: list[Embedding]
+    model: str
+    usage: Usage
+
+
+class Model(TypedDict):
+    """A model by one of its names.
+
+    Attributes:
+        id: The name.
+        max_model_len: The longest input in tokens.
+        root: The model's own name.
+    """
+
+    id: str
+    object: str
+    created: int
+    owned_by: str
+    max_model_len: int
+    root: str
+    parent: None
+
+
+class Models(TypedDict):
+    """All models.
+
+    Attributes:
+        data: Each by every name, the default one first.
+    """
+
+    object: str
+    data: list[Model]
+
+
+class OpenAiErrorInfo(TypedDict):
+    """What is wrong.
+
+    Attributes:
+        message: The field and the problem, with the numbers.
+        type: invalid_request_error, rate_limit_error or server_error.
+        param: The field, as in input[3]; null for the whole request.
+        code: OpenAI's code, or the reason in lower case.
+    """
+
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class OpenAiError(TypedDict):
+    """An error as OpenAI writes it."""
+
+    error: OpenAiErrorInfo
 
 
 class OpenAiRoutes:
@@ -54,9 +152,17 @@ class OpenAiRoutes:
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
         return [
-            Route("POST", "/v1/embeddings", self.embeddings, DIALECT, body=EmbeddingsBody),
-            Route("GET", "/v1/models", self.models, DIALECT),
-            Route("GET", "/v1/models/{id:path}", self.model, DIALECT),
+            Route(
+                "POST",
+                "/v1/embeddings",
+                self.embeddings,
+                DIALECT,
+                body=EmbeddingsBody,
+                reply=Embeddings,
+                example={"input": ["a cat", "a dog"]},
+            ),
+            Route("GET", "/v1/models", self.models, DIALECT, reply=Models),
+            Route("GET", "/v1/models/{id:path}", self.model, DIALECT, reply=Model),
         ]
 
     async def embeddings(self, request: Request, call: Call) -> Reply:
@@ -123,15 +229,22 @@ def _check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | 
         elif add_special_tokens is not False and not _has_around(it, before, behind):
             raise InvalidField(
                 FieldPath(Part.IDS, i),
-                f"are not this model's: the tokenizer of {model.bundle.name} puts {list(before)} before a text and "
-                f'{list(behind)} behind it. If the ids are complete all the same, send "add_special_tokens": false',
+                f"are not this model's: its tokenizer puts {_shown(tokenizer, before)} before a text and "
+                f"{_shown(tokenizer, behind)} behind it, and these begin with {it[:2]} and end with {it[-2:]}. If they "
+                'are complete all the same, send "add_special_tokens": false',
             )
 
 
+def _shown(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
+    return " ".join(f"{tokenizer.token_string(it)} ({it})" for it in ids) or "nothing"
+
+
 def _has_around(ids: Any, before: Sequence[int], behind: Sequence[int]) -> bool:
-    """Whether ids begin and end with these; what is no list is refused elsewhere."""
-    return not isinstance(ids, list) or (
-        ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind)
+    """Whether ids begin and end with these; what is no list, or empty, is refused elsewhere."""
+    return (
+        not isinstance(ids, list)
+        or not ids
+        or ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind)
     )
 
 
@@ -150,7 +263,7 @@ def _status_of(status: Status) -> int:
     return status.openai
 
 
-DIALECT = Dialect(HttpNaming("input"), _status_of, _refuse)
+DIALECT = Dialect(HttpNaming("input"), _status_of, _refuse, OpenAiError)
 
 
 def _build(name: str, reply: EncodeReply, *, as_base64: bool) -> bytes:

@@ -6,6 +6,7 @@ route does not know, and for what is wrong, to name it.
 
 import array
 import logging
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -19,7 +20,7 @@ from encserve_server.errors import EmptyInputs, InvalidField, MalformedRequest, 
 from encserve_server.http.app import Reply
 from encserve_server.http.counting import CountLimits, check_counts
 from encserve_server.http.replies import JSON_GROWTH
-from encserve_server.models.inputs import SentIds, SentInput
+from encserve_server.models.inputs import SentIds
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
 from encserve_server.outputs import SPAN_POOLINGS, OutputSpec
@@ -44,6 +45,7 @@ _INPUT_TYPES = {
 }
 # So many names of unknown fields are logged for a route.
 _MOST_WARNED = 64
+_MAX_SHOWN = 64
 _COUNTS = ReplyShape(Detail.COUNTS)
 _TYPE_NAMES = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", NoneType: "null"}
 _WANTED: dict[Any, tuple[type, str]] = {
@@ -56,7 +58,16 @@ _COUNTED_BYTES = 64 * 1024
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields that all routes with inputs have; one that is null is not there."""
+    """The fields that all routes with inputs have; one that is null is not there.
+
+    Attributes:
+        model: NAME, NAME@VERSION or another name of a model, as /v1/models lists them. Default: the first one.
+        prompt_name: Which of the model's prompts is put before every text; "" for none. Default: the task's or the
+            model's.
+        task: What the texts are, query or document, for models that treat them differently.
+        input_type: As task, in the words of other servers: query, search_query, document, passage, search_document. It
+            changes nothing for a model without tasks, nor does any other value.
+    """
 
     model: str | None = None
     prompt_name: str | None = None
@@ -65,14 +76,28 @@ class Body(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class EncodeBody(Body):
-    """Those of the routes with vectors."""
+    """Those of the routes with vectors.
+
+    Attributes:
+        truncate: Whether texts that are too long are cut at their end, or refused. Default: cut, unless the server is
+            set otherwise.
+        truncate_prompt_tokens: To how many tokens texts are cut, special ones included; -1 for as many as the model
+            takes.
+    """
 
     truncate: bool | None = None
     truncate_prompt_tokens: int | None = None
 
 
 class PooledBody(EncodeBody):
-    """Those of the routes with one vector for each input."""
+    """Those of the routes with one vector for each input.
+
+    Attributes:
+        dimensions: To how many of its first numbers a vector is cut.
+        normalize: Whether vectors are scaled to length 1.
+        pooling: How the vectors of tokens become one, in place of how the model was trained to: mean, cls, max,
+            last_token, weighted_mean or mean_sqrt_length.
+    """
 
     dimensions: int | None = None
     normalize: bool | None = None
@@ -120,6 +145,7 @@ class BodyDecoder(Generic[AnyBody]):
         """
         if len(body) > _COUNTED_BYTES:
             await check_counts(body, self._inputs_field, self._rules.limits)
+            return self._decode_known(body)  # decoded once, whatever fields there are
         try:
             return self._decoder.decode(body)
         except msgspec.ValidationError:
@@ -138,7 +164,7 @@ class BodyDecoder(Generic[AnyBody]):
         unknown = sorted(name for name in values.keys() - self._fields.keys() if bytes(values[name]) != b"null")
         if unknown and self._rules.strict:
             raise UnknownField(
-                unknown[0][:64], f"is not known; there are {', '.join(sorted(self._fields))} (strict_http)"
+                unknown[0][:_MAX_SHOWN], f"is not known; there are {', '.join(sorted(self._fields))} (strict_http)"
             )
         self._warn(unknown)
         known = {name: _decoded(value) for name, value in values.items() if name in self._fields}
@@ -150,9 +176,10 @@ class BodyDecoder(Generic[AnyBody]):
     def _warn(self, unknown: Sequence[str]) -> None:
         """Logs names that have not been logged, as many as are of use."""
         for name in unknown:
-            if name not in self._warned and len(self._warned) < _MOST_WARNED:
-                self._warned.add(name)
-                logger.warning("a field over HTTP is ignored", extra={"field": name[:64], "body": self._kind.__name__})
+            shown = name[:_MAX_SHOWN]
+            if shown not in self._warned and len(self._warned) < _MOST_WARNED:
+                self._warned.add(shown)
+                logger.warning("a field over HTTP is ignored", extra={"field": shown, "body": self._kind.__name__})
 
     def _explain(self, values: Mapping[str, Any]) -> NoReturn:
         """Raises what is wrong with the fields of a body that is not as the struct wants it."""
@@ -166,7 +193,7 @@ class BodyDecoder(Generic[AnyBody]):
 
 
 class SentInputs:
-    """The inputs of a request: texts and lists of ids, not looked into."""
+    """The inputs of a request: texts and lists of ids, not looked into before `decode`, which may be called once."""
 
     def __init__(self, field: str, value: Inputs | None) -> None:
         """Takes the field that holds a text, ids, or a list of those.
@@ -188,8 +215,8 @@ class SentInputs:
             return None
         return sum(min(len(it), longest) for it in self.items)
 
-    def decode(self, longest: int) -> list[SentInput]:
-        """The inputs. Of each no more ids are copied than the model can take.
+    def decode(self, longest: int) -> list[str | SentIds]:
+        """The inputs. Of each no more ids are copied than the model can take, and lists of ids are emptied.
 
         Raises:
             InvalidField: One is neither a text nor ids.
@@ -207,7 +234,7 @@ class SentInputs:
                 raise InvalidField(f"{self._field}[{i}]", "must be a string")
         return self.items
 
-    def _decode(self, i: int, it: Any, longest: int) -> SentInput:
+    def _decode(self, i: int, it: Any, longest: int) -> str | SentIds:
         if isinstance(it, str):
             return it
         field = f"{self._field}[{i}]"
@@ -218,7 +245,9 @@ class SentInputs:
         except (TypeError, OverflowError):
             _check_ids(field, it[:longest])
             raise
-        return SentIds(np.array(ids, np.int64), len(it))
+        count = len(it)
+        it.clear()  # Python's numbers take 7 times as much memory as they took in the body
+        return SentIds(np.array(ids, np.int64), count)
 
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -289,6 +318,10 @@ def cut_of(body: EncodeBody, bundle: Bundle, rules: BodyRules) -> tuple[bool, in
     asked = body.truncate_prompt_tokens
     if asked is None:
         return (rules.truncate if body.truncate is None else body.truncate), 0
+    if body.truncate is False:
+        raise InvalidField(
+            "truncate_prompt_tokens", f"was {asked}, which cuts texts, and truncate was false: send one of them"
+        )
     if asked != -1 and not 1 <= asked <= bundle.max_sequence_tokens:
         raise InvalidField(
             "truncate_prompt_tokens",
@@ -328,8 +361,10 @@ async def encode(
     model.check_counts(len(sent.items), most_inputs=rules.limits.sequences)
     check(model)
     truncate, max_tokens = cut_of(body, bundle, rules)
+    inputs = sent.decode(bundle.max_sequence_tokens)
+    call.hold(sum(sys.getsizeof(it) if isinstance(it, str) else it.ids.nbytes for it in inputs))
     request = EncodeCall(
-        inputs=sent.decode(bundle.max_sequence_tokens),
+        inputs=inputs,
         outputs=(output(bundle),),
         truncate=truncate,
         max_tokens=max_tokens,

@@ -13,6 +13,7 @@ from encserve_server.http.app import HttpApp
 from encserve_server.http.connection import Connection, Refusal
 from encserve_server.http.counting import CountLimits
 from encserve_server.http.openai import OpenAiRoutes
+from encserve_server.http.openapi import DocsRoutes
 from encserve_server.http.requests import BodyRules
 from encserve_server.http.tei import TeiRoutes
 from encserve_server.settings import MIB, Settings
@@ -49,11 +50,12 @@ async def open_http(
     """
     limits = CountLimits(settings.max_http_inputs, _MAX_IDS)
     rules = BodyRules(limits, settings.http_truncate, settings.strict_http)
+    routes = [
+        *OpenAiRoutes(calls.catalog, rules).routes(),
+        *TeiRoutes(is_serving, rules, settings.tokenizer_threads).routes(),
+    ]
     app = HttpApp(
-        [
-            *OpenAiRoutes(calls.catalog, rules).routes(),
-            *TeiRoutes(is_serving, rules, settings.tokenizer_threads).routes(),
-        ],
+        DocsRoutes(routes, openai.DIALECT).routes(),
         calls,
         metrics,
         elsewhere=openai.DIALECT,

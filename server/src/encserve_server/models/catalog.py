@@ -1,9 +1,12 @@
 """The map of all models that are served."""
 
+import logging
 from collections.abc import Mapping, Sequence
 
 from encserve_server.errors import FieldPath, FingerprintMismatch, ModelNotFound, NotReady, Part, SpaceMismatch
 from encserve_server.models.served import ServedModel
+
+logger = logging.getLogger(__name__)
 
 
 class Catalog:
@@ -36,8 +39,13 @@ class Catalog:
             self._default_version.setdefault(name, version)
         self._hub_names = {}
         for model in models:
-            if model.bundle.repository:
-                self._hub_names.setdefault(model.bundle.repository, model.bundle.name)
+            hub_name = model.bundle.repository
+            if hub_name and hub_name not in self._default_version:
+                self._hub_names.setdefault(hub_name, model.bundle.name)
+        for alias, its in self._aliases.items():
+            found, _, version = its.partition("@")
+            if found not in self._default_version or (version and (found, version) not in self._models):
+                logger.warning("no model for --served-model-name", extra={"alias": alias, "of": its})
 
     def resolve(
         self, name: str, version: str, expected_fingerprint: str = "", expected_space_id: str = ""
@@ -88,11 +96,11 @@ class Catalog:
         Raises:
             ModelNotFound: It is no name of a model.
         """
-        found, _, its_version = self._aliases.get(name, self._hub_names.get(name, "")).partition("@")
+        found, _, its_version = (self._aliases.get(name) or self._hub_names.get(name, "")).partition("@")
         if not found and self._accept_any_name and len(self._default_version) == 1:
             return self._default_name, ""
         if found not in self._default_version:
-            there = ", ".join([*self._default_version, *self._aliases, *self._hub_names])
+            there = ", ".join(dict.fromkeys([*self._default_version, *self._aliases, *self._hub_names]))
             raise ModelNotFound(FieldPath(Part.MODEL), f"no model {_shown(name)}; there are {there}")
         return found, version or its_version
 
@@ -101,9 +109,10 @@ class Catalog:
         name, version = model.key
         is_default = self.is_default_version(model)
         own = name if is_default else f"{name}@{version}"
-        others = [alias for alias, its in self._aliases.items() if its in {own, f"{name}@{version}"}]
-        others += [hub for hub, its in self._hub_names.items() if its == name and is_default]
-        return [own, *others]
+        aliases = self._aliases
+        others = [it for it in aliases if aliases[it] in {own, f"{name}@{version}"} and it not in self._default_version]
+        others += [hub for hub, its in self._hub_names.items() if its == name and is_default and hub not in aliases]
+        return list(dict.fromkeys([own, *others]))
 
     def all(self) -> list[ServedModel]:
         """Every model, the default one first, then by name and version."""

@@ -2,8 +2,9 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from encserve_server.errors import FieldPath, Part, QueueFull, RequestError, ResponseTooLarge
 from encserve_server.models.inputs import SentIds, SentInput
@@ -11,6 +12,8 @@ from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.spans import RequestSpan
 from encserve_server.types.sequences import TokenSequence
+
+Done = TypeVar("Done")
 
 # So much text, in characters, or so many ids and inputs are checked and tokenized at a time.
 _PIECE_SIZE, _PIECE_INPUTS = 64 * 1024, 256
@@ -36,7 +39,8 @@ class PartedCall:
     """One call; owned by the event loop.
 
     A piece of the inputs is prepared while a part of the sequences before it is run. The queue holds one part at a
-    time. If a part does not find room in the queue, the first fails the call, and a later one waits.
+    time, of at most a quarter of what it may hold, or of one sequence. The first part that finds a queue full fails the
+    call, as any call that is refused at the door; a later one waits, since work has been done.
     """
 
     def __init__(
@@ -73,18 +77,26 @@ class PartedCall:
         try:
             for begin, end in pieces(self._call.inputs):
                 await self._add(await self._prepare(begin, end))
-            await self._run_waiting()
-            await self._finish_running()
+            assert self._reply is not None  # noqa: S101 - a call has inputs
+            if self._parts_run:
+                await self._run_waiting()
+                await self._finish_running()
+            else:  # the usual call is of one part
+                await self._run_all(self._reply)
         finally:
             if self._running is not None:  # another part has failed, or the caller has gone
                 self._running.cancel()
                 await asyncio.gather(self._running, return_exceptions=True)
-        assert self._reply is not None  # noqa: S101 - a call has inputs
         return self._reply
 
     async def _prepare(self, begin: int, end: int) -> EncodeReply:
+        call = replace(self._call, inputs=self._call.inputs[begin:end])
         try:
-            piece = await self._model.prepare(replace(self._call, inputs=self._call.inputs[begin:end]), self._span)
+            piece = await self._when_there_is_room(lambda: self._model.prepare(call, self._span), may_wait=begin > 0)
+        except ResponseTooLarge as error:
+            if end - begin == len(self._call.inputs):
+                raise
+            raise ResponseTooLarge(error.field, f"of inputs {begin} to {end - 1}, {error.problem}") from None
         except RequestError as error:
             error.move(begin)
             raise
@@ -120,6 +132,13 @@ class PartedCall:
                 f"{reply.estimated_bytes} bytes, over the limit of {limit} (max_response_bytes); send fewer inputs",
             )
 
+    async def _run_all(self, reply: EncodeReply) -> None:
+        """Runs all sequences at once."""
+        estimated = reply.estimated_bytes
+        await self._model.run(reply, self._deadline, self._span)
+        if reply.estimated_bytes > estimated:
+            self._hold(reply.estimated_bytes - estimated)
+
     async def _run_waiting(self) -> None:
         """Begins to run the sequences that wait, once the part before them has been run."""
         await self._finish_running()
@@ -142,13 +161,17 @@ class PartedCall:
 
     async def _run_part(self, part: EncodeReply, *, may_wait: bool) -> int:
         """Runs sequences; how many bytes more than estimated their outputs take in the reply."""
-        estimated, gives_up_at = part.estimated_bytes, self._clock.now() + _ROOM_SECONDS
+        estimated = part.estimated_bytes
+        await self._when_there_is_room(lambda: self._model.run(part, self._deadline, self._span), may_wait=may_wait)
+        return part.estimated_bytes - estimated
+
+    async def _when_there_is_room(self, work: Callable[[], Awaitable[Done]], *, may_wait: bool) -> Done:
+        """Does what may find a queue full; a call that has been begun waits for room."""
+        gives_up_at = self._clock.now() + _ROOM_SECONDS
         while True:
             try:
-                await self._model.run(part, self._deadline, self._span)
+                return await work()
             except QueueFull as full:
                 if not may_wait or self._clock.now() + full.retry_delay_s > gives_up_at:
                     raise
                 await self._clock.sleep(full.retry_delay_s)
-            else:
-                return part.estimated_bytes - estimated

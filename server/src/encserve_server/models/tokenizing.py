@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -65,7 +65,7 @@ class TextTokenizer:
             self._tokenizer.encode_special_tokens = split_special_tokens
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
             self.largest_id: int = max((*vocabulary.values(), *self._tokenizer.encode("").ids), default=0)
-            self.special_around = _special_around(self._tokenizer.encode("a"))
+            self.special_around = _special_around(self._tokenizer, vocabulary)
         except BaseException as error:
             if not _is_failure(error):
                 raise
@@ -159,11 +159,20 @@ def _is_failure(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
-def _special_around(encoding: Encoding) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The special tokens before the first token of a text, and behind the last."""
-    ids, special = encoding.ids, encoding.special_tokens_mask
-    own = [i for i, it in enumerate(special) if not it] or [len(ids)]
-    return tuple(ids[: own[0]]), tuple(ids[own[-1] + 1 :])
+def _special_around(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The special tokens before the first token of a text, and behind the last; of the first text that has others."""
+    for text in ("a", *words):  # without an unk token, only words of the vocabulary are sure to be tokenized
+        try:
+            encoding = tokenizer.encode(text)
+        except BaseException as error:
+            if not _is_failure(error):
+                raise
+            continue
+        ids, special = encoding.ids, encoding.special_tokens_mask
+        own = [i for i, it in enumerate(special) if not it]
+        if own:
+            return tuple(ids[: own[0]]), tuple(ids[own[-1] + 1 :])
+    return (), ()
 
 
 def _turns(texts: Sequence[str]) -> Iterator[list[str]]:
