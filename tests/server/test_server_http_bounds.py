@@ -293,13 +293,13 @@ def test_the_count_is_that_of_the_values(value: Any, piece_bytes: int, ensure_as
 
 
 async def test_bytes_are_bounded_over_all_callers(start_server: StartServer) -> None:
-    """A request counts from when it comes until its answer has left."""
+    """A request counts from when it comes until its answer has left: its body, and the texts made of that."""
     server = await start_server(http_port=0, max_in_flight_mib=100, max_text_bytes=2**22)
-    server.app._calls.max_held_bytes = 1_500_000
+    server.app._calls.max_held_bytes = 3_000_000
     server.engine.hold()
     text = "hello " * 100_000
     first = asyncio.create_task(post(server, "/embed", {"inputs": [text] * 2}))
-    await until(lambda: server.app._calls.held_bytes > 1_200_000)
+    await until(lambda: server.app._calls.held_bytes > 2_400_000)
     refused = await post(server, "/embed", {"inputs": text})
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (429, "BUDGET_FULL")
     assert refused.headers["retry-after"] == "1"

@@ -33,8 +33,9 @@ async def server(start_server: StartServer) -> FakeServer:
 
 
 def body(path: str, inputs: Any) -> dict[str, Any]:
-    """A request with these inputs."""
-    return {ROUTES[path]: inputs}
+    """A request with these inputs; ids are complete as they are."""
+    complete = {"add_special_tokens": False} if path == "/v1/embeddings" and not isinstance(inputs, str) else {}
+    return {ROUTES[path]: inputs, **complete}
 
 
 def counted(server: FakeServer, path: str, status: int) -> float:
@@ -60,10 +61,12 @@ async def test_a_full_queue(start_server: StartServer, path: str) -> None:
     assert (await post(server, path, body(path, "hello"))).status_code == 200
 
 
-async def test_more_than_the_queue_ever_holds(start_server: StartServer) -> None:
-    server = await start_server(http_port=0, max_queue_tokens=32)
+async def test_an_input_that_the_queue_never_holds(start_server: StartServer) -> None:
+    """More inputs than the queue holds go to it in parts."""
+    server = await start_server(http_port=0, max_queue_tokens=16)
     for path in BOTH:
-        refused = await post(server, path, body(path, [[1] * 20, [1] * 20]))
+        assert (await post(server, path, body(path, [[1] * 16] * 3))).status_code == 200
+        refused = await post(server, path, body(path, [[1], [1] * 17]))
         assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "REQUEST_TOO_LARGE")
 
 
@@ -104,7 +107,7 @@ async def test_a_body_that_does_not_come(server: FakeServer, monkeypatch: pytest
 
 async def test_a_caller_that_does_not_read_is_ended(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its answer holds memory."""
-    server = await start_server(http_port=0, max_request_sequences=4000, max_queue_tokens=200_000)
+    server = await start_server(http_port=0, max_http_inputs=4000)
     monkeypatch.setattr("encserve_server.http.app.SEND_SECONDS", 0.2)
     monkeypatch.setattr("encserve_server.http.app._BYTES_PER_SECOND", 2**40)
     assert server.app._http is not None
