@@ -65,6 +65,7 @@ from hostile_models import (
     write_slow,
     write_sparse,
     write_wide,
+    write_words,
 )
 from hostile_watch import ANSWER_SECONDS, Phase, watching
 from otlp_receiver import otlp_receiver
@@ -110,6 +111,31 @@ def test_a_million_inputs_over_http(tmp_path: Path) -> None:
             (ask_http, server.http_port, post("/embed", {"inputs": [[1]] * 256, "pooling": "mean"}), 4),
             (ask_http, server.http_port, post("/embed", {"inputs": [[1]] * 1_048_000}), 4),
         ).check()
+
+
+def test_thousands_of_long_texts(tmp_path: Path) -> None:
+    """2,048 texts of 8,000 characters. The control is as many callers with a few short texts."""
+    text = ("a dog on a cat " * 534)[:8000]
+    write_words(tmp_path)
+    with hostile_server(tmp_path) as server:
+        measure(
+            server,
+            (ask_http, server.http_port, post("/embed", {"inputs": ["a dog"] * 64, "pooling": "mean"}), 4),
+            (ask_http, server.http_port, post("/embed", {"inputs": [text] * 2048, "pooling": "mean"}), 4),
+            attack_seconds=15,
+        ).check()
+
+
+def test_bodies_of_the_largest_size(tmp_path: Path) -> None:
+    """Of escapes, ids, and texts of wide characters. The control is as many callers with bodies of 1 MiB."""
+    texts = [b'"%s"' % (rb"\u00e9" * 2700), b'"%s"' % ("a" * 16_000 + "\U0001f30d").encode(), b"[%s]" % (b"63," * 511 + b"63")]
+    bodies = [b'{"pooling": "mean", "priority": 1, "inputs": [' + b",".join([it] * 2048) + b"]}" for it in texts]
+    requests = [head("/embed", f"content-length: {len(body)}") + body for body in bodies]
+    write_words(tmp_path)
+    with hostile_server(tmp_path) as server:
+        control = post("/embed", {"inputs": ["a dog on a cat " * 270] * 256, "pooling": "mean"})
+        for request in requests:
+            measure(server, (ask_http, server.http_port, control, 8), (ask_http, server.http_port, request, 8)).check()
 
 
 def sparse_outputs(count: int) -> list[pb.OutputSpec]:

@@ -114,6 +114,13 @@ def write_panicking(repository: Path) -> None:
     _write(repository, "panicking", NARROW, tokenizer=tokenizer)
 
 
+def write_words(repository: Path) -> None:
+    """Writes a model whose tokenizer knows a few words."""
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "dog": 2, "cat": 3, "on": 4}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    _write(repository, "words", NARROW, tokenizer=tokenizer, encoder__max_sequence_tokens=512)
+
+
 def _write(repository: Path, name: str, d_model: int, *, files: dict[str, bytes] | None = None, **changes: Any) -> None:
     """Writes a bundle whose row of a token is the token's vector alone."""
     shape = {

@@ -259,11 +259,11 @@ class Settings:
             raise ValueError("precision bfloat16 needs engine openvino; onnxruntime computes in what the bundle has")
         if self.device == "cuda" and self.engine == "openvino":
             raise ValueError("device cuda needs engine onnxruntime; openvino runs on the CPU only")
-        least_mib = self.max_request_mib + self.max_response_mib
-        if self.max_in_flight_mib is not None and self.max_in_flight_mib < least_mib:
+        if self.max_in_flight_mib is not None and self.max_in_flight_mib < self._least_in_flight_mib:
+            of_http = "" if self.http_port is None else ", or max_http_request_mib where that is more"
             raise ValueError(
-                f"max_in_flight_mib must be >= {least_mib}, max_request_mib + max_response_mib; was "
-                f"{self.max_in_flight_mib}"
+                f"max_in_flight_mib must be >= {self._least_in_flight_mib}, max_response_mib + max_request_mib{of_http}; "
+                f"was {self.max_in_flight_mib}"
             )
         self._check_trace_endpoint()
         self._check_names()
@@ -304,6 +304,12 @@ class Settings:
         """The models that other names stand for, by those names."""
         return {alias: name for alias, _, name in (its.partition("=") for its in self.served_model_name)}
 
+    @property
+    def _least_in_flight_mib(self) -> int:
+        """One request and one reply of the largest size."""
+        http_mib = 0 if self.http_port is None else self.max_http_request_mib
+        return max(self.max_request_mib, http_mib) + self.max_response_mib
+
     def batch_tokens_for(self, device: str) -> int:
         """The budget of padded tokens on "cpu" or "cuda"."""
         return self.max_batch_tokens or {"cpu": 512, "cuda": 16384}[device]
@@ -312,7 +318,7 @@ class Settings:
         """The budget for the bytes of requests and replies, where the process may use so much memory."""
         if self.max_in_flight_mib is not None:
             return self.max_in_flight_mib * MIB
-        return max(min(usable_bytes // 4, 1024 * MIB), (self.max_request_mib + self.max_response_mib) * MIB)
+        return max(min(usable_bytes // 4, 1024 * MIB), self._least_in_flight_mib * MIB)
 
     def padding_fraction_for(self, device: str) -> float:
         """The greatest share of padding on "cpu" or "cuda"."""

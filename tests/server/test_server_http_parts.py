@@ -1,0 +1,230 @@
+"""Requests over HTTP of more inputs than are worked on at once: order, errors, callers that go, others meanwhile."""
+
+import asyncio
+from collections.abc import Collection
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_clock import FakeClock
+from fake_engine import FakeEngine, fake_rows
+from fake_server import D_MODEL, FakeServer, StartServer
+from http_calls import connect, post
+from waiting import until
+
+from encserve_server.errors import QueueFull
+from encserve_server.models.parts import PartedCall
+from encserve_server.models.served import EncodeCall, EncodeReply
+from encserve_server.types.requests import Detail
+from encserve_server.types.sequences import TokenSequence
+
+MANY = 2048
+OPENAI, TEI = "/v1/embeddings", "/embed"
+# Parts of at most 2,048 tokens.
+SMALL_QUEUE = {"http_port": 0, "max_queue_tokens": 8192}
+
+
+def queued(server: FakeServer) -> float:
+    """How many tokens wait."""
+    return server.sample("encserve_queue_tokens", model="tiny", version="2")
+
+
+def ids_of(i: int) -> list[int]:
+    """The ids of an input, which tell its place: 1 to 32 of them."""
+    return [3 + i % 900] * (1 + i % 32)
+
+
+async def test_many_inputs_are_answered_in_their_order(start_server: StartServer) -> None:
+    server = await start_server(**SMALL_QUEUE)
+    inputs = [ids_of(i) for i in range(MANY)]
+    got = (await post(server, TEI, {"inputs": inputs, "normalize": False, "pooling": "cls"})).json()
+    want = [fake_rows(np.array(ids), D_MODEL)[0] for ids in inputs]
+    np.testing.assert_array_equal(np.array(got, np.float32), np.array(want, np.float32))
+    tokens = sum(map(len, inputs))
+    told = (await post(server, OPENAI, {"input": inputs, "add_special_tokens": False})).json()
+    assert told["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert [it["index"] for it in told["data"]] == list(range(MANY))
+
+
+async def test_the_queue_holds_a_quarter_at_most(start_server: StartServer) -> None:
+    """Also of few inputs; what fits is queued at once."""
+    server = await start_server(**SMALL_QUEUE)
+    for inputs in ([[7] * 32] * 400, [[7] * 32] * 128):
+        server.engine.hold()
+        call = asyncio.create_task(post(server, TEI, {"inputs": inputs}))
+        await asyncio.to_thread(server.engine.started.acquire)
+        most = 0.0
+        while not call.done():
+            most = max(most, queued(server))
+            server.engine.let_one_go()
+            await asyncio.sleep(0.001)
+        assert (await call).status_code == 200
+        assert 0 < most <= 2048
+        server.engine.let_go()
+        while server.engine.started.acquire(blocking=False):
+            pass
+
+
+@pytest.mark.parametrize("at", [0, 256, MANY - 1])
+async def test_one_bad_input_is_named_by_its_place(start_server: StartServer, at: int) -> None:
+    server = await start_server(FakeEngine(D_MODEL, poison=666, nan_id=777), **SMALL_QUEUE)
+    bad: list[tuple[Any, str, str]] = [
+        ([1, 2000], f"[{at}][1]", "must be from 0 to 999"),
+        ([], f"[{at}]", "must hold at least 1 id"),
+        ([1] * 33, f"[{at}]", "must be at most 32 tokens"),
+        ([666], f"[{at}]", "the model could not compute it"),
+        ([777], f"[{at}]", "the model's numbers for it are not finite"),
+        ("x" * 300_000, f"[{at}]", "must be at most 262144 bytes"),
+    ]
+    async with connect(server) as client:
+        for wrong, field, text in bad:
+            inputs: list[Any] = [[5, 6]] * MANY
+            inputs[at] = wrong
+            told = (await client.post(TEI, json={"inputs": inputs, "truncate": False})).json()["error"]
+            assert told.startswith(f"inputs{field}: {text}"), told
+            sent = {"input": inputs, "truncate": False, "add_special_tokens": False}
+            if not isinstance(wrong, str):
+                error = (await client.post(OPENAI, json=sent)).json()["error"]
+                assert (error["param"] or f"input{field}") == f"input{field}"
+                assert f"input{field}: {text}" in error["message"]
+    assert queued(server) == server.app._calls.held_bytes == server.sample("encserve_in_flight_requests") == 0
+
+
+async def test_a_reply_that_is_too_large_is_refused(start_server: StartServer) -> None:
+    server = await start_server(**SMALL_QUEUE, max_response_mib=1)
+    refused = await post(server, "/embed_all", {"inputs": [[7] * 32] * MANY})
+    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "RESPONSE_TOO_LARGE")
+    assert f"of {MANY} inputs would take" in refused.text
+    assert "send fewer inputs" in refused.text
+    assert server.app._calls.held_bytes == 0
+
+
+async def test_others_are_served_meanwhile(start_server: StartServer) -> None:
+    """A small call has its answer while most of a large one is still to be done."""
+    server = await start_server(**SMALL_QUEUE, parallel_batches=1)
+    server.engine.hold()
+    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
+    await asyncio.to_thread(server.engine.started.acquire)
+    small = asyncio.create_task(post(server, TEI, {"inputs": "hello"}))
+    await until(lambda: server.sample("encserve_in_flight_requests") == 2)
+    while not small.done():
+        server.engine.let_one_go()
+        await asyncio.sleep(0.001)
+    assert (await small).status_code == 200
+    assert sum(map(sum, server.engine.batches)) < MANY * 32 / 8
+    server.engine.let_go()
+    assert (await large).status_code == 200
+
+
+async def test_a_caller_that_goes_in_the_middle(start_server: StartServer) -> None:
+    server = await start_server(**SMALL_QUEUE)
+    server.engine.hold()
+    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
+    for _ in range(6):  # some parts have been run
+        await asyncio.to_thread(server.engine.started.acquire)
+        server.engine.let_one_go()
+    large.cancel()
+    await until(lambda: server.sample("encserve_in_flight_requests") == 0)
+    server.engine.let_go()
+    await until(lambda: queued(server) == 0)
+    ran = len(server.engine.batches)
+    assert server.app._calls.held_bytes == 0
+    assert (await post(server, TEI, {"inputs": "hello"})).status_code == 200
+    assert sum(map(sum, server.engine.batches[: ran + 1])) < MANY * 32 / 4
+
+
+class Crowded:
+    """A model whose queue, or whose queue of texts, has no room for the calls of these numbers, from 0."""
+
+    def __init__(self, *, full_runs: Collection[int] = (), full_texts: Collection[int] = ()) -> None:
+        self.limits = SimpleNamespace(max_tokens=40, max_response_bytes=2**20)
+        self.full_runs, self.full_texts = full_runs, full_texts
+        self.runs = self.texts = 0
+        self.costs: list[int] = []
+
+    async def prepare(self, call: EncodeCall, span: None) -> EncodeReply:
+        """One token a text."""
+        self.texts += 1
+        if self.texts - 1 in self.full_texts:
+            raise QueueFull("bytes of text", 1, 1, 1, 5.0)
+        sequences = [TokenSequence(np.array([1]), 1) for _ in call.inputs]
+        for sequence in sequences:
+            sequence.cost = 1
+        return EncodeReply(sequences, SimpleNamespace(), Detail.COUNTS, False, None, 0.0, 1)  # type: ignore[arg-type]
+
+    async def run(self, reply: EncodeReply, deadline: float, span: None) -> None:
+        """Counts."""
+        self.runs += 1
+        if self.runs - 1 in self.full_runs:
+            raise QueueFull("tokens", 10, 40, 40, 5.0)
+        self.costs.append(len(reply.sequences))
+
+
+async def run_crowded(model: Crowded, clock: FakeClock, inputs: int) -> EncodeReply:
+    """A call of such a model, for which time passes."""
+    call = EncodeCall(["a"] * inputs, ())
+    running = asyncio.create_task(PartedCall(model, call, lambda _: None, clock=clock).run())  # type: ignore[arg-type]
+    while not running.done():
+        await asyncio.sleep(0)
+        clock.advance(1.0)
+    return await running
+
+
+async def test_a_later_part_waits_for_room() -> None:
+    """What has been begun goes on when there is room again."""
+    clock = FakeClock()
+    model = Crowded(full_runs={1, 2, 4}, full_texts={1})
+    reply = await run_crowded(model, clock, 300)
+    assert len(reply.sequences) == 300
+    assert sum(model.costs) == 300
+    assert max(model.costs) == 10
+    assert clock.now() >= 4 * 5.0
+
+
+@pytest.mark.parametrize("model", [Crowded(full_runs={0}), Crowded(full_texts={0}), Crowded(full_runs=range(1, 99))])
+async def test_the_first_part_is_refused_as_any_call_is(model: Crowded) -> None:
+    """And none waits for ever."""
+    clock = FakeClock()
+    with pytest.raises(QueueFull):
+        await run_crowded(model, clock, 300)
+    assert model.runs <= 2 + 30 / 5
+    assert clock.now() < 120
+
+
+async def test_what_has_been_begun_is_finished_when_the_server_stops(start_server: StartServer) -> None:
+    server = await start_server(**SMALL_QUEUE)
+    server.engine.hold()
+    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
+    await asyncio.to_thread(server.engine.started.acquire)
+    stopping = asyncio.create_task(server.app.stop())
+    await until(server.app._calls.draining.is_set)
+    server.engine.let_go()
+    assert (await large).status_code == 200
+    assert await stopping
+
+
+async def test_it_is_ended_with_the_grace_period(start_server: StartServer) -> None:
+    server = await start_server(**SMALL_QUEUE, grace_seconds=0.2)
+    server.engine.hold()
+    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
+    await asyncio.to_thread(server.engine.started.acquire)
+    stopping = asyncio.create_task(server.app.stop())
+    refused = await large
+    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (503, "DRAINING")
+    server.engine.let_go()
+    await stopping
+
+
+async def test_an_engine_that_fails_in_the_middle(start_server: StartServer) -> None:
+    server = await start_server(**SMALL_QUEUE)
+    server.engine.hold()
+    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
+    for _ in range(4):
+        await asyncio.to_thread(server.engine.started.acquire)
+        server.engine.let_one_go()
+    server.engine.broken = True
+    server.engine.let_go()
+    refused = await large
+    assert refused.status_code in (424, 503)
+    assert server.app._calls.held_bytes == 0
