@@ -8,16 +8,15 @@ from pathlib import Path
 import onnx
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
-from onnx import NodeProto, TensorProto, ValueInfoProto, inliner, numpy_helper
+from onnx import NodeProto, TensorProto, ValueInfoProto, inliner
 
 from encserve_export.ground import names
-from encserve_export.ground.errors import OnnxFileError, OnnxInterfaceError, OnnxOperatorError
-from encserve_export.onnx_graph.nodes import all_nodes, all_tensors, constants, type_name
+from encserve_export.ground.errors import OnnxFileError, OnnxInterfaceError
+from encserve_export.onnx_graph.nodes import all_tensors, constants, type_name
 
 TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105 - the name of an input
 # The two names of the default operator set.
 DEFAULT_DOMAINS = ("", "ai.onnx")
-_TRAINING_DOMAIN = "ai.onnx.preview.training"
 _AXES = ("batch", "seq")
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 # The types that weights are stored in, the finest first. Integers of 32 bits and more are indices and shapes.
@@ -116,7 +115,8 @@ def read_model(path: Path) -> onnx.ModelProto:
         raise OnnxFileError(f"{path} is no ONNX file: a name in it is not UTF-8")
     if not model.graph.node:
         raise OnnxFileError(f"{path} holds an empty graph, without a node")
-    _refuse_training(model, path)
+    if model.training_info:
+        raise OnnxFileError(f"{path} is a training graph: it has training_info; export it for inference")
     return model
 
 
@@ -131,33 +131,6 @@ def opset(model: onnx.ModelProto) -> int:
         imports = ", ".join(f"{its.domain or 'ai.onnx'} {its.version}" for its in model.opset_import)
         raise OnnxFileError(f"the file must name one version of the operators of ai.onnx; was {imports or 'none'}")
     return int(versions[0])
-
-
-def node_name(node: NodeProto) -> str:
-    """A node for people: "node /encoder/MatMul (MatMul)", with the domain where it is not ONNX's own."""
-    kind = node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.op_type} of {node.domain}"
-    return f"node {node.name} ({kind})" if node.name else f"a node without a name ({kind})"
-
-
-def check_operators(model: onnx.ModelProto) -> None:
-    """Refuses operators that neither ONNX nor the file itself defines.
-
-    Those of other domains are left to ONNX Runtime, which has some of its own.
-
-    Raises:
-        OnnxOperatorError: There is such an operator; the text names its node.
-    """
-    version = opset(model)
-    local = {(function.domain, function.name) for function in model.functions}
-    imported = {its.domain for its in model.opset_import}
-    for node in all_nodes(model):
-        if (node.domain, node.op_type) in local:
-            continue
-        if node.domain not in DEFAULT_DOMAINS:
-            if node.domain not in imported:
-                raise OnnxOperatorError(f"{node_name(node)}: the file does not name a version of {node.domain}")
-        elif version <= onnx.defs.onnx_opset_version() and not onnx.defs.has(node.op_type, version, ""):
-            raise OnnxOperatorError(f"{node_name(node)}: opset {version} of ai.onnx has no operator {node.op_type}")
 
 
 def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
@@ -231,31 +204,6 @@ def _is_text(message: Message) -> bool:
         if field.type == FieldDescriptor.TYPE_MESSAGE and not all(map(_is_text, values)):
             return False
     return True
-
-
-def _refuse_training(model: onnx.ModelProto, path: Path) -> None:
-    advice = "export it for inference, after model.eval()"
-    if model.training_info:
-        raise OnnxFileError(f"{path} is a training graph: it has training_info; {advice}")
-    known = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in all_nodes(model):
-        known |= constants(node)
-        training = node.domain == _TRAINING_DOMAIN
-        if node.op_type == "BatchNormalization":
-            training |= any(its.name == "training_mode" and its.i for its in node.attribute)
-        if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] in known:
-            training |= _is_true(known[node.input[2]])
-        if training:
-            raise OnnxFileError(f"{path} is a training graph: {node_name(node)} is in training mode; {advice}")
-
-
-def _is_true(tensor: TensorProto) -> bool:
-    if tensor.data_type != TensorProto.BOOL or tensor.data_location == TensorProto.EXTERNAL:
-        return False
-    try:
-        return bool(numpy_helper.to_array(tensor).any())
-    except ValueError:  # it contradicts itself, which onnx.checker will say
-        return False
 
 
 def _port(value: ValueInfoProto) -> Port:
