@@ -59,6 +59,8 @@ class Exported:
         replaced_space_id: The model's own id of its vector space where `Target.keep_space_id` gave another; else empty.
         formula: Where what is computed differs from the code that such a checkpoint comes from, for people.
         expected: With what the caller's own rows were compared, for people; empty where none were given.
+        compared_with: The library whose ids and vectors of texts were compared, "sentence-transformers" or
+            "transformers"; empty where none was.
         remarks: What else may surprise, for people.
     """
 
@@ -71,6 +73,7 @@ class Exported:
     replaced_space_id: str = ""
     formula: str = ""
     expected: str = ""
+    compared_with: str = ""
     remarks: tuple[str, ...] = ()
 
 
@@ -122,6 +125,7 @@ def complete(
         described,
         replaced_space_id=own if described.space_id != own else "",
         expected="" if expected is None else expected.path.name,
+        compared_with="" if compared is None else compared.library,
     )
 
 

@@ -50,6 +50,7 @@ class Compared:
     """What was found.
 
     Attributes:
+        library: What was compared with, "sentence-transformers" or "transformers".
         texts: How many texts were compared, each with each prompt.
         max_relative_error: The largest ‖got - want‖/‖want‖ of their vectors.
         min_cosine: The least cosine similarity of one of them.
@@ -58,6 +59,7 @@ class Compared:
         bounds: What was allowed.
     """
 
+    library: str
     texts: int
     max_relative_error: float
     min_cosine: float
@@ -98,7 +100,7 @@ def check_pipeline(
         progress("going on without a comparison of texts: there are no weights")
         return None
     ours = _Pipeline(folder, manifest)
-    plain = kind == "dense" and not (manifest.pooling and (directory / MODULES).is_file())
+    plain = kind == "dense" and not (directory / MODULES).is_file()
     if plain or not manifest.HasField("text"):
         return _compare_rows(encoder, progress, ours)
     progress("comparing texts' ids and vectors with sentence-transformers")
@@ -250,7 +252,7 @@ class _Judge:
     @property
     def compared(self) -> Compared:
         """What was found."""
-        return Compared(self._texts, self._max_error, self._min_cosine, self._max_maxsim_error, self.bounds)
+        return Compared(self._of, self._texts, self._max_error, self._min_cosine, self._max_maxsim_error, self.bounds)
 
     def vectors(self, texts: Sequence[str], got: Sequence[Rows], want: Sequence[Rows], asked: str) -> None:
         """Refuses the first text of which (vectors, width) are others."""
@@ -312,6 +314,10 @@ class _Judge:
 def _compare_vectors(theirs: Any, ours: "_Pipeline") -> Compared:
     manifest, texts = ours.manifest, _texts(theirs.tokenizer)
     judge = _Judge(manifest)
+    if {"Pooling", "StaticEmbedding"}.isdisjoint(type(it).__name__ for it in theirs):
+        got = [ours.rows(*ours.tokens("", text, "")) for text in texts]
+        judge.vectors(texts, got, _rows(theirs, texts), "no prompt")
+        return judge.compared
     names = {text: name for name, text in manifest.prompts.items()} | {"": ""}
     for prompt, task in ours.ways():
         settings = _settings(manifest, task)
@@ -323,9 +329,14 @@ def _compare_vectors(theirs: Any, ours: "_Pipeline") -> Compared:
         asked = f"the task {task}" if task else f"the prompt {names[prompt]!r}"
         judge.vectors(texts, got, list(want[:, None]), asked)
     if manifest.HasField("multi_vector") or manifest.HasField("sparse"):
-        rows = _encode(theirs.encode, texts, output_value="token_embeddings", prompt="")
-        _compare_others([it.numpy() for it in rows], texts, ours, judge)
+        _compare_others(_rows(theirs, texts), texts, ours, judge)
     return judge.compared
+
+
+def _rows(theirs: Any, texts: Sequence[str]) -> list[Rows]:
+    """(seq, d_model) of each text without a prompt."""
+    rows = _encode(theirs.encode, texts, output_value="token_embeddings", prompt="")
+    return [it.numpy() for it in rows]
 
 
 def _compare_others(due: Sequence[Rows], texts: Sequence[str], ours: "_Pipeline", judge: _Judge) -> None:
