@@ -160,7 +160,7 @@ def test_large_external_data_go_into_one_file(file: Path, target: Target, monkey
     onnx.save(model, file, save_as_external_data=True, all_tensors_to_one_file=False, size_threshold=100,
               convert_attribute=True)  # fmt: skip
     assert len(list(file.parent.iterdir())) == 3, "a file for each tensor"
-    monkeypatch.setattr(external.write_model, "__defaults__", (1000,))
+    monkeypatch.setattr(external, "MAX_FILE_BYTES", 1000)
     exported = export_onnx(file, target, SHORT)
     assert sorted(path.name for path in exported.path.iterdir()) == ["manifest.json", "model.onnx", "model.onnx.data"]
     assert [its.path for its in exported.manifest.files] == ["model.onnx", "model.onnx.data"]
@@ -323,7 +323,7 @@ def test_int8_leaves_a_product_alone_whose_bias_is_computed(file: Path, target: 
 
 def test_a_large_file_is_split(file: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     """ONNX Runtime would parse its weights and copy them; those in a file of their own it maps."""
-    monkeypatch.setattr(external.write_model, "__defaults__", (1000,))
+    monkeypatch.setattr(external, "MAX_FILE_BYTES", 1000)
     exported = export_onnx(save(build(), file), target, SHORT)
     assert [its.path for its in exported.manifest.files] == ["model.onnx", "model.onnx.data"]
     _same_rows(file, exported.path / "model.onnx")

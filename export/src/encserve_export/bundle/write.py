@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from encserve_export.bundle import manifest
 from encserve_export.bundle.heads import write_head, write_multi_vector, write_sparse
@@ -129,16 +130,15 @@ def complete(
     )
 
 
-def _write_heads(vector: Recipe, shape: manifest_pb2.EncoderShape, folder: Path) -> tuple[manifest.Heads, list[Path]]:
-    """Writes what comes after the encoder; which files those are."""
-    there = set(folder.iterdir())
-    head = multi_vector = sparse = None
+def _write_heads(vector: Recipe, shape: manifest_pb2.EncoderShape, folder: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Writes what comes after the encoder; its interfaces, and which files those are."""
+    there, heads = set(folder.iterdir()), dict[str, Any]()
     if vector.head is not None:
-        head = write_head(vector.head, manifest.pooled_width(shape, vector), folder)
+        heads["head"] = write_head(vector.head, manifest.pooled_width(shape, vector), folder)
     if vector.multi_vector is not None:
-        multi_vector = write_multi_vector(vector.multi_vector, shape.d_model, folder)
+        heads["multi_vector"] = write_multi_vector(vector.multi_vector, shape.d_model, folder)
     if vector.sparse is not None:
-        sparse = write_sparse(vector.sparse, shape, folder)
+        heads["sparse"] = write_sparse(vector.sparse, shape, folder)
     for static in vector.static_weights:
         static.write(folder)
-    return manifest.Heads(head, multi_vector, sparse), sorted(set(folder.iterdir()) - there)
+    return heads, sorted(set(folder.iterdir()) - there)

@@ -107,7 +107,9 @@ def check_pipeline(
     theirs = load(directory, kind, manifest.source.repository)
     if kind == "static":
         theirs[0].tokenizer.enable_truncation(manifest.encoder.max_sequence_tokens)
-        _compare_static_ids(theirs[0].tokenizer, ours)
+        for text in (*TEXTS, _LONG):
+            want = theirs[0].tokenizer.encode(text, add_special_tokens=False).ids
+            ours.check_ids(text, want, "sentence-transformers")
         return _compare_vectors(theirs, ours)
     (transformer,) = [it for it in theirs.modules() if hasattr(it, "transformer_task")]
     _check_lengths(transformer, requested, manifest)
@@ -163,23 +165,7 @@ def _compare_ids(transformer: Any, ours: "_Pipeline") -> None:
         if "query_expansion_positions" in made:
             seen |= made["query_expansion_positions"].bool()
         for text, ids, kept in zip(texts, made["input_ids"], seen, strict=True):
-            got, want = ours.tokens(prompt, text, task)[0].tolist(), ids[kept].tolist()
-            if got != want:
-                raise ParityError(
-                    f"for the text {shortened(text)} with the prompt {prompt!r} and {task or 'no'} task the bundle "
-                    f"gives the ids {listed_ids(got)}, sentence-transformers {listed_ids(want)}; {_ADVICE}"
-                )
-
-
-def _compare_static_ids(tokenizer: Tokenizer, ours: "_Pipeline") -> None:
-    """Refuses other ids of one of many texts than those of a StaticEmbedding's tokenizer."""
-    for text in (*TEXTS, _LONG):
-        got, want = ours.tokens("", text, "")[0].tolist(), tokenizer.encode(text, add_special_tokens=False).ids
-        if got != want:
-            raise ParityError(
-                f"for the text {shortened(text)} the bundle gives the ids {listed_ids(got)}, sentence-transformers "
-                f"{listed_ids(want)}; {_ADVICE}"
-            )
+            ours.check_ids(text, ids[kept].tolist(), "sentence-transformers", prompt, task)
 
 
 def _compare_rows(directory: Path, progress: Callable[[str], None], ours: "_Pipeline") -> Compared | None:
@@ -194,11 +180,8 @@ def _compare_rows(directory: Path, progress: Callable[[str], None], ours: "_Pipe
     judge = _Judge(manifest, "transformers")
     for text, features in _features(directory, manifest):
         ids = features["input_ids"][0].numpy()  # (seq)
-        if manifest.HasField("text") and (got := ours.tokens("", text, "")[0].tolist()) != ids.tolist():
-            raise ParityError(
-                f"for the text {shortened(text)} the bundle gives the ids {listed_ids(got)}, transformers "
-                f"{listed_ids(ids.tolist())}; {_ADVICE}"
-            )
+        if manifest.HasField("text"):
+            ours.check_ids(text, ids.tolist(), "transformers")
         if len(ids):
             try:
                 with torch.inference_mode():
@@ -484,6 +467,14 @@ class _Pipeline:
         missing = max(expansion.min_tokens - len(ids), 0)
         mask = [1] * len(ids) + [1 if expansion.attended else 2] * missing
         return np.array(ids + [expansion.token_id] * missing, np.int64), np.array(mask, np.int64)
+
+    def check_ids(self, text: str, want: Sequence[int], of: str, prompt: str = "", task: str = "") -> None:
+        """Refuses other ids of a text than those of a library."""
+        if (got := self.tokens(prompt, text, task)[0].tolist()) != want:
+            raise ParityError(
+                f"for the text {shortened(text)} with the prompt {prompt!r} and {task or 'no'} task the bundle gives "
+                f"the ids {listed_ids(got)}, {of} {listed_ids(want)}; {_ADVICE}"
+            )
 
     def rows(self, ids: Ids, mask: Mask) -> Rows:
         """(seq, d_model)."""

@@ -65,9 +65,7 @@ def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
     return files
 
 
-def write_model(
-    model: onnx.ModelProto, path: Path, external: list[Path], folder: Path, max_file_bytes: int = MAX_FILE_BYTES
-) -> list[Path]:
+def write_model(model: onnx.ModelProto, path: Path, external: list[Path], folder: Path) -> list[Path]:
     """Writes a model into a bundle's folder: as one file, or with its weights in a second one where it is larger.
 
     Args:
@@ -75,15 +73,14 @@ def write_model(
         path: Its file. A small one without others is copied as it is, byte for byte.
         external: What `take_in` gave.
         folder: The bundle's folder.
-        max_file_bytes: With more bytes than this, the weights go into a file of their own.
 
     Returns:
         The files written, the graph first.
     """
     # An upper bound that is cheap to have: serializing would fail where the model is too large.
     size = path.stat().st_size + sum(it.stat().st_size for it in external)
-    if external or size > max_file_bytes:
-        return save_model(model, folder, apart=size > max_file_bytes)
+    if external or size > MAX_FILE_BYTES:
+        return save_model(model, folder, apart=size > MAX_FILE_BYTES)
     target = folder / names.FILE
     shutil.copyfile(path, target)
     return [target]

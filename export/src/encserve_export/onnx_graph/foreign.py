@@ -84,17 +84,17 @@ class Port:
     Attributes:
         name: Its name.
         data_type: A TensorProto.DataType; 0 where it is not a tensor or says nothing.
-        axes: For each axis its fixed size, or the name of one that is free ("?" without a name); None where the file
-            does not say how many there are.
+        axes: For each axis its fixed size, or the name of one that is free ("?" without a name); empty where the file
+            does not say.
     """
 
     name: str
     data_type: int
-    axes: tuple[int | str, ...] | None
+    axes: tuple[int | str, ...]
 
     def __str__(self) -> str:
         kind = type_name(self.data_type) if self.data_type else "of no tensor type"
-        return f"{self.name} {kind}" + ("" if self.axes is None else f" ({', '.join(map(str, self.axes))})")
+        return f"{self.name} {kind} ({', '.join(map(str, self.axes))})"
 
 
 def read_model(path: Path) -> onnx.ModelProto:
@@ -208,19 +208,15 @@ def _is_text(message: Message) -> bool:
 
 def _port(value: ValueInfoProto) -> Port:
     if not value.type.HasField("tensor_type"):
-        return Port(value.name, 0, None)
+        return Port(value.name, 0, ())
     tensor = value.type.tensor_type
-    axes: tuple[int | str, ...] | None = None
-    if tensor.HasField("shape"):
-        axes = tuple(
-            int(axis.dim_value) if axis.HasField("dim_value") else axis.dim_param or "?" for axis in tensor.shape.dim
-        )
-    return Port(value.name, tensor.elem_type, axes)
+    axes = (int(it.dim_value) if it.HasField("dim_value") else it.dim_param or "?" for it in tensor.shape.dim)
+    return Port(value.name, tensor.elem_type, tuple(axes))
 
 
 def _width(port: Port) -> int:
     """The last axis of an input of vectors, float32 (batch, seq, width); 0 for any other."""
-    axes = port.axes or ()
+    axes = port.axes
     is_vectors = port.data_type == TensorProto.FLOAT and len(axes) == 3 and not any(type(it) is int for it in axes[:2])
     return axes[2] if is_vectors and isinstance(axes[2], int) else 0
 
@@ -255,14 +251,12 @@ def _check_inputs(ports: Sequence[Port]) -> None:
     for port in ports:
         if port.data_type != TensorProto.INT64:
             raise OnnxInterfaceError(f"the input {port} must be int64; {_AS_INT64}")
-        if port.axes is None:
-            raise OnnxInterfaceError(f"the input {port} has no shape in the file; it must say (batch, seq)")
         if len(port.axes) != len(_AXES):
             raise OnnxInterfaceError(f"the input {port} has rank {len(port.axes)}; it must have 2: (batch, seq)")
     fixed = [
         f"axis {axis} ({_AXES[axis]}) of {port.name} is fixed to {size}"
         for port in ports
-        for axis, size in enumerate(port.axes or ())
+        for axis, size in enumerate(port.axes)
         if isinstance(size, int)
     ]
     if fixed:
@@ -281,8 +275,7 @@ def _choose_output(outputs: Sequence[Port], name: str | None) -> Port:
             raise OnnxInterfaceError(f"the model has no output {name}; {there}")
         return found[0]
     floats = [port for port in outputs if port.data_type in _FLOATS]
-    rows = [port for port in floats if port.axes is not None and len(port.axes) == 3]
-    rows = rows or [port for port in floats if port.axes is None]
+    rows = [port for port in floats if len(port.axes) == 3]
     if len(rows) == 1:
         return rows[0]
     usual = [port for port in rows if port.name == names.OUTPUT]
@@ -292,16 +285,12 @@ def _choose_output(outputs: Sequence[Port], name: str | None) -> Port:
         raise OnnxInterfaceError(
             f"several outputs could be the rows: {_listed(rows)}; say with --output-name which it is"
         )
-    if any(len(port.axes or ()) == 2 for port in floats):
+    if any(len(port.axes) == 2 for port in floats):
         raise OnnxInterfaceError(_pooled(there))
     raise OnnxInterfaceError(f"no output is float32 (batch, seq, d_model); {there}")
 
 
 def _check_output(port: Port) -> None:
-    if port.axes is None:
-        raise OnnxInterfaceError(
-            f"the output {port} has no shape in the file; onnx.shape_inference.infer_shapes adds it"
-        )
     if len(port.axes) == 2:
         raise OnnxInterfaceError(_pooled(f"the output is {port}"))
     if len(port.axes) != 3:
