@@ -4,7 +4,6 @@ An ONNX file names such files itself, with any path, so that one from a stranger
 the disk. Everything is checked and read here, once; what is written into a bundle has no foreign path in it.
 """
 
-import dataclasses
 import math
 import shutil
 from pathlib import Path, PureWindowsPath
@@ -51,15 +50,20 @@ def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
         for tensor in all_tensors(model)
         if tensor.data_location == TensorProto.EXTERNAL
     ]
-    files = sorted({place.path for _, place in places})
-    taken, stored = sum(place.length for _, place in places), sum(path.stat().st_size for path in files)
+    files = sorted({path for _, (path, _, _) in places})
+    taken, stored = sum(length for _, (_, _, length) in places), sum(path.stat().st_size for path in files)
     if taken > _MOST_SHARED * stored:
         raise ExternalDataError(
             f"the tensors take {taken:,} bytes, though the files that they lie in have {stored:,}: many share one "
             "range; export the model again"
         )
-    for tensor, place in places:
-        tensor.raw_data = place.read()
+    for tensor, (path, offset, length) in places:
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                tensor.raw_data = file.read(length)
+        except OSError as error:
+            raise ExternalDataError(f"{path} cannot be read: {error.strerror}") from error
         tensor.data_location = TensorProto.DEFAULT
         del tensor.external_data[:]
     return files
@@ -152,25 +156,8 @@ def _blobs(folder: Path) -> Path | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where the bytes of an external tensor lie."""
-
-    path: Path
-    offset: int
-    length: int
-
-    def read(self) -> bytes:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                return file.read(self.length)
-        except OSError as error:
-            raise ExternalDataError(f"{self.path} cannot be read: {error.strerror}") from error
-
-
-def _place(tensor: TensorProto, folder: Path) -> _Place:
-    """The place of an external tensor, exactly as long as its shape and type ask for."""
+def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
+    """The file of an external tensor, the offset in it, and its length, exactly what its shape and type ask for."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     path = _path(tensor, entries.get("location", ""), folder)
     kind, shape = type_name(tensor.data_type), tuple(tensor.dims)
@@ -192,4 +179,4 @@ def _place(tensor: TensorProto, folder: Path) -> _Place:
             f"{_name(tensor)} lies at bytes {offset} to {offset + due} of {path}, which has {size}; it was cut "
             "off, or belongs to another model"
         )
-    return _Place(path, offset, due)
+    return path, offset, due
