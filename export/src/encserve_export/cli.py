@@ -110,22 +110,20 @@ _precision_option = click.option(
 )
 
 
-class _Pooling(click.Choice[str]):
-    """Poolings by the clients' names; sentence-transformers' are taken too."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The clients' name."""
-        return super().convert(POOLING_ALIASES.get(value, value), param, ctx)
-
-
-_pooling_type = _Pooling(list(POOLINGS))
+# By the clients' names; sentence-transformers' are taken too.
+_pooling_option = functools.partial(
+    click.option,
+    "--pooling",
+    type=click.Choice([*POOLINGS, *POOLING_ALIASES]),
+    metavar=f"[{'|'.join(POOLINGS)}]",
+)
 
 
 def _pooling_options(command: _Command) -> _Command:
     """The options that say how the model was trained to make one vector."""
     for option in (
         click.option("--l2-normalize", is_flag=True, help="Scale pooled vectors to length 1."),
-        click.option("--pooling", type=_pooling_type, help="How the model was trained to make one vector."),
+        _pooling_option(help="How the model was trained to make one vector."),
     ):
         command = option(command)
     return command
@@ -152,10 +150,8 @@ _expect_option = click.option(
     help="How the graph is made: our own encoder, the directory's onnx/model.onnx, or PyTorch's export of the model in "
     "transformers; by default the first of them that takes it.",
 )
-@click.option(
-    "--pooling",
-    type=_pooling_type,
-    help="How the model was trained to make one vector, where the directory has no modules.json to say so.",
+@_pooling_option(
+    help="How the model was trained to make one vector, where the directory has no modules.json to say so."
 )
 @click.option(
     "--ids-only",

@@ -1,5 +1,6 @@
 """Reads an ONNX file of somebody else's, checks that it is an encoder, and finds what it tells without being run."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -178,7 +179,10 @@ def description(model: onnx.ModelProto) -> str:
 
 def embedding_rows(model: onnx.ModelProto, input_ids: str) -> int | None:
     """The rows of the table that the token ids index, or None where it cannot be found; of several, the fewest."""
-    graph = _inlined(model).graph
+    if model.functions:  # a table may be used inside one
+        with contextlib.suppress(Exception):  # the library raises what it likes; --vocab-size says what is not found
+            model = inliner.inline_local_functions(model)
+    graph = model.graph
     ids = {input_ids}
     tables = {tensor.name: tensor.dims for tensor in graph.initializer}
     rows = []
@@ -321,14 +325,3 @@ def _looked_up(node: NodeProto, ids: set[str]) -> str:
     if node.op_type == "EmbedLayerNormalization" and len(node.input) > 2 and node.input[0] in ids:
         return str(node.input[2])
     return ""
-
-
-def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with the bodies of its local functions in their places, since a table may be used inside one."""
-    if not model.functions:
-        return model
-    try:
-        inlined: onnx.ModelProto = inliner.inline_local_functions(model)
-    except Exception:  # the library raises what it likes; --vocab-size can say what is not found
-        return model
-    return inlined
