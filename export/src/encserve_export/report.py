@@ -199,7 +199,7 @@ def _parity(manifest: manifest_pb2.Manifest) -> str:
         return f"least cosine similarity {parity.min_cosine:.6g}, required {parity.required_min_cosine}"
     said = f"max error {parity.max_relative_error:.1e}, tolerance {parity.tolerance:.1e}"
     if not parity.float32_error:
-        return said
+        return f"{said}, from PyTorch in float32: the model does not run in float64"
     said = f"{said}, from PyTorch in float64; PyTorch's own float32 {parity.float32_error:.1e}"
     if parity.float32_error > _FAR_OFF:
         said += (

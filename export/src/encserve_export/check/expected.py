@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from encserve_export.check.agreement import least_cosine, relative_error
 from encserve_export.ground.arrays import Input, Mask, Rows
 from encserve_export.ground.errors import ExpectedFileError, ExpectedRowsError
-from encserve_export.ground.precision import BOUNDS, Bounds
+from encserve_export.ground.precision import Bounds, bounds_of
 from encserve_export.ground.runtime import onnxruntime
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -125,7 +125,7 @@ def check_expected(
     rows: Rows = session.run([graph.output_name], feeds)[0]  # (batch, seq, d_model)
     got, want = rows[expected.mask == 1], expected.rows[expected.mask == 1]  # (tokens, d_model) both
     if bounds.error is None and bounds.cosine is None:
-        bounds = BOUNDS[graph.precision if graph.precision in BOUNDS else "float32"]
+        bounds = bounds_of(graph.precision)
     agreement = Agreement(len(got), relative_error(got, want), least_cosine(got, want), bounds)
     _refuse(expected, agreement, got, want)
     return agreement

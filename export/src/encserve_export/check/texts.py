@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from encserve_export.check.agreement import least_cosine, relative_error
 from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import ParityError, UnsupportedModelError, first_line
-from encserve_export.ground.precision import BOUNDS, Bounds, allowed
+from encserve_export.ground.precision import Bounds, allowed, bounds_of
 from encserve_export.ground.runtime import onnxruntime
 from encserve_export.kinds.directory import MODULES, load, quiet
 from encserve_export.kinds.recipe import NO_BOUND, TASKS, Recipe
@@ -228,7 +228,7 @@ class _Judge:
         self._precision, self._of = precision, of
         # Where float32 itself is further from float64, so are the library's vectors and the bundle's, both.
         self.tolerance = allowed(TOLERANCE, 2 * manifest.parity.float32_error)
-        self.bounds = {str(name): its for name, its in BOUNDS.items()}.get(precision, BOUNDS["int8"])
+        self.bounds = bounds_of(precision)
         self._texts, self._max_error, self._min_cosine = 0, 0.0, 1.0
         self._max_maxsim_error: float | None = None
 

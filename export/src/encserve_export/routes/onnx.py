@@ -21,7 +21,7 @@ from encserve_export.ground.errors import (
     UnsupportedModelError,
     VocabularyError,
 )
-from encserve_export.ground.precision import BOUNDS, Precision
+from encserve_export.ground.precision import Precision
 from encserve_export.kinds.recipe import Recipe
 from encserve_export.models.module import EXPORTERS, Exporter
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -253,7 +253,7 @@ def _check_rows(
         max_sequence_tokens=options.max_sequence_tokens,
         pad_token_id=options.pad_token_id,
         wanted=wanted,
-        precision=precision if precision in BOUNDS else "float32",
+        precision=precision,
         advice=advice,
         width=width,
     )
