@@ -108,6 +108,7 @@ def test_the_onnx_file_is_fetched_where_there_are_no_other_weights(tmp_path: Pat
     assert download_files(tmp_path, *names) == {"config.json", "onnx/model.onnx", "onnx/model.onnx_data"}
 
 
+@pytest.mark.models
 def test_an_onnx_file_with_its_weights_in_another(models: Path, tmp_path: Path) -> None:
     """The cache holds both as links to a folder of contents."""
     folder = tmp_path / "files"
