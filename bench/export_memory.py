@@ -1,4 +1,4 @@
-"""Measures what `encserve-export hf` takes: CPU seconds, and its peak memory above that of the process after imports.
+"""Measures what exports take: CPU seconds, and its peak memory above that of the process after imports.
 
     python bench/export_memory.py [--model base|large] [--route ROUTE ...] [--precision PRECISION ...] [--shares]
 
@@ -10,6 +10,7 @@ takes, in seconds; a check that runs inside another counts in both.
 
 import argparse
 import cProfile
+import json
 import pstats
 import subprocess
 import sys
@@ -18,12 +19,17 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    from encserve_export.ground.precision import Precision
 
 _SIZES = {
     "base": {},
     "large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
 }
-_ROUTES = ("own", "onnx", "transformers")
+# The first three are ways of `hf`; "static" is a table of as many numbers.
+_ROUTES = ("own", "onnx", "transformers", "checkpoint", "module", "static")
 _PRECISIONS = ("float32", "float16", "int8")
 _OF_WEIGHTS, _AND_MB = 3, 500
 # The functions whose time --shares shows, by file.
@@ -43,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measures and prints a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=_SIZES, default="base")
-    parser.add_argument("--route", nargs="+", choices=_ROUTES, default=_ROUTES)
+    parser.add_argument("--route", nargs="+", choices=_ROUTES, default=_ROUTES[:3])
     parser.add_argument("--precision", nargs="+", choices=_PRECISIONS, default=_PRECISIONS)
     parser.add_argument("--shares", action="store_true", help="measure the checks, not the memory")
     parser.add_argument("--export", nargs=2, metavar=("ROUTE", "PRECISION"), help=argparse.SUPPRESS)
@@ -52,13 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.export:
         route, precision = options.export
         if route == "make":
-            _make(options.model, options.folder / "checkpoint")
+            _make(options.model, options.folder / "checkpoint", precision)
         else:
             (_profile if options.shares else _export)(options.folder, route, precision)
         return
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
         folder = Path(name)
-        _in_a_process(["--model", options.model, "--folder", name, "--export", "make", "float32"])
+        for route in options.route:
+            _in_a_process(["--model", options.model, "--folder", name, "--export", "make", route])
         weights = (folder / "checkpoint" / "model.safetensors").stat().st_size / 1e6
         if options.shares:
             print(f"| route | precision | all | {' | '.join(_CHECKS)} |\n|{'---|' * (3 + len(_CHECKS))}")
@@ -87,18 +94,53 @@ def _in_a_process(arguments: list[str]) -> str:
     return found.stdout if found.returncode == 0 else ""
 
 
-def _make(size: str, folder: Path) -> None:
-    """A checkpoint, and the ONNX file that PyTorch makes of it."""
+def _make(size: str, folder: Path, route: str) -> None:
+    """What a route exports, and a checkpoint of transformers."""
     import torch
     import transformers
 
-    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(995))]
     torch.manual_seed(0)
-    model = transformers.BertModel(transformers.BertConfig(**_SIZES[size])).eval()
-    model.save_pretrained(folder)
-    (folder / "vocab.txt").write_text("\n".join(words))
-    transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
-    (folder / "onnx").mkdir()
+    config = transformers.BertConfig(**_SIZES[size])
+    if not folder.exists():
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{i}" for i in range(995))]
+        transformers.BertModel(config).save_pretrained(folder)
+        (folder / "vocab.txt").write_text("\n".join(words))
+        transformers.BertTokenizerFast(str(folder / "vocab.txt")).save_pretrained(folder)
+    if route == "onnx":
+        _write_onnx(transformers.BertModel.from_pretrained(folder).eval(), folder / "onnx")
+    elif route == "checkpoint":
+        layer = torch.nn.TransformerEncoderLayer(
+            config.hidden_size, config.num_attention_heads, config.intermediate_size, activation="gelu"
+        )
+        stack = torch.nn.TransformerEncoder(layer, config.num_hidden_layers).state_dict()
+        table = torch.randn(config.vocab_size, config.hidden_size)
+        torch.save(stack | {"embedding.weight": table}, folder / "checkpoint.pt")
+    elif route == "static":
+        _write_static(
+            folder / "static",
+            (folder / "model.safetensors").stat().st_size // 4 // config.hidden_size,
+            config.hidden_size,
+        )
+
+
+def _write_static(folder: Path, rows: int, width: int) -> None:
+    """A StaticEmbedding of so many tokens."""
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer.modules import StaticEmbedding
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, **{f"word{i}": i for i in range(1, rows)}}, "[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    SentenceTransformer(modules=[StaticEmbedding(tokenizer, embedding_dim=width)], device="cpu").save_pretrained(
+        str(folder)
+    )
+
+
+def _write_onnx(model: Any, folder: Path) -> None:
+    """The ONNX file that PyTorch makes of a model of transformers."""
+    import torch
+
+    folder.mkdir()
     ids = torch.zeros((2, 7), dtype=torch.int64)  # (batch, seq)
     names = ["input_ids", "attention_mask"]
 
@@ -114,7 +156,7 @@ def _make(size: str, folder: Path) -> None:
     torch.onnx.export(
         Rows(),
         (ids, torch.ones_like(ids)),
-        str(folder / "onnx" / "model.onnx"),
+        str(folder / "model.onnx"),
         input_names=names,
         output_names=["last_hidden_state"],
         dynamic_axes={name: {0: "batch", 1: "seq"} for name in [*names, "last_hidden_state"]},
@@ -128,10 +170,39 @@ def _imported(folder: Path, route: str, precision: str) -> Callable[[], object]:
     import transformers.models.bert.modeling_bert  # noqa: F401
 
     import encserve_export.cli  # noqa: F401
-    from encserve_export import Target, export_hf
+    from encserve_export import Target, export_checkpoint, export_hf
 
     target = Target(model_repository=folder / "models", name="bert", version=f"{route}-{precision}", overwrite=True)
-    return partial(export_hf, folder / "checkpoint", target, via=route, precision=precision)  # type: ignore[arg-type]
+    directory, chosen = folder / "checkpoint", cast("Precision", precision)
+    if route == "module":
+        return partial(_export_module, directory, target, chosen)
+    if route == "checkpoint":
+        config = json.loads((directory / "config.json").read_text())
+        fields = {"n_heads": config["num_attention_heads"], "norm": "post", "activation": "gelu"}
+        fields |= {"position": "sinusoidal", "scale_embedding": False}
+        return partial(export_checkpoint, directory / "checkpoint.pt", target, fields=fields, precision=chosen)
+    if route == "static":
+        return partial(export_hf, directory / "static", target)
+    return partial(export_hf, directory, target, via=route, precision=chosen)  # type: ignore[arg-type]
+
+
+def _export_module(directory: Path, target: Any, precision: Any) -> None:
+    """The same model as a module of somebody's own."""
+    import torch
+    import transformers
+
+    from encserve_export import export_module
+
+    class Rows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = transformers.BertModel.from_pretrained(directory, attn_implementation="eager")
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            rows: torch.Tensor = self.model(input_ids=ids, attention_mask=mask.long()).last_hidden_state
+            return rows
+
+    export_module(Rows().eval(), target, configuration={"of": "bench"}, vocab_size=1000, precision=precision)
 
 
 def _export(folder: Path, route: str, precision: str) -> None:

@@ -51,7 +51,7 @@ def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.T
     repository = tmp_path_factory.mktemp("onnx-models")
     with pytest.MonkeyPatch.context() as patch:
         # So that the file with external data keeps them in a second one.
-        patch.setattr(external.write_model, "__defaults__", (1000,))
+        patch.setattr(external, "MAX_FILE_BYTES", 1000)
         for name, path in given.items():
             ids, mask, types, _ = FILES[name]
             names = Names(input_ids=ids, attention_mask=mask, token_type_ids=types or None)

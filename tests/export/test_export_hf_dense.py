@@ -246,3 +246,12 @@ def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path, tmp_pat
     exported = export_hf(directory, Target(model_repository=tmp_path / "models", name="m"), ids_only=True)
     assert not exported.manifest.HasField("text")
     assert "going on without tokenizer.json" in exported.text
+    assert exported.compared_with == "transformers"
+
+
+def test_modules_without_a_pooling(tmp_path: Path) -> None:
+    """sentence-transformers has the rows alone, whatever pooling is asked for."""
+    directory = write_model(tmp_path / "directory", [])
+    exported = export_hf(directory, Target(model_repository=tmp_path / "models", name="m"), pooling="mean")
+    assert exported.manifest.pooling == manifest_pb2.POOLING_MEAN
+    assert exported.compared_with == "sentence-transformers"

@@ -150,6 +150,7 @@ def test_names_of_transformers_own_are_read_by_transformers(tmp_path: Path) -> N
     assert export_hf(directory, target, max_sequence_tokens=20, ids_only=True).manifest.source.route == "transformers"
 
 
+@pytest.mark.models
 def test_ours_takes_what_it_is_better_at(tmp_path: Path) -> None:
     """Long texts; others it runs no faster."""
     save("gte", tmp_path / "theirs", max_position_embeddings=1025)

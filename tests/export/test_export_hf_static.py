@@ -3,12 +3,15 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import onnxruntime
 import pytest
 from static_models import WIDTH, write_model2vec, write_static
 from tokenizers import Tokenizer
 
 from encserve_export import Target, export_hf
 from encserve_export.ground.errors import UnsupportedModelError
+from encserve_export.kinds.static import write_graph
 from encserve_proto.bundle.v1 import manifest_pb2
 
 
@@ -45,3 +48,15 @@ def test_a_directory_of_model2vec_that_does_not_say_what_is_made(tmp_path: Path)
     (directory / "modules.json").unlink()
     with pytest.raises(UnsupportedModelError, match=r"of model2vec and has no modules\.json.* save it again"):
         export_hf(directory, Target(model_repository=tmp_path / "models", name="m"))
+
+
+def test_a_table_lies_beside_its_graph(tmp_path: Path) -> None:
+    """A graph with a table of over 2 GB in it could not be written."""
+    table = np.arange(4000, dtype=np.float32).reshape(1000, 4)
+    path = tmp_path / "model.onnx"
+    write_graph(table, path)
+    assert path.stat().st_size < 1000
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    ids = np.array([[3, 999]])
+    (rows,) = session.run(None, {"input_ids": ids, "attention_mask": np.ones_like(ids)})
+    assert np.array_equal(rows, table[ids])

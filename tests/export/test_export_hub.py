@@ -1,5 +1,6 @@
 """A model's id on the hub is as good as its directory: downloaded at one commit, which the manifest keeps."""
 
+import errno
 import json
 import os
 import subprocess
@@ -14,6 +15,8 @@ from onnx_files import POSITIONS, VOCAB_SIZE, build, save_with_data
 from retrieval_models import stanford
 
 from encserve_export.cli import main
+from encserve_export.ground.errors import HubError
+from encserve_export.source import hub
 from encserve_proto.bundle.v1 import manifest_pb2
 
 COMMAND = Path(sys.executable).parent / "encserve-export"
@@ -105,6 +108,7 @@ def test_the_onnx_file_is_fetched_where_there_are_no_other_weights(tmp_path: Pat
     assert download_files(tmp_path, *names) == {"config.json", "onnx/model.onnx", "onnx/model.onnx_data"}
 
 
+@pytest.mark.models
 def test_an_onnx_file_with_its_weights_in_another(models: Path, tmp_path: Path) -> None:
     """The cache holds both as links to a folder of contents."""
     folder = tmp_path / "files"
@@ -145,6 +149,22 @@ def test_what_the_hub_does_not_have(data: Path, models: Path, tmp_path: Path) ->
         unreached = run(endpoint, tmp_path / "hf", "somebody/other", "--model-repository", models, offline=True)
     assert "Error: somebody/other cannot be had from the hub, and there is no such directory: " in unreached.stderr
     assert not models.exists()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("Data processing error: No space left on device")],
+)
+def test_a_full_disk_is_named(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """huggingface_hub's parts tell of it in their own ways."""
+
+    def fill(*_: object, **__: object) -> str:
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fill)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(HubError, match=rf"the disk of {tmp_path} is full: .*Make room there, or name another.*HF_HUB_"):
+        hub.download("somebody/tiny")
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,8 @@ def all_fixed(model: onnx.ModelProto) -> None:
             set_input("attention_mask", axes=("batch", 1, 1, "seq")),
             "the input attention_mask int64 (batch, 1, 1, seq) has rank 4; it must have 2: (batch, seq)",
         ),
-        (
-            set_input("attention_mask", axes=None),
-            "the input attention_mask int64 has no shape in the file; it must say (batch, seq)",
-        ),
+        (set_input("attention_mask", axes=None), "the input attention_mask int64 () has rank 0; it must have 2"),
+        (set_outputs(value("rows", FLOAT, None)), "no output is float32 (batch, seq, d_model); its outputs are rows"),
         (
             set_input("input_ids", axes=("batch", 128)),
             "axis 1 (seq) of input_ids is fixed to 128. Batches and lengths vary: export the model again with dynamic "
@@ -144,10 +142,6 @@ def all_fixed(model: onnx.ModelProto) -> None:
             "the model has pooled already: its outputs are sentence float32 (batch, 8), one vector for each sequence. "
             "A bundle needs the rows before that, (batch, seq, d_model): export the model without its pooling, and "
             "name it here with --pooling",
-        ),
-        (
-            set_outputs(value("rows", FLOAT, None)),
-            "the output rows float32 has no shape in the file; onnx.shape_inference",
         ),
         (
             set_outputs(value("logits", INT64, ["batch"])),
@@ -226,29 +220,21 @@ def set_ir(version: int) -> Change:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (set_operator("Lookup"), r"^node words \(Lookup\): opset 17 of ai\.onnx has no operator Lookup$"),
-        (set_operator("Swish"), r"^node words \(Swish\): opset 17 of ai\.onnx has no operator Swish$"),
-        (
-            set_operator("Lookup", "com.acme"),
-            r"^node words \(Lookup of com\.acme\): ONNX Runtime has no operator Lookup in domain com\.acme\. A bundle "
-            r"is data, never code, .* export the model with standard operators$",
-        ),
-        (
-            set_operator("Lookup", "com.microsoft"),
-            r"^node words \(Lookup of com\.microsoft\): ONNX Runtime has no operator Lookup in domain com\.microsoft",
-        ),
-        (
-            set_operator("Lookup", "com.acme", imported=False),
-            r"^node words \(Lookup of com\.acme\): the file does not name a version of com\.acme$",
-        ),
-        (set_opset(99), r"^the file has opset 99; what is installed here \(.*\) knows them up to \d\d\. Export"),
-        (set_opset(onnx.defs.onnx_opset_version() + 1), r"^the file has opset \d\d; what is installed here"),
-        (set_ir(99), r"^the file has IR version 99; what is installed here \(.*\) knows them up to \d\d\. Export"),
-        (set_ir(int(onnx.IR_VERSION) + 1), r"^the file has IR version \d\d; what is installed here"),
+        (set_operator("Lookup"), "No Op registered for Lookup with domain_version of 17 .* Name: words OpType: Lookup"),
+        (set_operator("Swish"), "No Op registered for Swish with domain_version of 17 .* Name: words OpType: Swish"),
+        (set_operator("Lookup", "com.acme"), r"com\.acme:Lookup.* is not a registered function/op"),
+        (set_operator("Lookup", "com.microsoft"), r"com\.microsoft:Lookup.* is not a registered function/op"),
+        (set_operator("Lookup", "com.acme", imported=False), r"No opset import for domain 'com\.acme' .* Name: words"),
+        (set_opset(99), r"Opset 99 .* till opset \d\d"),
+        (set_opset(onnx.defs.onnx_opset_version() + 1), r"Opset \d\d .* till opset \d\d"),
+        (set_ir(99), r"ir_version 99 is higher than the checker's \(\d\d\)"),
+        (set_ir(int(onnx.IR_VERSION) + 1), "ir_version"),
     ],
 )
 def test_operators_and_versions(refused: Callable[..., str], change: Change, said: str) -> None:
-    assert re.search(said, refused(change, OnnxOperatorError))
+    text = refused(change, OnnxOperatorError)
+    assert re.search(said, text)
+    assert re.search(r"Installed here are onnx .* and ONNX Runtime .*: export the model again with standard op", text)
 
 
 def train_dropout(model: onnx.ModelProto) -> None:
@@ -258,8 +244,14 @@ def train_dropout(model: onnx.ModelProto) -> None:
 
 
 def train_normalization(model: onnx.ModelProto) -> None:
-    node = helper.make_node("BatchNormalization", ["a", "b", "c", "d", "e"], ["f"], name="norm", training_mode=1)
-    model.graph.node.append(node)
+    model.graph.initializer.append(numpy_helper.from_array(np.ones(D_MODEL, np.float32), "ones"))
+    node_of(model, "rows").output[0] = "before"
+    nodes = [
+        helper.make_node("Transpose", ["before"], ["across"], perm=[0, 2, 1]),
+        helper.make_node("BatchNormalization", ["across", *["ones"] * 4], ["normal", "m", "v"], training_mode=1),
+        helper.make_node("Transpose", ["normal"], ["rows"], perm=[0, 2, 1]),
+    ]
+    model.graph.node.extend(nodes)
 
 
 def clear_nodes(model: onnx.ModelProto) -> None:
@@ -288,13 +280,11 @@ def mismatch(model: onnx.ModelProto) -> None:
     ("change", "said"),
     [
         (lambda model: model.training_info.add(), "is a training graph: it has training_info; export it for inference"),
-        (train_dropout, "is a training graph: node drop (Dropout) is in training mode; export it for inference"),
-        (train_normalization, "is a training graph: node norm (BatchNormalization) is in training mode"),
         (clear_nodes, "holds an empty graph, without a node"),
         (clear_graph, "is no ONNX file: it holds no graph"),
-        (clear_opset, "the file must name one version of the operators of ai.onnx; was none"),
+        (clear_opset, "the file is no valid ONNX: model with IR version >= 3 must specify opset_import for ONNX"),
         (dangle, "the file is no valid ONNX: Nodes in a graph must be topologically sorted, however input 'nowhere'"),
-        (mismatch, "the file is no valid ONNX: node rows (MatMul): [ShapeInferenceError] Incompatible dimensions"),
+        (mismatch, "op_type:MatMul, node name: rows): [ShapeInferenceError] Incompatible dimensions"),
     ],
 )
 def test_files_that_are_none(refused: Callable[..., str], change: Change, said: str) -> None:
@@ -342,7 +332,8 @@ def shorter_table(model: onnx.ModelProto) -> None:
 
 def test_a_position_table_that_ends_early(refused: Callable[..., str]) -> None:
     text = refused(shorter_table, OnnxRunError)
-    assert text.startswith("the model fails for ids of shape (1, 16): node placed (Add): ")
+    assert text.startswith("the model fails for ids of shape (1, 16): ")
+    assert "running Add node. Name:'placed'" in text
     assert text.endswith("The longest sequence that works has 12 tokens: give --max-sequence-tokens 12 or less")
 
 
@@ -389,8 +380,7 @@ def vary_width(model: onnx.ModelProto) -> None:
         ),
         (
             lambda model: reshape_rows(model, [-1, 7, D_MODEL]),
-            "the model fails for ids of shape (1, 1): node shaped (Reshape): The input tensor cannot be reshaped to "
-            "the requested shape. Input shape:{1,1,8}, requested shape:{-1,7,8}",
+            "The input tensor cannot be reshaped to the requested shape. Input shape:{1,1,8}, requested shape:{-1,7,8}",
         ),
         (overflow, "the output rows has numbers that are not finite for ids of shape (1, 1)"),
         (swap_axes, "the output swapped has shape (16, 1, 8) for ids of shape (1, 16); it must be (1, 16, d_model)"),
@@ -407,7 +397,12 @@ def test_a_mask_that_is_ignored(refused: Callable[..., str]) -> None:
 
     text = refused(ignore, ParityError)
     assert re.search(r"changes when padded: relative error \S+ of a row, tolerance 1\.0e-05, in a batch of", text)
-    assert text.endswith("it ignores its attention mask in part or altogether, and batches would change its rows")
+    assert "it ignores its attention mask in part or altogether" in text
+
+
+@pytest.mark.parametrize("change", [train_dropout, train_normalization])
+def test_training_mode(refused: Callable[..., str], change: Change) -> None:
+    assert "or was exported for training (without model.eval())" in refused(change, ParityError)
 
 
 def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., str]) -> None:
@@ -416,33 +411,6 @@ def test_float16_arithmetic_that_rounds_with_the_batch(refused: Callable[..., st
         model.graph.initializer.append(numpy_helper.from_array(np.ones((2, 2), np.float16), "unused"))
 
     assert "or it computes in float16, whose rounding differs" in refused(ignore_in_float16, ParityError)
-
-
-def test_a_node_without_a_name(refused: Callable[..., str]) -> None:
-    def shorter_and_nameless(model: onnx.ModelProto) -> None:
-        shorter_table(model)
-        for node in model.graph.node:
-            node.ClearField("name")
-
-    assert "for ids of shape (1, 16): a node without a name (Add): " in refused(shorter_and_nameless, OnnxRunError)
-
-
-def test_a_node_that_onnx_runtime_joins_with_others(refused: Callable[..., str]) -> None:
-    """Its optimizer makes one node of MatMul and Mul, and calls it something else."""
-
-    def scale_product(model: onnx.ModelProto) -> None:
-        model.graph.initializer.append(numpy_helper.from_array(np.array(0.5, np.float32), "half"))
-        node_of(model, "rows").output[0] = "before"
-        model.graph.node.extend(
-            [
-                helper.make_node("Transpose", ["before"], ["across"], perm=[0, 2, 1]),
-                helper.make_node("MatMul", ["before", "across"], ["scores"], name="score"),
-                helper.make_node("MatMul", ["scores", "places"], ["mixed"], name="mix"),
-                helper.make_node("Mul", ["mixed", "half"], ["rows"], name="scale"),
-            ]
-        )
-
-    assert "fails for ids of shape (1, 1): node mix (MatMul): " in refused(scale_product, OnnxRunError)
 
 
 def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:
@@ -463,5 +431,5 @@ def test_padding_that_takes_no_place(refused: Callable[..., str]) -> None:
             model.graph.node.insert(1, node)
 
     text = refused(count_places, OnnxRunError, OnnxOptions(max_sequence_tokens=16, pad_token_id=49))
-    assert "fails for ids of shape (1, 16): node first (Gather): indices element out of data bounds" in text
+    assert "running Gather node. Name:'first' Status Message: indices element out of data bounds" in text
     assert text.endswith("The longest sequence that works has 11 tokens: give --max-sequence-tokens 11 or less")

@@ -69,6 +69,7 @@ def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision
     assert {"sparse.onnx", "sparse.onnx.data"} <= {file.path for file in manifest.files}
 
 
+@pytest.mark.models
 def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> None:
     change(directory / "sentence_bert_config.json", query_length=8, document_length=LONGEST)
     manifest = export(directory, tmp_path).manifest
@@ -212,6 +213,7 @@ def test_texts_that_are_cut_at_their_beginning_are_refused(where: str, directory
     assert export(directory, tmp_path).manifest.parity.pipeline_texts == 16
 
 
+@pytest.mark.models
 def test_another_tokenizer_of_a_table_is_another_space(static: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(static, tmp_path / "model")
     (path,) = directory.glob("query*/tokenizer.json")
@@ -221,6 +223,7 @@ def test_another_tokenizer_of_a_table_is_another_space(static: Path, tmp_path: P
     assert export(directory, tmp_path / "lower").manifest.space_id != export(static, tmp_path / "not").manifest.space_id
 
 
+@pytest.mark.models
 def test_other_heads_are_another_space(bge_m3: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(bge_m3, tmp_path / "model")
     torch.save(torch.nn.Linear(D_MODEL, 1).state_dict(), directory / "sparse_linear.pt")

@@ -259,6 +259,17 @@ def test_a_chat_template_of_fixed_texts(transformer: dict[str, Any], tmp_path: P
     assert manifest.parity.pipeline_texts >= 24
 
 
+def test_a_chat_template_without_a_pooling(tmp_path: Path) -> None:
+    """Rows are compared, with the prompts that messages have."""
+    directory = write_chat(tmp_path / "directory")
+    path = directory / "modules.json"
+    path.write_text(json.dumps(json.loads(path.read_text())[:1]))
+    exported = export(directory)
+    assert exported.manifest.text.template.before == "<|im_start|>user\n"
+    assert exported.manifest.parity.pipeline_texts >= 8
+    assert exported.compared_with == "sentence-transformers"
+
+
 @pytest.mark.parametrize(
     ("template", "problem"),
     [

@@ -1,5 +1,6 @@
 """The command line: `encserve-export hf`, `checkpoint`, `onnx`, `init` and `inspect`."""
 
+import functools
 import json
 import signal
 from collections.abc import Callable
@@ -30,7 +31,7 @@ from encserve_export.source.tokenizer import TokenizerFile, read_tokenizer
 
 _DEFAULT_VOCAB_SIZE = 32000
 
-_Command = TypeVar("_Command", bound=Callable[..., None])
+_Command = TypeVar("_Command", bound=Callable[..., Any])
 _DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
@@ -41,8 +42,38 @@ def main() -> None:
     """Turns a PyTorch encoder into a verified model bundle, NAME/VERSION/ in a model repository."""
 
 
-def _target_options(command: _Command) -> _Command:
-    """The options that say where the bundle goes, but for --name, whose default differs."""
+def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
+    """Makes a command of a function that exports to a `target` and tells `progress` what is being done.
+
+    The command has the options of the target, shows what is being done on stderr, and the result on stdout.
+    """
+
+    @functools.wraps(command)
+    def run(
+        model_repository: Path, name: str | None, version: str, overwrite: bool, keep_space_id: str, **given: Any
+    ) -> None:
+        _end_by_exception()
+        console = Console(stderr=True)
+        try:
+            target = Target(
+                model_repository=model_repository,
+                name=name_from(Path(given["source"])) if name is None else name,  # None for `hf` alone
+                version=version,
+                overwrite=overwrite,
+                keep_space_id=keep_space_id,
+            )
+            with console.status("starting") as status:
+
+                def progress(step: str) -> None:
+                    step = printable(step)
+                    console.print(f"{step} …", highlight=False, markup=False, soft_wrap=True)
+                    status.update(step)
+
+                exported = command(target=target, progress=progress, **given)
+        except ExportError as error:
+            raise click.ClickException(str(error)) from error
+        report.show(exported, Console())
+
     for option in (
         click.option(
             "--keep-space-id",
@@ -60,8 +91,8 @@ def _target_options(command: _Command) -> _Command:
             help="Directory of model bundles, NAME/VERSION/ in it, as encserve-server takes it.",
         ),
     ):
-        command = option(command)
-    return command
+        run = option(run)
+    return run
 
 
 def _max_sequence_tokens_option(usually: str, default: int | None = None) -> Callable[[_Command], _Command]:
@@ -79,22 +110,20 @@ _precision_option = click.option(
 )
 
 
-class _Pooling(click.Choice[str]):
-    """Poolings by the clients' names; sentence-transformers' are taken too."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The clients' name."""
-        return super().convert(POOLING_ALIASES.get(value, value), param, ctx)
-
-
-_pooling_type = _Pooling(list(POOLINGS))
+# By the clients' names; sentence-transformers' are taken too.
+_pooling_option = functools.partial(
+    click.option,
+    "--pooling",
+    type=click.Choice([*POOLINGS, *POOLING_ALIASES]),
+    metavar=f"[{'|'.join(POOLINGS)}]",
+)
 
 
 def _pooling_options(command: _Command) -> _Command:
     """The options that say how the model was trained to make one vector."""
     for option in (
         click.option("--l2-normalize", is_flag=True, help="Scale pooled vectors to length 1."),
-        click.option("--pooling", type=_pooling_type, help="How the model was trained to make one vector."),
+        _pooling_option(help="How the model was trained to make one vector."),
     ):
         command = option(command)
     return command
@@ -110,7 +139,7 @@ _expect_option = click.option(
 
 @main.command()
 @click.argument("source", metavar="DIRECTORY|OWNER/NAME")
-@_target_options
+@_exports
 @_precision_option
 @click.option("--name", help="The model's name; by default the directory's own.")
 @click.option("--revision", help="The hub's branch, tag or commit; by default the main branch.")
@@ -121,10 +150,8 @@ _expect_option = click.option(
     help="How the graph is made: our own encoder, the directory's onnx/model.onnx, or PyTorch's export of the model in "
     "transformers; by default the first of them that takes it.",
 )
-@click.option(
-    "--pooling",
-    type=_pooling_type,
-    help="How the model was trained to make one vector, where the directory has no modules.json to say so.",
+@_pooling_option(
+    help="How the model was trained to make one vector, where the directory has no modules.json to say so."
 )
 @click.option(
     "--ids-only",
@@ -134,9 +161,8 @@ _expect_option = click.option(
 @_expect_option
 def hf(
     source: str,
-    model_repository: Path,
-    name: str | None,
-    version: str,
+    target: Target,
+    progress: Progress,
     max_sequence_tokens: int | None,
     precision: Precision,
     revision: str | None,
@@ -144,9 +170,7 @@ def hf(
     pooling: str | None,
     ids_only: bool,
     expect: Path | None,
-    overwrite: bool,
-    keep_space_id: str,
-) -> None:
+) -> Exported:
     """Exports the Hugging Face checkpoint in DIRECTORY, or the one of that name on the hub.
 
     BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, NomicBERT, GTE and ModernBERT can be run by our own encoder;
@@ -157,41 +181,29 @@ def hf(
         raise click.UsageError(f"there is no directory {source}; a model of the hub is named OWNER/NAME")
     if is_directory and revision is not None:
         raise click.UsageError(f"--revision is of the hub; {source} is a directory")
-
-    def export(progress: Progress) -> Exported:
-        chosen = name_from(Path(source)) if name is None else name
-        target = Target(
-            model_repository=model_repository,
-            name=chosen,
-            version=version,
-            overwrite=overwrite,
-            keep_space_id=keep_space_id,
-        )
-        # A large checkpoint is downloaded and traced for minutes before the draft would say so.
-        check_target(model_repository, chosen, version, overwrite=overwrite)
-        origin = None
-        if not is_directory:
-            progress(f"downloading {source}")
-            origin = hub.download(source, revision, with_onnx=via == "onnx")
-        return export_hf(
-            Path(source) if origin is None else origin.directory,
-            target,
-            max_sequence_tokens=max_sequence_tokens,
-            precision=precision,
-            via=via,
-            pooling=pooling,
-            ids_only=ids_only,
-            expect=expect,
-            origin=origin,
-            progress=progress,
-        )
-
-    _run(export)
+    # A large checkpoint is downloaded and traced for minutes before the draft would say so.
+    check_target(target.model_repository, target.name, target.version, overwrite=target.overwrite)
+    origin = None
+    if not is_directory:
+        progress(f"downloading {source}")
+        origin = hub.download(source, revision, with_onnx=via == "onnx")
+    return export_hf(
+        Path(source) if origin is None else origin.directory,
+        target,
+        max_sequence_tokens=max_sequence_tokens,
+        precision=precision,
+        via=via,
+        pooling=pooling,
+        ids_only=ids_only,
+        expect=expect,
+        origin=origin,
+        progress=progress,
+    )
 
 
 @main.command()
 @click.argument("file", type=_FILE)
-@_target_options
+@_exports
 @_precision_option
 @click.option("--name", required=True, help="The model's name.")
 @click.option("--config", "config_path", type=_FILE, help="JSON of what the weights do not tell; an error lists it.")
@@ -217,53 +229,28 @@ def hf(
 @_expect_option
 def checkpoint(
     file: Path,
-    model_repository: Path,
-    name: str,
-    version: str,
+    target: Target,
     config_path: Path | None,
     embeddings_path: Path | None,
     tokenizer_path: Path | None,
     layout: str,
-    model_input: Input,
-    max_sequence_tokens: int | None,
-    precision: Precision,
-    pooling: str | None,
-    l2_normalize: bool,
-    expect: Path | None,
-    overwrite: bool,
-    keep_space_id: str,
-) -> None:
+    **options: Any,
+) -> Exported:
     """Exports the state dict in FILE, safetensors or a PyTorch file of tensors, in one of the layouts of --layout."""
-
-    def export(progress: Progress) -> Exported:
-        return export_checkpoint(
-            file,
-            Target(
-                model_repository=model_repository,
-                name=name,
-                version=version,
-                overwrite=overwrite,
-                keep_space_id=keep_space_id,
-            ),
-            fields={} if config_path is None else _read_fields(config_path),
-            embeddings=embeddings_path,
-            tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
-            layout=None if layout == "auto" else layout,
-            model_input=model_input,
-            max_sequence_tokens=max_sequence_tokens,
-            precision=precision,
-            pooling=pooling,
-            l2_normalize=l2_normalize,
-            expect=expect,
-            progress=progress,
-        )
-
-    _run(export)
+    return export_checkpoint(
+        file,
+        target,
+        fields={} if config_path is None else _read_fields(config_path),
+        embeddings=embeddings_path,
+        tokenizer=_read_tokenizer(tokenizer_path),
+        layout=None if layout == "auto" else layout,
+        **options,
+    )
 
 
 @main.command()
 @click.argument("file", type=_FILE)
-@_target_options
+@_exports
 @click.option("--name", required=True, help="The model's name.")
 @click.option("--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json; without one, token ids only.")
 @_max_sequence_tokens_option(f"{DEFAULT_LONGEST}; it is tried", default=DEFAULT_LONGEST)
@@ -277,9 +264,8 @@ def checkpoint(
 @click.option("--output-name", help="FILE's output of rows; by default the only one, or last_hidden_state.")
 def onnx(
     file: Path,
-    model_repository: Path,
-    name: str,
-    version: str,
+    target: Target,
+    progress: Progress,
     tokenizer_path: Path | None,
     max_sequence_tokens: int,
     pad_token_id: int,
@@ -291,88 +277,42 @@ def onnx(
     attention_mask_name: str,
     token_type_ids_name: str | None,
     output_name: str | None,
-    overwrite: bool,
-    keep_space_id: str,
-) -> None:
+) -> Exported:
     """Exports the encoder in FILE, which is ONNX already.
 
     Its inputs are ids and mask, int64 (batch, seq), its output is float32 (batch, seq, d_model).
     """
-
-    def export(progress: Progress) -> Exported:
-        options = OnnxOptions(
-            names=Names(
-                input_ids=input_ids_name,
-                attention_mask=attention_mask_name,
-                token_type_ids=token_type_ids_name,
-                output=output_name,
-            ),
-            max_sequence_tokens=max_sequence_tokens,
-            pad_token_id=pad_token_id,
-            vocab_size=vocab_size,
-            vector=pooled(pooling, l2_normalize=l2_normalize),
-            tokenizer=None if tokenizer_path is None else read_tokenizer(tokenizer_path),
-        )
-        target = Target(
-            model_repository=model_repository,
-            name=name,
-            version=version,
-            overwrite=overwrite,
-            keep_space_id=keep_space_id,
-        )
-        return export_onnx(file, target, options, expect=expect, progress=progress)
-
-    _run(export)
+    options = OnnxOptions(
+        names=Names(
+            input_ids=input_ids_name,
+            attention_mask=attention_mask_name,
+            token_type_ids=token_type_ids_name,
+            output=output_name,
+        ),
+        max_sequence_tokens=max_sequence_tokens,
+        pad_token_id=pad_token_id,
+        vocab_size=vocab_size,
+        vector=pooled(pooling, l2_normalize=l2_normalize),
+        tokenizer=_read_tokenizer(tokenizer_path),
+    )
+    return export_onnx(file, target, options, expect=expect, progress=progress)
 
 
 @main.command()
-@_target_options
+@_exports
 @_precision_option
 @click.option("--name", required=True, help="The model's name.")
 @click.option("--config", "config_path", type=_FILE, help="JSON of the encoder's sizes and choices.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Fixes the weights.")
 @click.option("--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json; without one, token ids only.")
 @_pooling_options
-def init(
-    model_repository: Path,
-    name: str,
-    version: str,
-    config_path: Path | None,
-    seed: int,
-    tokenizer_path: Path | None,
-    precision: Precision,
-    pooling: str | None,
-    l2_normalize: bool,
-    overwrite: bool,
-    keep_space_id: str,
-) -> None:
+def init(target: Target, config_path: Path | None, seed: int, tokenizer_path: Path | None, **options: Any) -> Exported:
     """Exports an encoder with random weights, to try sizes: 8 layers of d_model 512 by default.
 
     The vocabulary is the tokenizer's, or 32000 token ids, unless the configuration gives a vocab_size.
     """
-
-    def export(progress: Progress) -> Exported:
-        target = Target(
-            model_repository=model_repository,
-            name=name,
-            version=version,
-            overwrite=overwrite,
-            keep_space_id=keep_space_id,
-        )
-        tokenizer = None if tokenizer_path is None else read_tokenizer(tokenizer_path)
-        config = _read_config(config_path, tokenizer)
-        return export_init(
-            config,
-            seed,
-            target,
-            tokenizer=tokenizer,
-            precision=precision,
-            pooling=pooling,
-            l2_normalize=l2_normalize,
-            progress=progress,
-        )
-
-    _run(export)
+    tokenizer = _read_tokenizer(tokenizer_path)
+    return export_init(_read_config(config_path, tokenizer), seed, target, tokenizer=tokenizer, **options)
 
 
 @main.command()
@@ -403,6 +343,10 @@ def inspect(bundle: Path, text: str | None, ids: str | None, tokens: int) -> Non
         raise click.ClickException(str(error)) from error
 
 
+def _read_tokenizer(path: Path | None) -> TokenizerFile | None:
+    return None if path is None else read_tokenizer(path)
+
+
 def _read_config(path: Path | None, tokenizer: TokenizerFile | None) -> EncoderConfig:
     vocab_size = _DEFAULT_VOCAB_SIZE if tokenizer is None else tokenizer.largest_id + 1
     fields = {} if path is None else _read_fields(path)
@@ -419,24 +363,6 @@ def _read_fields(path: Path) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise ConfigError(f"{path} must hold an object of configuration fields")
     return given
-
-
-def _run(export: Callable[[Progress], Exported]) -> None:
-    """Shows what goes on to people on stderr, and the result on stdout."""
-    _end_by_exception()
-    console = Console(stderr=True)
-    try:
-        with console.status("starting") as status:
-
-            def progress(step: str) -> None:
-                step = printable(step)
-                console.print(f"{step} …", highlight=False, markup=False, soft_wrap=True)
-                status.update(step)
-
-            exported = export(progress)
-    except ExportError as error:
-        raise click.ClickException(str(error)) from error
-    report.show(exported, Console())
 
 
 def _end_by_exception() -> None:

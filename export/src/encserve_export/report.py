@@ -56,7 +56,7 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         *([("expected", _expected(exported))] if exported.expected or manifest.source.kind == "checkpoint" else []),
         *([("formula", exported.formula)] if exported.formula else []),
         ("padding", _padding(parity)),
-        *([("pipeline", _pipeline(manifest))] if parity.pipeline_texts else []),
+        *([("pipeline", _pipeline(exported))] if exported.compared_with else []),
         ("cases", f"{len(parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),
         *([("longest", exported.remark)] if exported.remark else []),
         *(("remark", it) for it in exported.remarks),
@@ -199,7 +199,7 @@ def _parity(manifest: manifest_pb2.Manifest) -> str:
         return f"least cosine similarity {parity.min_cosine:.6g}, required {parity.required_min_cosine}"
     said = f"max error {parity.max_relative_error:.1e}, tolerance {parity.tolerance:.1e}"
     if not parity.float32_error:
-        return said
+        return f"{said}, from PyTorch in float32: the model does not run in float64"
     said = f"{said}, from PyTorch in float64; PyTorch's own float32 {parity.float32_error:.1e}"
     if parity.float32_error > _FAR_OFF:
         said += (
@@ -222,10 +222,11 @@ def _expected(exported: Exported) -> str:
     return f"{said}, max error {its.max_expected_error:.1e}, tolerance {its.tolerance or BOUNDS['float32'].error:.1e}"
 
 
-def _pipeline(manifest: manifest_pb2.Manifest) -> str:
-    its = manifest.parity
-    what = "vectors as sentence-transformers'" if manifest.HasField("document") else "rows as transformers'"
-    said = f"{its.pipeline_texts} texts' {what}, max error {its.max_pipeline_error:.1e}"
+def _pipeline(exported: Exported) -> str:
+    its = exported.manifest.parity
+    said = (
+        f"{its.pipeline_texts} texts as {exported.compared_with} computes them, max error {its.max_pipeline_error:.1e}"
+    )
     if its.min_pipeline_cosine:
         said += f", least cosine similarity {its.min_pipeline_cosine:.6g}"
     if its.maxsim_tolerance:

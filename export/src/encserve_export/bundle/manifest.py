@@ -78,21 +78,6 @@ class Model:
     inspect_graph: manifest_pb2.InspectGraph | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Heads:
-    """The interfaces of what comes after the encoder; None where nothing does.
-
-    Attributes:
-        head: What comes after pooling.
-        multi_vector: What makes the vectors of MaxSim.
-        sparse: What makes weights over the vocabulary.
-    """
-
-    head: manifest_pb2.Head | None = None
-    multi_vector: manifest_pb2.MultiVector | None = None
-    sparse: manifest_pb2.Sparse | None = None
-
-
 def describe(encoder: Encoder, graphs: trace.Graphs) -> Model:
     """The description of an encoder whose graphs `trace.write_graphs` wrote."""
     interface = manifest_pb2.Graph(
@@ -121,7 +106,7 @@ def build_manifest(
     source: Source,
     parity: agreement.Parity,
     files: Iterable[Path],
-    heads: Heads,
+    heads: Mapping[str, Any],
 ) -> manifest_pb2.Manifest:
     """Describes a bundle.
 
@@ -132,13 +117,14 @@ def build_manifest(
         source: Where it comes from.
         parity: What was measured in ONNX Runtime.
         files: All files of the bundle, which must lie directly in its folder.
-        heads: What comes after the encoder.
+        heads: The interfaces of what comes after the encoder, by the manifest's names for them: "head", "multi_vector"
+            and "sparse".
 
     Raises:
         ConfigError: The longest sequence is shorter than what queries are made longer to.
     """
     vector, listed = source.vector, sorted(files)
-    width = pooled_width(model.shape, vector) if heads.head is None else heads.head.width
+    width = pooled_width(model.shape, vector) if "head" not in heads else heads["head"].width
     manifest = manifest_pb2.Manifest(
         format_version=FORMAT_VERSION,
         name=name,
@@ -148,7 +134,6 @@ def build_manifest(
         pooling=vector.pooling,
         l2_normalize=vector.l2_normalize,
         more_poolings=vector.more_poolings,
-        head=heads.head,
         pooling_skips_prompt=vector.skips_prompt,
         prompts=vector.prompts,
         default_prompt_name=vector.default_prompt_name,
@@ -156,8 +141,6 @@ def build_manifest(
         similarity=vector.similarity,
         query=_task(vector, "query", model.shape.max_sequence_tokens),
         document=_task(vector, "document", model.shape.max_sequence_tokens),
-        multi_vector=heads.multi_vector,
-        sparse=heads.sparse,
         graph=model.graph,
         source=manifest_pb2.Source(
             kind=source.kind,
@@ -172,6 +155,7 @@ def build_manifest(
         parameters=[manifest_pb2.ParameterCount(part=part, count=count) for part, count in model.parameters.items()],
         parity=_parity(parity),
         inspect_graph=model.inspect_graph,
+        **heads,
     )
     manifest.space_id = space_id(manifest, source.model_digest, vector.modules, listed[0].parent)
     manifest.fingerprint = fingerprint(manifest)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from encserve_export.bundle import manifest
 from encserve_export.bundle.heads import write_head, write_multi_vector, write_sparse
@@ -59,6 +60,8 @@ class Exported:
         replaced_space_id: The model's own id of its vector space where `Target.keep_space_id` gave another; else empty.
         formula: Where what is computed differs from the code that such a checkpoint comes from, for people.
         expected: With what the caller's own rows were compared, for people; empty where none were given.
+        compared_with: The library whose ids and vectors of texts were compared, "sentence-transformers" or
+            "transformers"; empty where none was.
         remarks: What else may surprise, for people.
     """
 
@@ -71,6 +74,7 @@ class Exported:
     replaced_space_id: str = ""
     formula: str = ""
     expected: str = ""
+    compared_with: str = ""
     remarks: tuple[str, ...] = ()
 
 
@@ -122,19 +126,19 @@ def complete(
         described,
         replaced_space_id=own if described.space_id != own else "",
         expected="" if expected is None else expected.path.name,
+        compared_with="" if compared is None else compared.library,
     )
 
 
-def _write_heads(vector: Recipe, shape: manifest_pb2.EncoderShape, folder: Path) -> tuple[manifest.Heads, list[Path]]:
-    """Writes what comes after the encoder; which files those are."""
-    there = set(folder.iterdir())
-    head = multi_vector = sparse = None
+def _write_heads(vector: Recipe, shape: manifest_pb2.EncoderShape, folder: Path) -> tuple[dict[str, Any], list[Path]]:
+    """Writes what comes after the encoder; its interfaces, and which files those are."""
+    there, heads = set(folder.iterdir()), dict[str, Any]()
     if vector.head is not None:
-        head = write_head(vector.head, manifest.pooled_width(shape, vector), folder)
+        heads["head"] = write_head(vector.head, manifest.pooled_width(shape, vector), folder)
     if vector.multi_vector is not None:
-        multi_vector = write_multi_vector(vector.multi_vector, shape.d_model, folder)
+        heads["multi_vector"] = write_multi_vector(vector.multi_vector, shape.d_model, folder)
     if vector.sparse is not None:
-        sparse = write_sparse(vector.sparse, shape, folder)
+        heads["sparse"] = write_sparse(vector.sparse, shape, folder)
     for static in vector.static_weights:
         static.write(folder)
-    return manifest.Heads(head, multi_vector, sparse), sorted(set(folder.iterdir()) - there)
+    return heads, sorted(set(folder.iterdir()) - there)

@@ -20,7 +20,7 @@ from encserve_export.ground import names
 from encserve_export.ground.arrays import Input, Mask, Rows, Run
 from encserve_export.ground.errors import ParityError, UnsupportedModelError
 from encserve_export.ground.float64 import in_float64
-from encserve_export.ground.precision import BOUNDS, Bounds, Precision, allowed
+from encserve_export.ground.precision import BOUNDS, Bounds, Precision, allowed, bounds_of
 from encserve_export.ground.runtime import onnxruntime
 from encserve_export.models.own import trace
 from encserve_export.models.own.encoder import Encoder
@@ -217,7 +217,7 @@ def check_rows(
     max_sequence_tokens: int,
     pad_token_id: int,
     wanted: Wanted | None = None,
-    precision: Precision = "float32",
+    precision: str = "float32",
     advice: str = "",
     width: int = 0,
 ) -> Parity:
@@ -238,7 +238,7 @@ def check_rows(
     Raises:
         ParityError: The rows are not the reference's, or padding changes them.
     """
-    bounds = dataclasses.replace(BOUNDS["float32"], error=None) if wanted is None else BOUNDS[precision]
+    bounds = dataclasses.replace(BOUNDS["float32"], error=None) if wanted is None else bounds_of(precision)
     sequences = _random_inputs(vocab_size, width, max_sequence_tokens) if wanted is None else wanted.sequences
     return _check(run, sequences, pad_token_id, wanted, bounds, advice)
 

@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from encserve_export.check.agreement import least_cosine, relative_error
 from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import ParityError, UnsupportedModelError, first_line
-from encserve_export.ground.precision import BOUNDS, Bounds, allowed
+from encserve_export.ground.precision import Bounds, allowed, bounds_of
 from encserve_export.ground.runtime import onnxruntime
 from encserve_export.kinds.directory import MODULES, load, quiet
 from encserve_export.kinds.recipe import NO_BOUND, TASKS, Recipe
@@ -50,6 +50,7 @@ class Compared:
     """What was found.
 
     Attributes:
+        library: What was compared with, "sentence-transformers" or "transformers".
         texts: How many texts were compared, each with each prompt.
         max_relative_error: The largest ‖got - want‖/‖want‖ of their vectors.
         min_cosine: The least cosine similarity of one of them.
@@ -58,6 +59,7 @@ class Compared:
         bounds: What was allowed.
     """
 
+    library: str
     texts: int
     max_relative_error: float
     min_cosine: float
@@ -98,14 +100,16 @@ def check_pipeline(
         progress("going on without a comparison of texts: there are no weights")
         return None
     ours = _Pipeline(folder, manifest)
-    plain = kind == "dense" and not (manifest.pooling and (directory / MODULES).is_file())
+    plain = kind == "dense" and not (directory / MODULES).is_file()
     if plain or not manifest.HasField("text"):
         return _compare_rows(encoder, progress, ours)
     progress("comparing texts' ids and vectors with sentence-transformers")
     theirs = load(directory, kind, manifest.source.repository)
     if kind == "static":
         theirs[0].tokenizer.enable_truncation(manifest.encoder.max_sequence_tokens)
-        _compare_static_ids(theirs[0].tokenizer, ours)
+        for text in (*TEXTS, _LONG):
+            want = theirs[0].tokenizer.encode(text, add_special_tokens=False).ids
+            ours.check_ids(text, want, "sentence-transformers")
         return _compare_vectors(theirs, ours)
     (transformer,) = [it for it in theirs.modules() if hasattr(it, "transformer_task")]
     _check_lengths(transformer, requested, manifest)
@@ -161,23 +165,7 @@ def _compare_ids(transformer: Any, ours: "_Pipeline") -> None:
         if "query_expansion_positions" in made:
             seen |= made["query_expansion_positions"].bool()
         for text, ids, kept in zip(texts, made["input_ids"], seen, strict=True):
-            got, want = ours.tokens(prompt, text, task)[0].tolist(), ids[kept].tolist()
-            if got != want:
-                raise ParityError(
-                    f"for the text {shortened(text)} with the prompt {prompt!r} and {task or 'no'} task the bundle "
-                    f"gives the ids {listed_ids(got)}, sentence-transformers {listed_ids(want)}; {_ADVICE}"
-                )
-
-
-def _compare_static_ids(tokenizer: Tokenizer, ours: "_Pipeline") -> None:
-    """Refuses other ids of one of many texts than those of a StaticEmbedding's tokenizer."""
-    for text in (*TEXTS, _LONG):
-        got, want = ours.tokens("", text, "")[0].tolist(), tokenizer.encode(text, add_special_tokens=False).ids
-        if got != want:
-            raise ParityError(
-                f"for the text {shortened(text)} the bundle gives the ids {listed_ids(got)}, sentence-transformers "
-                f"{listed_ids(want)}; {_ADVICE}"
-            )
+            ours.check_ids(text, ids[kept].tolist(), "sentence-transformers", prompt, task)
 
 
 def _compare_rows(directory: Path, progress: Callable[[str], None], ours: "_Pipeline") -> Compared | None:
@@ -192,11 +180,8 @@ def _compare_rows(directory: Path, progress: Callable[[str], None], ours: "_Pipe
     judge = _Judge(manifest, "transformers")
     for text, features in _features(directory, manifest):
         ids = features["input_ids"][0].numpy()  # (seq)
-        if manifest.HasField("text") and (got := ours.tokens("", text, "")[0].tolist()) != ids.tolist():
-            raise ParityError(
-                f"for the text {shortened(text)} the bundle gives the ids {listed_ids(got)}, transformers "
-                f"{listed_ids(ids.tolist())}; {_ADVICE}"
-            )
+        if manifest.HasField("text"):
+            ours.check_ids(text, ids.tolist(), "transformers")
         if len(ids):
             try:
                 with torch.inference_mode():
@@ -243,14 +228,14 @@ class _Judge:
         self._precision, self._of = precision, of
         # Where float32 itself is further from float64, so are the library's vectors and the bundle's, both.
         self.tolerance = allowed(TOLERANCE, 2 * manifest.parity.float32_error)
-        self.bounds = {str(name): its for name, its in BOUNDS.items()}.get(precision, BOUNDS["int8"])
+        self.bounds = bounds_of(precision)
         self._texts, self._max_error, self._min_cosine = 0, 0.0, 1.0
         self._max_maxsim_error: float | None = None
 
     @property
     def compared(self) -> Compared:
         """What was found."""
-        return Compared(self._texts, self._max_error, self._min_cosine, self._max_maxsim_error, self.bounds)
+        return Compared(self._of, self._texts, self._max_error, self._min_cosine, self._max_maxsim_error, self.bounds)
 
     def vectors(self, texts: Sequence[str], got: Sequence[Rows], want: Sequence[Rows], asked: str) -> None:
         """Refuses the first text of which (vectors, width) are others."""
@@ -312,6 +297,10 @@ class _Judge:
 def _compare_vectors(theirs: Any, ours: "_Pipeline") -> Compared:
     manifest, texts = ours.manifest, _texts(theirs.tokenizer)
     judge = _Judge(manifest)
+    if {"Pooling", "StaticEmbedding"}.isdisjoint(type(it).__name__ for it in theirs):
+        got = [ours.rows(*ours.tokens("", text, "")) for text in texts]
+        judge.vectors(texts, got, _rows(theirs, texts), "no prompt")
+        return judge.compared
     names = {text: name for name, text in manifest.prompts.items()} | {"": ""}
     for prompt, task in ours.ways():
         settings = _settings(manifest, task)
@@ -323,9 +312,14 @@ def _compare_vectors(theirs: Any, ours: "_Pipeline") -> Compared:
         asked = f"the task {task}" if task else f"the prompt {names[prompt]!r}"
         judge.vectors(texts, got, list(want[:, None]), asked)
     if manifest.HasField("multi_vector") or manifest.HasField("sparse"):
-        rows = _encode(theirs.encode, texts, output_value="token_embeddings", prompt="")
-        _compare_others([it.numpy() for it in rows], texts, ours, judge)
+        _compare_others(_rows(theirs, texts), texts, ours, judge)
     return judge.compared
+
+
+def _rows(theirs: Any, texts: Sequence[str]) -> list[Rows]:
+    """(seq, d_model) of each text without a prompt."""
+    rows = _encode(theirs.encode, texts, output_value="token_embeddings", prompt="")
+    return [it.numpy() for it in rows]
 
 
 def _compare_others(due: Sequence[Rows], texts: Sequence[str], ours: "_Pipeline", judge: _Judge) -> None:
@@ -473,6 +467,14 @@ class _Pipeline:
         missing = max(expansion.min_tokens - len(ids), 0)
         mask = [1] * len(ids) + [1 if expansion.attended else 2] * missing
         return np.array(ids + [expansion.token_id] * missing, np.int64), np.array(mask, np.int64)
+
+    def check_ids(self, text: str, want: Sequence[int], of: str, prompt: str = "", task: str = "") -> None:
+        """Refuses other ids of a text than those of a library."""
+        if (got := self.tokens(prompt, text, task)[0].tolist()) != want:
+            raise ParityError(
+                f"for the text {shortened(text)} with the prompt {prompt!r} and {task or 'no'} task the bundle gives "
+                f"the ids {listed_ids(got)}, {of} {listed_ids(want)}; {_ADVICE}"
+            )
 
     def rows(self, ids: Ids, mask: Mask) -> Rows:
         """(seq, d_model)."""

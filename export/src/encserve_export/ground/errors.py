@@ -1,33 +1,5 @@
 """What can go wrong in an export, one class per cause.
 
-ExportError
-├── ConfigError                 a field of EncoderConfig is out of range or unknown
-├── CheckpointError             the checkpoint cannot be used
-│   ├── CheckpointFileError     a file is missing or unreadable
-│   ├── UnsafeWeightsError      the weights file holds more than tensors
-│   ├── UnsupportedModelError   the model computes something the Encoder does not
-│   ├── UnknownLayoutError      no layout fits the names of the weights
-│   ├── EmbeddingTableError     there is no table of token embeddings, or more than one
-│   ├── WeightNamesError        weights are missing, or there are some nobody asked for
-│   ├── WeightShapeError        a weight has another shape than the configuration says
-│   └── WeightValueError        a weight holds NaN, infinity, or no floating-point numbers
-├── OnnxModelError              an ONNX file of somebody else's cannot be used
-│   ├── OnnxFileError           it is no valid ONNX, or one for training
-│   ├── ExternalDataError       its weights lie outside its folder, or not where it says
-│   ├── OnnxInterfaceError      its inputs or outputs are not those of an encoder
-│   ├── OnnxOperatorError       it needs operators, an opset or an IR that are not known here
-│   ├── OnnxRunError            it fails for a batch, or gives rows of another shape or that are not finite
-│   └── VocabularyError         nothing tells how many token ids it has, or it has fewer
-├── TokenizerError              the tokenizer is unreadable, does not fit the model, or has no file of its own
-├── SequenceError               what is to be run is no sequence that the model can take
-├── HubError                    a checkpoint cannot be had from the hub
-├── ExpectedFileError           a file of expected rows cannot be used for this model
-├── ExpectedRowsError           the bundle gives other rows than were expected
-├── ParityError                 ONNX Runtime computes something else than PyTorch, or padding changes a result
-└── BundleError                 the bundle cannot be written
-    ├── BundleNameError         the model's name or version is not a plain name
-    └── BundleExistsError       this version is already there
-
 The command line shows any of them as `Error: …` and exits with 1. Any other exception is a bug and keeps its traceback.
 """
 

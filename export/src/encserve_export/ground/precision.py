@@ -57,3 +57,8 @@ BOUNDS: dict[Precision, Bounds] = {
     "float16": Bounds(cosine=0.999, padding_cosine=0.999, maxsim_error=0.01, attention_error=0.01),
     "int8": Bounds(cosine=0.99, padding_cosine=0.999, maxsim_error=0.05, attention_error=0.1),
 }
+
+
+def bounds_of(precision: str) -> Bounds:
+    """The bounds of a precision that a graph may have, as float32's for one that no bundle is made in."""
+    return next((its for name, its in BOUNDS.items() if name == precision), BOUNDS["float32"])

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from encserve_export.ground.errors import CheckpointFileError, UnsupportedModelError
+from encserve_export.ground.errors import CheckpointFileError, UnsupportedModelError, first_line
 from encserve_export.kinds.recipe import Kind
 from encserve_export.source.weights import read_json, read_object
 
@@ -222,7 +222,7 @@ def load(directory: Path, kind: Kind, repository: str = "") -> Any:
             model = make(str(directory), device="cpu", local_files_only=True, trust_remote_code=False, **arguments)
         except Exception as error:  # whatever it raises, it is theirs
             raise UnsupportedModelError(
-                f"sentence-transformers cannot load {directory}: {type(error).__name__}: {_one_line(error)}; {_ALONE}"
+                f"sentence-transformers cannot load {directory}: {type(error).__name__}: {first_line(error)}; {_ALONE}"
             ) from error
     if repository in _INSTRUCTORS:
         model.set_pooling_include_prompt(False)
@@ -281,10 +281,6 @@ def _arguments(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
     old = "tokenizer_args" if name == "processor" else f"{name}_args"
     found = settings.get(old, settings.get(f"{name}_kwargs"))
     return found if isinstance(found, dict) else {}
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split()).rstrip(".")
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 
 from encserve_export.ground import names
 from encserve_export.ground.arrays import Rows
@@ -16,6 +16,7 @@ from encserve_export.ground.errors import UnsupportedModelError
 from encserve_export.kinds.dense import read_vector
 from encserve_export.kinds.directory import MODULES, load, read_modules
 from encserve_export.kinds.recipe import TASKS, Recipe
+from encserve_export.onnx_graph.external import place
 from encserve_proto.bundle.v1 import manifest_pb2
 
 # Nothing bounds a text there; here the server needs a bound.
@@ -55,9 +56,10 @@ def read_static(directory: Path) -> Recipe:
 
 
 def write_graph(table: Rows, path: Path) -> None:
-    """Writes the graph of a table, (vocab_size, d_model): ids and mask, int64 (batch, seq) -> rows.
+    """Writes the graph of a table, (vocab_size, d_model), and the table beside it, which may be over 2 GB.
 
-    The mask is there because every encoder has one; a row depends on its own id alone.
+    Ids and mask, int64 (batch, seq) -> rows. The mask is there because every encoder has one; a row depends on its own
+    id alone.
     """
     axes = ["batch", "seq"]
     ids, mask = (
@@ -65,7 +67,9 @@ def write_graph(table: Rows, path: Path) -> None:
     )
     rows = helper.make_tensor_value_info(names.OUTPUT, TensorProto.FLOAT, [*axes, table.shape[1]])
     node = helper.make_node("Gather", ["table", names.INPUT_IDS], [names.OUTPUT], name="lookup")
-    weights = numpy_helper.from_array(np.ascontiguousarray(table, np.float32), "table")
+    weights = TensorProto(name="table", data_type=TensorProto.FLOAT, dims=table.shape)
+    with path.with_name(names.DATA_FILE).open("wb") as data:
+        place(weights, np.ascontiguousarray(table, np.float32).data.cast("B"), data)
     graph = helper.make_graph([node], "static", [ids, mask], [rows], [weights])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", names.OPSET)], ir_version=_IR_VERSION)
     onnx.save_model(model, path)

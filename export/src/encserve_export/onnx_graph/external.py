@@ -4,15 +4,13 @@ An ONNX file names such files itself, with any path, so that one from a stranger
 the disk. Everything is checked and read here, once; what is written into a bundle has no foreign path in it.
 """
 
-import dataclasses
 import math
 import shutil
-import stat
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path, PureWindowsPath
 from typing import BinaryIO
 
 import onnx
-from onnx import TensorProto, external_data_helper
+from onnx import TensorProto, external_data_helper, helper
 
 from encserve_export.ground import names
 from encserve_export.ground.errors import ExternalDataError
@@ -28,28 +26,9 @@ _ALIGNMENT_BYTES = 4096
 # Equal weights may lie in one place; a file in which more tensors do would take any amount of memory.
 _MOST_SHARED = 4
 
-# The bits of one number; of those that take less than a byte, several lie in one.
-_BITS: dict[int, int] = {
-    TensorProto.FLOAT: 32,
-    TensorProto.DOUBLE: 64,
-    TensorProto.FLOAT16: 16,
-    TensorProto.BFLOAT16: 16,
-    TensorProto.INT64: 64,
-    TensorProto.INT32: 32,
-    TensorProto.INT16: 16,
-    TensorProto.INT8: 8,
-    TensorProto.UINT64: 64,
-    TensorProto.UINT32: 32,
-    TensorProto.UINT16: 16,
-    TensorProto.UINT8: 8,
-    TensorProto.BOOL: 8,
-    TensorProto.INT4: 4,
-    TensorProto.UINT4: 4,
-    TensorProto.FLOAT8E4M3FN: 8,
-    TensorProto.FLOAT8E4M3FNUZ: 8,
-    TensorProto.FLOAT8E5M2: 8,
-    TensorProto.FLOAT8E5M2FNUZ: 8,
-}
+# The bits of a number where several lie in one byte; NumPy gives each a byte.
+_TYPES = {it: helper.tensor_dtype_to_np_dtype(it) for it in helper.get_all_tensor_dtypes()}
+_PACKED_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4}
 
 
 def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
@@ -67,27 +46,30 @@ def take_in(model: onnx.ModelProto, folder: Path) -> list[Path]:
             a file before its path has been checked.
     """
     places = [
-        (tensor, _place(tensor, _path(tensor, folder)))
+        (tensor, _place(tensor, folder))
         for tensor in all_tensors(model)
         if tensor.data_location == TensorProto.EXTERNAL
     ]
-    files = sorted({place.path for _, place in places})
-    taken, stored = sum(place.length for _, place in places), sum(path.stat().st_size for path in files)
+    files = sorted({path for _, (path, _, _) in places})
+    taken, stored = sum(length for _, (_, _, length) in places), sum(path.stat().st_size for path in files)
     if taken > _MOST_SHARED * stored:
         raise ExternalDataError(
             f"the tensors take {taken:,} bytes, though the files that they lie in have {stored:,}: many share one "
             "range; export the model again"
         )
-    for tensor, place in places:
-        tensor.raw_data = place.read()
+    for tensor, (path, offset, length) in places:
+        try:
+            with path.open("rb") as file:
+                file.seek(offset)
+                tensor.raw_data = file.read(length)
+        except OSError as error:
+            raise ExternalDataError(f"{path} cannot be read: {error.strerror}") from error
         tensor.data_location = TensorProto.DEFAULT
         del tensor.external_data[:]
     return files
 
 
-def write_model(
-    model: onnx.ModelProto, path: Path, external: list[Path], folder: Path, max_file_bytes: int = MAX_FILE_BYTES
-) -> list[Path]:
+def write_model(model: onnx.ModelProto, path: Path, external: list[Path], folder: Path) -> list[Path]:
     """Writes a model into a bundle's folder: as one file, or with its weights in a second one where it is larger.
 
     Args:
@@ -95,15 +77,14 @@ def write_model(
         path: Its file. A small one without others is copied as it is, byte for byte.
         external: What `take_in` gave.
         folder: The bundle's folder.
-        max_file_bytes: With more bytes than this, the weights go into a file of their own.
 
     Returns:
         The files written, the graph first.
     """
     # An upper bound that is cheap to have: serializing would fail where the model is too large.
     size = path.stat().st_size + sum(it.stat().st_size for it in external)
-    if external or size > max_file_bytes:
-        return save_model(model, folder, apart=size > max_file_bytes)
+    if external or size > MAX_FILE_BYTES:
+        return save_model(model, folder, apart=size > MAX_FILE_BYTES)
     target = folder / names.FILE
     shutil.copyfile(path, target)
     return [target]
@@ -137,41 +118,32 @@ def place(tensor: TensorProto, content: bytes | memoryview, data: BinaryIO) -> N
     tensor.ClearField("raw_data")
 
 
-def _entries(tensor: TensorProto) -> dict[str, str]:
-    entries = {entry.key: entry.value for entry in tensor.external_data}
-    if len(entries) != len(tensor.external_data):
-        raise ExternalDataError(f"{_name(tensor)} says twice where its data lie; export the model again")
-    return entries
-
-
 def _name(tensor: TensorProto) -> str:
     return f"tensor {tensor.name!r}" if tensor.name else "a tensor without a name"
 
 
-def _path(tensor: TensorProto, folder: Path) -> Path:
-    """The file of an external tensor, once it is known to lie in the folder."""
-    location = _entries(tensor).get("location", "")
-    relative, windows = PurePosixPath(location), PureWindowsPath(location)
+def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
+    """The file of an external tensor, once it is known to lie in the folder.
+
+    onnx's own loader refuses every link, those of the hub's cache too.
+    """
     what = f"{_name(tensor)} keeps its data in {location!r}"
-    if not location or "\0" in location:
-        raise ExternalDataError(f"{_name(tensor)} does not name the file that its data lie in")
-    if relative.is_absolute() or windows.drive or windows.root or ".." in (*relative.parts, *windows.parts):
-        raise ExternalDataError(f"{what}; it must lie in the folder of the ONNX file: no absolute path and no '..'")
-    path = folder / relative
+    windows = PureWindowsPath(location)  # which takes both kinds of slashes
+    if not location or "\0" in location or windows.drive or windows.root or ".." in windows.parts:
+        raise ExternalDataError(
+            f"{what}; it must lie in the folder of the ONNX file: a name, no absolute path and no '..'"
+        )
+    path = folder / location
     try:
         real = path.resolve(strict=True)
-        inside = real.is_relative_to(folder.resolve()) or real.parent == _blobs(folder)
-        is_file = stat.S_ISREG(path.stat().st_mode)
-    except FileNotFoundError:
-        raise ExternalDataError(f"{what}, and {path} is missing; put it beside the ONNX file") from None
     except (OSError, RuntimeError) as error:
-        raise ExternalDataError(f"{what}, and {path} cannot be opened: {error}") from error
-    if not inside:
+        raise ExternalDataError(f"{what}, which cannot be opened ({error}); put it beside the ONNX file") from error
+    if not (real.is_relative_to(folder.resolve()) or real.parent == _blobs(folder)):
         raise ExternalDataError(
-            f"{what}, a link to {path.resolve()}, outside the folder of the ONNX file; copy the files themselves into "
-            "one folder (cp -L)"
+            f"{what}, a link to {real}, outside the folder of the ONNX file; copy the files themselves into one folder "
+            "(cp -L)"
         )
-    if not is_file:
+    if not real.is_file():
         raise ExternalDataError(f"{what}, and {path} is no plain file")
     return path
 
@@ -184,47 +156,27 @@ def _blobs(folder: Path) -> Path | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class _Place:
-    """Where the bytes of an external tensor lie."""
-
-    path: Path
-    offset: int
-    length: int
-
-    def read(self) -> bytes:
-        try:
-            with self.path.open("rb") as file:
-                file.seek(self.offset)
-                return file.read(self.length)
-        except OSError as error:
-            raise ExternalDataError(f"{self.path} cannot be read: {error.strerror}") from error
-
-
-def _place(tensor: TensorProto, path: Path) -> _Place:
-    """The place of an external tensor, exactly as long as its shape and type ask for."""
-    if tensor.data_type not in _BITS or any(size < 0 for size in tensor.dims):
-        kind = type_name(tensor.data_type)
-        raise ExternalDataError(f"{_name(tensor)} of {kind} and shape {tuple(tensor.dims)} cannot lie in {path.name}")
-    due = math.ceil(math.prod(tensor.dims) * _BITS[tensor.data_type] / 8)
-    entries = _entries(tensor)
-    offset, length = _number(tensor, entries, "offset", 0), _number(tensor, entries, "length", due)
+def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
+    """The file of an external tensor, the offset in it, and its length, exactly what its shape and type ask for."""
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    path = _path(tensor, entries.get("location", ""), folder)
+    kind, shape = type_name(tensor.data_type), tuple(tensor.dims)
+    dtype = _TYPES.get(tensor.data_type)
+    if dtype is None or dtype.hasobject or any(size < 0 for size in shape):
+        raise ExternalDataError(f"{_name(tensor)} of {kind} and shape {shape} cannot lie in {path.name}")
+    due = math.ceil(math.prod(shape) * _PACKED_BITS.get(tensor.data_type, 8 * dtype.itemsize) / 8)
+    try:
+        offset, length = (int(entries.get(key, default)) for key, default in (("offset", 0), ("length", due)))
+    except ValueError as error:
+        raise ExternalDataError(f"{_name(tensor)}: where its data lie in {path.name} is no number: {error}") from error
     if length != due:
         raise ExternalDataError(
-            f"{_name(tensor)} has length {length} in {path.name}; its shape {tuple(tensor.dims)} of "
-            f"{type_name(tensor.data_type)} takes {due} bytes"
+            f"{_name(tensor)} has length {length} in {path.name}; its shape {shape} of {kind} takes {due} bytes"
         )
     size = path.stat().st_size
-    if offset + due > size:
+    if not 0 <= offset <= size - due:
         raise ExternalDataError(
             f"{_name(tensor)} lies at bytes {offset} to {offset + due} of {path}, which has {size}; it was cut "
             "off, or belongs to another model"
         )
-    return _Place(path, offset, due)
-
-
-def _number(tensor: TensorProto, entries: dict[str, str], key: str, default: int) -> int:
-    text = entries.get(key, str(default))
-    if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise ExternalDataError(f"{_name(tensor)} has {key} {text!r} in its external data; it must be a number from 0")
-    return int(text)
+    return path, offset, due

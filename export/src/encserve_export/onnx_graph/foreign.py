@@ -1,5 +1,6 @@
 """Reads an ONNX file of somebody else's, checks that it is an encoder, and finds what it tells without being run."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Sequence
@@ -8,16 +9,15 @@ from pathlib import Path
 import onnx
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
-from onnx import NodeProto, TensorProto, ValueInfoProto, inliner, numpy_helper
+from onnx import NodeProto, TensorProto, ValueInfoProto, inliner
 
 from encserve_export.ground import names
-from encserve_export.ground.errors import OnnxFileError, OnnxInterfaceError, OnnxOperatorError
-from encserve_export.onnx_graph.nodes import all_nodes, all_tensors, constants, type_name
+from encserve_export.ground.errors import OnnxFileError, OnnxInterfaceError
+from encserve_export.onnx_graph.nodes import all_tensors, constants, type_name
 
 TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105 - the name of an input
 # The two names of the default operator set.
 DEFAULT_DOMAINS = ("", "ai.onnx")
-_TRAINING_DOMAIN = "ai.onnx.preview.training"
 _AXES = ("batch", "seq")
 _FLOATS = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.BFLOAT16, TensorProto.DOUBLE)
 # The types that weights are stored in, the finest first. Integers of 32 bits and more are indices and shapes.
@@ -85,17 +85,17 @@ class Port:
     Attributes:
         name: Its name.
         data_type: A TensorProto.DataType; 0 where it is not a tensor or says nothing.
-        axes: For each axis its fixed size, or the name of one that is free ("?" without a name); None where the file
-            does not say how many there are.
+        axes: For each axis its fixed size, or the name of one that is free ("?" without a name); empty where the file
+            does not say.
     """
 
     name: str
     data_type: int
-    axes: tuple[int | str, ...] | None
+    axes: tuple[int | str, ...]
 
     def __str__(self) -> str:
         kind = type_name(self.data_type) if self.data_type else "of no tensor type"
-        return f"{self.name} {kind}" + ("" if self.axes is None else f" ({', '.join(map(str, self.axes))})")
+        return f"{self.name} {kind} ({', '.join(map(str, self.axes))})"
 
 
 def read_model(path: Path) -> onnx.ModelProto:
@@ -116,7 +116,8 @@ def read_model(path: Path) -> onnx.ModelProto:
         raise OnnxFileError(f"{path} is no ONNX file: a name in it is not UTF-8")
     if not model.graph.node:
         raise OnnxFileError(f"{path} holds an empty graph, without a node")
-    _refuse_training(model, path)
+    if model.training_info:
+        raise OnnxFileError(f"{path} is a training graph: it has training_info; export it for inference")
     return model
 
 
@@ -131,33 +132,6 @@ def opset(model: onnx.ModelProto) -> int:
         imports = ", ".join(f"{its.domain or 'ai.onnx'} {its.version}" for its in model.opset_import)
         raise OnnxFileError(f"the file must name one version of the operators of ai.onnx; was {imports or 'none'}")
     return int(versions[0])
-
-
-def node_name(node: NodeProto) -> str:
-    """A node for people: "node /encoder/MatMul (MatMul)", with the domain where it is not ONNX's own."""
-    kind = node.op_type if node.domain in DEFAULT_DOMAINS else f"{node.op_type} of {node.domain}"
-    return f"node {node.name} ({kind})" if node.name else f"a node without a name ({kind})"
-
-
-def check_operators(model: onnx.ModelProto) -> None:
-    """Refuses operators that neither ONNX nor the file itself defines.
-
-    Those of other domains are left to ONNX Runtime, which has some of its own.
-
-    Raises:
-        OnnxOperatorError: There is such an operator; the text names its node.
-    """
-    version = opset(model)
-    local = {(function.domain, function.name) for function in model.functions}
-    imported = {its.domain for its in model.opset_import}
-    for node in all_nodes(model):
-        if (node.domain, node.op_type) in local:
-            continue
-        if node.domain not in DEFAULT_DOMAINS:
-            if node.domain not in imported:
-                raise OnnxOperatorError(f"{node_name(node)}: the file does not name a version of {node.domain}")
-        elif version <= onnx.defs.onnx_opset_version() and not onnx.defs.has(node.op_type, version, ""):
-            raise OnnxOperatorError(f"{node_name(node)}: opset {version} of ai.onnx has no operator {node.op_type}")
 
 
 def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
@@ -205,7 +179,10 @@ def description(model: onnx.ModelProto) -> str:
 
 def embedding_rows(model: onnx.ModelProto, input_ids: str) -> int | None:
     """The rows of the table that the token ids index, or None where it cannot be found; of several, the fewest."""
-    graph = _inlined(model).graph
+    if model.functions:  # a table may be used inside one
+        with contextlib.suppress(Exception):  # the library raises what it likes; --vocab-size says what is not found
+            model = inliner.inline_local_functions(model)
+    graph = model.graph
     ids = {input_ids}
     tables = {tensor.name: tensor.dims for tensor in graph.initializer}
     rows = []
@@ -233,46 +210,17 @@ def _is_text(message: Message) -> bool:
     return True
 
 
-def _refuse_training(model: onnx.ModelProto, path: Path) -> None:
-    advice = "export it for inference, after model.eval()"
-    if model.training_info:
-        raise OnnxFileError(f"{path} is a training graph: it has training_info; {advice}")
-    known = {tensor.name: tensor for tensor in model.graph.initializer}
-    for node in all_nodes(model):
-        known |= constants(node)
-        training = node.domain == _TRAINING_DOMAIN
-        if node.op_type == "BatchNormalization":
-            training |= any(its.name == "training_mode" and its.i for its in node.attribute)
-        if node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] in known:
-            training |= _is_true(known[node.input[2]])
-        if training:
-            raise OnnxFileError(f"{path} is a training graph: {node_name(node)} is in training mode; {advice}")
-
-
-def _is_true(tensor: TensorProto) -> bool:
-    if tensor.data_type != TensorProto.BOOL or tensor.data_location == TensorProto.EXTERNAL:
-        return False
-    try:
-        return bool(numpy_helper.to_array(tensor).any())
-    except ValueError:  # it contradicts itself, which onnx.checker will say
-        return False
-
-
 def _port(value: ValueInfoProto) -> Port:
     if not value.type.HasField("tensor_type"):
-        return Port(value.name, 0, None)
+        return Port(value.name, 0, ())
     tensor = value.type.tensor_type
-    axes: tuple[int | str, ...] | None = None
-    if tensor.HasField("shape"):
-        axes = tuple(
-            int(axis.dim_value) if axis.HasField("dim_value") else axis.dim_param or "?" for axis in tensor.shape.dim
-        )
-    return Port(value.name, tensor.elem_type, axes)
+    axes = (int(it.dim_value) if it.HasField("dim_value") else it.dim_param or "?" for it in tensor.shape.dim)
+    return Port(value.name, tensor.elem_type, tuple(axes))
 
 
 def _width(port: Port) -> int:
     """The last axis of an input of vectors, float32 (batch, seq, width); 0 for any other."""
-    axes = port.axes or ()
+    axes = port.axes
     is_vectors = port.data_type == TensorProto.FLOAT and len(axes) == 3 and not any(type(it) is int for it in axes[:2])
     return axes[2] if is_vectors and isinstance(axes[2], int) else 0
 
@@ -307,14 +255,12 @@ def _check_inputs(ports: Sequence[Port]) -> None:
     for port in ports:
         if port.data_type != TensorProto.INT64:
             raise OnnxInterfaceError(f"the input {port} must be int64; {_AS_INT64}")
-        if port.axes is None:
-            raise OnnxInterfaceError(f"the input {port} has no shape in the file; it must say (batch, seq)")
         if len(port.axes) != len(_AXES):
             raise OnnxInterfaceError(f"the input {port} has rank {len(port.axes)}; it must have 2: (batch, seq)")
     fixed = [
         f"axis {axis} ({_AXES[axis]}) of {port.name} is fixed to {size}"
         for port in ports
-        for axis, size in enumerate(port.axes or ())
+        for axis, size in enumerate(port.axes)
         if isinstance(size, int)
     ]
     if fixed:
@@ -333,8 +279,7 @@ def _choose_output(outputs: Sequence[Port], name: str | None) -> Port:
             raise OnnxInterfaceError(f"the model has no output {name}; {there}")
         return found[0]
     floats = [port for port in outputs if port.data_type in _FLOATS]
-    rows = [port for port in floats if port.axes is not None and len(port.axes) == 3]
-    rows = rows or [port for port in floats if port.axes is None]
+    rows = [port for port in floats if len(port.axes) == 3]
     if len(rows) == 1:
         return rows[0]
     usual = [port for port in rows if port.name == names.OUTPUT]
@@ -344,16 +289,12 @@ def _choose_output(outputs: Sequence[Port], name: str | None) -> Port:
         raise OnnxInterfaceError(
             f"several outputs could be the rows: {_listed(rows)}; say with --output-name which it is"
         )
-    if any(len(port.axes or ()) == 2 for port in floats):
+    if any(len(port.axes) == 2 for port in floats):
         raise OnnxInterfaceError(_pooled(there))
     raise OnnxInterfaceError(f"no output is float32 (batch, seq, d_model); {there}")
 
 
 def _check_output(port: Port) -> None:
-    if port.axes is None:
-        raise OnnxInterfaceError(
-            f"the output {port} has no shape in the file; onnx.shape_inference.infer_shapes adds it"
-        )
     if len(port.axes) == 2:
         raise OnnxInterfaceError(_pooled(f"the output is {port}"))
     if len(port.axes) != 3:
@@ -384,14 +325,3 @@ def _looked_up(node: NodeProto, ids: set[str]) -> str:
     if node.op_type == "EmbedLayerNormalization" and len(node.input) > 2 and node.input[0] in ids:
         return str(node.input[2])
     return ""
-
-
-def _inlined(model: onnx.ModelProto) -> onnx.ModelProto:
-    """The model with the bodies of its local functions in their places, since a table may be used inside one."""
-    if not model.functions:
-        return model
-    try:
-        inlined: onnx.ModelProto = inliner.inline_local_functions(model)
-    except Exception:  # the library raises what it likes; --vocab-size can say what is not found
-        return model
-    return inlined

@@ -1,51 +1,37 @@
-"""Runs an ONNX file of somebody else's in ONNX Runtime, and says in our words what fails and where."""
+"""Checks and runs an ONNX file of somebody else's in ONNX Runtime, and says for which batch it fails."""
 
-import contextlib
-import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 
 from encserve_export.ground.arrays import Input, Mask, Rows
 from encserve_export.ground.errors import (
-    ExportError,
     OnnxFileError,
+    OnnxModelError,
     OnnxOperatorError,
     OnnxRunError,
     VocabularyError,
 )
 from encserve_export.ground.runtime import onnxruntime
-from encserve_export.onnx_graph.foreign import Interface, node_name, vector_width
-from encserve_export.onnx_graph.nodes import all_nodes
+from encserve_export.onnx_graph.foreign import Interface, vector_width
 
-# How ONNX Runtime and onnx.checker tell of a node.
-_RUNNING = re.compile(
-    r"Non-zero status code returned while running (?P<op>\S+) node\. Name:'(?P<name>[^']*)' Status Message: (?P<why>.*)"
+# How ONNX Runtime and onnx.checker say that they do not know an operator, an opset or an IR version.
+_UNKNOWN = (
+    "No Op registered",
+    "is not a registered function/op",
+    "No opset import",
+    " opset ",
+    "IR version:",
+    "ir_version",
 )
-_NODES = (
-    _RUNNING,
-    re.compile(r"Node \((?P<name>[^)]*)\) Op \((?P<op>\w+)\) (?P<why>.*)"),
-    re.compile(r"\(op_type:(?P<op>\w+), node name: (?P<name>[^)]*)\): (?P<why>.*)"),
-    re.compile(r"(?s)(?P<why>.*?)\s*==> Context: Bad node spec for node\. Name: (?P<name>.*?) ?OpType: (?P<op>\w+)"),
-)
-_UNKNOWN = re.compile(r"Fatal error: (?P<domain>[^:\s]*):(?P<op>\w+)\(-?\d+\) is not a registered function/op")
-_VERSIONS = (
-    (re.compile(r"Opset (\d+) is under development.*?till opset (\d+)", re.DOTALL), "opset"),
-    (re.compile(r"IR version: (\d+), max supported IR version: (\d+)"), "IR version"),
-    (re.compile(r"ir_version (\d+) is higher than the checker's \((\d+)\)"), "IR version"),
-)
-# Where in its own source ONNX Runtime noticed, and the condition that it looked at.
-_SOURCE_PLACE = re.compile(r"/onnxruntime_src/.* was false\. |/onnxruntime_src/\S+ .*?\) ")
 
 
-def check_file(model: onnx.ModelProto, path: Path) -> None:
+def check_file(path: Path) -> None:
     """Has onnx.checker look at everything: the structure, and types and shapes all through the graph.
 
     Args:
-        model: The model.
-        path: Its file in the bundle; by path it may be over 2 GiB.
+        path: The file in the bundle; by path it may be over 2 GiB.
 
     Raises:
         OnnxOperatorError: It is too new, or has an operator that is not known.
@@ -54,7 +40,7 @@ def check_file(model: onnx.ModelProto, path: Path) -> None:
     try:
         onnx.checker.check_model(str(path), full_check=True)
     except Exception as error:  # ValidationError, InferenceError and bare ones of its C++ part
-        raise _translated(model, str(error), OnnxFileError, "the file is no valid ONNX") from error
+        raise _refusal(error, path, "the file is no valid ONNX") from error
 
 
 class Runner:
@@ -77,13 +63,14 @@ class Runner:
             OnnxFileError: It cannot load the file for another reason.
         """
         self.d_model = 0
-        self._path = path
         self._interface = interface
         self._width = vector_width(model, interface)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4  # what goes wrong is said by us, once
         try:
-            self._session = _open(path, onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL)
+            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's exceptions share no public base class
-            raise _translated(model, str(error), OnnxFileError, "ONNX Runtime cannot load the file") from error
+            raise _refusal(error, path, "ONNX Runtime cannot load the file") from error
 
     def __call__(self, ids: Input, mask: Mask) -> Rows:
         """Runs one batch.
@@ -99,11 +86,9 @@ class Runner:
             OnnxRunError: It fails, the rows have another shape, or one of a token is not finite.
         """
         try:
-            rows = self._run(self._session, ids, mask)
+            rows = self._run(ids, mask)
         except Exception as error:  # as above
-            raise OnnxRunError(
-                f"the model fails for ids of shape {ids.shape}: {self._cause(error, ids, mask)}"
-            ) from error
+            raise OnnxRunError(f"the model fails for ids of shape {ids.shape}: {_message(error)}") from error
         self._check(rows, ids, mask)
         self.d_model = rows.shape[2]
         return rows
@@ -152,11 +137,11 @@ class Runner:
                 "or less"
             ) from error
 
-    def _run(self, session: onnxruntime.InferenceSession, ids: Input, mask: Mask) -> Rows:
+    def _run(self, ids: Input, mask: Mask) -> Rows:
         feeds = {self._interface.input_ids: ids, self._interface.attention_mask: mask}
         if self._interface.token_type_ids:
             feeds[self._interface.token_type_ids] = np.zeros_like(mask)
-        rows: Rows = session.run([self._interface.output], feeds)[0]
+        rows: Rows = self._session.run([self._interface.output], feeds)[0]
         return rows
 
     def _run_one(self, token: int, length: int = 1) -> None:
@@ -176,60 +161,24 @@ class Runner:
             middle = (works + failing) // 2
             ids, mask = self._sequence(token, middle)
             try:
-                self._check(self._run(self._session, ids, mask), ids, mask)
+                self._check(self._run(ids, mask), ids, mask)
                 works = middle
             except Exception:  # as above
                 failing = middle
         return works
 
-    def _cause(self, error: Exception, ids: Input, mask: Mask) -> str:
-        """What failed, by the file's own node where possible: ONNX Runtime's optimizer joins and renames nodes."""
-        message = str(error)
-        with contextlib.suppress(Exception):
-            plain = _open(self._path, onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL)
-            try:
-                self._run(plain, ids, mask)
-            except Exception as plainer:  # as above
-                message = str(plainer) if _RUNNING.search(str(plainer)) else message
-        return _node_and_reason(message)
+
+def _refusal(error: Exception, path: Path, what: str) -> OnnxModelError:
+    """An error of what a library says of a whole file, whose node it names where there is one."""
+    said = f"{what}: {_message(error).replace(f'{path.parent}/', '')}"
+    if not any(it in str(error) for it in _UNKNOWN):
+        return OnnxFileError(said)
+    return OnnxOperatorError(
+        f"{said}. Installed here are onnx {onnx.__version__} and ONNX Runtime {onnxruntime.__version__}: export the "
+        "model again with standard operators and an older opset, or install newer packages, here and for the server. "
+        "Operators of one's own cannot come along: a bundle is data, never code"
+    )
 
 
-def _open(path: Path, level: Any) -> onnxruntime.InferenceSession:
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = level
-    options.log_severity_level = 4  # what goes wrong is said by us, once
-    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-
-
-def _translated(model: onnx.ModelProto, message: str, otherwise: type[ExportError], what: str) -> ExportError:
-    """An error with the names of nodes and operators in it, from what a library said of the whole file."""
-    for pattern, of in _VERSIONS:
-        if found := pattern.search(message):
-            return OnnxOperatorError(
-                f"the file has {of} {found[1]}; what is installed here (onnx {onnx.__version__}, ONNX Runtime "
-                f"{onnxruntime.__version__}) knows them up to {found[2]}. Export the model again with an older one, or "
-                "install newer packages, here and for the server"
-            )
-    if found := _UNKNOWN.search(message):
-        nodes = [node for node in all_nodes(model) if (node.domain, node.op_type) == (found["domain"], found["op"])]
-        where = node_name(nodes[0]) if nodes else f"{found['op']} of {found['domain']}"
-        return OnnxOperatorError(
-            f"{where}: ONNX Runtime has no operator {found['op']} in domain {found['domain']}. A bundle is data, never "
-            "code, so operators of one's own cannot come along: export the model with standard operators"
-        )
-    return otherwise(f"{what}: {_node_and_reason(message)}")
-
-
-def _node_and_reason(message: str) -> str:
-    """What a library says, with the node first where it names one; otherwise its first line."""
-    for pattern in _NODES:
-        if found := pattern.search(message):
-            name = f"node {found['name']}" if found["name"] else "a node without a name"
-            return f"{name} ({found['op']}): {_first_line(found['why'])}"
-    # It begins with a code of ONNX Runtime's, and the path of a folder that will be gone.
-    return _first_line(re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : (Load model from .*? failed:)?", "", message))
-
-
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines() or ["no reason given"]
-    return _SOURCE_PLACE.sub("", lines[0]).strip().rstrip(".")
+def _message(error: Exception) -> str:
+    return " ".join(str(error).split()).rstrip(".")

@@ -41,7 +41,7 @@ from encserve_export.kinds.recipe import NO_BOUND, Recipe, read_pooling
 from encserve_export.kinds.static import write_graph
 from encserve_export.models import pretrained
 from encserve_export.models.own.config import EncoderConfig
-from encserve_export.models.own.encoder import Encoder, shortened
+from encserve_export.models.own.encoder import Encoder, shortened, shortened_config
 from encserve_export.models.own.layouts import hf_bert, hf_rotary
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.models.pretrained import TransformersModel
@@ -448,6 +448,7 @@ def _build_own(build: _Build) -> Exported:
     planned = build.plan
     layout = hf_bert.read_layout(planned.settings)
     longest, remark = build.longest(layout.config.max_sequence_tokens)
+    config = shortened_config(layout.config, longest)
     build.progress("reading the weights")
     weights = read_weights(planned.directory)
     source = build.source("own", layout.description, weights)
@@ -461,7 +462,7 @@ def _build_own(build: _Build) -> Exported:
             raise
         raise UnsupportedModelError(str(error)) from error  # transformers reads these by other names too
     build.progress("running transformers' model, which our own encoder is compared with")
-    wanted = _rows_of_transformers(planned.directory, weights, layout.config, longest)
+    wanted = _rows_of_transformers(planned.directory, weights, config)
     encoder = shortened(layout.load(tensors), longest)
     _compare_with_transformers(encoder, wanted)
     del weights, tensors, wanted  # the encoder has what it needs of them
@@ -489,10 +490,10 @@ class _Wanted:
     exact: Rows
 
 
-def _rows_of_transformers(directory: Path, weights: Weights, config: EncoderConfig, longest: int) -> _Wanted:
+def _rows_of_transformers(directory: Path, weights: Weights, config: EncoderConfig) -> _Wanted:
     """Runs transformers' model, before our own encoder needs memory for its weights too."""
     random = np.random.default_rng(0)
-    lengths = [min(length, longest) for length in _COMPARED_TOKENS]
+    lengths = [min(length, config.max_sequence_tokens) for length in _COMPARED_TOKENS]
     ids = random.integers(0, config.vocab_size, (len(lengths), lengths[0]))  # (batch, seq)
     mask = (np.arange(lengths[0]) < np.array(lengths)[:, None]).astype(np.int64)  # (batch, seq)
     ids = np.where(mask == 1, ids, config.pad_token_id)
@@ -569,11 +570,10 @@ def _build_transformers(build: _Build) -> Exported:
 def _build_static(build: _Build) -> Exported:
     recipe = build.plan.recipe
     assert recipe.table is not None  # noqa: S101
-    weights = read_weights(build.plan.directory)
+    source = build.source("static", "StaticEmbedding", read_weights(build.plan.directory))
     with store.scratch(build.target.model_repository, build.target.name) as folder:
         path = folder / names.FILE
         write_graph(recipe.table, path)
-        source = build.source("static", "StaticEmbedding", weights)
         return _export_file(path, build, _Facts(None, 0, len(recipe.table)), source, None)
 
 

@@ -21,7 +21,7 @@ from encserve_export.ground.errors import (
     UnsupportedModelError,
     VocabularyError,
 )
-from encserve_export.ground.precision import BOUNDS, Precision
+from encserve_export.ground.precision import Precision
 from encserve_export.kinds.recipe import Recipe
 from encserve_export.models.module import EXPORTERS, Exporter
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -89,7 +89,6 @@ def export_onnx(
     progress("reading the file")
     model = foreign.read_model(path)
     interface = foreign.find_interface(model, options.names)
-    foreign.check_operators(model)
     rows = foreign.embedding_rows(model, interface.input_ids)
     apart = external.take_in(model, path.parent)
     weights = sha256([path, *apart])
@@ -100,7 +99,7 @@ def export_onnx(
         progress("copying and checking the file")
         files = external.write_model(model, path, apart, folder)
         model = onnx.load(files[0], load_external_data=False)  # the same without the weights
-        check_file(model, files[0])
+        check_file(files[0])
         wanted = None
         if reference is not None:  # before ONNX Runtime needs memory too
             progress("running the model in PyTorch")
@@ -242,7 +241,10 @@ def _check_rows(
     precision: str,
     wanted: agreement.Wanted | None,
 ) -> agreement.Parity:
-    advice = "it ignores its attention mask in part or altogether, and batches would change its rows"
+    advice = (
+        "it ignores its attention mask in part or altogether, or was exported for training (without model.eval()), and "
+        "batches would change its rows"
+    )
     if precision != "float32":
         advice = f"{advice}; or it computes in {precision}, whose rounding differs with the batch: export it in float32"
     return agreement.check_rows(
@@ -251,7 +253,7 @@ def _check_rows(
         max_sequence_tokens=options.max_sequence_tokens,
         pad_token_id=options.pad_token_id,
         wanted=wanted,
-        precision=precision if precision in BOUNDS else "float32",
+        precision=precision,
         advice=advice,
         width=width,
     )

@@ -1,6 +1,7 @@
 """Has a checkpoint from the Hugging Face hub, at one commit."""
 
 import dataclasses
+import errno
 import glob
 import re
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from encserve_export.ground.errors import HubError
+from encserve_export.ground.errors import HubError, first_line
 from encserve_export.source.weights import holds_weights
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
@@ -67,7 +68,8 @@ def download(repository: str, revision: str | None = None, *, with_onnx: bool = 
         with_onnx: Whether its onnx/model.onnx is wanted too; where there are no weights it is fetched anyway.
 
     Raises:
-        HubError: It is not there, not open to this user, or the hub is not reached; or no revision is given and OWNER
+        HubError: It is not there, not open to this user, or the hub is not reached; the disk of the cache is full, and
+            the text names the folder; or no revision is given and OWNER
             is a directory here, so that NAME is more likely a typing error than a model of the hub.
     """
     owner = repository.partition("/")[0]
@@ -93,8 +95,14 @@ def download(repository: str, revision: str | None = None, *, with_onnx: bool = 
         raise HubError(
             f"there is neither a directory {repository} here nor a model of that name on the hub that you may read"
         ) from error
-    except (EntryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    # RuntimeError is what the downloader of large files (hf_xet) raises.
+    except (EntryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, RuntimeError) as error:
+        reason = first_line(error)
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
+            raise HubError(
+                f"the disk of {huggingface_hub.constants.HF_HUB_CACHE} is full: {reason}. Make room there, or name "
+                "another folder with HF_HUB_CACHE"
+            ) from error
         raise HubError(f"{repository} cannot be had from the hub, and there is no such directory: {reason}") from error
     return Snapshot(path, repository, path.name)
 

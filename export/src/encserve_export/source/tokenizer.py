@@ -213,7 +213,13 @@ def write_tokenizer(tokenizer: Any, path: Path, *, made_of: Path, add_special_to
         TokenizerError: The tokenizer has no backend of the tokenizers library, or the file gives other ids for one of
             some 130 difficult texts and those with its special tokens.
     """
-    backend = Tokenizer.from_str(_backend(tokenizer, made_of).to_str())
+    own = getattr(tokenizer, "backend_tokenizer", None)
+    if not isinstance(own, Tokenizer):
+        raise TokenizerError(
+            f"{made_of}: its tokenizer is a {type(tokenizer).__name__}, which runs in Python alone and has no file of "
+            f"the tokenizers library; {_NO_TOKENIZER}"
+        )
+    backend = Tokenizer.from_str(own.to_str())
     backend.no_truncation()
     backend.no_padding()
     if not add_special_tokens:
@@ -231,11 +237,7 @@ def difficult_texts(tokenizer: Any) -> list[str]:
 
 
 def _compare_ids(tokenizer: Any, file: TokenizerFile, texts: Sequence[str], add_special_tokens: bool) -> None:
-    """Refuses a file whose ids are others than those of the tokenizer that it was made of.
-
-    Raises:
-        TokenizerError: They are; the text, and both ids, are named.
-    """
+    """Refuses a file whose ids are others than those of the tokenizer that it was made of."""
     ours = open_tokenizer(file.path, split_special_tokens=file.split_special_tokens)
     theirs = tokenizer(
         list(texts), padding=False, truncation=False, add_special_tokens=add_special_tokens, verbose=False
@@ -260,13 +262,3 @@ def listed_ids(ids: Iterable[int]) -> str:
     """Ids for an error, at most 20 of them."""
     listed = [str(it) for it in ids]
     return f"[{', '.join([*listed[:20], '...'] if len(listed) > 20 else listed)}]"
-
-
-def _backend(tokenizer: Any, made_of: Path) -> Tokenizer:
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if not isinstance(backend, Tokenizer):
-        raise TokenizerError(
-            f"{made_of}: its tokenizer is a {type(tokenizer).__name__}, which runs in Python alone and has no file of "
-            f"the tokenizers library; {_NO_TOKENIZER}"
-        )
-    return backend

@@ -14,23 +14,8 @@ Norm = Literal["post", "pre", "none"]
 Position = Literal["sinusoidal", "learned", "rotary", "none"]
 
 _POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens", "global_every")
-_NON_NEGATIVE = ("vocab_size", "d_ff", "n_token_types", "pad_token_id", "position_offset", "window")
 # Positions take memory too, that of tables and of attention.
 _MOST = {"n_layers": MOST_LAYERS, "max_sequence_tokens": 2**20}
-_FLAGS = (
-    "attention_bias",
-    "gated",
-    "inner_bias",
-    "outer_bias",
-    "norm_bias",
-    "first_attention_norm",
-    "residual",
-    "final_norm",
-    "scale_embedding",
-    "embedding_norm",
-    "pad_takes_no_position",
-)
-_POSITIVE_REALS = ("layer_norm_eps", "rotary_base", "local_rotary_base")
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "input": get_args(Input),
     "activation": get_args(Activation),
@@ -116,8 +101,7 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         """Checks each field, then the fields against each other."""
-        self._check_types()
-        self._check_ranges()
+        self._check_fields()
         self._check_together()
 
     @property
@@ -161,29 +145,23 @@ class EncoderConfig:
         if unknown:
             raise ConfigError(f"unknown configuration fields: {', '.join(unknown)}; known are {', '.join(known)}")
 
-    def _check_types(self) -> None:
-        for name in (*_POSITIVE, *_NON_NEGATIVE):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool):
+    def _check_fields(self) -> None:
+        for field in dataclasses.fields(self):
+            name, kind, value = field.name, field.type, getattr(self, field.name)
+            if kind is bool and not isinstance(value, bool):
+                raise ConfigError(f"{name} must be true or false; was {value!r}")
+            if kind is int and type(value) is not int:
                 raise ConfigError(f"{name} must be an integer; was {value!r}")
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} must be true or false; was {getattr(self, name)!r}")
-        for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}; was {getattr(self, name)!r}")
-
-    def _check_ranges(self) -> None:
-        for name, least in (*((name, 1) for name in _POSITIVE), *((name, 0) for name in _NON_NEGATIVE)):
-            if getattr(self, name) < least:
-                raise ConfigError(f"{name} must be at least {least}; was {getattr(self, name)}")
-        for name, most in _MOST.items():
-            if getattr(self, name) > most:
-                raise ConfigError(f"{name} must be at most {most}; was {getattr(self, name)}")
-        for name in _POSITIVE_REALS:
-            value: object = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            if kind is int and value < (least := int(name in _POSITIVE)):
+                raise ConfigError(f"{name} must be at least {least}; was {value}")
+            if kind is float and (
+                isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
+            ):
                 raise ConfigError(f"{name} must be a positive number; was {value!r}")
+            if value not in CHOICES.get(name, (value,)):
+                raise ConfigError(f"{name} must be one of {', '.join(CHOICES[name])}; was {value!r}")
+            if value > _MOST.get(name, value):
+                raise ConfigError(f"{name} must be at most {_MOST[name]}; was {value}")
 
     def _check_together(self) -> None:
         if self.d_model % self.n_heads:

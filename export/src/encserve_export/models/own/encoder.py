@@ -392,18 +392,27 @@ def encoder_of(config: EncoderConfig, weights: Callable[[str, tuple[int, ...]], 
     return encoder.eval().requires_grad_(False)
 
 
+def shortened_config(config: EncoderConfig, max_sequence_tokens: int) -> EncoderConfig:
+    """The same configuration for shorter sequences.
+
+    Raises:
+        ConfigError: The encoder does not reach `max_sequence_tokens`, or the number is not positive.
+    """
+    allowed = config.max_sequence_tokens
+    if max_sequence_tokens > allowed:
+        raise ConfigError(f"max_sequence_tokens must be at most {allowed} for this model; was {max_sequence_tokens}")
+    return dataclasses.replace(config, max_sequence_tokens=max_sequence_tokens)
+
+
 def shortened(encoder: Encoder, max_sequence_tokens: int) -> Encoder:
     """The same encoder for shorter sequences; a learned position table loses the rows that nothing can reach.
 
     Raises:
-        ConfigError: The encoder does not reach `max_sequence_tokens`.
+        ConfigError: As `shortened_config` does.
     """
-    allowed = encoder.config.max_sequence_tokens
-    if max_sequence_tokens > allowed:
-        raise ConfigError(f"max_sequence_tokens must be at most {allowed} for this model; was {max_sequence_tokens}")
-    if max_sequence_tokens == allowed:
+    config = shortened_config(encoder.config, max_sequence_tokens)
+    if config == encoder.config:
         return encoder
-    config = dataclasses.replace(encoder.config, max_sequence_tokens=max_sequence_tokens)
     state = encoder.state_dict()
     if config.position == "learned":
         state["embeddings.positions"] = state["embeddings.positions"][: config.n_positions]

@@ -293,11 +293,11 @@ def _settle(layout: StackLayout, told: Mapping[str, Any], given: Mapping[str, An
     if "position" not in told:
         asked["position"] = ("sinusoidal", "none")
     against = [
-        f"{name} is {_json(own[name])} there, {_json(given[name])} here"
+        f"{name} is {json.dumps(own[name])} there, {json.dumps(given[name])} here"
         for name in own
         if name in given and given[name] != own[name]
     ] + [
-        f"{name} is {' or '.join(choices)} there, {_json(given[name])} here"
+        f"{name} is {' or '.join(choices)} there, {json.dumps(given[name])} here"
         for name, choices in asked.items()
         if name in CHOICES and name in given and given[name] not in choices
     ]
@@ -310,10 +310,6 @@ def _settle(layout: StackLayout, told: Mapping[str, Any], given: Mapping[str, An
             "that --config names"
         )
     return {**given, **own}
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value)
 
 
 def _longest(wanted: Any, positions: Table | None, fields: Mapping[str, Any]) -> Any:

@@ -1,10 +1,10 @@
 """One multi-head attention and nothing around it, a matrix for x @ W for each head: `W_Q.0`, `W_O`."""
 
-from encserve_export.models.own.layouts.stack import OUTPUT, QKV, StackLayout, matrix
+from encserve_export.models.own.layouts.stack import StackLayout, matrix
 
 LAYOUT = StackLayout(
     name="attention-only",
     summary="one multi-head attention, a bare matrix per head",
     block="",
-    parts={QKV: matrix("W_Q.{head}", "W_K.{head}", "W_V.{head}"), OUTPUT: matrix("W_O")},
+    parts={"attention.qkv": matrix("W_Q.{head}", "W_K.{head}", "W_V.{head}"), "attention.output": matrix("W_O")},
 )

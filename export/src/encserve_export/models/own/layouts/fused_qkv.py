@@ -4,29 +4,19 @@ Code of this family reshapes (batch, heads, seq, d_k) straight to (batch, seq, d
 positions. Its own text says that the heads are put side by side, and so it is done here.
 """
 
-from encserve_export.models.own.layouts.stack import (
-    ATTENTION_NORM,
-    FEED_FORWARD_NORM,
-    INNER,
-    OUTER,
-    OUTPUT,
-    QKV,
-    Part,
-    StackLayout,
-    linear,
-)
+from encserve_export.models.own.layouts.stack import Part, StackLayout, linear
 
 LAYOUT = StackLayout(
     name="fused-qkv",
     summary="one qkv_layer whose rows run head by head",
     block="layers.{layer}.",
     parts={
-        QKV: linear("attention.qkv_layer"),
-        OUTPUT: linear("attention.linear_layer"),
-        ATTENTION_NORM: Part(("norm1.gamma",), ("norm1.beta",)),
-        INNER: linear("ffn.linear1"),
-        OUTER: linear("ffn.linear2"),
-        FEED_FORWARD_NORM: Part(("norm2.gamma",), ("norm2.beta",)),
+        "attention.qkv": linear("attention.qkv_layer"),
+        "attention.output": linear("attention.linear_layer"),
+        "attention_norm": Part(("norm1.gamma",), ("norm1.beta",)),
+        "feed_forward.inner": linear("ffn.linear1"),
+        "feed_forward.outer": linear("ffn.linear2"),
+        "feed_forward_norm": Part(("norm2.gamma",), ("norm2.beta",)),
     },
     final_norm=Part(("norm.gamma",), ("norm.beta",)),
     interleaved=True,

@@ -13,29 +13,31 @@ from encserve_export.ground.errors import UnsupportedModelError, WeightNamesErro
 from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.layouts import hf_rotary
 from encserve_export.models.own.layouts.base import Layout
-from encserve_export.models.own.layouts.settings import read_activation, read_pad_token_id, read_size
+from encserve_export.models.own.layouts.settings import names_of, read_activation, read_pad_token_id, read_size
 
 _BERT = ("bert",)
 _ROBERTA = ("roberta", "xlm-roberta", "camembert")
 _DISTILBERT = ("distilbert",)
 MODEL_TYPES = (*_BERT, *_ROBERTA, *_DISTILBERT, *hf_rotary.MODEL_TYPES)
 
-# The names of one block, Encoder's on the left. Weight and bias both.
-_BERT_BLOCK = {
-    "attention.qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
-    "attention.output": ("attention.output.dense",),
-    "attention_norm": ("attention.output.LayerNorm",),
-    "feed_forward.inner": ("intermediate.dense",),
-    "feed_forward.outer": ("output.dense",),
-    "feed_forward_norm": ("output.LayerNorm",),
+_EMBEDDINGS = {"embeddings.tokens": ("embeddings.word_embeddings",), "embeddings.norm": ("embeddings.LayerNorm",)}
+_BERT_NAMES = {
+    **_EMBEDDINGS,
+    "attention.qkv": tuple(f"encoder.layer.{{}}.attention.self.{name}" for name in ("query", "key", "value")),
+    "attention.output": ("encoder.layer.{}.attention.output.dense",),
+    "attention_norm": ("encoder.layer.{}.attention.output.LayerNorm",),
+    "feed_forward.inner": ("encoder.layer.{}.intermediate.dense",),
+    "feed_forward.outer": ("encoder.layer.{}.output.dense",),
+    "feed_forward_norm": ("encoder.layer.{}.output.LayerNorm",),
 }
-_DISTILBERT_BLOCK = {
-    "attention.qkv": ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
-    "attention.output": ("attention.out_lin",),
-    "attention_norm": ("sa_layer_norm",),
-    "feed_forward.inner": ("ffn.lin1",),
-    "feed_forward.outer": ("ffn.lin2",),
-    "feed_forward_norm": ("output_layer_norm",),
+_DISTILBERT_NAMES = {
+    **_EMBEDDINGS,
+    "attention.qkv": tuple(f"transformer.layer.{{}}.attention.{name}" for name in ("q_lin", "k_lin", "v_lin")),
+    "attention.output": ("transformer.layer.{}.attention.out_lin",),
+    "attention_norm": ("transformer.layer.{}.sa_layer_norm",),
+    "feed_forward.inner": ("transformer.layer.{}.ffn.lin1",),
+    "feed_forward.outer": ("transformer.layer.{}.ffn.lin2",),
+    "feed_forward_norm": ("transformer.layer.{}.output_layer_norm",),
 }
 # The pooler and the heads of the tasks, and index buffers that older versions saved.
 _IGNORED = (
@@ -73,11 +75,11 @@ def read_layout(settings: Mapping[str, Any]) -> Layout:
         return hf_rotary.read_layout(settings)
     is_distilbert = model_type in _DISTILBERT
     config = _distilbert_config(settings) if is_distilbert else _bert_config(settings)
-    block = _DISTILBERT_BLOCK if is_distilbert else _BERT_BLOCK
+    weights = names_of(config, _DISTILBERT_NAMES if is_distilbert else _BERT_NAMES)
     return Layout(
         config=config,
         description=str((settings.get("architectures") or [model_type])[0]),
-        names=_names(config, "transformer" if is_distilbert else "encoder", block),
+        names={**weights, "embeddings.positions": ("embeddings.position_embeddings.weight",)},
         ignored=_IGNORED,
     )
 
@@ -151,21 +153,3 @@ def _distilbert_config(settings: Mapping[str, Any]) -> EncoderConfig:
         layer_norm_eps=1e-12,
         pad_token_id=read_pad_token_id(settings, 0),
     )
-
-
-def _names(config: EncoderConfig, stack: str, block: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """The checkpoint's names for every weight of the Encoder."""
-    names: dict[str, tuple[str, ...]] = {
-        "embeddings.tokens.weight": ("embeddings.word_embeddings.weight",),
-        "embeddings.positions": ("embeddings.position_embeddings.weight",),
-    }
-    if config.n_token_types:
-        names["embeddings.types"] = ("embeddings.token_type_embeddings.weight",)
-    layers: dict[str, tuple[str, ...]] = {"embeddings.norm": ("embeddings.LayerNorm",)}
-    for index in range(config.n_layers):
-        for target, sources in block.items():
-            layers[f"blocks.{index}.{target}"] = tuple(f"{stack}.layer.{index}.{source}" for source in sources)
-    for target, sources in layers.items():
-        for kind in ("weight", "bias"):
-            names[f"{target}.{kind}"] = tuple(f"{source}.{kind}" for source in sources)
-    return names

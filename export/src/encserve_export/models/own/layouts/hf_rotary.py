@@ -6,7 +6,7 @@ from typing import Any
 from encserve_export.ground.errors import CheckpointFileError, UnsupportedModelError
 from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.layouts.base import Layout
-from encserve_export.models.own.layouts.settings import read_activation, read_pad_token_id, read_size
+from encserve_export.models.own.layouts.settings import names_of, read_activation, read_pad_token_id, read_size
 
 # The names that each model's authors gave, under which transformers saves it too.
 _NOMIC_BERT = {
@@ -55,21 +55,7 @@ def read_layout(settings: Mapping[str, Any]) -> Layout:
         config = _modernbert_config(settings) if model_type == "modernbert" else _rotary_config(settings)
     except CheckpointFileError as error:  # as in config.json of the authors' own code; transformers has defaults
         raise UnsupportedModelError(str(error)) from error
-    names: dict[str, tuple[str, ...]] = {}
-    for target, sources in _NAMES[model_type].items():
-        if "{}" not in sources[0]:
-            names[target] = sources
-            continue
-        first = 1 if target == "attention_norm" and not config.first_attention_norm else 0
-        for index in range(first, config.n_layers):
-            names[f"blocks.{index}.{target}"] = tuple(source.format(index) for source in sources)
-    weights = {
-        f"{target}.{kind}": tuple(f"{source}.{kind}" for source in sources)
-        for target, sources in names.items()
-        for kind in (("weight", "bias") if _has_bias(config, target) else ("weight",))
-    }
-    if config.n_token_types:
-        weights["embeddings.types"] = ("embeddings.token_type_embeddings.weight",)
+    weights = names_of(config, _NAMES[model_type])
     return Layout(
         config=config,
         description=str((settings.get("architectures") or [model_type])[0]),
@@ -77,18 +63,6 @@ def read_layout(settings: Mapping[str, Any]) -> Layout:
         ignored=("pooler.", "cls.", "lm_head.", "head.", "decoder.", "classifier.", "score.", "qa_outputs."),
         swapped=frozenset(name for name in weights if model_type == "gte" and name.endswith("inner.weight")),
     )
-
-
-def _has_bias(config: EncoderConfig, target: str) -> bool:
-    for ending, has_bias in (
-        ("tokens", False),
-        ("norm", config.norm_bias),
-        ("inner", config.inner_bias),
-        ("outer", config.outer_bias),
-    ):
-        if target.endswith(ending):
-            return has_bias
-    return config.attention_bias
 
 
 def _rotary_config(settings: Mapping[str, Any]) -> EncoderConfig:

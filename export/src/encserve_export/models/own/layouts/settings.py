@@ -1,10 +1,10 @@
-"""What config.json of Hugging Face says, in the terms of the Encoder."""
+"""What config.json of Hugging Face says, and how its checkpoints name weights, in the terms of the Encoder."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from encserve_export.ground.errors import CheckpointFileError, ConfigError, UnsupportedModelError
-from encserve_export.models.own.config import Activation
+from encserve_export.models.own.config import Activation, EncoderConfig
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "relu": "relu",
@@ -35,6 +35,43 @@ def read_activation(settings: Mapping[str, Any], name: str) -> Activation:
     if value not in _ACTIVATIONS:
         raise UnsupportedModelError(f"{name} must be one of {', '.join(_ACTIVATIONS)}; was {value!r}")
     return _ACTIVATIONS[value]
+
+
+def names_of(config: EncoderConfig, templates: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
+    """For each weight of the Encoder, the checkpoint's names for it.
+
+    Args:
+        config: The encoder's sizes and choices.
+        templates: For each layer of the Encoder, the checkpoint's names; "{}" stands for the number of the block.
+    """
+    names: dict[str, tuple[str, ...]] = {}
+    for target, sources in templates.items():
+        if "{}" not in sources[0]:
+            names[target] = sources
+            continue
+        first = 1 if target == "attention_norm" and not config.first_attention_norm else 0
+        for index in range(first, config.n_layers):
+            names[f"blocks.{index}.{target}"] = tuple(source.format(index) for source in sources)
+    weights = {
+        f"{target}.{kind}": tuple(f"{source}.{kind}" for source in sources)
+        for target, sources in names.items()
+        for kind in (("weight", "bias") if _has_bias(config, target) else ("weight",))
+    }
+    if config.n_token_types:
+        weights["embeddings.types"] = ("embeddings.token_type_embeddings.weight",)
+    return weights
+
+
+def _has_bias(config: EncoderConfig, target: str) -> bool:
+    for ending, has_bias in (
+        ("tokens", False),
+        ("norm", config.norm_bias),
+        ("inner", config.inner_bias),
+        ("outer", config.outer_bias),
+    ):
+        if target.endswith(ending):
+            return has_bias
+    return config.attention_bias
 
 
 def _read(settings: Mapping[str, Any], name: str) -> Any:

@@ -14,8 +14,7 @@ from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.layouts.base import Layout, check_names
 
 QKV, OUTPUT = "attention.qkv", "attention.output"
-ATTENTION_NORM, FEED_FORWARD_NORM = "attention_norm", "feed_forward_norm"
-INNER, OUTER = "feed_forward.inner", "feed_forward.outer"
+ATTENTION_NORM, INNER = "attention_norm", "feed_forward.inner"
 
 _ADVICE = ". Save the encoder with all of its weights, and without those of a head, a decoder or an optimizer"
 
