@@ -1,19 +1,13 @@
 """Servers with a fake engine, for the tests of this folder."""
 
 from collections.abc import AsyncIterator, Mapping
-from concurrent.futures import Executor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fake_server import FakeServer, StartServer, start_fake_server
 from tiny_bundle import write_bundle
-from tiny_heads import Serve, words
-
-from encserve_server.repository.activation import LoadedModel
-from encserve_server.repository.loading import load_model
-from encserve_server.settings import Settings
+from tiny_heads import Serve, loader, words
 
 
 @pytest.fixture(autouse=True)
@@ -54,10 +48,7 @@ def serve(start_server: StartServer, tmp_path: Path) -> Serve:
     ) -> FakeServer:
         bundle = write_bundle(tmp_path / "bundles", tokenizer=words(), files=files, **parts)
 
-        def load(_: Path, settings: Settings, pool: Executor, served: str) -> LoadedModel:
-            return load_model(bundle, replace(settings, engine=engine), pool)
-
         chosen: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False, **(settings or {})}
-        return await start_server(load=load, **chosen)
+        return await start_server(load=loader(bundle, engine), **chosen)
 
     return start

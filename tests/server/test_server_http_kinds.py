@@ -60,9 +60,7 @@ def check_sparse(response: httpx.Response, want: list[tuple[Any, Any]]) -> None:
 
 async def test_a_model_of_every_kind_has_a_route_for_each(serve: Serve) -> None:
     """As BGE-M3."""
-    own_id = sparse(pooling=manifest_pb2.SPARSE_POOLING_OWN_ID, mask_name="", skipped_token_ids=[BEGIN, END])
-    files = {"sparse.onnx": tiny_heads.own_id_file()} | LATE
-    server = await serve(files, HTTP, sparse=own_id, multi_vector=multi_vector())
+    server = await serve(settings=HTTP, **tiny_heads.every_kind())
     (told,) = (await get(server, "/v1/models")).json()["data"]
     assert told["outputs"] == {
         "embedding": ["/v1/embeddings", "/embed"],
@@ -147,11 +145,11 @@ async def test_an_error_for_a_late_interaction_model_names_its_route(serve: Serv
         assert (refused.status_code, route in refused.text) == (status, True)
     refused = await post(server, "/embed_sparse", {"inputs": "w5"})
     assert refused.json()["error"] == f"model: tiny does not make sparse weights. {route}"
-    for name, task in (("query", pb.TASK_QUERY), ("search_document", pb.TASK_DOCUMENT), (None, pb.TASK_UNSPECIFIED)):
+    for its, task in (("query", pb.TASK_QUERY), ("search_document", pb.TASK_DOCUMENT), ("", pb.TASK_UNSPECIFIED)):
         want = await by_grpc(server, *TEXTS, kind=pb.OUTPUT_KIND_MULTI_VECTOR, task=task)
         for encoding in ("float", "base64"):
             got = pooled(
-                await post(server, "/pooling", {"input": TEXTS, "input_type": name, "encoding_format": encoding})
+                await post(server, "/pooling", {"input": TEXTS, "input_type": its, "encoding_format": encoding})
             )
             for array, (rows, _) in zip(got, want, strict=True):
                 np.testing.assert_array_equal(array, rows)

@@ -1,6 +1,9 @@
 """What a tiny bundle makes of its rows: hand-made heads, the manifest's parts about them, and NumPy's own answer."""
 
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.repository.activation import LoadedModel
+from encserve_server.repository.loading import load_model
+from encserve_server.repository.manager import Loader
+from encserve_server.settings import Settings
 
 Array = npt.NDArray[Any]
 WIDTH = 3  # of a vector of MaxSim
@@ -149,3 +156,25 @@ def sparse(**changes: Any) -> manifest_pb2.Sparse:
         "pooling": manifest_pb2.SPARSE_POOLING_MAX,
     }
     return manifest_pb2.Sparse(**its | changes)
+
+
+def every_kind() -> dict[str, Any]:
+    """What `write_bundle` needs for a bundle that makes every kind of output, as BGE-M3 does."""
+    return {
+        "files": {"sparse.onnx": own_id_file(), "multi_vector.onnx": multi_vector_file()},
+        "sparse": sparse(
+            pooling=manifest_pb2.SPARSE_POOLING_OWN_ID,
+            mask_name="",
+            skipped_token_ids=[BEGIN, END],
+        ),
+        "multi_vector": multi_vector(),
+    }
+
+
+def loader(bundle: Path, engine: Any = "onnxruntime") -> Loader:
+    """Loads one bundle, whatever a server is to serve."""
+
+    def load(_: Path, settings: Settings, pool: Executor, served: str) -> LoadedModel:
+        return load_model(bundle, replace(settings, engine=engine), pool)
+
+    return load
