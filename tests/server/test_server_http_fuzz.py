@@ -29,6 +29,7 @@ ROUTES = {
 }
 PROMPTS = {"query": "w7 "}
 OPENAI = ("/v1/embeddings", "/pooling")
+OLDER = ["/", "/embed", "/embed_all", "/tokenize", "/v1/embeddings"]
 
 words = st.text(max_size=8) | st.sampled_from(["w5", "w5 w6 w7 w8", "w5 " * 80, "\x00", "🌍", "w2"])
 numbers = st.integers(0, 49) | st.sampled_from([-1, 50, 2**31, 2**63, 2**64 - 1, 2**70, 0.5, 1e300])
@@ -107,7 +108,13 @@ def check_refusal(path: str, status: int, told: Any) -> None:
 
 @pytest.mark.parametrize(
     ("paths", "examples"),
-    [(sorted(ROUTES), 150), *(pytest.param([path], 10_000, marks=pytest.mark.system) for path in ROUTES)],
+    [
+        (sorted(ROUTES), 150),
+        *(
+            pytest.param(paths, 10_000, marks=[pytest.mark.system, pytest.mark.timeout(1200)])
+            for paths in (OLDER, ["/pooling"], ["/embed_sparse"], ["/similarity"])
+        ),
+    ],
 )
 def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, paths: Sequence[str], examples: int) -> None:
     seen: Counter[int] = Counter()
@@ -135,4 +142,5 @@ def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, paths: Seque
         runner.run(server.app.stop())
     assert sum(seen.values()) >= examples
     assert seen[200] > examples / 20, f"the fuzzer sent too little that is right: {seen}"
-    assert {200, 400, 422} <= set(seen), f"the fuzzer reached too little: {seen}"
+    wanted = {200, 400} if paths[0] in OPENAI else {200, 400, 422}
+    assert wanted <= set(seen), f"the fuzzer reached too little: {seen}"
