@@ -84,11 +84,11 @@ async def test_a_model_of_every_kind_has_a_route_for_each(serve: Serve) -> None:
             body = {"input": inputs, "task": task, "encoding_format": encoding}
             for got, (rows, _) in zip(pooled(await post(server, "/pooling", body)), vectors, strict=True):
                 np.testing.assert_array_equal(got, rows[0])
-    many = TEXTS * 100  # which are worked on in parts
+    repeated = TEXTS * 100  # which are worked on in parts
     weights = await by_grpc(server, *TEXTS, kind=pb.OUTPUT_KIND_SPARSE)
-    check_sparse(await post(server, "/embed_sparse", {"inputs": many}), weights * 100)
+    check_sparse(await post(server, "/embed_sparse", {"inputs": repeated}), weights * 100)
     vectors = await by_grpc(server, *TEXTS, kind=pb.OUTPUT_KIND_MULTI_VECTOR)
-    got = pooled(await post(server, "/pooling", {"input": many, "task": "token_embed"}))
+    got = pooled(await post(server, "/pooling", {"input": repeated, "task": "token_embed"}))
     for array, (rows, _) in zip(got, vectors * 100, strict=True):
         np.testing.assert_array_equal(array, rows)
     response = (await post(server, "/pooling", {"input": TEXTS, "model": "tiny@1"})).json()

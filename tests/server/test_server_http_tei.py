@@ -3,13 +3,15 @@
 import asyncio
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from fake_server import FakeServer, StartServer
 from http_calls import connect, get, post
-from tiny_heads import Serve
+from tiny_bundle import write_bundle
+from tiny_heads import Serve, loader, words
 
 from encserve_server import __version__
 
@@ -40,6 +42,14 @@ async def test_similarity_at_both_paths(serve: Serve) -> None:
         prompted = (await post(server, path, compared("w5", ["w9"], prompt_name="before"))).json()
         written = (await post(server, path, compared("w7 w8 w5", ["w7 w8 w9"]))).json()
         assert prompted == written != (await post(server, path, compared("w5", ["w9"]))).json()
+
+
+async def test_a_text_of_nothing_is_like_no_other(start_server: StartServer, tmp_path: Path) -> None:
+    """Its vector is of zeros, which has no direction."""
+    bundle = write_bundle(tmp_path / "bundles", tokenizer=words(special=False), text__takes_empty=True)
+    server = await start_server(load=loader(bundle), model=("tiny@1",), tune_batches=False, http_port=0)
+    assert (await post(server, "/similarity", compared("w5", ["", "w5"]))).json() == [0.0, 1.0]
+    assert (await post(server, "/similarity", compared("", ["", "w5"]))).json() == [0.0, 0.0]
 
 
 async def test_long_sentences(server: FakeServer) -> None:

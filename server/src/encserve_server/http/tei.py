@@ -3,6 +3,7 @@
 https://huggingface.github.io/text-embeddings-inference
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -339,11 +340,14 @@ def _pooling_of(bundle: Bundle) -> str:
 
 def _cosines(reply: EncodeReply) -> bytes:
     """Those of the first vector with each of the others, as a list; of a vector of zeros 0."""
-    vectors = pooled_rows(reply).astype(np.float64)  # (sentences, width)
-    lengths = np.linalg.norm(vectors, axis=1)
-    products = lengths[1:] * lengths[0]
-    cosines = np.divide(vectors[1:] @ vectors[0], products, out=np.zeros_like(products), where=products > 0)
-    return orjson.dumps(np.clip(cosines, -1, 1).astype(np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
+    vectors = (sequence.outputs[0][0].astype(np.float64) for sequence in reply.sequences)  # one at a time: (width,)
+    first = next(vectors)
+    its_square = first @ first
+    cosines = []
+    for vector in vectors:
+        product = math.sqrt(its_square * (vector @ vector))
+        cosines.append(min(max(first @ vector / product, -1.0), 1.0) if product else 0.0)
+    return orjson.dumps(np.array(cosines, np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
 def _sparse_weights(reply: EncodeReply) -> bytes:
