@@ -223,7 +223,9 @@ class App:
             return
         open_http = _import_http()
         try:
-            self._http = await open_http(settings, self._calls, self.metrics, self._is_serving, self.metrics_port)
+            self._http = await open_http(
+                settings, self._calls, self.metrics, self._is_serving, self.metrics_port, self._inference
+            )
         except OSError as error:
             raise StartupError(f"--http-port {settings.http_port} on {settings.host}: {error.strerror}") from error
         self.http_port = self._http.port

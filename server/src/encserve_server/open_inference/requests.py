@@ -29,8 +29,8 @@ from encserve_server.open_inference.tensors import (
 from encserve_server.outputs import OutputSpec
 from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 
-# What callers send and what changes nothing: whether the last answer to a request may be empty (there is one answer, and
-# it is not empty), which requests go first (all are equal), and how MLServer's codecs made the request.
+# What callers send and what changes nothing: whether the last answer to a request may be empty (there is one answer,
+# and it is not empty), which requests go first (all are equal), and how MLServer's codecs made the request.
 _IGNORED_PARAMETERS = frozenset({"triton_enable_empty_final_response", "priority", "content_type"})
 _TASKS = {task.name.lower(): task for task in Task if task}
 _NAMES = {

@@ -13,7 +13,7 @@ from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.open_inference.requests import InferCall, SentRequest, count_tokens, decode_call, decode_request
 
 PLATFORM = "encserve"
-EXTENSIONS = ("model_configuration", "model_repository", "statistics")
+EXTENSIONS = ("model_configuration", "statistics")
 # Ids are echoed, and are in traces.
 _MAX_ID_CHARS = 1024
 
