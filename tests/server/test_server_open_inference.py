@@ -115,6 +115,7 @@ async def test_what_clients_say_of_how_data_are_sent_is_ignored(server: FakeServ
     request.inputs[0].parameters["binary_data"].bool_param = False
     request.inputs[0].parameters["content_type"].string_param = "np"
     request.inputs[0].parameters["of my own"].string_param = "anything"
+    request.inputs[0].contents.SetInParent()  # MLServer's converters leave it empty beside raw data
     request.outputs[0].parameters["binary_data"].bool_param = True
     request.outputs[0].parameters["classification"].int64_param = 0
     got = arrays_of(await ask(server, "ModelInfer", request, pb.ModelInferResponse))

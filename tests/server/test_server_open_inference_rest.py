@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over HTTP on a server with a fake engine: what callers get, for good input and for bad."""
+"""The Open Inference Protocol over HTTP on a server with a fake engine: what callers get for good input and bad."""
 
 import asyncio
 import json
@@ -35,7 +35,7 @@ async def server(start_server: StartServer) -> FakeServer:
 def tensor(name: str, array: Any, *, nested: bool = False) -> dict[str, Any]:
     """A tensor with its data in JSON; of objects BYTES."""
     is_text = array.dtype == object
-    data = (array if nested else array.reshape(-1)).tolist()
+    data: Any = (array if nested else array.reshape(-1)).tolist()
     if is_text:
         data = json.loads(json.dumps(data, default=bytes.decode))
     datatype = "BYTES" if is_text else _DATATYPES[array.dtype]
@@ -134,7 +134,7 @@ async def test_vectors_go_in(start_server: StartServer) -> None:
 
 
 async def test_each_output_comes_as_it_is_asked_for(server: FakeServer) -> None:
-    outputs = [{"name": "embedding", "parameters": {"binary_data": True}}, {"name": "lengths", "parameters": None}]
+    outputs: list[Any] = [{"name": "embedding", "parameters": {"binary_data": True}}, {"name": "lengths"}]
     response = await post(server, PATH, request(input_ids=IDS, outputs=outputs) | {"id": "a 🌍 id"})
     told = json.loads(response.content[: int(response.headers[LENGTH])])
     assert (told["model_name"], told["model_version"], told["id"]) == ("tiny", "2", "a 🌍 id")
@@ -286,7 +286,7 @@ REFUSED: list[tuple[Any, str]] = [
     (changed(ids(), parameters={"shared_memory_region": "x"}), "input_ids.parameters: shared memory is not served"),
     (changed(ids(), parameters={"binary_data_size": 1}), "input_ids.parameters.binary_data_size: must be from 0 to 0"),
     (changed(ids(), parameters={"binary_data_size": 0}), "input_ids.data: must not be there beside"),
-    (ids(np.array([[1], [VOCAB_SIZE]])), "input_ids[1, 0]: must be from 0 to 999"),
+    (ids(np.array([[1], [VOCAB_SIZE]])), "input_ids[1, 0]: must be from 0 to 999 (the vocabulary of tiny); was 1000"),
     (ids(np.ones((1, 40), np.int64)), "input_ids[0]: must be at most 32 tokens"),
     (ids(token_type_ids=MASK), "token_type_ids[0, 0]: must be 0"),
     (changed(texts("a"), data=[1]), "text[0]: must be a string"),

@@ -259,4 +259,4 @@ def _status_of(status: Status) -> int:
     return status.openai
 
 
-DIALECT = Dialect(InferNaming(), _status_of, _refuse)
+DIALECT = Dialect(InferNaming(), _status_of, _refuse, advises=False)

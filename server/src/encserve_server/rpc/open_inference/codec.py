@@ -82,7 +82,7 @@ def read_request(request: pb.ModelInferRequest) -> SentRequest:
 
 def _inputs(sent: Iterable[pb.ModelInferRequest.InferInputTensor], raw: Sequence[bytes]) -> Iterator[SentTensor]:
     for i, it in enumerate(sent):
-        if raw and it.HasField("contents"):
+        if raw and it.HasField("contents") and it.contents.ByteSize():  # MLServer's client sends empty ones beside
             raise InvalidField(f"inputs[{i}].contents", "must be empty where raw_input_contents hold the data")
         data = raw[i] if raw else Contents(it)
         yield SentTensor(it.name, it.datatype, tuple(it.shape[:MAX_SHOWN]), data, _parameters(it.parameters))
