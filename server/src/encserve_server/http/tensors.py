@@ -32,6 +32,8 @@ _COUNTED_BYTES = 64 * 1024
 _MAX_SHAPE_BYTES = 1024
 # No number is longer, nor the blanks around it.
 _MAX_NUMBER_BYTES = 8 * 1024
+# Strings that a body may have besides its inputs; see `counting`.
+_OTHER_KEYS = 200
 # So many names of unknown fields are logged.
 _MOST_WARNED = 64
 _KEY = b'"data"'
@@ -73,18 +75,28 @@ class InferBody(msgspec.Struct):
     model_version: str | None = None
 
 
-class StrictInput(InferInput, forbid_unknown_fields=True):
+class _KnownBody(InferBody, forbid_unknown_fields=True):
     """The same, and no other field."""
 
 
-class StrictOutput(InferOutput, forbid_unknown_fields=True):
+class _StrictInput(InferInput, forbid_unknown_fields=True):
     """The same, and no other field."""
+
+
+class _StrictOutput(InferOutput, forbid_unknown_fields=True):
+    """The same, and no other field."""
+
+
+class _StrictBody(InferBody, forbid_unknown_fields=True):
+    """The same, and no other field in it or below it."""
+
+    inputs: list[_StrictInput]  # type: ignore[assignment]
+    outputs: list[_StrictOutput] | None = None  # type: ignore[assignment]
 
 
 _FIELDS = frozenset(field.name for field in msgspec.structs.fields(InferBody))
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_PARAMETERS = msgspec.json.Decoder(dict[str, msgspec.Raw] | None)
-_ID = msgspec.json.Decoder(str | None)
+_ANY_BODY = msgspec.json.Decoder(InferBody)
 _SHAPE = msgspec.json.Decoder(list[int])
 _SCALAR = msgspec.json.Decoder(bool | int | float | str | None)
 _TEXTS = msgspec.json.Decoder(list[str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)]])
@@ -210,8 +222,7 @@ class InferBodies:
         """Takes how many values a body may hold besides numbers, and whether fields that are not known are refused."""
         self._limits = limits
         self._strict = strict
-        self._inputs = msgspec.json.Decoder(list[StrictInput] if strict else list[InferInput])
-        self._outputs = msgspec.json.Decoder(list[StrictOutput] | None if strict else list[InferOutput] | None)
+        self._decoder: msgspec.json.Decoder[InferBody] = msgspec.json.Decoder(_StrictBody if strict else _KnownBody)
         self._warned: set[str] = set()
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> SentRequest:
@@ -224,43 +235,55 @@ class InferBodies:
             EncserveError: Whatever `check_counts` raises.
         """
         size = _header_size(body, headers.get(LENGTH_HEADER))
-        header, spans = await _cut_numbers(body, size)
+        header, spans = await _cut_numbers(body, size, self._limits.sequences + _OTHER_KEYS)
         if len(header) > _COUNTED_BYTES:
             await check_counts(header, "inputs", self._limits)
-        try:
-            values = _OBJECT.decode(header)
-        except msgspec.ValidationError:
-            raise MalformedRequest("", "the body must be a JSON object") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            _refuse_json(error)
-        self._check_known(values)
-        if "inputs" not in values:
-            raise InvalidField("inputs", "must be a list of tensors; was missing")
-        inputs = _decoded("inputs", self._inputs, values["inputs"])
-        outputs = _decoded("outputs", self._outputs, values.get("outputs", _NULL)) or []
-        parameters = _decoded("parameters", _PARAMETERS, values.get("parameters", _NULL)) or {}
+        fields = self._decode(header)
+        outputs = fields.outputs or []
         return SentRequest(
-            _tensors(inputs, body, size, spans),
+            _tensors(fields.inputs, body, size, spans),
             [
                 SentOutput(it.name, _scalars(f"outputs[{i}].parameters", it.parameters, _LOOKED_AT))
                 for i, it in enumerate(outputs[:MAX_OUTPUTS])
             ],
             len(outputs),
-            _scalars("parameters", parameters).items(),
-            _decoded("id", _ID, values.get("id", _NULL)) or "",
+            _scalars("parameters", fields.parameters).items(),
+            fields.id or "",
         )
 
-    def _check_known(self, values: Mapping[str, msgspec.Raw]) -> None:
-        unknown = sorted(values.keys() - _FIELDS)
-        if unknown and self._strict:
+    def _decode(self, header: bytes) -> InferBody:
+        try:
+            return self._decoder.decode(header)
+        except msgspec.ValidationError as error:
+            if not _is_unknown_field(error):
+                _explain(error)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            _refuse_json(error)
+        unknown = sorted(_OBJECT.decode(header).keys() - _FIELDS)
+        if self._strict:
             raise UnknownField(unknown[0][:64], f"is not known; there are {', '.join(sorted(_FIELDS))} (strict_http)")
         for name in unknown:
             if name not in self._warned and len(self._warned) < _MOST_WARNED:
                 self._warned.add(name)
                 logger.warning("a field over HTTP is ignored", extra={"field": name[:64], "body": InferBody.__name__})
+        try:
+            return _ANY_BODY.decode(header)
+        except msgspec.ValidationError as error:
+            _explain(error)
 
 
-_NULL = msgspec.Raw(b"null")
+def _is_unknown_field(error: msgspec.ValidationError) -> bool:
+    """Whether the one mistake found so far is a field of the body itself that is not known."""
+    return str(error).startswith("Object contains unknown field") and " - at " not in str(error)
+
+
+def _explain(error: msgspec.ValidationError) -> NoReturn:
+    """Raises what is wrong with a body that is not as its struct wants it."""
+    problem, _, path = str(error).partition(" - at `$")
+    path = path.rstrip("`").lstrip(".")
+    if not path:
+        raise MalformedRequest("", f"the body must be a JSON object with inputs: {problem}") from None
+    raise InvalidField(path[:64], problem) from None
 
 
 def _header_size(body: bytes, said: str | None) -> int:
@@ -277,16 +300,17 @@ def _header_size(body: bytes, said: str | None) -> int:
     return int(said)
 
 
-async def _cut_numbers(body: bytes, size: int) -> tuple[bytes, list[tuple[int, int]]]:
+async def _cut_numbers(body: bytes, size: int, most_keys: int) -> tuple[bytes, list[tuple[int, int]]]:
     """The first bytes of a body with a string for each list of numbers that is the value of `data`; where those are.
 
-    Lists of strings stay, and so do lists of both, which are refused when they are decoded.
+    Lists of strings stay, and so do lists of both, which are refused when they are decoded. No more keys are looked at
+    than a body may have strings.
     """
     parts: list[bytes] = []
     spans: list[tuple[int, int]] = []
-    done = at = 0
-    while (key := await _find(body, _KEY, at, size)) >= 0:
-        at = key + len(_KEY)
+    done = at = keys = 0
+    while keys < most_keys and (key := await _find(body, _KEY, at, size)) >= 0:
+        at, keys = key + len(_KEY), keys + 1
         value = _VALUE.match(body, at, size)
         if value is None or body[key - 1 : key] == b"\\" or len(spans) == MAX_SHOWN:
             continue
@@ -403,21 +427,6 @@ def _scalar(field: str, json: msgspec.Raw) -> Any:
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise InvalidField(field, problem)
     return value
-
-
-def _decoded(field: str, decoder: msgspec.json.Decoder[Any], json: msgspec.Raw) -> Any:
-    """A field of a body.
-
-    Raises:
-        InvalidField: It is not of its type.
-    """
-    try:
-        return decoder.decode(json)
-    except msgspec.ValidationError as error:
-        problem, _, path = str(error).partition(" - at `$")
-        raise InvalidField(f"{field}{path.rstrip('`')}", problem) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        _refuse_json(error)
 
 
 def _refuse_json(error: Exception) -> NoReturn:
