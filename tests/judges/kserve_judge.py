@@ -58,6 +58,8 @@ async def over_grpc(results: dict[str, Any], told: dict[str, Any]) -> None:
             await client.is_model_ready(model),
         ]
         results["grpc"] = embedding(await client.infer(request(text_input())))
+        listed = InferInput(name="text", shape=[len(texts)], datatype="BYTES", data=texts)
+        results["grpc_list"] = embedding(await client.infer(request(listed)))
         wanted = [RequestedOutput("embedding", {"binary_data": True})]
         results["grpc_typed"] = embedding(await client.infer(request(text_input(binary_data=False), outputs=wanted)))
         of_ids = request(*id_inputs(), parameters={"binary_data_output": True})
