@@ -18,8 +18,9 @@ from waiting import PATIENCE_SECONDS, until
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import BundleError, FieldPath, InvalidField, Part, PlainNaming
 from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.open_inference import requests as infer_requests
+from encserve_server.open_inference import service as infer_service
 from encserve_server.rpc import codec, inspect_codec, naming, receiving, sending
-from encserve_server.rpc.open_inference import codec as infer_codec
 from encserve_server.rpc.open_inference.service import SERVICE_NAME as INFER_SERVICE
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
 from encserve_server.rpc.streams import answer_stream
@@ -599,7 +600,7 @@ def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (codec, "_decode_output"),
         (codec, "_decode_ranges"),
         (inspect_codec, "decode_input"),
-        (infer_codec, "decode_call"),
+        (infer_service, "decode_call"),
         (TextTokenizer, "tokenize"),
     ):
         monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
@@ -806,7 +807,7 @@ async def test_a_reply_counts_as_in_flight_until_it_has_left(start_server: Start
         await all_given_back(server)
 
 
-@pytest.mark.parametrize("names", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT, infer_codec.InferNaming()])
+@pytest.mark.parametrize("names", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT, infer_requests.InferNaming()])
 def test_every_part_of_a_request_has_a_name_in_every_protocol(names: Any) -> None:
     """An error that could not be named would be no answer at all."""
     for part in Part:

@@ -13,6 +13,7 @@ import pytest
 from fake_engine import fake_rows
 from fake_server import D_MODEL, VOCAB_SIZE, Failed, FakeServer, StartServer
 from fuzzing import damaged
+from grpc_health.v1 import health_pb2
 from open_inference import arrays_of, ask, infer, infer_request, text_tensor
 from waiting import until
 
@@ -21,6 +22,7 @@ from encserve_server.rpc.open_inference.service import METHODS, SERVICE_NAME
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
+EXPECTED = {INVALID, grpc.StatusCode.NOT_FOUND, grpc.StatusCode.DEADLINE_EXCEEDED}
 INFER = {"grpc_type": "unary", "grpc_service": SERVICE_NAME, "grpc_method": "ModelInfer"}
 IDS = np.array([[5, 6, 7], [8, 0, 0]])
 MASK = np.array([[1, 1, 1], [1, 0, 0]])
@@ -94,6 +96,44 @@ async def test_vectors_go_in(start_server: StartServer) -> None:
     assert not got["last_hidden_state"][1, 1:].any()
 
 
+@pytest.mark.parametrize("raw", [True, False])
+async def test_ids_and_masks_of_32_bits_and_token_types_of_zeros_are_taken(server: FakeServer, raw: bool) -> None:
+    """As most tokenizers' libraries make them."""
+    its = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": np.zeros_like(IDS)}
+    got = await infer(server, raw=raw, **{name: array.astype("<i4") for name, array in its.items()})
+    np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
+    assert got["lengths"].tolist() == [3, 1]
+    got = await infer(server, raw=raw, **its)
+    np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
+
+
+async def test_what_clients_say_of_how_data_are_sent_is_ignored(server: FakeServer) -> None:
+    """KServe's client sends `binary_data_size` by default, Triton's `binary_data`, MLServer's codecs `content_type`."""
+    plain = await infer(server, input_ids=IDS, outputs=["embedding"])
+    request = ids(outputs=["embedding"], parameters={"binary_data_output": True, "priority": 3, "content_type": "np"})
+    request.inputs[0].parameters["binary_data_size"].int64_param = IDS.nbytes
+    request.inputs[0].parameters["binary_data"].bool_param = False
+    request.inputs[0].parameters["content_type"].string_param = "np"
+    request.inputs[0].parameters["of my own"].string_param = "anything"
+    request.inputs[0].contents.SetInParent()  # MLServer's converters leave it empty beside raw data
+    request.outputs[0].parameters["binary_data"].bool_param = True
+    request.outputs[0].parameters["classification"].int64_param = 0
+    got = arrays_of(await ask(server, "ModelInfer", request, pb.ModelInferResponse))
+    np.testing.assert_array_equal(got["embedding"], plain["embedding"])
+
+
+async def test_a_timeout_is_a_deadline(server: FakeServer) -> None:
+    """Of the caller's and the request's the sooner one; what waits in the queue leaves it."""
+    assert await infer(server, input_ids=IDS, parameters={"timeout": 60_000_000})
+    assert await infer(server, input_ids=IDS, parameters={"timeout": 0})
+    async with server.queue_of(5):
+        with pytest.raises(Failed) as late:
+            await infer(server, input_ids=IDS, parameters={"timeout": 50_000})
+        assert server.sample("encserve_queue_tokens", model="tiny", version="2") == 5
+    assert (late.value.code, late.value.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED")
+    assert "timeout is 50000 microseconds" in late.value.text
+
+
 def ids(array: Any = IDS, **more: Any) -> pb.ModelInferRequest:
     return infer_request(input_ids=array, **more)
 
@@ -131,6 +171,13 @@ def with_shared_memory(field: str) -> pb.ModelInferRequest:
     return request
 
 
+def with_tensor_parameter(request: pb.ModelInferRequest, field: str, **its: Any) -> pb.ModelInferRequest:
+    for name, value in its.items():
+        kind = "string_param" if isinstance(value, str) else "int64_param"
+        setattr(getattr(request, field)[0].parameters[name], kind, value)
+    return request
+
+
 def raw_and_typed() -> pb.ModelInferRequest:
     request = ids()
     request.inputs[0].contents.int64_contents.append(1)
@@ -141,9 +188,13 @@ REFUSED = [
     (infer_request(), "inputs: must hold input_ids or text; was empty"),
     (infer_request(attention_mask=MASK), "inputs: must hold input_ids or text; was attention_mask"),
     (texts("a", input_ids=IDS), "inputs: must hold input_ids or text; was text, input_ids"),
-    (infer_request(token_type_ids=IDS), "inputs[0].name: model tiny takes input_ids, attention_mask, text; was"),
+    (infer_request(logits=IDS), "inputs[0].name: model tiny takes input_ids, attention_mask, text; was 'logits'"),
+    (infer_request(token_type_ids=IDS * 0), "inputs: must hold input_ids or text; was token_type_ids"),
+    (ids(token_type_ids=MASK), "token_type_ids[0, 0]: must be 0: the model takes single texts"),
+    (ids(token_type_ids=IDS[:1]), "token_type_ids.shape: must have the shape of input_ids, (2, 3)"),
+    (texts("a", token_type_ids=IDS), "token_type_ids.shape: goes with input_ids only"),
     (with_input(masked(), name="attention_mask"), "inputs[1].name: attention_mask is there twice"),
-    (with_input(ids(), datatype="INT32"), "input_ids.datatype: must be INT64; was 'INT32'"),
+    (with_input(ids(), datatype="FP32"), "input_ids.datatype: must be INT64 or INT32; was 'FP32'"),
     (with_input(ids(), shape=[6]), "input_ids.shape: must be [-1, -1], -1 for any number; was [6]"),
     (with_input(ids(), shape=[-2, -3]), "input_ids.shape: must be"),
     (with_input(ids(), shape=[2**62, 2**62]), "input_ids.shape: must be"),
@@ -167,9 +218,15 @@ REFUSED = [
     (infer_request(text=np.array([b"a", b"\xff"], object)), "text[1]: must be UTF-8; is not at byte 0"),
     (texts("hello " * 40), "text[0]: must be at most 32 tokens"),
     (ids(outputs=["logits"]), "outputs[0].name: model tiny has last_hidden_state, lengths, embedding; was 'logits'"),
-    (with_shared_memory("inputs"), "input_ids.parameters: inputs have none here, nor shared memory"),
-    (with_shared_memory("outputs"), "outputs[0].parameters: outputs have none here, nor shared memory"),
-    (parameter(trunc=True), "parameters: there are task, prompt_name, dimensions, truncate, datatype; was 'trunc'"),
+    (with_shared_memory("inputs"), "input_ids.parameters: shared memory is not served"),
+    (with_shared_memory("outputs"), "outputs[0].parameters: shared memory is not served"),
+    (with_tensor_parameter(ids(outputs=["embedding"]), "outputs", classification=3), "outputs[0].parameters: class"),
+    (with_tensor_parameter(texts("a"), "inputs", content_type="base64"), "text.parameters.content_type: must not be"),
+    (parameter(timeout=-1), "parameters.timeout: must be microseconds"),
+    (parameter(timeout="1"), "parameters.timeout: must be microseconds"),
+    (parameter(binary_data_output=1), "parameters.binary_data_output: must be true or false"),
+    (parameter(sequence_id=1), "parameters: there are task"),
+    (parameter(trunc=True), "parameters: there are task, prompt_name, dimensions, truncate, datatype, timeout, binary"),
     (parameter(task="query"), "parameters.task: is not for this model"),
     (parameter(prompt_name="x"), "parameters.prompt_name: model tiny has no prompt 'x'"),
     (parameter(prompt_name=1), "parameters.prompt_name: must be a string; was 1"),
@@ -313,6 +370,33 @@ async def test_readiness_is_that_of_health(server: FakeServer) -> None:
     ]
 
 
+async def test_the_index_says_what_is_served(server: FakeServer) -> None:
+    async def index(**its: Any) -> list[tuple[str, str, str, str]]:
+        answer = await ask(server, "RepositoryIndex", pb.RepositoryIndexRequest(**its), pb.RepositoryIndexResponse)
+        return [(it.name, it.version, it.state, it.reason) for it in answer.models]
+
+    ready = [("tiny", "2", "READY", ""), ("tiny", "1", "READY", "")]
+    assert await index() == ready
+    assert await index(ready=True, repository_name="any") == ready
+    server.app.catalog.resolve("tiny", "1").not_ready_reason = lambda: "stuck"  # type: ignore[method-assign]
+    assert await index() == [ready[0], ("tiny", "1", "UNAVAILABLE", "stuck")]
+    assert await index(ready=True) == ready[:1]
+
+
+@pytest.mark.parametrize("on", [True, False])
+async def test_health_knows_the_service(start_server: StartServer, on: bool) -> None:
+    server = await start_server(open_inference=on)
+    request = health_pb2.HealthCheckRequest(service=SERVICE_NAME)
+    if on:
+        answer = health_pb2.HealthCheckResponse.FromString(await server.call("Check", request, "grpc.health.v1.Health"))
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        await server.app.stop()
+        assert not server.app._health_service.serving[SERVICE_NAME]
+    else:
+        with pytest.raises(Failed, match="must be one of"):
+            await server.call("Check", request, "grpc.health.v1.Health")
+
+
 async def test_statistics_are_of_each_model(server: FakeServer) -> None:
     await infer(server, text=text_tensor("hello"))
     await infer(server, input_ids=IDS)
@@ -375,6 +459,8 @@ def wild_request(rng: random.Random) -> pb.ModelInferRequest:
             inputs["attention_mask"] = (
                 (np.arange(columns) < np.array(lengths)[:, None]).astype("<i8").reshape(rows, columns)
             )
+        if rng.random() < 0.2:
+            inputs["token_type_ids"] = np.full((rows, columns), odd(0, 1), rng.choice(["<i4", "<i8"]))
     parameters = {
         name: odd(value, 7, True, 0.5, "x", -1)
         for name, value in {
@@ -383,6 +469,9 @@ def wild_request(rng: random.Random) -> pb.ModelInferRequest:
             "dimensions": 2,
             "prompt_name": "",
             "task": "query",
+            "timeout": 60_000_000,
+            "priority": 1,
+            "binary_data_output": True,
         }.items()
         if rng.random() < 0.1
     }
@@ -391,7 +480,11 @@ def wild_request(rng: random.Random) -> pb.ModelInferRequest:
     model = odd("tiny", "", "no", "../tiny")
     request = infer_request(raw=rng.random() < 0.6, outputs=outputs, parameters=parameters, model=model, **inputs)
     for it in request.inputs:
-        it.name, it.datatype = odd(it.name, "", "input_ids", "text"), odd(it.datatype, "", "FP32", "BYTES", "INT64")
+        it.name = odd(it.name, "", "input_ids", "text")
+        it.datatype = odd(it.datatype, "", "FP32", "BYTES", "INT64", "INT32")
+        if rng.random() < 0.2:
+            name = rng.choice(["binary_data_size", "content_type", "shared_memory_region", "classification"])
+            it.parameters[name].int64_param = rng.choice([0, 1])
         if rng.random() < 0.06:
             it.shape[rng.randrange(len(it.shape))] = rng.choice([-1, 0, 7, 2**31, 2**62, -(2**63)])
     for i, data in enumerate(request.raw_input_contents):
@@ -413,7 +506,7 @@ async def test_any_message_gets_a_reply_or_a_status_of_ours(server: FakeServer, 
             arrays_of(pb.ModelInferResponse.FromString(await server.call("ModelInfer", data, SERVICE_NAME)))
         except Failed as failed:
             seen[failed.reason] += 1
-            unexpected += [failed] if failed.code not in {INVALID, grpc.StatusCode.NOT_FOUND} else []
+            unexpected += [failed] if failed.code not in EXPECTED else []
         else:
             seen["OK"] += 1
     assert not unexpected

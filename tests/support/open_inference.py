@@ -10,7 +10,8 @@ from fake_server import FakeServer
 from encserve_server.rpc.open_inference.service import SERVICE_NAME
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
 
-DTYPES = {"INT64": "<i8", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2"}
+DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2"}
+_FIELDS = {"BYTES": "bytes_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
 _DATATYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 
 
@@ -39,8 +40,13 @@ def infer_request(
             elements = b"".join(len(it).to_bytes(4, "little") + it for it in flat) if is_bytes else array.tobytes()
             request.raw_input_contents.append(elements)
         else:
-            field = {"BYTES": "bytes_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}[datatype]
-            getattr(tensor.contents, field).extend(flat)
+            fields = {
+                "BYTES": "bytes_contents",
+                "INT32": "int_contents",
+                "INT64": "int64_contents",
+                "FP32": "fp32_contents",
+            }
+            getattr(tensor.contents, fields[datatype]).extend(flat)
     for name in outputs:
         request.outputs.add(name=name)
     for name, value in (parameters or {}).items():

@@ -25,6 +25,7 @@ from encserve_server.calls import Calls
 from encserve_server.errors import StartupError
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
+from encserve_server.open_inference.service import OpenInference
 from encserve_server.repository.activation import LoadedModel, serve_model
 from encserve_server.repository.loading import load_model
 from encserve_server.repository.manager import Loader, ModelManager
@@ -89,12 +90,18 @@ class App:
         self.metrics.in_flight_bytes.set_function(lambda: self._calls.held_bytes)
         self.metrics.in_flight_limit_bytes.set(max_held_bytes)
         self._health_service = health.HealthService()
-        self._health = health.ModelHealth(self._health_service, service.SERVICE_NAME, self.metrics)
+        self._health = health.ModelHealth(
+            self._health_service,
+            service.SERVICE_NAME,
+            self.metrics,
+            (open_inference.SERVICE_NAME,) * settings.open_inference,
+        )
         self._service = service.EncoderService(
             self._calls, inspect_pool=self._inspect_pool, max_stream_in_flight=settings.max_stream_in_flight
         )
+        self._inference = OpenInference(self._calls)
         self._open_inference = open_inference.OpenInferenceService(
-            self._calls, max_stream_in_flight=settings.max_stream_in_flight
+            self._calls, self._inference, max_stream_in_flight=settings.max_stream_in_flight
         )
         self.manager = ModelManager(
             settings,
@@ -216,7 +223,9 @@ class App:
             return
         open_http = _import_http()
         try:
-            self._http = await open_http(settings, self._calls, self.metrics, self._is_serving, self.metrics_port)
+            self._http = await open_http(
+                settings, self._calls, self.metrics, self._is_serving, self.metrics_port, self._inference
+            )
         except OSError as error:
             raise StartupError(f"--http-port {settings.http_port} on {settings.host}: {error.strerror}") from error
         self.http_port = self._http.port

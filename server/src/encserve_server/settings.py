@@ -235,7 +235,9 @@ class Settings:
         "given several times. Default: none.",
     )
     open_inference: bool = _setting(
-        True, "Whether to serve the Open Inference Protocol v2 on the gRPC port too, for KServe's and Triton's clients."
+        True,
+        "Whether to serve the Open Inference Protocol v2 too, on the gRPC port and on that of HTTP, for the clients of "
+        "KServe, Triton and MLServer.",
     )
     reflection: bool = _setting(True, "Whether to serve gRPC reflection, so that grpcurl and its kind need no .proto.")
 

@@ -52,12 +52,14 @@ class Dialect:
         status_of: The HTTP status of an error.
         refuse: The JSON of an error.
         error: The type of that JSON, for its description.
+        advises: Whether errors of ids say what to do where these are another tokenizer's.
     """
 
     naming: Naming
     status_of: Callable[[Status], int]
     refuse: Callable[[Failure], dict[str, Any]]
     error: Any = None
+    advises: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +255,9 @@ class HttpApp:
             headers |= {"retry-after": f"{math.ceil(delay_s)}", "retry-after-ms": f"{round(delay_s * 1000)}"}
         if self._calls.draining.is_set():
             headers["connection"] = "close"  # so that the next request goes elsewhere
-        return _Answer(status, orjson.dumps(dialect.refuse(_with_advice(failure))), headers)
+        return _Answer(
+            status, orjson.dumps(dialect.refuse(_with_advice(failure) if dialect.advises else failure)), headers
+        )
 
     def _not_there(self, method: str, path: str, cors: Mapping[str, str] | None) -> _Answer:
         """The answer to other paths and methods, which are not counted."""

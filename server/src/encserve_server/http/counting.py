@@ -25,10 +25,12 @@ class CountLimits:
     Attributes:
         sequences: The most inputs of a request.
         ids: The most token ids of a request.
+        setting: The setting that has the most inputs, for errors.
     """
 
     sequences: int
     ids: int
+    setting: str = "max_http_inputs"
 
 
 async def check_counts(body: bytes, inputs_field: str, limits: CountLimits) -> None:
@@ -46,13 +48,13 @@ async def check_counts(body: bytes, inputs_field: str, limits: CountLimits) -> N
         in_string = quotes % 2
         quotes += piece.count(b'"')
         if quotes > 2 * (limits.sequences + _OTHER_VALUES):
-            raise _too_many_inputs(inputs_field, limits.sequences)
+            raise _too_many_inputs(inputs_field, limits)
         values = b"".join(piece.split(b'"')[in_string::2])
         lists += values.count(b"[")
         objects += values.count(b"{")
         commas += values.count(b",")
         if lists > limits.sequences + _OTHER_VALUES:
-            raise _too_many_inputs(inputs_field, limits.sequences)
+            raise _too_many_inputs(inputs_field, limits)
         if commas > limits.sequences + limits.ids + _OTHER_VALUES:
             problem = f"must be at most {limits.ids} token ids in all; was more"
             raise RequestTooLarge(inputs_field, problem)
@@ -69,5 +71,5 @@ def _end_of_piece(body: bytes, begin: int) -> int:
     return end + (len(piece) - len(piece.rstrip(b"\\"))) % 2
 
 
-def _too_many_inputs(field: str, limit: int) -> TooManyInputs:
-    return TooManyInputs(field, f"must hold at most {limit} sequences (max_http_inputs); was more")
+def _too_many_inputs(field: str, limits: CountLimits) -> TooManyInputs:
+    return TooManyInputs(field, f"must hold at most {limits.sequences} sequences ({limits.setting}); was more")

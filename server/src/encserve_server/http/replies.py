@@ -19,7 +19,7 @@ _PIECE_NUMBERS = 16_384
 _TURN_BYTES = 64 * 1024
 
 
-def joined(pieces: Iterable[bytes]) -> bytes:
+def joined(pieces: Iterable[bytes | memoryview]) -> bytes:
     """Pieces back to back; each is freed before the next is made, so that an answer is in memory once."""
     answer, turn = io.BytesIO(), _TURN_BYTES
     for piece in pieces:

@@ -12,11 +12,13 @@ from encserve_server.http import openai
 from encserve_server.http.app import HttpApp
 from encserve_server.http.connection import Connection, Refusal
 from encserve_server.http.counting import CountLimits
+from encserve_server.http.open_inference import OpenInferenceRoutes
 from encserve_server.http.openai import OpenAiRoutes
 from encserve_server.http.openapi import DocsRoutes
 from encserve_server.http.pooling import PoolingRoutes
 from encserve_server.http.requests import BodyRules
 from encserve_server.http.tei import TeiRoutes
+from encserve_server.open_inference.service import OpenInference
 from encserve_server.settings import MIB, Settings
 from encserve_server.system.listeners import open_listeners
 from encserve_server.telemetry.metrics import Metrics
@@ -43,6 +45,7 @@ async def open_http(
     metrics: Metrics,
     is_serving: Callable[[], bool],
     metrics_port: int,
+    open_inference: OpenInference,
 ) -> "HttpServer":
     """Listens, and answers from now on; `metrics_port` is where the metrics are.
 
@@ -60,6 +63,7 @@ async def open_http(
             tokenizer_threads=settings.tokenizer_threads,
         ).routes(),
         *PoolingRoutes(rules).routes(),
+        *(OpenInferenceRoutes(open_inference, rules, settings).routes() if settings.open_inference else ()),
     ]
     app = HttpApp(
         DocsRoutes(routes, openai.DIALECT).routes(),

@@ -91,14 +91,18 @@ class HealthService:
 class ModelHealth:
     """Keeps the health service in step with the models.
 
-    Three kinds of names: "" and the encoder service, SERVING while every model is ready; and `SERVICE/MODEL` for each
-    model alone, for balancers that route by model. `encserve_ready` says the same of each version.
+    Two kinds of names: "" and those of services, SERVING while every model is ready; and `SERVICE/MODEL`, of the
+    encoder service, for each model alone, for balancers that route by model. `encserve_ready` says the same of each
+    version.
     """
 
-    def __init__(self, service: HealthService, encoder_name: str, metrics: Metrics) -> None:
-        """Begins with NOT_SERVING; takes the encoder service's full name."""
+    def __init__(
+        self, service: HealthService, encoder_name: str, metrics: Metrics, other_names: Sequence[str] = ()
+    ) -> None:
+        """Begins with NOT_SERVING; takes the full names of the encoder service and of other services."""
         self._service = service
-        self._service.set_status({"": False, encoder_name: False})
+        self._names = ("", encoder_name, *other_names)
+        self._service.set_status(dict.fromkeys(self._names, False))
         self._encoder_name = encoder_name
         self._metrics = metrics
         self._models: Sequence[ServedModel] = ()
@@ -147,4 +151,4 @@ class ModelHealth:
             if reason and self._service.serving.get(name):
                 logger.error("not serving", extra={"model": model.bundle.name, "reason": reason})
         all_serve = all(serving.values())
-        self._service.set_status({"": all_serve, self._encoder_name: all_serve, **serving})
+        self._service.set_status(dict.fromkeys(self._names, all_serve) | serving)

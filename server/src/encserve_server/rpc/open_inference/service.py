@@ -1,17 +1,15 @@
-"""inference.GRPCInferenceService: the six RPCs of the protocol, and three that Triton's tools insist on."""
+"""inference.GRPCInferenceService: the six RPCs of the protocol, and four that Triton's tools insist on."""
 
 from functools import partial
-from weakref import WeakKeyDictionary
 
 from encserve_server import __version__
 from encserve_server.calls import Call, Calls
 from encserve_server.error_table import Failure
-from encserve_server.errors import InvalidField, ModelNotFound, NotReady
-from encserve_server.models.served import EncodeReply, ServedModel
+from encserve_server.open_inference.requests import InferNaming
+from encserve_server.open_inference.service import EXTENSIONS, PLATFORM, OpenInference
 from encserve_server.rpc.codec import parse
 from encserve_server.rpc.guard import Handler, RpcGuard, Stream
 from encserve_server.rpc.open_inference import codec
-from encserve_server.rpc.open_inference.codec import InferCall, Statistics
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
 from encserve_server.rpc.streams import Answer, answer_one, answer_stream
 
@@ -27,28 +25,25 @@ METHODS = {
     "ModelStreamInfer": "bidi_stream",
     "ModelConfig": "unary",
     "ModelStatistics": "unary",
+    "RepositoryIndex": "unary",
 }
 # Answered for as long as the process answers at all.
 _STATUS_METHODS = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMetadata"})
-# Ids are echoed, and are in traces.
-_MAX_ID_CHARS = 1024
 _MAX_SHOWN_ID_CHARS = 128
-_EXTENSIONS = ("model_configuration", "statistics")
 
 
 class OpenInferenceService:
     """The handlers of inference.GRPCInferenceService."""
 
-    def __init__(self, calls: Calls, *, max_stream_in_flight: int) -> None:
-        """Takes the calls of all protocols."""
+    def __init__(self, calls: Calls, protocol: OpenInference, *, max_stream_in_flight: int) -> None:
+        """Takes the calls of all protocols, and what this one's front ends have in common."""
         self._calls = calls
-        self._catalog = calls.catalog
+        self._protocol = protocol
         self._max_stream_in_flight = max_stream_in_flight
-        self._statistics: WeakKeyDictionary[ServedModel, Statistics] = WeakKeyDictionary()
 
     def handlers(self, guard: RpcGuard) -> dict[str, Handler]:
         """The methods by their names."""
-        naming = codec.InferNaming()
+        naming = InferNaming()
         self._request = guard.request_method(SERVICE_NAME, "ModelStreamInfer", naming)
         methods = {
             name: guard.method(SERVICE_NAME, name, kind, naming, answers_while_draining=name in _STATUS_METHODS)
@@ -63,6 +58,7 @@ class OpenInferenceService:
             "ModelInfer": self.model_infer,
             "ModelConfig": self.model_config,
             "ModelStatistics": self.model_statistics,
+            "RepositoryIndex": self.repository_index,
         }
         handlers = {name: guard.unary(methods[name], answer) for name, answer in unary.items()}
         handlers["ModelStreamInfer"] = guard.bidi_stream(methods["ModelStreamInfer"], self.model_stream_infer)
@@ -78,35 +74,27 @@ class OpenInferenceService:
         """Whether every model can be relied on; health says the same."""
         del call
         parse(pb.ServerReadyRequest, data)
-        return pb.ServerReadyResponse(ready=self._are_ready(self._catalog.all())).SerializeToString()
+        return pb.ServerReadyResponse(ready=self._protocol.is_ready()).SerializeToString()
 
     async def model_ready(self, data: bytes, call: Call) -> bytes:
         """Whether one model can be relied on; one that is not there cannot."""
         del call
         request = parse(pb.ModelReadyRequest, data)
-        try:
-            models = [self._catalog.resolve(request.name, request.version)]
-        except (ModelNotFound, NotReady):
-            models = []
-        return pb.ModelReadyResponse(ready=self._are_ready(models)).SerializeToString()
-
-    def _are_ready(self, models: list[ServedModel]) -> bool:
-        draining = self._calls.draining.is_set()
-        return bool(models) and not draining and not any(model.not_ready_reason() for model in models)
+        ready = self._protocol.is_model_ready(request.name, request.version)
+        return pb.ModelReadyResponse(ready=ready).SerializeToString()
 
     async def server_metadata(self, data: bytes, call: Call) -> bytes:
         """What server this is."""
         del call
         parse(pb.ServerMetadataRequest, data)
-        message = pb.ServerMetadataResponse(name=codec.PLATFORM, version=__version__, extensions=_EXTENSIONS)
+        message = pb.ServerMetadataResponse(name=PLATFORM, version=__version__, extensions=EXTENSIONS)
         return message.SerializeToString()
 
     async def model_metadata(self, data: bytes, call: Call) -> bytes:
         """The inputs and outputs of a model, and its versions."""
         request = parse(pb.ModelMetadataRequest, data)
         model = call.resolve(0, request.name, request.version)
-        versions = [it.bundle.version for it in self._catalog.all() if it.bundle.name == model.bundle.name]
-        return codec.encode_metadata(model, versions).SerializeToString()
+        return codec.encode_metadata(model, self._protocol.versions(model)).SerializeToString()
 
     async def model_config(self, data: bytes, call: Call) -> bytes:
         """The same as Triton's tools ask for it."""
@@ -133,39 +121,21 @@ class OpenInferenceService:
         """What the calls of this protocol have taken; of every model where none is named."""
         del call
         request = parse(pb.ModelStatisticsRequest, data)
-        found = [self._catalog.resolve(request.name, request.version)] if request.name else self._catalog.all()
-        models = [codec.encode_statistics(it.bundle, self._statistics.get(it, Statistics())) for it in found]
+        models = [codec.encode_statistics(*it) for it in self._protocol.statistics(request.name, request.version)]
         return pb.ModelStatisticsResponse(model_stats=models).SerializeToString()
+
+    async def repository_index(self, data: bytes, call: Call) -> bytes:
+        """What is served; there is one repository, whatever it is called."""
+        del call
+        request = parse(pb.RepositoryIndexRequest, data)
+        return codec.encode_index(self._protocol.index(only_ready=request.ready)).SerializeToString()
 
     async def _infer(self, request: pb.ModelInferRequest, call: Call, *, in_stream: bool = False) -> bytes:
         """The bytes of a ModelInferResponse, or of a ModelStreamInferResponse around it."""
-        clock = self._calls.clock
-        began = clock.now()
         model = call.resolve(0, request.model_name, request.model_version)
-        statistics = self._statistics.setdefault(model, Statistics())
-        built: list[tuple[EncodeReply, float]] = []
-
-        def build(infer: InferCall, request_id: str, reply: EncodeReply) -> bytes:
-            began = clock.now()
-            data = codec.encode_reply(model, infer, request_id, in_stream, reply)
-            built.append((reply, clock.now() - began))  # perhaps in a thread, which counts nothing
-            return data
-
-        try:
-            if len(request.id) > _MAX_ID_CHARS:
-                raise InvalidField("id", f"must be at most {_MAX_ID_CHARS} characters; was {len(request.id)}")
-            infer = codec.decode_request(request, model)
-            if call.span is not None:
-                call.span.about(*model.key, infer.count)
-            longest = model.bundle.max_sequence_tokens
-            model.check_counts(infer.count, codec.count_tokens(infer, longest), len(request.outputs))
-            decoded = codec.decode_call(infer, longest)
-            response = await call.encode(model, decoded, partial(build, infer, request.id))
-        except BaseException:
-            statistics.fail.add(clock.now() - began)
-            raise
-        statistics.answered(*built[0], clock.now() - began)
-        return response
+        return await self._protocol.infer(
+            call, model, codec.read_request(request), partial(codec.encode_reply, in_stream)
+        )
 
 
 def _stream_error(request_id: str, failure: Failure) -> bytes:

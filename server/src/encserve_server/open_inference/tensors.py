@@ -1,27 +1,32 @@
 """Tensors as requests bring them, raw or typed, and what a model has for inputs and outputs."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from encserve_server.errors import InvalidField
 from encserve_server.outputs import ModelOutputs
-from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
 from encserve_server.types.bundles import Bundle
 from encserve_server.types.requests import DataType, OutputKind
 
-INPUT_IDS, ATTENTION_MASK, TEXT, INPUTS_EMBEDS = "input_ids", "attention_mask", "text", "inputs_embeds"
-# The largest dimension of a tensor; what is larger cannot be in any message, and has no place in NumPy.
-_MAX_DIMENSION = 2**31
+INPUT_IDS, ATTENTION_MASK, TOKEN_TYPE_IDS = "input_ids", "attention_mask", "token_type_ids"
+TEXT, INPUTS_EMBEDS = "text", "inputs_embeds"
 # Of what callers send so many are looked at for an error's text.
 MAX_SHOWN = 8
+# The largest dimension of a tensor; what is larger cannot be in any message, and has no place in NumPy.
+_MAX_DIMENSION = 2**31
 _BYTES_LENGTH = 4  # bytes in front of each element of BYTES, its length
+_DTYPES = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4"}
+# Many tools make ids of 32 bits.
+_ALSO_TAKEN = {"INT64": ("INT32",)}
+SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
+# Parameters of tensors that ask for what is not here; all others say only how data are sent.
+CHECKED_PARAMETERS = (*SHARED_MEMORY, "classification", "content_type")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,37 +97,53 @@ def outputs_of(outputs: ModelOutputs) -> list[TensorKind]:
     return found
 
 
+class TypedData(Protocol):
+    """The elements of a tensor that are no raw bytes."""
+
+    def __len__(self) -> int:
+        """How many there are."""
+
+    def numbers(self, dtype: str) -> npt.NDArray[Any]:
+        """(elements,) as numbers."""
+
+    def texts(self) -> Sequence[bytes | str]:
+        """As texts."""
+
+
 @dataclass(frozen=True, slots=True)
 class SentTensor:
-    """An input tensor of a request, whose name, datatype and dimensions are those of its kind.
+    """An input tensor of a request.
 
     Attributes:
         name: Its name.
-        shape: Its dimensions as they were sent.
-        raw: Its bytes, or None where the request brings typed contents.
-        contents: Typed contents.
+        datatype: Its datatype.
+        shape: Its dimensions as they were sent, at most `MAX_SHOWN` of them.
+        data: Its bytes, or its elements.
+        parameters: What the request says of it besides: of `CHECKED_PARAMETERS` those that are there.
     """
 
     name: str
+    datatype: str
     shape: tuple[int, ...]
-    raw: bytes | None
-    contents: pb.InferTensorContents
+    data: bytes | memoryview | TypedData
+    parameters: Mapping[str, Any]
 
-    def numbers(self, dtype: str, typed: Sequence[Any]) -> npt.NDArray[Any]:
-        """The tensor, of its shape; `typed` are its numbers where it is not raw.
+    def numbers(self) -> npt.NDArray[Any]:
+        """The tensor, of its shape and its datatype.
 
         Raises:
-            InvalidField: There are more or fewer than its shape says.
+            InvalidField: There are more or fewer elements than its shape says.
         """
-        if self.raw is None:
-            self._check_elements(len(typed))
-            flat = np.array(typed, dtype)
-        elif len(self.raw) % np.dtype(dtype).itemsize:
-            size = np.dtype(dtype).itemsize
-            raise InvalidField(self.name, f"must be whole numbers of {size} bytes; was {len(self.raw)} bytes")
+        data, dtype = self.data, np.dtype(_DTYPES[self.datatype])
+        if not isinstance(data, bytes | memoryview):
+            self.check_elements(len(data))
+            flat = data.numbers(dtype.str)
+        elif len(data) % dtype.itemsize:
+            problem = f"must be whole numbers of {dtype.itemsize} bytes; was {len(data)} bytes"
+            raise InvalidField(self.name, problem)
         else:
-            flat = np.frombuffer(self.raw, dtype)
-        self._check_elements(len(flat))
+            flat = np.frombuffer(data, dtype)
+        self.check_elements(len(flat))
         return flat.reshape(self.shape)
 
     def texts(self) -> list[str]:
@@ -131,17 +152,18 @@ class SentTensor:
         Raises:
             InvalidField: There are more or fewer than its shape says, or one is no UTF-8.
         """
-        elements = self.contents.bytes_contents if self.raw is None else self._split(self.raw)
-        self._check_elements(len(elements))
+        data = self.data
+        elements = self._split(data) if isinstance(data, bytes | memoryview) else data.texts()
+        self.check_elements(len(elements))
         texts = []
         for i, element in enumerate(elements):
             try:
-                texts.append(element.decode())
+                texts.append(element if isinstance(element, str) else str(element, "utf-8"))
             except UnicodeDecodeError as error:
                 raise InvalidField(f"{self.name}[{i}]", f"must be UTF-8; is not at byte {error.start}") from None
         return texts
 
-    def _split(self, raw: bytes) -> list[bytes]:
+    def _split(self, raw: bytes | memoryview) -> list[bytes]:
         """The elements, each of which has its length in front; of too many, one more than the shape says."""
         elements: list[bytes] = []
         at, most = 0, math.prod(self.shape)
@@ -151,52 +173,66 @@ class SentTensor:
             if begin > len(raw) or at > len(raw):
                 what = f"element {len(elements)} ends at byte {max(begin, at)} of {len(raw)}"
                 raise InvalidField(self.name, f"must be elements with their length in 4 bytes before each; {what}")
-            elements.append(raw[begin:at])
+            elements.append(bytes(raw[begin:at]))
         return elements
 
-    def _check_elements(self, count: int) -> None:
+    def check_elements(self, count: int) -> None:
+        """Returns if the shape says that there are so many elements.
+
+        Raises:
+            InvalidField: It says otherwise.
+        """
         wanted = math.prod(self.shape)
         if count != wanted:
             raise InvalidField(self.name, f"must hold {wanted} elements for its shape {list(self.shape)}; was {count}")
 
 
-def read_inputs(request: pb.ModelInferRequest, bundle: Bundle) -> dict[str, SentTensor]:
+def check_inputs(sent: Iterable[SentTensor], bundle: Bundle) -> dict[str, SentTensor]:
     """The inputs of a request by name; their data are not looked at yet.
 
     Raises:
-        InvalidField: One is not among the model's, is there twice, or has another datatype or number of dimensions; or
-            some data are raw and some are not.
+        InvalidField: One is not among the model's, is there twice, has another datatype or number of dimensions, or
+            asks for what is not here.
     """
-    raw: Sequence[bytes] = request.raw_input_contents
-    if raw and len(raw) != len(request.inputs):
-        raise InvalidField(
-            "raw_input_contents", f"must be one for each of the {len(request.inputs)} inputs, or none; was {len(raw)}"
-        )
-    known = {it.name: it for it in inputs_of(bundle)}
+    told = inputs_of(bundle)
+    known = {it.name: it for it in told}
+    if INPUT_IDS in known:
+        known[TOKEN_TYPE_IDS] = TensorKind(TOKEN_TYPE_IDS, "INT64", (-1, -1), optional=True)
     found: dict[str, SentTensor] = {}
-    for i, it in enumerate(request.inputs):
+    for i, it in enumerate(sent):
         if it.name not in known:
-            there = ", ".join(known)
+            there = ", ".join(kind.name for kind in told)
             raise InvalidField(f"inputs[{i}].name", f"model {bundle.name} takes {there}; was {it.name[:64]!r}")
         if it.name in found:
             raise InvalidField(f"inputs[{i}].name", f"{it.name} is there twice")
         _check_header(it, known[it.name])
-        if raw and it.HasField("contents"):
-            raise InvalidField(f"inputs[{i}].contents", "must be empty where raw_input_contents hold the data")
-        found[it.name] = SentTensor(it.name, tuple(it.shape), raw[i] if raw else None, it.contents)
+        found[it.name] = it
     return found
 
 
-def _check_header(it: pb.ModelInferRequest.InferInputTensor, kind: TensorKind) -> None:
+def _check_header(it: SentTensor, kind: TensorKind) -> None:
     """Refuses what is not of this kind, whatever its data are."""
-    if it.parameters:
-        names = ", ".join(sorted(islice(it.parameters, MAX_SHOWN)))[:64]
-        raise InvalidField(f"{it.name}.parameters", f"inputs have none here, nor shared memory; was {names}")
-    if it.datatype != kind.datatype:
-        raise InvalidField(f"{it.name}.datatype", f"must be {kind.datatype}; was {it.datatype[:64]!r}")
-    shape = list(it.shape[:MAX_SHOWN])
+    check_parameters(f"{it.name}.parameters", it.parameters)
+    if str(it.parameters.get("content_type", "")).lower() == "base64":
+        raise InvalidField(f"{it.name}.parameters.content_type", "must not be base64: send the texts as they are")
+    datatypes = (kind.datatype, *_ALSO_TAKEN.get(kind.datatype, ()))
+    if it.datatype not in datatypes:
+        raise InvalidField(f"{it.name}.datatype", f"must be {' or '.join(datatypes)}; was {it.datatype[:64]!r}")
+    shape = list(it.shape)
     wanted = f"must be {list(kind.shape)}, -1 for any number"
     fits = len(shape) == len(kind.shape) and all(want in (-1, got) for got, want in zip(shape, kind.shape, strict=True))
-    column = kind.name == TEXT and len(shape) == 2 and shape[1] == 1  # as KServe's clients send it
+    column = kind.name == TEXT and len(shape) == 2 and shape[1] == 1  # as clients of KServe and MLServer send it
     if not (fits or column) or not all(0 <= size < _MAX_DIMENSION for size in shape):
         raise InvalidField(f"{it.name}.shape", f"{wanted}; was {shape}")
+
+
+def check_parameters(field: str, parameters: Mapping[str, Any]) -> None:
+    """Refuses parameters of a tensor that ask for what is not here.
+
+    Raises:
+        InvalidField: The tensor is in shared memory, or a classification is wanted.
+    """
+    if there := [name for name in SHARED_MEMORY if parameters.get(name) is not None]:
+        raise InvalidField(field, f"shared memory is not served: send the data themselves; was {', '.join(there)}")
+    if parameters.get("classification"):
+        raise InvalidField(field, "classification is not served: outputs are the model's own numbers")

@@ -1,0 +1,262 @@
+"""The Open Inference Protocol over HTTP, as KServe, Triton and MLServer have it: docs/open-inference.md."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import orjson
+
+from encserve_server import __version__
+from encserve_server.calls import Call
+from encserve_server.error_table import Failure, Status
+from encserve_server.errors import InvalidField, NotReady
+from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.counting import CountLimits
+from encserve_server.http.replies import JSON_GROWTH, joined
+from encserve_server.http.requests import BodyRules
+from encserve_server.http.tensors import LENGTH_HEADER, InferBodies, InferBody, JsonData
+from encserve_server.models.served import EncodeReply, ServedModel
+from encserve_server.open_inference.replies import OutputTensor, output_tensors
+from encserve_server.open_inference.requests import InferCall, InferNaming
+from encserve_server.open_inference.service import EXTENSIONS, PLATFORM, STATISTICS, OpenInference
+from encserve_server.open_inference.tensors import OUTPUTS, TensorKind, TensorPart, inputs_of, outputs_of
+from encserve_server.settings import Settings
+from encserve_server.types.requests import DataType
+
+_MODEL, _VERSION = "/v2/models/{name:path}", "/v2/models/{name:path}/versions/{version}"
+_CONFIG_TYPES = {"INT64": "TYPE_INT64", "UINT32": "TYPE_UINT32", "FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
+_DTYPES = {"INT64": "<i8", "UINT32": "<u4", "FP32": "<f4"}
+_PIECE_NUMBERS = 16_384
+_BINARY = "binary_tensor_data"
+
+
+class OpenInferenceRoutes:
+    """The handlers."""
+
+    def __init__(self, protocol: OpenInference, rules: BodyRules, settings: Settings) -> None:
+        """Takes what this protocol's front ends have in common, and how bodies are read."""
+        self._protocol = protocol
+        limits = CountLimits(settings.max_request_sequences, rules.limits.ids, "max_request_sequences")
+        self._bodies = InferBodies(limits, strict=rules.strict)
+
+    def routes(self) -> list[Route]:
+        """What is answered, and by whom; a path that goes on comes before one that ends with the model."""
+        routes = [
+            Route("GET", "/v2", self.server, DIALECT),
+            Route("GET", "/v2/health/live", self.live, DIALECT, is_check=True),
+            Route("GET", "/v2/health/ready", self.ready, DIALECT, is_check=True),
+            Route("POST", "/v2/repository/index", self.index, DIALECT),
+            Route("GET", "/v2/models/stats", self.statistics, DIALECT),
+        ]
+        for model in (_VERSION, _MODEL):
+            routes += [
+                Route("POST", f"{model}/infer", self.infer, DIALECT, body=InferBody),
+                Route("GET", f"{model}/ready", self.model_ready, DIALECT, is_check=True),
+                Route("GET", f"{model}/config", self.config, DIALECT),
+                Route("GET", f"{model}/stats", self.statistics, DIALECT),
+            ]
+        return [*routes, Route("GET", _VERSION, self.model, DIALECT), Route("GET", _MODEL, self.model, DIALECT)]
+
+    async def server(self, request: Request, call: Call) -> Reply:
+        """What server this is."""
+        del request, call
+        return _json({"name": PLATFORM, "version": __version__, "extensions": [_BINARY, *EXTENSIONS]})
+
+    async def live(self, request: Request, call: Call) -> Reply:
+        """That the process answers."""
+        del request, call
+        return _json({"live": True})
+
+    async def ready(self, request: Request, call: Call) -> Reply:
+        """That every model can be relied on.
+
+        Raises:
+            NotReady: One cannot, or the server is stopping.
+        """
+        del request, call
+        if not self._protocol.is_ready():
+            raise NotReady("not every model is ready")
+        return _json({"ready": True})
+
+    async def model_ready(self, request: Request, call: Call) -> Reply:
+        """That one model can be relied on.
+
+        Raises:
+            NotReady: It cannot, or the server is stopping.
+            ModelNotFound: It is not there.
+        """
+        name, version = _named(request)
+        model = call.resolve(0, name, version)
+        if not self._protocol.is_model_ready(name, version):
+            raise NotReady(f"model {model.bundle.name} is not ready")
+        return _json({"name": model.bundle.name, "ready": True})
+
+    async def model(self, request: Request, call: Call) -> Reply:
+        """The inputs and outputs of a model, and its versions."""
+        model = call.resolve(0, *_named(request))
+        return _json(
+            {
+                "name": model.bundle.name,
+                "versions": self._protocol.versions(model),
+                "platform": PLATFORM,
+                "inputs": [_metadata(it) for it in inputs_of(model.bundle)],
+                "outputs": [_metadata(it) for it in outputs_of(model.outputs)],
+            }
+        )
+
+    async def config(self, request: Request, call: Call) -> Reply:
+        """The same as Triton's tools ask for it; max_batch_size is 0, so the first dimension is part of shapes."""
+        model = call.resolve(0, *_named(request))
+        bundle = model.bundle
+        parameters = {"fingerprint": bundle.fingerprint, "space_id": bundle.space_id}
+        return _json(
+            {
+                "name": bundle.name,
+                "platform": PLATFORM,
+                "backend": PLATFORM,
+                "max_batch_size": 0,
+                "input": [_config(it) | {"optional": it.optional} for it in inputs_of(bundle)],
+                "output": [_config(it) for it in outputs_of(model.outputs)],
+                "parameters": {name: {"string_value": value} for name, value in parameters.items()},
+            }
+        )
+
+    async def statistics(self, request: Request, call: Call) -> Reply:
+        """What the calls of this protocol have taken; of every model where the path names none."""
+        del call
+        found = self._protocol.statistics(*_named(request))
+        stats = [
+            {
+                "name": model.bundle.name,
+                "version": model.bundle.version,
+                "last_inference": its.last_at_ms,
+                "inference_count": its.success.count,
+                "execution_count": its.success.count,
+                "inference_stats": {name: _duration(getattr(its, name)) for name in STATISTICS},
+                "batch_stats": [],
+            }
+            for model, its in found
+        ]
+        return _json({"model_stats": stats})
+
+    async def index(self, request: Request, call: Call) -> Reply:
+        """What is served; `{"ready": true}` for what is ready alone.
+
+        Raises:
+            InvalidField: The body is not that.
+        """
+        del call
+        try:
+            asked = orjson.loads(request.body) if request.body else {}
+        except orjson.JSONDecodeError:
+            asked = None
+        only_ready = asked.get("ready") or False if isinstance(asked, dict) else None
+        if not isinstance(only_ready, bool):
+            raise InvalidField("", 'the body must be empty or a JSON object, as {"ready": true}')
+        entries = self._protocol.index(only_ready=only_ready)
+        return _json(
+            [{"name": it.name, "version": it.version, "state": it.state, "reason": it.reason} for it in entries]
+        )
+
+    async def infer(self, request: Request, call: Call) -> Reply:
+        """The outputs of a model."""
+        sent = await self._bodies.read(request.body, request.headers)
+        model = call.resolve(0, *_named(request))
+        headers: dict[str, str] = {}
+
+        async def load(infer: InferCall) -> None:
+            _check_half(infer)
+            for tensor in infer.tensors.values():
+                if isinstance(tensor.data, JsonData):
+                    await tensor.data.load(tensor, call.hold)
+
+        def build(model: ServedModel, infer: InferCall, reply: EncodeReply) -> bytes:
+            tensors = output_tensors(model, infer, reply)
+            header = joined(_answer(model, infer, tensors))
+            if not infer.binary:
+                return header
+            headers[LENGTH_HEADER], headers["content-type"] = f"{len(header)}", "application/octet-stream"
+            return joined([header, *(part for it in tensors if it.name in infer.binary for part in it.parts)])
+
+        body = await self._protocol.infer(call, model, sent, build, load=load, growth=_growth)
+        return Reply(body, headers)
+
+
+def _named(request: Request) -> tuple[str, str]:
+    """The name and the version that a path names; empty where it names none."""
+    name, _, version = request.values.get("name", "").partition("@")
+    return name, request.values.get("version", version)
+
+
+def _check_half(infer: InferCall) -> None:
+    """Refuses numbers of 16 bits in JSON, which the protocol does not have."""
+    as_json = [it for it in infer.outputs if it not in infer.binary and OUTPUTS[it][1] is not TensorPart.LENGTHS]
+    if as_json and infer.parameters.data_type is DataType.FLOAT16:
+        raise InvalidField(
+            "parameters.datatype",
+            f'must be FP32 where outputs are JSON, as {as_json[0]} here; the parameter "binary_data_output": true has '
+            "them as bytes",
+        )
+
+
+def _growth(infer: InferCall) -> float:
+    """How many bytes an answer has, at most, for each of its numbers'."""
+    return 1.0 if infer.binary and len(infer.binary) == len(infer.outputs) else JSON_GROWTH
+
+
+def _answer(model: ServedModel, infer: InferCall, tensors: list[OutputTensor]) -> Iterator[bytes]:
+    """The JSON of an answer."""
+    head: dict[str, Any] = {"model_name": model.bundle.name, "model_version": model.bundle.version}
+    if infer.request_id:
+        head["id"] = infer.request_id
+    yield orjson.dumps(head)[:-1] + b',"outputs":['
+    for i, it in enumerate(tensors):
+        about: dict[str, Any] = {"name": it.name, "datatype": it.datatype, "shape": it.shape}
+        if it.name in infer.binary:
+            about["parameters"] = {"binary_data_size": it.size}
+        yield (b"," if i else b"") + orjson.dumps(about)[:-1]
+        if it.name not in infer.binary:
+            yield b',"data":['
+            yield from _numbers(it)
+            yield b"]"
+        yield b"}"
+    yield b"]}"
+
+
+def _numbers(tensor: OutputTensor) -> Iterator[bytes]:
+    """The numbers of a tensor, row by row, with commas between them."""
+    comma = b""
+    for part in tensor.parts:
+        numbers = np.frombuffer(part, _DTYPES[tensor.datatype])
+        for begin in range(0, len(numbers), _PIECE_NUMBERS):
+            piece = orjson.dumps(numbers[begin : begin + _PIECE_NUMBERS], option=orjson.OPT_SERIALIZE_NUMPY)
+            yield comma + piece[1:-1]
+            comma = b","
+
+
+def _metadata(kind: TensorKind) -> dict[str, Any]:
+    return {"name": kind.name, "datatype": kind.datatype, "shape": kind.shape}
+
+
+def _config(kind: TensorKind) -> dict[str, Any]:
+    return {"name": kind.name, "data_type": _CONFIG_TYPES[kind.datatype], "dims": kind.shape}
+
+
+def _duration(spent: Any) -> dict[str, int]:
+    return {"count": spent.count, "ns": spent.ns}
+
+
+def _json(value: Any) -> Reply:
+    return Reply(orjson.dumps(value))
+
+
+def _refuse(failure: Failure) -> dict[str, Any]:
+    """An error as the protocol has it."""
+    return {"error": failure.text}
+
+
+def _status_of(status: Status) -> int:
+    return status.openai
+
+
+DIALECT = Dialect(InferNaming(), _status_of, _refuse, advises=False)

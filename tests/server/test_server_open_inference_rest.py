@@ -1,0 +1,490 @@
+"""The Open Inference Protocol over HTTP on a server with a fake engine: what callers get for good input and bad."""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import httpx
+import numpy as np
+import numpy.typing as npt
+import pytest
+from fake_engine import fake_rows
+from fake_server import D_MODEL, VOCAB_SIZE, FakeServer, StartServer
+from fuzzing import damaged
+from http_calls import connect, get, post
+from open_inference import DTYPES, infer, text_tensor
+from waiting import until
+
+LENGTH = "Inference-Header-Content-Length"
+PATH = "/v2/models/tiny/infer"
+IDS = np.array([[5, 6, 7], [8, 0, 0]])
+MASK = np.array([[1, 1, 1], [1, 0, 0]])
+PADDED = np.stack(
+    [fake_rows(np.array([5, 6, 7]), D_MODEL), np.pad(fake_rows(np.array([8]), D_MODEL), ((0, 2), (0, 0)))]
+)
+_DATATYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+
+
+@pytest.fixture
+async def server(start_server: StartServer) -> FakeServer:
+    return await start_server(http_port=0)
+
+
+def tensor(name: str, array: Any, *, nested: bool = False) -> dict[str, Any]:
+    """A tensor with its data in JSON; of objects BYTES."""
+    is_text = array.dtype == object
+    data: Any = (array if nested else array.reshape(-1)).tolist()
+    if is_text:
+        data = json.loads(json.dumps(data, default=bytes.decode))
+    datatype = "BYTES" if is_text else _DATATYPES[array.dtype]
+    return {"name": name, "datatype": datatype, "shape": list(array.shape), "data": data}
+
+
+def request(*, nested: bool = False, outputs: Any = None, parameters: Any = None, **inputs: Any) -> dict[str, Any]:
+    body: dict[str, Any] = {"inputs": [tensor(name, array, nested=nested) for name, array in inputs.items()]}
+    if outputs is not None:
+        body["outputs"] = [it if isinstance(it, dict) else {"name": it} for it in outputs]
+    return body if parameters is None else body | {"parameters": parameters}
+
+
+def binary(body: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
+    """The same with the data of tensors as bytes behind the JSON, and the header that says where they begin."""
+    inputs, parts = [], []
+    for it in body["inputs"]:
+        if it["datatype"] == "BYTES":
+            texts = [text.encode() for text in np.array(it["data"], object).reshape(-1)]
+            part = b"".join(len(text).to_bytes(4, "little") + text for text in texts)
+        else:
+            part = np.array(it["data"], DTYPES[it["datatype"]]).tobytes()
+        parts.append(part)
+        rest = {key: value for key, value in it.items() if key != "data"}
+        inputs.append(rest | {"parameters": {"binary_data_size": len(part)}})
+    head = json.dumps(body | {"inputs": inputs}).encode()
+    return b"".join([head, *parts]), {LENGTH: str(len(head))}
+
+
+def arrays_of(response: httpx.Response) -> dict[str, npt.NDArray[Any]]:
+    """The outputs of an answer by their names."""
+    assert response.status_code == 200, response.text
+    size = int(response.headers.get(LENGTH, len(response.content)))
+    told, at, found = json.loads(response.content[:size]), size, {}
+    for it in told["outputs"]:
+        dtype = DTYPES[it["datatype"]]
+        if "data" in it:
+            assert "parameters" not in it
+            array = np.array(it["data"], dtype)
+        else:
+            end = at + it["parameters"]["binary_data_size"]
+            array, at = np.frombuffer(response.content[at:end], dtype), end
+        found[it["name"]] = array.reshape(it["shape"])
+    assert at == len(response.content)
+    is_binary = LENGTH in response.headers
+    assert response.headers["content-type"] == ("application/octet-stream" if is_binary else "application/json")
+    return found
+
+
+async def ask(server: FakeServer, body: dict[str, Any], path: str = PATH) -> dict[str, npt.NDArray[Any]]:
+    return arrays_of(await post(server, path, body))
+
+
+async def ask_bytes(server: FakeServer, body: dict[str, Any]) -> dict[str, npt.NDArray[Any]]:
+    data, headers = binary(body)
+    async with connect(server) as client:
+        return arrays_of(await client.post(PATH, content=data, headers=headers))
+
+
+@pytest.mark.parametrize("nested", [True, False])
+async def test_ids_come_back_as_padded_rows(server: FakeServer, nested: bool) -> None:
+    got = await ask(server, request(nested=nested, input_ids=IDS, attention_mask=MASK))
+    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # all there are, since none is named
+    np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
+    assert got["lengths"].tolist() == [3, 1]
+
+
+async def test_texts_vectors_and_ids_give_what_they_give_over_grpc(server: FakeServer) -> None:
+    texts = text_tensor("hello brave new world", "", '🌍 "data": [1, 2] \\', "data")
+    for inputs in (
+        {"text": texts},
+        {"text": texts.reshape(4, 1)},
+        {"input_ids": IDS, "attention_mask": MASK},
+        {"input_ids": IDS.astype("<i4"), "attention_mask": MASK.astype("<i4"), "token_type_ids": IDS * 0},
+    ):
+        want = await infer(server, **inputs)
+        for got in (
+            await ask(server, request(**inputs)),
+            await ask(server, request(nested=True, **inputs)),
+            await ask_bytes(server, request(**inputs)),
+            await ask(server, request(parameters={"binary_data_output": True}, **inputs)),
+            await ask_bytes(server, request(parameters={"binary_data_output": True}, **inputs)),
+        ):
+            assert list(got) == list(want)
+            for name, array in want.items():
+                assert got[name].tobytes() == array.tobytes()
+
+
+async def test_vectors_go_in(start_server: StartServer) -> None:
+    server = await start_server(takes_vectors=True, http_port=0)
+    vectors = np.random.default_rng(0).standard_normal((2, 3, D_MODEL)).astype("<f4")
+    want = await infer(server, inputs_embeds=vectors, attention_mask=MASK)
+    body = request(nested=True, inputs_embeds=vectors, attention_mask=MASK)
+    for got in (await ask(server, body), await ask_bytes(server, body)):
+        assert got["last_hidden_state"].tobytes() == want["last_hidden_state"].tobytes()
+
+
+async def test_each_output_comes_as_it_is_asked_for(server: FakeServer) -> None:
+    outputs: list[Any] = [{"name": "embedding", "parameters": {"binary_data": True}}, {"name": "lengths"}]
+    response = await post(server, PATH, request(input_ids=IDS, outputs=outputs) | {"id": "a 🌍 id"})
+    told = json.loads(response.content[: int(response.headers[LENGTH])])
+    assert (told["model_name"], told["model_version"], told["id"]) == ("tiny", "2", "a 🌍 id")
+    assert told["outputs"] == [
+        {"name": "embedding", "datatype": "FP32", "shape": [2, D_MODEL], "parameters": {"binary_data_size": 32}},
+        {"name": "lengths", "datatype": "INT64", "shape": [2], "data": [3, 3]},
+    ]
+    outputs[0]["parameters"] = {"binary_data": False}
+    body = request(input_ids=IDS, outputs=outputs, parameters={"binary_data_output": True})
+    response = await post(server, PATH, body)
+    told = json.loads(response.content[: int(response.headers[LENGTH])])
+    assert ["data" in it for it in told["outputs"]] == [True, False]
+    half = request(input_ids=IDS, outputs=outputs[1:], parameters={"binary_data_output": True, "datatype": "FP16"})
+    assert (await ask(server, half))["lengths"].tolist() == [3, 3]
+
+
+async def test_names_and_versions_in_the_path(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, served_model_name=("org/alias=tiny@1",))
+    body = request(input_ids=IDS, outputs=["lengths"])
+    for path, version in {
+        "tiny": "2",
+        "tiny/versions/1": "1",
+        "tiny@1": "1",
+        "tiny%401": "1",
+        "org/alias": "1",
+        "org%2Falias": "1",
+    }.items():
+        told = (await post(server, f"/v2/models/{path}/infer", body)).json()
+        assert (told["model_name"], told["model_version"]) == ("tiny", version)
+        about = (await get(server, f"/v2/models/{path}")).json()
+        assert about["name"] == "tiny"
+        assert (await get(server, f"/v2/models/{path}/ready")).json() == {"name": "tiny", "ready": True}
+    for path in ("nobody", "tiny/versions/9", "tiny@9"):
+        response = await post(server, f"/v2/models/{path}/infer", body)
+        assert response.status_code == 404
+        assert response.json()["error"].startswith(("model_name: no model", "model_version: no version"))
+        assert (await get(server, f"/v2/models/{path}/ready")).status_code == 404
+
+
+async def test_what_the_server_and_its_models_say_of_themselves(server: FakeServer) -> None:
+    assert (await get(server, "/v2")).json()["extensions"] == [
+        "binary_tensor_data",
+        "model_configuration",
+        "statistics",
+    ]
+    assert (await get(server, "/v2/health/live")).json() == {"live": True}
+    assert (await get(server, "/v2/health/ready")).json() == {"ready": True}
+    about = (await get(server, "/v2/models/tiny")).json()
+    assert (about["versions"], about["platform"]) == (["2", "1"], "encserve")
+    assert about["inputs"][0] == {"name": "input_ids", "datatype": "INT64", "shape": [-1, -1]}
+    config = (await get(server, "/v2/models/tiny/config")).json()
+    assert config["output"][-1] == {"name": "embedding", "data_type": "TYPE_FP32", "dims": [-1, D_MODEL]}
+    assert config["max_batch_size"] == 0
+    await ask(server, request(input_ids=IDS))
+    await infer(server, input_ids=IDS)
+    for path in ("/v2/models/stats", "/v2/models/tiny/stats", "/v2/models/tiny/versions/2/stats"):
+        stats = (await get(server, path)).json()["model_stats"][0]
+        assert stats["inference_stats"]["success"]["count"] == 2  # of both front ends
+    index = (await post(server, "/v2/repository/index", b"")).json()
+    assert index[0] == {"name": "tiny", "version": "2", "state": "READY", "reason": ""}
+    assert (await post(server, "/v2/repository/index", {"ready": True})).json() == index
+    assert (await post(server, "/v2/repository/index", b"[1]")).status_code == 400
+
+
+async def test_a_server_that_drains_or_fails_is_live_and_not_ready(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.5)
+    server = await start_server(http_port=0)
+    server.app.catalog.resolve("tiny", "1").not_ready_reason = lambda: "stuck"  # type: ignore[method-assign]
+    assert (await get(server, "/v2/health/ready")).status_code == 503
+    assert (await get(server, "/v2/models/tiny/versions/1/ready")).status_code == 503
+    assert (await get(server, "/v2/models/tiny/ready")).status_code == 200
+    server.engine.hold()
+    running = asyncio.create_task(ask(server, request(input_ids=IDS)))
+    await asyncio.to_thread(server.engine.started.acquire)
+    stopping = asyncio.create_task(server.app.stop())
+    await until(server.app._calls.draining.is_set)
+    assert (await get(server, "/v2/health/live")).json() == {"live": True}
+    assert (await get(server, "/v2/health/ready")).status_code == 503
+    assert (await get(server, "/v2/models/tiny/ready")).status_code == 503
+    assert (await post(server, PATH, request(input_ids=IDS))).status_code == 503
+    server.engine.let_go()
+    assert (await running)["lengths"].tolist() == [3, 3]
+    assert await stopping
+
+
+async def test_it_can_be_turned_off(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, open_inference=False)
+    assert (await get(server, "/v2/health/live")).status_code == 404
+
+
+def ids(array: Any = IDS, **more: Any) -> dict[str, Any]:
+    return request(input_ids=array, **more)
+
+
+def texts(*its: str, **more: Any) -> dict[str, Any]:
+    return request(text=text_tensor(*its), **more)
+
+
+def changed(body: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    """The request with fields of its first input changed; without those that are `...`."""
+    first = {key: value for key, value in (body["inputs"][0] | fields).items() if value is not ...}
+    return body | {"inputs": [first, *body["inputs"][1:]]}
+
+
+REFUSED: list[tuple[Any, str]] = [
+    (b"", "the body is no JSON"),
+    (b"[1]", "the body must be a JSON object with inputs: Expected `object`, got `array`"),
+    (b'{"inputs": [' + b"{}," * 100_000, "the body must hold at most 200 JSON objects"),
+    ({}, "the body must be a JSON object with inputs: Object missing required field `inputs`"),
+    (b'{"inputs": [' + b'"data": [1],' * 10_000, "inputs: must hold at most 256 sequences (max_request_sequences)"),
+    ({"inputs": []}, "inputs: must hold input_ids or text; was empty"),
+    ({"inputs": 5, "raw": 1}, "inputs: Expected `array`, got `int`"),
+    ({"inputs": [5]}, "inputs[0]: Expected `object`, got `int`"),
+    ({"inputs": [{"name": "text"}]}, "inputs[0]: Object missing required field `datatype`"),
+    (ids() | {"outputs": {}}, "outputs: Expected `array | null`"),
+    (ids() | {"id": 5}, "id: Expected `str | null`"),
+    (ids() | {"id": "x" * 1025}, "id: must be at most 1024 characters; was 1025"),
+    (ids() | {"parameters": [1]}, "parameters: Expected `object | null`"),
+    (ids(parameters={"timeout": [1]}), "parameters.timeout: must be a string, a number of 64 bits or a boolean"),
+    (ids(parameters={"timeout": 2**70}), "parameters.timeout: must be a string, a number of 64 bits or a boolean"),
+    (ids(parameters={"timeout": -1}), "parameters.timeout: must be microseconds"),
+    (ids(parameters={"trunc": True}), "parameters: there are task"),
+    (ids(parameters={"datatype": "FP16"}), "parameters.datatype: must be FP32 where outputs are JSON"),
+    (ids(outputs=["logits"]), "outputs[0].name: model tiny has last_hidden_state, lengths, embedding; was 'logits'"),
+    (ids(outputs=[{"name": "lengths", "parameters": {"classification": 2}}]), "outputs[0].parameters: classification"),
+    (
+        ids(outputs=[{"name": "lengths", "parameters": {"binary_data": 1}}]),
+        "outputs[0].parameters.binary_data: must be",
+    ),
+    (request(logits=IDS), "inputs[0].name: model tiny takes input_ids, attention_mask, text; was 'logits'"),
+    (changed(ids(), datatype="FP64"), "input_ids.datatype: must be INT64 or INT32; was 'FP64'"),
+    (changed(ids(), shape=[6]), "input_ids.shape: must be [-1, -1]"),
+    (changed(ids(), shape=[-2, -3]), "input_ids.shape: must be [-1, -1]"),
+    (changed(ids(), shape=[2**62, 2**62]), "input_ids.shape: must be [-1, -1]"),
+    (changed(ids(), shape=[2**31 - 1, 2**31 - 1]), "inputs: must hold at most"),
+    (changed(ids(), shape="2, 3"), "input_ids.shape: must be a list of whole numbers"),
+    (changed(ids(), shape=[1] * 10_000), "input_ids.shape: must be a list of whole numbers of at most"),
+    (changed(ids(), shape=[2, 2**31 - 1]), "input_ids: must hold 4294967294 elements"),
+    (changed(ids(), shape=[2, 2]), "input_ids: must hold 4 elements for its shape [2, 2]; was 6"),
+    (changed(ids(), data=...), "input_ids.data: must be there, or binary_data_size"),
+    (changed(ids(), data=5), "input_ids.data: must be a list of numbers"),
+    (changed(ids(), data=["5"]), "input_ids.data: must be a list of numbers"),
+    (changed(ids(), data=[[5, 6, 7], [8, 0, 0.5]]), "input_ids[1, 2]: must be a whole number (INT64)"),
+    (changed(ids(), data=[5, 6, 7, 8, 2**63, 0]), "input_ids[1, 1]: must be a whole number (INT64)"),
+    (changed(ids(), datatype="INT32", data=[5, 6, 7, 8, 2**31, 0]), "input_ids[1, 1]: must be a whole number (INT32)"),
+    (changed(ids(), data=[]), "input_ids: must hold 6 elements for its shape [2, 3]; was 0"),
+    (changed(ids(), data=[[], [], [], [], [], []]), "the body is no JSON"),
+    (changed(ids(), parameters={"shared_memory_region": "x"}), "input_ids.parameters: shared memory is not served"),
+    (changed(ids(), parameters={"binary_data_size": 1}), "input_ids.parameters.binary_data_size: must be from 0 to 0"),
+    (changed(ids(), parameters={"binary_data_size": 0}), "input_ids.data: must not be there beside"),
+    (ids(np.array([[1], [VOCAB_SIZE]])), "input_ids[1, 0]: must be from 0 to 999 (the vocabulary of tiny); was 1000"),
+    (ids(np.ones((1, 40), np.int64)), "input_ids[0]: must be at most 32 tokens"),
+    (ids(token_type_ids=MASK), "token_type_ids[0, 0]: must be 0"),
+    (changed(texts("a"), data=[1]), "text[0]: must be a string"),
+    (changed(texts("a"), data=[["a", "b"]]), "text[0]: must be a string"),
+    (changed(texts("a"), data=["a", "b"]), "text: must hold 1 elements for its shape [1]; was 2"),
+    (changed(texts("a"), data=[]), "text: must hold 1 elements for its shape [1]; was 0"),
+    (texts("hello " * 40), "text[0]: must be at most 32 tokens"),
+    (texts(*["hello"] * 3000), "inputs: must hold at most 256 sequences (max_request_sequences); was 3000"),
+    (
+        texts(*["hello there, brave new world"] * 3000),
+        "inputs: must hold at most 256 sequences (max_request_sequences); was more",
+    ),
+]
+
+
+@pytest.mark.parametrize(("body", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
+async def test_bad_input_is_named(server: FakeServer, body: Any, text: str) -> None:
+    response = await post(server, PATH, body)
+    assert response.status_code == 400, response.text
+    assert set(response.json()) == {"error"}
+    assert response.json()["error"].startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({LENGTH: "x"}, f"{LENGTH}: must be from 1 to"),
+        ({LENGTH: "0"}, f"{LENGTH}: must be from 1 to"),
+        ({LENGTH: "-1"}, f"{LENGTH}: must be from 1 to"),
+        ({LENGTH: "9" * 5000}, f"{LENGTH}: must be from 1 to"),
+        ({LENGTH: "10"}, "the body is no JSON"),
+        ({"size": 8}, "inputs.parameters.binary_data_size: must add up to the 48 bytes behind the JSON; was 8"),
+        ({"size": 49}, "input_ids.parameters.binary_data_size: must be from 0 to 48"),
+        ({"size": -1}, "input_ids.parameters.binary_data_size: must be from 0 to 48"),
+        ({"size": True}, "input_ids.parameters.binary_data_size: must be from 0 to 48"),
+        ({"size": None}, "input_ids.data: must be there"),
+        ({"text": b"\xff\xff\xff\x7f" + b"x" * 44}, "text: must be elements with their length in 4 bytes before each"),
+        ({"text": b"\x2c\0\0\0\xff\xfe" + b"x" * 42}, "text[0]: must be UTF-8"),
+        ({"cut": 3}, "input_ids: must be whole numbers of 8 bytes; was 45 bytes"),
+        ({"cut": 8}, "input_ids: must hold 6 elements for its shape [2, 3]; was 5"),
+    ],
+)
+async def test_bad_bytes_are_named(server: FakeServer, change: dict[str, Any], text: str) -> None:
+    its = {"name": "input_ids", "datatype": "INT64", "shape": [2, 3]}
+    data = change.get("text", IDS.tobytes())
+    if "text" in change:
+        its = {"name": "text", "datatype": "BYTES", "shape": [1]}
+    data = data[: len(data) - change.get("cut", 0)]
+    head = json.dumps({"inputs": [its | {"parameters": {"binary_data_size": change.get("size", len(data))}}]}).encode()
+    headers = {LENGTH: change.get(LENGTH, str(len(head)))}
+    async with connect(server) as client:
+        response = await client.post(PATH, content=head + data, headers=headers)
+    assert response.status_code == 400
+    assert response.json()["error"].startswith(text)
+
+
+async def test_fields_that_are_not_known_are_ignored_or_refused(start_server: StartServer) -> None:
+    body = changed(ids(outputs=["lengths"]), content_type="np", data=IDS.tolist()) | {"model_name": "x", "raw": 1}
+    assert (await ask(await start_server(http_port=0), body))["lengths"].tolist() == [3, 3]
+
+
+async def test_strictly_read_they_are_refused(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, strict_http=True)
+    response = await post(server, PATH, ids() | {"raw": 1})
+    assert response.json()["error"].startswith("raw: is not known; there are id, inputs, model_name")
+    response = await post(server, PATH, changed(ids(), content_type="np"))
+    assert response.json()["error"].startswith("inputs[0]: Object contains unknown field `content_type`")
+
+
+async def test_errors_of_the_server_have_their_statuses(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, max_queue_tokens=30)
+    async with server.queue_of(30):
+        full = await post(server, PATH, ids())
+        assert (full.status_code, full.headers["encserve-error-reason"]) == (429, "QUEUE_FULL")
+        assert full.headers["retry-after"]
+    server.engine.hold()
+    late = await post(server, PATH, ids(parameters={"timeout": 50_000}))
+    server.engine.let_go()
+    assert (late.status_code, late.headers["encserve-error-reason"]) == (408, "DEADLINE_EXPIRED")
+    large = await post(server, PATH, ids(np.ones((10, 30), np.int64)))
+    assert (large.status_code, large.headers["encserve-error-reason"]) == (413, "REQUEST_TOO_LARGE")
+
+
+async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_computed(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, max_response_mib=1, max_request_sequences=5000)
+    its = np.ones((4000, 30), np.int64)
+    mask = np.zeros_like(its)
+    mask[:, 0] = mask[0] = 1
+    for parameters in ({}, {"binary_data_output": True}):
+        response = await post(server, PATH, request(input_ids=its, attention_mask=mask, parameters=parameters))
+        assert response.headers["encserve-error-reason"] == "RESPONSE_TOO_LARGE"
+    assert server.sample("encserve_batch_sequences_count", model="tiny", version="2") == 0
+
+
+async def test_others_are_answered_while_millions_of_numbers_are_decoded(start_server: StartServer) -> None:
+    """And are held in the byte budget."""
+    server = await start_server(http_port=0, max_queue_tokens=100_000)
+    its = np.ones((250, 4000), np.int64)  # a million, of which 8,000 are kept
+    data = json.dumps(request(input_ids=its, outputs=["lengths"], parameters={"truncate": True})).encode()
+    async with connect(server) as client:
+        running = asyncio.create_task(client.post(PATH, content=data))
+        checks = 0
+        while not running.done():
+            assert (await client.get("/v2/health/live")).status_code == 200
+            checks += 1
+        assert arrays_of(await running)["lengths"].tolist() == [32] * 250
+    assert checks >= 8
+
+
+async def test_calls_are_counted(server: FakeServer) -> None:
+    await ask(server, ids())
+    await post(server, PATH, ids(-IDS))
+    route = "POST /v2/models/{name:path}/infer"
+    assert server.sample("encserve_http_requests_total", route=route, status="200") == 1
+    assert server.sample("encserve_http_requests_total", route=route, status="400") == 1
+
+
+def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
+    """A request whose every field may be anything that JSON allows; often a good one. In JSON or with bytes."""
+
+    def odd(good: Any, *others: Any) -> Any:
+        return (
+            rng.choice([None, [], {}, True, -1, 2**70, 0.5, "", "x", [[1], "a"], *others])
+            if rng.random() < 0.03
+            else good
+        )
+
+    rows, columns = rng.choice([0, 1, 2, 5]), rng.choice([0, 1, 3, 40])
+    words = ["hello", "", "brave \x00 new", "🌍" * 9, "world " * 50, '"data": [1]', "\\"]
+    inputs: dict[str, Any] = {}
+    if rng.random() < 0.5:
+        its = text_tensor(*(rng.choice(words) for _ in range(rows)))
+        inputs["text"] = its.reshape(-1, 1) if rng.random() < 0.3 else its
+    if rng.random() < 0.6 or not inputs:
+        of_int = rng.choice(["<i4", "<i8"])
+        inputs["input_ids"] = np.array([rng.randrange(VOCAB_SIZE + 5) for _ in range(rows * columns)], of_int).reshape(
+            rows, columns
+        )
+        if rng.random() < 0.5:
+            lengths = np.array([rng.randint(0, columns) for _ in range(rows)], int)
+            inputs["attention_mask"] = (np.arange(columns) < lengths[:, None]).astype("<i8").reshape(rows, columns)
+        if rng.random() < 0.2:
+            inputs["token_type_ids"] = np.zeros((rows, columns), of_int)
+    names = ["last_hidden_state", "lengths", "embedding"]
+    outputs = [
+        {"name": odd(rng.choice(names)), "parameters": odd({"binary_data": odd(rng.random() < 0.5)})}
+        for _ in range(rng.choice([0, 0, 1, 2]))
+    ]
+    parameters = {
+        name: odd(value, 7)
+        for name, value in {
+            "truncate": True,
+            "datatype": "FP16",
+            "dimensions": 2,
+            "prompt_name": "",
+            "timeout": 60_000_000,
+            "binary_data_output": True,
+        }.items()
+        if rng.random() < 0.2
+    }
+    body = request(nested=rng.random() < 0.5, outputs=outputs or None, parameters=odd(parameters), **inputs)
+    headers: dict[str, str] = {}
+    if rng.random() < 0.5:
+        data, headers = binary(body)
+        head = json.loads(data[: int(headers[LENGTH])])
+        rest = data[int(headers[LENGTH]) :]
+    else:
+        head, rest = body, b""
+    for it in head["inputs"]:
+        for field in it:
+            it[field] = odd(it[field], [2**31, 7], ["a"], "INT64", "text", {"binary_data_size": rng.choice([-1, 3])})
+    data = json.dumps(odd(head)).encode()
+    if headers:
+        headers = {LENGTH: str(odd(len(data), 0, len(data) + 1, 10**30)).encode("ascii", "replace").decode()}
+    data += rest
+    return (damaged(data, rng) if rng.random() < 0.2 else data), headers
+
+
+@pytest.mark.parametrize(
+    ("seed", "count"), [(0, 300), *(pytest.param(seed, 5000, marks=pytest.mark.system) for seed in range(1, 5))]
+)
+async def test_any_body_gets_a_reply_or_the_callers_error(server: FakeServer, seed: int, count: int) -> None:
+    """In the tier ten thousand in JSON and ten thousand with bytes."""
+    rng = random.Random(seed)
+    seen: Counter[tuple[bool, int]] = Counter()
+    async with connect(server) as client:
+        for _ in range(count):
+            data, headers = wild_body(rng)
+            response = await client.post(PATH, content=data, headers=headers)
+            seen[bool(headers), response.status_code] += 1
+            if response.status_code == 200:
+                arrays_of(response)
+            else:
+                assert response.status_code in (400, 408, 413), (response.text, data)
+                assert set(response.json()) == {"error"}
+    for is_binary in (True, False):
+        assert seen[is_binary, 200] > count / 20, f"the fuzzer sent too little that is right: {seen}"
+        assert seen[is_binary, 400] > count / 20, f"the fuzzer reached too little: {seen}"
+    assert server.sample("encserve_in_flight_requests") == 0
+    assert len((await server.encode([1, 2])).sequences) == 1
