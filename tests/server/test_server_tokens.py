@@ -181,18 +181,20 @@ async def test_vectors_of_one_byte_a_number(server: FakeServer) -> None:
         assert tensor.data == np.clip(np.rint(numbers), -128, 127).astype(np.int8).tobytes()
 
 
-@pytest.mark.parametrize("name", ["DATA_TYPE_BINARY", "DATA_TYPE_INT8"])
-async def test_rows_of_tokens_are_never_of_few_bits(server: FakeServer, name: str) -> None:
-    problem = f"options.data_type: {name} is not for OUTPUT_KIND_TOKENS, see options.outputs"
+@pytest.mark.parametrize("data_type", [pb.DATA_TYPE_BINARY, pb.DATA_TYPE_INT8])
+async def test_rows_of_tokens_are_never_of_few_bits(server: FakeServer, data_type: pb.DataType) -> None:
+    problem = f"options.data_type: {pb.DataType.Name(data_type)} is not for OUTPUT_KIND_TOKENS, see options.outputs"
     for outputs, index in (([], 0), ([MEAN, pb.OutputSpec()], 1)):
-        options = pb.EncodeOptions(outputs=outputs, data_type=pb.DataType.Value(name))
+        options = pb.EncodeOptions(outputs=outputs, data_type=data_type)
         with pytest.raises(Failed, match=rf"{problem}\[{index}\]"):
             await server.encode([1], options=options)
 
 
-@pytest.mark.parametrize("name", ["DATA_TYPE_BINARY", "DATA_TYPE_INT8"])
-async def test_what_comes_in_or_is_inspected_is_never_of_few_bits(start_server: StartServer, name: str) -> None:
-    problem, data_type = f"data_type: {name} is for outputs of Encode alone", pb.DataType.Value(name)
+@pytest.mark.parametrize("data_type", [pb.DATA_TYPE_BINARY, pb.DATA_TYPE_INT8])
+async def test_what_comes_in_or_is_inspected_is_never_of_few_bits(
+    start_server: StartServer, data_type: pb.DataType
+) -> None:
+    problem = f"data_type: {pb.DataType.Name(data_type)} is for outputs of Encode alone"
     server = await start_server(takes_vectors=True)
     vectors = make_input(np.ones((1, 4), np.float32))
     with pytest.raises(Failed, match=problem):

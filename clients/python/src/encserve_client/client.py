@@ -278,9 +278,9 @@ class EncoderClient(BaseClient):
             model: As for `encode`.
             version: As for `encode`.
             dtype: As for `encode`. "binary" for one bit a number, set where it is more than 0, as `numpy.packbits` has
-                them. "int8" for one byte a number: of the vector x of length 1, normalised whatever `l2_normalize` says,
-                `np.clip(np.rint(x * np.float32(127 * np.sqrt(width) / 4)), -128, 127)`. The cosine similarity of two is
-                their dot product, of int32, divided by both norms.
+                them. "int8" for one byte a number: of the vector x, which is scaled to length 1 whatever `l2_normalize`
+                says, `np.clip(np.rint(x * np.float32(127 * np.sqrt(width) / 4)), -128, 127)`. The cosine similarity of
+                two is their dot product, of int32, divided by both norms.
             truncate: As for `encode`.
             l2_normalize: Whether to scale every row to Euclidean length 1, after it has been cut.
             dimensions: To how many of its first numbers to cut every row. Default: `ModelInfo.default_dimensions` for
