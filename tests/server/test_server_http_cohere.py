@@ -4,8 +4,6 @@ import asyncio
 import base64
 import json
 from collections import Counter
-from concurrent.futures import Executor
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,17 +14,13 @@ from fake_server import FakeServer, StartServer, start_fake_server
 from http_calls import connect, post
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_bundle import write_bundle
-from tiny_heads import words
+from tiny_heads import Serve
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.errors import TooManyInputs
 from encserve_server.http.cohere import _GROWTH, _pieces
 from encserve_server.http.counting import CountLimits, check_counts
-from encserve_server.repository.activation import LoadedModel
-from encserve_server.repository.loading import load_model
-from encserve_server.settings import Settings
 from encserve_server.types.requests import DataType
 
 TEXTS = ["hello brave new world", "new world", "hello"]
@@ -102,15 +96,10 @@ async def test_inputs_of_contents(server: FakeServer) -> None:
     assert told["texts"] == [text.replace(" ", "\n") for text in TEXTS]
 
 
-async def test_input_types_are_the_tasks_of_models_that_know_them(start_server: StartServer, tmp_path: Path) -> None:
+async def test_input_types_are_the_tasks_of_models_that_know_them(serve: Serve) -> None:
     query = manifest_pb2.TaskSettings(prompt_name="q")
-    bundle = write_bundle(tmp_path / "bundles", tokenizer=words(), prompts={"q": "w7 w7 "}, query=query)
-
-    def load(_: Path, settings: Settings, pool: Executor, served: str) -> LoadedModel:
-        return load_model(bundle, replace(settings, engine="onnxruntime"), pool)
-
-    server = await start_server(load=load, model=("tiny@1",), tune_batches=False, http_port=0)
-    for name, tokens in (("search_query", 3), ("search_document", 1), ("classification", 1), ("clustering", 1)):
+    server = await serve({}, {"http_port": 0}, prompts={"q": "w7 w7 "}, query=query)
+    for name, tokens in (("search_query", 5), ("search_document", 3), ("classification", 3), ("clustering", 3)):
         assert (await embed(server, texts=["w5"], input_type=name))["meta"]["tokens"] == {"input_tokens": tokens}
 
 
@@ -266,7 +255,7 @@ def bodies(draw: st.DrawFn) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("examples", [150, pytest.param(10_000, marks=pytest.mark.hostile)])
+@pytest.mark.parametrize("examples", [150, pytest.param(10_000, marks=[pytest.mark.system, pytest.mark.timeout(900)])])
 def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, examples: int) -> None:
     seen: Counter[int] = Counter()
     with asyncio.Runner() as runner:
