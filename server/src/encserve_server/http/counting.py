@@ -45,7 +45,8 @@ async def check_counts(body: bytes, inputs_field: str, limits: CountLimits) -> N
     """
     quotes = lists = objects = commas = begin = 0
     most_strings = limits.sequences * limits.strings_each + _OTHER_VALUES
-    most_objects = limits.sequences * limits.objects_each + _MAX_OBJECTS
+    objects_of_inputs = limits.sequences * limits.objects_each
+    most_objects = objects_of_inputs + _MAX_OBJECTS
     while begin < len(body):
         end = _end_of_piece(body, begin)
         piece = body[begin:end].replace(rb"\\", b"").replace(rb"\"", b"")
@@ -59,7 +60,7 @@ async def check_counts(body: bytes, inputs_field: str, limits: CountLimits) -> N
         commas += values.count(b",")
         if lists > limits.sequences + _OTHER_VALUES:
             raise _too_many_inputs(inputs_field, limits.sequences)
-        if commas > most_strings + most_objects + limits.ids:
+        if commas > most_strings + objects_of_inputs + limits.ids:
             problem = f"must be at most {limits.ids} token ids in all; was more"
             raise RequestTooLarge(inputs_field, problem)
         if objects > most_objects:
