@@ -64,7 +64,6 @@ with cohere.Client(**api) as first:
     results["v1"] = np.array(many.embeddings)
     told["v1_texts"] = many.texts == texts * 50
     results["v1_int8"] = np.array(first.embed(texts=texts, embedding_types=["int8"], **asked).embeddings.int8, np.int16)
-    results["v1_stream"] = np.array([it.embedding for it in first.embed_stream(texts=texts, **asked)])
 asyncio.run(asynchronous())
 
 np.savez(results_file, **results)

@@ -87,7 +87,7 @@ async def test_vectors_of_int8(serve: Serve) -> None:
 
 
 async def test_weights_of_int8_are_refused(serve: Serve) -> None:
-    server = await serve(SPLADE, sparse=sparse())
+    server = await serve({"sparse.onnx": tiny_heads.sparse_file("max")}, sparse=sparse())
     with pytest.raises(Failed, match="DATA_TYPE_INT8 is not for OUTPUT_KIND_SPARSE, see options.outputs"):
         await server.encode([5, 6], options=options(SPARSE, data_type=pb.DATA_TYPE_INT8))
 

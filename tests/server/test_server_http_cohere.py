@@ -41,9 +41,11 @@ async def embed(server: FakeServer, path: str = V2, **fields: Any) -> Any:
     return response.json()
 
 
-async def by_grpc(server: FakeServer, *texts: str, data_type: pb.DataType = pb.DATA_TYPE_FLOAT32, **output: Any) -> Any:
+async def by_grpc(
+    server: FakeServer, *texts: str, data_type: pb.DataType = pb.DATA_TYPE_FLOAT32, dimensions: int = 0
+) -> Any:
     """(texts, bytes or numbers) the vectors over gRPC."""
-    outputs = [pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING, l2_normalize=True, **output)]
+    outputs = [pb.OutputSpec(kind=pb.OUTPUT_KIND_MODEL_POOLING, l2_normalize=True, dimensions=dimensions)]
     (tensor,) = (await server.encode(*texts, options=pb.EncodeOptions(outputs=outputs, data_type=data_type))).outputs
     dtype = {pb.DATA_TYPE_INT8: "i1", pb.DATA_TYPE_BINARY: "u1"}.get(data_type, "<f4")
     return np.frombuffer(tensor.data, dtype).reshape(len(texts), -1)
@@ -52,10 +54,10 @@ async def by_grpc(server: FakeServer, *texts: str, data_type: pb.DataType = pb.D
 @pytest.mark.parametrize("dimensions", [None, 3])
 async def test_every_type_is_that_of_grpc_to_the_bit(server: FakeServer, dimensions: int | None) -> None:
     told = await embed(server, texts=TEXTS, embedding_types=EVERY_TYPE, output_dimension=dimensions)
-    got, cut = told["embeddings"], {"dimensions": dimensions or 0}
-    floats = await by_grpc(server, *TEXTS, **cut)
-    int8 = await by_grpc(server, *TEXTS, data_type=pb.DATA_TYPE_INT8, **cut)
-    bits = await by_grpc(server, *TEXTS, data_type=pb.DATA_TYPE_BINARY, **cut)
+    got, cut = told["embeddings"], dimensions or 0
+    floats = await by_grpc(server, *TEXTS, dimensions=cut)
+    int8 = await by_grpc(server, *TEXTS, data_type=pb.DATA_TYPE_INT8, dimensions=cut)
+    bits = await by_grpc(server, *TEXTS, data_type=pb.DATA_TYPE_BINARY, dimensions=cut)
     assert list(got) == EVERY_TYPE
     np.testing.assert_array_equal(np.array(got["float"], np.float32), floats)
     assert got["int8"] == int8.tolist()
@@ -112,7 +114,7 @@ async def test_input_types_change_nothing_for_other_models(server: FakeServer) -
 
 async def test_truncation(server: FakeServer) -> None:
     """At the end by default, to what the model takes or to `max_tokens`; NONE refuses."""
-    long = {"texts": ["hello " * 40, "new"]}
+    long: dict[str, Any] = {"texts": ["hello " * 40, "new"]}
     for fields, tokens in (({}, 32), ({"truncate": "END"}, 32), ({"max_tokens": 5}, 5), ({"max_tokens": 99}, 32)):
         told = await embed(server, **long, **fields)
         assert told["meta"]["billed_units"]["input_tokens"] == tokens + 3
@@ -290,7 +292,7 @@ def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, examples: in
 def test_the_reply_is_no_larger_than_is_held_for_it(names: set[str], width: int, count: int) -> None:
     """Of the longest numbers there are."""
     floats = np.full((1, width), -1.1754944e-38, np.float32)
-    made = {"float": floats, "int8": np.full((1, width), -128, np.int8)}
+    made: dict[str, Any] = {"float": floats, "int8": np.full((1, width), -128, np.int8)}
     made["binary"] = np.full((1, DataType.BINARY.row_bytes(width)), 0, np.uint8)
     data_types = {"float": DataType.FLOAT32, "int8": DataType.INT8, "binary": DataType.BINARY}
     needed = [name for name, of in MADE_OF.items() if of & names]

@@ -78,7 +78,7 @@ async def test_parameters(start_server: StartServer) -> None:
     half = (await infer(server, **asked, parameters={"datatype": "FP16"}))["embedding"]
     np.testing.assert_array_equal(half, plain.astype("<f2"))
     int8 = (await infer(server, **asked, parameters={"datatype": "INT8"}))["embedding"]
-    assert (int8.dtype, int8.shape) == (np.int8, plain.shape)
+    assert int8.dtype == np.int8
     factor = 127 * np.sqrt(D_MODEL) / 4
     np.testing.assert_allclose(int8, np.clip(plain / np.linalg.norm(plain) * factor, -128, 127), atol=0.51)
     long = np.ones((1, 40), np.int64)
