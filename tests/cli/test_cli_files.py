@@ -105,6 +105,28 @@ async def test_one_vector_each_in_every_form(service: FakeEncoder, tmp_path: Pat
     assert table.schema.metadata[b"fingerprint"] == b"f" * 16
 
 
+async def test_int8_in_every_form(service: FakeEncoder, tmp_path: Path) -> None:
+    with EncoderClient(service.target) as client:
+        want = await asyncio.to_thread(client.embed, TEXTS, dtype="int8")
+    source = write_texts(tmp_path, ".txt")
+    for suffix in (".npy", ".npz", ".jsonl", ".csv", ".parquet"):
+        flags = ["--dtype", "int8", "--output", tmp_path / f"v{suffix}"]
+        assert (await encserve(service, "embed", source, *flags)).exit_code == 0
+    with np.load(tmp_path / "v.npz", allow_pickle=False) as file:
+        arrays = [np.load(tmp_path / "v.npy", allow_pickle=False), file["rows"]]
+    table = pyarrow.parquet.read_table(tmp_path / "v.parquet")
+    assert table["vector"].type == pyarrow.list_(pyarrow.int8(), 8)
+    arrays.append(table["vector"].combine_chunks().flatten().to_numpy().reshape(-1, 8))
+    for array in arrays:
+        assert array.dtype == np.int8
+        np.testing.assert_array_equal(array, want)
+    lines = [json.loads(line) for line in (tmp_path / "v.jsonl").read_text().splitlines()]
+    assert [it["vector"] for it in lines] == want.tolist()
+    with (tmp_path / "v.csv").open(newline="") as file_of_rows:
+        _, *rows = csv.reader(file_of_rows)
+    assert [[int(number) for number in it[1:]] for it in rows] == want.tolist()
+
+
 async def test_rows_of_every_token(service: FakeEncoder, tmp_path: Path) -> None:
     """.npz, .jsonl and .parquet hold them, with the ids; .npy and .csv say that they cannot."""
     source = write_texts(tmp_path, ".txt")

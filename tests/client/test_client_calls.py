@@ -104,6 +104,8 @@ async def test_no_inputs(caller: Caller, service: FakeEncoder) -> None:
     assert await caller(client.encode, []) == []
     assert service.n_get_model == 0
     assert (await caller(client.embed, iter([]))).shape == (0, 8)
+    int8 = await caller(client.run, [], outputs=["mean"], dtype="int8")
+    assert (int8.outputs[0].matrix().dtype, int8.outputs[0].l2_normalized) == (np.int8, True)
     result = await caller(client.run, [], outputs=["tokens", "mean"])
     assert [output.matrix().shape for output in result.outputs] == [(0, 8)] * 2
     assert result.fingerprint == "f" * 16

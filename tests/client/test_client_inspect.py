@@ -114,7 +114,7 @@ def test_the_task_is_asked_for() -> None:
         ({"attention": "01"}, "was str$"),
         ({"positions": [0]}, "^positions must be True or False; was list$"),
         ({"attention": False, "hidden_states": False}, "^at least one of attention, hidden_states and positions must"),
-        ({"dtype": "float64"}, "^dtype must be one of 'float32', 'float16', 'binary'; was 'float64'$"),
+        ({"dtype": "float64"}, "^dtype must be one of 'float32', 'float16', 'binary', 'int8'; was 'float64'$"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused(wanted: dict[str, Any], text: str) -> None:

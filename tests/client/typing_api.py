@@ -64,6 +64,7 @@ def with_threads() -> None:
         assert_type(client.encode("a", return_exceptions=True), Array | EncserveError)
         assert_type(client.encode(["a"], return_exceptions=True), list[Array | EncserveError])
         assert_type(client.embed("a", dtype="binary"), Array)
+        assert_type(client.embed(["a"], dtype="int8"), Array)
         assert_type(client.embed(["a"], return_exceptions=True), list[Array | EncserveError])
         assert_type(client.embed_spans("a text", [(0, 1), (2, 6)], pooling="max"), Array)
         assert_type(client.tokenize("a"), SequenceInfo)

@@ -75,6 +75,23 @@ async def test_vectors_are_cut_normalised_and_halved(serve: Serve) -> None:
     np.testing.assert_allclose(vectors, want / np.linalg.norm(want, axis=1, keepdims=True), atol=1e-3)
 
 
+async def test_vectors_of_int8(serve: Serve) -> None:
+    server = await serve(LATE, multi_vector=multi_vector())
+    spec = pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR, dimensions=2)
+    (tensor,) = (await server.encode([5, 6], [7], options=options(spec, data_type=pb.DATA_TYPE_INT8))).outputs
+    unit = pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR, dimensions=2, l2_normalize=True)
+    (wanted,) = (await server.encode([5, 6], [7], options=options(unit))).outputs
+    numbers = np.frombuffer(wanted.data, "<f4") * np.float32(127 * np.sqrt(2) / 4)
+    assert tensor.data == np.clip(np.rint(numbers), -128, 127).astype(np.int8).tobytes()
+    assert (tensor.lengths, tensor.indices, tensor.l2_normalized) == (wanted.lengths, wanted.indices, True)
+
+
+async def test_weights_of_int8_are_refused(serve: Serve) -> None:
+    server = await serve({"sparse.onnx": tiny_heads.sparse_file("max")}, sparse=sparse())
+    with pytest.raises(Failed, match="DATA_TYPE_INT8 is not for OUTPUT_KIND_SPARSE, see options.outputs"):
+        await server.encode([5, 6], options=options(SPARSE, data_type=pb.DATA_TYPE_INT8))
+
+
 TASKS = {
     "prompts": {"q": f"w{PROMPT} ", "other": "w8 "},
     "query": manifest_pb2.TaskSettings(

@@ -79,6 +79,10 @@ async def test_parameters(start_server: StartServer) -> None:
     np.testing.assert_array_equal(cut, plain[:, :2])
     half = (await infer(server, **asked, parameters={"datatype": "FP16"}))["embedding"]
     np.testing.assert_array_equal(half, plain.astype("<f2"))
+    int8 = (await infer(server, **asked, parameters={"datatype": "INT8"}))["embedding"]
+    assert int8.dtype == np.int8
+    factor = 127 * np.sqrt(D_MODEL) / 4
+    np.testing.assert_allclose(int8, np.clip(plain / np.linalg.norm(plain) * factor, -128, 127), atol=0.51)
     long = np.ones((1, 40), np.int64)
     assert (await infer(server, input_ids=long, parameters={"truncate": True}))["lengths"].tolist() == [32]
     final = {"triton_enable_empty_final_response": True}  # which Triton's perf_analyzer always sends
@@ -234,7 +238,7 @@ REFUSED = [
     (parameter(dimensions=5), "parameters.dimensions: must be from 1 to 4"),
     (parameter(dimensions=True), "parameters.dimensions: must be from 1 to 4"),
     (texts("a", outputs=["lengths"], parameters={"dimensions": 2}), "parameters.dimensions: is for embedding"),
-    (parameter(datatype="BF16"), "parameters.datatype: must be FP32 or FP16; was 'BF16'"),
+    (parameter(datatype="BF16"), "parameters.datatype: must be FP32 or FP16 or INT8; was 'BF16'"),
 ]
 
 

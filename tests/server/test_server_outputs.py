@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from encserve_server.engine.base import BatchResult
-from encserve_server.outputs import SPAN_POOLINGS, ModelOutputs, OutputSpec, static_weights
+from encserve_server.outputs import FLOAT_TYPES, SPAN_POOLINGS, ModelOutputs, OutputSpec, static_weights
+from encserve_server.outputs.rows import normalized, quantized
 from encserve_server.outputs.spans import pool_spans
 from encserve_server.outputs.token_pooling import linkage, pool_tokens
-from encserve_server.types.arrays import ModelInput, Numbers, OutputArrays, Rows, TokenSpans
+from encserve_server.types.arrays import ModelInput, Numbers, OutputArrays, OutputRows, Rows, TokenSpans
 from encserve_server.types.bundles import (
     Bundle,
     Graph,
@@ -159,8 +160,9 @@ EVERY_SPEC = [
         for l2_normalize in (False, True)
         for data_type in DataType
         for dimensions in (0, 2)
-        if (kind, data_type) != (OutputKind.TOKENS, DataType.BINARY)
+        if kind is not OutputKind.TOKENS or data_type in FLOAT_TYPES
     ],
+    *[OutputSpec(OutputKind.MULTI_VECTOR, data_type=DataType.INT8, dimensions=d) for d in (0, 2)],
     *[OutputSpec(OutputKind.SPANS, span_pooling=pooling) for pooling in SPAN_POOLINGS],
     *[OutputSpec(OutputKind.MULTI_VECTOR, pool_factor=factor, dimensions=d) for factor in (0, 1.5, 3) for d in (0, 2)],
     *[OutputSpec(OutputKind.SPARSE, max_active_dims=most) for most in (0, 1, 5)],
@@ -251,6 +253,69 @@ def test_binary_says_which_numbers_are_more_than_0(length: int, width: int, kind
     numbers, bits = one(compute(outputs, rows, [wanted]))
     np.testing.assert_array_equal(bits, np.packbits(numbers > 0, axis=1))
     assert bits.nbytes == outputs.reply_bytes(wanted[1:], length, token_rows=length, spans=0)
+
+
+INT8_KINDS = (*SPAN_POOLINGS, OutputKind.MODEL, OutputKind.SPANS, OutputKind.MULTI_VECTOR)
+
+
+@given(st.integers(1, 20), st.integers(2, 40), st.sampled_from(INT8_KINDS), st.booleans(), st.integers(0, 2**32))
+def test_int8_is_the_formula_of_the_normalised_vector(
+    length: int, width: int, kind: OutputKind, is_cut: bool, seed: int
+) -> None:
+    """To the bit, whether or not normalising is asked for."""
+    width = D_MODEL if kind is OutputKind.MULTI_VECTOR else width
+    rows = [np.random.default_rng(seed).standard_normal((length, width)).astype(np.float32)]
+    outputs = model(d_model=width)
+    dimensions = outputs.kinds[kind].width // 2 if is_cut else 0
+    plain = OutputSpec(kind, dimensions=dimensions)
+    unit, int8 = plain._replace(l2_normalize=True), plain._replace(data_type=DataType.INT8)
+    wanted = outputs.check([unit, int8, int8._replace(l2_normalize=True)])
+    spans = [np.array([[0, length], [length // 2, length], [0, 0]])]
+    made: list[Any] = [getattr(it, "rows", it) for it in one(compute(outputs, rows, [wanted], spans))]
+    numbers, found, again = made
+    factor = np.float32(127 * np.sqrt(numbers.shape[1]) / 4)
+    np.testing.assert_array_equal(found, np.clip(np.rint(numbers * factor), -128, 127).astype(np.int8))
+    assert found.tobytes() == again.tobytes()
+    assert all(outputs.is_l2_normalized(it) for it in wanted)
+    if kind in SPAN_POOLINGS:
+        assert found.nbytes == outputs.reply_bytes(wanted[1:2], length, token_rows=length, spans=0)
+
+
+def angles(left: OutputRows, right: OutputRows) -> Any:
+    """(n,) between the rows of two (n, width)."""
+    products = np.linalg.norm(left.astype(np.float64), axis=1) * np.linalg.norm(right.astype(np.float64), axis=1)
+    return np.arccos(np.clip(np.einsum("nw,nw->n", left, right, dtype=np.float64) / products, -1, 1))
+
+
+@given(st.integers(2, 2048), st.integers(0, 2**32), st.floats(0, 3))
+def test_int8_turns_an_angle_by_less_than_2_degrees(width: int, seed: int, nearness: float) -> None:
+    """Whatever the width, of vectors without a number beyond the range: each is turned by asin(2 / 127) at most."""
+    made = np.random.default_rng(seed).uniform(-1, 1, (2, 20, width)).astype(np.float32)
+    made[1] += np.float32(nearness) * made[0]
+    left, right = (normalized(it)[0] for it in made)
+    fits = np.abs(np.concatenate([left, right], axis=1)).max(axis=1) * np.sqrt(width) < 4
+    turned = np.abs(angles(quantized(left), quantized(right)) - angles(left, right))
+    assert (turned[fits] <= 2 * np.arcsin(2 / 127) + 1e-6).all()
+
+
+def test_int8_ranks_as_float32_does_where_cosines_differ_by_a_hundredth() -> None:
+    """Of 384 numbers from a normal distribution, some of which are beyond the range."""
+    rng = np.random.default_rng(7)
+    query = rng.standard_normal((1, 384)).astype(np.float32)
+    documents = rng.standard_normal((2000, 384)).astype(np.float32)
+    documents = query + rng.uniform(0, 9, (2000, 1)).astype(np.float32) * documents
+    one_row, rows = normalized(query)[0].repeat(2000, axis=0), normalized(documents)[0]
+    change = np.cos(angles(quantized(one_row), quantized(rows))) - np.cos(angles(one_row, rows))
+    assert np.abs(change).max() < 0.005
+
+
+@given(st.integers(1, 4096), st.integers(0, 2**32))
+def test_a_number_of_int8_is_off_by_half_a_step_unless_it_is_beyond_the_range(width: int, seed: int) -> None:
+    unit, _ = normalized(np.random.default_rng(seed).standard_normal((1, width)).astype(np.float32))
+    found, step = quantized(unit).astype(np.float64), 4 / (127 * np.sqrt(width))
+    inside = np.abs(unit) <= 127 * step
+    assert (np.abs(found * step - unit)[inside] <= step * 0.5001).all()
+    assert np.isin(found[~inside], (-128, 127)).all()
 
 
 def test_sequences_of_a_batch_may_want_different_things() -> None:
@@ -449,9 +514,11 @@ def numbers_of(kind: OutputKind, made: Callable[[Numbers], Numbers]) -> dict[Out
 
 @pytest.mark.parametrize("kind", [OutputKind.MODEL, OutputKind.MULTI_VECTOR, OutputKind.SPARSE])
 @pytest.mark.parametrize("made", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("data_type", [DataType.FLOAT32, DataType.FLOAT16, DataType.BINARY])
+@pytest.mark.parametrize("data_type", DataType)
 def test_what_a_head_makes_is_looked_at_too(kind: OutputKind, made: float, data_type: DataType) -> None:
-    if data_type is DataType.BINARY and kind is not OutputKind.MODEL:
+    if data_type not in {OutputKind.MODEL: DataType, OutputKind.SPARSE: FLOAT_TYPES}.get(
+        kind, (*FLOAT_TYPES, DataType.INT8)
+    ):
         return
     pooling = ModelPooling((OutputKind.CLS,), l2_normalize=False, width=D_MODEL, head=graph(D_MODEL))
     outputs = model(heads=numbers_of(kind, lambda rows: np.full_like(rows, made)), pooling=pooling)

@@ -180,6 +180,20 @@ REFUSED: dict[str, tuple[Bundle, list[OutputSpec], Task, FieldPath, str]] = {
         FieldPath(Part.DATA_TYPE),
         "binary is not for tokens, see output 1",
     ),
+    "int8 of tokens": (
+        RICH,
+        [OutputSpec(K.TOKENS, data_type=DataType.INT8)],
+        Task.NEITHER,
+        FieldPath(Part.DATA_TYPE),
+        "int8 is not for tokens, see output 0",
+    ),
+    "int8 of weights": (
+        RICH,
+        [OutputSpec(K.MEAN, data_type=DataType.INT8), OutputSpec(K.SPARSE, data_type=DataType.INT8)],
+        Task.NEITHER,
+        FieldPath(Part.DATA_TYPE),
+        "int8 is not for sparse, see output 1",
+    ),
     "twice": (
         RICH,
         [OutputSpec(K.MEAN), OutputSpec(K.CLS), OutputSpec(K.MEAN)],
@@ -352,7 +366,9 @@ def test_what_is_answered_without_a_run() -> None:
         (OutputSpec(K.TOKENS, data_type=DataType.FLOAT16, dimensions=10), 7 * 10 * 2),
         (OutputSpec(K.MEAN), 384 * 4),
         (OutputSpec(K.MODEL, data_type=DataType.BINARY, dimensions=9), 2),
+        (OutputSpec(K.MODEL, data_type=DataType.INT8, dimensions=9), 9),
         (OutputSpec(K.MULTI_VECTOR), 9 * (128 * 4 + 4)),
+        (OutputSpec(K.MULTI_VECTOR, data_type=DataType.INT8), 9 * (128 + 4)),
         (OutputSpec(K.SPANS, data_type=DataType.BINARY), 5 * (384 * 4 + 5)),  # as they are made
         (OutputSpec(K.SPARSE), 0),
     ],

@@ -169,20 +169,36 @@ async def test_vectors_of_one_bit_a_number(server: FakeServer, dimensions: int) 
         assert bits[1].tolist() == [1] * width + [0] * (8 - width)
 
 
-async def test_rows_of_tokens_are_never_binary(server: FakeServer) -> None:
-    problem = "options.data_type: DATA_TYPE_BINARY is not for OUTPUT_KIND_TOKENS, see options.outputs"
+async def test_vectors_of_one_byte_a_number(server: FakeServer) -> None:
+    outputs = [pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN), pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN, dimensions=2)]
+    int8 = await server.encode([0], [5, 6], options=pb.EncodeOptions(outputs=outputs, data_type=pb.DATA_TYPE_INT8))
+    unit = [pb.OutputSpec(kind=it.kind, dimensions=it.dimensions, l2_normalize=True) for it in outputs]
+    floats = await server.encode([0], [5, 6], options=pb.EncodeOptions(outputs=unit))
+    for tensor, wanted, width in zip(int8.outputs, floats.outputs, (4, 2), strict=True):
+        assert (tensor.data_type, tensor.width, list(tensor.lengths)) == (pb.DATA_TYPE_INT8, width, [1, 1])
+        assert tensor.l2_normalized
+        numbers = np.frombuffer(wanted.data, "<f4") * np.float32(127 * np.sqrt(width) / 4)
+        assert tensor.data == np.clip(np.rint(numbers), -128, 127).astype(np.int8).tobytes()
+
+
+@pytest.mark.parametrize("data_type", [pb.DATA_TYPE_BINARY, pb.DATA_TYPE_INT8])
+async def test_rows_of_tokens_are_never_of_few_bits(server: FakeServer, data_type: pb.DataType) -> None:
+    problem = f"options.data_type: {pb.DataType.Name(data_type)} is not for OUTPUT_KIND_TOKENS, see options.outputs"
     for outputs, index in (([], 0), ([MEAN, pb.OutputSpec()], 1)):
-        options = pb.EncodeOptions(outputs=outputs, data_type=pb.DATA_TYPE_BINARY)
+        options = pb.EncodeOptions(outputs=outputs, data_type=data_type)
         with pytest.raises(Failed, match=rf"{problem}\[{index}\]"):
             await server.encode([1], options=options)
 
 
-async def test_what_comes_in_or_is_inspected_is_never_binary(start_server: StartServer) -> None:
-    problem = "data_type: DATA_TYPE_BINARY is for pooled outputs of Encode alone"
+@pytest.mark.parametrize("data_type", [pb.DATA_TYPE_BINARY, pb.DATA_TYPE_INT8])
+async def test_what_comes_in_or_is_inspected_is_never_of_few_bits(
+    start_server: StartServer, data_type: pb.DataType
+) -> None:
+    problem = f"data_type: {pb.DataType.Name(data_type)} is for outputs of Encode alone"
     server = await start_server(takes_vectors=True)
     vectors = make_input(np.ones((1, 4), np.float32))
     with pytest.raises(Failed, match=problem):
-        await server.inspect(pb.InspectRequest(input=vectors, data_type=pb.DATA_TYPE_BINARY))
-    vectors.embeddings.data_type = pb.DATA_TYPE_BINARY
+        await server.inspect(pb.InspectRequest(input=vectors, data_type=data_type))
+    vectors.embeddings.data_type = data_type
     with pytest.raises(Failed, match=r"inputs\[0\].embeddings." + problem):
         await server.call("Encode", pb.EncodeRequest(inputs=[vectors]))

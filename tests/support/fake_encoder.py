@@ -104,14 +104,15 @@ def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
         else:
             part = part.mean(axis=0, keepdims=True)
         rows.append(part / np.linalg.norm(part, axis=1, keepdims=True) if spec.l2_normalize else part)
-    is_half = request.options.data_type == pb.DATA_TYPE_FLOAT16
+    data_type = request.options.data_type or pb.DATA_TYPE_FLOAT32
+    dtype = {pb.DATA_TYPE_FLOAT16: "<f2", pb.DATA_TYPE_INT8: "i1"}.get(data_type, "<f4")
     return pb.RaggedTensor(
         kind=spec.kind or pb.OUTPUT_KIND_TOKENS,
-        l2_normalized=spec.l2_normalize,
-        data_type=request.options.data_type or pb.DATA_TYPE_FLOAT32,
+        l2_normalized=spec.l2_normalize or data_type == pb.DATA_TYPE_INT8,
+        data_type=data_type,
         width=D_MODEL,
         lengths=[len(part) for part in rows],
-        data=np.concatenate(rows).astype("<f2" if is_half else "<f4").tobytes(),
+        data=np.concatenate(rows).astype(dtype).tobytes(),
         indices=np.concatenate([np.arange(len(part), dtype="<u4") + 1 for part in rows]).tobytes()
         if spec.kind == pb.OUTPUT_KIND_MULTI_VECTOR
         else b"",

@@ -10,7 +10,7 @@ from fake_server import FakeServer
 from encserve_server.rpc.open_inference.service import SERVICE_NAME
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
 
-DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2"}
+DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2", "INT8": "i1"}
 _FIELDS = {"BYTES": "bytes_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
 _DATATYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
 

@@ -175,7 +175,7 @@ class EncoderClient(BaseClient):
                 float16, or float64, which is sent as float32, for each. A str is one text.
             model: The model's name. Default: the server's default model.
             version: Its version. Default: the model's default version.
-            dtype: The type of the numbers returned; "binary" is not for rows of tokens.
+            dtype: The type of the numbers returned; "binary" and "int8" are not for rows of tokens.
             truncate: Whether to cut off the end of an input that is too long for the model. Default: such an input is
                 an error.
             exclude_special_tokens: Whether to leave out the rows of special tokens.
@@ -278,7 +278,9 @@ class EncoderClient(BaseClient):
             model: As for `encode`.
             version: As for `encode`.
             dtype: As for `encode`. "binary" for one bit a number, set where it is more than 0, as `numpy.packbits` has
-                them.
+                them. "int8" for one byte a number: of the vector x, which is scaled to length 1 whatever `l2_normalize`
+                says, `np.clip(np.rint(x * np.float32(127 * np.sqrt(width) / 4)), -128, 127)`. The cosine similarity of
+                two is their dot product, of int32, divided by both norms.
             truncate: As for `encode`.
             l2_normalize: Whether to scale every row to Euclidean length 1, after it has been cut.
             dimensions: To how many of its first numbers to cut every row. Default: `ModelInfo.default_dimensions` for

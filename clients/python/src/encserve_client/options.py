@@ -11,7 +11,7 @@ from encserve_client._arguments import as_float, as_int, want
 from encserve_client.exceptions import InvalidInputError
 from encserve_proto.v1 import encoder_pb2 as pb
 
-DType = Literal["float32", "float16", "binary"]
+DType = Literal["float32", "float16", "binary", "int8"]
 Pooling = Literal["model", "mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length"]
 SpanPooling = Literal["mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length"]
 InputKind = Literal["token_ids", "embeddings"]
@@ -34,7 +34,7 @@ SpanUnit = Literal["code_points", "utf8_bytes", "tokens"]
 Task = Literal["query", "document"]
 TrainedKind = Literal["model", "multi_vector", "sparse"]
 Array = npt.NDArray[Any]
-"""Numbers of float32 or float16; of "binary" uint8, with 8 numbers in each."""
+"""Numbers of float32, float16 or int8; of "binary" uint8, with 8 numbers in each."""
 Progress = Callable[[int, int | None], None]
 """Is told how many inputs are done, and of how many; None where nobody knows."""
 Layers: TypeAlias = bool | Sequence[int]
@@ -71,12 +71,14 @@ _DATA_TYPES: dict[DType, pb.DataType] = {
     "float32": pb.DATA_TYPE_FLOAT32,
     "float16": pb.DATA_TYPE_FLOAT16,
     "binary": pb.DATA_TYPE_BINARY,
+    "int8": pb.DATA_TYPE_INT8,
 }
 # The bytes are little-endian whatever this machine is.
 _DTYPES: dict[DType, np.dtype[Any]] = {
     "float32": np.dtype("<f4"),
     "float16": np.dtype("<f2"),
     "binary": np.dtype("u1"),
+    "int8": np.dtype("i1"),
 }
 _MANY_ROWS = ("tokens", "multi_vector", "sparse", "spans")
 

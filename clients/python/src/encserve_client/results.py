@@ -80,7 +80,7 @@ class EncodedOutput:
 
     Attributes:
         kind: What the rows are; a number where this library has no name for it.
-        l2_normalized: Whether they have been scaled to Euclidean length 1.
+        l2_normalized: Whether they have been scaled to Euclidean length 1; of int8 always, before they were rounded.
         blocks: The rows, in as many parts as there were messages.
         sparse_width: Of "sparse" the length of a vector, zeros included; otherwise 0.
     """

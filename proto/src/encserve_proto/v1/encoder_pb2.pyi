@@ -40,6 +40,7 @@ class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     DATA_TYPE_FLOAT32: _ClassVar[DataType]
     DATA_TYPE_FLOAT16: _ClassVar[DataType]
     DATA_TYPE_BINARY: _ClassVar[DataType]
+    DATA_TYPE_INT8: _ClassVar[DataType]
 
 class OffsetUnit(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -89,6 +90,7 @@ DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT16: DataType
 DATA_TYPE_BINARY: DataType
+DATA_TYPE_INT8: DataType
 OFFSET_UNIT_UNSPECIFIED: OffsetUnit
 OFFSET_UNIT_CODE_POINTS: OffsetUnit
 OFFSET_UNIT_UTF8_BYTES: OffsetUnit

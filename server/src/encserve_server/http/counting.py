@@ -26,11 +26,15 @@ class CountLimits:
         sequences: The most inputs of a request.
         ids: The most token ids of a request.
         setting: The setting that has the most inputs, for errors.
+        strings_each: The most strings that an input takes.
+        objects_each: The most objects that an input takes.
     """
 
     sequences: int
     ids: int
     setting: str = "max_http_inputs"
+    strings_each: int = 1
+    objects_each: int = 0
 
 
 async def check_counts(body: bytes, inputs_field: str, limits: CountLimits) -> None:
@@ -42,12 +46,15 @@ async def check_counts(body: bytes, inputs_field: str, limits: CountLimits) -> N
         MalformedRequest: There are more objects than any request has.
     """
     quotes = lists = objects = commas = begin = 0
+    most_strings = limits.sequences * limits.strings_each + _OTHER_VALUES
+    objects_of_inputs = limits.sequences * limits.objects_each
+    most_objects = objects_of_inputs + _MAX_OBJECTS
     while begin < len(body):
         end = _end_of_piece(body, begin)
         piece = body[begin:end].replace(rb"\\", b"").replace(rb"\"", b"")
         in_string = quotes % 2
         quotes += piece.count(b'"')
-        if quotes > 2 * (limits.sequences + _OTHER_VALUES):
+        if quotes > 2 * most_strings:
             raise _too_many_inputs(inputs_field, limits)
         values = b"".join(piece.split(b'"')[in_string::2])
         lists += values.count(b"[")
@@ -55,11 +62,11 @@ async def check_counts(body: bytes, inputs_field: str, limits: CountLimits) -> N
         commas += values.count(b",")
         if lists > limits.sequences + _OTHER_VALUES:
             raise _too_many_inputs(inputs_field, limits)
-        if commas > limits.sequences + limits.ids + _OTHER_VALUES:
+        if commas > most_strings + objects_of_inputs + limits.ids:
             problem = f"must be at most {limits.ids} token ids in all; was more"
             raise RequestTooLarge(inputs_field, problem)
-        if objects > _MAX_OBJECTS:
-            raise MalformedRequest("", f"the body must hold at most {_MAX_OBJECTS} JSON objects; was more")
+        if objects > most_objects:
+            raise MalformedRequest("", f"the body must hold at most {most_objects} JSON objects; was more")
         begin = end
         await asyncio.sleep(0)
 

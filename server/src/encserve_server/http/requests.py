@@ -26,7 +26,7 @@ from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
 from encserve_server.outputs import SPAN_POOLINGS, OutputSpec
 from encserve_server.types.bundles import Bundle
-from encserve_server.types.requests import Detail, OutputKind, Task
+from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ _WANTED: dict[Any, tuple[type, str]] = {
     bool | None: (bool, "true or false"),
     int | None: (int, "a whole number"),
     list[str] | None: (list, "a list of strings"),
+    list[Any] | None: (list, "a list"),
 }
 # A smaller body is decoded as it is; what is in a larger one is counted first.
 _COUNTED_BYTES = 64 * 1024
@@ -209,7 +210,7 @@ class BodyDecoder(Generic[AnyBody]):
                 raise InvalidField(path, f"must be an object; was {_shown(value)}")
             elif value is not None and its_kind in _WANTED and type(value) is not _WANTED[its_kind][0]:
                 raise InvalidField(path, f"must be {_WANTED[its_kind][1]}; was {_shown(value)}")
-            elif type(value) is list:
+            elif its_kind == list[str] | None and value is not None:
                 _check_strings(path, value)
 
 
@@ -393,6 +394,8 @@ async def encode(
     check: Callable[[ServedModel], None] = lambda _: None,
     growth: float = JSON_GROWTH,
     from_left: bool = False,
+    data_types: Sequence[DataType] = (DataType.FLOAT32,),
+    cut: tuple[bool, int] | None = None,
 ) -> Reply:
     """Answers a request.
 
@@ -407,6 +410,8 @@ async def encode(
         growth: How many bytes of the answer's body there are at most for each byte of the reply.
         from_left: Whether texts that are too long are to be cut at their beginning, which this server does not do:
             such a text is refused.
+        data_types: The types that the output is wanted in; the reply has one output for each.
+        cut: As `cut_of` returns it, where the request's own fields do not say.
 
     Raises:
         InvalidField: A field has a value that it must not have.
@@ -417,12 +422,13 @@ async def encode(
     bundle, truncated = model.bundle, 0
     model.check_counts(len(sent.items), most_inputs=rules.limits.sequences)
     check(model)
-    truncate, max_tokens = cut_of(body, bundle, rules)
+    truncate, max_tokens = cut_of(body, bundle, rules) if cut is None else cut
+    wanted = output(bundle)
     inputs = sent.decode(bundle.max_sequence_tokens)
     call.hold(sum(sys.getsizeof(it) if isinstance(it, str) else it.ids.nbytes for it in inputs))
     request = EncodeCall(
         inputs=inputs,
-        outputs=(output(bundle),),
+        outputs=tuple(wanted._replace(data_type=it) for it in data_types),
         truncate=truncate and not from_left,
         max_tokens=max_tokens,
         prompt_name=body.prompt_name,

@@ -10,6 +10,7 @@ from aiohttp import web
 from encserve_server.calls import Calls
 from encserve_server.http import openai
 from encserve_server.http.app import HttpApp
+from encserve_server.http.cohere import CohereRoutes
 from encserve_server.http.connection import Connection, Refusal
 from encserve_server.http.counting import CountLimits
 from encserve_server.http.open_inference import OpenInferenceRoutes
@@ -63,6 +64,7 @@ async def open_http(
             tokenizer_threads=settings.tokenizer_threads,
         ).routes(),
         *PoolingRoutes(rules).routes(),
+        *CohereRoutes(rules).routes(),
         *(OpenInferenceRoutes(open_inference, rules, settings).routes() if settings.open_inference else ()),
     ]
     app = HttpApp(

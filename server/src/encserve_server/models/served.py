@@ -334,8 +334,8 @@ class ServedModel:
         if static is not None:
             checker = self._static_checkers[call.task]
             limit = LengthLimit(static.max_tokens or _ANY_TOKENS, "static_sparse.max_tokens", call.task, call.truncate)
-        if call.max_tokens:
-            limit = replace(limit, tokens=min(limit.tokens, call.max_tokens))
+        if 0 < call.max_tokens < limit.tokens:
+            limit = replace(limit, tokens=call.max_tokens, name="max_tokens")
         detail = call.shape.detail or plan.detail
         sequences, tokenize_seconds = await self._check_inputs(
             checker,

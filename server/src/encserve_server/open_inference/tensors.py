@@ -66,7 +66,7 @@ OUTPUTS: dict[str, tuple[OutputKind, TensorPart]] = {
     "sparse_indices": (OutputKind.SPARSE, TensorPart.INDICES),
     "sparse_lengths": (OutputKind.SPARSE, TensorPart.LENGTHS),
 }
-DATATYPES = {"FP32": DataType.FLOAT32, "FP16": DataType.FLOAT16}
+DATATYPES = {"FP32": DataType.FLOAT32, "FP16": DataType.FLOAT16, "INT8": DataType.INT8}
 DATATYPE_NAMES = {data_type: name for name, data_type in DATATYPES.items()}
 _PART_DATATYPES = {TensorPart.INDICES: "UINT32", TensorPart.LENGTHS: "INT64"}
 

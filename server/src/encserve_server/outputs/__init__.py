@@ -6,9 +6,10 @@ from encserve_server.outputs.model import ModelOutputs
 from encserve_server.outputs.plan import OutputPlan
 from encserve_server.outputs.rows import HasOutputs
 from encserve_server.outputs.sparse import static_weights
-from encserve_server.outputs.spec import MAX_OUTPUTS, MAX_POOLED_VECTORS, SPAN_POOLINGS, OutputSpec
+from encserve_server.outputs.spec import FLOAT_TYPES, MAX_OUTPUTS, MAX_POOLED_VECTORS, SPAN_POOLINGS, OutputSpec
 
 __all__ = [
+    "FLOAT_TYPES",
     "MAX_OUTPUTS",
     "MAX_POOLED_VECTORS",
     "SPAN_POOLINGS",

@@ -1,7 +1,7 @@
 """What every kind of output has: a check of what is asked for, the bytes of a reply, the work, and the numbers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 from encserve_server.errors import FieldPath, InvalidField, Part
@@ -29,9 +29,11 @@ class Kind(ABC):
         kind: The kind.
         width: The numbers of a row before it is cut.
         per_token: Whether the output tells something of each token.
+        data_types: The types that its numbers can have.
     """
 
     per_token: ClassVar[bool] = False
+    data_types: ClassVar[Collection[DataType]] = tuple(DataType)
 
     def __init__(self, kind: OutputKind, width: int) -> None:
         """Takes the kind and the width of a row."""
@@ -53,7 +55,7 @@ class Kind(ABC):
                 width=self.width,
                 dimensions=spec.dimensions,
             )
-        if self.per_token and spec.data_type is DataType.BINARY:
+        if spec.data_type not in self.data_types:
             raise InvalidField(
                 FieldPath(Part.DATA_TYPE),
                 "{data_type} is not for {kind}, see {output}",
@@ -61,6 +63,8 @@ class Kind(ABC):
                 kind=self.kind,
                 output=FieldPath(Part.OUTPUT, at),
             )
+        if spec.data_type is DataType.INT8 and not spec.l2_normalize:  # its range is that of rows of length 1
+            spec = spec._replace(l2_normalize=True)
         return self._output(spec, at, task)
 
     def _check_own_fields(self, spec: OutputSpec, at: int) -> None:

@@ -10,11 +10,11 @@ from encserve_server.engine.base import Head
 from encserve_server.errors import FieldPath, InvalidField, Part, TooLongToPool
 from encserve_server.outputs.kind import FLOP_PER_US, Kind, Wanted, all_places
 from encserve_server.outputs.rows import BatchRows, Column, finish, lost_in_head
-from encserve_server.outputs.spec import MAX_POOLED_VECTORS, OutputSpec
+from encserve_server.outputs.spec import FLOAT_TYPES, MAX_POOLED_VECTORS, OutputSpec
 from encserve_server.outputs.token_pooling import EXTRA, PooledTokens, can_pool
 from encserve_server.types.arrays import IndexedRows, Mask, Numbers
 from encserve_server.types.bundles import Bundle, MultiVector, TaskSettings, TokenPooling
-from encserve_server.types.requests import Output, OutputKind, Task
+from encserve_server.types.requests import DataType, Output, OutputKind, Task
 
 _INDEX_BYTES = 4
 # NumPy's calls for one sequence; of each number cut, normalised and written.
@@ -30,6 +30,7 @@ class MultiVectors(Kind):
     """OutputKind.MULTI_VECTOR. The head runs once for all sequences of a task, over the tokens that count."""
 
     per_token = True
+    data_types = (*FLOAT_TYPES, DataType.INT8)
 
     def __init__(self, bundle: Bundle, multi_vector: MultiVector, head: Head) -> None:
         """Takes the model, what it says of its vectors, and what makes them of its rows."""

@@ -11,7 +11,7 @@ from encserve_server.engine.base import Head
 from encserve_server.errors import FieldPath, InvalidField, Part
 from encserve_server.outputs.kind import FLOP_PER_US, Kind, Wanted, by_place
 from encserve_server.outputs.rows import BatchRows, Column
-from encserve_server.outputs.spec import OutputSpec
+from encserve_server.outputs.spec import FLOAT_TYPES, OutputSpec
 from encserve_server.types.arrays import IndexedRows, ModelInput, Numbers
 from encserve_server.types.bundles import Sparse, SparsePooling, StaticSparse
 from encserve_server.types.requests import Output, OutputKind, Task
@@ -38,6 +38,7 @@ class SparseWeights(Kind):
     """
 
     per_token = True
+    data_types = FLOAT_TYPES
 
     def __init__(self, sparse: Sparse, head: Head, max_bytes: int) -> None:
         """Takes what the model says of its weights, what makes them of its rows, and the memory for one run."""

@@ -8,6 +8,7 @@ from encserve_server.types.requests import DataType, OutputKind
 MAX_OUTPUTS = 16
 # The vectors of a sequence that can be joined: the memory for that grows with the square, and is 50 MB for so many.
 MAX_POOLED_VECTORS = 2_048
+FLOAT_TYPES = (DataType.FLOAT32, DataType.FLOAT16)
 # The kinds that make one row of several.
 SPAN_POOLINGS = (
     OutputKind.MEAN,

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from encserve_server.outputs.kind import Kind, Wanted
 from encserve_server.outputs.rows import BatchRows, Column, finish
+from encserve_server.outputs.spec import FLOAT_TYPES
 from encserve_server.types.requests import Output
 
 # NumPy's calls for one sequence, and of each number what normalising, another type and the reply take.
@@ -15,6 +16,7 @@ class Tokens(Kind):
     """OutputKind.TOKENS. Rows that are wanted as they are refer to the batch's own."""
 
     per_token = True
+    data_types = FLOAT_TYPES
 
     def reply_bytes(self, output: Output, tokens: int, token_rows: int, spans: int) -> int:
         """A row for each token that has one."""

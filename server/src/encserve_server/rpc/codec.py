@@ -15,7 +15,7 @@ from encserve_server.models.offsets import utf8_offsets
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel, TokenizeCall, TokenizeReply
 from encserve_server.models.spans import SentSpans
-from encserve_server.outputs import MAX_OUTPUTS, OutputSpec
+from encserve_server.outputs import FLOAT_TYPES, MAX_OUTPUTS, OutputSpec
 from encserve_server.rpc.status import code_of, details_of
 from encserve_server.rpc.wire import Part, field, join
 from encserve_server.types.arrays import IndexedRows
@@ -88,8 +88,8 @@ def decode_task(name: str, value: int) -> Task:
 def decode_float_type(name: str, value: int) -> DataType:
     """The type of numbers that have more than a sign."""
     data_type = decode_enum(name, value, _DATA_TYPES, pb.DataType)
-    if data_type is DataType.BINARY:
-        raise InvalidField(name, "DATA_TYPE_BINARY is for pooled outputs of Encode alone")
+    if data_type not in FLOAT_TYPES:
+        raise InvalidField(name, f"{_DATA_TYPE_NAMES[data_type]} is for outputs of Encode alone")
     return data_type
 
 

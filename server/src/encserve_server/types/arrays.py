@@ -10,7 +10,7 @@ Rows = npt.NDArray[np.float32]  # (seq, d_model)
 Vectors = npt.NDArray[np.float32]  # (seq, d_model)
 ModelInput = TokenIds | Vectors  # one sequence, whichever its model takes; len() is its tokens
 Numbers = npt.NDArray[np.float32]
-OutputRows = npt.NDArray[np.floating[Any] | np.uint8]  # (rows, width), C-contiguous; bits are (rows, bytes)
+OutputRows = npt.NDArray[np.floating[Any] | np.uint8 | np.int8]  # (rows, width), C-contiguous; bits are (rows, bytes)
 Mask = npt.NDArray[np.bool_]
 TokenSpans = npt.NDArray[np.int64]  # (spans, 2): where each begins and ends, exclusive, among a sequence's tokens
 

@@ -36,9 +36,10 @@ class DataType(IntEnum):
     FLOAT32 = 1
     FLOAT16 = 2
     BINARY = 3  # whether a number is more than 0: 8 in a byte
+    INT8 = 4  # of rows of length 1; see `outputs.rows.quantized`
 
     @property
-    def dtype(self) -> np.dtype[np.floating[Any] | np.uint8]:
+    def dtype(self) -> np.dtype[np.floating[Any] | np.uint8 | np.int8]:
         """The type as NumPy has it, little-endian whatever this machine is; of BINARY that of the bytes."""
         return _DTYPES[self]
 
@@ -47,12 +48,13 @@ class DataType(IntEnum):
         return (width * _BITS[self] + 7) // 8
 
 
-_DTYPES: dict[DataType, np.dtype[np.floating[Any] | np.uint8]] = {
+_DTYPES: dict[DataType, np.dtype[np.floating[Any] | np.uint8 | np.int8]] = {
     DataType.FLOAT32: np.dtype("<f4"),
     DataType.FLOAT16: np.dtype("<f2"),
     DataType.BINARY: np.dtype(np.uint8),
+    DataType.INT8: np.dtype(np.int8),
 }
-_BITS = (0, 32, 16, 1)  # of a number, by the types' values
+_BITS = (0, 32, 16, 1, 8)  # of a number, by the types' values
 
 
 class OffsetUnit(IntEnum):

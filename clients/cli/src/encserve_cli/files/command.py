@@ -113,10 +113,10 @@ def prints_rows(command: Command) -> Command:
         click.option("--dimensions", type=click.IntRange(min=1), help="Cut each row to so many numbers. Default: all."),
         click.option(
             "--dtype",
-            type=click.Choice(["float32", "float16"]),
+            type=click.Choice(["float32", "float16", "int8"]),
             default="float32",
             show_default=True,
-            help="The type of the numbers.",
+            help="The type of the numbers. int8 is of vectors of length 1, not of tokens' rows or of weights.",
         ),
     )
 

@@ -303,7 +303,7 @@ def empty_result(info: ModelInfo, options: Options, total_seconds: float) -> Enc
     outputs = tuple(
         EncodedOutput(
             output.kind,
-            output.l2_normalize,
+            output.l2_normalize or options.dtype == "int8",
             (_no_rows(options, info.width(output)),),
             info.sparse_width if output.kind == "sparse" else 0,
         )

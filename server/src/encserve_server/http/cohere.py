@@ -1,0 +1,224 @@
+"""Cohere's protocol: /v2/embed, and /v1/embed of its first clients.
+
+https://docs.cohere.com/reference/embed
+"""
+
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+
+from encserve_server.calls import Call
+from encserve_server.error_table import Failure
+from encserve_server.errors import FieldPath, InvalidField, Part, RequestError
+from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.naming import HttpNaming
+from encserve_server.http.openai import DIALECT as OPENAI
+from encserve_server.http.openai import NOT_COSINE
+from encserve_server.http.replies import joined, row_as_json, rows_as_json
+from encserve_server.http.requests import (
+    Body,
+    BodyDecoder,
+    BodyRules,
+    PooledBody,
+    SentInputs,
+    choice,
+    encode,
+    pooled_output,
+    positive,
+)
+from encserve_server.models.served import EncodeReply
+from encserve_server.types.arrays import OutputRows
+from encserve_server.types.requests import DataType
+
+_INPUT_TYPES = ("search_query", "search_document", "classification", "clustering")
+_IMAGE = "this server takes texts alone"
+# What each type of embedding is made of, and how: uint8 is int8 + 128, binary is ubinary - 128.
+_TYPES: Mapping[str, tuple[DataType, Callable[[Any], OutputRows]]] = {
+    "float": (DataType.FLOAT32, lambda rows: rows),
+    "int8": (DataType.INT8, lambda rows: rows),
+    "uint8": (DataType.INT8, lambda rows: rows.view(np.uint8) ^ np.uint8(128)),
+    "binary": (DataType.BINARY, lambda rows: (rows ^ np.uint8(128)).view(np.int8)),
+    "ubinary": (DataType.BINARY, lambda rows: rows),
+    "base64": (DataType.FLOAT32, lambda rows: rows),
+}
+# Of a float32 there are at most 17 characters, and 6 of base64; of a byte -128, and 255, each with a comma.
+_GROWTH = 10.0
+# What an item of `inputs` may hold in a large body: an object, and of each of its contents one more and five strings.
+_OBJECTS_EACH, _STRINGS_EACH = 4, 16
+
+
+class CohereBody(Body):
+    """The fields of /v2/embed; `normalize` and `pooling` are this server's own."""
+
+    texts: list[str] | None = None
+    inputs: list[Any] | None = None
+    images: list[Any] | None = None
+    embedding_types: list[str] | None = None
+    output_dimension: int | None = None
+    max_tokens: int | None = None
+    truncate: str | None = None
+    normalize: bool | None = None
+    pooling: str | None = None
+
+
+class CohereRoutes:
+    """The handlers."""
+
+    def __init__(self, rules: BodyRules) -> None:
+        """Takes how bodies are read."""
+        limits = replace(rules.limits, objects_each=_OBJECTS_EACH, strings_each=_STRINGS_EACH)
+        self._rules = replace(rules, limits=limits)
+        self._body = BodyDecoder(CohereBody, "texts", self._rules)
+
+    def routes(self) -> list[Route]:
+        """What is answered, and by whom."""
+        return [
+            Route("POST", "/v2/embed", self.embed, DIALECT, body=CohereBody),
+            Route("POST", "/v1/embed", self.embed_v1, DIALECT, body=CohereBody),
+        ]
+
+    async def embed(self, request: Request, call: Call) -> Reply:
+        """One vector for each input, in each of several types."""
+        fields = await self._body.decode(request.body)
+        return await self._embed(request, fields, call, version="2", by_type=True)
+
+    async def embed_v1(self, request: Request, call: Call) -> Reply:
+        """The same; without `embedding_types` the vectors are a list, and not by type."""
+        fields = await self._body.decode(request.body)
+        return await self._embed(request, fields, call, version="1", by_type=bool(fields.embedding_types))
+
+    async def _embed(self, request: Request, fields: CohereBody, call: Call, *, version: str, by_type: bool) -> Reply:
+        texts = _texts_of(fields)
+        types = _types_of(fields.embedding_types)
+        data_types = list(dict.fromkeys(_TYPES[name][0] for name in types))
+        _check_input_type(fields.input_type)
+        pooled = PooledBody(
+            model=fields.model,
+            prompt_name=fields.prompt_name,
+            task=fields.task,
+            input_type=fields.input_type,
+            dimensions=positive("output_dimension", fields.output_dimension) or None,
+            normalize=fields.normalize,
+            pooling=fields.pooling,
+        )
+        call.hold(len(request.body))  # the reply has the texts
+
+        def answer(reply: EncodeReply) -> Iterator[bytes]:
+            yield b'{"id":"%s","embeddings":' % str(uuid.uuid4()).encode()
+            pieces = {name: _pieces(name, reply, data_types) for name in types}
+            yield from _by_type(pieces) if by_type else pieces["float"]
+            yield b',"texts":['
+            for i, text in enumerate(texts):
+                yield b"," + orjson.dumps(text) if i else orjson.dumps(text)
+            tokens = {"input_tokens": sum(len(it.input) for it in reply.sequences)}
+            meta = {"api_version": {"version": version}, "billed_units": tokens, "tokens": tokens}
+            response_type = "embeddings_by_type" if by_type else "embeddings_floats"
+            yield b"]," + orjson.dumps({"meta": meta, "response_type": response_type})[1:]
+
+        try:
+            return await encode(
+                call,
+                pooled,
+                SentInputs("texts" if fields.inputs is None else "inputs", list(texts)),
+                lambda bundle: pooled_output(pooled, bundle, normalize_default=bundle.similarity not in NOT_COSINE),
+                lambda _, reply: joined(answer(reply)),
+                self._rules,
+                growth=_GROWTH,
+                data_types=data_types,
+                cut=(_truncates(fields.truncate, self._rules), positive("max_tokens", fields.max_tokens)),
+            )
+        except RequestError as error:
+            if fields.inputs is not None and isinstance(error.field, FieldPath):
+                error.field = _OF_INPUTS.field(error.field)
+            raise
+
+
+def _texts_of(fields: CohereBody) -> Sequence[str]:
+    """The texts of a request, from whichever field has them.
+
+    Raises:
+        InvalidField: Not exactly one field has inputs, or an input is no text.
+    """
+    if fields.images:
+        raise InvalidField("images", f"must be left out: {_IMAGE}")
+    if fields.inputs is None:
+        if fields.texts is None:
+            raise InvalidField("texts", "must be a list of strings; was null")
+        return fields.texts
+    if fields.texts:
+        raise InvalidField("texts", f"must be left out where inputs is set; was {len(fields.texts)} texts")
+    return [_text_of(f"inputs[{i}]", it) for i, it in enumerate(fields.inputs)]
+
+
+def _text_of(field: str, item: Any) -> str:
+    """The text of one of `inputs`: its contents, a line each."""
+    contents = item.get("content") if isinstance(item, dict) else None
+    if not isinstance(contents, list) or not contents:
+        raise InvalidField(f"{field}.content", 'must be a list of {"type": "text", "text": "…"}')
+    texts = []
+    for i, content in enumerate(contents):
+        at = f"{field}.content[{i}]"
+        kind = content.get("type") if isinstance(content, dict) else None
+        if kind != "text":
+            shown = f"{kind[:64]!r}" if isinstance(kind, str) else "no string"
+            raise InvalidField(f"{at}.type", f"must be 'text', {_IMAGE}; was {shown}")
+        if not isinstance(content.get("text"), str):
+            raise InvalidField(f"{at}.text", "must be a string")
+        texts.append(content["text"])
+    return "\n".join(texts)
+
+
+def _types_of(names: Sequence[str] | None) -> list[str]:
+    """The types that are asked for, each once."""
+    found = [str(choice(f"embedding_types[{i}]", name, _TYPES)) for i, name in enumerate(names or ["float"])]
+    return list(dict.fromkeys(found))
+
+
+def _check_input_type(name: str | None) -> None:
+    """Refuses what Cohere does not know, and images; which of them change anything is the model's."""
+    if name == "image":
+        raise InvalidField("input_type", f"must be one of {', '.join(_INPUT_TYPES)}; was 'image', and {_IMAGE}")
+    choice("input_type", name, _INPUT_TYPES)
+
+
+def _truncates(name: str | None, rules: BodyRules) -> bool:
+    """Whether texts that are too long are cut."""
+    if choice("truncate", name, ("none", "end", "start")) == "start":
+        raise InvalidField("truncate", "must be END or NONE; was START, and this server cuts texts at their end")
+    return rules.truncate if name is None else name.lower() == "end"
+
+
+def _pieces(name: str, reply: EncodeReply, data_types: Sequence[DataType]) -> Iterator[bytes]:
+    """The vectors of all inputs as one type of embedding; a reply has an output for each data type."""
+    data_type, convert = _TYPES[name]
+    place = data_types.index(data_type)
+    rows = convert(np.concatenate([sequence.outputs[place] for sequence in reply.sequences]))  # (inputs, width)
+    if name != "base64":
+        yield from rows_as_json(rows)
+        return
+    for i, row in enumerate(rows):
+        yield b"," if i else b"["
+        yield row_as_json(row, as_base64=True)
+    yield b"]"
+
+
+def _by_type(pieces: Mapping[str, Iterator[bytes]]) -> Iterator[bytes]:
+    """An object of lists of vectors."""
+    for i, (name, its) in enumerate(pieces.items()):
+        yield b'%s"%s":' % (b"," if i else b"{", name.encode())
+        yield from its
+    yield b"}"
+
+
+def _refuse(failure: Failure) -> dict[str, Any]:
+    """An error as Cohere's clients expect it."""
+    return {"id": str(uuid.uuid4()), "message": failure.text}
+
+
+_FIELDS = {Part.OUTPUT_DIMENSIONS: "output_dimension", Part.DATA_TYPE: "embedding_types", Part.TASK: "input_type"}
+_OF_INPUTS = HttpNaming("inputs", _FIELDS)
+DIALECT = Dialect(HttpNaming("texts", _FIELDS), OPENAI.status_of, _refuse)
