@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from typing import Any
 
-import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,10 +13,9 @@ from fake_engine import fake_rows
 from fake_server import D_MODEL, VOCAB_SIZE, FakeServer, StartServer
 from fuzzing import damaged
 from http_calls import connect, get, post
-from open_inference import DTYPES, infer, text_tensor
+from open_inference import DTYPES, LENGTH, arrays_of_rest, infer, text_tensor
 from waiting import until
 
-LENGTH = "Inference-Header-Content-Length"
 PATH = "/v2/models/tiny/infer"
 IDS = np.array([[5, 6, 7], [8, 0, 0]])
 MASK = np.array([[1, 1, 1], [1, 0, 0]])
@@ -65,34 +63,14 @@ def binary(body: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
     return b"".join([head, *parts]), {LENGTH: str(len(head))}
 
 
-def arrays_of(response: httpx.Response) -> dict[str, npt.NDArray[Any]]:
-    """The outputs of an answer by their names."""
-    assert response.status_code == 200, response.text
-    size = int(response.headers.get(LENGTH, len(response.content)))
-    told, at, found = json.loads(response.content[:size]), size, {}
-    for it in told["outputs"]:
-        dtype = DTYPES[it["datatype"]]
-        if "data" in it:
-            assert "parameters" not in it
-            array = np.array(it["data"], dtype)
-        else:
-            end = at + it["parameters"]["binary_data_size"]
-            array, at = np.frombuffer(response.content[at:end], dtype), end
-        found[it["name"]] = array.reshape(it["shape"])
-    assert at == len(response.content)
-    is_binary = LENGTH in response.headers
-    assert response.headers["content-type"] == ("application/octet-stream" if is_binary else "application/json")
-    return found
-
-
 async def ask(server: FakeServer, body: dict[str, Any], path: str = PATH) -> dict[str, npt.NDArray[Any]]:
-    return arrays_of(await post(server, path, body))
+    return arrays_of_rest(await post(server, path, body))
 
 
 async def ask_bytes(server: FakeServer, body: dict[str, Any]) -> dict[str, npt.NDArray[Any]]:
     data, headers = binary(body)
     async with connect(server) as client:
-        return arrays_of(await client.post(PATH, content=data, headers=headers))
+        return arrays_of_rest(await client.post(PATH, content=data, headers=headers))
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -402,7 +380,7 @@ async def test_others_are_answered_while_millions_of_numbers_are_decoded(start_s
         while not running.done():
             assert (await client.get("/v2/health/live")).status_code == 200
             checks += 1
-        assert arrays_of(await running)["lengths"].tolist() == [32] * 250
+        assert arrays_of_rest(await running)["lengths"].tolist() == [32] * 250
     assert checks >= 8
 
 
@@ -497,7 +475,7 @@ async def test_any_body_gets_a_reply_or_the_callers_error(server: FakeServer, se
             response = await client.post(PATH, content=data, headers=headers)
             seen[bool(headers), response.status_code] += 1
             if response.status_code == 200:
-                arrays_of(response)
+                arrays_of_rest(response)
             else:
                 assert response.status_code in (400, 408, 413), (response.text, data)
                 assert set(response.json()) == {"error"}
