@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import tiny_heads
 from fake_server import Failed, make_input
-from open_inference import infer, text_tensor
+from http_calls import post
+from open_inference import arrays_of_rest, infer, text_tensor
 from tiny_bundle import LONGEST, VOCAB_SIZE, expected_rows, inspect_parts, table
 from tiny_heads import (
     BEGIN,
@@ -239,9 +240,19 @@ async def test_a_text_of_nothing_that_counts_has_no_vectors(serve: Serve) -> Non
     assert (list(empty.outputs[0].lengths), empty.outputs[0].data, empty.outputs[0].indices) == ([0], b"", b"")
 
 
+async def assert_same_over_http(server: FakeServer, body: dict[str, Any], want: dict[str, Any]) -> None:
+    """That the same request gives the same tensors over HTTP, in JSON and as bytes."""
+    for as_bytes in (False, True):
+        parameters = {**body.get("parameters", {}), "binary_data_output": as_bytes}
+        got = arrays_of_rest(await post(server, "/v2/models/tiny/infer", body | {"parameters": parameters}))
+        assert list(got) == list(want)
+        for name, array in want.items():
+            np.testing.assert_array_equal(got[name], array, strict=True)
+
+
 async def test_sets_of_vectors_are_padded_in_the_open_inference_protocol(serve: Serve) -> None:
     document = manifest_pb2.TaskSettings(skipped_token_ids=[6, 7])
-    server = await serve(LATE, multi_vector=multi_vector(), document=document)
+    server = await serve(LATE, {"http_port": 0}, multi_vector=multi_vector(), document=document)
     texts = [text(6, 7), text(5, 8, 9)]
     reply = await server.encode(*texts, options=options(MULTI, task=pb.TASK_DOCUMENT))
     outputs = ["multi_vector", "multi_vector_lengths"]
@@ -250,12 +261,18 @@ async def test_sets_of_vectors_are_padded_in_the_open_inference_protocol(serve: 
     for padded, (vectors, _) in zip(got["multi_vector"], sets(reply.outputs[0]), strict=True):
         np.testing.assert_array_equal(padded[: len(vectors)], vectors)
         assert not padded[len(vectors) :].any()
+    body = {
+        "inputs": [{"name": "text", "datatype": "BYTES", "shape": [2], "data": texts}],
+        "outputs": [{"name": name} for name in outputs],
+        "parameters": {"task": "document"},
+    }
+    await assert_same_over_http(server, body, got)
     with pytest.raises(Failed, match="parameters.task: must be 'document'; was 'query'"):
         await infer(server, text=text_tensor(*texts), parameters={"task": "query"})
 
 
 async def test_weights_are_padded_in_the_open_inference_protocol(serve: Serve) -> None:
-    server = await serve({"sparse.onnx": tiny_heads.sparse_file("max")}, sparse=sparse())
+    server = await serve({"sparse.onnx": tiny_heads.sparse_file("max")}, {"http_port": 0}, sparse=sparse())
     ids = [[5, 6, 7], [8, 9, 10]]
     reply = await server.encode(*ids, options=options(SPARSE))
     got = await infer(server, input_ids=np.array(ids))
@@ -270,6 +287,8 @@ async def test_weights_are_padded_in_the_open_inference_protocol(serve: Serve) -
         np.testing.assert_array_equal(got["sparse_weights"][i, : len(weights)], weights[:, 0])
         np.testing.assert_array_equal(got["sparse_indices"][i, : len(weights)], indices)
         assert not got["sparse_weights"][i, len(weights) :].any()
+    inputs = [{"name": "input_ids", "datatype": "INT64", "shape": [2, 3], "data": ids}]
+    await assert_same_over_http(server, {"inputs": inputs}, got)
 
 
 async def test_the_first_token_may_have_no_vector(serve: Serve) -> None:

@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from typing import Any
 
-import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -14,10 +13,9 @@ from fake_engine import fake_rows
 from fake_server import D_MODEL, VOCAB_SIZE, FakeServer, StartServer
 from fuzzing import damaged
 from http_calls import connect, get, post
-from open_inference import DTYPES, infer, text_tensor
+from open_inference import DTYPES, LENGTH, arrays_of_rest, infer, text_tensor
 from waiting import until
 
-LENGTH = "Inference-Header-Content-Length"
 PATH = "/v2/models/tiny/infer"
 IDS = np.array([[5, 6, 7], [8, 0, 0]])
 MASK = np.array([[1, 1, 1], [1, 0, 0]])
@@ -65,34 +63,14 @@ def binary(body: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
     return b"".join([head, *parts]), {LENGTH: str(len(head))}
 
 
-def arrays_of(response: httpx.Response) -> dict[str, npt.NDArray[Any]]:
-    """The outputs of an answer by their names."""
-    assert response.status_code == 200, response.text
-    size = int(response.headers.get(LENGTH, len(response.content)))
-    told, at, found = json.loads(response.content[:size]), size, {}
-    for it in told["outputs"]:
-        dtype = DTYPES[it["datatype"]]
-        if "data" in it:
-            assert "parameters" not in it
-            array = np.array(it["data"], dtype)
-        else:
-            end = at + it["parameters"]["binary_data_size"]
-            array, at = np.frombuffer(response.content[at:end], dtype), end
-        found[it["name"]] = array.reshape(it["shape"])
-    assert at == len(response.content)
-    is_binary = LENGTH in response.headers
-    assert response.headers["content-type"] == ("application/octet-stream" if is_binary else "application/json")
-    return found
-
-
 async def ask(server: FakeServer, body: dict[str, Any], path: str = PATH) -> dict[str, npt.NDArray[Any]]:
-    return arrays_of(await post(server, path, body))
+    return arrays_of_rest(await post(server, path, body))
 
 
 async def ask_bytes(server: FakeServer, body: dict[str, Any]) -> dict[str, npt.NDArray[Any]]:
     data, headers = binary(body)
     async with connect(server) as client:
-        return arrays_of(await client.post(PATH, content=data, headers=headers))
+        return arrays_of_rest(await client.post(PATH, content=data, headers=headers))
 
 
 @pytest.mark.parametrize("nested", [True, False])
@@ -131,6 +109,13 @@ async def test_vectors_go_in(start_server: StartServer) -> None:
     body = request(nested=True, inputs_embeds=vectors, attention_mask=MASK)
     for got in (await ask(server, body), await ask_bytes(server, body)):
         assert got["last_hidden_state"].tobytes() == want["last_hidden_state"].tobytes()
+
+
+async def test_what_is_too_large_for_32_bits_is_refused(start_server: StartServer) -> None:
+    server = await start_server(takes_vectors=True, http_port=0)
+    body = changed(request(inputs_embeds=np.zeros((1, 1, D_MODEL), "<f4")), data=[0, 1, 1e300, 2.5])
+    response = await post(server, PATH, body)
+    assert response.json()["error"].startswith("inputs_embeds[0]: must be finite; was inf in row 0, column 2")
 
 
 async def test_each_output_comes_as_it_is_asked_for(server: FakeServer) -> None:
@@ -244,6 +229,8 @@ def changed(body: dict[str, Any], **fields: Any) -> dict[str, Any]:
 REFUSED: list[tuple[Any, str]] = [
     (b"", "the body is no JSON"),
     (b"[1]", "the body must be a JSON object with inputs: Expected `object`, got `array`"),
+    (b'{"raw": 1, "inputs": ', "the body is no JSON"),
+    (b'{"raw": 1, "id": "\xff", "inputs": []}', "the body is no JSON"),
     (b'{"inputs": [' + b"{}," * 100_000, "the body must hold at most 200 JSON objects"),
     ({}, "the body must be a JSON object with inputs: Object missing required field `inputs`"),
     (b'{"inputs": [' + b'"data": [1],' * 10_000, "inputs: must hold at most 256 sequences (max_request_sequences)"),
@@ -393,7 +380,7 @@ async def test_others_are_answered_while_millions_of_numbers_are_decoded(start_s
         while not running.done():
             assert (await client.get("/v2/health/live")).status_code == 200
             checks += 1
-        assert arrays_of(await running)["lengths"].tolist() == [32] * 250
+        assert arrays_of_rest(await running)["lengths"].tolist() == [32] * 250
     assert checks >= 8
 
 
@@ -405,39 +392,42 @@ async def test_calls_are_counted(server: FakeServer) -> None:
     assert server.sample("encserve_http_requests_total", route=route, status="400") == 1
 
 
-def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
-    """A request whose every field may be anything that JSON allows; often a good one. In JSON or with bytes."""
+def odd(rng: random.Random, good: Any, *others: Any) -> Any:
+    """The good value, and seldom another."""
+    if rng.random() > 0.02:
+        return good
+    return rng.choice([None, [], {}, True, -1, 2**70, 0.5, "", "x", [[1], "a"], *others])
 
-    def odd(good: Any, *others: Any) -> Any:
-        return (
-            rng.choice([None, [], {}, True, -1, 2**70, 0.5, "", "x", [[1], "a"], *others])
-            if rng.random() < 0.03
-            else good
-        )
 
-    rows, columns = rng.choice([0, 1, 2, 5]), rng.choice([0, 1, 3, 40])
+def wild_inputs(rng: random.Random) -> dict[str, Any]:
+    """Arrays by their names, which may go together."""
+    rows, columns = rng.choice([0, 1, 1, 2, 5]), rng.choice([0, 1, 3, 3, 9, 40])
     words = ["hello", "", "brave \x00 new", "🌍" * 9, "world " * 50, '"data": [1]', "\\"]
     inputs: dict[str, Any] = {}
     if rng.random() < 0.5:
         its = text_tensor(*(rng.choice(words) for _ in range(rows)))
         inputs["text"] = its.reshape(-1, 1) if rng.random() < 0.3 else its
-    if rng.random() < 0.6 or not inputs:
+    if rng.random() < 0.1 or not inputs:
         of_int = rng.choice(["<i4", "<i8"])
-        inputs["input_ids"] = np.array([rng.randrange(VOCAB_SIZE + 5) for _ in range(rows * columns)], of_int).reshape(
-            rows, columns
-        )
+        ids = [rng.randrange(VOCAB_SIZE + 5) for _ in range(rows * columns)]
+        inputs["input_ids"] = np.array(ids, of_int).reshape(rows, columns)
         if rng.random() < 0.5:
-            lengths = np.array([rng.randint(0, columns) for _ in range(rows)], int)
+            lengths = np.array([rng.randint(1, max(1, columns)) for _ in range(rows)], int)
             inputs["attention_mask"] = (np.arange(columns) < lengths[:, None]).astype("<i8").reshape(rows, columns)
         if rng.random() < 0.2:
             inputs["token_type_ids"] = np.zeros((rows, columns), of_int)
+    return inputs
+
+
+def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
+    """A request whose every field may be anything that JSON allows; often a good one. In JSON or with bytes."""
     names = ["last_hidden_state", "lengths", "embedding"]
     outputs = [
-        {"name": odd(rng.choice(names)), "parameters": odd({"binary_data": odd(rng.random() < 0.5)})}
+        {"name": odd(rng, rng.choice(names)), "parameters": odd(rng, {"binary_data": odd(rng, rng.random() < 0.5)})}
         for _ in range(rng.choice([0, 0, 1, 2]))
     ]
     parameters = {
-        name: odd(value, 7)
+        name: odd(rng, value, 7)
         for name, value in {
             "truncate": True,
             "datatype": "FP16",
@@ -448,7 +438,9 @@ def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
         }.items()
         if rng.random() < 0.2
     }
-    body = request(nested=rng.random() < 0.5, outputs=outputs or None, parameters=odd(parameters), **inputs)
+    body = request(
+        nested=rng.random() < 0.5, outputs=outputs or None, parameters=odd(rng, parameters), **wild_inputs(rng)
+    )
     headers: dict[str, str] = {}
     if rng.random() < 0.5:
         data, headers = binary(body)
@@ -458,10 +450,14 @@ def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
         head, rest = body, b""
     for it in head["inputs"]:
         for field in it:
-            it[field] = odd(it[field], [2**31, 7], ["a"], "INT64", "text", {"binary_data_size": rng.choice([-1, 3])})
-    data = json.dumps(odd(head)).encode()
+            it[field] = odd(
+                rng, it[field], [2**31, 7], ["a"], "INT64", "text", {"binary_data_size": rng.choice([-1, 3])}
+            )
+    if rng.random() < 0.2:
+        head = {"raw": names} | head
+    data = json.dumps(odd(rng, head)).encode()
     if headers:
-        headers = {LENGTH: str(odd(len(data), 0, len(data) + 1, 10**30)).encode("ascii", "replace").decode()}
+        headers = {LENGTH: str(odd(rng, len(data), 0, len(data) + 1, 10**30)).encode("ascii", "replace").decode()}
     data += rest
     return (damaged(data, rng) if rng.random() < 0.2 else data), headers
 
@@ -479,7 +475,7 @@ async def test_any_body_gets_a_reply_or_the_callers_error(server: FakeServer, se
             response = await client.post(PATH, content=data, headers=headers)
             seen[bool(headers), response.status_code] += 1
             if response.status_code == 200:
-                arrays_of(response)
+                arrays_of_rest(response)
             else:
                 assert response.status_code in (400, 408, 413), (response.text, data)
                 assert set(response.json()) == {"error"}

@@ -1,8 +1,10 @@
 """Requests of the Open Inference Protocol and what is in their answers, for tests of a `FakeServer`."""
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
+import httpx
 import numpy as np
 import numpy.typing as npt
 from fake_server import FakeServer
@@ -10,6 +12,7 @@ from fake_server import FakeServer
 from encserve_server.rpc.open_inference.service import SERVICE_NAME
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
 
+LENGTH = "Inference-Header-Content-Length"
 DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2", "INT8": "i1"}
 _FIELDS = {"BYTES": "bytes_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
 _DATATYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
@@ -62,6 +65,26 @@ def arrays_of(response: pb.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
         it.name: np.frombuffer(data, DTYPES[it.datatype]).reshape(it.shape)
         for it, data in zip(response.outputs, response.raw_output_contents, strict=True)
     }
+
+
+def arrays_of_rest(response: httpx.Response) -> dict[str, npt.NDArray[Any]]:
+    """The outputs of an answer by their names."""
+    assert response.status_code == 200, response.text
+    size = int(response.headers.get(LENGTH, len(response.content)))
+    told, at, found = json.loads(response.content[:size]), size, {}
+    for it in told["outputs"]:
+        dtype = DTYPES[it["datatype"]]
+        if "data" in it:
+            assert "parameters" not in it
+            array = np.array(it["data"], dtype)
+        else:
+            end = at + it["parameters"]["binary_data_size"]
+            array, at = np.frombuffer(response.content[at:end], dtype), end
+        found[it["name"]] = array.reshape(it["shape"])
+    assert at == len(response.content)
+    is_binary = LENGTH in response.headers
+    assert response.headers["content-type"] == ("application/octet-stream" if is_binary else "application/json")
+    return found
 
 
 async def ask(server: FakeServer, method: str, request: Any, response_type: Any) -> Any:

@@ -26,6 +26,7 @@ from encserve_server.types.requests import DataType
 _MODEL, _VERSION = "/v2/models/{name:path}", "/v2/models/{name:path}/versions/{version}"
 _CONFIG_TYPES = {"INT64": "TYPE_INT64", "UINT32": "TYPE_UINT32", "FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
 _DTYPES = {"INT64": "<i8", "UINT32": "<u4", "FP32": "<f4"}
+_WHOLE = (TensorPart.LENGTHS, TensorPart.INDICES)
 _PIECE_NUMBERS = 16_384
 _BINARY = "binary_tensor_data"
 
@@ -190,7 +191,7 @@ def _named(request: Request) -> tuple[str, str]:
 
 def _check_half(infer: InferCall) -> None:
     """Refuses numbers of 16 bits in JSON, which the protocol does not have."""
-    as_json = [it for it in infer.outputs if it not in infer.binary and OUTPUTS[it][1] is not TensorPart.LENGTHS]
+    as_json = [it for it in infer.outputs if it not in infer.binary and OUTPUTS[it][1] not in _WHOLE]
     if as_json and infer.parameters.data_type is DataType.FLOAT16:
         raise InvalidField(
             "parameters.datatype",

@@ -10,7 +10,7 @@ import math
 import re
 import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 import numpy as np
@@ -150,15 +150,12 @@ class JsonData:
         if not self._json and not self._body[self._begin : min(self._begin + 256, self._end)].strip(_EMPTY):
             return []
         try:
-            found = _TEXTS.decode(self._json or b"[0]")
+            found = _decoded(_TEXTS, self._json or b"[0]")
         except msgspec.ValidationError as error:
             place = _PLACE.search(str(error))
             field = f"{name}[{place[1]}]" if place else f"{name}.data"
-            raise InvalidField(
-                field, "must be a string; other bytes than UTF-8 are sent with binary_data_size"
-            ) from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            _refuse_json(error)
+            problem = "must be a string; texts may also be sent as bytes behind the JSON"
+            raise InvalidField(field, problem) from None
         return [it if isinstance(it, str) else it[0] for it in found]
 
     async def _decode_numbers(self, tensor: SentTensor, hold: Callable[[int], None]) -> None:
@@ -202,17 +199,15 @@ class JsonData:
 
 
 def _decode_piece(tensor: SentTensor, piece: bytes, place: int) -> list[Any]:
-    """Some of the numbers of a tensor, of which the first is its so-manieth."""
+    """Some of the numbers of a tensor, from the one at `place` on."""
     try:
-        return _NUMBERS[tensor.datatype].decode(b"[" + piece.translate(_NO_BRACKETS) + b"]")
+        return _decoded(_NUMBERS[tensor.datatype], b"[" + piece.translate(_NO_BRACKETS) + b"]")
     except msgspec.ValidationError as error:
         found = _PLACE.search(str(error))
         at = min(place + int(found[1] if found else 0), math.prod(tensor.shape) - 1)
         where = ", ".join(map(str, np.unravel_index(at, tensor.shape)))
         problem = f"must be {'a number' if tensor.datatype == 'FP32' else 'a whole number'} ({tensor.datatype})"
         raise InvalidField(f"{tensor.name}[{where}]", f"{problem}; {str(error).partition(' - at')[0]}") from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        _refuse_json(error)
 
 
 class InferBodies:
@@ -253,23 +248,44 @@ class InferBodies:
 
     def _decode(self, header: bytes) -> InferBody:
         try:
-            return self._decoder.decode(header)
+            return _decoded(self._decoder, header)
         except msgspec.ValidationError as error:
             if not _is_unknown_field(error):
                 _explain(error)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            _refuse_json(error)
-        unknown = sorted(_OBJECT.decode(header).keys() - _FIELDS)
-        if self._strict:
-            raise UnknownField(unknown[0][:64], f"is not known; there are {', '.join(sorted(_FIELDS))} (strict_http)")
+        try:
+            unknown = sorted(_decoded(_OBJECT, header).keys() - _FIELDS)
+            if self._strict:
+                there = ", ".join(sorted(_FIELDS))
+                raise UnknownField(unknown[0][:64], f"is not known; there are {there} (strict_http)")
+            self._warn(unknown)
+            return _decoded(_ANY_BODY, header)
+        except msgspec.ValidationError as error:
+            _explain(error)
+
+    def _warn(self, unknown: Sequence[str]) -> None:
+        """Logs names that have not been logged, as many as are of use."""
         for name in unknown:
             if name not in self._warned and len(self._warned) < _MOST_WARNED:
                 self._warned.add(name)
                 logger.warning("a field over HTTP is ignored", extra={"field": name[:64], "body": InferBody.__name__})
-        try:
-            return _ANY_BODY.decode(header)
-        except msgspec.ValidationError as error:
-            _explain(error)
+
+
+AnyJson = TypeVar("AnyJson")
+
+
+def _decoded(decoder: msgspec.json.Decoder[AnyJson], json: bytes) -> AnyJson:
+    """What JSON holds.
+
+    Raises:
+        ValidationError: It is not of the decoder's type.
+        MalformedRequest: It is no JSON.
+    """
+    try:
+        return decoder.decode(json)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedRequest("", f"the body is no JSON: {error}") from error
 
 
 def _is_unknown_field(error: msgspec.ValidationError) -> bool:
@@ -427,7 +443,3 @@ def _scalar(field: str, json: msgspec.Raw) -> Any:
     if isinstance(value, int) and not -(2**63) <= value < 2**64:
         raise InvalidField(field, problem)
     return value
-
-
-def _refuse_json(error: Exception) -> NoReturn:
-    raise MalformedRequest("", f"the body is no JSON: {error}") from error
