@@ -139,6 +139,7 @@ class Crowded:
 
     def __init__(self, *, full_runs: Collection[int] = (), full_texts: Collection[int] = ()) -> None:
         self.limits = SimpleNamespace(max_tokens=40, max_response_bytes=2**20)
+        self.max_batch_tokens = 0
         self.full_runs, self.full_texts = full_runs, full_texts
         self.runs = self.texts = 0
         self.costs: list[int] = []

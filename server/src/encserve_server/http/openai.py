@@ -167,7 +167,7 @@ class OpenAiRoutes:
 
     async def embeddings(self, request: Request, call: Call) -> Reply:
         """One vector for each input."""
-        fields = await self._embeddings.decode(request.body)
+        fields = await self._embeddings.decode(request.body, call.hold)
         as_base64 = choice("encoding_format", fields.encoding_format, _FORMATS) == "base64"
         sent = SentInputs("input", fields.input)
         return await encode(

@@ -5,7 +5,9 @@ route does not know, and for what is wrong, to name it.
 """
 
 import array
+import asyncio
 import logging
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +22,7 @@ from encserve_server.errors import EmptyInputs, InvalidField, MalformedRequest, 
 from encserve_server.http.app import Reply
 from encserve_server.http.counting import CountLimits, check_counts
 from encserve_server.http.replies import JSON_GROWTH
-from encserve_server.models.inputs import SentIds
+from encserve_server.models.inputs import SentIds, SentInput
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
 from encserve_server.outputs import SPAN_POOLINGS, OutputSpec
@@ -55,6 +57,10 @@ _WANTED: dict[Any, tuple[type, str]] = {
 }
 # A smaller body is decoded as it is; what is in a larger one is counted first.
 _COUNTED_BYTES = 64 * 1024
+# What an id takes as one of Python's numbers, and its place in a list.
+_ID_BYTES = 36
+# So much of it is decoded before others have a turn.
+_TURN_BYTES = 64 * 1024
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -134,10 +140,11 @@ class BodyDecoder(Generic[AnyBody]):
         self._fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
         self._warned: set[str] = set()
 
-    async def decode(self, body: bytes) -> AnyBody:
-        """The fields of a body.
+    async def decode(self, body: bytes, hold: Callable[[int], None]) -> AnyBody:
+        """The fields of a body; `hold` is called with the bytes that the inputs of a large one take.
 
         Raises:
+            BudgetFull: `hold` has no room for them.
             MalformedRequest: It is no JSON object.
             UnknownField: There is a field that the route does not know, and fields are read strictly.
             InvalidField: A field is not of its type.
@@ -145,21 +152,30 @@ class BodyDecoder(Generic[AnyBody]):
         """
         if len(body) > _COUNTED_BYTES:
             await check_counts(body, self._inputs_field, self._rules.limits)
-            return self._decode_known(body)  # decoded once, whatever fields there are
+        else:
+            try:
+                return self._decoder.decode(body)
+            except msgspec.ValidationError:
+                pass  # a field is not known, or wrong
+            except _NO_JSON as error:
+                raise _no_json(error) from error
+        values = self._known_values(body)
+        sent = values.pop(self._inputs_field, None)
+        known = {name: _decoded(value) for name, value in values.items()}
+        if sent is not None:
+            known[self._inputs_field] = await _decoded_inputs(sent, hold)
         try:
-            return self._decoder.decode(body)
+            return msgspec.convert(known, self._kind)
         except msgspec.ValidationError:
-            return self._decode_known(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _no_json(error) from error
+            self._explain(known)
 
-    def _decode_known(self, body: bytes) -> AnyBody:
-        """The fields that the route knows of a body that the struct does not take as it is."""
+    def _known_values(self, body: bytes) -> dict[str, msgspec.Raw]:
+        """The fields of a body that the route knows, not decoded."""
         try:
             values = _OBJECT.decode(body)
         except msgspec.ValidationError:
             raise MalformedRequest("", f"the body must be a JSON object; was {_shown(_decoded(body))}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except _NO_JSON as error:
             raise _no_json(error) from error
         unknown = sorted(name for name in values.keys() - self._fields.keys() if bytes(values[name]) != b"null")
         if unknown and self._rules.strict:
@@ -167,11 +183,7 @@ class BodyDecoder(Generic[AnyBody]):
                 unknown[0][:_MAX_SHOWN], f"is not known; there are {', '.join(sorted(self._fields))} (strict_http)"
             )
         self._warn(unknown)
-        known = {name: _decoded(value) for name, value in values.items() if name in self._fields}
-        try:
-            return msgspec.convert(known, self._kind)
-        except msgspec.ValidationError:
-            self._explain(known)
+        return {name: value for name, value in values.items() if name in self._fields}
 
     def _warn(self, unknown: Sequence[str]) -> None:
         """Logs names that have not been logged, as many as are of use."""
@@ -215,7 +227,7 @@ class SentInputs:
             return None
         return sum(min(len(it), longest) for it in self.items)
 
-    def decode(self, longest: int) -> list[str | SentIds]:
+    def decode(self, longest: int) -> list[SentInput]:
         """The inputs. Of each no more ids are copied than the model can take, and lists of ids are emptied.
 
         Raises:
@@ -234,7 +246,7 @@ class SentInputs:
                 raise InvalidField(f"{self._field}[{i}]", "must be a string")
         return self.items
 
-    def _decode(self, i: int, it: Any, longest: int) -> str | SentIds:
+    def _decode(self, i: int, it: Any, longest: int) -> SentInput:
         if isinstance(it, str):
             return it
         field = f"{self._field}[{i}]"
@@ -251,6 +263,10 @@ class SentInputs:
 
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MEMBERS = msgspec.json.Decoder(list[msgspec.Raw])
+_INPUT = msgspec.json.Decoder(str | list[int])
+_LIST_OF_INPUTS = re.compile(rb'\[\s*["[]')
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _INPUTS_PROBLEM = "must be a string, a list of token ids, or a list of these"
 _INPUT_PROBLEM = "must be a string or a list of token ids"
 _IDS = np.iinfo(np.int64)
@@ -361,10 +377,8 @@ async def encode(
     model.check_counts(len(sent.items), most_inputs=rules.limits.sequences)
     check(model)
     truncate, max_tokens = cut_of(body, bundle, rules)
-    inputs = sent.decode(bundle.max_sequence_tokens)
-    call.hold(sum(sys.getsizeof(it) if isinstance(it, str) else it.ids.nbytes for it in inputs))
     request = EncodeCall(
-        inputs=inputs,
+        inputs=sent.decode(bundle.max_sequence_tokens),
         outputs=(output(bundle),),
         truncate=truncate,
         max_tokens=max_tokens,
@@ -412,7 +426,49 @@ def _decoded(body: bytes | msgspec.Raw) -> Any:
     """
     try:
         return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except _NO_JSON as error:
+        raise _no_json(error) from error
+
+
+async def _decoded_inputs(sent: msgspec.Raw, hold: Callable[[int], None]) -> Any:
+    """What the field of inputs holds, decoded in turns: all of it at once would hold up others for 0.1 s.
+
+    Raises:
+        BudgetFull: `hold` has no room for it.
+        MalformedRequest: It is no JSON.
+    """
+    if memoryview(sent).nbytes <= _TURN_BYTES:
+        return _decoded_input(sent)
+    if not _LIST_OF_INPUTS.match(memoryview(sent)):
+        its = _decoded_input(sent)
+        hold(_size(its))
+        return its
+    await asyncio.sleep(0)
+    inputs: list[Any] = []
+    turn_bytes = size = 0
+    for member in _MEMBERS.decode(sent):
+        inputs.append(it := _decoded_input(member))
+        size += _size(it)
+        turn_bytes += memoryview(member).nbytes
+        if turn_bytes > _TURN_BYTES:
+            hold(size)
+            await asyncio.sleep(0)
+            turn_bytes = size = 0
+    hold(size)
+    return inputs
+
+
+def _size(it: Any) -> int:
+    """How many bytes a text or a list of ids takes."""
+    return len(it) * _ID_BYTES if isinstance(it, list) else sys.getsizeof(it)
+
+
+def _decoded_input(sent: msgspec.Raw) -> Any:
+    try:
+        return _INPUT.decode(sent)
+    except msgspec.ValidationError:
+        return _decoded(sent)
+    except _NO_JSON as error:
         raise _no_json(error) from error
 
 

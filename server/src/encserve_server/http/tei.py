@@ -87,7 +87,7 @@ class TeiRoutes:
 
     async def embed(self, request: Request, call: Call) -> Reply:
         """One vector for each input."""
-        fields = await self._embed.decode(request.body)
+        fields = await self._embed.decode(request.body, call.hold)
         return await self._encode(
             call,
             fields,
@@ -97,7 +97,7 @@ class TeiRoutes:
 
     async def embed_all(self, request: Request, call: Call) -> Reply:
         """For each input a vector for each of its tokens."""
-        return await self._encode(call, await self._embed_all.decode(request.body), lambda _: _TOKENS, _all_rows)
+        return await self._encode(call, await self._embed_all.decode(request.body, call.hold), lambda _: _TOKENS, _all_rows)
 
     async def _encode(
         self,
@@ -113,7 +113,7 @@ class TeiRoutes:
 
     async def tokenize(self, request: Request, call: Call) -> Reply:
         """The tokens of texts; nothing is computed."""
-        fields = await self._tokenize.decode(request.body)
+        fields = await self._tokenize.decode(request.body, call.hold)
         texts = SentInputs(_INPUTS, fields.inputs).texts()
         model = call.resolve(len(texts), *model_of(fields))
         asked = TokenizeCall(

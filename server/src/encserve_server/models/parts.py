@@ -17,8 +17,9 @@ Done = TypeVar("Done")
 
 # So much text, in characters, or so many ids and inputs are checked and tokenized at a time.
 _PIECE_SIZE, _PIECE_INPUTS = 64 * 1024, 256
-# A part in the queue costs at most this share of what the queue may hold.
-_PARTS_OF_QUEUE = 4
+# A part in the queue costs at most this share of what the queue may hold, and no more than keeps the engine busy: who
+# comes meanwhile waits for what is in the queue.
+_PARTS_OF_QUEUE, _BATCHES_OF_PART = 4, 8
 # How long a part waits for room in the queue, once one before it has been run.
 _ROOM_SECONDS = 30.0
 
@@ -39,7 +40,7 @@ class PartedCall:
     """One call; owned by the event loop.
 
     A piece of the inputs is prepared while a part of the sequences before it is run. The queue holds one part at a
-    time, of at most a quarter of what it may hold, or of one sequence. The first part that finds a queue full fails the
+    time, of at most a quarter of what it may hold and of 8 batches, or of one sequence. The first part that finds a queue full fails the
     call, as any call that is refused at the door; a later one waits, since work has been done.
     """
 
@@ -61,6 +62,8 @@ class PartedCall:
         self._deadline = deadline
         self._span = span
         self._most_cost = model.limits.max_tokens // _PARTS_OF_QUEUE
+        if model.max_batch_tokens:
+            self._most_cost = min(self._most_cost, model.max_batch_tokens * _BATCHES_OF_PART)
         self._reply: EncodeReply | None = None
         self._waiting: list[TokenSequence] = []
         self._running: asyncio.Task[int] | None = None
