@@ -4,7 +4,7 @@ https://huggingface.github.io/text-embeddings-inference
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import orjson
 
@@ -38,27 +38,73 @@ from encserve_server.types.sequences import TokenSequence
 
 _TOKENS = OutputSpec(OutputKind.TOKENS)
 _INPUTS = "inputs"
+_EXAMPLE = {"inputs": ["a cat", "a dog"]}
 
 
 class EmbedBody(PooledBody):
-    """The fields of /embed."""
+    """The fields of /embed.
+
+    Attributes:
+        inputs: A text, the ids of a text, or a list of these; required.
+        truncation_direction: Right, because texts are cut at their end.
+    """
 
     inputs: Inputs | None = None
     truncation_direction: str | None = None
 
 
 class EmbedAllBody(EncodeBody):
-    """The fields of /embed_all."""
+    """The fields of /embed_all.
+
+    Attributes:
+        inputs: A text, the ids of a text, or a list of these; required.
+        truncation_direction: Right, because texts are cut at their end.
+    """
 
     inputs: Inputs | None = None
     truncation_direction: str | None = None
 
 
 class TokenizeBody(Body):
-    """The fields of /tokenize."""
+    """The fields of /tokenize.
+
+    Attributes:
+        inputs: A text, or a list of texts; required.
+        add_special_tokens: With false, special tokens are left out.
+    """
 
     inputs: Inputs | None = None
     add_special_tokens: bool | None = None
+
+
+class Token(TypedDict):
+    """A token of a text.
+
+    Attributes:
+        id: Its id.
+        text: What it stands for in the text, or the vocabulary's string.
+        special: Whether it is a special token.
+        start: Where it begins in the text, in bytes of UTF-8; null for a special token.
+        stop: Where it ends.
+    """
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+class TeiError(TypedDict):
+    """An error as text-embeddings-inference writes it.
+
+    Attributes:
+        error: The field and the problem, with the numbers.
+        error_type: Validation, Empty, Tokenizer, Backend, Overloaded or Unhealthy.
+    """
+
+    error: str
+    error_type: str
 
 
 class TeiRoutes:
@@ -76,11 +122,27 @@ class TeiRoutes:
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
         return [
-            Route("POST", "/", self.embed, DIALECT, body=EmbedBody),
-            Route("POST", "/embed", self.embed, DIALECT, body=EmbedBody),
-            Route("POST", "/embed_all", self.embed_all, DIALECT, body=EmbedAllBody),
-            Route("POST", "/tokenize", self.tokenize, DIALECT, body=TokenizeBody),
-            Route("GET", "/info", self.info, DIALECT),
+            Route("POST", "/", self.embed, DIALECT, body=EmbedBody, reply=list[list[float]], example=_EXAMPLE),
+            Route("POST", "/embed", self.embed, DIALECT, body=EmbedBody, reply=list[list[float]], example=_EXAMPLE),
+            Route(
+                "POST",
+                "/embed_all",
+                self.embed_all,
+                DIALECT,
+                body=EmbedAllBody,
+                reply=list[list[list[float]]],
+                example=_EXAMPLE,
+            ),
+            Route(
+                "POST",
+                "/tokenize",
+                self.tokenize,
+                DIALECT,
+                body=TokenizeBody,
+                reply=list[list[Token]],
+                example=_EXAMPLE,
+            ),
+            Route("GET", "/info", self.info, DIALECT, reply=dict[str, Any]),
             Route("GET", "/health", self.health, DIALECT, is_check=True),
             Route("GET", "/", self.health, DIALECT, is_check=True),
         ]
@@ -178,7 +240,7 @@ def _status_of(status: Status) -> int:
     return status.tei
 
 
-DIALECT = Dialect(HttpNaming(_INPUTS), _status_of, _refuse)
+DIALECT = Dialect(HttpNaming(_INPUTS), _status_of, _refuse, TeiError)
 
 
 def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_special: bool) -> Iterator[dict[str, Any]]:

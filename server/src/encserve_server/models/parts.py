@@ -40,8 +40,8 @@ class PartedCall:
     """One call; owned by the event loop.
 
     A piece of the inputs is prepared while a part of the sequences before it is run. The queue holds one part at a
-    time, of at most a quarter of what it may hold and of 8 batches, or of one sequence. The first part that finds a queue full fails the
-    call, as any call that is refused at the door; a later one waits, since work has been done.
+    time, of at most a quarter of what it may hold and of 8 batches, or of one sequence. The first part that finds a
+    queue full fails the call, as any call that is refused at the door; a later one waits, since work has been done.
     """
 
     def __init__(
