@@ -22,7 +22,7 @@ scalars = st.none() | st.booleans() | numbers | words
 wild = st.recursive(
     scalars, lambda its: st.lists(its, max_size=3) | st.dictionaries(words, its, max_size=3), max_leaves=5
 )
-ids = st.lists(st.integers(0, 999), min_size=1, max_size=40)
+ids = st.lists(st.integers(0, 999), min_size=1, max_size=40) | st.just([1, 4, 2])
 inputs = words | ids | st.lists(words | ids | wild, max_size=4)
 fields: dict[str, st.SearchStrategy[Any]] = {
     "model": st.sampled_from(["", "tiny", "tiny@1", "tiny@", "@2", "nobody"]),
@@ -34,6 +34,9 @@ fields: dict[str, st.SearchStrategy[Any]] = {
     "prompt_name": st.sampled_from(["", "query", "nobody"]),
     "task": st.sampled_from(["query", "document", "rank"]),
     "truncate": st.booleans(),
+    "truncate_prompt_tokens": st.integers(-2, 34),
+    "input_type": st.sampled_from(["query", "search_document", "classification", ""]),
+    "nobody": wild,
     "truncation_direction": st.sampled_from(["Right", "left"]),
     "add_special_tokens": st.booleans(),
 }
@@ -47,6 +50,9 @@ def requests(draw: st.DrawFn) -> tuple[str, bytes]:
         return path, draw(st.binary(max_size=40))
     body: Any = draw(wild) if draw(st.integers(0, 9)) == 0 else {ROUTES[path]: draw(inputs)}
     if isinstance(body, dict):
+        if draw(st.integers(0, 5)) == 0:  # so long that it is counted, and decoded in turns
+            body["pad"] = " " * 70_000
+            body[ROUTES[path]] = draw(st.lists(words | ids | wild, max_size=3)) * 300
         for name in draw(st.lists(st.sampled_from(sorted(fields)), max_size=2)):
             body[name] = draw(wild if draw(st.integers(0, 3)) == 0 else fields[name])
     data = json.dumps(body).encode()
@@ -65,6 +71,14 @@ async def ask(client: httpx.AsyncClient, path: str, body: bytes) -> tuple[int, A
 
     response = await client.post(path, content=parts())
     return response.status_code, response.json()
+
+
+async def check_paths(client: httpx.AsyncClient) -> None:
+    """Names of models that callers make up."""
+    for name in ("tiny", "tiny@1", "%00", "%ff", "a/b", "%2F", "..%2f..%2fetc", "{id:path}", "x" * 7000, "@", "tiny@"):
+        response = await client.get(f"/v1/models/{name}")
+        assert response.status_code in (200, 404), name
+        assert len(response.content) < 1000
 
 
 def check_refusal(path: str, status: int, told: Any) -> None:
@@ -98,6 +112,7 @@ def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, examples: in
                 check_refusal(path, status, told)
 
         fuzz()
+        runner.run(check_paths(client))
         assert server.sample("encserve_in_flight_requests") == 0
         assert server.sample("encserve_queue_tokens", model="tiny", version="2") == 0
         assert runner.run(ask(client, "/embed", b'{"inputs": "hello"}'))[0] == 200

@@ -103,7 +103,9 @@ class Settings:
         "bursts that could have been served.",
         minimum=1,
     )
-    max_request_sequences: int = _setting(256, "Most inputs of one request.", minimum=1)
+    max_request_sequences: int = _setting(
+        256, "Most inputs of one request; over HTTP, see --max-http-inputs.", minimum=1
+    )
     max_http_inputs: int = _setting(
         2048,
         "Most inputs of one request over HTTP, on the routes of OpenAI, text-embeddings-inference and Cohere. They are "
@@ -276,7 +278,9 @@ class Settings:
         for its in self.served_model_name:
             alias, _, name = its.partition("=")
             if not alias or not name or "@" in alias or alias in seen:
-                raise ValueError(f"served_model_name must be ALIAS=NAME, with an alias of its own, without @; was {its!r}")
+                raise ValueError(
+                    f"served_model_name must be ALIAS=NAME, with an alias of its own, without @; was {its!r}"
+                )
             seen.add(alias)
         for origin in self.cors_allow_origin:
             if origin != "*" and not re.fullmatch(r"[\w.+-]+://[^/\s]+", origin):

@@ -244,7 +244,7 @@ def _has_around(ids: Any, before: Sequence[int], behind: Sequence[int]) -> bool:
     return (
         not isinstance(ids, list)
         or not ids
-        or ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind)
+        or (ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind))
     )
 
 

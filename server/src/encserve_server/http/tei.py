@@ -159,7 +159,9 @@ class TeiRoutes:
 
     async def embed_all(self, request: Request, call: Call) -> Reply:
         """For each input a vector for each of its tokens."""
-        return await self._encode(call, await self._embed_all.decode(request.body, call.hold), lambda _: _TOKENS, _all_rows)
+        return await self._encode(
+            call, await self._embed_all.decode(request.body, call.hold), lambda _: _TOKENS, _all_rows
+        )
 
     async def _encode(
         self,
