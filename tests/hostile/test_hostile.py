@@ -128,7 +128,11 @@ def test_thousands_of_long_texts(tmp_path: Path) -> None:
 
 def test_bodies_of_the_largest_size(tmp_path: Path) -> None:
     """Of escapes, ids, and texts of wide characters. The control is as many callers with bodies of 1 MiB."""
-    texts = [b'"%s"' % (rb"\u00e9" * 2700), b'"%s"' % ("a" * 16_000 + "\U0001f30d").encode(), b"[%s]" % (b"63," * 511 + b"63")]
+    texts = [
+        b'"%s"' % (rb"\u00e9" * 2700),
+        b'"%s"' % ("a" * 16_000 + "\U0001f30d").encode(),
+        b"[%s]" % (b"63," * 511 + b"63"),
+    ]
     bodies = [b'{"pooling": "mean", "priority": 1, "inputs": [' + b",".join([it] * 2048) + b"]}" for it in texts]
     requests = [head("/embed", f"content-length: {len(body)}") + body for body in bodies]
     write_words(tmp_path)

@@ -37,7 +37,7 @@ scalars = st.none() | st.booleans() | numbers | words
 wild = st.recursive(
     scalars, lambda its: st.lists(its, max_size=3) | st.dictionaries(words, its, max_size=3), max_leaves=5
 )
-ids = st.lists(st.integers(0, 49), min_size=1, max_size=80)
+ids = st.lists(st.integers(0, 49), min_size=1, max_size=80) | st.just([1, 4, 2])
 inputs = words | ids | st.lists(words | ids | wild, max_size=4)
 sentences = st.fixed_dictionaries({"source_sentence": words | wild, "sentences": st.lists(words, max_size=4) | wild})
 fields: dict[str, st.SearchStrategy[Any]] = {
@@ -58,6 +58,7 @@ fields: dict[str, st.SearchStrategy[Any]] = {
         st.sampled_from(["truncate", "truncation_direction", "prompt_name", "other"]), st.booleans() | words, max_size=2
     ),
     "truncate": st.booleans(),
+    "nobody": wild,
     "truncation_direction": st.sampled_from(["Right", "left"]),
     "add_special_tokens": st.booleans(),
 }
@@ -73,6 +74,9 @@ def requests(draw: st.DrawFn, paths: Sequence[str]) -> tuple[str, bytes]:
     its = sentences if is_pair else inputs
     body: Any = draw(wild) if draw(st.integers(0, 9)) == 0 else {ROUTES[path]: draw(its)}
     if isinstance(body, dict):
+        if draw(st.integers(0, 19)) == 0:  # so long that it is counted, and decoded in turns
+            body["pad"] = " " * 70_000
+            body[ROUTES[path]] = draw(st.lists(words | ids | wild, max_size=3)) * 300
         for name in draw(st.lists(st.sampled_from(sorted(fields)), max_size=2)):
             body[name] = draw(wild if draw(st.integers(0, 3)) == 0 else fields[name])
     data = json.dumps(body).encode()
@@ -91,6 +95,14 @@ async def ask(client: httpx.AsyncClient, path: str, body: bytes) -> tuple[int, A
 
     response = await client.post(path, content=parts())
     return response.status_code, response.json()
+
+
+async def check_paths(client: httpx.AsyncClient) -> None:
+    """Names of models that callers make up."""
+    for name in ("tiny", "tiny@1", "%00", "%ff", "a/b", "%2F", "..%2f..%2fetc", "{id:path}", "x" * 7000, "@", "tiny@"):
+        response = await client.get(f"/v1/models/{name}")
+        assert response.status_code in (200, 404), name
+        assert len(response.content) < 1000
 
 
 def check_refusal(path: str, status: int, told: Any) -> None:
@@ -134,6 +146,7 @@ def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, paths: Seque
                 check_refusal(path, status, told)
 
         fuzz()
+        runner.run(check_paths(client))
         assert server.sample("encserve_in_flight_requests") == 0
         assert server.sample("encserve_queue_tokens", model="tiny", version="1") == 0
         assert runner.run(ask(client, "/embed", b'{"inputs": "hello"}'))[0] == 200

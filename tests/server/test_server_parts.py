@@ -17,13 +17,13 @@ from click.testing import CliRunner
 from fake_server import LONGEST, write_tokenizer
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, pre_tokenizers
+from tokenizers import Regex, Tokenizer, pre_tokenizers, processors
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server import errors
 from encserve_server.__main__ import main
 from encserve_server.error_table import ERROR_TABLE, Failure, to_failure
-from encserve_server.errors import BundleError, EncserveError, InvalidField, PlainNaming, QueueFull
+from encserve_server.errors import BundleError, EncserveError, FieldPath, InvalidField, Part, PlainNaming, QueueFull
 from encserve_server.models.inputs import InputChecker, LengthLimit
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.repository import loading
@@ -32,6 +32,7 @@ from encserve_server.settings import MIB, Settings
 from encserve_server.system import cpus
 from encserve_server.telemetry import logs
 from encserve_server.types.bundles import TextTemplate
+from encserve_server.types.requests import Task
 from encserve_server.types.sequences import TokenSequence
 
 
@@ -91,7 +92,16 @@ def test_only_a_refusal_that_may_pass_says_when_to_try_again() -> None:
         ({"grpc_port": 9464}, "grpc_port and metrics_port must differ; both were 9464"),
         ({"precision": "bfloat16"}, "precision bfloat16 needs engine openvino"),
         ({"engine": "openvino", "device": "cuda"}, "device cuda needs engine onnxruntime"),
-        ({"max_in_flight_mib": 67}, r"max_in_flight_mib must be >= 68, max_request_mib \+ max_response_mib; was 67"),
+        ({"max_in_flight_mib": 67}, r"max_in_flight_mib must be >= 68, max_response_mib \+ max_request_mib; was 67"),
+        (
+            {"max_in_flight_mib": 95, "http_port": 0},
+            r"max_in_flight_mib must be >= 96, .* max_http_request_mib; was 95",
+        ),
+        ({"served_model_name": ("a",)}, "served_model_name must be ALIAS=NAME, .*; was 'a'"),
+        ({"served_model_name": ("a@1=b",)}, "was 'a@1=b'"),
+        ({"served_model_name": ("a=b", "a=c")}, "was 'a=c'"),
+        ({"cors_allow_origin": ("example.org",)}, "cors_allow_origin must be SCHEME://HOST, .*; was 'example.org'"),
+        ({"cors_allow_origin": ("https://example.org/",)}, "was 'https://example.org/'"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_bounds(value: dict[str, object], problem: str) -> None:
@@ -251,6 +261,36 @@ def test_special_tokens_in_a_text_are_split_where_the_bundle_says_so(tmp_path: P
         for split in (False, True)
     ]
     assert [it.input.tolist() for (it,) in found if isinstance(it, TokenSequence)] == [[1, 2, 2], [1, 3, 3, 3, 2]]
+
+
+@pytest.mark.parametrize("around", ["[CLS] $A [SEP]", "$A [SEP]", "[CLS] $A", "$A", None])
+@pytest.mark.parametrize("unknown", ["[UNK]", "none"])
+def test_what_a_tokenizer_puts_around_a_text_is_known(tmp_path: Path, around: str | None, unknown: str) -> None:
+    """Also of one that knows nothing but its own words."""
+    path = write_tokenizer(tmp_path / "tokenizer.json", unknown)
+    changed = Tokenizer.from_file(str(path))
+    special = [("[CLS]", 1), ("[SEP]", 2)]
+    if around:
+        changed.post_processor = processors.TemplateProcessing(single=around, special_tokens=special)
+    else:
+        changed.post_processor = processors.Sequence([])
+    changed.save(str(path))
+    with ThreadPoolExecutor(1) as pool:
+        before, behind = TextTokenizer(path, pool, 2**20).special_around
+    assert before == ((1,) if "[CLS]" in (around or "") else ())
+    assert behind == ((2,) if "[SEP]" in (around or "") else ())
+
+
+def test_an_error_of_a_part_is_about_the_inputs_of_the_whole() -> None:
+    error = InvalidField(
+        FieldPath(Part.TEXT, 3),
+        "{output} of {others}, at {task}",
+        output=FieldPath(Part.OUTPUT_DIMENSIONS, 1),
+        others=(FieldPath(Part.INPUT, 0), FieldPath(Part.IDS, 4, 2)),
+        task=Task.QUERY,
+    )
+    error.move(100)
+    assert error.text(PlainNaming()) == "text 103: output_dimensions 1 of input 100, ids 104, place 2, at query"
 
 
 async def test_whoever_else_runs_python_goes_on_while_a_long_text_is_tokenized(tokenizer: TextTokenizer) -> None:

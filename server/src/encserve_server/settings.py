@@ -103,7 +103,9 @@ class Settings:
         "bursts that could have been served.",
         minimum=1,
     )
-    max_request_sequences: int = _setting(256, "Most inputs of one request.", minimum=1)
+    max_request_sequences: int = _setting(
+        256, "Most inputs of one request; over HTTP, see --max-http-inputs.", minimum=1
+    )
     max_http_inputs: int = _setting(
         2048,
         "Most inputs of one request over HTTP, on the routes of OpenAI, text-embeddings-inference and Cohere. They are "
@@ -262,11 +264,11 @@ class Settings:
         if self.device == "cuda" and self.engine == "openvino":
             raise ValueError("device cuda needs engine onnxruntime; openvino runs on the CPU only")
         if self.max_in_flight_mib is not None and self.max_in_flight_mib < self._least_in_flight_mib:
-            of_http = "" if self.http_port is None else ", or max_http_request_mib where that is more"
-            raise ValueError(
-                f"max_in_flight_mib must be >= {self._least_in_flight_mib}, max_response_mib + max_request_mib{of_http}; "
-                f"was {self.max_in_flight_mib}"
+            request = (
+                "max_request_mib" if self.http_port is None else "the larger of max_request_mib, max_http_request_mib"
             )
+            least = f"{self._least_in_flight_mib}, max_response_mib + {request}"
+            raise ValueError(f"max_in_flight_mib must be >= {least}; was {self.max_in_flight_mib}")
         self._check_trace_endpoint()
         self._check_names()
         if not self.host:
@@ -278,7 +280,7 @@ class Settings:
         for its in self.served_model_name:
             alias, _, name = its.partition("=")
             if not alias or not name or "@" in alias or alias in seen:
-                raise ValueError(f"served_model_name must be ALIAS=NAME, with an alias of its own, without @; was {its!r}")
+                raise ValueError(f"served_model_name must be ALIAS=NAME, each alias once and without @; was {its!r}")
             seen.add(alias)
         for origin in self.cors_allow_origin:
             if origin != "*" and not re.fullmatch(r"[\w.+-]+://[^/\s]+", origin):

@@ -83,12 +83,12 @@ class CohereRoutes:
 
     async def embed(self, request: Request, call: Call) -> Reply:
         """One vector for each input, in each of several types."""
-        fields = await self._body.decode(request.body)
+        fields = await self._body.decode(request.body, call.hold)
         return await self._embed(request, fields, call, version="2", by_type=True)
 
     async def embed_v1(self, request: Request, call: Call) -> Reply:
         """The same; without `embedding_types` the vectors are a list, and not by type."""
-        fields = await self._body.decode(request.body)
+        fields = await self._body.decode(request.body, call.hold)
         return await self._embed(request, fields, call, version="1", by_type=bool(fields.embedding_types))
 
     async def _embed(self, request: Request, fields: CohereBody, call: Call, *, version: str, by_type: bool) -> Reply:

@@ -168,7 +168,7 @@ class OpenAiRoutes:
 
     async def embeddings(self, request: Request, call: Call) -> Reply:
         """One vector for each input."""
-        fields = await self._embeddings.decode(request.body)
+        fields = await self._embeddings.decode(request.body, call.hold)
         as_base64 = choice("encoding_format", fields.encoding_format, _FORMATS) == "base64"
         sent = SentInputs("input", fields.input)
         return await encode(
@@ -246,7 +246,7 @@ def _has_around(ids: Any, before: Sequence[int], behind: Sequence[int]) -> bool:
     return (
         not isinstance(ids, list)
         or not ids
-        or ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind)
+        or (ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind))
     )
 
 

@@ -1,4 +1,4 @@
-"""What the HTTP port answers, for programs and for people: `/openapi.json` (OpenAPI 3.1) and a page made of it, `/docs`.
+"""What the HTTP port answers: `/openapi.json` (OpenAPI 3.1) for programs, and `/docs`, a page of it, for people.
 
 Both are made once, at the start, of the routes themselves: of the structs of their bodies, the types of their replies,
 the docstrings of all these, and the table of errors.
@@ -181,9 +181,7 @@ def page_of(document: Mapping[str, Any]) -> str:
         f"<p>{escape(document['info']['description'])} The same for programs: <a href=/openapi.json>/openapi.json</a>."
     ]
     schemas = document["components"]["schemas"]
-    operations = [
-        (path, method, it) for path, methods in document["paths"].items() for method, it in methods.items()
-    ]
+    operations = [(path, method, it) for path, methods in document["paths"].items() for method, it in methods.items()]
     parts.append("<ul>")
     for path, method, it in operations:
         name = f"{method.upper()} {path}"

@@ -68,7 +68,7 @@ class PoolingRoutes:
 
     async def pooling(self, request: Request, call: Call) -> Reply:
         """For each input a vector of each token, or one vector."""
-        fields = await self._pooling.decode(request.body)
+        fields = await self._pooling.decode(request.body, call.hold)
         task = choice("task", fields.task, _TASKS)
         as_base64 = choice("encoding_format", fields.encoding_format, _FORMATS) == "base64"
         for name, choices in _ONE_CHOICE.items():

@@ -5,7 +5,9 @@ route does not know, and for what is wrong, to name it.
 """
 
 import array
+import asyncio
 import logging
+import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from encserve_server.http import kinds
 from encserve_server.http.app import Reply
 from encserve_server.http.counting import CountLimits, check_counts
 from encserve_server.http.replies import JSON_GROWTH
-from encserve_server.models.inputs import SentIds
+from encserve_server.models.inputs import SentIds, SentInput
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
 from encserve_server.outputs import SPAN_POOLINGS, OutputSpec
@@ -58,6 +60,10 @@ _WANTED: dict[Any, tuple[type, str]] = {
 }
 # A smaller body is decoded as it is; what is in a larger one is counted first.
 _COUNTED_BYTES = 64 * 1024
+# What an id takes as one of Python's numbers, and its place in a list.
+_ID_BYTES = 36
+# So much of it is decoded before others have a turn.
+_TURN_BYTES = 64 * 1024
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -136,10 +142,11 @@ class BodyDecoder(Generic[AnyBody]):
         self._decoder = msgspec.json.Decoder(kind)
         self._warned: set[str] = set()
 
-    async def decode(self, body: bytes) -> AnyBody:
-        """The fields of a body.
+    async def decode(self, body: bytes, hold: Callable[[int], None]) -> AnyBody:
+        """The fields of a body; `hold` is called with the bytes that the inputs of a large one take.
 
         Raises:
+            BudgetFull: `hold` has no room for them.
             MalformedRequest: It is no JSON object.
             UnknownField: There is a field that the route does not know, and fields are read strictly.
             InvalidField: A field is not of its type.
@@ -147,28 +154,35 @@ class BodyDecoder(Generic[AnyBody]):
         """
         if len(body) > _COUNTED_BYTES:
             await check_counts(body, self._inputs_field, self._rules.limits)
-            return self._decode_known(body)  # decoded once, whatever fields there are
-        try:
-            return self._decoder.decode(body)
-        except msgspec.ValidationError:
-            return self._decode_known(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _no_json(error) from error
-
-    def _decode_known(self, body: bytes) -> AnyBody:
-        """The fields that the route knows of a body that the struct does not take as it is."""
-        try:
-            values = _OBJECT.decode(body)
-        except msgspec.ValidationError:
-            raise MalformedRequest("", f"the body must be a JSON object; was {_shown(_decoded(body))}") from None
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise _no_json(error) from error
-        known = self._known(values, self._kind)
+        else:
+            try:
+                return self._decoder.decode(body)
+            except msgspec.ValidationError:
+                pass  # a field is not known, or wrong
+            except _NO_JSON as error:
+                raise _no_json(error) from error
+        values = self._values(body)
+        sent = values.pop(self._inputs_field, None)
+        fields = _fields(self._kind)
+        decoded = {name: _decoded(value) if name in fields else value for name, value in values.items()}
+        if sent is not None:
+            decoded[self._inputs_field] = await _decoded_inputs(sent, hold)
+        known = self._known(decoded, self._kind)
         try:
             return msgspec.convert(known, self._kind)
         except msgspec.ValidationError:
             self._explain(known, self._kind)
         raise MalformedRequest("", "the body is not as docs/http.md has it")
+
+    def _values(self, body: bytes) -> dict[str, msgspec.Raw]:
+        """The fields of a body, not decoded."""
+        try:
+            values = _OBJECT.decode(body)
+        except msgspec.ValidationError:
+            raise MalformedRequest("", f"the body must be a JSON object; was {_shown(_decoded(body))}") from None
+        except _NO_JSON as error:
+            raise _no_json(error) from error
+        return values
 
     def _known(self, values: Mapping[str, Any], kind: type[msgspec.Struct], at: str = "") -> dict[str, Any]:
         """The fields of an object that its struct has; of the objects in it the same."""
@@ -176,14 +190,13 @@ class BodyDecoder(Generic[AnyBody]):
         unknown = sorted(name for name in values.keys() - fields.keys() if not _is_null(values[name]))
         if unknown and self._rules.strict:
             raise UnknownField(
-                f"{at}{unknown[0][:64]}", f"is not known; there are {', '.join(sorted(fields))} (strict_http)"
+                f"{at}{unknown[0][:_MAX_SHOWN]}", f"is not known; there are {', '.join(sorted(fields))} (strict_http)"
             )
         self._warn([f"{at}{name}" for name in unknown])
-        known = {}
-        for name, value in values.items():
-            if name in fields:
-                decoded, part = _decoded(value) if isinstance(value, msgspec.Raw) else value, _struct_of(fields[name])
-                known[name] = self._known(decoded, part, f"{at}{name}.") if part and type(decoded) is dict else decoded
+        known = {name: value for name, value in values.items() if name in fields}
+        for name, value in known.items():
+            if type(value) is dict and (part := _struct_of(fields[name])):
+                known[name] = self._known(value, part, f"{at}{name}.")
         return known
 
     def _warn(self, unknown: Sequence[str]) -> None:
@@ -237,7 +250,7 @@ class SentInputs:
             return None
         return sum(min(len(it), longest) for it in self.items)
 
-    def decode(self, longest: int) -> list[str | SentIds]:
+    def decode(self, longest: int) -> list[SentInput]:
         """The inputs. Of each no more ids are copied than the model can take, and lists of ids are emptied.
 
         Raises:
@@ -254,7 +267,7 @@ class SentInputs:
         _check_strings(self._field, self.items)
         return self.items
 
-    def _decode(self, i: int, it: Any, longest: int) -> str | SentIds:
+    def _decode(self, i: int, it: Any, longest: int) -> SentInput:
         if isinstance(it, str):
             return it
         field = f"{self._field}[{i}]"
@@ -271,6 +284,10 @@ class SentInputs:
 
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_MEMBERS = msgspec.json.Decoder(list[msgspec.Raw])
+_INPUT = msgspec.json.Decoder(str | list[int])
+_LIST_OF_INPUTS = re.compile(rb'\[\s*["[]')
+_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _INPUTS_PROBLEM = "must be a string, a list of token ids, or a list of these"
 _INPUT_PROBLEM = "must be a string or a list of token ids"
 _IDS = np.iinfo(np.int64)
@@ -424,10 +441,8 @@ async def encode(
     check(model)
     truncate, max_tokens = cut_of(body, bundle, rules) if cut is None else cut
     wanted = output(bundle)
-    inputs = sent.decode(bundle.max_sequence_tokens)
-    call.hold(sum(sys.getsizeof(it) if isinstance(it, str) else it.ids.nbytes for it in inputs))
     request = EncodeCall(
-        inputs=inputs,
+        inputs=sent.decode(bundle.max_sequence_tokens),
         outputs=tuple(wanted._replace(data_type=it) for it in data_types),
         truncate=truncate and not from_left,
         max_tokens=max_tokens,
@@ -483,7 +498,49 @@ def _decoded(body: bytes | msgspec.Raw) -> Any:
     """
     try:
         return msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except _NO_JSON as error:
+        raise _no_json(error) from error
+
+
+async def _decoded_inputs(sent: msgspec.Raw, hold: Callable[[int], None]) -> Any:
+    """What the field of inputs holds, decoded in turns: all of it at once would hold up others for 0.1 s.
+
+    Raises:
+        BudgetFull: `hold` has no room for it.
+        MalformedRequest: It is no JSON.
+    """
+    if memoryview(sent).nbytes <= _TURN_BYTES:
+        return _decoded_input(sent)
+    if not _LIST_OF_INPUTS.match(memoryview(sent)):
+        its = _decoded_input(sent)
+        hold(_size(its))
+        return its
+    await asyncio.sleep(0)
+    inputs: list[Any] = []
+    turn_bytes = size = 0
+    for member in _MEMBERS.decode(sent):
+        inputs.append(it := _decoded_input(member))
+        size += _size(it)
+        turn_bytes += memoryview(member).nbytes
+        if turn_bytes > _TURN_BYTES:
+            hold(size)
+            await asyncio.sleep(0)
+            turn_bytes = size = 0
+    hold(size)
+    return inputs
+
+
+def _size(it: Any) -> int:
+    """How many bytes a text or a list of ids takes."""
+    return len(it) * _ID_BYTES if isinstance(it, list) else sys.getsizeof(it)
+
+
+def _decoded_input(sent: msgspec.Raw) -> Any:
+    try:
+        return _INPUT.decode(sent)
+    except msgspec.ValidationError:
+        return _decoded(sent)
+    except _NO_JSON as error:
         raise _no_json(error) from error
 
 

@@ -5,7 +5,7 @@ https://huggingface.github.io/text-embeddings-inference
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import msgspec
 import numpy as np
@@ -51,17 +51,28 @@ from encserve_server.types.sequences import TokenSequence
 _TOKENS = OutputSpec(OutputKind.TOKENS)
 _INPUTS = "inputs"
 _DIRECTIONS = ("right", "left")
+_EXAMPLE = {"inputs": ["a cat", "a dog"]}
 
 
 class EmbedBody(PooledBody):
-    """The fields of /embed."""
+    """The fields of /embed.
+
+    Attributes:
+        inputs: A text, the ids of a text, or a list of these; required.
+        truncation_direction: Right, because texts are cut at their end.
+    """
 
     inputs: Inputs | None = None
     truncation_direction: str | None = None
 
 
 class EmbedAllBody(EncodeBody):
-    """The fields of /embed_all."""
+    """The fields of /embed_all.
+
+    Attributes:
+        inputs: A text, the ids of a text, or a list of these; required.
+        truncation_direction: Right, because texts are cut at their end.
+    """
 
     inputs: Inputs | None = None
     truncation_direction: str | None = None
@@ -105,10 +116,57 @@ class RootBody(EmbedBody):
 
 
 class TokenizeBody(Body):
-    """The fields of /tokenize."""
+    """The fields of /tokenize.
+
+    Attributes:
+        inputs: A text, or a list of texts; required.
+        add_special_tokens: With false, special tokens are left out.
+    """
 
     inputs: Inputs | None = None
     add_special_tokens: bool | None = None
+
+
+class SparseWeight(TypedDict):
+    """One weight of an input.
+
+    Attributes:
+        index: Its place in the vocabulary.
+        value: The weight.
+    """
+
+    index: int
+    value: float
+
+
+class Token(TypedDict):
+    """A token of a text.
+
+    Attributes:
+        id: Its id.
+        text: What it stands for in the text, or the vocabulary's string.
+        special: Whether it is a special token.
+        start: Where it begins in the text, in bytes of UTF-8; null for a special token.
+        stop: Where it ends.
+    """
+
+    id: int
+    text: str
+    special: bool
+    start: int | None
+    stop: int | None
+
+
+class TeiError(TypedDict):
+    """An error as text-embeddings-inference writes it.
+
+    Attributes:
+        error: The field and the problem, with the numbers.
+        error_type: Validation, Empty, Tokenizer, Backend, Overloaded or Unhealthy.
+    """
+
+    error: str
+    error_type: str
 
 
 class TeiRoutes:
@@ -132,13 +190,45 @@ class TeiRoutes:
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
         return [
-            Route("POST", "/", self.root, DIALECT, body=RootBody),
-            Route("POST", "/embed", self.embed, DIALECT, body=EmbedBody),
-            Route("POST", "/embed_all", self.embed_all, DIALECT, body=EmbedAllBody),
-            Route("POST", "/embed_sparse", self.embed_sparse, DIALECT, body=EmbedSparseBody),
-            Route("POST", "/similarity", self.similarity, DIALECT, body=SimilarityBody),
-            Route("POST", "/tokenize", self.tokenize, DIALECT, body=TokenizeBody),
-            Route("GET", "/info", self.info, DIALECT),
+            Route("POST", "/", self.root, DIALECT, body=RootBody, reply=list[list[float]], example=_EXAMPLE),
+            Route("POST", "/embed", self.embed, DIALECT, body=EmbedBody, reply=list[list[float]], example=_EXAMPLE),
+            Route(
+                "POST",
+                "/embed_all",
+                self.embed_all,
+                DIALECT,
+                body=EmbedAllBody,
+                reply=list[list[list[float]]],
+                example=_EXAMPLE,
+            ),
+            Route(
+                "POST",
+                "/embed_sparse",
+                self.embed_sparse,
+                DIALECT,
+                body=EmbedSparseBody,
+                reply=list[list[SparseWeight]],
+                example=_EXAMPLE,
+            ),
+            Route(
+                "POST",
+                "/similarity",
+                self.similarity,
+                DIALECT,
+                body=SimilarityBody,
+                reply=list[float],
+                example={"inputs": {"source_sentence": "a cat", "sentences": ["a kitten", "a car"]}},
+            ),
+            Route(
+                "POST",
+                "/tokenize",
+                self.tokenize,
+                DIALECT,
+                body=TokenizeBody,
+                reply=list[list[Token]],
+                example=_EXAMPLE,
+            ),
+            Route("GET", "/info", self.info, DIALECT, reply=dict[str, Any]),
             Route("GET", "/health", self.health, DIALECT, is_check=True),
             Route("GET", "/ping", self.health, DIALECT, is_check=True),
             Route("GET", "/", self.health, DIALECT, is_check=True),
@@ -146,22 +236,24 @@ class TeiRoutes:
 
     async def root(self, request: Request, call: Call) -> Reply:
         """What huggingface_hub's client sends to the address of a server, whatever its task."""
-        fields = await self._root.decode(request.body)
+        fields = await self._root.decode(request.body, call.hold)
         if isinstance(fields.inputs, SimilarityInputs):
             return await self._compare(call, fields, fields.inputs, fields.parameters, fields.truncation_direction)
         return await self._embed_inputs(call, fields)
 
     async def embed(self, request: Request, call: Call) -> Reply:
         """One vector for each input."""
-        return await self._embed_inputs(call, await self._embed.decode(request.body))
+        return await self._embed_inputs(call, await self._embed.decode(request.body, call.hold))
 
     async def embed_all(self, request: Request, call: Call) -> Reply:
         """For each input a vector for each of its tokens."""
-        return await self._encode(call, await self._embed_all.decode(request.body), lambda _: _TOKENS, _all_rows)
+        return await self._encode(
+            call, await self._embed_all.decode(request.body, call.hold), lambda _: _TOKENS, _all_rows
+        )
 
     async def embed_sparse(self, request: Request, call: Call) -> Reply:
         """For each input its weights that are not 0."""
-        fields = await self._embed_sparse.decode(request.body)
+        fields = await self._embed_sparse.decode(request.body, call.hold)
         kept = positive("max_active_dims", fields.max_active_dims)
 
         def output(bundle: Bundle) -> OutputSpec:
@@ -173,7 +265,7 @@ class TeiRoutes:
 
     async def similarity(self, request: Request, call: Call) -> Reply:
         """How alike one sentence and each of others are."""
-        fields = await self._similarity.decode(request.body)
+        fields = await self._similarity.decode(request.body, call.hold)
         return await self._compare(call, fields, fields.inputs or SimilarityInputs(), fields.parameters)
 
     async def _embed_inputs(self, call: Call, fields: EmbedBody) -> Reply:
@@ -244,7 +336,7 @@ class TeiRoutes:
 
     async def tokenize(self, request: Request, call: Call) -> Reply:
         """The tokens of texts; nothing is computed."""
-        fields = await self._tokenize.decode(request.body)
+        fields = await self._tokenize.decode(request.body, call.hold)
         texts = SentInputs(_INPUTS, fields.inputs).texts()
         model = call.resolve(len(texts), *model_of(fields))
         asked = TokenizeCall(
@@ -307,7 +399,7 @@ def _status_of(status: Status) -> int:
     return status.tei
 
 
-DIALECT = Dialect(HttpNaming(_INPUTS), _status_of, _refuse)
+DIALECT = Dialect(HttpNaming(_INPUTS), _status_of, _refuse, TeiError)
 
 
 def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_special: bool) -> Iterator[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -17,8 +18,9 @@ Done = TypeVar("Done")
 
 # So much text, in characters, or so many ids and inputs are checked and tokenized at a time.
 _PIECE_SIZE, _PIECE_INPUTS = 64 * 1024, 256
-# A part in the queue costs at most this share of what the queue may hold.
-_PARTS_OF_QUEUE = 4
+# Two parts are in the queue at a time, so that the engine need not wait for the next one. Together they cost at most a
+# quarter of what the queue may hold, and no more than keeps the engine busy: who comes meanwhile waits for them.
+_PARTS_AT_ONCE, _PARTS_OF_QUEUE, _BATCHES_OF_PART = 2, 8, 2
 # How long a part waits for room in the queue, once one before it has been run.
 _ROOM_SECONDS = 30.0
 
@@ -38,9 +40,9 @@ def pieces(inputs: Sequence[SentInput]) -> Iterator[tuple[int, int]]:
 class PartedCall:
     """One call; owned by the event loop.
 
-    A piece of the inputs is prepared while a part of the sequences before it is run. The queue holds one part at a
-    time, of at most a quarter of what it may hold, or of one sequence. The first part that finds a queue full fails the
-    call, as any call that is refused at the door; a later one waits, since work has been done.
+    A piece of the inputs is prepared while parts of the sequences before it are run. The queue holds two parts at a
+    time, each of at most an eighth of what it may hold and of 2 batches, or of one sequence. The first part that finds
+    a queue full fails the call, as any call that is refused at the door; a later one waits, since work has been done.
     """
 
     def __init__(
@@ -61,9 +63,11 @@ class PartedCall:
         self._deadline = deadline
         self._span = span
         self._most_cost = model.limits.max_tokens // _PARTS_OF_QUEUE
+        if model.max_batch_tokens:
+            self._most_cost = min(self._most_cost, model.max_batch_tokens * _BATCHES_OF_PART)
         self._reply: EncodeReply | None = None
         self._waiting: list[TokenSequence] = []
-        self._running: asyncio.Task[int] | None = None
+        self._running: deque[asyncio.Task[int]] = deque()
         self._parts_run = 0
 
     async def run(self) -> EncodeReply:
@@ -80,13 +84,14 @@ class PartedCall:
             assert self._reply is not None  # noqa: S101 - a call has inputs
             if self._parts_run:
                 await self._run_waiting()
-                await self._finish_running()
+                while self._running:
+                    await self._finish_oldest()
             else:  # the usual call is of one part
                 await self._run_all(self._reply)
         finally:
-            if self._running is not None:  # another part has failed, or the caller has gone
-                self._running.cancel()
-                await asyncio.gather(self._running, return_exceptions=True)
+            for task in self._running:  # another part has failed, or the caller has gone
+                task.cancel()
+            await asyncio.gather(*self._running, return_exceptions=True)
         return self._reply
 
     async def _prepare(self, begin: int, end: int) -> EncodeReply:
@@ -140,21 +145,18 @@ class PartedCall:
             self._hold(reply.estimated_bytes - estimated)
 
     async def _run_waiting(self) -> None:
-        """Begins to run the sequences that wait, once the part before them has been run."""
-        await self._finish_running()
+        """Begins to run the sequences that wait, once there are not too many parts before them."""
+        if len(self._running) == _PARTS_AT_ONCE:
+            await self._finish_oldest()
         assert self._reply is not None  # noqa: S101 - something waits
         part, self._waiting = replace(self._reply, sequences=self._waiting), []
-        self._running = asyncio.create_task(self._run_part(part, may_wait=self._parts_run > 0))
+        self._running.append(asyncio.create_task(self._run_part(part, may_wait=self._parts_run > 0)))
         self._parts_run += 1
 
-    async def _finish_running(self) -> None:
-        if self._running is None or self._reply is None:
-            return
-        try:
-            more_bytes = await self._running
-        finally:
-            self._running = None
-        if more_bytes:
+    async def _finish_oldest(self) -> None:
+        more_bytes = await self._running[0]
+        self._running.popleft()
+        if more_bytes and self._reply is not None:
             self._hold(more_bytes)
             self._reply.estimated_bytes += more_bytes
             self._check_size(self._reply)

@@ -1,0 +1,100 @@
+"""What the HTTP port says of itself: /openapi.json and the page /docs."""
+
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from fake_server import FakeServer, StartServer
+from http_calls import connect, get, post
+
+from encserve_server.http.app import Route
+from encserve_server.http.openapi import descriptions_of
+
+
+@pytest.fixture
+async def server(start_server: StartServer) -> FakeServer:
+    """One server with HTTP."""
+    return await start_server(http_port=0)
+
+
+def routes_of(server: FakeServer) -> list[Route]:
+    """Every route that the server answers."""
+    assert server.app._http is not None
+    return [route for route, _ in server.app._http.app._all]
+
+
+def validator(document: dict[str, Any], schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
+    """Checks values against a schema of the document."""
+    return jsonschema.Draft202012Validator({**schema, "components": document["components"]})
+
+
+async def test_every_route_is_described(server: FakeServer) -> None:
+    document = (await get(server, "/openapi.json")).json()
+    assert document["openapi"].startswith("3.1")
+    ids = set()
+    for route in routes_of(server):
+        operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
+        assert operation["summary"].endswith("."), route.path
+        ids.add(operation["operationId"])
+        names = [it["name"] for it in operation["parameters"]]
+        assert names == re.findall(r"{(\w+)", route.path)
+        assert "500" in operation["responses"]
+        if route.body is not None:
+            content = operation["requestBody"]["content"]["application/json"]
+            validator(document, content["schema"]).validate(content["example"])
+            assert {"400", "404", "408", "413", "429", "503"} <= operation["responses"].keys()
+        answer = operation["responses"]["200"].get("content", {})
+        assert bool(answer) != route.is_check, f"{route.method} {route.path} does not say what it answers: Route.reply"
+    assert len(ids) == len(routes_of(server))
+    assert sum(map(len, document["paths"].values())) == len(routes_of(server))
+
+
+async def test_every_field_has_a_meaning(server: FakeServer) -> None:
+    """In the section Attributes of its struct's docstring."""
+    for route in routes_of(server):
+        if route.body is not None:
+            assert set(route.body.__struct_fields__) == set(descriptions_of(route.body)), route.body
+    body = (await get(server, "/openapi.json")).json()["components"]["schemas"]["EmbeddingsBody"]
+    assert body["properties"]["dimensions"]["description"] == "To how many of its first numbers a vector is cut."
+
+
+async def test_schemas_are_schemas_and_hold_for_what_is_answered(server: FakeServer) -> None:
+    document = (await get(server, "/openapi.json")).json()
+    for schema in document["components"]["schemas"].values():
+        jsonschema.Draft202012Validator.check_schema(schema)
+    for found in re.findall(r"'\$ref': '([^']*)'", str(document)):
+        assert found.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+    for route in routes_of(server):
+        operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
+        path = route.path.replace("{id:path}", "tiny")
+        response = await (get(server, path) if route.example is None else post(server, path, route.example))
+        assert response.status_code == 200, route.path
+        ((kind, content),) = operation["responses"]["200"].get("content", {"": {}}).items()
+        if kind == "application/json":
+            validator(document, content["schema"]).validate(response.json())
+        if route.body is not None:
+            refused = await post(server, path, {})
+            content = operation["responses"][f"{refused.status_code}"]["content"]["application/json"]
+            validator(document, content["schema"]).validate(refused.json())
+
+
+async def test_the_page_loads_nothing(server: FakeServer) -> None:
+    response = await get(server, "/docs")
+    assert response.headers["content-type"] == "text/html; charset=utf-8"
+    assert response.headers["content-security-policy"].startswith("default-src 'none'")
+    page = response.text
+    assert set(re.findall(r"https?://[^/\s]+", page)) == {"http://127.0.0.1:8080"}
+    assert not re.search(r"<(script|link|img|iframe)|@import|url\(", page)
+    for route in routes_of(server):
+        assert f"<code>{route.method} {route.path.replace(':path', '')}</code></h2>" in page
+    assert "input" in page
+    assert "To how many of its first numbers a vector is cut." in page
+    assert """curl http://127.0.0.1:8080/v1/embeddings -H &#x27;content-type""" in page
+
+
+async def test_they_are_answered_to_head_and_counted(server: FakeServer) -> None:
+    async with connect(server) as client:
+        for path in ("/docs", "/openapi.json"):
+            assert (await client.head(path)).status_code == 200
+            assert server.sample("encserve_http_requests_total", route=f"GET {path}", status="200") == 1
