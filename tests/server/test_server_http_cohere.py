@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tiny_heads
 from fake_server import FakeServer, StartServer, start_fake_server
 from http_calls import connect, post
 from hypothesis import HealthCheck, given, settings
@@ -81,6 +82,13 @@ async def test_the_reply_is_as_the_sdk_reads_it(server: FakeServer) -> None:
         "meta": {"api_version": {"version": "2"}, "billed_units": tokens, "tokens": tokens},
         "response_type": "embeddings_by_type",
     }
+
+
+async def test_numbers_and_tokens_are_those_of_openais_route(server: FakeServer) -> None:
+    told = await embed(server, texts=TEXTS)
+    want = (await post(server, "/v1/embeddings", {"input": TEXTS, "encoding_format": "float"})).json()
+    assert told["embeddings"]["float"] == [it["embedding"] for it in want["data"]]
+    assert told["meta"]["billed_units"]["input_tokens"] == want["usage"]["prompt_tokens"]
 
 
 async def test_the_first_generation_gets_a_list_unless_it_asks_for_types(server: FakeServer) -> None:
@@ -187,6 +195,16 @@ async def test_models_are_named(server: FakeServer) -> None:
     response = await post(server, V2, {"texts": ["a"], "model": "embed-v4.0"})
     assert response.status_code == 404
     assert response.json()["message"].startswith("model: no model 'embed-v4.0'")
+
+
+async def test_a_model_of_another_kind_says_which_route_serves_it(serve: Serve) -> None:
+    splade = {"sparse.onnx": tiny_heads.sparse_file("max")}
+    unspecified = manifest_pb2.POOLING_UNSPECIFIED
+    server = await serve(splade, {"http_port": 0}, sparse=tiny_heads.sparse(), pooling=unspecified)
+    response = await post(server, V2, {"texts": ["w5"]})
+    assert response.status_code == 400
+    problem = "does not make one vector of an input. It makes sparse weights: POST /embed_sparse"
+    assert response.json()["message"] == f"model: tiny {problem}"
 
 
 async def test_json_that_is_none(server: FakeServer) -> None:

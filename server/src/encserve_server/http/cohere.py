@@ -6,7 +6,7 @@ https://docs.cohere.com/reference/embed
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import orjson
@@ -52,7 +52,22 @@ _OBJECTS_EACH, _STRINGS_EACH = 4, 16
 
 
 class CohereBody(Body):
-    """The fields of /v2/embed; `normalize` and `pooling` are this server's own."""
+    """The fields of /v2/embed and /v1/embed.
+
+    Attributes:
+        texts: The texts; required, or inputs.
+        inputs: In place of texts, objects {"content": [{"type": "text", "text": "…"}]}; several texts of one are lines.
+        images: Refused: this server takes texts alone.
+        input_type: search_query and search_document are tasks of models that know them; with classification and
+            clustering a text is neither.
+        embedding_types: One or several of float, int8, uint8, binary, ubinary and base64. Default: float.
+        output_dimension: To how many of its first numbers a vector is cut.
+        max_tokens: To how many tokens a text is cut, if the model takes more.
+        truncate: END cuts texts that are too long, NONE refuses them. Default: END, unless the server is set otherwise.
+        normalize: Whether vectors of float are scaled to length 1.
+        pooling: How the vectors of tokens become one, in place of how the model was trained to: mean, cls, max,
+            last_token, weighted_mean or mean_sqrt_length.
+    """
 
     texts: list[str] | None = None
     inputs: list[Any] | None = None
@@ -63,6 +78,47 @@ class CohereBody(Body):
     truncate: str | None = None
     normalize: bool | None = None
     pooling: str | None = None
+
+
+class CohereEmbeddings(TypedDict, total=False):
+    """The vectors of all inputs, in their order, by type."""
+
+    float: list[list[float]]
+    int8: list[list[int]]
+    uint8: list[list[int]]
+    binary: list[list[int]]
+    ubinary: list[list[int]]
+    base64: list[str]
+
+
+class CohereReply(TypedDict):
+    """The vectors of a request.
+
+    Attributes:
+        id: A new id.
+        embeddings: By type; on /v1/embed without embedding_types the list of float.
+        texts: The texts of the request.
+        meta: The version of the interface, and how many tokens the model saw.
+        response_type: embeddings_by_type, or embeddings_floats for a list.
+    """
+
+    id: str
+    embeddings: CohereEmbeddings | list[list[float]]
+    texts: list[str]
+    meta: dict[str, Any]
+    response_type: str
+
+
+class CohereError(TypedDict):
+    """An error as Cohere writes it.
+
+    Attributes:
+        id: A new id.
+        message: The field and the problem, with the numbers.
+    """
+
+    id: str
+    message: str
 
 
 class CohereRoutes:
@@ -215,7 +271,7 @@ def _by_type(pieces: Mapping[str, Iterator[bytes]]) -> Iterator[bytes]:
 
 
 def _refuse(failure: Failure) -> dict[str, Any]:
-    """An error as Cohere's clients expect it."""
+    """An error as Cohere's clients expect it: a CohereError."""
     return {"id": str(uuid.uuid4()), "message": failure.text}
 
 

@@ -178,7 +178,8 @@ def quantized(rows: Numbers) -> npt.NDArray[np.int8]:
     """(rows, width) of length 1, each number times 127 · √width / 4, rounded half to even, and clipped to -128 … 127.
 
     A number of a random vector of length 1 has a standard deviation of 1 / √width: 4 of these are the whole range. The
-    factor is the same for every row, so that dot products are in proportion to cosines.
+    factor is the same for every row, so that dot products are in proportion to cosines: one of each row would have to
+    travel with it, and with one learnt from a corpus vectors of two corpora would differ.
     """
     scaled = rows * np.float32(127 * math.sqrt(rows.shape[1]) / 4)
     return np.clip(np.rint(scaled, out=scaled), -128, 127, out=scaled).astype(np.int8)
