@@ -51,6 +51,9 @@ _GROWTH = 10.0
 _OBJECTS_EACH, _STRINGS_EACH = 4, 16
 
 
+_EXAMPLE = {"texts": ["a cat", "a dog"], "input_type": "search_document", "embedding_types": ["float", "int8"]}
+
+
 class CohereBody(Body):
     """The fields of /v2/embed and /v1/embed.
 
@@ -133,8 +136,8 @@ class CohereRoutes:
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
         return [
-            Route("POST", "/v2/embed", self.embed, DIALECT, body=CohereBody),
-            Route("POST", "/v1/embed", self.embed_v1, DIALECT, body=CohereBody),
+            Route("POST", "/v2/embed", self.embed, DIALECT, body=CohereBody, reply=CohereReply, example=_EXAMPLE),
+            Route("POST", "/v1/embed", self.embed_v1, DIALECT, body=CohereBody, reply=CohereReply, example=_EXAMPLE),
         ]
 
     async def embed(self, request: Request, call: Call) -> Reply:
@@ -277,4 +280,4 @@ def _refuse(failure: Failure) -> dict[str, Any]:
 
 _FIELDS = {Part.OUTPUT_DIMENSIONS: "output_dimension", Part.DATA_TYPE: "embedding_types", Part.TASK: "input_type"}
 _OF_INPUTS = HttpNaming("inputs", _FIELDS)
-DIALECT = Dialect(HttpNaming("texts", _FIELDS), OPENAI.status_of, _refuse)
+DIALECT = Dialect(HttpNaming("texts", _FIELDS), OPENAI.status_of, _refuse, CohereError)

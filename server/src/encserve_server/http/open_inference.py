@@ -1,7 +1,7 @@
 """The Open Inference Protocol over HTTP, as KServe, Triton and MLServer have it: docs/open-inference.md."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import orjson
@@ -31,6 +31,19 @@ _PIECE_NUMBERS = 16_384
 _BINARY = "binary_tensor_data"
 
 
+_EXAMPLE = {"inputs": [{"name": "text", "datatype": "BYTES", "shape": [2], "data": ["a cat", "a dog"]}]}
+
+
+class InferError(TypedDict):
+    """An error as the protocol writes it.
+
+    Attributes:
+        error: The tensor or the parameter, and the problem, with the numbers.
+    """
+
+    error: str
+
+
 class OpenInferenceRoutes:
     """The handlers."""
 
@@ -51,7 +64,15 @@ class OpenInferenceRoutes:
         ]
         for model in (_VERSION, _MODEL):
             routes += [
-                Route("POST", f"{model}/infer", self.infer, DIALECT, body=InferBody),
+                Route(
+                    "POST",
+                    f"{model}/infer",
+                    self.infer,
+                    DIALECT,
+                    body=InferBody,
+                    reply=dict[str, Any],
+                    example=_EXAMPLE,
+                ),
                 Route("GET", f"{model}/ready", self.model_ready, DIALECT, is_check=True),
                 Route("GET", f"{model}/config", self.config, DIALECT),
                 Route("GET", f"{model}/stats", self.statistics, DIALECT),
@@ -260,4 +281,4 @@ def _status_of(status: Status) -> int:
     return status.openai
 
 
-DIALECT = Dialect(InferNaming(), _status_of, _refuse, advises=False)
+DIALECT = Dialect(InferNaming(), _status_of, _refuse, InferError, advises=False)

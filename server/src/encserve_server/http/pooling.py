@@ -6,6 +6,7 @@ https://docs.vllm.ai/en/stable/models/pooling_models/
 import time
 import uuid
 from collections.abc import Iterator
+from typing import Any, TypedDict
 
 import msgspec
 import orjson
@@ -54,6 +55,37 @@ class PoolingBody(PooledBody):
     user: str | None = None
 
 
+class PooledInput(TypedDict):
+    """What was made of one input.
+
+    Attributes:
+        index: Which input it is, from 0.
+        data: A vector for each token, or one vector; base64 of little-endian float32 if that was asked for.
+        shape: How many vectors there are, with token_embed, and how many numbers each has.
+    """
+
+    index: int
+    object: str
+    data: list[Any] | str
+    shape: list[int]
+
+
+class Pooled(TypedDict):
+    """What was made of the inputs.
+
+    Attributes:
+        data: One for each input, in their order.
+        model: The name of the request, or the model's where it had none.
+    """
+
+    id: str
+    object: str
+    created: int
+    model: str
+    data: list[PooledInput]
+    usage: openai.Usage
+
+
 class PoolingRoutes:
     """The handlers."""
 
@@ -64,7 +96,10 @@ class PoolingRoutes:
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
-        return [Route("POST", "/pooling", self.pooling, DIALECT, body=PoolingBody)]
+        example = {"input": ["a cat", "a dog"], "task": "token_embed"}
+        return [
+            Route("POST", "/pooling", self.pooling, DIALECT, body=PoolingBody, reply=Pooled, example=example),
+        ]
 
     async def pooling(self, request: Request, call: Call) -> Reply:
         """For each input a vector of each token, or one vector."""
@@ -89,7 +124,9 @@ class PoolingRoutes:
         )
 
 
-DIALECT = Dialect(HttpNaming("input", {Part.TASK: "input_type"}), openai.DIALECT.status_of, openai.DIALECT.refuse)
+DIALECT = Dialect(
+    HttpNaming("input", {Part.TASK: "input_type"}), openai.DIALECT.status_of, openai.DIALECT.refuse, openai.OpenAiError
+)
 
 
 def _normalize(fields: PoolingBody) -> bool | None:
