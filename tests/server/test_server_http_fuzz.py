@@ -29,7 +29,6 @@ ROUTES = {
 }
 PROMPTS = {"query": "w7 "}
 OPENAI = ("/v1/embeddings", "/pooling")
-OLDER = ["/", "/embed", "/embed_all", "/tokenize", "/v1/embeddings"]
 
 words = st.text(max_size=8) | st.sampled_from(["w5", "w5 w6 w7 w8", "w5 " * 80, "\x00", "🌍", "w2"])
 numbers = st.integers(0, 49) | st.sampled_from([-1, 50, 2**31, 2**63, 2**64 - 1, 2**70, 0.5, 1e300])
@@ -118,17 +117,8 @@ def check_refusal(path: str, status: int, told: Any) -> None:
         assert told["error_type"] in ("Validation", "Empty")
 
 
-@pytest.mark.parametrize(
-    ("paths", "examples"),
-    [
-        (sorted(ROUTES), 150),
-        *(
-            pytest.param(paths, 10_000, marks=[pytest.mark.system, pytest.mark.timeout(1200)])
-            for paths in (OLDER, ["/pooling"], ["/embed_sparse"], ["/similarity"])
-        ),
-    ],
-)
-def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, paths: Sequence[str], examples: int) -> None:
+def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path) -> None:
+    """Of these few are left after many changes; tests/hostile has many with few."""
     seen: Counter[int] = Counter()
     with asyncio.Runner() as runner:
         bundle = write_bundle(tmp_path / "bundles", tokenizer=tokenizer_of_words(), prompts=PROMPTS, **every_kind())
@@ -136,8 +126,8 @@ def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, paths: Seque
         server = runner.run(start_fake_server(tmp_path, http_port=0, **served))
         client = connect(server)
 
-        @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck), database=None)
-        @given(requests(paths))
+        @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(requests(sorted(ROUTES)))
         def fuzz(request: tuple[str, bytes]) -> None:
             path, body = request
             status, told = runner.run(ask(client, path, body))
@@ -153,7 +143,6 @@ def test_any_body_gets_a_reply_or_the_callers_error(tmp_path: Path, paths: Seque
         runner.run(client.aclose())
         runner.run(server.channel.close())
         runner.run(server.app.stop())
-    assert sum(seen.values()) >= examples
-    assert seen[200] > examples / 20, f"the fuzzer sent too little that is right: {seen}"
-    wanted = {200, 400} if paths[0] in OPENAI else {200, 400, 422}
-    assert wanted <= set(seen), f"the fuzzer reached too little: {seen}"
+    assert sum(seen.values()) >= 150
+    assert seen[200] > 150 / 20, f"the fuzzer sent too little that is right: {seen}"
+    assert {200, 400, 422} <= set(seen), f"the fuzzer reached too little: {seen}"
