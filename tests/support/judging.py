@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -84,6 +85,20 @@ def run(
         missing(f"{' '.join(map(str, command))}: {done.stderr[-1500:]}")
     assert not done.returncode, f"{command} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
+
+
+def source_folder(name: str) -> Path:
+    """The sources of the one package that NAME.txt in tests/judges pins."""
+    folder, requirements = ENVIRONMENTS / name, JUDGES / f"{name}.txt"
+    with _installing(folder, requirements) as needed:
+        if needed:
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+            run([*pip, "--dest", folder, "-r", requirements], may_fail_to_install=True)
+            (archive,) = folder.glob("*.tar.gz")
+            with tarfile.open(archive) as file:
+                file.extractall(folder, filter="data")
+    (found,) = (path for path in folder.iterdir() if path.is_dir())
+    return found
 
 
 def npm_folder(source: Path) -> Path:
