@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 from agreement import worst_relative_error
 from click.testing import CliRunner
-from real_server import real_server
+from real_server import RealServer, real_server
 from retrieval_models import DIRECTORIES, native, trained
 from sentence_models import text_of
 
@@ -46,15 +47,20 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def target(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     """A server of all of them, exported with no option."""
     models = tmp_path_factory.mktemp("models")
     for directory in directories.values():
         result = CliRunner().invoke(main, ["hf", str(directory), "--model-repository", str(models)])
         assert result.exit_code == 0, result.output
     flags = [flag for name in directories for flag in ("--model", name)]
-    with real_server(models, *flags) as server:
-        yield server.target
+    with real_server(models, *flags, "--http-port", "0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def target(server: RealServer) -> str:
+    return server.target
 
 
 def english(n_words: int, seed: int) -> str:
@@ -101,6 +107,16 @@ def test_vectors_are_those_of_sentence_transformers(
     for text, company, due in zip(TEXTS, together, want, strict=True):
         assert worst_relative_error(company, due) <= TOLERANCE
         assert worst_relative_error(ask(name, task, [text])[0], due) <= TOLERANCE
+
+
+@pytest.mark.parametrize("name", [*DIRECTORIES, TRAINED])
+def test_http_has_the_same_to_the_bit(name: str, server: RealServer, ask: Ask) -> None:
+    for task in TASKS:
+        body = {"input": TEXTS, "model": name, "task": "token_embed", "input_type": task}
+        response = httpx.post(f"{server.url}/pooling", json=body, trust_env=False, timeout=60)
+        assert response.status_code == 200, response.text
+        for told, its in zip(response.json()["data"], ask(name, task, TEXTS), strict=True):
+            np.testing.assert_array_equal(np.array(told["data"], np.float32).reshape(told["shape"]), its)
 
 
 async def test_asyncio_has_them_too_and_is_told_what_was_cut(directories: dict[str, Path], target: str) -> None:

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 from exporting import export_once
-from real_server import real_server
+from real_server import RealServer, real_server
 from sparse_models import ACTIVE, sparse_text, write_bge_m3, write_splade, write_static_queries
 
 from encserve_client import AsyncEncoderClient, EncoderClient, SparseVector, TruncationWarning
@@ -45,13 +46,18 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def target(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def server(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
     models = tmp_path_factory.mktemp("models")
     for name, directory in directories.items():
         export_once(export_hf, directory, target=Target(model_repository=models, name=name))
     flags = [flag for name in directories for flag in ("--model", name)]
-    with real_server(models, *flags) as server:
-        yield server.target
+    with real_server(models, *flags, "--http-port", "0") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def target(server: RealServer) -> str:
+    return server.target
 
 
 @pytest.fixture(scope="module")
@@ -106,6 +112,26 @@ async def test_asyncio_has_them_too(directories: dict[str, Path], target: str) -
     for got, encode in ((queries, model.encode_query), (documents, model.encode_document)):
         want = encode(texts, convert_to_sparse_tensor=False).numpy()
         assert_weights(dense_of(got, want.shape[1]), want)
+
+
+@pytest.mark.parametrize("name", [*SPLADE, "static-queries", "static-documents", "bge-m3"])
+def test_http_has_the_same_weights_to_the_bit(name: str, server: RealServer, client: EncoderClient) -> None:
+    for task in TASKS:
+        body = {"inputs": TEXTS, "model": name, "input_type": task}
+        response = httpx.post(f"{server.url}/embed_sparse", json=body, trust_env=False, timeout=60)
+        assert response.status_code == 200, response.text
+        for told, its in zip(response.json(), ask(client, name, task, TEXTS, kind="sparse"), strict=True):
+            assert [weight["index"] for weight in told] == its.indices.tolist()
+            np.testing.assert_array_equal(np.array([it["value"] for it in told], np.float32), its.values)
+
+
+def test_http_has_the_same_three_kinds_of_bge_m3(server: RealServer, client: EncoderClient) -> None:
+    for task, kind in (("token_embed", "multi_vector"), ("embed", "model")):
+        body = {"input": TEXTS, "model": "bge-m3", "task": task}
+        response = httpx.post(f"{server.url}/pooling", json=body, trust_env=False, timeout=60)
+        assert response.status_code == 200, response.text
+        for told, its in zip(response.json()["data"], ask(client, "bge-m3", "document", TEXTS, kind=kind), strict=True):
+            np.testing.assert_array_equal(np.array(told["data"], np.float32).reshape(told["shape"]), its)
 
 
 def test_the_models_are_sparse_as_trained_ones(directories: dict[str, Path], client: EncoderClient) -> None:

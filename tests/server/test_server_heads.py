@@ -2,9 +2,6 @@
 
 import io
 import itertools
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Executor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,76 +9,36 @@ import grpc
 import numpy as np
 import pytest
 import tiny_heads
-from fake_server import Failed, FakeServer, StartServer, make_input
+from fake_server import Failed, make_input
 from open_inference import infer, text_tensor
-from tiny_bundle import LONGEST, VOCAB_SIZE, expected_rows, inspect_parts, table, write_bundle
-from tiny_heads import expected_vectors, expected_weights, multi_vector, sparse
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tiny_bundle import LONGEST, VOCAB_SIZE, expected_rows, inspect_parts, table
+from tiny_heads import (
+    BEGIN,
+    END,
+    Serve,
+    expected_vectors,
+    expected_weights,
+    multi_vector,
+    sets,
+    sparse,
+    text,
+    words,
+)
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.outputs.token_pooling import pool_tokens
-from encserve_server.repository.activation import LoadedModel
-from encserve_server.repository.loading import load_model
 from encserve_server.rpc import codec
-from encserve_server.settings import Settings
 from encserve_server.types.bundles import TokenPooling
 
 INVALID = grpc.StatusCode.INVALID_ARGUMENT
-BEGIN, END, MASK, PROMPT, DOT = 1, 2, 3, 7, 9  # ids; a word "w7" has the id 7
+MASK, PROMPT, DOT = 3, 7, 9  # ids; a word "w7" has the id 7
 MULTI = pb.OutputSpec(kind=pb.OUTPUT_KIND_MULTI_VECTOR)
 SPARSE = pb.OutputSpec(kind=pb.OUTPUT_KIND_SPARSE)
-
-Serve = Callable[..., Awaitable[FakeServer]]
-
-
-def words(*, special: bool = True) -> Tokenizer:
-    """A tokenizer of words named after their ids, with two around a text."""
-    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    if special:
-        around = [("w1", BEGIN), ("w2", END)]
-        tokenizer.post_processor = processors.TemplateProcessing(single="w1 $A w2", special_tokens=around)
-    return tokenizer
-
-
-@pytest.fixture
-def serve(start_server: StartServer, tmp_path: Path) -> Serve:
-    """Serves a tiny bundle with these files and parts of its manifest; `settings` are the server's."""
-
-    async def start(
-        files: Mapping[str, bytes], settings: Mapping[str, Any] | None = None, engine: Any = "onnxruntime", **parts: Any
-    ) -> FakeServer:
-        bundle = write_bundle(tmp_path / "bundles", tokenizer=words(), files=files, **parts)
-
-        def load(_: Path, settings: Settings, pool: Executor, served: str) -> LoadedModel:
-            return load_model(bundle, replace(settings, engine=engine), pool)
-
-        chosen: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False, **(settings or {})}
-        return await start_server(load=load, **chosen)
-
-    return start
 
 
 def options(*specs: pb.OutputSpec, task: Any = pb.TASK_UNSPECIFIED, **more: Any) -> pb.EncodeOptions:
     return pb.EncodeOptions(outputs=specs, task=task, **more)
-
-
-def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
-    """For each sequence its (n, width) rows and their (n,) indices, None where there are none."""
-    dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[tensor.data_type]
-    rows = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
-    assert len(rows) == sum(tensor.lengths)
-    indices = np.frombuffer(tensor.indices, "<u4") if tensor.indices else None
-    ends = np.cumsum(tensor.lengths)
-    return [
-        (rows[end - count : end], None if indices is None else indices[end - count : end])
-        for end, count in zip(ends, tensor.lengths, strict=True)
-    ]
-
-
-def text(*ids: int) -> str:
-    return " ".join(f"w{it}" for it in ids)
 
 
 def rows_of(ids: Any, attended: int | None = None) -> Any:

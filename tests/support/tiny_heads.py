@@ -1,18 +1,59 @@
 """What a tiny bundle makes of its rows: hand-made heads, the manifest's parts about them, and NumPy's own answer."""
 
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import onnx
+from fake_server import FakeServer
 from onnx import TensorProto, helper, numpy_helper
 from tiny_bundle import D_MODEL, VOCAB_SIZE
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_proto.bundle.v1 import manifest_pb2
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.repository.activation import LoadedModel
+from encserve_server.repository.loading import load_model
+from encserve_server.repository.manager import Loader
+from encserve_server.settings import Settings
 
 Array = npt.NDArray[Any]
 WIDTH = 3  # of a vector of MaxSim
 FLOAT = TensorProto.FLOAT
+BEGIN, END = 1, 2  # ids around a text; a word "w7" has the id 7
+Serve = Callable[..., Awaitable[FakeServer]]  # see the fixture `serve`
+
+
+def words(*, special: bool = True) -> Tokenizer:
+    """A tokenizer of words named after their ids, with two around a text."""
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    if special:
+        around = [("w1", BEGIN), ("w2", END)]
+        tokenizer.post_processor = processors.TemplateProcessing(single="w1 $A w2", special_tokens=around)
+    return tokenizer
+
+
+def text(*ids: int) -> str:
+    """A text of the words with these ids."""
+    return " ".join(f"w{it}" for it in ids)
+
+
+def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
+    """For each sequence its (n, width) rows and their (n,) indices, None where there are none."""
+    dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[tensor.data_type]
+    rows = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
+    assert len(rows) == sum(tensor.lengths)
+    indices = np.frombuffer(tensor.indices, "<u4") if tensor.indices else None
+    ends = np.cumsum(tensor.lengths)
+    return [
+        (rows[end - count : end], None if indices is None else indices[end - count : end])
+        for end, count in zip(ends, tensor.lengths, strict=True)
+    ]
 
 
 def weights(width: int, seed: int = 1) -> Array:
@@ -115,3 +156,25 @@ def sparse(**changes: Any) -> manifest_pb2.Sparse:
         "pooling": manifest_pb2.SPARSE_POOLING_MAX,
     }
     return manifest_pb2.Sparse(**its | changes)
+
+
+def every_kind() -> dict[str, Any]:
+    """What `write_bundle` needs for a bundle that makes every kind of output, as BGE-M3 does."""
+    return {
+        "files": {"sparse.onnx": own_id_file(), "multi_vector.onnx": multi_vector_file()},
+        "sparse": sparse(
+            pooling=manifest_pb2.SPARSE_POOLING_OWN_ID,
+            mask_name="",
+            skipped_token_ids=[BEGIN, END],
+        ),
+        "multi_vector": multi_vector(),
+    }
+
+
+def loader(bundle: Path, engine: Any = "onnxruntime") -> Loader:
+    """Loads one bundle, whatever a server is to serve."""
+
+    def load(_: Path, settings: Settings, pool: Executor, served: str) -> LoadedModel:
+        return load_model(bundle, replace(settings, engine=engine), pool)
+
+    return load

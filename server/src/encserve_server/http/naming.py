@@ -1,6 +1,8 @@
 """What OpenAI's routes and those of text-embeddings-inference call fields and values, in errors."""
 
+from collections.abc import Mapping
 from enum import Enum
+from types import MappingProxyType
 
 from encserve_server.errors import FieldPath, Part
 
@@ -10,6 +12,7 @@ _FIELDS = {
     Part.OUTPUT_KIND: "pooling",
     Part.OUTPUT_NORMALIZE: "normalize",
     Part.OUTPUT_DIMENSIONS: "dimensions",
+    Part.OUTPUT_MAX_ACTIVE_DIMS: "max_active_dims",
     Part.MODEL_VERSION: "model",
 }
 _OF_INPUTS = frozenset({Part.INPUTS, Part.INPUT, Part.TEXT, Part.IDS, Part.VECTORS})
@@ -18,14 +21,15 @@ _OF_INPUTS = frozenset({Part.INPUTS, Part.INPUT, Part.TEXT, Part.IDS, Part.VECTO
 class HttpNaming:
     """See `errors.Naming`."""
 
-    def __init__(self, inputs: str) -> None:
-        """Takes what the field of a request's inputs is called."""
+    def __init__(self, inputs: str, others: Mapping[Part, str] = MappingProxyType({})) -> None:
+        """Takes what the field of a request's inputs is called, and names that only these routes have."""
         self._inputs = inputs
+        self._fields = {**_FIELDS, **others}
 
     def field(self, path: FieldPath) -> str:
         """As in `input[3][17]`, the 18th id of the fourth input; what is not an input's is not one of several here."""
         if path.part not in _OF_INPUTS:
-            return _FIELDS.get(path.part) or path.part.name.lower()
+            return self._fields.get(path.part) or path.part.name.lower()
         return self._inputs + "".join(f"[{place}]" for place in (path.at, path.place) if place is not None)
 
     def value(self, value: Enum) -> str:

@@ -13,8 +13,9 @@ from encserve_server.calls import Call
 from encserve_server.error_table import Failure, Status
 from encserve_server.errors import FieldPath, InvalidField, Part
 from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.kinds import routes_of
 from encserve_server.http.naming import HttpNaming
-from encserve_server.http.replies import joined, pooled_rows, row_as_json
+from encserve_server.http.replies import joined, pooled_rows, row_as_json, usage_of
 from encserve_server.http.requests import (
     BodyDecoder,
     BodyRules,
@@ -29,7 +30,7 @@ from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeReply, ServedModel
 
 _FORMATS = ("float", "base64")
-_NOT_COSINE = frozenset({"dot", "euclidean", "manhattan"})
+NOT_COSINE = frozenset({"dot", "euclidean", "manhattan"})
 
 
 class EmbeddingsBody(PooledBody):
@@ -69,10 +70,10 @@ class OpenAiRoutes:
             fields,
             sent,
             # Scaled to length 1, as OpenAI's are, unless lengths matter to how vectors are compared.
-            lambda bundle: pooled_output(fields, bundle, normalize_default=bundle.similarity not in _NOT_COSINE),
+            lambda bundle: pooled_output(fields, bundle, normalize_default=bundle.similarity not in NOT_COSINE),
             lambda model, reply: _build(fields.model or model.bundle.name, reply, as_base64=as_base64),
             self._rules,
-            check=lambda model: _check_ids(model, sent, fields.add_special_tokens),
+            check=lambda model: check_ids(model, sent, fields.add_special_tokens),
         )
 
     async def models(self, request: Request, call: Call) -> Reply:
@@ -100,10 +101,11 @@ class OpenAiRoutes:
             "max_model_len": model.bundle.max_sequence_tokens,
             "root": model.bundle.name,
             "parent": None,
+            "outputs": routes_of(model.bundle),
         }
 
 
-def _check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | None) -> None:
+def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | None) -> None:
     """Refuses ids that do not look like the model's own tokenizer's: those of another give wrong vectors in silence.
 
     Raises:
@@ -163,6 +165,4 @@ def _answer(name: str, reply: EncodeReply, *, as_base64: bool) -> Iterator[bytes
         yield b'%s{"object":"embedding","index":%d,"embedding":' % (b"," if i else b"", i)
         yield row_as_json(row, as_base64=as_base64)
         yield b"}"
-    tokens = sum(len(it.input) for it in reply.sequences)
-    rest = {"model": name, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
-    yield b"]," + orjson.dumps(rest)[1:]
+    yield b"]," + orjson.dumps({"model": name, "usage": usage_of(reply)})[1:]

@@ -9,10 +9,12 @@ import numpy as np
 import orjson
 
 from encserve_server.models.served import EncodeReply
-from encserve_server.types.arrays import OutputRows
+from encserve_server.types.arrays import IndexedRows, OutputRows
 
 # The longest number is -1.1754944e-38 or so, with a comma 17 characters instead of 4 bytes.
 JSON_GROWTH = 5.0
+# A sparse weight is {"index":4294967295,"value":-1.1754944e-38} or so, with a comma 46 characters instead of 8 bytes.
+SPARSE_GROWTH = 6.0
 _PIECE_NUMBERS = 16_384
 _TURN_BYTES = 64 * 1024
 
@@ -45,7 +47,27 @@ def rows_as_json(rows: OutputRows) -> Iterator[bytes]:
 
 
 def row_as_json(row: OutputRows, *, as_base64: bool) -> bytes:
-    """One vector, as a list of numbers or as a string: base64 of its little-endian float32."""
+    """One vector as a list of numbers; or any rows as a string: base64 of their little-endian float32."""
     if as_base64:
         return b'"' + base64.b64encode(row.data) + b'"'
     return orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def sparse_as_json(weights: IndexedRows) -> Iterator[bytes]:
+    """The weights of one input as a list of objects, by their places in the vocabulary, which ascend."""
+    rows, indices = weights.rows[:, 0], weights.indices
+    assert indices is not None  # noqa: S101 - sparse weights have places
+    yield b"["
+    for begin in range(0, len(rows), _PIECE_NUMBERS):
+        end = begin + _PIECE_NUMBERS
+        values = orjson.dumps(np.ascontiguousarray(rows[begin:end]), option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        pairs = zip(indices[begin:end].tolist(), values.split(b","), strict=True)
+        objects = b",".join([b'{"index":%d,"value":%b}' % pair for pair in pairs])
+        yield b"," + objects if begin else objects
+    yield b"]"
+
+
+def usage_of(reply: EncodeReply) -> dict[str, int]:
+    """How many tokens the model saw, as OpenAI's clients expect it."""
+    tokens = sum(len(it.input) for it in reply.sequences)
+    return {"prompt_tokens": tokens, "total_tokens": tokens}

@@ -9,13 +9,14 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
 from encserve_server.calls import Call
-from encserve_server.errors import EmptyInputs, InvalidField, MalformedRequest, UnknownField
+from encserve_server.errors import EmptyInputs, InvalidField, MalformedRequest, SequenceTooLong, UnknownField
+from encserve_server.http import kinds
 from encserve_server.http.app import Reply
 from encserve_server.http.counting import CountLimits, check_counts
 from encserve_server.http.replies import JSON_GROWTH
@@ -50,6 +51,7 @@ _WANTED: dict[Any, tuple[type, str]] = {
     str | None: (str, "a string"),
     bool | None: (bool, "true or false"),
     int | None: (int, "a whole number"),
+    list[str] | None: (list, "a list of strings"),
 }
 # A smaller body is decoded as it is; what is in a larger one is counted first.
 _COUNTED_BYTES = 64 * 1024
@@ -106,7 +108,6 @@ class BodyDecoder(Generic[AnyBody]):
         self._inputs_field = inputs_field
         self._rules = rules
         self._decoder = msgspec.json.Decoder(kind)
-        self._fields = {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
         self._warned: set[str] = set()
 
     async def decode(self, body: bytes) -> AnyBody:
@@ -135,17 +136,28 @@ class BodyDecoder(Generic[AnyBody]):
             raise MalformedRequest("", f"the body must be a JSON object; was {_shown(_decoded(body))}") from None
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise _no_json(error) from error
-        unknown = sorted(name for name in values.keys() - self._fields.keys() if bytes(values[name]) != b"null")
-        if unknown and self._rules.strict:
-            raise UnknownField(
-                unknown[0][:64], f"is not known; there are {', '.join(sorted(self._fields))} (strict_http)"
-            )
-        self._warn(unknown)
-        known = {name: _decoded(value) for name, value in values.items() if name in self._fields}
+        known = self._known(values, self._kind)
         try:
             return msgspec.convert(known, self._kind)
         except msgspec.ValidationError:
-            self._explain(known)
+            self._explain(known, self._kind)
+        raise MalformedRequest("", "the body is not as docs/http.md has it")
+
+    def _known(self, values: Mapping[str, Any], kind: type[msgspec.Struct], at: str = "") -> dict[str, Any]:
+        """The fields of an object that its struct has; of the objects in it the same."""
+        fields = _fields(kind)
+        unknown = sorted(name for name in values.keys() - fields.keys() if not _is_null(values[name]))
+        if unknown and self._rules.strict:
+            raise UnknownField(
+                f"{at}{unknown[0][:64]}", f"is not known; there are {', '.join(sorted(fields))} (strict_http)"
+            )
+        self._warn([f"{at}{name}" for name in unknown])
+        known = {}
+        for name, value in values.items():
+            if name in fields:
+                decoded, part = _decoded(value) if isinstance(value, msgspec.Raw) else value, _struct_of(fields[name])
+                known[name] = self._known(decoded, part, f"{at}{name}.") if part and type(decoded) is dict else decoded
+        return known
 
     def _warn(self, unknown: Sequence[str]) -> None:
         """Logs names that have not been logged, as many as are of use."""
@@ -154,15 +166,24 @@ class BodyDecoder(Generic[AnyBody]):
                 self._warned.add(name)
                 logger.warning("a field over HTTP is ignored", extra={"field": name[:64], "body": self._kind.__name__})
 
-    def _explain(self, values: Mapping[str, Any]) -> NoReturn:
-        """Raises what is wrong with the fields of a body that is not as the struct wants it."""
-        for name, kind in self._fields.items():
-            value = values.get(name)
-            if name == self._inputs_field:
-                _check_inputs(name, value)
-            elif value is not None and kind in _WANTED and type(value) is not _WANTED[kind][0]:
-                raise InvalidField(name, f"must be {_WANTED[kind][1]}; was {_shown(value)}")
-        raise MalformedRequest("", "the body is not as docs/http.md has it")
+    def _explain(self, values: Mapping[str, Any], kind: type[msgspec.Struct], at: str = "") -> None:
+        """Raises what is wrong with the fields of an object that is not as its struct wants it, if it is one of them.
+
+        Raises:
+            InvalidField: A field is not of its type.
+        """
+        for name, its_kind in _fields(kind).items():
+            value, path, part = values.get(name), f"{at}{name}", _struct_of(its_kind)
+            if part is not None and type(value) is dict:
+                self._explain(value, part, f"{path}.")
+            elif name == self._inputs_field and str in get_args(its_kind):
+                _check_inputs(path, value)
+            elif part is not None and value is not None:
+                raise InvalidField(path, f"must be an object; was {_shown(value)}")
+            elif value is not None and its_kind in _WANTED and type(value) is not _WANTED[its_kind][0]:
+                raise InvalidField(path, f"must be {_WANTED[its_kind][1]}; was {_shown(value)}")
+            elif type(value) is list:
+                _check_strings(path, value)
 
 
 class SentInputs:
@@ -202,9 +223,7 @@ class SentInputs:
         Raises:
             InvalidField: One is not.
         """
-        for i, text in enumerate(self.items):
-            if not isinstance(text, str):
-                raise InvalidField(f"{self._field}[{i}]", "must be a string")
+        _check_strings(self._field, self.items)
         return self.items
 
     def _decode(self, i: int, it: Any, longest: int) -> SentInput:
@@ -225,6 +244,27 @@ _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _INPUTS_PROBLEM = "must be a string, a list of token ids, or a list of these"
 _INPUT_PROBLEM = "must be a string or a list of token ids"
 _IDS = np.iinfo(np.int64)
+
+
+def _fields(kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The types of a struct's fields, by name."""
+    return {field.encode_name: field.type for field in msgspec.structs.fields(kind)}
+
+
+def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
+    """The struct among the types that a field takes, for an object in a body."""
+    return next((it for it in get_args(kind) if isinstance(it, type) and issubclass(it, msgspec.Struct)), None)
+
+
+def _is_null(value: Any) -> bool:
+    return value is None or (isinstance(value, msgspec.Raw) and bytes(value) == b"null")
+
+
+def _check_strings(field: str, values: Sequence[Any]) -> None:
+    """Raises InvalidField for the first of a list that is no string."""
+    for i, value in enumerate(values):
+        if not isinstance(value, str):
+            raise InvalidField(f"{field}[{i}]", f"must be a string; was {_shown(value)}")
 
 
 def _check_inputs(field: str, value: Any) -> None:
@@ -258,6 +298,17 @@ def choice(field: str, value: str | None, choices: Collection[str]) -> str | Non
     if value is not None and (value := value.lower()) not in choices:
         raise InvalidField(field, f"must be one of {', '.join(choices)}; was {value[:64]!r}")
     return value
+
+
+def positive(field: str, value: int | None) -> int:
+    """A number from 1, or 0 where there is none.
+
+    Raises:
+        InvalidField: It is less.
+    """
+    if value is not None and value < 1:
+        raise InvalidField(field, f"must be at least 1; was {_shown(value)}")
+    return value or 0
 
 
 def model_of(body: Body) -> tuple[str, str]:
@@ -307,6 +358,8 @@ async def encode(
     rules: BodyRules,
     *,
     check: Callable[[ServedModel], None] = lambda _: None,
+    growth: float = JSON_GROWTH,
+    from_left: bool = False,
 ) -> Reply:
     """Answers a request.
 
@@ -318,9 +371,13 @@ async def encode(
         build: Makes the answer's body.
         rules: How bodies are read.
         check: Refuses what the model does not take.
+        growth: How many bytes of the answer's body there are at most for each byte of the reply.
+        from_left: Whether texts that are too long are to be cut at their beginning, which this server does not do:
+            such a text is refused.
 
     Raises:
         InvalidField: A field has a value that it must not have.
+        SequenceTooLong: An input is too long, and may not be cut, or only at its beginning.
         EncserveError: Whatever else `Call.encode_in_parts` raises.
     """
     model = call.resolve(len(sent.items), *model_of(body))
@@ -331,7 +388,7 @@ async def encode(
     request = EncodeCall(
         inputs=sent.decode(bundle.max_sequence_tokens),
         outputs=(output(bundle),),
-        truncate=truncate,
+        truncate=truncate and not from_left,
         max_tokens=max_tokens,
         prompt_name=body.prompt_name,
         task=task_of(body, bundle),
@@ -343,8 +400,16 @@ async def encode(
         truncated = sum(it.truncated for it in reply.sequences)
         return build(model, reply)
 
-    answer = await call.encode_in_parts(model, request, counted, JSON_GROWTH)
+    try:
+        answer = await call.encode_in_parts(model, request, counted, growth)
+    except SequenceTooLong as error:
+        raise _too_long_on_the_left(error) if from_left else error from None
     return Reply(answer, {TRUNCATED_HEADER: f"{truncated}"} if truncated else {})
+
+
+def _too_long_on_the_left(error: SequenceTooLong) -> SequenceTooLong:
+    problem = "must be at most {limit} tokens, for this server cuts texts at their end alone; was {count}. Ask for "
+    return SequenceTooLong(error.field, problem + "truncation on the right, or cut it up", **error.values)
 
 
 def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool) -> OutputSpec:
@@ -355,17 +420,17 @@ def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool) 
     """
     pooling = choice("pooling", body.pooling, _POOLINGS)
     if pooling is None and bundle.pooling is None:
+        if kinds.trained_for(bundle):
+            raise kinds.lacks(bundle, kinds.EMBEDDING)
         raise InvalidField(
             "model",
             f"{bundle.name} does not say how it was trained to make one vector of a text; name a way in the field "
             f"pooling: {', '.join(_POOLINGS)}",
         )
-    if body.dimensions is not None and body.dimensions < 1:
-        raise InvalidField("dimensions", f"must be at least 1; was {_shown(body.dimensions)}")
     return OutputSpec(
         OutputKind.MODEL if pooling is None else _POOLINGS[pooling],
         normalize_default if body.normalize is None else body.normalize,
-        dimensions=body.dimensions or 0,
+        dimensions=positive("dimensions", body.dimensions),
     )
 
 

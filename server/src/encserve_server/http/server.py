@@ -13,6 +13,7 @@ from encserve_server.http.app import HttpApp
 from encserve_server.http.connection import Connection, Refusal
 from encserve_server.http.counting import CountLimits
 from encserve_server.http.openai import OpenAiRoutes
+from encserve_server.http.pooling import PoolingRoutes
 from encserve_server.http.requests import BodyRules
 from encserve_server.http.tei import TeiRoutes
 from encserve_server.settings import MIB, Settings
@@ -52,7 +53,13 @@ async def open_http(
     app = HttpApp(
         [
             *OpenAiRoutes(calls.catalog, rules).routes(),
-            *TeiRoutes(is_serving, rules, settings.tokenizer_threads).routes(),
+            *TeiRoutes(
+                is_serving,
+                rules,
+                max_connections=settings.max_connections,
+                tokenizer_threads=settings.tokenizer_threads,
+            ).routes(),
+            *PoolingRoutes(rules).routes(),
         ],
         calls,
         metrics,

@@ -3,18 +3,29 @@
 https://huggingface.github.io/text-embeddings-inference
 """
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
+import numpy as np
 import orjson
 
 from encserve_server import __version__
 from encserve_server.calls import Call
 from encserve_server.error_table import Failure, Status
-from encserve_server.errors import InvalidField, NotReady
+from encserve_server.errors import EmptyInputs, FieldPath, InvalidField, NotReady, RequestError
+from encserve_server.http import kinds
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.naming import HttpNaming
-from encserve_server.http.replies import JSON_GROWTH, joined, pooled_rows, rows_as_json
+from encserve_server.http.replies import (
+    JSON_GROWTH,
+    SPARSE_GROWTH,
+    joined,
+    pooled_rows,
+    rows_as_json,
+    sparse_as_json,
+)
 from encserve_server.http.requests import (
     Body,
     BodyDecoder,
@@ -27,6 +38,7 @@ from encserve_server.http.requests import (
     encode,
     model_of,
     pooled_output,
+    positive,
     task_of,
 )
 from encserve_server.models.offsets import utf8_offsets
@@ -38,6 +50,7 @@ from encserve_server.types.sequences import TokenSequence
 
 _TOKENS = OutputSpec(OutputKind.TOKENS)
 _INPUTS = "inputs"
+_DIRECTIONS = ("right", "left")
 
 
 class EmbedBody(PooledBody):
@@ -54,6 +67,43 @@ class EmbedAllBody(EncodeBody):
     truncation_direction: str | None = None
 
 
+class EmbedSparseBody(EncodeBody):
+    """The fields of /embed_sparse."""
+
+    inputs: Inputs | None = None
+    truncation_direction: str | None = None
+    max_active_dims: int | None = None
+
+
+class SimilarityInputs(msgspec.Struct, forbid_unknown_fields=True):
+    """The inputs of /similarity."""
+
+    source_sentence: str | None = None
+    sentences: list[str] | None = None
+
+
+class SimilarityParameters(msgspec.Struct, forbid_unknown_fields=True):
+    """How the inputs of /similarity are read."""
+
+    truncate: bool | None = None
+    truncation_direction: str | None = None
+    prompt_name: str | None = None
+
+
+class SimilarityBody(PooledBody):
+    """The fields of /similarity."""
+
+    inputs: SimilarityInputs | None = None
+    parameters: SimilarityParameters | None = None
+
+
+class RootBody(EmbedBody):
+    """The fields of /, which is /embed, and /similarity where its inputs are sentences to compare."""
+
+    inputs: Inputs | SimilarityInputs | None = None  # type: ignore[assignment]
+    parameters: SimilarityParameters | None = None
+
+
 class TokenizeBody(Body):
     """The fields of /tokenize."""
 
@@ -64,30 +114,69 @@ class TokenizeBody(Body):
 class TeiRoutes:
     """The handlers."""
 
-    def __init__(self, serving: Callable[[], bool], rules: BodyRules, tokenizer_threads: int) -> None:
-        """Takes whether every model is ready, and how bodies are read."""
+    def __init__(
+        self, serving: Callable[[], bool], rules: BodyRules, *, max_connections: int, tokenizer_threads: int
+    ) -> None:
+        """Takes whether every model is ready, how bodies are read, and what /info says of the server."""
         self._serving = serving
         self._rules = rules
+        self._max_connections = max_connections
         self._tokenizer_threads = tokenizer_threads
+        self._root = BodyDecoder(RootBody, _INPUTS, rules)
         self._embed = BodyDecoder(EmbedBody, _INPUTS, rules)
         self._embed_all = BodyDecoder(EmbedAllBody, _INPUTS, rules)
+        self._embed_sparse = BodyDecoder(EmbedSparseBody, _INPUTS, rules)
+        self._similarity = BodyDecoder(SimilarityBody, _INPUTS, rules)
         self._tokenize = BodyDecoder(TokenizeBody, _INPUTS, rules)
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
         return [
-            Route("POST", "/", self.embed, DIALECT, body=EmbedBody),
+            Route("POST", "/", self.root, DIALECT, body=RootBody),
             Route("POST", "/embed", self.embed, DIALECT, body=EmbedBody),
             Route("POST", "/embed_all", self.embed_all, DIALECT, body=EmbedAllBody),
+            Route("POST", "/embed_sparse", self.embed_sparse, DIALECT, body=EmbedSparseBody),
+            Route("POST", "/similarity", self.similarity, DIALECT, body=SimilarityBody),
             Route("POST", "/tokenize", self.tokenize, DIALECT, body=TokenizeBody),
             Route("GET", "/info", self.info, DIALECT),
             Route("GET", "/health", self.health, DIALECT, is_check=True),
+            Route("GET", "/ping", self.health, DIALECT, is_check=True),
             Route("GET", "/", self.health, DIALECT, is_check=True),
         ]
 
+    async def root(self, request: Request, call: Call) -> Reply:
+        """What huggingface_hub's client sends to the address of a server, whatever its task."""
+        fields = await self._root.decode(request.body)
+        if isinstance(fields.inputs, SimilarityInputs):
+            return await self._compare(call, fields, fields.inputs, fields.parameters, fields.truncation_direction)
+        return await self._embed_inputs(call, fields)
+
     async def embed(self, request: Request, call: Call) -> Reply:
         """One vector for each input."""
-        fields = await self._embed.decode(request.body)
+        return await self._embed_inputs(call, await self._embed.decode(request.body))
+
+    async def embed_all(self, request: Request, call: Call) -> Reply:
+        """For each input a vector for each of its tokens."""
+        return await self._encode(call, await self._embed_all.decode(request.body), lambda _: _TOKENS, _all_rows)
+
+    async def embed_sparse(self, request: Request, call: Call) -> Reply:
+        """For each input its weights that are not 0."""
+        fields = await self._embed_sparse.decode(request.body)
+        kept = positive("max_active_dims", fields.max_active_dims)
+
+        def output(bundle: Bundle) -> OutputSpec:
+            if bundle.sparse is None:
+                raise kinds.lacks(bundle, kinds.SPARSE)
+            return OutputSpec(OutputKind.SPARSE, max_active_dims=kept)
+
+        return await self._encode(call, fields, output, _sparse_weights, SPARSE_GROWTH)
+
+    async def similarity(self, request: Request, call: Call) -> Reply:
+        """How alike one sentence and each of others are."""
+        fields = await self._similarity.decode(request.body)
+        return await self._compare(call, fields, fields.inputs or SimilarityInputs(), fields.parameters)
+
+    async def _embed_inputs(self, call: Call, fields: EmbedBody) -> Reply:
         return await self._encode(
             call,
             fields,
@@ -95,21 +184,63 @@ class TeiRoutes:
             lambda reply: joined(rows_as_json(pooled_rows(reply))),
         )
 
-    async def embed_all(self, request: Request, call: Call) -> Reply:
-        """For each input a vector for each of its tokens."""
-        return await self._encode(call, await self._embed_all.decode(request.body), lambda _: _TOKENS, _all_rows)
+    async def _compare(
+        self,
+        call: Call,
+        fields: PooledBody,
+        inputs: SimilarityInputs,
+        parameters: SimilarityParameters | None,
+        direction: str | None = None,
+    ) -> Reply:
+        """The cosine of the first sentence's vector with that of each of the others."""
+        if inputs.source_sentence is None:
+            raise InvalidField("inputs.source_sentence", "must be a string; was null")
+        if not inputs.sentences:
+            raise EmptyInputs("inputs.sentences", "must hold at least 1 text; was empty")
+        if parameters is not None:
+            direction = parameters.truncation_direction or direction
+            fields = msgspec.structs.replace(
+                fields,
+                truncate=fields.truncate if parameters.truncate is None else parameters.truncate,
+                prompt_name=fields.prompt_name if parameters.prompt_name is None else parameters.prompt_name,
+            )
+        from_left = choice("parameters.truncation_direction", direction, _DIRECTIONS) == "left"
+        sent = SentInputs(_INPUTS, [inputs.source_sentence, *inputs.sentences])
+        try:
+            return await encode(
+                call,
+                fields,
+                sent,
+                lambda bundle: pooled_output(fields, bundle, normalize_default=False),
+                lambda _, reply: _cosines(reply),
+                self._rules,
+                growth=1.0,
+                from_left=from_left,
+            )
+        except RequestError as error:
+            if isinstance(error.field, FieldPath) and error.field.at is not None:
+                at = error.field.at
+                error.field = f"inputs.sentences[{at - 1}]" if at else "inputs.source_sentence"
+            raise
 
     async def _encode(
         self,
         call: Call,
-        fields: EmbedBody | EmbedAllBody,
+        fields: EmbedBody | EmbedAllBody | EmbedSparseBody,
         output: Callable[[Bundle], OutputSpec],
         build: Callable[[EncodeReply], bytes],
+        growth: float = JSON_GROWTH,
     ) -> Reply:
-        sent = SentInputs(_INPUTS, fields.inputs)
-        if choice("truncation_direction", fields.truncation_direction, ("right", "left")) == "left":
-            raise InvalidField("truncation_direction", "must be right: this server cuts texts at their end")
-        return await encode(call, fields, sent, output, lambda _, reply: build(reply), self._rules)
+        return await encode(
+            call,
+            fields,
+            SentInputs(_INPUTS, fields.inputs),
+            output,
+            lambda _, reply: build(reply),
+            self._rules,
+            growth=growth,
+            from_left=choice("truncation_direction", fields.truncation_direction, _DIRECTIONS) == "left",
+        )
 
     async def tokenize(self, request: Request, call: Call) -> Reply:
         """The tokens of texts; nothing is computed."""
@@ -132,23 +263,21 @@ class TeiRoutes:
         """The default model, and the limits."""
         del request
         model = call.resolve(0, "", "")
-        bundle, limits = model.bundle, model.limits
-        pooling = bundle.pooling
-        kind = "none" if pooling is None else pooling.kinds[0].name.lower() if pooling.is_plain else "model"
+        bundle = model.bundle
         return Reply(
             orjson.dumps(
                 {
-                    "model_id": bundle.name,
+                    "model_id": bundle.repository or bundle.name,
                     "model_sha": bundle.fingerprint,
                     "model_dtype": model.engine_info.precision,
                     "served_model_name": bundle.name,
-                    "model_type": {"embedding": {"pooling": kind}},
-                    "max_concurrent_requests": limits.max_tokens,  # the queue is bounded in tokens
+                    "model_type": {"embedding": {"pooling": _pooling_of(bundle)}},
+                    "max_concurrent_requests": self._max_connections,  # a connection has one request at a time
                     "max_input_length": bundle.max_sequence_tokens,
                     "max_batch_tokens": model.max_batch_tokens,
                     "max_batch_requests": None,
                     "max_client_batch_size": self._rules.limits.sequences,
-                    "auto_truncate": True,
+                    "auto_truncate": self._rules.truncate,
                     "tokenization_workers": self._tokenizer_threads,
                     "version": __version__,
                     "sha": None,
@@ -200,6 +329,38 @@ def _tokens(model: ServedModel, sequence: TokenSequence, text: str, keeps_specia
             "start": None if special else offsets[start],
             "stop": None if special else offsets[end],
         }
+
+
+def _pooling_of(bundle: Bundle) -> str:
+    """What text-embeddings-inference calls the pooling of a model; for those that it does not know another word."""
+    if (pooling := bundle.pooling) is not None:
+        return pooling.kinds[0].name.lower() if pooling.is_plain else "model"
+    return "splade" if bundle.sparse is not None else "none"
+
+
+def _cosines(reply: EncodeReply) -> bytes:
+    """Those of the first vector with each of the others, as a list; of a vector of zeros 0."""
+    vectors = (sequence.outputs[0][0].astype(np.float64) for sequence in reply.sequences)  # one at a time: (width,)
+    first = next(vectors)
+    its_square = first @ first
+    cosines = []
+    for vector in vectors:
+        product = math.sqrt(its_square * (vector @ vector))
+        cosines.append(min(max(first @ vector / product, -1.0), 1.0) if product else 0.0)
+    return orjson.dumps(np.array(cosines, np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def _sparse_weights(reply: EncodeReply) -> bytes:
+    return joined(_sparse_pieces(reply))
+
+
+def _sparse_pieces(reply: EncodeReply) -> Iterator[bytes]:
+    yield b"["
+    for i, sequence in enumerate(reply.sequences):
+        if i:
+            yield b","
+        yield from sparse_as_json(sequence.outputs[0])
+    yield b"]"
 
 
 def _all_rows(reply: EncodeReply) -> bytes:

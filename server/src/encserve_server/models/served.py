@@ -85,7 +85,7 @@ class EncodeCall:
         task: What the texts are.
         spans: For each input what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
         shape: How the reply is to be written.
-        max_tokens: To how many tokens inputs are cut; 0 for as many as the model, or the task, takes.
+        max_tokens: The most tokens of an input; 0 for as many as the model, or the task, takes.
     """
 
     inputs: Sequence[SentInput]
@@ -335,7 +335,7 @@ class ServedModel:
             checker = self._static_checkers[call.task]
             limit = LengthLimit(static.max_tokens or _ANY_TOKENS, "static_sparse.max_tokens", call.task, call.truncate)
         if call.max_tokens:
-            limit = replace(limit, tokens=min(limit.tokens, call.max_tokens), truncate=True)
+            limit = replace(limit, tokens=min(limit.tokens, call.max_tokens))
         detail = call.shape.detail or plan.detail
         sequences, tokenize_seconds = await self._check_inputs(
             checker,

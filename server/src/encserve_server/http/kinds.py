@@ -1,0 +1,33 @@
+"""What a model was trained to make of an input, and the routes that serve it: for `/v1/models`, and for errors."""
+
+from collections.abc import Mapping
+
+from encserve_server.errors import InvalidField
+from encserve_server.types.bundles import Bundle
+
+EMBEDDING, SPARSE, MULTI_VECTOR, TOKENS = "embedding", "sparse", "multi_vector", "tokens"
+_WHAT = {
+    EMBEDDING: ("one vector of an input", "POST /v1/embeddings or POST /embed"),
+    SPARSE: ("sparse weights", "POST /embed_sparse"),
+    MULTI_VECTOR: ("a vector of each token, for MaxSim", "POST /pooling with the task token_embed"),
+    TOKENS: ("a row of each token", "POST /embed_all"),
+}
+
+
+def trained_for(bundle: Bundle) -> list[str]:
+    """The kinds of output that a model was trained for; none where its bundle does not say."""
+    has = {EMBEDDING: bundle.pooling, SPARSE: bundle.sparse, MULTI_VECTOR: bundle.multi_vector}
+    return [kind for kind, part in has.items() if part is not None]
+
+
+def routes_of(bundle: Bundle) -> Mapping[str, list[str]]:
+    """The paths that serve each kind of output that a model has."""
+    routes = {EMBEDDING: ["/v1/embeddings", "/embed"], SPARSE: ["/embed_sparse"], MULTI_VECTOR: ["/pooling"]}
+    rows = ["/embed_all"] if bundle.multi_vector is not None else ["/embed_all", "/pooling"]
+    return {kind: routes[kind] for kind in trained_for(bundle)} | {TOKENS: rows}
+
+
+def lacks(bundle: Bundle, kind: str) -> InvalidField:
+    """The error for a model that does not make a kind of output: what it makes, and where that is served."""
+    made = "; and ".join(f"{what}: {route}" for what, route in map(_WHAT.__getitem__, trained_for(bundle) or [TOKENS]))
+    return InvalidField("model", f"{bundle.name} does not make {_WHAT[kind][0]}. It makes {made}")

@@ -1,0 +1,137 @@
+"""vLLM's `/pooling`: vectors of tokens, for MaxSim or for late chunking, and pooled ones in the same shape.
+
+https://docs.vllm.ai/en/stable/models/pooling_models/
+"""
+
+import time
+import uuid
+from collections.abc import Iterator
+
+import msgspec
+import orjson
+
+from encserve_server.calls import Call
+from encserve_server.errors import InvalidField, Part
+from encserve_server.http import openai
+from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.naming import HttpNaming
+from encserve_server.http.replies import joined, row_as_json, rows_as_json, usage_of
+from encserve_server.http.requests import (
+    BodyDecoder,
+    BodyRules,
+    Inputs,
+    PooledBody,
+    SentInputs,
+    choice,
+    encode,
+    pooled_output,
+    positive,
+)
+from encserve_server.models.served import EncodeReply
+from encserve_server.outputs import OutputSpec
+from encserve_server.types.arrays import IndexedRows
+from encserve_server.types.bundles import Bundle
+from encserve_server.types.requests import OutputKind
+
+_FORMATS = ("float", "base64")
+_TOKEN_EMBED, _EMBED = "token_embed", "embed"
+_TASKS = (_TOKEN_EMBED, _EMBED)
+# What is sent is little-endian float32, whatever the machine.
+_ONE_CHOICE = {"embed_dtype": ("float32",), "endianness": ("native", "little")}
+_SIDES = ("right", "left")
+
+
+class PoolingBody(PooledBody):
+    """The fields of /pooling."""
+
+    input: Inputs | None = None
+    encoding_format: str | None = None
+    embed_dtype: str | None = None
+    endianness: str | None = None
+    use_activation: bool | None = None
+    truncation_side: str | None = None
+    add_special_tokens: bool | None = None
+    user: str | None = None
+
+
+class PoolingRoutes:
+    """The handlers."""
+
+    def __init__(self, rules: BodyRules) -> None:
+        """Takes how bodies are read."""
+        self._rules = rules
+        self._pooling = BodyDecoder(PoolingBody, "input", rules)
+
+    def routes(self) -> list[Route]:
+        """What is answered, and by whom."""
+        return [Route("POST", "/pooling", self.pooling, DIALECT, body=PoolingBody)]
+
+    async def pooling(self, request: Request, call: Call) -> Reply:
+        """For each input a vector of each token, or one vector."""
+        fields = await self._pooling.decode(request.body)
+        task = choice("task", fields.task, _TASKS)
+        as_base64 = choice("encoding_format", fields.encoding_format, _FORMATS) == "base64"
+        for name, choices in _ONE_CHOICE.items():
+            choice(name, getattr(fields, name), choices)
+        from_left = choice("truncation_side", fields.truncation_side, _SIDES) == "left"
+        # `task` is vLLM's here; whether inputs are queries or documents is in `input_type`.
+        fields = msgspec.structs.replace(fields, task=None, normalize=_normalize(fields))
+        sent = SentInputs("input", fields.input)
+        return await encode(
+            call,
+            fields,
+            sent,
+            lambda bundle: _output(fields, bundle, task),
+            lambda model, reply: joined(_answer(fields.model or model.bundle.name, reply, as_base64=as_base64)),
+            self._rules,
+            check=lambda model: openai.check_ids(model, sent, fields.add_special_tokens),
+            from_left=from_left,
+        )
+
+
+DIALECT = Dialect(HttpNaming("input", {Part.TASK: "input_type"}), openai.DIALECT.status_of, openai.DIALECT.refuse)
+
+
+def _normalize(fields: PoolingBody) -> bool | None:
+    """Whether rows are scaled to length 1; None where the request does not say.
+
+    Raises:
+        InvalidField: It says both.
+    """
+    if None not in (fields.normalize, fields.use_activation) and fields.normalize is not fields.use_activation:
+        raise InvalidField("use_activation", "must not differ from normalize, which means the same here")
+    return fields.use_activation if fields.normalize is None else fields.normalize
+
+
+def _output(fields: PoolingBody, bundle: Bundle, task: str | None) -> OutputSpec:
+    """What a request asks for of each input.
+
+    Raises:
+        InvalidField: A field has a value that it must not have, or the model is not trained to make one vector.
+    """
+    if task == _EMBED or (task is None and bundle.pooling is not None):
+        return pooled_output(fields, bundle, normalize_default=bundle.similarity not in openai.NOT_COSINE)
+    if fields.pooling is not None:
+        raise InvalidField("pooling", f"must not be there with the task {_TOKEN_EMBED}, which pools nothing")
+    if bundle.multi_vector is not None:  # these have the length that the model was trained for
+        kind, normalize = OutputKind.MULTI_VECTOR, False
+    else:
+        kind, normalize = OutputKind.TOKENS, True
+    normalize = normalize if fields.normalize is None else fields.normalize
+    return OutputSpec(kind, normalize, dimensions=positive("dimensions", fields.dimensions))
+
+
+def _answer(name: str, reply: EncodeReply, *, as_base64: bool) -> Iterator[bytes]:
+    head = {"id": f"pool-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": name}
+    yield orjson.dumps(head)[:-1] + b',"data":['
+    is_one_row = reply.plan.row_bytes is not None
+    for i, sequence in enumerate(reply.sequences):
+        made = sequence.outputs[0]
+        rows = made.rows if isinstance(made, IndexedRows) else made
+        yield b'%s{"index":%d,"object":"pooling","data":' % (b"," if i else b"", i)
+        if as_base64 or is_one_row:
+            yield row_as_json(rows[0] if is_one_row else rows, as_base64=as_base64)
+        else:
+            yield from rows_as_json(rows)
+        yield b',"shape":%s}' % orjson.dumps(rows.shape[is_one_row:])
+    yield b"]," + orjson.dumps({"usage": usage_of(reply)})[1:]
