@@ -7,7 +7,6 @@ with the reasons.
 
 import base64
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -95,7 +94,7 @@ def embed(http: httpx.Client, texts: list[str], **fields: Any) -> Any:
     return ask(http, "/v2/embed", texts=texts, **{"embedding_types": ["float"], **fields})
 
 
-# vLLM: embed/test_online.py
+# What vLLM asserts of /v1/embeddings
 
 
 def test_models_are_listed(http: httpx.Client) -> None:
@@ -155,7 +154,7 @@ def test_use_activation(http: httpx.Client, path: str) -> None:
     np.testing.assert_allclose(plain / np.linalg.norm(plain), scaled, atol=1e-6)
 
 
-# vLLM: embed/test_online.py and basic/test_truncation.py
+# ... of cutting
 
 
 @pytest.mark.parametrize("as_ids", [False, True])
@@ -178,7 +177,7 @@ def test_bigger_truncation_size(http: httpx.Client, size: int) -> None:
     assert f"truncate_prompt_tokens: must be from 1 to {LONGEST}" in response.json()["error"]["message"]
 
 
-# vLLM: embed/test_online_dimensions.py, embed/test_online_long_text.py
+# ... of dimensions and long texts
 
 
 @pytest.mark.parametrize("dimensions", [None, 256])
@@ -202,7 +201,7 @@ def test_batch_long_text(http: httpx.Client) -> None:
     assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"]
 
 
-# vLLM: token_embed/test_online.py, embed/test_online.py, pooling/test_online.py
+# ... of /pooling
 
 
 def test_pooling_token_embed(http: httpx.Client, ids: list[int]) -> None:
@@ -246,7 +245,7 @@ def test_pooling_not_supported(http: httpx.Client, task: str) -> None:
     assert repr(task) in response.json()["error"]["message"]
 
 
-# vLLM: embed/test_cohere_online.py, embed/test_cohere_openai_parity.py
+# ... of /v2/embed
 
 
 def test_cohere_response_structure(http: httpx.Client) -> None:
@@ -296,7 +295,7 @@ def test_cohere_truncation(http: httpx.Client) -> None:
     assert http.post("/v2/embed", json={"model": MODEL, "texts": [LONG], "truncate": "NONE"}).status_code == 400
 
 
-# infinity: test_api_with_dummymodel.py, test_sentence_transformers.py, test_openapi_client_compat.py
+# What infinity asserts
 
 
 @pytest.mark.parametrize("texts", [["This is a test sentence."], ["This is a test sentence.", "This is another one."]])
@@ -331,7 +330,7 @@ def test_different(http: httpx.Client, what: str) -> None:
 
 
 def test_the_page_lists_what_is_different() -> None:
-    page = Path(ROOT / "docs/http.md").read_text()
+    page = (ROOT / "docs/http.md").read_text()
     section = page.partition("\n## Differences\n")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
     assert rows[1:] == list(DIFFERENT)
