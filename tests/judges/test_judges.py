@@ -158,6 +158,67 @@ def test_openais_own_tests(server: RealServer) -> None:
     assert re.findall(r"^(\d+ passed, \d+ deselected)", report, re.MULTILINE) == ["46 passed, 29 deselected"]
 
 
+def test_tritonclient_over_http(server: RealServer, client: EncoderClient, vectors: Array, tmp_path: Path) -> None:
+    got, told = judge("triton_http_judge.py", server.url, tmp_path)
+    for name in ("sync", "json", "mixed", "async_infer", "aio"):
+        assert_same_bits(got[name], vectors)
+    np.testing.assert_array_equal(got["half"], vectors.astype(np.float16))
+    assert got["lengths"].tolist() == [5, 4]
+    for padded, its in zip(got["last_hidden_state"], client.encode(IDS), strict=True):
+        assert_same_bits(padded[: len(its)], its)
+    for name in ("embedding_of_ids", "embedding_of_ids_32"):
+        assert_same_bits(got[name], client.embed(IDS))
+    assert (told["ready"], told["unknown_ready"], told["request_id"]) == ([True] * 3, False, "an id")
+    assert [it["name"] for it in told["metadata"]["outputs"]] == ["last_hidden_state", "lengths", "embedding"]
+    assert [it["name"] for it in told["index"]] == [MODEL]
+    assert told["config"]["name"] == MODEL
+    status, message = told["error"]
+    assert status == "400"
+    assert "input_ids[0, 0]: must be from 0 to 30521" in message
+    assert told["statistics"]["model_stats"][0]["name"] == MODEL
+
+
+def test_kserve(server: RealServer, client: EncoderClient, vectors: Array, tmp_path: Path) -> None:
+    got, told = judge("kserve_judge.py", f"{server.target},{server.url}", tmp_path, "gateways")
+    for name in ("grpc", "grpc_typed", "rest", "rest_json", "rest_column"):
+        assert_same_bits(got[name], vectors)
+    for name in ("grpc_ids", "rest_ids"):
+        assert_same_bits(got[name], client.embed(IDS))
+    assert told["grpc_ready"] == told["rest_ready"] == [True] * 3
+    assert told["rest_unknown_ready"] is False
+    assert told["grpc_error"][0] == "StatusCode.NOT_FOUND"
+    assert told["rest_error"][0] == 404
+
+
+def test_mlserver(server: RealServer, client: EncoderClient, vectors: Array, tmp_path: Path) -> None:
+    got, told = judge("mlserver_judge.py", f"{server.target},{server.url}", tmp_path)
+    for name in ("strings", "strings_unset", "request_codec", "grpc", "grpc_raw"):
+        assert_same_bits(got[name], vectors)
+    assert_same_bits(got["arrays"], client.embed(IDS))
+    assert "text" in told["inputs"]
+    assert told["error"][0] == 404
+
+
+def test_cohere(server: RealServer, client: EncoderClient, tmp_path: Path) -> None:
+    vectors = client.embed(TEXTS, l2_normalize=True)
+    got, told = judge("cohere_judge.py", server.url, tmp_path, "gateways")
+    for name in ("v2", "v2_async", "v2_typed", "v2_inputs", "base64", "v1_stream"):
+        assert_same_bits(got[name], vectors)
+    assert_same_bits(got["v1"], np.tile(vectors, (50, 1)))
+    signed = np.clip(np.rint(vectors * 127 * np.sqrt(vectors.shape[1]) / 4), -128, 127)
+    assert np.abs(got["int8"] - signed).max() <= 1  # of a number that lies between two
+    np.testing.assert_array_equal(got["uint8"], got["int8"] + 128)
+    np.testing.assert_array_equal(got["v1_int8"], got["int8"])
+    np.testing.assert_array_equal(got["ubinary"], np.packbits(vectors > 0, axis=1))
+    np.testing.assert_array_equal(got["binary"], got["ubinary"] - 128)
+    assert got["cut"].shape == (len(TEXTS), 3)
+    assert (told["texts"], told["v1_texts"], told["version"]) == (TEXTS, True, "2")
+    assert told["id"]
+    assert told["tokens"] > len(TEXTS)
+    statuses = {name: told[name][1] for name in ("model", "start", "image", "types", "long")}
+    assert statuses == {"model": 404, "start": 400, "image": 400, "types": 400, "long": 400}
+
+
 def lines_of(output: str) -> Array:
     """The vectors of the examples' lines."""
     lines = [json.loads(line) for line in output.splitlines()]
