@@ -19,6 +19,7 @@ from checkpoints import MODEL, minilm_directory
 from exporting import export_once
 from judging import JUDGES, ROOT, npm_folder, program, python_environment, run
 from real_server import RealServer, real_server
+from scipy.stats import spearmanr
 
 from encserve_client import EncoderClient
 from encserve_export import Target, export_hf
@@ -42,6 +43,13 @@ ENVIRONMENTS = {
     "MLServer": "clients",
     "tritonclient": "clients",
 }
+PAIRS = [
+    ("a cat sits on the mat", "a cat is sitting on a mat", 5.0),
+    ("a dog runs", "a dog is running fast", 4.0),
+    ("he plays the guitar", "the soup is cold", 0.0),
+    ("a red apple", "a green bus", 1.0),
+    ("two men talk", "people are talking", 3.0),
+]
 # These send all texts at once, or a thousand.
 MANY = ("openai", "LangChain", "Chroma")
 TEXTS = ["I understand this", "and that", "🌍 ein längerer Satz, der in mehr Tokens zerfällt als andere", "a" * 300]
@@ -116,7 +124,7 @@ def assert_as_ours(got: Array, want: Array, lines: str) -> None:
 
 
 def test_each_tool_has_its_lines() -> None:
-    assert shown().keys() == ENVIRONMENTS.keys()
+    assert shown().keys() == {*ENVIRONMENTS, "MTEB"}
 
 
 @pytest.mark.parametrize("tool", ENVIRONMENTS)
@@ -137,3 +145,18 @@ def test_langchain_for_javascript(server: RealServer, requests: dict[bool, tuple
     file, want = requests[True]
     run([program("node", "nodejs"), "lines.mjs", file, tmp_path / "results.json"], cwd=folder)
     assert_as_ours(np.array(json.loads((tmp_path / "results.json").read_text())), want, lines)
+
+
+def test_mteb(server: RealServer, tmp_path: Path) -> None:
+    """The scores are those of the vectors of our own client."""
+    (tmp_path / "requests.json").write_text(json.dumps({"pairs": PAIRS}))
+    blocks = [tmp_path / f"{i}.py" for i in range(len(shown()["MTEB"]))]
+    for path, (_, lines) in zip(blocks, shown()["MTEB"], strict=True):
+        path.write_text(addressed(lines, server))
+    python = python_environment("mteb", beside_this=True) / "python"
+    told = run([python, JUDGES / "mteb_judge.py", tmp_path / "requests.json", *blocks], cwd=tmp_path)
+    first, second, likeness = zip(*PAIRS, strict=True)
+    with EncoderClient(server.target) as client:
+        one, other = (client.embed(texts, l2_normalize=True) for texts in (first, second))
+    want = spearmanr(likeness, (one * other).sum(axis=1)).statistic
+    np.testing.assert_allclose(json.loads(told.splitlines()[-1]), [want] * len(blocks), atol=1e-6)

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -44,8 +45,11 @@ def _installing(folder: Path, requirements: Path) -> Iterator[bool]:
         stamp.write_text(wanted)
 
 
-def python_environment(name: str) -> Path:
-    """The folder of commands of the environment that NAME.txt in tests/judges describes, which is all that is in it."""
+def python_environment(name: str, *, beside_this: bool = False) -> Path:
+    """The folder of commands of the environment that NAME.txt in tests/judges describes.
+
+    Nothing else is in it; `beside_this` has its Python look into this environment too, for what is large.
+    """
     folder, requirements = ENVIRONMENTS / name, JUDGES / f"{name}.txt"
     with _installing(folder, requirements) as needed:
         if needed:
@@ -53,6 +57,10 @@ def python_environment(name: str) -> Path:
             run([*uv, "venv", "--quiet", "--python", sys.executable, folder], may_fail_to_install=True)
             install = [*uv, "pip", "sync", "--quiet", "--python", folder / "bin/python", requirements]
             run(install, may_fail_to_install=True)
+            if beside_this:
+                (packages,) = folder.glob("lib/python*/site-packages")
+                line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+                (packages / "beside.pth").write_text(line)
     return folder / "bin"
 
 
