@@ -202,7 +202,7 @@ def test_mlserver(server: RealServer, client: EncoderClient, vectors: Array, tmp
 def test_cohere(server: RealServer, client: EncoderClient, tmp_path: Path) -> None:
     vectors = client.embed(TEXTS, l2_normalize=True)
     got, told = judge("cohere_judge.py", server.url, tmp_path, "gateways")
-    for name in ("v2", "v2_async", "v2_typed", "v2_inputs", "base64", "v1_stream"):
+    for name in ("v2", "v2_async", "v2_typed", "v2_inputs", "base64"):
         assert_same_bits(got[name], vectors)
     assert_same_bits(got["v1"], np.tile(vectors, (50, 1)))
     signed = np.clip(np.rint(vectors * 127 * np.sqrt(vectors.shape[1]) / 4), -128, 127)
