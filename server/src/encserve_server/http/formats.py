@@ -12,7 +12,15 @@ _CHOICES = {"embed_dtype": ("float32",), "endianness": ("native", "little"), "mo
 
 
 class FormatBody(PooledBody):
-    """OpenAI's `encoding_format`; vLLM's `embed_dtype`, `endianness` and `use_activation`; infinity's `modality`."""
+    """What OpenAI's clients send, vLLM's and infinity's.
+
+    Attributes:
+        encoding_format: How vectors are written: float, or base64 of little-endian float32.
+        embed_dtype: The type of the numbers in base64, as vLLM calls it: float32.
+        endianness: The order of their bytes, as vLLM calls it: little or native, which is little here.
+        use_activation: The same as normalize, as vLLM calls it.
+        modality: What inputs are, as infinity calls it: text.
+    """
 
     encoding_format: str | None = None
     embed_dtype: str | None = None
