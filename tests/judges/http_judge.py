@@ -1,4 +1,4 @@
-"""Runs in the environment of clients.txt: clients of OpenAI's and text-embeddings-inference's APIs.
+"""Runs in the environment of clients.txt: openai's client beyond what docs/http.md shows, and LangChain's default.
 
 Reads the server's URL, MODEL and the file of requests, JSON with `texts`; writes what each client got into an .npz, and
 what was refused as JSON to stdout.
@@ -11,10 +11,7 @@ from typing import Any
 
 import numpy as np
 import openai
-import tiktoken
-from huggingface_hub import InferenceClient
 from langchain_openai import OpenAIEmbeddings
-from llama_index.embeddings.openai_like import OpenAILikeEmbedding
 
 url, model, requests_file, results_file = sys.argv[1:]
 with open(requests_file, encoding="utf-8") as file:  # noqa: PTH123 - a program of few imports
@@ -46,22 +43,10 @@ with openai.OpenAI(**api) as client:
         told["unknown"] = str(error)
 asyncio.run(asynchronous())
 
-langchain: dict[str, Any] = {"model": model, **api}
-embeddings = OpenAIEmbeddings(**langchain, check_embedding_ctx_length=False)
-results["langchain"] = np.array(embeddings.embed_documents(texts))
-# With its default it sends ids of OpenAI's vocabulary, which it would download: another with as large ids does as well.
-ranks = {bytes([byte]): 90_000 + byte for byte in range(256)}
-other = tiktoken.Encoding("other", pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens={})
-tiktoken.encoding_for_model = tiktoken.get_encoding = lambda _: other
-try:
-    OpenAIEmbeddings(**langchain).embed_documents(texts)
+try:  # with its default it sends ids of OpenAI's vocabulary
+    OpenAIEmbeddings(model=model, **api).embed_documents(texts)
 except openai.APIStatusError as error:
     told["langchain_default"] = [error.status_code, str(error)]
-
-llama = OpenAILikeEmbedding(model_name=model, api_base=api["base_url"], api_key=api["api_key"])
-results["llama_index"] = np.array(llama.get_text_embedding_batch(texts))
-hub = InferenceClient(model=f"{url}/embed")
-results["huggingface_hub"] = np.concatenate([np.atleast_2d(hub.feature_extraction(text)) for text in texts])
 
 np.savez(results_file, **results)
 sys.stdout.write(json.dumps(told))

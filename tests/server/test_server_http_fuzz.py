@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from fake_server import start_fake_server
 from http_calls import connect
 from hypothesis import HealthCheck, given, settings

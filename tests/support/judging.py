@@ -1,20 +1,25 @@
 """Programs that nobody here wrote, each in an environment of its own under .venv-judges."""
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import sysconfig
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from harness.programs import PeerUnavailable, ensure_environment, peer_environment
+from harness.programs import peer_environment
 
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENTS = ROOT / ".venv-judges"
 JUDGES = ROOT / "tests/judges"
-_SECONDS = 240
+_SECONDS = 480
 
 
 def missing(what: str) -> NoReturn:
@@ -24,12 +29,39 @@ def missing(what: str) -> NoReturn:
     pytest.skip(f"no judge: {what}")
 
 
-def python_environment(name: str) -> Path:
-    """The folder of commands of the environment that NAME.txt in tests/judges describes."""
-    try:
-        return ensure_environment(name, JUDGES / f"{name}.txt", ENVIRONMENTS)
-    except PeerUnavailable as error:
-        missing(str(error))
+@contextlib.contextmanager
+def _installing(folder: Path, requirements: Path) -> Iterator[bool]:
+    """Whether a folder has yet to be made of what a file asks for; one process at a time makes it, from nothing."""
+    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+    stamp = folder / ".installed"
+    ENVIRONMENTS.mkdir(exist_ok=True)
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if stamp.exists() and stamp.read_text() == wanted:
+            yield False
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        yield True
+        stamp.write_text(wanted)
+
+
+def python_environment(name: str, *, beside_this: bool = False) -> Path:
+    """The folder of commands of the environment that NAME.txt in tests/judges describes.
+
+    Nothing else is in it; `beside_this` has its Python look into this environment too, for what is large.
+    """
+    folder, requirements = ENVIRONMENTS / name, JUDGES / f"{name}.txt"
+    with _installing(folder, requirements) as needed:
+        if needed:
+            uv = [sys.executable, "-m", "uv"]  # takes a tenth of pip's time
+            run([*uv, "venv", "--quiet", "--python", sys.executable, folder], may_fail_to_install=True)
+            install = [*uv, "pip", "sync", "--quiet", "--python", folder / "bin/python", requirements]
+            run(install, may_fail_to_install=True)
+            if beside_this:
+                (packages,) = folder.glob("lib/python*/site-packages")
+                line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+                (packages / "beside.pth").write_text(line)
+    return folder / "bin"
 
 
 def program(name: str, package: str) -> str:
@@ -63,17 +95,28 @@ def run(
     return done.stdout
 
 
-def npm_folder(example: Path) -> Path:
-    """A copy of an example with what its package-lock.json pins beside it."""
-    folder = ENVIRONMENTS / example.name
-    wanted = hashlib.sha256((example / "package-lock.json").read_bytes()).hexdigest()
-    stamp = folder / ".installed"
-    if not stamp.exists() or stamp.read_text() != wanted:
-        shutil.rmtree(folder, ignore_errors=True)
-        shutil.copytree(example, folder, ignore=shutil.ignore_patterns("node_modules"))
-        npm = program("npm", "npm")
-        run([npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"], may_fail_to_install=True, cwd=folder)
-        stamp.write_text(wanted)
-    for file in example.glob("*.js"):
+def source_folder(name: str) -> Path:
+    """The sources of the one package that NAME.txt in tests/judges pins."""
+    folder, requirements = ENVIRONMENTS / name, JUDGES / f"{name}.txt"
+    with _installing(folder, requirements) as needed:
+        if needed:
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+            run([*pip, "--dest", folder, "-r", requirements], may_fail_to_install=True)
+            (archive,) = folder.glob("*.tar.gz")
+            with tarfile.open(archive) as file:
+                file.extractall(folder, filter="data")
+    (found,) = (path for path in folder.iterdir() if path.is_dir())
+    return found
+
+
+def npm_folder(source: Path) -> Path:
+    """A copy of a folder with what its package-lock.json pins beside it."""
+    folder = ENVIRONMENTS / source.name
+    with _installing(folder, source / "package-lock.json") as needed:
+        if needed:
+            shutil.copytree(source, folder, ignore=shutil.ignore_patterns("node_modules"))
+            npm = program("npm", "npm")
+            run([npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"], may_fail_to_install=True, cwd=folder)
+    for file in source.glob("*.js"):
         shutil.copy(file, folder)
     return folder

@@ -7,12 +7,14 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any, TypedDict
 
+import msgspec
 import orjson
 
 from encserve_server.calls import Call
 from encserve_server.error_table import Failure, Status
 from encserve_server.errors import FieldPath, InvalidField, Part
 from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.formats import FormatBody, as_base64, normalized
 from encserve_server.http.kinds import routes_of
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import joined, pooled_rows, row_as_json, usage_of
@@ -20,9 +22,7 @@ from encserve_server.http.requests import (
     BodyDecoder,
     BodyRules,
     Inputs,
-    PooledBody,
     SentInputs,
-    choice,
     encode,
     pooled_output,
 )
@@ -30,22 +30,19 @@ from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
 
-_FORMATS = ("float", "base64")
 NOT_COSINE = frozenset({"dot", "euclidean", "manhattan"})
 
 
-class EmbeddingsBody(PooledBody):
+class EmbeddingsBody(FormatBody):
     """The fields of /v1/embeddings.
 
     Attributes:
         input: A text, the ids of a text, or a list of these; required.
-        encoding_format: How vectors are written: float, or base64 of little-endian float32.
         user: Ignored.
         add_special_tokens: With false, ids are complete as they are, without the special tokens of the tokenizer.
     """
 
     input: Inputs | None = None
-    encoding_format: str | None = None
     user: str | None = None
     add_special_tokens: bool | None = None
 
@@ -169,7 +166,8 @@ class OpenAiRoutes:
     async def embeddings(self, request: Request, call: Call) -> Reply:
         """One vector for each input."""
         fields = await self._embeddings.decode(request.body, call.hold)
-        as_base64 = choice("encoding_format", fields.encoding_format, _FORMATS) == "base64"
+        in_base64 = as_base64(fields)
+        fields = msgspec.structs.replace(fields, normalize=normalized(fields))
         sent = SentInputs("input", fields.input)
         return await encode(
             call,
@@ -177,7 +175,7 @@ class OpenAiRoutes:
             sent,
             # Scaled to length 1, as OpenAI's are, unless lengths matter to how vectors are compared.
             lambda bundle: pooled_output(fields, bundle, normalize_default=bundle.similarity not in NOT_COSINE),
-            lambda model, reply: _build(fields.model or model.bundle.name, reply, as_base64=as_base64),
+            lambda model, reply: _build(fields.model or model.bundle.name, reply, as_base64=in_base64),
             self._rules,
             check=lambda model: check_ids(model, sent, fields.add_special_tokens),
         )

@@ -15,13 +15,13 @@ from encserve_server.calls import Call
 from encserve_server.errors import InvalidField, Part
 from encserve_server.http import openai
 from encserve_server.http.app import Dialect, Reply, Request, Route
+from encserve_server.http.formats import FormatBody, as_base64, normalized
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.replies import joined, row_as_json, rows_as_json, usage_of
 from encserve_server.http.requests import (
     BodyDecoder,
     BodyRules,
     Inputs,
-    PooledBody,
     SentInputs,
     choice,
     encode,
@@ -34,22 +34,15 @@ from encserve_server.types.arrays import IndexedRows
 from encserve_server.types.bundles import Bundle
 from encserve_server.types.requests import OutputKind
 
-_FORMATS = ("float", "base64")
 _TOKEN_EMBED, _EMBED = "token_embed", "embed"
 _TASKS = (_TOKEN_EMBED, _EMBED)
-# What is sent is little-endian float32, whatever the machine.
-_ONE_CHOICE = {"embed_dtype": ("float32",), "endianness": ("native", "little")}
 _SIDES = ("right", "left")
 
 
-class PoolingBody(PooledBody):
+class PoolingBody(FormatBody):
     """The fields of /pooling."""
 
     input: Inputs | None = None
-    encoding_format: str | None = None
-    embed_dtype: str | None = None
-    endianness: str | None = None
-    use_activation: bool | None = None
     truncation_side: str | None = None
     add_special_tokens: bool | None = None
     user: str | None = None
@@ -105,19 +98,17 @@ class PoolingRoutes:
         """For each input a vector of each token, or one vector."""
         fields = await self._pooling.decode(request.body, call.hold)
         task = choice("task", fields.task, _TASKS)
-        as_base64 = choice("encoding_format", fields.encoding_format, _FORMATS) == "base64"
-        for name, choices in _ONE_CHOICE.items():
-            choice(name, getattr(fields, name), choices)
+        in_base64 = as_base64(fields)
         from_left = choice("truncation_side", fields.truncation_side, _SIDES) == "left"
         # `task` is vLLM's here; whether inputs are queries or documents is in `input_type`.
-        fields = msgspec.structs.replace(fields, task=None, normalize=_normalize(fields))
+        fields = msgspec.structs.replace(fields, task=None, normalize=normalized(fields))
         sent = SentInputs("input", fields.input)
         return await encode(
             call,
             fields,
             sent,
             lambda bundle: _output(fields, bundle, task),
-            lambda model, reply: joined(_answer(fields.model or model.bundle.name, reply, as_base64=as_base64)),
+            lambda model, reply: joined(_answer(fields.model or model.bundle.name, reply, as_base64=in_base64)),
             self._rules,
             check=lambda model: openai.check_ids(model, sent, fields.add_special_tokens),
             from_left=from_left,
@@ -127,17 +118,6 @@ class PoolingRoutes:
 DIALECT = Dialect(
     HttpNaming("input", {Part.TASK: "input_type"}), openai.DIALECT.status_of, openai.DIALECT.refuse, openai.OpenAiError
 )
-
-
-def _normalize(fields: PoolingBody) -> bool | None:
-    """Whether rows are scaled to length 1; None where the request does not say.
-
-    Raises:
-        InvalidField: It says both.
-    """
-    if None not in (fields.normalize, fields.use_activation) and fields.normalize is not fields.use_activation:
-        raise InvalidField("use_activation", "must not differ from normalize, which means the same here")
-    return fields.use_activation if fields.normalize is None else fields.normalize
 
 
 def _output(fields: PoolingBody, bundle: Bundle, task: str | None) -> OutputSpec:
