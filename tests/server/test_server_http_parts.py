@@ -10,7 +10,7 @@ import pytest
 from fake_clock import FakeClock
 from fake_engine import FakeEngine, fake_rows
 from fake_server import D_MODEL, FakeServer, StartServer
-from http_calls import connect, post
+from http_calls import connect, get, post
 from waiting import until
 
 from encserve_server.errors import QueueFull
@@ -191,6 +191,23 @@ async def test_the_first_part_is_refused_as_any_call_is(model: Crowded) -> None:
         await run_crowded(model, clock, 300)
     assert model.runs <= 1 + 2 * (1 + 30 / 5)  # of two parts
     assert clock.now() < 120
+
+
+async def test_what_has_been_begun_is_finished_by_the_model_that_began_it(start_server: StartServer) -> None:
+    """A new version takes over in the middle; the old one goes on until it is not used any more."""
+    server = await start_server(**SMALL_QUEUE)
+    old, new = server.app.catalog.resolve("tiny", "2"), server.app.catalog.resolve("tiny", "1")
+    server.engine.hold()
+    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
+    await asyncio.to_thread(server.engine.started.acquire)
+    server.app.catalog.publish([new])
+    unused = asyncio.create_task(old.unused())
+    await asyncio.sleep(0.01)
+    assert not unused.done()
+    server.engine.let_go()
+    assert (await large).status_code == 200
+    await unused
+    assert [it["id"] for it in (await get(server, "/v1/models")).json()["data"]] == ["tiny"]
 
 
 async def test_what_has_been_begun_is_finished_when_the_server_stops(start_server: StartServer) -> None:

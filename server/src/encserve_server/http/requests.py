@@ -10,7 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any, Generic, TypeVar, get_args
 
@@ -60,6 +60,8 @@ _WANTED: dict[Any, tuple[type, str]] = {
 }
 # A smaller body is decoded as it is; what is in a larger one is counted first.
 _COUNTED_BYTES = 64 * 1024
+# A larger body is decoded when no other one that large is.
+_ALONE_BYTES = 1024 * 1024
 # What an id takes as one of Python's numbers, and its place in a list.
 _ID_BYTES = 36
 # So much of it is decoded before others have a turn.
@@ -124,11 +126,13 @@ class BodyRules:
         limits: How many values a body may hold.
         truncate: Whether texts that are too long are cut where a request does not say.
         strict: Whether fields that a route does not know are refused.
+        turn: Held while a very large body is decoded: steps of several at once would hold up others as one long step.
     """
 
     limits: CountLimits
     truncate: bool = True
     strict: bool = False
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class BodyDecoder(Generic[AnyBody]):
@@ -161,6 +165,13 @@ class BodyDecoder(Generic[AnyBody]):
                 pass  # a field is not known, or wrong
             except _NO_JSON as error:
                 raise _no_json(error) from error
+        if len(body) <= _ALONE_BYTES:
+            return await self._decode_known(body, hold)
+        async with self._rules.turn:
+            return await self._decode_known(body, hold)
+
+    async def _decode_known(self, body: bytes, hold: Callable[[int], None]) -> AnyBody:
+        """The fields of a body, without those that the route does not know."""
         values = self._values(body)
         sent = values.pop(self._inputs_field, None)
         fields = _fields(self._kind)
