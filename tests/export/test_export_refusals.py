@@ -32,6 +32,7 @@ TOGETHER = r"config\.json and the weights must be of one model: download or save
 NOT_THIS = rf"(is it this checkpoint's\?|{TOGETHER})"
 
 Change = Callable[[Path], None]
+TOKENIZERS = ("tokenizer.json", "vocab.txt", "spiece.model")
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +55,9 @@ def directory(made: dict[str, Path], name: str, tmp_path: Path) -> Path:
 
 def hf(directory: Path, repository: Path, via: str | None, *options: str) -> Result:
     forced = [] if via is None else ["--via", via]
-    command = ["hf", directory, "--model-repository", repository, "--max-sequence-tokens", 20, "--ids-only", *forced]
+    # A directory that has a tokenizer is refused for --ids-only.
+    forced += [] if any((directory / it).exists() for it in TOKENIZERS) else ["--ids-only"]
+    command = ["hf", directory, "--model-repository", repository, "--max-sequence-tokens", 20, *forced]
     return CliRunner().invoke(main, [str(argument) for argument in (*command, *options)])
 
 

@@ -182,7 +182,7 @@ def test_an_onnx_file_in_the_directory(data2vec: Path, models: Path, tmp_path: P
 
 def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:
     (bert.path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "##s"]))
-    exported = export(bert.path, models)
+    exported = export(bert.path, models, ids_only=False)
     tokenizer = Tokenizer.from_file(str(exported.path / "tokenizer.json"))
     assert tokenizer.encode("One twos").tokens == ["[CLS]", "one", "two", "##s", "[SEP]"]
     assert list(exported.manifest.text.special_token_ids) == [0, 2, 3]
