@@ -41,6 +41,7 @@ TEXTS = [
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 5, 2**31, 2**63, 2**64, 2**70, 0.5, -0.0, 1e300, "BYTES", "INT64", "FP32"),
     *([], {}, [[]], [{}], {"": 1}, [[1, 4, 2]], [1, 4, 2], ["w5", [5]], [[[[[[[[]]]]]]]], {"a": {"b": {"c": []}}}),
+    *({"datatype": "INT8"}, {"datatype": "FP16", "binary_data_output": True}, {"truncate": True}),
     *TEXTS,
 ]
 

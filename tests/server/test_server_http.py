@@ -374,7 +374,7 @@ async def test_too_many_inputs(server: FakeServer) -> None:
 
 
 async def test_tokenize_refuses_as_embed_does(server: FakeServer) -> None:
-    for body, code in (({"inputs": []}, 400), ({"inputs": [[1]]}, 422), ({"inputs": ["a"] * 257}, 413), ({}, 422)):
+    for body, code in (({"inputs": []}, 400), ({"inputs": [[1]]}, 422), ({"inputs": ["a"] * 2049}, 413), ({}, 422)):
         assert (await post(server, "/tokenize", body)).status_code == code
 
 

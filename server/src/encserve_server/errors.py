@@ -85,7 +85,8 @@ class FieldPath:
     place: int | None = None
 
 
-_OF_OUTPUTS = frozenset(part for part in Part if part.name.startswith("OUTPUT"))
+# Of these `FieldPath.at` is an output.
+OF_OUTPUTS = frozenset(part for part in Part if part.name.startswith("OUTPUT"))
 
 
 class Naming(Protocol):
@@ -185,7 +186,7 @@ class RequestError(EncserveError):
 def _moved(value: Any, by: int) -> Any:
     if isinstance(value, tuple):
         return tuple(_moved(it, by) for it in value)
-    if isinstance(value, FieldPath) and value.at is not None and value.part not in _OF_OUTPUTS:
+    if isinstance(value, FieldPath) and value.at is not None and value.part not in OF_OUTPUTS:
         return replace(value, at=value.at + by)
     return value
 

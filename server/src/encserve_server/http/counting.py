@@ -28,6 +28,7 @@ class CountLimits:
         setting: The setting that has the most inputs, for errors.
         strings_each: The most strings that an input takes.
         objects_each: The most objects that an input takes.
+        lists_each: The most lists that an input takes.
     """
 
     sequences: int
@@ -35,6 +36,7 @@ class CountLimits:
     setting: str = "max_http_inputs"
     strings_each: int = 1
     objects_each: int = 0
+    lists_each: int = 1
 
 
 async def check_counts(body: bytes, inputs_field: str, limits: CountLimits) -> None:
@@ -60,7 +62,7 @@ async def check_counts(body: bytes, inputs_field: str, limits: CountLimits) -> N
         lists += values.count(b"[")
         objects += values.count(b"{")
         commas += values.count(b",")
-        if lists > limits.sequences + _OTHER_VALUES:
+        if lists > limits.sequences * limits.lists_each + _OTHER_VALUES:
             raise _too_many_inputs(inputs_field, limits)
         if commas > most_strings + objects_of_inputs + limits.ids:
             problem = f"must be at most {limits.ids} token ids in all; was more"

@@ -19,13 +19,15 @@ from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.open_inference.replies import OutputTensor, output_tensors
 from encserve_server.open_inference.requests import InferCall, InferNaming
 from encserve_server.open_inference.service import EXTENSIONS, PLATFORM, STATISTICS, OpenInference
-from encserve_server.open_inference.tensors import OUTPUTS, TensorKind, TensorPart, inputs_of, outputs_of
-from encserve_server.settings import Settings
+from encserve_server.open_inference.tensors import DTYPES, OUTPUTS, TensorKind, TensorPart, inputs_of, outputs_of
+from encserve_server.settings import MIB, Settings
 from encserve_server.types.requests import DataType
 
 _MODEL, _VERSION = "/v2/models/{name:path}", "/v2/models/{name:path}/versions/{version}"
 _CONFIG_TYPES = {"INT64": "TYPE_INT64", "UINT32": "TYPE_UINT32", "FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
-_DTYPES = {"INT64": "<i8", "UINT32": "<u4", "FP32": "<f4"}
+# Vectors that are nested have a list for each token.
+_LISTS_EACH = 512
+_MAX_INDEX_BYTES = 1024
 _WHOLE = (TensorPart.LENGTHS, TensorPart.INDICES)
 _PIECE_NUMBERS = 16_384
 _BINARY = "binary_tensor_data"
@@ -50,17 +52,19 @@ class OpenInferenceRoutes:
     def __init__(self, protocol: OpenInference, rules: BodyRules, settings: Settings) -> None:
         """Takes what this protocol's front ends have in common, and how bodies are read."""
         self._protocol = protocol
-        limits = CountLimits(settings.max_request_sequences, rules.limits.ids, "max_request_sequences")
-        self._bodies = InferBodies(limits, strict=rules.strict)
+        limits = CountLimits(
+            settings.max_request_sequences, rules.limits.ids, "max_request_sequences", lists_each=_LISTS_EACH
+        )
+        self._bodies = InferBodies(limits, settings.max_request_mib * MIB, strict=rules.strict)
 
     def routes(self) -> list[Route]:
         """What is answered, and by whom; a path that goes on comes before one that ends with the model."""
         routes = [
-            Route("GET", "/v2", self.server, DIALECT),
-            Route("GET", "/v2/health/live", self.live, DIALECT, is_check=True),
-            Route("GET", "/v2/health/ready", self.ready, DIALECT, is_check=True),
-            Route("POST", "/v2/repository/index", self.index, DIALECT),
-            Route("GET", "/v2/models/stats", self.statistics, DIALECT),
+            Route("GET", "/v2", self.server, DIALECT, reply=dict[str, Any]),
+            Route("GET", "/v2/health/live", self.live, DIALECT, is_check=True, reply=dict[str, bool]),
+            Route("GET", "/v2/health/ready", self.ready, DIALECT, is_check=True, reply=dict[str, bool]),
+            Route("POST", "/v2/repository/index", self.index, DIALECT, reply=list[dict[str, str]]),
+            Route("GET", "/v2/models/stats", self.statistics, DIALECT, reply=dict[str, Any]),
         ]
         for model in (_VERSION, _MODEL):
             routes += [
@@ -73,24 +77,25 @@ class OpenInferenceRoutes:
                     reply=dict[str, Any],
                     example=_EXAMPLE,
                 ),
-                Route("GET", f"{model}/ready", self.model_ready, DIALECT, is_check=True),
-                Route("GET", f"{model}/config", self.config, DIALECT),
-                Route("GET", f"{model}/stats", self.statistics, DIALECT),
+                Route("GET", f"{model}/ready", self.model_ready, DIALECT, is_check=True, reply=dict[str, Any]),
+                Route("GET", f"{model}/config", self.config, DIALECT, reply=dict[str, Any]),
+                Route("GET", f"{model}/stats", self.statistics, DIALECT, reply=dict[str, Any]),
             ]
-        return [*routes, Route("GET", _VERSION, self.model, DIALECT), Route("GET", _MODEL, self.model, DIALECT)]
+        about = [Route("GET", path, self.model, DIALECT, reply=dict[str, Any]) for path in (_VERSION, _MODEL)]
+        return [*routes, *about]
 
     async def server(self, request: Request, call: Call) -> Reply:
-        """What server this is."""
+        """Which server this is, and which extensions it has."""
         del request, call
         return _json({"name": PLATFORM, "version": __version__, "extensions": [_BINARY, *EXTENSIONS]})
 
     async def live(self, request: Request, call: Call) -> Reply:
-        """That the process answers."""
+        """Whether the process answers: always yes."""
         del request, call
         return _json({"live": True})
 
     async def ready(self, request: Request, call: Call) -> Reply:
-        """That every model can be relied on.
+        """Whether every model is ready.
 
         Raises:
             NotReady: One cannot, or the server is stopping.
@@ -101,7 +106,7 @@ class OpenInferenceRoutes:
         return _json({"ready": True})
 
     async def model_ready(self, request: Request, call: Call) -> Reply:
-        """That one model can be relied on.
+        """Whether one model is ready.
 
         Raises:
             NotReady: It cannot, or the server is stopping.
@@ -168,6 +173,8 @@ class OpenInferenceRoutes:
             InvalidField: The body is not that.
         """
         del call
+        if len(request.body) > _MAX_INDEX_BYTES:
+            raise InvalidField("", f"the body must be at most {_MAX_INDEX_BYTES} bytes; was {len(request.body)}")
         try:
             asked = orjson.loads(request.body) if request.body else {}
         except orjson.JSONDecodeError:
@@ -249,7 +256,7 @@ def _numbers(tensor: OutputTensor) -> Iterator[bytes]:
     """The numbers of a tensor, row by row, with commas between them."""
     comma = b""
     for part in tensor.parts:
-        numbers = np.frombuffer(part, _DTYPES[tensor.datatype])
+        numbers = np.frombuffer(part, DTYPES[tensor.datatype])
         for begin in range(0, len(numbers), _PIECE_NUMBERS):
             piece = orjson.dumps(numbers[begin : begin + _PIECE_NUMBERS], option=orjson.OPT_SERIALIZE_NUMPY)
             yield comma + piece[1:-1]

@@ -30,6 +30,8 @@ from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.models.tokenizing import TextTokenizer
 
+# So many ids at each end of an input are looked at for special tokens.
+_ENDS = 8
 NOT_COSINE = frozenset({"dot", "euclidean", "manhattan"})
 
 
@@ -240,12 +242,10 @@ def _shown(tokenizer: TextTokenizer, ids: Sequence[int]) -> str:
 
 
 def _has_around(ids: Any, before: Sequence[int], behind: Sequence[int]) -> bool:
-    """Whether ids begin and end with these; what is no list, or empty, is refused elsewhere."""
-    return (
-        not isinstance(ids, list)
-        or not ids
-        or (ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind))
-    )
+    """Whether ids begin and end with these; what is no list of ids, or empty, is refused elsewhere."""
+    if not isinstance(ids, list) or not all(type(it) is int for it in (*ids[:_ENDS], *ids[-_ENDS:])):
+        return True
+    return not ids or (ids[: len(before)] == list(before) and ids[len(ids) - len(behind) :] == list(behind))
 
 
 def _refuse(failure: Failure) -> dict[str, Any]:

@@ -40,7 +40,16 @@ _SIDES = ("right", "left")
 
 
 class PoolingBody(FormatBody):
-    """The fields of /pooling."""
+    """The fields of /pooling.
+
+    Attributes:
+        input: A text, the ids of a text, or a list of these; required.
+        task: token_embed for a vector of each token, embed for one vector. Default: embed for models that were trained
+            to make one vector, else token_embed.
+        truncation_side: right; with left an input that is too long is refused, because texts are cut at their end.
+        add_special_tokens: With false, ids are complete as they are, without the special tokens of the tokenizer.
+        user: Ignored.
+    """
 
     input: Inputs | None = None
     truncation_side: str | None = None

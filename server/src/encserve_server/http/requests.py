@@ -12,13 +12,20 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, Generic, TypeVar, get_args
+from typing import Annotated, Any, Generic, TypeVar, get_args
 
 import msgspec
 import numpy as np
 
 from encserve_server.calls import Call
-from encserve_server.errors import EmptyInputs, InvalidField, MalformedRequest, SequenceTooLong, UnknownField
+from encserve_server.errors import (
+    EmptyInputs,
+    InvalidField,
+    MalformedRequest,
+    SequenceTooLong,
+    TooManyInputs,
+    UnknownField,
+)
 from encserve_server.http import kinds
 from encserve_server.http.app import Reply
 from encserve_server.http.counting import CountLimits, check_counts
@@ -66,6 +73,8 @@ _ALONE_BYTES = 1024 * 1024
 _ID_BYTES = 36
 # So much of it is decoded before others have a turn.
 _TURN_BYTES = 64 * 1024
+# So many bytes is what JSON decodes to, at most, for each of its own: a text of 4 bytes a character, ids of 1 or 2.
+_DECODED_GROWTH = 14
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -144,6 +153,10 @@ class BodyDecoder(Generic[AnyBody]):
         self._inputs_field = inputs_field
         self._rules = rules
         self._decoder = msgspec.json.Decoder(kind)
+        most = msgspec.Meta(max_length=rules.limits.sequences)
+        self._members: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(
+            Annotated[list[msgspec.Raw], most]
+        )
         self._warned: set[str] = set()
 
     async def decode(self, body: bytes, hold: Callable[[int], None]) -> AnyBody:
@@ -175,9 +188,16 @@ class BodyDecoder(Generic[AnyBody]):
         values = self._values(body)
         sent = values.pop(self._inputs_field, None)
         fields = _fields(self._kind)
+        if (size := sum(memoryview(it).nbytes for it in values.values())) > _TURN_BYTES:
+            hold(size * _DECODED_GROWTH)
         decoded = {name: _decoded(value) if name in fields else value for name, value in values.items()}
         if sent is not None:
-            decoded[self._inputs_field] = await _decoded_inputs(sent, hold)
+            try:
+                decoded[self._inputs_field] = await _decoded_inputs(sent, self._members, hold)
+            except msgspec.ValidationError:
+                limit = self._rules.limits.sequences
+                problem = f"must hold at most {limit} sequences (max_http_inputs); was more"
+                raise TooManyInputs(self._inputs_field, problem) from None
         known = self._known(decoded, self._kind)
         try:
             return msgspec.convert(known, self._kind)
@@ -255,12 +275,6 @@ class SentInputs:
             raise EmptyInputs(field, "must hold at least 1 text; was empty")
         self.items: list[Any] = [value] if isinstance(value, str) or type(value[0]) is int else value
 
-    def count_tokens(self, longest: int) -> int | None:
-        """How many tokens there are if each input has at most `longest`; None where that takes more than counting."""
-        if not all(isinstance(it, list) for it in self.items):
-            return None
-        return sum(min(len(it), longest) for it in self.items)
-
     def decode(self, longest: int) -> list[SentInput]:
         """The inputs. Of each no more ids are copied than the model can take, and lists of ids are emptied.
 
@@ -295,7 +309,6 @@ class SentInputs:
 
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_MEMBERS = msgspec.json.Decoder(list[msgspec.Raw])
 _INPUT = msgspec.json.Decoder(str | list[int])
 _LIST_OF_INPUTS = re.compile(rb'\[\s*["[]')
 _NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
@@ -513,23 +526,25 @@ def _decoded(body: bytes | msgspec.Raw) -> Any:
         raise _no_json(error) from error
 
 
-async def _decoded_inputs(sent: msgspec.Raw, hold: Callable[[int], None]) -> Any:
+async def _decoded_inputs(
+    sent: msgspec.Raw, members: msgspec.json.Decoder[list[msgspec.Raw]], hold: Callable[[int], None]
+) -> Any:
     """What the field of inputs holds, decoded in turns: all of it at once would hold up others for 0.1 s.
 
     Raises:
         BudgetFull: `hold` has no room for it.
         MalformedRequest: It is no JSON.
+        ValidationError: There are more inputs than `members` takes.
     """
     if memoryview(sent).nbytes <= _TURN_BYTES:
         return _decoded_input(sent)
     if not _LIST_OF_INPUTS.match(memoryview(sent)):
-        its = _decoded_input(sent)
-        hold(_size(its))
-        return its
+        hold(memoryview(sent).nbytes * _DECODED_GROWTH)
+        return _decoded_input(sent)
     await asyncio.sleep(0)
     inputs: list[Any] = []
     turn_bytes = size = 0
-    for member in _MEMBERS.decode(sent):
+    for member in members.decode(sent):
         inputs.append(it := _decoded_input(member))
         size += _size(it)
         turn_bytes += memoryview(member).nbytes

@@ -5,7 +5,7 @@ https://huggingface.github.io/text-embeddings-inference
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import msgspec
 import numpy as np
@@ -14,7 +14,7 @@ import orjson
 from encserve_server import __version__
 from encserve_server.calls import Call
 from encserve_server.error_table import Failure, Status
-from encserve_server.errors import EmptyInputs, FieldPath, InvalidField, NotReady, RequestError
+from encserve_server.errors import OF_OUTPUTS, EmptyInputs, FieldPath, InvalidField, NotReady, RequestError
 from encserve_server.http import kinds
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.naming import HttpNaming
@@ -79,7 +79,13 @@ class EmbedAllBody(EncodeBody):
 
 
 class EmbedSparseBody(EncodeBody):
-    """The fields of /embed_sparse."""
+    """The fields of /embed_sparse.
+
+    Attributes:
+        inputs: A text, the ids of a text, or a list of these; required.
+        truncation_direction: Right, because texts are cut at their end.
+        max_active_dims: How many of the largest weights are kept. Default: as the model was trained.
+    """
 
     inputs: Inputs | None = None
     truncation_direction: str | None = None
@@ -93,8 +99,17 @@ class SimilarityInputs(msgspec.Struct, forbid_unknown_fields=True):
     sentences: list[str] | None = None
 
 
+AnyPooled = TypeVar("AnyPooled", bound=PooledBody)
+
+
 class SimilarityParameters(msgspec.Struct, forbid_unknown_fields=True):
-    """How the inputs of /similarity are read."""
+    """How inputs are read, where this is not said beside them.
+
+    Attributes:
+        truncate: Whether texts that are too long are cut, or refused.
+        truncation_direction: Right, because texts are cut at their end.
+        prompt_name: Which of the model's prompts is put before every text.
+    """
 
     truncate: bool | None = None
     truncation_direction: str | None = None
@@ -102,14 +117,24 @@ class SimilarityParameters(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class SimilarityBody(PooledBody):
-    """The fields of /similarity."""
+    """The fields of /similarity.
+
+    Attributes:
+        inputs: The sentence that others are compared with, and the others; required.
+        parameters: How they are read.
+    """
 
     inputs: SimilarityInputs | None = None
     parameters: SimilarityParameters | None = None
 
 
 class RootBody(EmbedBody):
-    """The fields of /, which is /embed, and /similarity where its inputs are sentences to compare."""
+    """The fields of /, which is /embed, and /similarity where its inputs are sentences to compare.
+
+    Attributes:
+        inputs: A text, the ids of a text, a list of these, or sentences to compare; required.
+        parameters: How they are read.
+    """
 
     inputs: Inputs | SimilarityInputs | None = None  # type: ignore[assignment]
     parameters: SimilarityParameters | None = None
@@ -239,7 +264,10 @@ class TeiRoutes:
         fields = await self._root.decode(request.body, call.hold)
         if isinstance(fields.inputs, SimilarityInputs):
             return await self._compare(call, fields, fields.inputs, fields.parameters, fields.truncation_direction)
-        return await self._embed_inputs(call, fields)
+        fields, direction = _with_parameters(fields, fields.parameters)
+        return await self._embed_inputs(
+            call, msgspec.structs.replace(fields, truncation_direction=direction or fields.truncation_direction)
+        )
 
     async def embed(self, request: Request, call: Call) -> Reply:
         """One vector for each input."""
@@ -289,14 +317,8 @@ class TeiRoutes:
             raise InvalidField("inputs.source_sentence", "must be a string; was null")
         if not inputs.sentences:
             raise EmptyInputs("inputs.sentences", "must hold at least 1 text; was empty")
-        if parameters is not None:
-            direction = parameters.truncation_direction or direction
-            fields = msgspec.structs.replace(
-                fields,
-                truncate=fields.truncate if parameters.truncate is None else parameters.truncate,
-                prompt_name=fields.prompt_name if parameters.prompt_name is None else parameters.prompt_name,
-            )
-        from_left = choice("parameters.truncation_direction", direction, _DIRECTIONS) == "left"
+        fields, its_direction = _with_parameters(fields, parameters)
+        from_left = choice("parameters.truncation_direction", its_direction or direction, _DIRECTIONS) == "left"
         sent = SentInputs(_INPUTS, [inputs.source_sentence, *inputs.sentences])
         try:
             return await encode(
@@ -310,7 +332,7 @@ class TeiRoutes:
                 from_left=from_left,
             )
         except RequestError as error:
-            if isinstance(error.field, FieldPath) and error.field.at is not None:
+            if isinstance(error.field, FieldPath) and error.field.at is not None and error.field.part not in OF_OUTPUTS:
                 at = error.field.at
                 error.field = f"inputs.sentences[{at - 1}]" if at else "inputs.source_sentence"
             raise
@@ -340,7 +362,11 @@ class TeiRoutes:
         texts = SentInputs(_INPUTS, fields.inputs).texts()
         model = call.resolve(len(texts), *model_of(fields))
         asked = TokenizeCall(
-            texts, include_token_strings=True, prompt_name=fields.prompt_name, task=task_of(fields, model.bundle)
+            texts,
+            include_token_strings=True,
+            prompt_name=fields.prompt_name,
+            task=task_of(fields, model.bundle),
+            most_inputs=self._rules.limits.sequences,
         )
         keeps_special = fields.add_special_tokens is not False
 
@@ -388,6 +414,18 @@ class TeiRoutes:
         if not self._serving():
             raise NotReady("not every model is ready")
         return Reply(b"")
+
+
+def _with_parameters(fields: AnyPooled, parameters: SimilarityParameters | None) -> tuple[AnyPooled, str | None]:
+    """The fields with what `parameters` says, and the direction in which it has texts cut."""
+    if parameters is None:
+        return fields, None
+    changed = msgspec.structs.replace(
+        fields,
+        truncate=fields.truncate if parameters.truncate is None else parameters.truncate,
+        prompt_name=fields.prompt_name if parameters.prompt_name is None else parameters.prompt_name,
+    )
+    return changed, parameters.truncation_direction
 
 
 def _refuse(failure: Failure) -> dict[str, Any]:

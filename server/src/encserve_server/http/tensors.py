@@ -1,14 +1,9 @@
-"""Bodies of inference requests: JSON whose tensors may have millions of numbers, and behind it perhaps bytes.
-
-Any decoder takes a tenth of a second for 32 MiB of numbers in one call, and nothing else runs meanwhile. So lists of
-numbers are cut out of a body before it is decoded, and are decoded in pieces between which other requests have a turn.
-"""
+"""Bodies of inference requests: JSON, and behind it perhaps the bytes of tensors."""
 
 import asyncio
 import logging
 import math
 import re
-import secrets
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -16,56 +11,66 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import InvalidField, MalformedRequest, UnknownField
+from encserve_server.errors import InvalidField, MalformedRequest, RequestTooLarge, UnknownField
 from encserve_server.http.counting import CountLimits, check_counts
 from encserve_server.open_inference.requests import SentOutput, SentRequest
-from encserve_server.open_inference.tensors import CHECKED_PARAMETERS, MAX_SHOWN, SentTensor
+from encserve_server.open_inference.tensors import CHECKED_PARAMETERS, DTYPES, MAX_SHOWN, SentTensor
 from encserve_server.outputs import MAX_OUTPUTS
 
 logger = logging.getLogger(__name__)
 
 LENGTH_HEADER = "inference-header-content-length"
-_PIECE_BYTES = 64 * 1024
-_WINDOW_BYTES = 1024 * 1024
 # A smaller header is decoded as it is; what is in a larger one is counted first.
 _COUNTED_BYTES = 64 * 1024
-_MAX_SHAPE_BYTES = 1024
-# No number is longer, nor the blanks around it.
-_MAX_NUMBER_BYTES = 8 * 1024
-# Strings that a body may have besides its inputs; see `counting`.
-_OTHER_KEYS = 200
+# So many bytes is what JSON decodes to, at most, for each of its own: ids of 3 characters take 40.
+_DECODED_GROWTH = 14
 # So many names of unknown fields are logged.
 _MOST_WARNED = 64
-_KEY = b'"data"'
-_VALUE = re.compile(rb"[ \t\r\n]{0,256}:[ \t\r\n]{0,256}(?=\[)")
-_FIRST = re.compile(rb"[\[ \t\r\n]{1,256}[-0-9\]]")
-_BLANKS = b" \t\r\n"
-_EMPTY = b"[]" + _BLANKS
-# Stands for numbers that have been cut out of a body, where no caller can know it.
-_CUT = secrets.token_hex(8).encode()
-_NO_BRACKETS = bytes.maketrans(b"[]", b"  ")
-_PLACE = re.compile(r"\$\[(\d+)\]")
+_OPENING = re.compile(rb"[\[ \t\r\n]*")
+_PLACES = re.compile(r"\[(\d+)\]")
 
 
 class InferInput(msgspec.Struct):
-    """An input tensor."""
+    """An input tensor.
+
+    Attributes:
+        name: Its name: text, input_ids, attention_mask, token_type_ids or inputs_embeds.
+        datatype: BYTES for texts, INT64 or INT32 for ids and masks, FP32 for vectors.
+        shape: Its dimensions.
+        parameters: As binary_data_size: how many bytes behind the JSON are its data.
+        data: Its elements, row by row or nested as the shape says.
+    """
 
     name: str
     datatype: str
-    shape: msgspec.Raw
+    shape: list[int]
     parameters: dict[str, msgspec.Raw] | None = None
     data: msgspec.Raw = msgspec.field(default_factory=msgspec.Raw)
 
 
 class InferOutput(msgspec.Struct):
-    """An output that is wanted."""
+    """An output that is wanted.
+
+    Attributes:
+        name: Its name.
+        parameters: As binary_data: whether it is sent as bytes behind the JSON.
+    """
 
     name: str
     parameters: dict[str, msgspec.Raw] | None = None
 
 
 class InferBody(msgspec.Struct):
-    """The fields of an inference request."""
+    """The fields of an inference request.
+
+    Attributes:
+        inputs: The input tensors.
+        outputs: The outputs that are wanted; all that the model has where none is named.
+        parameters: As task, truncate, dimensions, datatype and timeout.
+        id: What the answer is marked with.
+        model_name: Ignored: the path names the model.
+        model_version: Ignored: the path names the version.
+    """
 
     inputs: list[InferInput]
     outputs: list[InferOutput] | None = None
@@ -97,27 +102,28 @@ class _StrictBody(InferBody, forbid_unknown_fields=True):
 _FIELDS = frozenset(field.name for field in msgspec.structs.fields(InferBody))
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY_BODY = msgspec.json.Decoder(InferBody)
-_SHAPE = msgspec.json.Decoder(list[int])
 _SCALAR = msgspec.json.Decoder(bool | int | float | str | None)
 _TEXTS = msgspec.json.Decoder(list[str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)]])
-_NUMBERS: dict[str, msgspec.json.Decoder[list[Any]]] = {
-    "INT64": msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]]),
-    "INT32": msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]]),
-    "FP32": msgspec.json.Decoder(list[float]),
+_Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
+# By datatype, and by how deep numbers are nested.
+_NUMBERS: dict[tuple[str, int], msgspec.json.Decoder[list[Any]]] = {
+    ("INT64", 1): msgspec.json.Decoder(list[_Int64]),
+    ("INT64", 2): msgspec.json.Decoder(list[list[_Int64]]),
+    ("INT32", 1): msgspec.json.Decoder(list[_Int32]),
+    ("INT32", 2): msgspec.json.Decoder(list[list[_Int32]]),
+    ("FP32", 1): msgspec.json.Decoder(list[float]),
+    ("FP32", 3): msgspec.json.Decoder(list[list[list[float]]]),
 }
 _LOOKED_AT = frozenset({*CHECKED_PARAMETERS, "binary_data", "binary_data_size"})
-_DTYPES = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4"}
 
 
 class JsonData:
     """The `data` of a tensor; see `TypedData`. `load` comes first."""
 
-    def __init__(self, body: bytes, begin: int = 0, end: int = 0, texts: bytes = b"") -> None:
-        """Takes where numbers are in a body, or the JSON of what is not numbers alone."""
-        self._body = body
-        self._begin = begin
-        self._end = end
-        self._json = texts
+    def __init__(self, json: msgspec.Raw) -> None:
+        """Takes the JSON."""
+        self._json = json
         self._values: npt.NDArray[Any] | list[str] = []
 
     def __len__(self) -> int:
@@ -132,90 +138,62 @@ class JsonData:
         return list(self._values)
 
     async def load(self, tensor: SentTensor, hold: Callable[[int], None]) -> None:
-        """Decodes the data of a tensor; `hold` is called with the bytes of numbers before these are made.
+        """Decodes the data of a tensor; `hold` is called with the bytes that they take before these are taken.
 
         Raises:
-            InvalidField: The data are not of the tensor's datatype, or there are more or fewer than its shape says.
+            InvalidField: The data are not of the tensor's datatype, or not nested as its shape says.
             MalformedRequest: They are no JSON.
-            BudgetFull: `hold` has no room for it.
+            BudgetFull: `hold` has no room for them.
         """
-        if tensor.datatype == "BYTES":
-            self._values = self._decode_texts(tensor.name)
-        elif self._json:
-            raise InvalidField(f"{tensor.name}.data", "must be a list of numbers, nested or row by row")
-        else:
-            await self._decode_numbers(tensor, hold)
-
-    def _decode_texts(self, name: str) -> list[str]:
-        if not self._json and not self._body[self._begin : min(self._begin + 256, self._end)].strip(_EMPTY):
-            return []
-        try:
-            found = _decoded(_TEXTS, self._json or b"[0]")
-        except msgspec.ValidationError as error:
-            place = _PLACE.search(str(error))
-            field = f"{name}[{place[1]}]" if place else f"{name}.data"
-            problem = "must be a string; texts may also be sent as bytes behind the JSON"
-            raise InvalidField(field, problem) from None
-        return [it if isinstance(it, str) else it[0] for it in found]
-
-    async def _decode_numbers(self, tensor: SentTensor, hold: Callable[[int], None]) -> None:
-        count = await self._count()
-        if not math.prod(tensor.shape):
-            count = 0
-        tensor.check_elements(count)
-        dtype = np.dtype(_DTYPES[tensor.datatype])
-        hold(count * dtype.itemsize)
-        values = np.empty(count, dtype)
-        place, at = 0, self._begin
-        while place < count:
-            comma = self._body.find(b",", min(at + _PIECE_BYTES, self._end), self._end)
-            end = self._end if comma < 0 else comma
-            if end - at > _PIECE_BYTES + _MAX_NUMBER_BYTES:
-                raise InvalidField(f"{tensor.name}.data", f"must be numbers of at most {_MAX_NUMBER_BYTES} characters")
-            piece = _decode_piece(tensor, self._body[at:end], place)
-            if place + len(piece) > count:
-                break
-            with np.errstate(over="ignore"):  # what is too large for 32 bits is infinite, and refused as that
-                values[place : place + len(piece)] = piece
-            place, at = place + len(piece), end + 1
-            await asyncio.sleep(0)
-        tensor.check_elements(place)
-        self._values = values
-
-    async def _count(self) -> int:
-        """How many numbers there are: one more than commas, if there are any."""
-        commas = opened = closed = 0
-        body = self._body
-        for begin in range(self._begin, self._end, _WINDOW_BYTES):
-            end = min(begin + _WINDOW_BYTES, self._end)
-            commas += body.count(b",", begin, end)
-            opened += body.count(b"[", begin, end)
-            closed += body.count(b"]", begin, end)
-            await asyncio.sleep(0)
-        if opened != closed:
-            raise MalformedRequest("", "the body is no JSON: the brackets of a list of numbers do not match")
-        is_empty = not commas and not body[self._begin : min(self._begin + 256, self._end)].strip(_EMPTY)
-        return 0 if is_empty else commas + 1
+        hold(memoryview(self._json).nbytes * _DECODED_GROWTH)
+        self._values = (_texts if tensor.datatype == "BYTES" else _numbers)(tensor, self._json)
+        self._json = msgspec.Raw()
+        await asyncio.sleep(0)
 
 
-def _decode_piece(tensor: SentTensor, piece: bytes, place: int) -> list[Any]:
-    """Some of the numbers of a tensor, from the one at `place` on."""
+def _texts(tensor: SentTensor, json: msgspec.Raw) -> list[str]:
     try:
-        return _decoded(_NUMBERS[tensor.datatype], b"[" + piece.translate(_NO_BRACKETS) + b"]")
+        found = _decoded(_TEXTS, json)
     except msgspec.ValidationError as error:
-        found = _PLACE.search(str(error))
-        at = min(place + int(found[1] if found else 0), math.prod(tensor.shape) - 1)
-        where = ", ".join(map(str, np.unravel_index(at, tensor.shape)))
+        place = _PLACES.search(str(error))
+        field = f"{tensor.name}[{place[1]}]" if place else f"{tensor.name}.data"
+        raise InvalidField(field, "must be a string; texts may also be sent as bytes behind the JSON") from None
+    return [it if isinstance(it, str) else it[0] for it in found]
+
+
+def _numbers(tensor: SentTensor, json: msgspec.Raw) -> npt.NDArray[Any]:
+    """(elements,) of the tensor's datatype."""
+    shape, field = tensor.shape, f"{tensor.name}.data"
+    opening = _OPENING.match(memoryview(json))
+    depth = 0 if opening is None else bytes(opening[0]).count(b"[")
+    if (tensor.datatype, depth) not in _NUMBERS:
+        raise InvalidField(field, f"must be a list of numbers, row by row or nested as the shape {list(shape)} says")
+    try:
+        values = _decoded(_NUMBERS[tensor.datatype, depth], json)
+    except msgspec.ValidationError as error:
+        places = [int(it) for it in _PLACES.findall(str(error))]
+        if len(places) == 1 and depth == 1:
+            places = [int(it) for it in np.unravel_index(min(places[0], max(math.prod(shape) - 1, 0)), shape)]
         problem = f"must be {'a number' if tensor.datatype == 'FP32' else 'a whole number'} ({tensor.datatype})"
-        raise InvalidField(f"{tensor.name}[{where}]", f"{problem}; {str(error).partition(' - at')[0]}") from None
+        where = f"{tensor.name}[{', '.join(map(str, places))}]" if len(places) == len(shape) else field
+        raise InvalidField(where, f"{problem}; {str(error).partition(' - at')[0]}") from None
+    try:
+        with np.errstate(over="ignore"):  # what is too large for 32 bits is infinite, and refused as that
+            array = np.array(values, DTYPES[tensor.datatype])
+    except ValueError:
+        raise InvalidField(field, "must be lists of one length") from None
+    if depth > 1 and array.shape != shape and array.size:
+        raise InvalidField(field, f"must be nested as the shape {list(shape)} says; was {list(array.shape)}")
+    return array.reshape(-1)
 
 
 class InferBodies:
     """Reads the bodies of inference requests."""
 
-    def __init__(self, limits: CountLimits, *, strict: bool) -> None:
-        """Takes how many values a body may hold besides numbers, and whether fields that are not known are refused."""
+    def __init__(self, limits: CountLimits, max_json_bytes: int, *, strict: bool) -> None:
+        """Takes how many values JSON may hold, and bytes, and whether fields that are not known are refused."""
         self._limits = limits
+        self._max_json_bytes = max_json_bytes
         self._strict = strict
         self._decoder: msgspec.json.Decoder[InferBody] = msgspec.json.Decoder(_StrictBody if strict else _KnownBody)
         self._warned: set[str] = set()
@@ -226,17 +204,24 @@ class InferBodies:
         Raises:
             InvalidField: A field is not of its type, or the bytes behind the JSON are not what its tensors say.
             MalformedRequest: The body is no JSON object.
+            RequestTooLarge: The JSON is over the limit.
             UnknownField: There is a field that is not known, and fields are read strictly.
             EncserveError: Whatever `check_counts` raises.
         """
         size = _header_size(body, headers.get(LENGTH_HEADER))
-        header, spans = await _cut_numbers(body, size, self._limits.sequences + _OTHER_KEYS)
-        if len(header) > _COUNTED_BYTES:
+        if size > self._max_json_bytes:
+            raise RequestTooLarge(
+                "",
+                f"the JSON of an inference request must be at most {self._max_json_bytes} bytes (max_request_mib); was "
+                f"{size}: send tensors as bytes behind the JSON, or fewer inputs",
+            )
+        header = body if size == len(body) else body[:size]
+        if size > _COUNTED_BYTES:
             await check_counts(header, "inputs", self._limits)
         fields = self._decode(header)
         outputs = fields.outputs or []
         return SentRequest(
-            _tensors(fields.inputs, body, size, spans),
+            _tensors(fields.inputs, memoryview(body)[size:]),
             [
                 SentOutput(it.name, _scalars(f"outputs[{i}].parameters", it.parameters, _LOOKED_AT))
                 for i, it in enumerate(outputs[:MAX_OUTPUTS])
@@ -265,15 +250,16 @@ class InferBodies:
     def _warn(self, unknown: Sequence[str]) -> None:
         """Logs names that have not been logged, as many as are of use."""
         for name in unknown:
-            if name not in self._warned and len(self._warned) < _MOST_WARNED:
-                self._warned.add(name)
-                logger.warning("a field over HTTP is ignored", extra={"field": name[:64], "body": InferBody.__name__})
+            shown = name[:64]
+            if shown not in self._warned and len(self._warned) < _MOST_WARNED:
+                self._warned.add(shown)
+                logger.warning("a field over HTTP is ignored", extra={"field": shown, "body": InferBody.__name__})
 
 
 AnyJson = TypeVar("AnyJson")
 
 
-def _decoded(decoder: msgspec.json.Decoder[AnyJson], json: bytes) -> AnyJson:
+def _decoded(decoder: msgspec.json.Decoder[AnyJson], json: bytes | msgspec.Raw) -> AnyJson:
     """What JSON holds.
 
     Raises:
@@ -316,106 +302,35 @@ def _header_size(body: bytes, said: str | None) -> int:
     return int(said)
 
 
-async def _cut_numbers(body: bytes, size: int, most_keys: int) -> tuple[bytes, list[tuple[int, int]]]:
-    """The first bytes of a body with a string for each list of numbers that is the value of `data`; where those are.
-
-    Lists of strings stay, and so do lists of both, which are refused when they are decoded. No more keys are looked at
-    than a body may have strings.
-    """
-    parts: list[bytes] = []
-    spans: list[tuple[int, int]] = []
-    done = at = keys = 0
-    while keys < most_keys and (key := await _find(body, _KEY, at, size)) >= 0:
-        at, keys = key + len(_KEY), keys + 1
-        value = _VALUE.match(body, at, size)
-        if value is None or body[key - 1 : key] == b"\\" or len(spans) == MAX_SHOWN:
-            continue
-        begin = value.end()
-        if not _FIRST.match(body, begin, size):
-            continue
-        end = await _end_of_numbers(body, begin, size)
-        if body[end - 1 : end] != b"]":
-            continue
-        parts += [body[done:begin], b'"%s%d"' % (_CUT, len(spans))]
-        spans.append((begin, end))
-        done = at = end
-    parts.append(body[done:size])
-    return b"".join(parts), spans
-
-
-async def _find(body: bytes, what: bytes, begin: int, size: int) -> int:
-    """Where something is; -1 where it is nowhere."""
-    while begin < size:
-        found = body.find(what, begin, min(begin + _WINDOW_BYTES + len(what), size))
-        if found >= 0:
-            return found
-        begin += _WINDOW_BYTES
-        await asyncio.sleep(0)
-    return -1
-
-
-async def _end_of_numbers(body: bytes, begin: int, size: int) -> int:
-    """Where a list of numbers ends: before what is no part of one, without the comma and the blanks there."""
-    while begin < size:
-        window = min(begin + _WINDOW_BYTES, size)
-        found = body.find(b'"', begin, window)
-        brace = body.find(b"}", begin, window if found < 0 else found)
-        if brace >= 0 or found >= 0:
-            end = brace if brace >= 0 else found
-            kept = body[max(0, end - 256) : end].rstrip(b"," + _BLANKS)
-            return end - (min(256, end) - len(kept))
-        begin = window
-        await asyncio.sleep(0)
-    return size
-
-
-def _tensors(
-    inputs: Sequence[InferInput], body: bytes, size: int, spans: Sequence[tuple[int, int]]
-) -> Iterator[SentTensor]:
+def _tensors(inputs: Sequence[InferInput], rest: memoryview) -> Iterator[SentTensor]:
     """The input tensors, the bytes behind the JSON dealt out to them."""
-    at, rest = size, memoryview(body)
+    at = 0
     for it in inputs:
         name = it.name[:64]
         parameters = _scalars(f"{name}.parameters", it.parameters, _LOOKED_AT)
-        json = bytes(it.data).removeprefix(b"null")
+        has_json = memoryview(it.data).nbytes > 0 and bytes(memoryview(it.data)[:5]) != b"null"
         data: memoryview | JsonData
         if "binary_data_size" in parameters:
-            end = at + _binary_size(name, parameters["binary_data_size"], len(body) - at)
-            if json:
+            end = at + _binary_size(name, parameters["binary_data_size"], len(rest) - at)
+            if has_json:
                 raise InvalidField(f"{name}.data", "must not be there beside parameters.binary_data_size")
             data, at = rest[at:end], end
-        elif not json:
+        elif not has_json:
             raise InvalidField(f"{name}.data", "must be there, or binary_data_size and bytes behind the JSON")
         else:
-            data = _json_data(json, body, spans)
-        yield SentTensor(it.name, it.datatype, _shape(name, it.shape), data, parameters)
-    if at < len(body):
-        problem = f"must add up to the {len(body) - size} bytes behind the JSON; was {at - size}"
+            data = JsonData(it.data)
+        yield SentTensor(it.name, it.datatype, tuple(it.shape[:MAX_SHOWN]), data, parameters)
+    if at < len(rest):
+        problem = f"must add up to the {len(rest)} bytes behind the JSON; was {at}"
         raise InvalidField("inputs.parameters.binary_data_size", problem)
 
 
 def _binary_size(name: str, size: Any, left: int) -> int:
     """How many bytes a tensor has behind the JSON, where so many are left."""
     if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size <= left:
-        problem = f"must be from 0 to {left}, the bytes behind the JSON that no other input has; was {size!r}"
+        problem = f"must be from 0 to {left}, the bytes behind the JSON that no other input has; was {str(size)[:64]!r}"
         raise InvalidField(f"{name}.parameters.binary_data_size", problem)
     return size
-
-
-def _json_data(json: bytes, body: bytes, spans: Sequence[tuple[int, int]]) -> JsonData:
-    if json.startswith(b'"' + _CUT):
-        return JsonData(body, *spans[int(json[1 + len(_CUT) : -1])])
-    return JsonData(body, texts=json)
-
-
-def _shape(name: str, json: msgspec.Raw) -> tuple[int, ...]:
-    problem = "must be a list of whole numbers"
-    if len(bytes(json)) > _MAX_SHAPE_BYTES:
-        raise InvalidField(f"{name}.shape", f"{problem} of at most {_MAX_SHAPE_BYTES} characters")
-    try:
-        return tuple(_SHAPE.decode(json)[:MAX_SHOWN])
-    except (msgspec.DecodeError, ValueError):
-        raise InvalidField(f"{name}.shape", problem) from None
 
 
 def _scalars(

@@ -44,6 +44,11 @@ class Catalog:
                 self._hub_names.setdefault(hub_name, model.bundle.name)
         for alias, its in self._aliases.items():
             found, _, version = its.partition("@")
+            if alias in self._default_version:
+                logger.warning(
+                    "--served-model-name is the name of another model, which is served under it",
+                    extra={"alias": alias, "of": its},
+                )
             if found not in self._default_version or (version and (found, version) not in self._models):
                 logger.warning("no model for --served-model-name", extra={"alias": alias, "of": its})
 

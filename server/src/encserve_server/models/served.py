@@ -141,6 +141,7 @@ class TokenizeCall:
         prompt_name: As of an EncodeCall.
         task: As of an EncodeCall.
         offset_unit: As of a ReplyShape.
+        most_inputs: As of `ServedModel.check_counts`.
     """
 
     texts: Sequence[str]
@@ -149,6 +150,7 @@ class TokenizeCall:
     prompt_name: str | None = None
     task: Task = Task.NEITHER
     offset_unit: OffsetUnit = OffsetUnit.CODE_POINTS
+    most_inputs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +400,7 @@ class ServedModel:
             RequestError: The call cannot succeed; the text names the text and the numbers.
             QueueFull: Too much text is waiting.
         """
-        self._check_number(len(call.texts))
+        self._check_number(len(call.texts), call.most_inputs)
         if self.tokenizer is None:
             raise InvalidField(FieldPath(Part.INPUTS), f"model {self.bundle.name} has no tokenizer")
         settings = self._tasks[call.task] if call.task in self._tasks else self._refuse_task(call.task)

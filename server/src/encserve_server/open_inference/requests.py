@@ -225,7 +225,7 @@ def _decode_inputs(tensors: Mapping[str, SentTensor], longest: int) -> list[Sent
 def _check_types(types: npt.NDArray[Any]) -> None:
     """Refuses token types, (n, seq), other than 0: graphs have no input for them."""
     if types.any():
-        row, place = np.argwhere(types)[0].tolist()
+        row, place = divmod(int(np.argmax(types != 0)), types.shape[1])
         raise InvalidField(
             f"{TOKEN_TYPE_IDS}[{row}, {place}]",
             f"must be 0: the model takes single texts, whose tokens are all of type 0; was {types[row, place]}",

@@ -21,7 +21,7 @@ MAX_SHOWN = 8
 # The largest dimension of a tensor; what is larger cannot be in any message, and has no place in NumPy.
 _MAX_DIMENSION = 2**31
 _BYTES_LENGTH = 4  # bytes in front of each element of BYTES, its length
-_DTYPES = {"INT64": "<i8", "INT32": "<i4", "FP32": "<f4"}
+DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2", "INT8": "i1"}
 # Many tools make ids of 32 bits.
 _ALSO_TAKEN = {"INT64": ("INT32",)}
 SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
@@ -134,7 +134,7 @@ class SentTensor:
         Raises:
             InvalidField: There are more or fewer elements than its shape says.
         """
-        data, dtype = self.data, np.dtype(_DTYPES[self.datatype])
+        data, dtype = self.data, np.dtype(DTYPES[self.datatype])
         if not isinstance(data, bytes | memoryview):
             self.check_elements(len(data))
             flat = data.numbers(dtype.str)
