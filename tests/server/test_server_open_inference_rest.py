@@ -118,6 +118,17 @@ async def test_what_is_too_large_for_32_bits_is_refused(start_server: StartServe
     assert response.json()["error"].startswith("inputs_embeds[0]: must be finite; was inf in row 0, column 2")
 
 
+@pytest.mark.parametrize("datatype", ["FP32", "FP16", "INT8"])
+async def test_numbers_come_in_every_type(server: FakeServer, datatype: str) -> None:
+    """In JSON too, but for FP16, which has no form there."""
+    want = await infer(server, input_ids=IDS, outputs=["embedding"], parameters={"datatype": datatype})
+    asked = {"datatype": datatype, "binary_data_output": True}
+    for parameters in [asked] if datatype == "FP16" else [asked, {"datatype": datatype}]:
+        got = await ask(server, request(input_ids=IDS, outputs=["embedding"], parameters=parameters))
+        assert got["embedding"].dtype == want["embedding"].dtype
+        assert got["embedding"].tobytes() == want["embedding"].tobytes()
+
+
 async def test_each_output_comes_as_it_is_asked_for(server: FakeServer) -> None:
     outputs: list[Any] = [{"name": "embedding", "parameters": {"binary_data": True}}, {"name": "lengths"}]
     response = await post(server, PATH, request(input_ids=IDS, outputs=outputs) | {"id": "a 🌍 id"})
