@@ -110,7 +110,7 @@ BAD_REQUESTS = {
     "state layer": (request([1], spec(2, 4)), "tensors[0].layers[0]", "must be from 0 to 3; was 4"),
     "layer twice": (request([1], spec(1, 1, 1)), "tensors[0].layers[1]", "must be more than the one before, 1; was 1"),
     "layers of positions": (request([1], spec(3, 0)), "tensors[0].layers", "must be empty for positions"),
-    "data type": (request([1], data_type=7), "data_type", "must be a value of DataType, 0 to 3; was 7"),
+    "data type": (request([1], data_type=7), "data_type", "must be a value of DataType, 0 to 4; was 7"),
     "truncation": (request([1], truncation=7), "truncation", "must be a value of Truncation, 0 to 2; was 7"),
     "vectors": (request(np.ones((2, 4), np.float32)), "input.embeddings", "takes token ids or text; it was not"),
 }  # fmt: skip

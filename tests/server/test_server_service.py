@@ -164,7 +164,7 @@ BAD_REQUESTS = {
     "data type": (
         one(pb.EncodeOptions(data_type=unknown(9))),
         "options.data_type",
-        "must be a value of DataType, 0 to 3; was 9",
+        "must be a value of DataType, 0 to 4; was 9",
     ),
     "truncation": (one(pb.EncodeOptions(truncation=unknown(7))), "options.truncation", "was 7"),
     "output kind": (

@@ -61,7 +61,7 @@ BAD_REQUESTS = {
     "data type": (
         embeddings(width=4, data=bytes(16), data_type=5),
         "inputs[0].embeddings.data_type",
-        "must be a value of DataType, 0 to 3; was 5",
+        "must be a value of DataType, 0 to 4; was 5",
     ),
     "too long": (
         pb.EncodeRequest(inputs=[make_input(vectors(1)), make_input(vectors(*range(33)))]),
