@@ -5,6 +5,7 @@ The routes, their examples and their fields are those of /openapi.json, so that 
 
 import asyncio
 import copy
+import io
 import json
 import logging
 import random
@@ -142,7 +143,7 @@ async def _attack(server: FakeServer) -> dict[str, Counter[int]]:
             async def send(path: str = path, example: Any = example, counts: Counter[int] = counts) -> None:
                 for _ in range(BODIES // AT_ONCE):
                     data, headers = mutator.change(example)  # noqa: B023 - awaited before the next one
-                    async with session.post(path, data=data, headers=headers) as response:
+                    async with session.post(path, data=io.BytesIO(data), headers=headers) as response:
                         text = await response.text(errors="replace")
                     counts[response.status] += 1
                     assert response.status < 500, (path, data, headers, text)
