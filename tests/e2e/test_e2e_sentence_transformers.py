@@ -223,7 +223,7 @@ def test_what_the_model_does_not_have(client: EncoderClient, options: dict[str, 
 
 
 def test_a_directory_that_contradicts_itself_is_refused(directories: dict[str, Path], tmp_path: Path) -> None:
-    """A token that has one id in the vocabulary, and another among the added tokens."""
+    """Two words with one id, of which the tokenizers library writes either one: the error names either's text."""
     directory = shutil.copytree(directories["mean"], tmp_path / "directory")
     settings = json.loads((directory / "tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(
@@ -232,6 +232,6 @@ def test_a_directory_that_contradicts_itself_is_refused(directories: dict[str, P
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     tokenizer["model"]["vocab"]["The"], tokenizer["model"]["vocab"]["[MASK]"] = 4, 5
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(TokenizerError, match=r"for the text '\[MASK\]' a file of the tokenizers library gives the ids"):
+    with pytest.raises(TokenizerError, match=r"a file of the tokenizers library gives the ids .* made of \(BertTokeniz"):
         export_hf(directory, Target(model_repository=tmp_path / "models", name="mean"))
     assert not (tmp_path / "models").exists()

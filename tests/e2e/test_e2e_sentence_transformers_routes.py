@@ -136,7 +136,7 @@ def check(got: Any, want: Any, name: str) -> None:
     precision = name.rpartition(".")[2]
     if precision in ("float16", "int8"):
         norms = np.linalg.norm(got, axis=1) * np.linalg.norm(want, axis=1)
-        assert ((got * want).sum(axis=1) / norms).min() >= (BOUNDS[precision].cosine or 0)  # type: ignore[index]
+        assert ((got * want).sum(axis=1) / norms).min() >= (BOUNDS[precision].cosine or 0)
     else:
         assert (np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)).max() <= 1e-4
 

@@ -107,7 +107,20 @@ class Wanted:
 
 
 class Reference(Protocol):
-    """A model in PyTorch whose rows another must give."""
+    """A model in PyTorch whose rows another must give.
+
+    Attributes:
+        description: What it is called in errors.
+        vocab_size: One more than the largest id; 0 where it takes vectors.
+    """
+
+    @property
+    def description(self) -> str:
+        """See the class."""
+
+    @property
+    def vocab_size(self) -> int:
+        """See the class."""
 
     @property
     def module(self) -> nn.Module:
@@ -245,9 +258,7 @@ def check_rows(
 
 def check_padding(
     model: Reference,
-    description: str,
     *,
-    vocab_size: int,
     longest: int | None,
     pad_token_id: int,
     advice: str,
@@ -257,8 +268,6 @@ def check_padding(
 
     Args:
         model: The model.
-        description: What it is called in the error.
-        vocab_size: As for `check_rows`.
         longest: The longest sequence, in tokens; None where nothing bounds it.
         pad_token_id: As for `check_rows`.
         advice: The end of the error: what to do.
@@ -268,6 +277,7 @@ def check_padding(
         ParityError: It is such a model.
     """
     longest = min(_PADDED_TOKENS, longest or _PADDED_TOKENS)
+    vocab_size = model.vocab_size
     wanted = reference_rows(model, vocab_size=vocab_size, max_sequence_tokens=longest, module=model.module, width=width)
     try:
         check_rows(
@@ -280,7 +290,7 @@ def check_padding(
         )
     except ParityError as error:
         raise ParityError(
-            f"{description} gives other rows in a padded batch, in PyTorch already: {error}. {advice}"
+            f"{model.description} gives other rows in a padded batch, in PyTorch already: {error}. {advice}"
         ) from error
 
 

@@ -52,7 +52,7 @@ def allowed(tolerance: float, float32_error: float) -> float:
     return max(tolerance, 4 * float32_error) if math.isfinite(float32_error) else tolerance
 
 
-BOUNDS: dict[Precision, Bounds] = {
+BOUNDS: dict[str, Bounds] = {
     "float32": Bounds(error=5e-5, padding_error=1e-5),
     "float16": Bounds(cosine=0.999, padding_cosine=0.999, maxsim_error=0.01, attention_error=0.01),
     "int8": Bounds(cosine=0.99, padding_cosine=0.999, maxsim_error=0.05, attention_error=0.1),
@@ -61,4 +61,4 @@ BOUNDS: dict[Precision, Bounds] = {
 
 def bounds_of(precision: str) -> Bounds:
     """The bounds of a precision that a graph may have, as float32's for one that no bundle is made in."""
-    return next((its for name, its in BOUNDS.items() if name == precision), BOUNDS["float32"])
+    return BOUNDS.get(precision, BOUNDS["float32"])

@@ -26,8 +26,8 @@ _ALIGNMENT_BYTES = 4096
 # Equal weights may lie in one place; a file in which more tensors do would take any amount of memory.
 _MOST_SHARED = 4
 
-# The bits of a number where several lie in one byte; NumPy gives each a byte.
 _TYPES = {it: helper.tensor_dtype_to_np_dtype(it) for it in helper.get_all_tensor_dtypes()}
+# The bits of a number where several lie in one byte; NumPy gives each a byte.
 _PACKED_BITS: dict[int, int] = {TensorProto.INT4: 4, TensorProto.UINT4: 4}
 
 

@@ -454,11 +454,10 @@ def _build_own(build: _Build) -> Exported:
     source = build.source("own", layout.description, weights)
     tensors = hf_bert.plain_names(weights.tensors)
     heads = sorted({name.partition(".")[0] for name in layout.unused(tensors)})
-    rotary = planned.settings["model_type"] in hf_rotary.MODEL_TYPES
     try:
         layout.check_names(tensors)
     except WeightNamesError as error:
-        if not rotary:
+        if planned.settings["model_type"] not in hf_rotary.MODEL_TYPES:
             raise
         raise UnsupportedModelError(str(error)) from error  # transformers reads these by other names too
     build.progress("running transformers' model, which our own encoder is compared with")
@@ -547,8 +546,6 @@ def _build_transformers(build: _Build) -> Exported:
     del weights  # the model has what it needs of them
     agreement.check_padding(
         model,
-        model.description,
-        vocab_size=model.vocab_size,
         longest=model.positions,
         pad_token_id=model.pad_token_id,
         advice="What it makes of a text depends on the texts beside it, so it cannot be served in batches: choose "

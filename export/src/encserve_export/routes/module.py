@@ -143,8 +143,6 @@ def export_module(
         _check_module(model, batch)
         agreement.check_padding(
             model,
-            model.description,
-            vocab_size=model.vocab_size,
             longest=options.max_sequence_tokens,
             pad_token_id=options.pad_token_id,
             advice="Where the mask is False, no token may be attended to",

@@ -119,13 +119,16 @@ def _refuse_deep(path: Path, settings: Any) -> None:
 def _refuse_wide(path: Path, settings: Mapping[str, Any]) -> None:
     """Refuses a table that the weights beside a config.json are too small for, with room for quantised ones."""
     size = sum(file.stat().st_size for end in ("*.safetensors", "*.bin") for file in path.parent.glob(end))
+    if not size:
+        return
     for rows, columns in _TABLES:
-        sizes: list[Any] = [settings.get(rows), next((settings[name] for name in columns if name in settings), None)]
-        if not size or not all(type(it) is int and it > 0 for it in sizes):
+        column = next((name for name in columns if name in settings), "")
+        sizes: list[Any] = [settings.get(rows), settings.get(column)]
+        if not all(type(it) is int and it > 0 for it in sizes):
             continue
         if (numbers := math.prod(sizes)) > _MOST_NUMBERS_OF_A_BYTE * size + _FREE_NUMBERS:
             raise ConfigError(
-                f"{path}: {rows} {sizes[0]} and {columns[0]} {sizes[1]} make a table of {numbers:,} numbers, and the "
+                f"{path}: {rows} {sizes[0]} and {column} {sizes[1]} make a table of {numbers:,} numbers, and the "
                 f"weights beside it have {size:,} bytes. config.json and the weights must be of one model: download or "
                 "save them again, together"
             )
