@@ -21,7 +21,7 @@ ENVIRONMENTS = ROOT / ".venv-judges"
 JUDGES = ROOT / "tests/judges"
 _SECONDS = 480
 # Judges reach loopback alone: what looks something up elsewhere fails here, as it would where there is no network.
-_OFFLINE = {"NO_PROXY": "127.0.0.1,localhost"} | dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+_OFFLINE = {"NO_PROXY": "localhost,127.0.0.1"} | dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 _OFFLINE |= {name.lower(): value for name, value in _OFFLINE.items()}
 
 
