@@ -50,7 +50,7 @@ PAIRS = [
     ("a red apple", "a green bus", 1.0),
     ("two men talk", "people are talking", 3.0),
 ]
-# These take at most 256 texts, and cut none unless they are told to; all others get 1,000 documents besides.
+# A request of these holds at most 256 texts.
 OPEN_INFERENCE = ("KServe", "MLServer", "tritonclient")
 TEXTS = ["I understand this", "and that", "🌍 ein längerer Satz, der in mehr Tokens zerfällt als andere", "a" * 300]
 QUIET = {
@@ -96,12 +96,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> dict[bool, tuple[Path, Array]]:
-    """The file of a few texts, and (True) of 1,000 documents of 2,000 characters besides, and their vectors."""
+    """A file of 256 texts, and (True) one of 1,000, all but a few of 2,000 characters, and their vectors."""
     words, numbers = (minilm_directory() / "vocab.txt").read_text().split()[2000:12000], random.Random(0)
     documents = [" ".join(numbers.choices(words, k=500))[:2000] for _ in range(1000)]
-    made = {}
+    made, every = {}, [*TEXTS, *documents]
     with EncoderClient(server.target) as client:
-        for many, texts in {False: TEXTS, True: [*TEXTS, *documents]}.items():
+        for many, texts in {False: every[:256], True: every}.items():
             file = tmp_path_factory.mktemp("requests") / "requests.json"
             file.write_text(json.dumps({"texts": texts}))
             made[many] = file, client.embed(texts, truncate=True, l2_normalize=True)
