@@ -45,7 +45,7 @@ DIFFERENT: dict[str, list[tuple[str, dict[str, Any], int, str]]] = {
         for path in ("/v1/embeddings", "/pooling")
         for name in ("bytes", "bytes_only")
     ],
-    "`embed_dtype` but `float32`, `endianness` `big`": [
+    "`embed_dtype` other than `float32`, `endianness` `big`": [
         (path, {"input": TEXT, "encoding_format": "base64", field: value}, 400, f"{field}: ")
         for path in ("/v1/embeddings", "/pooling")
         for field, value in (("embed_dtype", "float16"), ("endianness", "big"))
@@ -63,7 +63,7 @@ DIFFERENT: dict[str, list[tuple[str, dict[str, Any], int, str]]] = {
     "`/embeddings` and `/models` without `/v1`": [
         (path, {"input": TEXT}, 404, f"there is nothing at {path}") for path in ("/embeddings", "/models")
     ],
-    "`modality` but `text`": [
+    "`modality` other than `text`": [
         ("/v1/embeddings", {"input": TEXT, "modality": modality}, 400, "modality: ") for modality in ("image", "audio")
     ],
 }
