@@ -1,4 +1,4 @@
-"""Runs in the environment of kserve.txt: KServe's clients over gRPC and over REST, as its users write them.
+"""Runs in the environment of gateways.txt: KServe's clients over gRPC and over REST, as its users write them.
 
 The address is that of gRPC and that of HTTP with a comma between them; for the rest see triton_judge.py. It needs an
 environment of its own: the stubs of tritonclient.grpc and of kserve clash (kserve#3099).

@@ -1,4 +1,4 @@
-"""Runs in the environment of mlserver.txt: MLServer's codecs and types, as its documentation's clients use them.
+"""Runs in the environment of clients.txt: MLServer's codecs and types, as its documentation's clients use them.
 
 MLServer has no client class: its users encode a request with a codec, post it with `requests`, or over gRPC with its
 own stubs, and decode the answer. The address is that of gRPC and that of HTTP with a comma between them; for the rest

@@ -99,8 +99,8 @@ def test_tritonclient(server: RealServer, client: EncoderClient, vectors: Array,
     assert int(statistics["inference_stats"]["fail"]["count"]) == 1
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-def test_perf_analyzer(server: RealServer, tmp_path: Path, streaming: bool) -> None:
+@pytest.mark.parametrize(("protocol", "streaming"), [("grpc", False), ("grpc", True), ("http", False)])
+def test_perf_analyzer(server: RealServer, tmp_path: Path, protocol: str, streaming: bool) -> None:
     """A whole run, its statistics included."""
     binaries = python_environment("perf-analyzer")
     analyzer = binaries / "perf_analyzer"
@@ -116,7 +116,8 @@ def test_perf_analyzer(server: RealServer, tmp_path: Path, streaming: bool) -> N
         ones = {"content": [1] * 5, "shape": [1, 5]}
         ids = {"content": IDS[0], "shape": [1, 5]}
         data.write_text(json.dumps({"data": [{"input_ids": ids, "attention_mask": ones}]}))
-    flags = ["-m", MODEL, "-i", "grpc", "-u", server.target, "--input-data", data, "--concurrency-range", "4"]
+    address = server.target if protocol == "grpc" else server.url.removeprefix("http://")
+    flags = ["-m", MODEL, "-i", protocol, "-u", address, "--input-data", data, "--concurrency-range", "4"]
     flags += ["--measurement-mode", "count_windows", "--measurement-request-count", "50"]
     flags += ["--stability-percentage", "999", *(["--streaming"] if streaming else [])]
     report = run([analyzer, *flags], environment=environment)
@@ -149,7 +150,7 @@ def test_openais_own_tests(server: RealServer) -> None:
     Models are deleted in the model repository. And with strict validation the client takes the base64 that it asks for
     by itself for an error, whichever server sends it: it expects numbers, as its authors' mock server sends.
     """
-    sources = source_folder("openai-tests")
+    sources = source_folder("openai")
     files = [f"tests/api_resources/test_{name}.py" for name in ("embeddings", "models")]
     chosen = "not delete and not (Embeddings and (strict or aiohttp) and not all_params)"
     flags = ["-q", "-p", "no:cacheprovider", "-o", "addopts=", "-k", chosen, *files]
@@ -180,7 +181,7 @@ def test_tritonclient_over_http(server: RealServer, client: EncoderClient, vecto
 
 def test_kserve(server: RealServer, client: EncoderClient, vectors: Array, tmp_path: Path) -> None:
     got, told = judge("kserve_judge.py", f"{server.target},{server.url}", tmp_path, "gateways")
-    for name in ("grpc", "grpc_typed", "rest", "rest_json", "rest_column"):
+    for name in ("grpc", "grpc_list", "grpc_typed", "rest", "rest_json", "rest_column"):
         assert_same_bits(got[name], vectors)
     for name in ("grpc_ids", "rest_ids"):
         assert_same_bits(got[name], client.embed(IDS))

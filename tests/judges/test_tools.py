@@ -1,4 +1,4 @@
-"""The lines that docs/http.md shows for each tool, run as they stand: the vectors are those of our own client.
+"""The lines that docs/http.md and docs/open-inference.md show, run as they stand: our own client's vectors come back.
 
 The model is a small one with a real tokenizer, so that 1,000 documents of 2,000 characters take no time.
 """
@@ -50,8 +50,8 @@ PAIRS = [
     ("a red apple", "a green bus", 1.0),
     ("two men talk", "people are talking", 3.0),
 ]
-# These send all texts at once, or a thousand.
-MANY = ("openai", "LangChain", "Chroma")
+# A request of these holds at most 256 texts.
+OPEN_INFERENCE = ("KServe", "MLServer", "tritonclient")
 TEXTS = ["I understand this", "and that", "🌍 ein längerer Satz, der in mehr Tokens zerfällt als andere", "a" * 300]
 QUIET = {
     "HF_HUB_OFFLINE": "0",  # which would keep Hugging Face's client from loopback too
@@ -96,12 +96,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def requests(tmp_path_factory: pytest.TempPathFactory, server: RealServer) -> dict[bool, tuple[Path, Array]]:
-    """The file of a few texts, and (True) of 1,000 documents of 2,000 characters besides, and their vectors."""
+    """A file of 256 texts, and (True) one of 1,000, all but a few of 2,000 characters, and their vectors."""
     words, numbers = (minilm_directory() / "vocab.txt").read_text().split()[2000:12000], random.Random(0)
     documents = [" ".join(numbers.choices(words, k=500))[:2000] for _ in range(1000)]
-    made = {}
+    made, every = {}, [*TEXTS, *documents]
     with EncoderClient(server.target) as client:
-        for many, texts in {False: TEXTS, True: [*TEXTS, *documents]}.items():
+        for many, texts in {False: every[:256], True: every}.items():
             file = tmp_path_factory.mktemp("requests") / "requests.json"
             file.write_text(json.dumps({"texts": texts}))
             made[many] = file, client.embed(texts, truncate=True, l2_normalize=True)
@@ -132,10 +132,23 @@ def test_python(server: RealServer, requests: dict[bool, tuple[Path, Array]], tm
     blocks = {tmp_path / f"{i}.py": lines for i, (kind, lines) in enumerate(shown()[tool]) if kind == "python"}
     for path, lines in blocks.items():
         path.write_text(addressed(lines, server))
-    file, want = requests[tool in MANY]
+    assert blocks
+    file, want = requests[tool not in OPEN_INFERENCE]
     run([python_environment(ENVIRONMENTS[tool]) / "python", JUDGES / "tool.py", file, *blocks], environment=QUIET)
     for path, lines in blocks.items():
         assert_as_ours(np.load(path.with_suffix(".npy")), want, lines)
+
+
+def test_open_inference(server: RealServer, requests: dict[bool, tuple[Path, Array]], tmp_path: Path) -> None:
+    """The blocks of its page, which bring texts of their own; the clients of the two do not go into one process."""
+    page = (ROOT / "docs/open-inference.md").read_text()
+    file, want = requests[False]
+    blocks = re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    for environment, lines in zip(("clients", "gateways"), blocks, strict=True):
+        path = tmp_path / f"{environment}.py"
+        path.write_text(addressed(lines, server))
+        run([python_environment(environment) / "python", JUDGES / "tool.py", file, path])
+        assert_as_ours(np.load(path.with_suffix(".npy")), want[:2], lines)
 
 
 def test_langchain_for_javascript(server: RealServer, requests: dict[bool, tuple[Path, Array]], tmp_path: Path) -> None:

@@ -3,6 +3,9 @@
 vLLM: tests/entrypoints/pooling, of /v1/embeddings, /v2/embed, /pooling and of cutting. infinity:
 libs/infinity_emb/tests/end_to_end. What they assert and does not hold here is below DIFFERENT, which docs/http.md lists
 with the reasons.
+
+vLLM is licensed under the Apache License 2.0, infinity under the MIT License. No code of theirs is here: the tests are
+written anew, with other texts and another model, after what theirs ask for and assert.
 """
 
 import base64
@@ -23,29 +26,46 @@ pytestmark = pytest.mark.judges
 
 Array = npt.NDArray[Any]
 WIDTH, LONGEST = 384, 256
-TEXT = "The best thing about vLLM is that it supports many different models"
-PORTUGUESE = "Como o Brasil pode fomentar o desenvolvimento de modelos de IA?"
-LONG = " ".join(["word"] * 2000)
-FLOAT = {"model": MODEL, "encoding_format": "float"}
-MESSAGES = [{"role": "user", "content": "The cat sat on the mat."}]
-# What their tests do, the request, and the status that it gets here: the first column of the table in docs/http.md.
-DIFFERENT: dict[str, tuple[str, dict[str, Any], int]] = {
-    "`prompt` of `/tokenize`": ("/tokenize", {"prompt": TEXT}, 422),
-    "`messages`": ("/v1/embeddings", {"messages": MESSAGES}, 400),
-    "`/invocations`": ("/invocations", {"input": TEXT}, 404),
-    "`encoding_format` `bytes` and `bytes_only`": ("/v1/embeddings", {"input": TEXT, "encoding_format": "bytes"}, 400),
-    "`embed_dtype` but `float32`, `endianness` `big`": (
-        "/v1/embeddings",
-        {"input": TEXT, "encoding_format": "base64", "embed_dtype": "float16", "endianness": "big"},
-        400,
-    ),
-    "`dimensions` of a model that was not trained for them": ("/v1/embeddings", {"input": TEXT, "dimensions": 16}, 200),
-    "ids without special tokens": ("/v1/embeddings", {"input": [2023, 2003]}, 400),
-    "texts of several times the longest input": ("/v1/embeddings", {"input": LONG}, 200),
-    "the tasks `classify`, `token_classify` and `plugin`": ("/pooling", {"input": TEXT, "task": "classify"}, 400),
-    "`truncate` `START`": ("/v2/embed", {"texts": [LONG], "truncate": "START"}, 400),
-    "`/embeddings` and `/models` without `/v1`": ("/embeddings", {"input": TEXT}, 404),
-    "`modality` but `text`": ("/v1/embeddings", {"input": TEXT, "modality": "image"}, 400),
+TEXT = "An encoder turns a sentence into a list of numbers that says what it means"
+PORTUGUESE = "Quantas estações de comboio há entre Lisboa e o Porto, e quais têm biblioteca?"
+LONG = " ".join(["river"] * 2000)
+MESSAGES = [{"role": "user", "content": "Which trains stop in Coimbra?"}]
+# What their tests do, the first column of the table in docs/http.md: requests, and their status and words here.
+DIFFERENT: dict[str, list[tuple[str, dict[str, Any], int, str]]] = {
+    "`prompt` of `/tokenize`": [("/tokenize", {"prompt": TEXT}, 422, "inputs: ")],
+    "`messages`": [(path, {"messages": MESSAGES}, 400, "input: ") for path in ("/v1/embeddings", "/pooling")],
+    "`/invocations`": [("/invocations", {"input": TEXT}, 404, "/invocations")],
+    "`encoding_format` `bytes` and `bytes_only`": [
+        (
+            path,
+            {"input": TEXT, "encoding_format": name},
+            400,
+            f"encoding_format: must be one of float, base64; was '{name}'",
+        )
+        for path in ("/v1/embeddings", "/pooling")
+        for name in ("bytes", "bytes_only")
+    ],
+    "`embed_dtype` other than `float32`, `endianness` `big`": [
+        (path, {"input": TEXT, "encoding_format": "base64", field: value}, 400, f"{field}: ")
+        for path in ("/v1/embeddings", "/pooling")
+        for field, value in (("embed_dtype", "float16"), ("endianness", "big"))
+    ],
+    "`dimensions` of a model that was not trained for them": [
+        ("/v1/embeddings", {"input": TEXT, "dimensions": 16}, 200, '"embedding"')
+    ],
+    "ids without special tokens": [("/v1/embeddings", {"input": [2023, 2003]}, 400, "input[0]: ")],
+    "texts of several times the longest input": [("/v1/embeddings", {"input": LONG}, 200, f'"total_tokens":{LONGEST}')],
+    "the tasks `classify`, `token_classify` and `plugin`": [
+        ("/pooling", {"input": TEXT, "task": task}, 400, f"task: must be one of token_embed, embed; was '{task}'")
+        for task in ("classify", "token_classify", "plugin")
+    ],
+    "`truncate` `START`": [("/v2/embed", {"texts": [LONG], "truncate": "START"}, 400, "truncate: ")],
+    "`/embeddings` and `/models` without `/v1`": [
+        (path, {"input": TEXT}, 404, f"there is nothing at {path}") for path in ("/embeddings", "/models")
+    ],
+    "`modality` other than `text`": [
+        ("/v1/embeddings", {"input": TEXT, "modality": modality}, 400, "modality: ") for modality in ("image", "audio")
+    ],
 }
 
 
@@ -118,7 +138,7 @@ def test_completion_request(
 
 
 def test_base64_embedding(http: httpx.Client) -> None:
-    texts = ["Hello my name is", TEXT]
+    texts = ["Trains leave every hour", TEXT]
     floats = vectors_of(ask(http, "/v1/embeddings", input=texts, encoding_format="float"))
     encoded = ask(http, "/v1/embeddings", input=texts, encoding_format="base64")
     np.testing.assert_array_equal([decoded(it["embedding"]) for it in encoded["data"]], floats)
@@ -182,7 +202,7 @@ def test_bigger_truncation_size(http: httpx.Client, size: int) -> None:
 
 @pytest.mark.parametrize("dimensions", [None, 256])
 def test_matryoshka(http: httpx.Client, dimensions: int | None) -> None:
-    texts = ["The chef prepared a delicious meal."] * 3
+    texts = ["The last train leaves at midnight."] * 3
     answer = ask(http, "/v1/embeddings", input=texts, encoding_format="float", dimensions=dimensions)
     assert vectors_of(answer).shape == (3, dimensions or WIDTH)
     assert answer["usage"]["prompt_tokens"] > 0
@@ -193,7 +213,7 @@ def test_negative_dimensions(http: httpx.Client) -> None:
 
 
 def test_batch_long_text(http: httpx.Client) -> None:
-    answer = ask(http, "/v1/embeddings", input=[LONG, LONG * 2, "This is a short text test."], encoding_format="float")
+    answer = ask(http, "/v1/embeddings", input=[LONG, LONG * 2, "A short one."], encoding_format="float")
     assert [it["index"] for it in answer["data"]] == [0, 1, 2]
     vectors = vectors_of(answer)
     assert vectors.shape == (3, WIDTH)
@@ -228,7 +248,7 @@ def test_pooling_completion_request(http: httpx.Client, ids: list[int], as_ids: 
 
 
 def test_batch_base64_pooling(http: httpx.Client) -> None:
-    texts = ["Hello my name is", TEXT]
+    texts = ["Trains leave every hour", TEXT]
     floats = ask(http, "/pooling", input=texts, encoding_format="float", task="token_embed")["data"]
     default = ask(http, "/pooling", input=texts, task="token_embed")["data"]
     encoded = ask(http, "/pooling", input=texts, encoding_format="base64", task="token_embed")["data"]
@@ -258,9 +278,7 @@ def test_cohere_response_structure(http: httpx.Client) -> None:
     assert abs(float(np.linalg.norm(answer["embeddings"]["float"][0])) - 1) < 0.01
 
 
-@pytest.mark.parametrize(
-    "texts", [["the quick brown fox jumps over the lazy dog"], ["machine learning", "deep learning", "apple"]]
-)
+@pytest.mark.parametrize("texts", [["a timetable of all the trains"], ["a railway station", "a train", "an orange"]])
 def test_cohere_parity(http: httpx.Client, texts: list[str]) -> None:
     second, first = embed(http, texts), ask(http, "/v1/embeddings", input=texts, encoding_format="float")
     np.testing.assert_array_equal(np.array(second["embeddings"]["float"], np.float32), vectors_of(first))
@@ -274,16 +292,18 @@ def test_cohere_embedding_types(http: httpx.Client) -> None:
 
 
 def test_cohere_semantic_similarity(http: httpx.Client) -> None:
-    made = np.array(embed(http, ["machine learning", "deep learning", "chocolate cake recipe"])["embeddings"]["float"])
+    made = np.array(
+        embed(http, ["a railway station", "where trains stop", "how to peel an orange"])["embeddings"]["float"]
+    )
     assert made[0] @ made[1] > made[0] @ made[2]
 
 
 def test_cohere_input_type(http: httpx.Client) -> None:
     """One that is not known is refused; one that is left out is not."""
-    response = http.post("/v2/embed", json={"model": MODEL, "texts": ["hello"], "input_type": "nonexistent_type"})
+    response = http.post("/v2/embed", json={"model": MODEL, "texts": ["a train"], "input_type": "search_song"})
     assert response.status_code == 400
     assert "input_type" in response.json()["message"]
-    assert len(embed(http, ["hello world"])["embeddings"]["float"]) == 1
+    assert len(embed(http, ["a train"])["embeddings"]["float"]) == 1
 
 
 def test_cohere_missing_input(http: httpx.Client) -> None:
@@ -298,7 +318,7 @@ def test_cohere_truncation(http: httpx.Client) -> None:
 # What infinity asserts
 
 
-@pytest.mark.parametrize("texts", [["This is a test sentence."], ["This is a test sentence.", "This is another one."]])
+@pytest.mark.parametrize("texts", [["The bridge is closed."], ["The bridge is closed.", "Take the ferry."]])
 @pytest.mark.parametrize("dimensions", [None, 10])
 def test_infinity_embedding(
     http: httpx.Client, encoder: EncoderClient, texts: list[str], dimensions: int | None
@@ -314,7 +334,7 @@ def test_infinity_health(http: httpx.Client) -> None:
 
 
 def test_infinity_modality(http: httpx.Client) -> None:
-    answer = ask(http, "/v1/embeddings", input=["a cat", "a cat", "a bird"], modality="text")
+    answer = ask(http, "/v1/embeddings", input=["a ferry", "a ferry", "an orange"], modality="text")
     first, second, third = vectors_of(answer)
     np.testing.assert_array_equal(first, second)
     assert first @ second > first @ third
@@ -325,8 +345,10 @@ def test_infinity_modality(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("what", DIFFERENT)
 def test_different(http: httpx.Client, what: str) -> None:
-    path, body, status = DIFFERENT[what]
-    assert http.post(path, json=body).status_code == status
+    for path, body, status, text in DIFFERENT[what]:
+        response = http.post(path, json=body)
+        assert response.status_code == status, body
+        assert text in response.text
 
 
 def test_the_page_lists_what_is_different() -> None:

@@ -1,4 +1,4 @@
-"""Runs the lines that docs/http.md shows for a tool, as they stand but for the address, each block on its own.
+"""Runs the lines that a page shows for a tool, as they stand but for the address, each block on its own.
 
 Reads the file of requests, JSON with `texts`, which the lines find as `texts`, and the files of the blocks; writes the
 `vectors` or `similarities` that block i makes into BLOCK.npy.

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,20 @@ def test_kserves_schema_allows_it(runtime: Any) -> None:
     wrong["spec"]["containers"][0]["ports"][0]["containerport"] = 1
     wrong["spec"]["protocolVersion"] = ["grpc-v2"]
     assert len(list(validator.iter_errors(wrong))) == 2
+
+
+def test_the_lines_for_http_that_the_page_shows(runtime: Any, container: Any) -> None:
+    page = (ROOT / "docs/open-inference.md").read_text()
+    (lines,) = re.findall(r"^```yaml\n(metadata:\n.*?)^```", page, re.DOTALL | re.MULTILINE)
+    shown = yaml.safe_load(lines)
+    (its,) = shown["spec"]["containers"]
+    its = container | its | {"args": container["args"] + its["args"]}
+    made = runtime | shown | {"spec": runtime["spec"] | shown["spec"] | {"containers": [its]}}
+    validator = jsonschema.Draft202012Validator(closed(json.loads(SCHEMA.read_text())))
+    assert not [f"{it.json_path}: {it.message}" for it in validator.iter_errors(made)]
+    flags = dict(argument.split("=", 1) for argument in its["args"])
+    assert set(flags) <= set(DEFAULTS)
+    assert [f"{port['containerPort']}" for port in its["ports"]] == [flags["--http-port"]]
 
 
 def test_flags_port_and_probe_are_the_servers(container: Any) -> None:

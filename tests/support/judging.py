@@ -20,6 +20,9 @@ ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENTS = ROOT / ".venv-judges"
 JUDGES = ROOT / "tests/judges"
 _SECONDS = 480
+# Judges reach loopback alone: what looks something up elsewhere fails here, as it would where there is no network.
+_OFFLINE = {"NO_PROXY": "localhost,127.0.0.1"} | dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+_OFFLINE |= {name.lower(): value for name, value in _OFFLINE.items()}
 
 
 def missing(what: str) -> NoReturn:
@@ -79,14 +82,17 @@ def run(
     environment: Mapping[str, str] | None = None,
     may_fail_to_install: bool = False,
 ) -> str:
-    """What a judge writes to stdout; AssertionError with all that it wrote if it ends otherwise than with 0."""
+    """What a judge writes to stdout; AssertionError with all that it wrote if it ends otherwise than with 0.
+
+    Only what installs reaches the network.
+    """
     done = subprocess.run(
         list(map(str, command)),
         capture_output=True,
         text=True,
         timeout=_SECONDS,
         cwd=cwd,
-        env=peer_environment() | dict(environment or {}),
+        env=peer_environment() | ({} if may_fail_to_install else _OFFLINE) | dict(environment or {}),
         check=False,
     )
     if done.returncode and may_fail_to_install:
@@ -95,12 +101,12 @@ def run(
     return done.stdout
 
 
-def source_folder(name: str) -> Path:
-    """The sources of the one package that NAME.txt in tests/judges pins."""
-    folder, requirements = ENVIRONMENTS / name, JUDGES / f"{name}.txt"
+def source_folder(package: str) -> Path:
+    """The sources of a package, which PACKAGE-tests.txt in tests/judges pins."""
+    folder, requirements = ENVIRONMENTS / f"{package}-tests", JUDGES / f"{package}-tests.txt"
     with _installing(folder, requirements) as needed:
         if needed:
-            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+            pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", package]
             run([*pip, "--dest", folder, "-r", requirements], may_fail_to_install=True)
             (archive,) = folder.glob("*.tar.gz")
             with tarfile.open(archive) as file:

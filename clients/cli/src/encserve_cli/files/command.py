@@ -116,7 +116,7 @@ def prints_rows(command: Command) -> Command:
             type=click.Choice(["float32", "float16", "int8"]),
             default="float32",
             show_default=True,
-            help="The type of the numbers. int8 is of vectors of length 1, not of tokens' rows or of weights.",
+            help="The type of the numbers. int8 is for vectors, not for rows of tokens or sparse weights.",
         ),
     )
 
