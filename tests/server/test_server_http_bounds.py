@@ -186,7 +186,10 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
             refused = await post(server, "/embed", TEXT)
             assert (refused.status_code, refused.headers["connection"]) == (503, "close")
             assert refused.headers["retry-after"] == "1"
-            assert (await get(server, "/health")).status_code == 200
+            for path in ("/health", "/ping", "/", "/v2/health/ready", "/v2/health/live"):
+                assert (await get(server, path)).status_code == 200
+            server.app._health_service.set_status({"": False})
+            assert [(await get(server, path)).status_code for path in ("/ping", "/v2/health/live")] == [503, 200]
         await until(lambda: len(connections) == 1)
         assert (await post(server, "/embed", TEXT)).status_code == 200
         writer.write(ONE)
