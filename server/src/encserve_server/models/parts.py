@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from encserve_server.errors import FieldPath, Part, QueueFull, RequestError, ResponseTooLarge
+from encserve_server.errors import FieldPath, Part, QueueFull, RequestError, RequestTooLarge, ResponseTooLarge
 from encserve_server.models.inputs import SentIds, SentInput
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
 from encserve_server.system.clock import Clock
@@ -164,7 +164,11 @@ class PartedCall:
     async def _run_part(self, part: EncodeReply, *, may_wait: bool) -> int:
         """Runs sequences; how many bytes more than estimated their outputs take in the reply."""
         estimated = part.estimated_bytes
-        await self._when_there_is_room(lambda: self._model.run(part, self._deadline, self._span), may_wait=may_wait)
+        try:
+            await self._when_there_is_room(lambda: self._model.run(part, self._deadline, self._span), may_wait=may_wait)
+        except RequestTooLarge as error:  # several sequences are never too many for the queue, but one may be
+            error.field = FieldPath(Part.INPUT, part.sequences[0].index)
+            raise
         return part.estimated_bytes - estimated
 
     async def _when_there_is_room(self, work: Callable[[], Awaitable[Done]], *, may_wait: bool) -> Done:
