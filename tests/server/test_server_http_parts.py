@@ -107,6 +107,21 @@ async def test_a_reply_that_is_too_large_is_refused(start_server: StartServer) -
     assert server.app._calls.held_bytes == 0
 
 
+async def test_a_reply_of_vectors_is_measured_before_anything_is_computed(start_server: StartServer) -> None:
+    server = await start_server(**SMALL_QUEUE, max_response_mib=1, max_http_inputs=20_000)
+    refused = await post(server, TEI, {"inputs": [[7]] * 14_000})
+    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "RESPONSE_TOO_LARGE")
+    assert "the first 13094 of 14000 inputs would fit" in refused.text
+    assert server.engine.batches == []
+    server.engine.hold()
+    call = asyncio.create_task(post(server, TEI, {"inputs": [[7]] * 13_000}))
+    await asyncio.to_thread(server.engine.started.acquire)
+    held = server.app._calls.held_bytes
+    server.engine.let_go()
+    assert (await call).status_code == 200
+    assert held > 13_000 * (4 * D_MODEL + 64) * 6
+
+
 async def test_others_are_served_meanwhile(start_server: StartServer) -> None:
     """A small call has its answer while most of a large one is still to be done."""
     server = await start_server(**SMALL_QUEUE, parallel_batches=1)
@@ -159,7 +174,7 @@ class Crowded:
         sequences = [TokenSequence(np.array([1]), 1) for _ in call.inputs]
         for sequence in sequences:
             sequence.cost = 1
-        return EncodeReply(sequences, SimpleNamespace(), Detail.COUNTS, False, None, 0.0, 1)  # type: ignore[arg-type]
+        return EncodeReply(sequences, SimpleNamespace(row_bytes=None), Detail.COUNTS, False, None, 0.0, 1)  # type: ignore[arg-type]
 
     async def run(self, reply: EncodeReply, deadline: float, span: None) -> None:
         """Counts."""

@@ -55,7 +55,7 @@ class PartedCall:
         deadline: float = math.inf,
         span: RequestSpan | None = None,
     ) -> None:
-        """Takes a call without spans; `hold` is called with the estimated bytes of each part of the reply."""
+        """Takes a call without spans or details of tokens; `hold` is called with the estimated bytes of each part of the reply."""
         self._model = model
         self._call = call
         self._hold = hold
@@ -105,6 +105,10 @@ class PartedCall:
         except RequestError as error:
             error.move(begin)
             raise
+        row_bytes = piece.plan.row_bytes
+        if row_bytes is not None and end - begin < len(self._call.inputs):
+            # What all inputs take is known from the first piece on, and held before anything is computed.
+            piece.estimated_bytes = 0 if begin else self._model.check_rows(row_bytes, len(self._call.inputs))
         for sequence in piece.sequences:
             sequence.index += begin
         self._hold(piece.estimated_bytes)

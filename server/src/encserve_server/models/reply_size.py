@@ -58,6 +58,14 @@ class ReplySize:
             sizes = [self._sequence_bytes(it, plan, shape) + len(it.input) * info_bytes for it in sequences]
         if shape.padded:
             sizes = [max(sizes)] * len(sizes)
+        return self.check_rows(sizes)
+
+    def check_rows(self, sizes: Sequence[int]) -> int:
+        """What a reply takes whose sequences take so much each.
+
+        Raises:
+            ResponseTooLarge: It is over the limit.
+        """
         return self._sum(sizes, ", and float16 or pooled outputs take less")
 
     def check_tokens(self, sequences: Sequence[TokenSequence], with_strings: bool) -> int:

@@ -315,6 +315,14 @@ class ServedModel:
         if not self._static_checkers:  # tables answer whether or not the engine does
             self._scheduler.check_open(tokens)
 
+    def check_rows(self, row_bytes: int, inputs: int) -> int:
+        """What a reply takes that has so many bytes for each of so many inputs, and no details.
+
+        Raises:
+            ResponseTooLarge: It is over the limit.
+        """
+        return self._reply_size.check_rows([row_bytes] * inputs)
+
     async def prepare(self, call: EncodeCall, span: RequestSpan | None = None) -> EncodeReply:
         """Checks all of a call, and tokenizes its texts.
 
