@@ -140,7 +140,7 @@ async def test_a_body_in_chunks_is_read(start_server: StartServer) -> None:
     async with connect(server) as client:
         for _ in range(3):
             refused = await client.post("/embed", content=parts())
-            assert "must be at most 4 bytes (max_text_bytes); was 1000000" in refused.text
+            assert "must be at most 4 bytes (max_text_bytes); was 1000002 bytes of JSON" in refused.text
             assert "connection" not in refused.headers
 
 
@@ -223,6 +223,8 @@ async def test_every_address_of_a_host_is_listened_on(start_server: StartServer,
         (IDS, "REQUEST_TOO_LARGE", "INPUTS: must be at most 1048576 token ids in all; was more"),
         (OBJECTS, "MALFORMED_REQUEST", "the body must hold at most 200 JSON objects; was more"),
         (b"[" * 4_000_000, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences"),
+        (b'{"INPUTS": ["a", "%s"]}' % (b"a" * 2_000_000), "INVALID_FIELD", "INPUTS[1]: must be at most 262144 bytes"),
+        (b'{"INPUTS": "%s"}' % (b"a" * 2_000_000), "INVALID_FIELD", "2000002 bytes of JSON"),
         (b'"' + b"\\\\" * 2_000_000, "MALFORMED_REQUEST", "the body is no JSON"),
         (b'{"INPUTS": ' + b"1" * 4_000_000 + b"}", "MALFORMED_REQUEST", "the body is no JSON"),
     ],

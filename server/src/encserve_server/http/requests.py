@@ -75,6 +75,8 @@ _ID_BYTES = 36
 _TURN_BYTES = 64 * 1024
 # So many bytes is what JSON decodes to, at most, for each of its own: a text of 4 bytes a character, ids of 1 or 2.
 _DECODED_GROWTH = 14
+# So many bytes of JSON stand for a byte of text, at most: \u0041 is an A.
+_MOST_ESCAPED = 6
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -133,12 +135,14 @@ class BodyRules:
 
     Attributes:
         limits: How many values a body may hold.
+        max_text_bytes: The longest text, in bytes of UTF-8.
         truncate: Whether texts that are too long are cut where a request does not say.
         strict: Whether fields that a route does not know are refused.
         turn: Held while a very large body is decoded: steps of several at once would hold up others as one long step.
     """
 
     limits: CountLimits
+    max_text_bytes: int
     truncate: bool = True
     strict: bool = False
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -192,18 +196,55 @@ class BodyDecoder(Generic[AnyBody]):
             hold(size * _DECODED_GROWTH)
         decoded = {name: _decoded(value) if name in fields else value for name, value in values.items()}
         if sent is not None:
-            try:
-                decoded[self._inputs_field] = await _decoded_inputs(sent, self._members, hold)
-            except msgspec.ValidationError:
-                limit = self._rules.limits.sequences
-                problem = f"must hold at most {limit} sequences (max_http_inputs); was more"
-                raise TooManyInputs(self._inputs_field, problem) from None
+            decoded[self._inputs_field] = await self._decoded_inputs(sent, hold)
         known = self._known(decoded, self._kind)
         try:
             return msgspec.convert(known, self._kind)
         except msgspec.ValidationError:
             self._explain(known, self._kind)
         raise MalformedRequest("", "the body is not as docs/http.md has it")
+
+    async def _decoded_inputs(self, sent: msgspec.Raw, hold: Callable[[int], None]) -> Any:
+        """What the field of inputs holds, decoded in turns: all of it at once would hold up others for 0.1 s.
+
+        Raises:
+            BudgetFull: `hold` has no room for it.
+            MalformedRequest: It is no JSON.
+            TooManyInputs: It holds more inputs than a request may.
+            InvalidField: A text is too long, whatever its escapes stand for.
+        """
+        name, size = self._inputs_field, memoryview(sent).nbytes
+        if size <= _TURN_BYTES:
+            return _decoded_input(sent)
+        if not _LIST_OF_INPUTS.match(memoryview(sent)):
+            self._check_text(name, sent)
+            hold(size * _DECODED_GROWTH)
+            return _decoded_input(sent)
+        await asyncio.sleep(0)
+        try:
+            members = self._members.decode(sent)
+        except msgspec.ValidationError:
+            problem = f"must hold at most {self._rules.limits.sequences} sequences (max_http_inputs); was more"
+            raise TooManyInputs(name, problem) from None
+        inputs: list[Any] = []
+        turn_bytes = size = 0
+        for i, member in enumerate(members):
+            self._check_text(f"{name}[{i}]", member)
+            inputs.append(it := _decoded_input(member))
+            size += _size(it)
+            turn_bytes += memoryview(member).nbytes
+            if turn_bytes > _TURN_BYTES:
+                hold(size)
+                await asyncio.sleep(0)
+                turn_bytes = size = 0
+        hold(size)
+        return inputs
+
+    def _check_text(self, path: str, sent: msgspec.Raw) -> None:
+        """Raises InvalidField for a string that is too long before any of it is decoded."""
+        limit, size = self._rules.max_text_bytes, memoryview(sent).nbytes
+        if size > limit * _MOST_ESCAPED + 2 and bytes(memoryview(sent)[:1]) == b'"':
+            raise InvalidField(path, f"must be at most {limit} bytes (max_text_bytes); was {size} bytes of JSON")
 
     def _values(self, body: bytes) -> dict[str, msgspec.Raw]:
         """The fields of a body, not decoded."""
@@ -524,36 +565,6 @@ def _decoded(body: bytes | msgspec.Raw) -> Any:
         return msgspec.json.decode(body)
     except _NO_JSON as error:
         raise _no_json(error) from error
-
-
-async def _decoded_inputs(
-    sent: msgspec.Raw, members: msgspec.json.Decoder[list[msgspec.Raw]], hold: Callable[[int], None]
-) -> Any:
-    """What the field of inputs holds, decoded in turns: all of it at once would hold up others for 0.1 s.
-
-    Raises:
-        BudgetFull: `hold` has no room for it.
-        MalformedRequest: It is no JSON.
-        ValidationError: There are more inputs than `members` takes.
-    """
-    if memoryview(sent).nbytes <= _TURN_BYTES:
-        return _decoded_input(sent)
-    if not _LIST_OF_INPUTS.match(memoryview(sent)):
-        hold(memoryview(sent).nbytes * _DECODED_GROWTH)
-        return _decoded_input(sent)
-    await asyncio.sleep(0)
-    inputs: list[Any] = []
-    turn_bytes = size = 0
-    for member in members.decode(sent):
-        inputs.append(it := _decoded_input(member))
-        size += _size(it)
-        turn_bytes += memoryview(member).nbytes
-        if turn_bytes > _TURN_BYTES:
-            hold(size)
-            await asyncio.sleep(0)
-            turn_bytes = size = 0
-    hold(size)
-    return inputs
 
 
 def _size(it: Any) -> int:

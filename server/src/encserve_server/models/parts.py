@@ -55,7 +55,10 @@ class PartedCall:
         deadline: float = math.inf,
         span: RequestSpan | None = None,
     ) -> None:
-        """Takes a call without spans or details of tokens; `hold` is called with the estimated bytes of each part of the reply."""
+        """Takes a call without spans or details of tokens.
+
+        `hold` is called with the estimated bytes of the reply, or of one part of it after the other.
+        """
         self._model = model
         self._call = call
         self._hold = hold
