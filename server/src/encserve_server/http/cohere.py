@@ -164,7 +164,6 @@ class CohereRoutes:
             normalize=fields.normalize,
             pooling=fields.pooling,
         )
-        call.hold(len(request.body))  # the reply has the texts
 
         def answer(reply: EncodeReply) -> Iterator[bytes]:
             yield b'{"id":"%s","embeddings":' % str(uuid.uuid4()).encode()
@@ -187,6 +186,7 @@ class CohereRoutes:
                 lambda _, reply: joined(answer(reply)),
                 self._rules,
                 growth=_GROWTH,
+                more_bytes=len(request.body),  # the answer has the texts
                 data_types=data_types,
                 cut=(_truncates(fields.truncate, self._rules), positive("max_tokens", fields.max_tokens)),
             )

@@ -475,6 +475,7 @@ async def encode(
     *,
     check: Callable[[ServedModel], None] = lambda _: None,
     growth: float = JSON_GROWTH,
+    more_bytes: int = 0,
     from_left: bool = False,
     data_types: Sequence[DataType] = (DataType.FLOAT32,),
     cut: tuple[bool, int] | None = None,
@@ -490,6 +491,7 @@ async def encode(
         rules: How bodies are read.
         check: Refuses what the model does not take.
         growth: How many bytes of the answer's body there are at most for each byte of the reply.
+        more_bytes: How many bytes of the answer's body, at most, are not made of the reply's rows.
         from_left: Whether texts that are too long are to be cut at their beginning, which this server does not do:
             such a text is refused.
         data_types: The types that the output is wanted in; the reply has one output for each.
@@ -522,7 +524,7 @@ async def encode(
         return build(model, reply)
 
     try:
-        answer = await call.encode_in_parts(model, request, counted, growth)
+        answer = await call.encode_in_parts(model, request, counted, growth, more_bytes)
     except SequenceTooLong as error:
         raise _too_long_on_the_left(error) if from_left else error from None
     return Reply(answer, {TRUNCATED_HEADER: f"{truncated}"} if truncated else {})
