@@ -11,6 +11,7 @@ from fake_clock import FakeClock
 from fake_engine import FakeEngine, fake_rows
 from fake_server import D_MODEL, FakeServer, StartServer
 from http_calls import connect, get, post
+from tiny_heads import Serve
 from waiting import until
 
 from encserve_server.errors import QueueFull
@@ -89,6 +90,19 @@ async def test_one_bad_input_is_named_by_its_place(start_server: StartServer, at
                 assert (error["param"] or f"input{field}") == f"input{field}"
                 assert f"input{field}: {text}" in error["message"]
     assert queued(server) == server.app._calls.held_bytes == server.sample("encserve_in_flight_requests") == 0
+
+
+@pytest.mark.parametrize("texts", [1, 256])
+async def test_what_is_refused_of_all_inputs_does_not_depend_on_parts(serve: Serve, texts: int) -> None:
+    """A model that leaves its prompt out of pooling takes texts, or else ids, in one call."""
+    prompt = {"prompts": {"q": "w7 "}, "default_prompt_name": "q", "pooling_skips_prompt": True}
+    server = await serve({}, {"http_port": 0}, **prompt)
+    ids = [[5, 6]]
+    for inputs in (["w5"] * texts + ids, ids * texts + ["w5"]):
+        refused = await post(server, TEI, {"inputs": inputs})
+        assert refused.status_code == 422
+        assert "must be texts, or else sequences of ids, in one call" in refused.text
+    assert (await post(server, TEI, {"inputs": ids * texts})).status_code == 200
 
 
 async def test_an_input_that_no_queue_holds_is_named_by_its_place(start_server: StartServer) -> None:

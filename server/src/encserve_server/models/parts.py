@@ -98,7 +98,7 @@ class PartedCall:
         return self._reply
 
     async def _prepare(self, begin: int, end: int) -> EncodeReply:
-        call = replace(self._call, inputs=self._call.inputs[begin:end])
+        call = replace(self._call, inputs=self._call.inputs[begin:end], part_of=self._call.inputs)
         try:
             piece = await self._when_there_is_room(lambda: self._model.prepare(call, self._span), may_wait=begin > 0)
         except ResponseTooLarge as error:

@@ -86,6 +86,7 @@ class EncodeCall:
         spans: For each input what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
         shape: How the reply is to be written.
         max_tokens: The most tokens of an input; 0 for as many as the model, or the task, takes.
+        part_of: All inputs of the call, where these are a part of them.
     """
 
     inputs: Sequence[SentInput]
@@ -96,6 +97,7 @@ class EncodeCall:
     spans: Sequence[SentSpans | None] = ()
     shape: ReplyShape = _PLAIN_SHAPE
     max_tokens: int = 0
+    part_of: Sequence[SentInput] = ()
 
 
 @dataclass(slots=True)
@@ -585,10 +587,11 @@ class ServedModel:
             InvalidField: Only some of the inputs have a prompt.
         """
         skipped = self._skipped_tokens.get(prompt_name, 0)
-        texts = sum(isinstance(it, str) for it in call.inputs)
+        inputs = call.part_of or call.inputs
+        texts = sum(isinstance(it, str) for it in inputs)
         if not skipped or not texts or all(it.kind is not OutputKind.MODEL for it in call.outputs):
             return 0
-        if texts < len(call.inputs):
+        if texts < len(inputs):
             raise InvalidField(
                 FieldPath(Part.INPUTS),
                 f"must be texts, or else sequences of ids, in one call: model {self.bundle.name} leaves its prompt out "
