@@ -202,6 +202,11 @@ BAD: list[tuple[Any, str, str]] = [
     ({"INPUTS": "hello", "truncate": "yes"}, "truncate", "must be true or false; was a string"),
     ({"INPUTS": "hello", "task": "rank"}, "task", "must be one of query, document; was 'rank'"),
     ({"INPUTS": "hello", "task": "query"}, "task", "model tiny does not know query"),
+    (
+        {"INPUTS": "hello", "task": "Query", "input_type": "passage"},
+        "input_type",
+        "must not say otherwise than task, which is query; was 'passage'",
+    ),
     ({"INPUTS": "hello", "prompt_name": "nobody"}, "prompt_name", "has no prompt 'nobody'"),
     ({"INPUTS": "x" * 300_000}, "INPUTS[0]", "must be at most 262144 bytes (max_text_bytes); was 300000"),
 ]

@@ -44,8 +44,8 @@ class PoolingBody(FormatBody):
 
     Attributes:
         input: A text, the ids of a text, or a list of these; required.
-        task: token_embed for a vector of each token, embed for one vector. Default: embed for models that were trained
-            to make one vector, else token_embed.
+        task: token_embed for a vector of each token, embed for one vector. Default: embed with a pooling, and for
+            models that were trained to make one vector, else token_embed.
         truncation_side: right; with left an input that is too long is refused, because texts are cut at their end.
         add_special_tokens: With false, ids are complete as they are, without the special tokens of the tokenizer.
         user: Ignored.
@@ -135,10 +135,10 @@ def _output(fields: PoolingBody, bundle: Bundle, task: str | None) -> OutputSpec
     Raises:
         InvalidField: A field has a value that it must not have, or the model is not trained to make one vector.
     """
-    if task == _EMBED or (task is None and bundle.pooling is not None):
+    if task == _EMBED or (task is None and (fields.pooling is not None or bundle.pooling is not None)):
         return pooled_output(fields, bundle, normalize_default=bundle.similarity not in openai.NOT_COSINE)
     if fields.pooling is not None:
-        raise InvalidField("pooling", f"must not be there with the task {_TOKEN_EMBED}, which pools nothing")
+        raise InvalidField("pooling", f"must be left out with the task {_TOKEN_EMBED}, which pools nothing")
     if bundle.multi_vector is not None:  # these have the length that the model was trained for
         kind, normalize = OutputKind.MULTI_VECTOR, False
     else:

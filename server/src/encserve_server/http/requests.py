@@ -435,12 +435,15 @@ def task_of(body: Body, bundle: Bundle) -> Task:
     `task` is for models that know it; `input_type`, which many clients always send, changes nothing for others.
 
     Raises:
-        InvalidField: The task is not one of the tasks.
+        InvalidField: The task is not one of the tasks, or `input_type` is another one.
     """
-    if (name := choice("task", body.task, _TASKS)) is not None:
-        return _TASKS[name]
-    task = _INPUT_TYPES.get((body.input_type or "").lower(), Task.NEITHER)
-    return task if task in bundle.tasks else Task.NEITHER
+    said = _INPUT_TYPES.get((body.input_type or "").lower(), Task.NEITHER)
+    if (name := choice("task", body.task, _TASKS)) is None:
+        return said if said in bundle.tasks else Task.NEITHER
+    if said not in (Task.NEITHER, _TASKS[name]):
+        problem = f"must not say otherwise than task, which is {name}; was {body.input_type!r}"
+        raise InvalidField("input_type", problem)
+    return _TASKS[name]
 
 
 def cut_of(body: EncodeBody, bundle: Bundle, rules: BodyRules) -> tuple[bool, int]:
