@@ -130,6 +130,21 @@ async def test_long_texts_are_cut_and_counted_unless_that_is_refused(server: Fak
     assert (refused.status_code, refused.json()["error_type"]) == (422, "Validation")
 
 
+async def test_ids_that_are_cut_keep_their_closing_special_token(server: FakeServer) -> None:
+    """As texts do; ids that need not be complete are cut as they are."""
+    text, ids, raw = "hello " * 40, [1, *[4] * 40, 2], {"pooling": "mean", "normalize": False}
+    for more in ({}, {"truncate_prompt_tokens": 5}, {"truncate_prompt_tokens": 1}):
+        want = openai_vectors(await post(server, OPENAI, {"input": text, **raw, **more}))
+        cut = await post(server, OPENAI, {"input": ids, **raw, **more})
+        np.testing.assert_array_equal(openai_vectors(cut), want)
+        assert cut.headers["encserve-truncated-inputs"] == "1"
+    want = await by_grpc(server, [1, *[4] * 31], kind=pb.OUTPUT_KIND_MEAN, l2_normalize=False)
+    as_they_are = await post(server, OPENAI, {"input": ids, "add_special_tokens": False, **raw})
+    np.testing.assert_array_equal(openai_vectors(as_they_are), want)
+    of_tei = (await post(server, TEI, {"inputs": ids, **raw})).json()
+    np.testing.assert_array_equal(np.array(of_tei, np.float32), want)
+
+
 async def test_a_server_may_refuse_long_texts_where_a_request_does_not_say(start_server: StartServer) -> None:
     server = await start_server(http_port=0, http_truncate=False)
     assert (await post(server, OPENAI, {"input": LONG})).status_code == 400

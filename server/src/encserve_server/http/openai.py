@@ -214,6 +214,8 @@ class OpenAiRoutes:
 def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | None) -> None:
     """Refuses ids that do not look like the model's own tokenizer's: those of another give wrong vectors in silence.
 
+    What ids are to end with, they keep where they are cut.
+
     Raises:
         InvalidField: An input is ids without the special tokens that the tokenizer puts around a text, and the request
             does not say that they are complete; or it is a text that is to have none.
@@ -222,6 +224,8 @@ def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | N
     if tokenizer is None:
         return
     before, behind = tokenizer.special_around
+    if add_special_tokens is not False:
+        sent.closing = behind
     for i, it in enumerate(sent.items):
         if isinstance(it, str):
             if add_special_tokens is False and (before or behind):

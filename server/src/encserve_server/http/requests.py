@@ -300,7 +300,12 @@ class BodyDecoder(Generic[AnyBody]):
 
 
 class SentInputs:
-    """The inputs of a request: texts and lists of ids, not looked into before `decode`, which may be called once."""
+    """The inputs of a request: texts and lists of ids, not looked into before `decode`, which may be called once.
+
+    Attributes:
+        items: The inputs.
+        closing: The ids that all lists of ids end with, and keep where they are cut.
+    """
 
     def __init__(self, field: str, value: Inputs | None) -> None:
         """Takes the field that holds a text, ids, or a list of those.
@@ -315,6 +320,7 @@ class SentInputs:
         if isinstance(value, list) and not value:
             raise EmptyInputs(field, "must hold at least 1 text; was empty")
         self.items: list[Any] = [value] if isinstance(value, str) or type(value[0]) is int else value
+        self.closing: tuple[int, ...] = ()
 
     def decode(self, longest: int) -> list[SentInput]:
         """The inputs. Of each no more ids are copied than the model can take, and lists of ids are emptied.
@@ -346,7 +352,7 @@ class SentInputs:
             raise
         count = len(it)
         it.clear()  # Python's numbers take 7 times as much memory as they took in the body
-        return SentIds(np.array(ids, np.int64), count)
+        return SentIds(np.array(ids, np.int64), count, self.closing)
 
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])

@@ -20,10 +20,12 @@ class SentIds:
     Attributes:
         ids: (seq,) int64, as many as the model can take.
         count: How many there were.
+        closing: The last of them, which are kept where they are cut.
     """
 
     ids: TokenIds
     count: int
+    closing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +160,9 @@ class InputChecker:
             raise InvalidField(FieldPath(Part.IDS, at), "must hold at least 1 id; was empty")
         _check_length(FieldPath(Part.IDS, at), sent.count, limit)
         ids = sent.ids[: limit.tokens]  # (seq,)
+        if sent.closing and sent.count > limit.tokens:
+            closing = np.array(sent.closing[-limit.tokens :], np.int64)
+            ids = np.concatenate([ids[: limit.tokens - len(closing)], closing])
         # One pass for both bounds: read without their sign, numbers below 0 are the largest.
         if int(ids.view(np.uint64).max()) >= self._bundle.vocab_size:
             place = int(np.argmax((ids < 0) | (ids >= self._bundle.vocab_size)))
