@@ -252,6 +252,9 @@ async def test_what_is_wrong_is_named(server: FakeServer) -> None:
         assert set(told) == {"error", "error_type"}
         assert told["error"].startswith(field.replace("INPUTS", "inputs"))
         assert told["error_type"] == ("Empty" if body == {"INPUTS": []} else "Validation")
+    # Inputs may take long to look through, so that the other fields come first.
+    refused = await post(server, OPENAI, {"input": [[1, "a"]], "user": 5})
+    assert refused.json()["error"]["param"] == "user"
 
 
 def ignored(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -324,9 +327,12 @@ async def test_a_model_without_special_tokens_takes_any_ids(start_server: StartS
     assert (await post(server, OPENAI, {"input": [[4, 5]], "pooling": "mean"})).status_code == 200
 
 
-async def test_other_names_of_a_model(start_server: StartServer) -> None:
-    names = ("text-embedding-3-small=tiny", "org/old=tiny@1", "gone=nobody")
+async def test_other_names_of_a_model(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
+    names = ("text-embedding-3-small=tiny", "org/old=tiny@1", "gone=nobody", "tiny=tiny@1")
     server = await start_server(http_port=0, served_model_name=names)
+    warned = [it.getMessage() for it in caplog.records if "--served-model-name" in it.getMessage()]
+    assert [it.partition("--")[0] for it in warned] == ["no model for ", ""]
+    assert warned[1].endswith("is the name of another model, which is served under it")
     listed = {it["id"]: it["root"] for it in (await get(server, "/v1/models")).json()["data"]}
     assert listed == {"tiny": "tiny", "text-embedding-3-small": "tiny", "tiny@1": "tiny", "org/old": "tiny"}
     for name in listed:

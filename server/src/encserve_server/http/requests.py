@@ -285,7 +285,8 @@ class BodyDecoder(Generic[AnyBody]):
         Raises:
             InvalidField: A field is not of its type.
         """
-        for name, its_kind in _fields(kind).items():
+        # Inputs come last: a million ids take 0.1 s.
+        for name, its_kind in sorted(_fields(kind).items(), key=lambda it: it[0] == self._inputs_field):
             value, path, part = values.get(name), f"{at}{name}", _struct_of(its_kind)
             if part is not None and type(value) is dict:
                 self._explain(value, part, f"{path}.")
