@@ -17,7 +17,6 @@ from encserve_server.errors import FieldPath, InvalidField, Part, RequestError
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.openai import DIALECT as OPENAI
-from encserve_server.http.openai import NOT_COSINE
 from encserve_server.http.replies import joined, row_as_json, rows_as_json
 from encserve_server.http.requests import (
     Body,
@@ -182,7 +181,7 @@ class CohereRoutes:
                 call,
                 pooled,
                 SentInputs("texts" if fields.inputs is None else "inputs", list(texts)),
-                lambda bundle: pooled_output(pooled, bundle, normalize_default=bundle.similarity not in NOT_COSINE),
+                lambda bundle: pooled_output(pooled, bundle),
                 lambda _, reply: joined(answer(reply)),
                 self._rules,
                 growth=_GROWTH,

@@ -32,7 +32,6 @@ from encserve_server.models.tokenizing import TextTokenizer
 
 # So many ids at each end of an input are looked at for special tokens.
 _ENDS = 8
-NOT_COSINE = frozenset({"dot", "euclidean", "manhattan"})
 
 
 class EmbeddingsBody(FormatBody):
@@ -175,8 +174,7 @@ class OpenAiRoutes:
             call,
             fields,
             sent,
-            # Scaled to length 1, as OpenAI's are, unless lengths matter to how vectors are compared.
-            lambda bundle: pooled_output(fields, bundle, normalize_default=bundle.similarity not in NOT_COSINE),
+            lambda bundle: pooled_output(fields, bundle),
             lambda model, reply: _build(fields.model or model.bundle.name, reply, as_base64=in_base64),
             self._rules,
             check=lambda model: check_ids(model, sent, fields.add_special_tokens),

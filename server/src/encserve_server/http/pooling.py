@@ -25,6 +25,7 @@ from encserve_server.http.requests import (
     SentInputs,
     choice,
     encode,
+    is_left,
     pooled_output,
     positive,
 )
@@ -36,7 +37,6 @@ from encserve_server.types.requests import OutputKind
 
 _TOKEN_EMBED, _EMBED = "token_embed", "embed"
 _TASKS = (_TOKEN_EMBED, _EMBED)
-_SIDES = ("right", "left")
 
 
 class PoolingBody(FormatBody):
@@ -108,7 +108,6 @@ class PoolingRoutes:
         fields = await self._pooling.decode(request.body, call.hold)
         task = choice("task", fields.task, _TASKS)
         in_base64 = as_base64(fields)
-        from_left = choice("truncation_side", fields.truncation_side, _SIDES) == "left"
         # `task` is vLLM's here; whether inputs are queries or documents is in `input_type`.
         fields = msgspec.structs.replace(fields, task=None, normalize=normalized(fields))
         sent = SentInputs("input", fields.input)
@@ -120,7 +119,7 @@ class PoolingRoutes:
             lambda model, reply: joined(_answer(fields.model or model.bundle.name, reply, as_base64=in_base64)),
             self._rules,
             check=lambda model: openai.check_ids(model, sent, fields.add_special_tokens),
-            from_left=from_left,
+            from_left=is_left("truncation_side", fields.truncation_side),
         )
 
 
@@ -136,7 +135,7 @@ def _output(fields: PoolingBody, bundle: Bundle, task: str | None) -> OutputSpec
         InvalidField: A field has a value that it must not have, or the model is not trained to make one vector.
     """
     if task == _EMBED or (task is None and (fields.pooling is not None or bundle.pooling is not None)):
-        return pooled_output(fields, bundle, normalize_default=bundle.similarity not in openai.NOT_COSINE)
+        return pooled_output(fields, bundle)
     if fields.pooling is not None:
         raise InvalidField("pooling", f"must be left out with the task {_TOKEN_EMBED}, which pools nothing")
     if bundle.multi_vector is not None:  # these have the length that the model was trained for

@@ -53,6 +53,9 @@ _INPUT_TYPES = {
     "passage": Task.DOCUMENT,
     "search_document": Task.DOCUMENT,
 }
+_SIDES = ("right", "left")
+# Of vectors that are compared by these, lengths matter.
+_NOT_COSINE = frozenset({"dot", "euclidean", "manhattan"})
 # So many names of unknown fields are logged for a route.
 _MOST_WARNED = 64
 _MAX_SHOWN = 64
@@ -148,6 +151,23 @@ class BodyRules:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+class IgnoredFields:
+    """The unknown fields of one kind of body that have been logged."""
+
+    def __init__(self, kind: type[msgspec.Struct]) -> None:
+        """Takes the struct of the fields that are known."""
+        self._kind = kind
+        self._logged: set[str] = set()
+
+    def log(self, names: Sequence[str]) -> None:
+        """Logs names that have not been logged, as many as are of use."""
+        for name in names:
+            shown = name[:_MAX_SHOWN]
+            if shown not in self._logged and len(self._logged) < _MOST_WARNED:
+                self._logged.add(shown)
+                logger.warning("a field over HTTP is ignored", extra={"field": shown, "body": self._kind.__name__})
+
+
 class BodyDecoder(Generic[AnyBody]):
     """Decodes the bodies of one route."""
 
@@ -161,7 +181,7 @@ class BodyDecoder(Generic[AnyBody]):
         self._members: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(
             Annotated[list[msgspec.Raw], most]
         )
-        self._warned: set[str] = set()
+        self._ignored = IgnoredFields(kind)
 
     async def decode(self, body: bytes, hold: Callable[[int], None]) -> AnyBody:
         """The fields of a body; `hold` is called with the bytes that the inputs of a large one take.
@@ -264,20 +284,12 @@ class BodyDecoder(Generic[AnyBody]):
             raise UnknownField(
                 f"{at}{unknown[0][:_MAX_SHOWN]}", f"is not known; there are {', '.join(sorted(fields))} (strict_http)"
             )
-        self._warn([f"{at}{name}" for name in unknown])
+        self._ignored.log([f"{at}{name}" for name in unknown])
         known = {name: value for name, value in values.items() if name in fields}
         for name, value in known.items():
             if type(value) is dict and (part := _struct_of(fields[name])):
                 known[name] = self._known(value, part, f"{at}{name}.")
         return known
-
-    def _warn(self, unknown: Sequence[str]) -> None:
-        """Logs names that have not been logged, as many as are of use."""
-        for name in unknown:
-            shown = name[:_MAX_SHOWN]
-            if shown not in self._warned and len(self._warned) < _MOST_WARNED:
-                self._warned.add(shown)
-                logger.warning("a field over HTTP is ignored", extra={"field": shown, "body": self._kind.__name__})
 
     def _explain(self, values: Mapping[str, Any], kind: type[msgspec.Struct], at: str = "") -> None:
         """Raises what is wrong with the fields of an object that is not as its struct wants it, if it is one of them.
@@ -419,6 +431,15 @@ def choice(field: str, value: str | None, choices: Collection[str]) -> str | Non
     return value
 
 
+def is_left(field: str, side: str | None) -> bool:
+    """Whether texts that are too long are to be cut at their beginning.
+
+    Raises:
+        InvalidField: It is neither left nor right.
+    """
+    return choice(field, side, _SIDES) == "left"
+
+
 def positive(field: str, value: int | None) -> int:
     """A number from 1, or 0 where there is none.
 
@@ -545,8 +566,10 @@ def _too_long_on_the_left(error: SequenceTooLong) -> SequenceTooLong:
     return SequenceTooLong(error.field, problem + "truncation on the right, or cut it up", **error.values)
 
 
-def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool) -> OutputSpec:
+def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool | None = None) -> OutputSpec:
     """The one vector that a request asks for of each input.
+
+    Without a default vectors are scaled to length 1, as OpenAI's are, unless lengths matter to how they are compared.
 
     Raises:
         InvalidField: A field has a value that it must not have, or the model does not say how it pools.
@@ -560,6 +583,8 @@ def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool) 
             f"{bundle.name} does not say how it was trained to make one vector of a text; name a way in the field "
             f"pooling: {', '.join(_POOLINGS)}",
         )
+    if normalize_default is None:
+        normalize_default = bundle.similarity not in _NOT_COSINE
     return OutputSpec(
         OutputKind.MODEL if pooling is None else _POOLINGS[pooling],
         normalize_default if body.normalize is None else body.normalize,
