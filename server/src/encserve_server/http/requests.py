@@ -365,7 +365,7 @@ class SentInputs:
             raise
         count = len(it)
         it.clear()  # Python's numbers take 7 times as much memory as they took in the body
-        return SentIds(np.array(ids, np.int64), count, self.closing)
+        return SentIds(np.array(ids, np.int64), count)
 
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -547,6 +547,7 @@ async def encode(
         prompt_name=body.prompt_name,
         task=task_of(body, bundle),
         shape=_COUNTS,
+        closing=sent.closing,
     )
 
     def counted(reply: EncodeReply) -> bytes:

@@ -20,12 +20,10 @@ class SentIds:
     Attributes:
         ids: (seq,) int64, as many as the model can take.
         count: How many there were.
-        closing: The last of them, which are kept where they are cut.
     """
 
     ids: TokenIds
     count: int
-    closing: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +51,14 @@ class LengthLimit:
         name: Where the bound comes from, for errors; `{task}` in it stands for the task.
         task: The task whose bound it is.
         truncate: Whether a longer input is cut instead of refused.
+        closing: What all ids of the call end with, and keep where they are cut.
     """
 
     tokens: int
     name: str
     task: Task = Task.NEITHER
     truncate: bool = False
+    closing: tuple[int, ...] = ()
 
 
 class InputChecker:
@@ -160,8 +160,8 @@ class InputChecker:
             raise InvalidField(FieldPath(Part.IDS, at), "must hold at least 1 id; was empty")
         _check_length(FieldPath(Part.IDS, at), sent.count, limit)
         ids = sent.ids[: limit.tokens]  # (seq,)
-        if sent.closing and sent.count > limit.tokens:
-            closing = np.array(sent.closing[-limit.tokens :], np.int64)
+        if limit.closing and sent.count > limit.tokens:
+            closing = np.array(limit.closing[-limit.tokens :], np.int64)
             ids = np.concatenate([ids[: limit.tokens - len(closing)], closing])
         # One pass for both bounds: read without their sign, numbers below 0 are the largest.
         if int(ids.view(np.uint64).max()) >= self._bundle.vocab_size:

@@ -86,6 +86,7 @@ class EncodeCall:
         spans: For each input what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
         shape: How the reply is to be written.
         max_tokens: The most tokens of an input; 0 for as many as the model, or the task, takes.
+        closing: What all ids end with, and keep where they are cut.
         part_of: All inputs of the call, where these are a part of them.
     """
 
@@ -97,6 +98,7 @@ class EncodeCall:
     spans: Sequence[SentSpans | None] = ()
     shape: ReplyShape = _PLAIN_SHAPE
     max_tokens: int = 0
+    closing: tuple[int, ...] = ()
     part_of: Sequence[SentInput] = ()
 
 
@@ -348,6 +350,8 @@ class ServedModel:
             limit = LengthLimit(static.max_tokens or _ANY_TOKENS, "static_sparse.max_tokens", call.task, call.truncate)
         if 0 < call.max_tokens < limit.tokens:
             limit = replace(limit, tokens=call.max_tokens, name="max_tokens")
+        if call.closing:
+            limit = replace(limit, closing=call.closing)
         detail = call.shape.detail or plan.detail
         sequences, tokenize_seconds = await self._check_inputs(
             checker,
