@@ -320,12 +320,12 @@ class ServedModel:
             self._scheduler.check_open(tokens)
 
     def check_rows(self, row_bytes: int, inputs: int) -> int:
-        """What a reply takes that has so many bytes for each of so many inputs, and no details.
+        """What a reply without details takes whose rows take so much for each input.
 
         Raises:
             ResponseTooLarge: It is over the limit.
         """
-        return self._reply_size.check_rows([row_bytes] * inputs)
+        return self._reply_size.check_rows(row_bytes, inputs)
 
     async def prepare(self, call: EncodeCall, span: RequestSpan | None = None) -> EncodeReply:
         """Checks all of a call, and tokenizes its texts.
