@@ -130,6 +130,21 @@ async def test_long_texts_are_cut_and_counted_unless_that_is_refused(server: Fak
     assert (refused.status_code, refused.json()["error_type"]) == (422, "Validation")
 
 
+async def test_ids_that_are_cut_keep_their_closing_special_token(server: FakeServer) -> None:
+    """As texts do; ids that need not be complete are cut as they are."""
+    text, ids, raw = "hello " * 40, [1, *[4] * 40, 2], {"pooling": "mean", "normalize": False}
+    for more in ({}, {"truncate_prompt_tokens": 5}, {"truncate_prompt_tokens": 1}):
+        want = openai_vectors(await post(server, OPENAI, {"input": text, **raw, **more}))
+        cut = await post(server, OPENAI, {"input": ids, **raw, **more})
+        np.testing.assert_array_equal(openai_vectors(cut), want)
+        assert cut.headers["encserve-truncated-inputs"] == "1"
+    want = await by_grpc(server, [1, *[4] * 31], kind=pb.OUTPUT_KIND_MEAN, l2_normalize=False)
+    as_they_are = await post(server, OPENAI, {"input": ids, "add_special_tokens": False, **raw})
+    np.testing.assert_array_equal(openai_vectors(as_they_are), want)
+    of_tei = (await post(server, TEI, {"inputs": ids, **raw})).json()
+    np.testing.assert_array_equal(np.array(of_tei, np.float32), want)
+
+
 async def test_a_server_may_refuse_long_texts_where_a_request_does_not_say(start_server: StartServer) -> None:
     server = await start_server(http_port=0, http_truncate=False)
     assert (await post(server, OPENAI, {"input": LONG})).status_code == 400
@@ -202,6 +217,11 @@ BAD: list[tuple[Any, str, str]] = [
     ({"INPUTS": "hello", "truncate": "yes"}, "truncate", "must be true or false; was a string"),
     ({"INPUTS": "hello", "task": "rank"}, "task", "must be one of query, document; was 'rank'"),
     ({"INPUTS": "hello", "task": "query"}, "task", "model tiny does not know query"),
+    (
+        {"INPUTS": "hello", "task": "Query", "input_type": "passage"},
+        "input_type",
+        "must not say otherwise than task, which is query; was 'passage'",
+    ),
     ({"INPUTS": "hello", "prompt_name": "nobody"}, "prompt_name", "has no prompt 'nobody'"),
     ({"INPUTS": "x" * 300_000}, "INPUTS[0]", "must be at most 262144 bytes (max_text_bytes); was 300000"),
 ]
@@ -232,6 +252,9 @@ async def test_what_is_wrong_is_named(server: FakeServer) -> None:
         assert set(told) == {"error", "error_type"}
         assert told["error"].startswith(field.replace("INPUTS", "inputs"))
         assert told["error_type"] == ("Empty" if body == {"INPUTS": []} else "Validation")
+    # Inputs may take long to look through, so that the other fields come first.
+    refused = await post(server, OPENAI, {"input": [[1, "a"]], "user": 5})
+    assert refused.json()["error"]["param"] == "user"
 
 
 def ignored(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -304,9 +327,12 @@ async def test_a_model_without_special_tokens_takes_any_ids(start_server: StartS
     assert (await post(server, OPENAI, {"input": [[4, 5]], "pooling": "mean"})).status_code == 200
 
 
-async def test_other_names_of_a_model(start_server: StartServer) -> None:
-    names = ("text-embedding-3-small=tiny", "org/old=tiny@1", "gone=nobody")
+async def test_other_names_of_a_model(start_server: StartServer, caplog: pytest.LogCaptureFixture) -> None:
+    names = ("text-embedding-3-small=tiny", "org/old=tiny@1", "gone=nobody", "tiny=tiny@1")
     server = await start_server(http_port=0, served_model_name=names)
+    warned = [it.getMessage() for it in caplog.records if "--served-model-name" in it.getMessage()]
+    assert [it.partition("--")[0] for it in warned] == ["no model for ", ""]
+    assert warned[1].endswith("is the name of another model, which is served under it")
     listed = {it["id"]: it["root"] for it in (await get(server, "/v1/models")).json()["data"]}
     assert listed == {"tiny": "tiny", "text-embedding-3-small": "tiny", "tiny@1": "tiny", "org/old": "tiny"}
     for name in listed:

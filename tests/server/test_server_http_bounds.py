@@ -140,7 +140,7 @@ async def test_a_body_in_chunks_is_read(start_server: StartServer) -> None:
     async with connect(server) as client:
         for _ in range(3):
             refused = await client.post("/embed", content=parts())
-            assert "must be at most 4 bytes (max_text_bytes); was 1000000" in refused.text
+            assert "must be at most 4 bytes (max_text_bytes); was 1000002 bytes of JSON" in refused.text
             assert "connection" not in refused.headers
 
 
@@ -186,7 +186,10 @@ async def test_connections_are_bounded(start_server: StartServer) -> None:
             refused = await post(server, "/embed", TEXT)
             assert (refused.status_code, refused.headers["connection"]) == (503, "close")
             assert refused.headers["retry-after"] == "1"
-            assert (await get(server, "/health")).status_code == 200
+            for path in ("/health", "/ping", "/", "/v2/health/ready", "/v2/health/live"):
+                assert (await get(server, path)).status_code == 200
+            server.app._health_service.set_status({"": False})
+            assert [(await get(server, path)).status_code for path in ("/ping", "/v2/health/live")] == [503, 200]
         await until(lambda: len(connections) == 1)
         assert (await post(server, "/embed", TEXT)).status_code == 200
         writer.write(ONE)
@@ -220,6 +223,8 @@ async def test_every_address_of_a_host_is_listened_on(start_server: StartServer,
         (IDS, "REQUEST_TOO_LARGE", "INPUTS: must be at most 1048576 token ids in all; was more"),
         (OBJECTS, "MALFORMED_REQUEST", "the body must hold at most 200 JSON objects; was more"),
         (b"[" * 4_000_000, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences"),
+        (b'{"INPUTS": ["a", "%s"]}' % (b"a" * 2_000_000), "INVALID_FIELD", "INPUTS[1]: must be at most 262144 bytes"),
+        (b'{"INPUTS": "%s"}' % (b"a" * 2_000_000), "INVALID_FIELD", "2000002 bytes of JSON"),
         (b'"' + b"\\\\" * 2_000_000, "MALFORMED_REQUEST", "the body is no JSON"),
         (b'{"INPUTS": ' + b"1" * 4_000_000 + b"}", "MALFORMED_REQUEST", "the body is no JSON"),
     ],

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import json
+import threading
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from http_calls import connect, post
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_heads import Serve
+from waiting import until
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -320,3 +322,20 @@ def test_the_reply_is_no_larger_than_is_held_for_it(names: set[str], width: int,
 
 
 MADE_OF = {"float": {"float", "base64"}, "int8": {"int8", "uint8"}, "binary": {"binary", "ubinary"}}
+
+
+async def test_long_texts_are_written_beside_the_event_loop(start_server: StartServer) -> None:
+    """They are in the reply, however small its vectors are, and do not count against the largest reply."""
+    server = await start_server(http_port=0, max_response_mib=1)
+    release = threading.Event()
+    for _ in range(8):
+        server.app._encode_pool.submit(release.wait)
+    texts = ["x" * 200_000] * 60
+    large = asyncio.create_task(embed(server, texts=texts, embedding_types=["ubinary"]))
+    try:
+        await until(lambda: bool(server.engine.batches))
+        await embed(server, texts=TEXTS)
+        assert not large.done()
+    finally:
+        release.set()
+    assert (await large)["texts"] == texts

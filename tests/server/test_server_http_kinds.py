@@ -199,7 +199,7 @@ BAD = [
     ({"input": "hello", "endianness": "big"}, "endianness", "must be one of native, little; was 'big'"),
     ({"input": "hello", "dimensions": 0, "task": "token_embed"}, "dimensions", "must be at least 1; was 0"),
     ({"input": "hello", "dimensions": 5, "task": "token_embed"}, "dimensions", "must be at most 4"),
-    ({"input": "hello", "pooling": "cls", "task": "token_embed"}, "pooling", "must not be there with the task token_"),
+    ({"input": "hello", "pooling": "cls", "task": "token_embed"}, "pooling", "must be left out with the task token_"),
     (
         {"input": "hello", "normalize": True, "use_activation": False},
         "use_activation",
@@ -234,6 +234,8 @@ async def test_a_model_that_says_nothing_is_told_what_to_do(start_server: StartS
     assert "name a way in the field pooling" in (await post(server, "/v1/embeddings", {"input": [[1, 2]]})).text
     (rows,) = pooled(await post(server, "/pooling", {"input": [[1, 2]]}))
     assert rows.shape == (2, 4)
+    (vector,) = pooled(await post(server, "/pooling", {"input": [[1, 2]], "pooling": "mean"}))
+    assert vector.shape == (4,)
     refused = (await post(server, "/embed_sparse", {"inputs": [[1, 2]]})).json()
     assert refused["error"].endswith("does not make sparse weights. It makes a row of each token: POST /embed_all")
 

@@ -11,6 +11,7 @@ from fake_clock import FakeClock
 from fake_engine import FakeEngine, fake_rows
 from fake_server import D_MODEL, FakeServer, StartServer
 from http_calls import connect, get, post
+from tiny_heads import Serve
 from waiting import until
 
 from encserve_server.errors import QueueFull
@@ -91,6 +92,26 @@ async def test_one_bad_input_is_named_by_its_place(start_server: StartServer, at
     assert queued(server) == server.app._calls.held_bytes == server.sample("encserve_in_flight_requests") == 0
 
 
+@pytest.mark.parametrize("texts", [1, 256])
+async def test_what_is_refused_of_all_inputs_does_not_depend_on_parts(serve: Serve, texts: int) -> None:
+    """A model that leaves its prompt out of pooling takes texts, or else ids, in one call."""
+    prompt = {"prompts": {"q": "w7 "}, "default_prompt_name": "q", "pooling_skips_prompt": True}
+    server = await serve({}, {"http_port": 0}, **prompt)
+    ids = [[5, 6]]
+    for inputs in (["w5"] * texts + ids, ids * texts + ["w5"]):
+        refused = await post(server, TEI, {"inputs": inputs})
+        assert refused.status_code == 422
+        assert "must be texts, or else sequences of ids, in one call" in refused.text
+    assert (await post(server, TEI, {"inputs": ids * texts})).status_code == 200
+
+
+async def test_an_input_that_no_queue_holds_is_named_by_its_place(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, max_queue_tokens=24)
+    refused = await post(server, TEI, {"inputs": [[5, 6], [7] * 25, [5, 6]]})
+    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "REQUEST_TOO_LARGE")
+    assert refused.json()["error"].startswith("inputs[1]: must be at most 24 tokens")
+
+
 async def test_a_reply_that_is_too_large_is_refused(start_server: StartServer) -> None:
     server = await start_server(**SMALL_QUEUE, max_response_mib=1)
     refused = await post(server, "/embed_all", {"inputs": [[7] * 32] * MANY})
@@ -98,6 +119,21 @@ async def test_a_reply_that_is_too_large_is_refused(start_server: StartServer) -
     assert f"of {MANY} inputs would take" in refused.text
     assert "send fewer inputs" in refused.text
     assert server.app._calls.held_bytes == 0
+
+
+async def test_a_reply_of_vectors_is_measured_before_anything_is_computed(start_server: StartServer) -> None:
+    server = await start_server(**SMALL_QUEUE, max_response_mib=1, max_http_inputs=20_000)
+    refused = await post(server, TEI, {"inputs": [[7]] * 14_000})
+    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "RESPONSE_TOO_LARGE")
+    assert "the first 13094 of 14000 inputs would fit" in refused.text
+    assert server.engine.batches == []
+    server.engine.hold()
+    call = asyncio.create_task(post(server, TEI, {"inputs": [[7]] * 13_000}))
+    await asyncio.to_thread(server.engine.started.acquire)
+    held = server.app._calls.held_bytes
+    server.engine.let_go()
+    assert (await call).status_code == 200
+    assert held > 13_000 * (4 * D_MODEL + 64) * 6
 
 
 async def test_others_are_served_meanwhile(start_server: StartServer) -> None:
@@ -152,7 +188,7 @@ class Crowded:
         sequences = [TokenSequence(np.array([1]), 1) for _ in call.inputs]
         for sequence in sequences:
             sequence.cost = 1
-        return EncodeReply(sequences, SimpleNamespace(), Detail.COUNTS, False, None, 0.0, 1)  # type: ignore[arg-type]
+        return EncodeReply(sequences, SimpleNamespace(row_bytes=None), Detail.COUNTS, False, None, 0.0, 1)  # type: ignore[arg-type]
 
     async def run(self, reply: EncodeReply, deadline: float, span: None) -> None:
         """Counts."""

@@ -458,7 +458,7 @@ def test_log_lines_carry_their_fields(log_format: str, capsys: pytest.CaptureFix
     before, level = root.handlers[:], root.level
     try:
         logs.configure("info", log_format)
-        logging.getLogger("encserve_server.test").info("served", extra={"model": "tiny"})
+        logging.getLogger("encserve_server.test").info("served", extra={"model": "tiny", "field": "a\nERROR b"})
         logging.getLogger("encserve_server.test").debug("too fine")
     finally:
         root.handlers[:] = before
@@ -467,5 +467,6 @@ def test_log_lines_carry_their_fields(log_format: str, capsys: pytest.CaptureFix
     if log_format == "json":
         fields = json.loads(line)
         assert (fields["level"], fields["message"], fields["model"]) == ("INFO", "served", "tiny")
+        assert fields["field"] == "a\nERROR b"
     else:
-        assert line.endswith("served  model=tiny")
+        assert line.endswith(r"served  model=tiny field='a\nERROR b'")

@@ -221,6 +221,19 @@ async def test_a_request_of_several_batches_has_a_compute_span_for_each(
     assert queue.end_ns <= computed[0].start_ns
 
 
+async def test_the_trace_of_a_request_in_parts_is_bounded(receiver: OtlpReceiver, start_server: StartServer) -> None:
+    """Its tokens are those of all parts; its first text, and its first wait, have a span."""
+    server = await start_server(trace_endpoint=receiver.endpoint, http_port=0, max_queue_tokens=512)
+    async with connect(server) as client:
+        await client.post("/embed", json={"inputs": ["hello"] * 600}, headers=dict(SAMPLED))
+    got = await received(receiver, has("POST /embed"))
+    (span,) = named(got, "POST /embed")
+    assert (span.attributes["encserve.sequences"], span.attributes["encserve.tokens"]) == (600, 1800)
+    children = [it.name for it in got if it.parent_id == span.span_id]
+    assert 1 < children.count("compute") <= tracing.MAX_COMPUTE_SPANS
+    assert [children.count(name) for name in ("tokenize", "queue", "encode")] == [1, 1, 1]
+
+
 async def test_an_unsampled_request_makes_no_spans(traced: Traced) -> None:
     server, receiver = traced
     await server.encode("hello", metadata=UNSAMPLED)

@@ -300,20 +300,29 @@ class Call:
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
 
     async def encode_in_parts(
-        self, model: ServedModel, request: EncodeCall, build: Callable[[EncodeReply], bytes], growth: float = 1.0
+        self,
+        model: ServedModel,
+        request: EncodeCall,
+        build: Callable[[EncodeReply], bytes],
+        growth: float = 1.0,
+        more_bytes: int = 0,
     ) -> bytes:
         """Answers a call of any number of inputs, in parts where they are many or long; see `encode` and `PartedCall`.
+
+        `more_bytes` are those of the reply that are not made of rows, at most; no limit of replies counts them.
 
         Raises:
             EncserveError: Whatever `encode` and `PartedCall.run` raise.
         """
         clock, span = self._calls.clock, self.span
+        if more_bytes:
+            self.hold(more_bytes)
 
         def hold(estimated_bytes: int) -> None:
             self.hold(round(estimated_bytes * (1 + growth)))
 
         reply = await PartedCall(model, request, hold, clock=clock, deadline=self.deadline, span=span).run()
-        return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
+        return await self._build(model, partial(build, reply), reply.estimated_bytes, growth, more_bytes)
 
     async def tokenize(
         self, model: ServedModel, request: TokenizeCall, build: Callable[[TokenizeReply], bytes], growth: float = 1.0
@@ -324,18 +333,23 @@ class Call:
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
 
     async def _build(
-        self, model: ServedModel, build: Callable[[], bytes], estimated_bytes: int, growth: float
+        self,
+        model: ServedModel,
+        build: Callable[[], bytes],
+        estimated_bytes: int,
+        growth: float,
+        more_bytes: int = 0,
     ) -> bytes:
         """What `build` makes, in a thread where that is much. From now on the call holds what it is."""
         began = self._calls.clock.now()
-        if estimated_bytes * growth <= _INLINE_REPLY_BYTES:
+        if estimated_bytes * growth + more_bytes <= _INLINE_REPLY_BYTES:
             data = build()
         else:
             data = await asyncio.get_running_loop().run_in_executor(self._calls.encode_pool, build)
         ended = self._calls.clock.now()
         if self.span is not None:
             self.span.stage("encode", began, ended)
-        limit = round(model.limits.max_response_bytes * growth)
+        limit = round(model.limits.max_response_bytes * growth) + more_bytes
         if len(data) > limit:  # the estimate was wrong; callers' own limits would fail the call without a reason
             problem = f"the reply takes {len(data)} bytes, over the limit of {limit} (max_response_bytes)"
             raise ResponseTooLarge(FieldPath(Part.INPUTS), problem)

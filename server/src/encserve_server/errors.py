@@ -232,7 +232,7 @@ class RequestTooLarge(RequestError):
 
 
 class ResponseTooLarge(RequestError):
-    """The reply would be over the message limit; refused before any compute."""
+    """The reply would be over the message limit; refused before any compute if its size is known by then."""
 
 
 class ModelNotFound(RequestError):

@@ -134,8 +134,8 @@ class Settings:
     max_http_request_mib: int = _setting(32, "Largest body of a request over HTTP, in MiB.", minimum=1, maximum=1024)
     max_response_mib: int = _setting(
         64,
-        "Largest reply, in MiB. A larger one is refused before any compute. Callers need the same receive limit; the "
-        "Python client has it.",
+        "Largest reply, in MiB. A larger one is refused, before any compute if its size is known by then. Callers need "
+        "the same receive limit; the Python client has it.",
         minimum=1,
         maximum=1024,
     )

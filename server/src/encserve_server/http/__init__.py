@@ -1,1 +1,1 @@
-"""HTTP: the listening server, the routes of two protocols, JSON to calls and back, errors to statuses."""
+"""HTTP: the listening server, the routes of its protocols, JSON to calls and back, errors to statuses."""

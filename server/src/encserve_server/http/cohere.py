@@ -17,7 +17,6 @@ from encserve_server.errors import FieldPath, InvalidField, Part, RequestError
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.naming import HttpNaming
 from encserve_server.http.openai import DIALECT as OPENAI
-from encserve_server.http.openai import NOT_COSINE
 from encserve_server.http.replies import joined, row_as_json, rows_as_json
 from encserve_server.http.requests import (
     Body,
@@ -164,7 +163,6 @@ class CohereRoutes:
             normalize=fields.normalize,
             pooling=fields.pooling,
         )
-        call.hold(len(request.body))  # the reply has the texts
 
         def answer(reply: EncodeReply) -> Iterator[bytes]:
             yield b'{"id":"%s","embeddings":' % str(uuid.uuid4()).encode()
@@ -183,10 +181,11 @@ class CohereRoutes:
                 call,
                 pooled,
                 SentInputs("texts" if fields.inputs is None else "inputs", list(texts)),
-                lambda bundle: pooled_output(pooled, bundle, normalize_default=bundle.similarity not in NOT_COSINE),
+                lambda bundle: pooled_output(pooled, bundle),
                 lambda _, reply: joined(answer(reply)),
                 self._rules,
                 growth=_GROWTH,
+                more_bytes=len(request.body),  # the answer has the texts
                 data_types=data_types,
                 cut=(_truncates(fields.truncate, self._rules), positive("max_tokens", fields.max_tokens)),
             )

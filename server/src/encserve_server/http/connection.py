@@ -11,7 +11,10 @@ MAX_WAITING_BYTES = 64 * 1024
 _CORRECTION_SECONDS = 1.0
 # How long a connection over the limit may take to say what it wants.
 _REFUSAL_SECONDS = 1.0
-_HEALTH_REQUESTS = (b"GET /health ", b"HEAD /health ")
+# Checks of health have their answers all the same, or a full server would be restarted.
+_LIVE_PATH = b"/v2/health/live"
+_READY_PATHS = frozenset({b"/health", b"/ping", b"/", b"/v2/health/ready"})
+_MAX_CHECK_BYTES = 64
 
 
 class Connection(asyncio.Protocol):
@@ -125,7 +128,9 @@ class Refusal(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Answers whatever it is."""
         assert self._transport is not None  # noqa: S101 - asyncio's order
-        is_healthy = data.startswith(_HEALTH_REQUESTS) and self._is_serving()
+        method, _, rest = data[:_MAX_CHECK_BYTES].partition(b" ")
+        path = rest.partition(b" ")[0] if method in {b"GET", b"HEAD"} else b""
+        is_healthy = path == _LIVE_PATH or (path in _READY_PATHS and self._is_serving())
         status = b"200 OK" if is_healthy else b"503 Service Unavailable\r\nretry-after: 1"
         self._transport.write(b"HTTP/1.1 %s\r\ncontent-length: 0\r\nconnection: close\r\n\r\n" % status)
         self._transport.close()

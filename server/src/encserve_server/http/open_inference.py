@@ -8,10 +8,11 @@ import orjson
 
 from encserve_server import __version__
 from encserve_server.calls import Call
-from encserve_server.error_table import Failure, Status
+from encserve_server.error_table import Failure
 from encserve_server.errors import InvalidField, NotReady
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.counting import CountLimits
+from encserve_server.http.openai import DIALECT as OPENAI
 from encserve_server.http.replies import JSON_GROWTH, joined
 from encserve_server.http.requests import BodyRules
 from encserve_server.http.tensors import LENGTH_HEADER, InferBodies, InferBody, JsonData
@@ -284,8 +285,4 @@ def _refuse(failure: Failure) -> dict[str, Any]:
     return {"error": failure.text}
 
 
-def _status_of(status: Status) -> int:
-    return status.openai
-
-
-DIALECT = Dialect(InferNaming(), _status_of, _refuse, InferError, advises=False)
+DIALECT = Dialect(InferNaming(), OPENAI.status_of, _refuse, InferError, advises=False)

@@ -32,7 +32,6 @@ from encserve_server.models.tokenizing import TextTokenizer
 
 # So many ids at each end of an input are looked at for special tokens.
 _ENDS = 8
-NOT_COSINE = frozenset({"dot", "euclidean", "manhattan"})
 
 
 class EmbeddingsBody(FormatBody):
@@ -175,8 +174,7 @@ class OpenAiRoutes:
             call,
             fields,
             sent,
-            # Scaled to length 1, as OpenAI's are, unless lengths matter to how vectors are compared.
-            lambda bundle: pooled_output(fields, bundle, normalize_default=bundle.similarity not in NOT_COSINE),
+            lambda bundle: pooled_output(fields, bundle),
             lambda model, reply: _build(fields.model or model.bundle.name, reply, as_base64=in_base64),
             self._rules,
             check=lambda model: check_ids(model, sent, fields.add_special_tokens),
@@ -214,6 +212,8 @@ class OpenAiRoutes:
 def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | None) -> None:
     """Refuses ids that do not look like the model's own tokenizer's: those of another give wrong vectors in silence.
 
+    What ids are to end with, they keep where they are cut.
+
     Raises:
         InvalidField: An input is ids without the special tokens that the tokenizer puts around a text, and the request
             does not say that they are complete; or it is a text that is to have none.
@@ -222,6 +222,8 @@ def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | N
     if tokenizer is None:
         return
     before, behind = tokenizer.special_around
+    if add_special_tokens is not False:
+        sent.closing = behind
     for i, it in enumerate(sent.items):
         if isinstance(it, str):
             if add_special_tokens is False and (before or behind):

@@ -25,6 +25,7 @@ from encserve_server.http.requests import (
     SentInputs,
     choice,
     encode,
+    is_left,
     pooled_output,
     positive,
 )
@@ -36,7 +37,6 @@ from encserve_server.types.requests import OutputKind
 
 _TOKEN_EMBED, _EMBED = "token_embed", "embed"
 _TASKS = (_TOKEN_EMBED, _EMBED)
-_SIDES = ("right", "left")
 
 
 class PoolingBody(FormatBody):
@@ -44,8 +44,8 @@ class PoolingBody(FormatBody):
 
     Attributes:
         input: A text, the ids of a text, or a list of these; required.
-        task: token_embed for a vector of each token, embed for one vector. Default: embed for models that were trained
-            to make one vector, else token_embed.
+        task: token_embed for a vector of each token, embed for one vector. Default: embed with a pooling, and for
+            models that were trained to make one vector, else token_embed.
         truncation_side: right; with left an input that is too long is refused, because texts are cut at their end.
         add_special_tokens: With false, ids are complete as they are, without the special tokens of the tokenizer.
         user: Ignored.
@@ -108,7 +108,6 @@ class PoolingRoutes:
         fields = await self._pooling.decode(request.body, call.hold)
         task = choice("task", fields.task, _TASKS)
         in_base64 = as_base64(fields)
-        from_left = choice("truncation_side", fields.truncation_side, _SIDES) == "left"
         # `task` is vLLM's here; whether inputs are queries or documents is in `input_type`.
         fields = msgspec.structs.replace(fields, task=None, normalize=normalized(fields))
         sent = SentInputs("input", fields.input)
@@ -120,7 +119,7 @@ class PoolingRoutes:
             lambda model, reply: joined(_answer(fields.model or model.bundle.name, reply, as_base64=in_base64)),
             self._rules,
             check=lambda model: openai.check_ids(model, sent, fields.add_special_tokens),
-            from_left=from_left,
+            from_left=is_left("truncation_side", fields.truncation_side),
         )
 
 
@@ -135,10 +134,10 @@ def _output(fields: PoolingBody, bundle: Bundle, task: str | None) -> OutputSpec
     Raises:
         InvalidField: A field has a value that it must not have, or the model is not trained to make one vector.
     """
-    if task == _EMBED or (task is None and bundle.pooling is not None):
-        return pooled_output(fields, bundle, normalize_default=bundle.similarity not in openai.NOT_COSINE)
+    if task == _EMBED or (task is None and (fields.pooling is not None or bundle.pooling is not None)):
+        return pooled_output(fields, bundle)
     if fields.pooling is not None:
-        raise InvalidField("pooling", f"must not be there with the task {_TOKEN_EMBED}, which pools nothing")
+        raise InvalidField("pooling", f"must be left out with the task {_TOKEN_EMBED}, which pools nothing")
     if bundle.multi_vector is not None:  # these have the length that the model was trained for
         kind, normalize = OutputKind.MULTI_VECTOR, False
     else:

@@ -53,6 +53,9 @@ _INPUT_TYPES = {
     "passage": Task.DOCUMENT,
     "search_document": Task.DOCUMENT,
 }
+_SIDES = ("right", "left")
+# Of vectors that are compared by these, lengths matter.
+_NOT_COSINE = frozenset({"dot", "euclidean", "manhattan"})
 # So many names of unknown fields are logged for a route.
 _MOST_WARNED = 64
 _MAX_SHOWN = 64
@@ -75,6 +78,8 @@ _ID_BYTES = 36
 _TURN_BYTES = 64 * 1024
 # So many bytes is what JSON decodes to, at most, for each of its own: a text of 4 bytes a character, ids of 1 or 2.
 _DECODED_GROWTH = 14
+# So many bytes of JSON stand for a byte of text, at most: \u0041 is an A.
+_MOST_ESCAPED = 6
 
 
 class Body(msgspec.Struct, forbid_unknown_fields=True):
@@ -133,15 +138,34 @@ class BodyRules:
 
     Attributes:
         limits: How many values a body may hold.
+        max_text_bytes: The longest text, in bytes of UTF-8.
         truncate: Whether texts that are too long are cut where a request does not say.
         strict: Whether fields that a route does not know are refused.
         turn: Held while a very large body is decoded: steps of several at once would hold up others as one long step.
     """
 
     limits: CountLimits
+    max_text_bytes: int
     truncate: bool = True
     strict: bool = False
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class IgnoredFields:
+    """The unknown fields of one kind of body that have been logged."""
+
+    def __init__(self, kind: type[msgspec.Struct]) -> None:
+        """Takes the struct of the fields that are known."""
+        self._kind = kind
+        self._logged: set[str] = set()
+
+    def log(self, names: Sequence[str]) -> None:
+        """Logs names that have not been logged, as many as are of use."""
+        for name in names:
+            shown = name[:_MAX_SHOWN]
+            if shown not in self._logged and len(self._logged) < _MOST_WARNED:
+                self._logged.add(shown)
+                logger.warning("a field over HTTP is ignored", extra={"field": shown, "body": self._kind.__name__})
 
 
 class BodyDecoder(Generic[AnyBody]):
@@ -157,7 +181,7 @@ class BodyDecoder(Generic[AnyBody]):
         self._members: msgspec.json.Decoder[list[msgspec.Raw]] = msgspec.json.Decoder(
             Annotated[list[msgspec.Raw], most]
         )
-        self._warned: set[str] = set()
+        self._ignored = IgnoredFields(kind)
 
     async def decode(self, body: bytes, hold: Callable[[int], None]) -> AnyBody:
         """The fields of a body; `hold` is called with the bytes that the inputs of a large one take.
@@ -192,18 +216,55 @@ class BodyDecoder(Generic[AnyBody]):
             hold(size * _DECODED_GROWTH)
         decoded = {name: _decoded(value) if name in fields else value for name, value in values.items()}
         if sent is not None:
-            try:
-                decoded[self._inputs_field] = await _decoded_inputs(sent, self._members, hold)
-            except msgspec.ValidationError:
-                limit = self._rules.limits.sequences
-                problem = f"must hold at most {limit} sequences (max_http_inputs); was more"
-                raise TooManyInputs(self._inputs_field, problem) from None
+            decoded[self._inputs_field] = await self._decoded_inputs(sent, hold)
         known = self._known(decoded, self._kind)
         try:
             return msgspec.convert(known, self._kind)
         except msgspec.ValidationError:
             self._explain(known, self._kind)
         raise MalformedRequest("", "the body is not as docs/http.md has it")
+
+    async def _decoded_inputs(self, sent: msgspec.Raw, hold: Callable[[int], None]) -> Any:
+        """What the field of inputs holds, decoded in turns: all of it at once would hold up others for 0.1 s.
+
+        Raises:
+            BudgetFull: `hold` has no room for it.
+            MalformedRequest: It is no JSON.
+            TooManyInputs: It holds more inputs than a request may.
+            InvalidField: A text is too long, whatever its escapes stand for.
+        """
+        name, size = self._inputs_field, memoryview(sent).nbytes
+        if size <= _TURN_BYTES:
+            return _decoded_input(sent)
+        if not _LIST_OF_INPUTS.match(memoryview(sent)):
+            self._check_text(name, sent)
+            hold(size * _DECODED_GROWTH)
+            return _decoded_input(sent)
+        await asyncio.sleep(0)
+        try:
+            members = self._members.decode(sent)
+        except msgspec.ValidationError:
+            problem = f"must hold at most {self._rules.limits.sequences} sequences (max_http_inputs); was more"
+            raise TooManyInputs(name, problem) from None
+        inputs: list[Any] = []
+        turn_bytes = size = 0
+        for i, member in enumerate(members):
+            self._check_text(f"{name}[{i}]", member)
+            inputs.append(it := _decoded_input(member))
+            size += _size(it)
+            turn_bytes += memoryview(member).nbytes
+            if turn_bytes > _TURN_BYTES:
+                hold(size)
+                await asyncio.sleep(0)
+                turn_bytes = size = 0
+        hold(size)
+        return inputs
+
+    def _check_text(self, path: str, sent: msgspec.Raw) -> None:
+        """Raises InvalidField for a string that is too long before any of it is decoded."""
+        limit, size = self._rules.max_text_bytes, memoryview(sent).nbytes
+        if size > limit * _MOST_ESCAPED + 2 and bytes(memoryview(sent)[:1]) == b'"':
+            raise InvalidField(path, f"must be at most {limit} bytes (max_text_bytes); was {size} bytes of JSON")
 
     def _values(self, body: bytes) -> dict[str, msgspec.Raw]:
         """The fields of a body, not decoded."""
@@ -223,20 +284,12 @@ class BodyDecoder(Generic[AnyBody]):
             raise UnknownField(
                 f"{at}{unknown[0][:_MAX_SHOWN]}", f"is not known; there are {', '.join(sorted(fields))} (strict_http)"
             )
-        self._warn([f"{at}{name}" for name in unknown])
+        self._ignored.log([f"{at}{name}" for name in unknown])
         known = {name: value for name, value in values.items() if name in fields}
         for name, value in known.items():
             if type(value) is dict and (part := _struct_of(fields[name])):
                 known[name] = self._known(value, part, f"{at}{name}.")
         return known
-
-    def _warn(self, unknown: Sequence[str]) -> None:
-        """Logs names that have not been logged, as many as are of use."""
-        for name in unknown:
-            shown = name[:_MAX_SHOWN]
-            if shown not in self._warned and len(self._warned) < _MOST_WARNED:
-                self._warned.add(shown)
-                logger.warning("a field over HTTP is ignored", extra={"field": shown, "body": self._kind.__name__})
 
     def _explain(self, values: Mapping[str, Any], kind: type[msgspec.Struct], at: str = "") -> None:
         """Raises what is wrong with the fields of an object that is not as its struct wants it, if it is one of them.
@@ -244,7 +297,8 @@ class BodyDecoder(Generic[AnyBody]):
         Raises:
             InvalidField: A field is not of its type.
         """
-        for name, its_kind in _fields(kind).items():
+        # Inputs come last: a million ids take 0.1 s.
+        for name, its_kind in sorted(_fields(kind).items(), key=lambda it: it[0] == self._inputs_field):
             value, path, part = values.get(name), f"{at}{name}", _struct_of(its_kind)
             if part is not None and type(value) is dict:
                 self._explain(value, part, f"{path}.")
@@ -259,7 +313,12 @@ class BodyDecoder(Generic[AnyBody]):
 
 
 class SentInputs:
-    """The inputs of a request: texts and lists of ids, not looked into before `decode`, which may be called once."""
+    """The inputs of a request: texts and lists of ids, not looked into before `decode`, which may be called once.
+
+    Attributes:
+        items: The inputs.
+        closing: The ids that all lists of ids end with, and keep where they are cut.
+    """
 
     def __init__(self, field: str, value: Inputs | None) -> None:
         """Takes the field that holds a text, ids, or a list of those.
@@ -274,6 +333,7 @@ class SentInputs:
         if isinstance(value, list) and not value:
             raise EmptyInputs(field, "must hold at least 1 text; was empty")
         self.items: list[Any] = [value] if isinstance(value, str) or type(value[0]) is int else value
+        self.closing: tuple[int, ...] = ()
 
     def decode(self, longest: int) -> list[SentInput]:
         """The inputs. Of each no more ids are copied than the model can take, and lists of ids are emptied.
@@ -371,6 +431,15 @@ def choice(field: str, value: str | None, choices: Collection[str]) -> str | Non
     return value
 
 
+def is_left(field: str, side: str | None) -> bool:
+    """Whether texts that are too long are to be cut at their beginning.
+
+    Raises:
+        InvalidField: It is neither left nor right.
+    """
+    return choice(field, side, _SIDES) == "left"
+
+
 def positive(field: str, value: int | None) -> int:
     """A number from 1, or 0 where there is none.
 
@@ -394,12 +463,15 @@ def task_of(body: Body, bundle: Bundle) -> Task:
     `task` is for models that know it; `input_type`, which many clients always send, changes nothing for others.
 
     Raises:
-        InvalidField: The task is not one of the tasks.
+        InvalidField: The task is not one of the tasks, or `input_type` is another one.
     """
-    if (name := choice("task", body.task, _TASKS)) is not None:
-        return _TASKS[name]
-    task = _INPUT_TYPES.get((body.input_type or "").lower(), Task.NEITHER)
-    return task if task in bundle.tasks else Task.NEITHER
+    said = _INPUT_TYPES.get((body.input_type or "").lower(), Task.NEITHER)
+    if (name := choice("task", body.task, _TASKS)) is None:
+        return said if said in bundle.tasks else Task.NEITHER
+    if said not in (Task.NEITHER, _TASKS[name]):
+        problem = f"must not say otherwise than task, which is {name}; was {body.input_type!r}"
+        raise InvalidField("input_type", problem)
+    return _TASKS[name]
 
 
 def cut_of(body: EncodeBody, bundle: Bundle, rules: BodyRules) -> tuple[bool, int]:
@@ -434,6 +506,7 @@ async def encode(
     *,
     check: Callable[[ServedModel], None] = lambda _: None,
     growth: float = JSON_GROWTH,
+    more_bytes: int = 0,
     from_left: bool = False,
     data_types: Sequence[DataType] = (DataType.FLOAT32,),
     cut: tuple[bool, int] | None = None,
@@ -449,6 +522,7 @@ async def encode(
         rules: How bodies are read.
         check: Refuses what the model does not take.
         growth: How many bytes of the answer's body there are at most for each byte of the reply.
+        more_bytes: How many bytes of the answer's body, at most, are not made of the reply's rows.
         from_left: Whether texts that are too long are to be cut at their beginning, which this server does not do:
             such a text is refused.
         data_types: The types that the output is wanted in; the reply has one output for each.
@@ -473,6 +547,7 @@ async def encode(
         prompt_name=body.prompt_name,
         task=task_of(body, bundle),
         shape=_COUNTS,
+        closing=sent.closing,
     )
 
     def counted(reply: EncodeReply) -> bytes:
@@ -481,7 +556,7 @@ async def encode(
         return build(model, reply)
 
     try:
-        answer = await call.encode_in_parts(model, request, counted, growth)
+        answer = await call.encode_in_parts(model, request, counted, growth, more_bytes)
     except SequenceTooLong as error:
         raise _too_long_on_the_left(error) if from_left else error from None
     return Reply(answer, {TRUNCATED_HEADER: f"{truncated}"} if truncated else {})
@@ -492,8 +567,10 @@ def _too_long_on_the_left(error: SequenceTooLong) -> SequenceTooLong:
     return SequenceTooLong(error.field, problem + "truncation on the right, or cut it up", **error.values)
 
 
-def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool) -> OutputSpec:
+def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool | None = None) -> OutputSpec:
     """The one vector that a request asks for of each input.
+
+    Without a default vectors are scaled to length 1, as OpenAI's are, unless lengths matter to how they are compared.
 
     Raises:
         InvalidField: A field has a value that it must not have, or the model does not say how it pools.
@@ -507,6 +584,8 @@ def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool) 
             f"{bundle.name} does not say how it was trained to make one vector of a text; name a way in the field "
             f"pooling: {', '.join(_POOLINGS)}",
         )
+    if normalize_default is None:
+        normalize_default = bundle.similarity not in _NOT_COSINE
     return OutputSpec(
         OutputKind.MODEL if pooling is None else _POOLINGS[pooling],
         normalize_default if body.normalize is None else body.normalize,
@@ -524,36 +603,6 @@ def _decoded(body: bytes | msgspec.Raw) -> Any:
         return msgspec.json.decode(body)
     except _NO_JSON as error:
         raise _no_json(error) from error
-
-
-async def _decoded_inputs(
-    sent: msgspec.Raw, members: msgspec.json.Decoder[list[msgspec.Raw]], hold: Callable[[int], None]
-) -> Any:
-    """What the field of inputs holds, decoded in turns: all of it at once would hold up others for 0.1 s.
-
-    Raises:
-        BudgetFull: `hold` has no room for it.
-        MalformedRequest: It is no JSON.
-        ValidationError: There are more inputs than `members` takes.
-    """
-    if memoryview(sent).nbytes <= _TURN_BYTES:
-        return _decoded_input(sent)
-    if not _LIST_OF_INPUTS.match(memoryview(sent)):
-        hold(memoryview(sent).nbytes * _DECODED_GROWTH)
-        return _decoded_input(sent)
-    await asyncio.sleep(0)
-    inputs: list[Any] = []
-    turn_bytes = size = 0
-    for member in members.decode(sent):
-        inputs.append(it := _decoded_input(member))
-        size += _size(it)
-        turn_bytes += memoryview(member).nbytes
-        if turn_bytes > _TURN_BYTES:
-            hold(size)
-            await asyncio.sleep(0)
-            turn_bytes = size = 0
-    hold(size)
-    return inputs
 
 
 def _size(it: Any) -> int:

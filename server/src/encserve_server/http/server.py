@@ -54,7 +54,7 @@ async def open_http(
         OSError: The port cannot be had.
     """
     limits = CountLimits(settings.max_http_inputs, _MAX_IDS)
-    rules = BodyRules(limits, settings.http_truncate, settings.strict_http)
+    rules = BodyRules(limits, settings.max_text_bytes, settings.http_truncate, settings.strict_http)
     routes = [
         *OpenAiRoutes(calls.catalog, rules).routes(),
         *TeiRoutes(

@@ -34,8 +34,8 @@ from encserve_server.http.requests import (
     Inputs,
     PooledBody,
     SentInputs,
-    choice,
     encode,
+    is_left,
     model_of,
     pooled_output,
     positive,
@@ -50,7 +50,6 @@ from encserve_server.types.sequences import TokenSequence
 
 _TOKENS = OutputSpec(OutputKind.TOKENS)
 _INPUTS = "inputs"
-_DIRECTIONS = ("right", "left")
 _EXAMPLE = {"inputs": ["a cat", "a dog"]}
 
 
@@ -276,7 +275,10 @@ class TeiRoutes:
     async def embed_all(self, request: Request, call: Call) -> Reply:
         """For each input a vector for each of its tokens."""
         return await self._encode(
-            call, await self._embed_all.decode(request.body, call.hold), lambda _: _TOKENS, _all_rows
+            call,
+            await self._embed_all.decode(request.body, call.hold),
+            lambda _: _TOKENS,
+            lambda reply: joined(_lists(reply, rows_as_json)),
         )
 
     async def embed_sparse(self, request: Request, call: Call) -> Reply:
@@ -289,7 +291,9 @@ class TeiRoutes:
                 raise kinds.lacks(bundle, kinds.SPARSE)
             return OutputSpec(OutputKind.SPARSE, max_active_dims=kept)
 
-        return await self._encode(call, fields, output, _sparse_weights, SPARSE_GROWTH)
+        return await self._encode(
+            call, fields, output, lambda reply: joined(_lists(reply, sparse_as_json)), SPARSE_GROWTH
+        )
 
     async def similarity(self, request: Request, call: Call) -> Reply:
         """How alike one sentence and each of others are."""
@@ -318,7 +322,7 @@ class TeiRoutes:
         if not inputs.sentences:
             raise EmptyInputs("inputs.sentences", "must hold at least 1 text; was empty")
         fields, its_direction = _with_parameters(fields, parameters)
-        from_left = choice("parameters.truncation_direction", its_direction or direction, _DIRECTIONS) == "left"
+        from_left = is_left("parameters.truncation_direction", its_direction or direction)
         sent = SentInputs(_INPUTS, [inputs.source_sentence, *inputs.sentences])
         try:
             return await encode(
@@ -353,7 +357,7 @@ class TeiRoutes:
             lambda _, reply: build(reply),
             self._rules,
             growth=growth,
-            from_left=choice("truncation_direction", fields.truncation_direction, _DIRECTIONS) == "left",
+            from_left=is_left("truncation_direction", fields.truncation_direction),
         )
 
     async def tokenize(self, request: Request, call: Call) -> Reply:
@@ -480,27 +484,11 @@ def _cosines(reply: EncodeReply) -> bytes:
     return orjson.dumps(np.array(cosines, np.float32), option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def _sparse_weights(reply: EncodeReply) -> bytes:
-    return joined(_sparse_pieces(reply))
-
-
-def _sparse_pieces(reply: EncodeReply) -> Iterator[bytes]:
+def _lists(reply: EncodeReply, as_json: Callable[[Any], Iterator[bytes]]) -> Iterator[bytes]:
+    """A list of what was made of each input."""
     yield b"["
     for i, sequence in enumerate(reply.sequences):
         if i:
             yield b","
-        yield from sparse_as_json(sequence.outputs[0])
-    yield b"]"
-
-
-def _all_rows(reply: EncodeReply) -> bytes:
-    return joined(_all_pieces(reply))
-
-
-def _all_pieces(reply: EncodeReply) -> Iterator[bytes]:
-    yield b"["
-    for i, sequence in enumerate(reply.sequences):
-        if i:
-            yield b","
-        yield from rows_as_json(sequence.outputs[0])
+        yield from as_json(sequence.outputs[0])
     yield b"]"

@@ -1,7 +1,6 @@
 """Bodies of inference requests: JSON, and behind it perhaps the bytes of tensors."""
 
 import asyncio
-import logging
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,19 +12,16 @@ import numpy.typing as npt
 
 from encserve_server.errors import InvalidField, MalformedRequest, RequestTooLarge, UnknownField
 from encserve_server.http.counting import CountLimits, check_counts
+from encserve_server.http.requests import IgnoredFields
 from encserve_server.open_inference.requests import SentOutput, SentRequest
 from encserve_server.open_inference.tensors import CHECKED_PARAMETERS, DTYPES, MAX_SHOWN, SentTensor
 from encserve_server.outputs import MAX_OUTPUTS
-
-logger = logging.getLogger(__name__)
 
 LENGTH_HEADER = "inference-header-content-length"
 # A smaller header is decoded as it is; what is in a larger one is counted first.
 _COUNTED_BYTES = 64 * 1024
 # So many bytes is what JSON decodes to, at most, for each of its own: ids of 3 characters take 40.
 _DECODED_GROWTH = 14
-# So many names of unknown fields are logged.
-_MOST_WARNED = 64
 _OPENING = re.compile(rb"[\[ \t\r\n]*")
 _PLACES = re.compile(r"\[(\d+)\]")
 
@@ -196,7 +192,7 @@ class InferBodies:
         self._max_json_bytes = max_json_bytes
         self._strict = strict
         self._decoder: msgspec.json.Decoder[InferBody] = msgspec.json.Decoder(_StrictBody if strict else _KnownBody)
-        self._warned: set[str] = set()
+        self._ignored = IgnoredFields(InferBody)
 
     async def read(self, body: bytes, headers: Mapping[str, str]) -> SentRequest:
         """A request; the data of its tensors are not decoded yet.
@@ -242,18 +238,10 @@ class InferBodies:
             if self._strict:
                 there = ", ".join(sorted(_FIELDS))
                 raise UnknownField(unknown[0][:64], f"is not known; there are {there} (strict_http)")
-            self._warn(unknown)
+            self._ignored.log(unknown)
             return _decoded(_ANY_BODY, header)
         except msgspec.ValidationError as error:
             _explain(error)
-
-    def _warn(self, unknown: Sequence[str]) -> None:
-        """Logs names that have not been logged, as many as are of use."""
-        for name in unknown:
-            shown = name[:64]
-            if shown not in self._warned and len(self._warned) < _MOST_WARNED:
-                self._warned.add(shown)
-                logger.warning("a field over HTTP is ignored", extra={"field": shown, "body": InferBody.__name__})
 
 
 AnyJson = TypeVar("AnyJson")

@@ -51,12 +51,14 @@ class LengthLimit:
         name: Where the bound comes from, for errors; `{task}` in it stands for the task.
         task: The task whose bound it is.
         truncate: Whether a longer input is cut instead of refused.
+        closing: What all ids of the call end with, and keep where they are cut.
     """
 
     tokens: int
     name: str
     task: Task = Task.NEITHER
     truncate: bool = False
+    closing: tuple[int, ...] = ()
 
 
 class InputChecker:
@@ -158,6 +160,9 @@ class InputChecker:
             raise InvalidField(FieldPath(Part.IDS, at), "must hold at least 1 id; was empty")
         _check_length(FieldPath(Part.IDS, at), sent.count, limit)
         ids = sent.ids[: limit.tokens]  # (seq,)
+        if limit.closing and sent.count > limit.tokens:
+            closing = np.array(limit.closing[-limit.tokens :], np.int64)
+            ids = np.concatenate([ids[: limit.tokens - len(closing)], closing])
         # One pass for both bounds: read without their sign, numbers below 0 are the largest.
         if int(ids.view(np.uint64).max()) >= self._bundle.vocab_size:
             place = int(np.argmax((ids < 0) | (ids >= self._bundle.vocab_size)))

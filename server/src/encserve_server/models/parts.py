@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
-from encserve_server.errors import FieldPath, Part, QueueFull, RequestError, ResponseTooLarge
+from encserve_server.errors import FieldPath, Part, QueueFull, RequestError, RequestTooLarge, ResponseTooLarge
 from encserve_server.models.inputs import SentIds, SentInput
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
 from encserve_server.system.clock import Clock
@@ -55,7 +55,10 @@ class PartedCall:
         deadline: float = math.inf,
         span: RequestSpan | None = None,
     ) -> None:
-        """Takes a call without spans; `hold` is called with the estimated bytes of each part of the reply."""
+        """Takes a call without spans or details of tokens.
+
+        `hold` is called with the estimated bytes of the reply, or of one part of it after the other.
+        """
         self._model = model
         self._call = call
         self._hold = hold
@@ -95,7 +98,7 @@ class PartedCall:
         return self._reply
 
     async def _prepare(self, begin: int, end: int) -> EncodeReply:
-        call = replace(self._call, inputs=self._call.inputs[begin:end])
+        call = replace(self._call, inputs=self._call.inputs[begin:end], part_of=self._call.inputs)
         try:
             piece = await self._when_there_is_room(lambda: self._model.prepare(call, self._span), may_wait=begin > 0)
         except ResponseTooLarge as error:
@@ -105,6 +108,10 @@ class PartedCall:
         except RequestError as error:
             error.move(begin)
             raise
+        row_bytes = piece.plan.row_bytes
+        if row_bytes is not None and end - begin < len(self._call.inputs):
+            # What all inputs take is known from the first piece on, and held before anything is computed.
+            piece.estimated_bytes = 0 if begin else self._model.check_rows(row_bytes, len(self._call.inputs))
         for sequence in piece.sequences:
             sequence.index += begin
         self._hold(piece.estimated_bytes)
@@ -164,7 +171,11 @@ class PartedCall:
     async def _run_part(self, part: EncodeReply, *, may_wait: bool) -> int:
         """Runs sequences; how many bytes more than estimated their outputs take in the reply."""
         estimated = part.estimated_bytes
-        await self._when_there_is_room(lambda: self._model.run(part, self._deadline, self._span), may_wait=may_wait)
+        try:
+            await self._when_there_is_room(lambda: self._model.run(part, self._deadline, self._span), may_wait=may_wait)
+        except RequestTooLarge as error:  # several sequences are never too many for the queue, but one may be
+            error.field = FieldPath(Part.INPUT, part.sequences[0].index)
+            raise
         return part.estimated_bytes - estimated
 
     async def _when_there_is_room(self, work: Callable[[], Awaitable[Done]], *, may_wait: bool) -> Done:

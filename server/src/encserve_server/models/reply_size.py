@@ -14,6 +14,7 @@ _INFO_BYTES_PER_TOKEN = 24
 _STRING_OVERHEAD_BYTES = 6
 _INFO_BYTES_PER_SEQUENCE = 64
 _INFO_BYTES_PER_REPLY = 1024
+_ADVICE = ", and float16 or pooled outputs take less"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,15 @@ class ReplySize:
             sizes = [self._sequence_bytes(it, plan, shape) + len(it.input) * info_bytes for it in sequences]
         if shape.padded:
             sizes = [max(sizes)] * len(sizes)
-        return self._sum(sizes, ", and float16 or pooled outputs take less")
+        return self._sum(sizes, _ADVICE)
+
+    def check_rows(self, row_bytes: int, inputs: int) -> int:
+        """What a reply without details takes whose rows take so much for each input.
+
+        Raises:
+            ResponseTooLarge: It is over the limit.
+        """
+        return self._sum([row_bytes] * inputs, _ADVICE)
 
     def check_tokens(self, sequences: Sequence[TokenSequence], with_strings: bool) -> int:
         """What a reply without rows takes.

@@ -86,6 +86,8 @@ class EncodeCall:
         spans: For each input what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
         shape: How the reply is to be written.
         max_tokens: The most tokens of an input; 0 for as many as the model, or the task, takes.
+        closing: What all ids end with, and keep where they are cut.
+        part_of: All inputs of the call, where these are a part of them.
     """
 
     inputs: Sequence[SentInput]
@@ -96,6 +98,8 @@ class EncodeCall:
     spans: Sequence[SentSpans | None] = ()
     shape: ReplyShape = _PLAIN_SHAPE
     max_tokens: int = 0
+    closing: tuple[int, ...] = ()
+    part_of: Sequence[SentInput] = ()
 
 
 @dataclass(slots=True)
@@ -315,6 +319,14 @@ class ServedModel:
         if not self._static_checkers:  # tables answer whether or not the engine does
             self._scheduler.check_open(tokens)
 
+    def check_rows(self, row_bytes: int, inputs: int) -> int:
+        """What a reply without details takes whose rows take so much for each input.
+
+        Raises:
+            ResponseTooLarge: It is over the limit.
+        """
+        return self._reply_size.check_rows(row_bytes, inputs)
+
     async def prepare(self, call: EncodeCall, span: RequestSpan | None = None) -> EncodeReply:
         """Checks all of a call, and tokenizes its texts.
 
@@ -338,6 +350,8 @@ class ServedModel:
             limit = LengthLimit(static.max_tokens or _ANY_TOKENS, "static_sparse.max_tokens", call.task, call.truncate)
         if 0 < call.max_tokens < limit.tokens:
             limit = replace(limit, tokens=call.max_tokens, name="max_tokens")
+        if call.closing:
+            limit = replace(limit, closing=call.closing)
         detail = call.shape.detail or plan.detail
         sequences, tokenize_seconds = await self._check_inputs(
             checker,
@@ -577,10 +591,11 @@ class ServedModel:
             InvalidField: Only some of the inputs have a prompt.
         """
         skipped = self._skipped_tokens.get(prompt_name, 0)
-        texts = sum(isinstance(it, str) for it in call.inputs)
+        inputs = call.part_of or call.inputs
+        texts = sum(isinstance(it, str) for it in inputs)
         if not skipped or not texts or all(it.kind is not OutputKind.MODEL for it in call.outputs):
             return 0
-        if texts < len(call.inputs):
+        if texts < len(inputs):
             raise InvalidField(
                 FieldPath(Part.INPUTS),
                 f"must be texts, or else sequences of ids, in one call: model {self.bundle.name} leaves its prompt out "

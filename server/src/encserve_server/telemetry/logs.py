@@ -20,8 +20,14 @@ class _TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         line = super().formatMessage(record)
-        extras = " ".join(f"{key}={value}" for key, value in vars(record).items() if key not in _STANDARD)
+        extras = " ".join(f"{key}={_shown(value)}" for key, value in vars(record).items() if key not in _STANDARD)
         return f"{line}  {extras}" if extras else line
+
+
+def _shown(value: object) -> str:
+    """A value on one line: some are callers' words."""
+    text = str(value)
+    return text if text.isprintable() else repr(text)
 
 
 def _add_ids(record: logging.LogRecord) -> bool:

@@ -35,10 +35,10 @@ class RequestSpan(Protocol):
         """What is asked for: a model, and how many sequences."""
 
     def counted(self, tokens: int) -> None:
-        """How many tokens these have."""
+        """How many tokens these have, or those of one part of them."""
 
     def stage(self, name: str, began_at: float, ended_at: float) -> None:
-        """A part of the work has been done."""
+        """A part of the work has been done; only the first of a name is kept."""
 
     def request(self, request_id: str) -> "RequestSpan | None":
         """Begins a request of this stream; None if it has had so many that no more are traced."""

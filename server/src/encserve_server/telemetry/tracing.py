@@ -184,6 +184,8 @@ class _RequestSpan:
         self._span = span
         self._moments = moments
         self._as_parent = set_span_in_context(span, Context())
+        self._tokens = 0
+        self._stages: set[str] = set()
         self._computed = 0
         self._further: list[tuple[float, float, SpanContext]] = []  # batches that have no span of their own
         self._requests = 0  # of a stream
@@ -196,11 +198,13 @@ class _RequestSpan:
 
     def counted(self, tokens: int) -> None:
         """See `spans.RequestSpan`."""
-        self._span.set_attribute("encserve.tokens", tokens)
+        self._tokens += tokens
+        self._span.set_attribute("encserve.tokens", self._tokens)
 
     def stage(self, name: str, began_at: float, ended_at: float) -> None:
         """See `spans.RequestSpan`."""
-        if self._span.is_recording():
+        if self._span.is_recording() and name not in self._stages:  # a request in parts could have hundreds
+            self._stages.add(name)
             self._child(name, began_at, ended_at)
 
     def computed(self, began_at: float, ended_at: float, batch: SpanContext) -> None:
