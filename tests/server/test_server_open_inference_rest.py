@@ -272,7 +272,8 @@ REFUSED: list[tuple[Any, str]] = [
     (changed(ids(), shape=[2**31 - 1, 2**31 - 1]), "inputs: must hold at most"),
     (changed(ids(), shape="2, 3"), "inputs[0].shape: Expected `array`, got `str`"),
     (changed(ids(), shape=[1] * 10_000), "input_ids.shape: must be [-1, -1]"),
-    (changed(ids(), shape=[2, 2**31 - 1]), "input_ids: must hold 4294967294 elements"),
+    (changed(ids(), shape=[2, 2**31 - 1]), "input_ids[0]: must be at most 32 tokens (max_sequence_tokens of tiny)"),
+    (changed(ids(parameters={"truncate": True}), shape=[2, 2**31 - 1]), "input_ids: must hold 4294967294 elements"),
     (changed(ids(), shape=[2, 2]), "input_ids: must hold 4 elements for its shape [2, 2]; was 6"),
     (changed(ids(), data=...), "input_ids.data: must be there, or binary_data_size"),
     (changed(ids(), data=5), "input_ids.data: must be a list of numbers"),
@@ -447,7 +448,7 @@ def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
         name: odd(rng, value, 7)
         for name, value in {
             "truncate": True,
-            "datatype": "FP16",
+            "datatype": rng.choice(["FP16", "INT8"]),
             "dimensions": 2,
             "prompt_name": "",
             "timeout": 60_000_000,

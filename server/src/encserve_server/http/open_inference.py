@@ -19,12 +19,19 @@ from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.open_inference.replies import OutputTensor, output_tensors
 from encserve_server.open_inference.requests import InferCall, InferNaming
 from encserve_server.open_inference.service import EXTENSIONS, PLATFORM, STATISTICS, OpenInference
-from encserve_server.open_inference.tensors import DTYPES, OUTPUTS, TensorKind, TensorPart, inputs_of, outputs_of
+from encserve_server.open_inference.tensors import (
+    CONFIG_TYPES,
+    DTYPES,
+    OUTPUTS,
+    TensorKind,
+    TensorPart,
+    inputs_of,
+    outputs_of,
+)
 from encserve_server.settings import MIB, Settings
 from encserve_server.types.requests import DataType
 
 _MODEL, _VERSION = "/v2/models/{name:path}", "/v2/models/{name:path}/versions/{version}"
-_CONFIG_TYPES = {"INT64": "TYPE_INT64", "UINT32": "TYPE_UINT32", "FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
 # Vectors that are nested have a list for each token.
 _LISTS_EACH = 512
 _MAX_INDEX_BYTES = 1024
@@ -268,7 +275,7 @@ def _metadata(kind: TensorKind) -> dict[str, Any]:
 
 
 def _config(kind: TensorKind) -> dict[str, Any]:
-    return {"name": kind.name, "data_type": _CONFIG_TYPES[kind.datatype], "dims": kind.shape}
+    return {"name": kind.name, "data_type": CONFIG_TYPES[kind.datatype], "dims": kind.shape}
 
 
 def _duration(spent: Any) -> dict[str, int]:
