@@ -14,7 +14,7 @@ from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.counting import CountLimits
 from encserve_server.http.replies import JSON_GROWTH, joined
 from encserve_server.http.requests import BodyRules
-from encserve_server.http.tensors import LENGTH_HEADER, InferBodies, InferBody, JsonData
+from encserve_server.http.tensors import LENGTH_HEADER, InferBodies, InferBody, LoadedData
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.open_inference.replies import OutputTensor, output_tensors
 from encserve_server.open_inference.requests import InferCall, InferNaming
@@ -59,6 +59,7 @@ class OpenInferenceRoutes:
     def __init__(self, protocol: OpenInference, rules: BodyRules, settings: Settings) -> None:
         """Takes what this protocol's front ends have in common, and how bodies are read."""
         self._protocol = protocol
+        self._rules = rules
         limits = CountLimits(
             settings.max_request_sequences, rules.limits.ids, "max_request_sequences", lists_each=_LISTS_EACH
         )
@@ -196,23 +197,19 @@ class OpenInferenceRoutes:
 
     async def infer(self, request: Request, call: Call) -> Reply:
         """The outputs of a model."""
-        sent = await self._bodies.read(request.body, request.headers)
+        sent = await self._bodies.read(request.body, request.headers, call.hold)
         model = call.resolve(0, *_named(request))
         headers: dict[str, str] = {}
 
         async def load(infer: InferCall) -> None:
             _check_half(infer)
-            for tensor in infer.tensors.values():
-                if isinstance(tensor.data, JsonData):
-                    await tensor.data.load(tensor, call.hold)
+            async with self._rules.turn_of(request.body):
+                for tensor in infer.tensors.values():
+                    if isinstance(tensor.data, LoadedData):
+                        await tensor.data.load(tensor, call.hold, model.limits.max_text_bytes)
 
         def build(model: ServedModel, infer: InferCall, reply: EncodeReply) -> bytes:
-            tensors = output_tensors(model, infer, reply)
-            header = joined(_answer(model, infer, tensors))
-            if not infer.binary:
-                return header
-            headers[LENGTH_HEADER], headers["content-type"] = f"{len(header)}", "application/octet-stream"
-            return joined([header, *(part for it in tensors if it.name in infer.binary for part in it.parts)])
+            return joined(_pieces(model, infer, output_tensors(model, infer, reply), headers))
 
         body = await self._protocol.infer(call, model, sent, build, load=load, growth=_growth)
         return Reply(body, headers)
@@ -240,7 +237,21 @@ def _growth(infer: InferCall) -> float:
     return 1.0 if infer.binary and len(infer.binary) == len(infer.outputs) else JSON_GROWTH
 
 
-def _answer(model: ServedModel, infer: InferCall, tensors: list[OutputTensor]) -> Iterator[bytes]:
+def _pieces(
+    model: ServedModel, infer: InferCall, tensors: list[OutputTensor], headers: dict[str, str]
+) -> Iterator[bytes | memoryview]:
+    """An answer: its JSON, and behind it perhaps bytes, of which `headers` then tell."""
+    size = 0
+    for piece in _json_pieces(model, infer, tensors):
+        size += len(piece)
+        yield piece
+    if infer.binary:
+        headers[LENGTH_HEADER], headers["content-type"] = f"{size}", "application/octet-stream"
+        for it in tensors:
+            yield from it.parts if it.name in infer.binary else ()
+
+
+def _json_pieces(model: ServedModel, infer: InferCall, tensors: list[OutputTensor]) -> Iterator[bytes]:
     """The JSON of an answer."""
     head: dict[str, Any] = {"model_name": model.bundle.name, "model_version": model.bundle.version}
     if infer.request_id:
