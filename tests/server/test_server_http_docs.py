@@ -14,6 +14,8 @@ from tiny_heads import every_kind, loader, words
 from encserve_server.http.app import Route
 from encserve_server.http.openapi import descriptions_of
 
+REF = "#/components/schemas/"
+
 
 @pytest.fixture
 async def server(start_server: StartServer, tmp_path: Path) -> FakeServer:
@@ -39,7 +41,7 @@ async def test_every_route_is_described(server: FakeServer) -> None:
     ids = set()
     for route in routes_of(server):
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
-        assert operation["summary"].endswith("."), route.path
+        assert re.match(r"(Returns|Lists|Describes|Computes|Answers|Shows) .*\.$", operation["summary"]), route.path
         ids.add(operation["operationId"])
         names = [it["name"] for it in operation["parameters"]]
         assert names == re.findall(r"{(\w+)", route.path)
@@ -68,7 +70,7 @@ async def test_schemas_are_schemas_and_hold_for_what_is_answered(server: FakeSer
     for schema in document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
     for found in re.findall(r"'\$ref': '([^']*)'", str(document)):
-        assert found.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+        assert found.removeprefix(REF) in document["components"]["schemas"]
     for route in routes_of(server):
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
         path = re.sub(r"{(id|name):path}", "tiny", route.path).replace("{version}", "1")
@@ -77,6 +79,8 @@ async def test_schemas_are_schemas_and_hold_for_what_is_answered(server: FakeSer
         ((kind, content),) = operation["responses"]["200"].get("content", {"": {}}).items()
         if kind == "application/json":
             validator(document, content["schema"]).validate(response.json())
+            if (name := content["schema"].get("$ref", "").removeprefix(REF)) and isinstance(response.json(), dict):
+                assert response.json().keys() <= document["components"]["schemas"][name]["properties"].keys()
         if route.body is not None:
             refused = await post(server, path, {})
             content = operation["responses"][f"{refused.status_code}"]["content"]["application/json"]
