@@ -197,7 +197,10 @@ async def test_what_the_server_and_its_models_say_of_themselves(server: FakeServ
     index = (await post(server, "/v2/repository/index", b"")).json()
     assert index[0] == {"name": "tiny", "version": "2", "state": "READY", "reason": ""}
     assert (await post(server, "/v2/repository/index", {"ready": True})).json() == index
+    refused = await post(server, "/v2/repository/index", {"ready": 5})
+    assert (refused.status_code, refused.json()) == (400, {"error": "ready: must be true or false; was 5"})
     assert (await post(server, "/v2/repository/index", b"[1]")).status_code == 400
+    assert (await post(server, "/v2/repository/index", b" " * 2000 + b"{}")).status_code == 400
 
 
 async def test_a_server_that_drains_or_fails_is_live_and_not_ready(
@@ -446,6 +449,18 @@ async def test_what_a_large_body_decodes_to_is_held_in_the_byte_budget(start_ser
             running.cancel()
             await until(lambda: server.app._calls.held_bytes == 0)
     server.engine.let_go()
+
+
+async def test_of_bodies_over_1_mib_one_is_decoded_at_a_time(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, max_queue_tokens=100_000)
+    assert server.app._http is not None
+    (handle,) = {route.handle for route, _ in server.app._http.app._all if route.path.endswith("/infer")}
+    async with handle.__self__._rules.turn:  # type: ignore[attr-defined]
+        running = asyncio.create_task(post(server, PATH, LARGE))
+        await until(partial(exceeds, server, len(LARGE) - 1))
+        assert (await ask(server, request(input_ids=IDS, outputs=["lengths"])))["lengths"].tolist() == [3, 3]
+        assert not running.done()
+    assert (await running).status_code == 200
 
 
 @pytest.mark.parametrize("nested", [False, True])
