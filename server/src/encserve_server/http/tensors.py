@@ -341,6 +341,8 @@ class InferBodies:
         if size > _COUNTED_BYTES:
             await check_counts(header, "inputs", self._limits)
         fields = self._decode(header)
+        if size > _COUNTED_BYTES:
+            await asyncio.sleep(0)
         outputs = fields.outputs or []
         return SentRequest(
             _tensors(fields.inputs, memoryview(body)[size:]),
