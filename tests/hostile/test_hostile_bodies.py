@@ -42,8 +42,14 @@ TEXTS = [
 VALUES: list[Any] = [
     *(None, True, False, 0, 1, -1, 5, 2**31, 2**63, 2**64, 2**70, 0.5, -0.0, 1e300, "BYTES", "INT64", "FP32"),
     *([], {}, [[]], [{}], {"": 1}, [[1, 4, 2]], [1, 4, 2], ["w5", [5]], [[[[[[[[]]]]]]]], {"a": {"b": {"c": []}}}),
-    *({"datatype": "INT8"}, {"datatype": "FP16", "binary_data_output": True}, {"truncate": True}),
     *TEXTS,
+]
+# Of requests of the Open Inference Protocol.
+PARAMETERS: list[dict[str, Any]] = [
+    {"datatype": "INT8"},
+    {"datatype": "FP16"},
+    {"datatype": "FP16", "binary_data_output": True},
+    {"truncate": True, "timeout": 60_000_000, "binary_data_output": True},
 ]
 
 
@@ -57,6 +63,8 @@ class Mutator:
     def change(self, example: Any) -> tuple[bytes, dict[str, str]]:
         """A body and its headers."""
         body = copy.deepcopy(example)
+        if isinstance(body.get("inputs"), list) and self._random.random() < 0.3:
+            body["parameters"] = copy.deepcopy(self._random.choice(PARAMETERS))
         for _ in range(self._random.choice([0, 1, 1, 1, 2, 4])):
             body = self._changed(body)
         headers: dict[str, str] = {}

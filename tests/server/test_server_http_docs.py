@@ -6,6 +6,7 @@ from typing import Any
 
 import jsonschema
 import pytest
+from boards import RULES
 from fake_server import FakeServer, StartServer
 from http_calls import connect, get, post
 from tiny_bundle import write_bundle
@@ -13,6 +14,8 @@ from tiny_heads import every_kind, loader, words
 
 from encserve_server.http.app import Route
 from encserve_server.http.openapi import descriptions_of
+
+REF = "#/components/schemas/"
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ async def test_every_route_is_described(server: FakeServer) -> None:
     ids = set()
     for route in routes_of(server):
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
-        assert operation["summary"].endswith("."), route.path
+        assert re.match(r"(Returns|Lists|Describes|Computes|Answers|Shows) .*\.$", operation["summary"]), route.path
         ids.add(operation["operationId"])
         names = [it["name"] for it in operation["parameters"]]
         assert names == re.findall(r"{(\w+)", route.path)
@@ -68,7 +71,7 @@ async def test_schemas_are_schemas_and_hold_for_what_is_answered(server: FakeSer
     for schema in document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
     for found in re.findall(r"'\$ref': '([^']*)'", str(document)):
-        assert found.removeprefix("#/components/schemas/") in document["components"]["schemas"]
+        assert found.removeprefix(REF) in document["components"]["schemas"]
     for route in routes_of(server):
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
         path = re.sub(r"{(id|name):path}", "tiny", route.path).replace("{version}", "1")
@@ -77,6 +80,8 @@ async def test_schemas_are_schemas_and_hold_for_what_is_answered(server: FakeSer
         ((kind, content),) = operation["responses"]["200"].get("content", {"": {}}).items()
         if kind == "application/json":
             validator(document, content["schema"]).validate(response.json())
+            if (name := content["schema"].get("$ref", "").removeprefix(REF)) and isinstance(response.json(), dict):
+                assert response.json().keys() <= document["components"]["schemas"][name]["properties"].keys()
         if route.body is not None:
             refused = await post(server, path, {})
             content = operation["responses"][f"{refused.status_code}"]["content"]["application/json"]
@@ -102,3 +107,12 @@ async def test_they_are_answered_to_head_and_counted(server: FakeServer) -> None
         for path in ("/docs", "/openapi.json"):
             assert (await client.head(path)).status_code == 200
             assert server.sample("encserve_http_requests_total", route=f"GET {path}", status="200") == 1
+
+
+async def test_the_latency_objective_is_of_every_route_with_vectors(server: FakeServer) -> None:
+    """In the recording rules, which find routes by a pattern."""
+    (pattern,) = set(re.findall(r'route=~"([^"]*)"', " ".join(rule["expr"] for rule in RULES)))
+    for route in routes_of(server):
+        has_vectors = route.body is not None and route.path not in ("/tokenize", "/v2/repository/index")
+        matched = re.fullmatch(pattern, f"{route.method} {route.path}") is not None
+        assert matched == has_vectors, f"{route.method} {route.path}, in deploy/prometheus/rules/recording.yml"

@@ -15,6 +15,8 @@ from fake_server import D_MODEL, VOCAB_SIZE, Failed, FakeServer, StartServer
 from fuzzing import damaged
 from grpc_health.v1 import health_pb2
 from open_inference import arrays_of, ask, infer, infer_request, text_tensor
+from tiny_bundle import write_bundle
+from tiny_heads import loader
 from waiting import until
 
 from encserve_proto.v1 import encoder_pb2 as encserve_pb
@@ -202,6 +204,7 @@ REFUSED = [
     (with_input(ids(), shape=[6]), "input_ids.shape: must be [-1, -1], -1 for any number; was [6]"),
     (with_input(ids(), shape=[-2, -3]), "input_ids.shape: must be"),
     (with_input(ids(), shape=[2**62, 2**62]), "input_ids.shape: must be"),
+    (with_input(ids(), shape=[2, 2**31 - 1]), "input_ids[0]: must be at most 32 tokens (max_sequence_tokens of tiny)"),
     (with_input(masked(), shape=[2, 2]), "attention_mask.shape: must have the shape of input_ids, (2, 2)"),
     (with_raw(ids(), b"\0" * 40), "input_ids: must hold 6 elements for its shape [2, 3]; was 5"),
     (with_raw(ids(), b"\0" * 41), "input_ids: must be whole numbers of 8 bytes; was 41"),
@@ -214,6 +217,7 @@ REFUSED = [
     (ids(np.ones((1, 40), np.int64)), "input_ids[0]: must be at most 32 tokens"),
     (masked(MASK * 0), "input_ids[0]: must hold at least 1 id"),
     (masked(MASK[:, ::-1]), "attention_mask[1]: must be 1 for each token and 0 for the padding"),
+    (masked(MASK - 1), "attention_mask[1]: must be 1 for each token and 0 for the padding"),
     (masked(MASK * 2), "attention_mask[0]: must be 1 for each token and 0 for the padding"),
     (texts("a", "b", attention_mask=MASK), "attention_mask.shape: goes with input_ids only"),
     (with_input(texts("a", "b", "c"), shape=[2]), "text: must hold 2 elements for its shape [2]; was 3"),
@@ -248,6 +252,21 @@ async def test_bad_input_is_named(server: FakeServer, request_: pb.ModelInferReq
         await ask(server, "ModelInfer", request_, pb.ModelInferResponse)
     assert caught.value.code is INVALID
     assert caught.value.text.startswith(text)
+
+
+async def test_a_text_of_too_many_bytes_is_refused_before_it_is_decoded(start_server: StartServer) -> None:
+    server = await start_server(max_text_bytes=9)
+    with pytest.raises(Failed) as caught:
+        await infer(server, text=text_tensor("hello", "🌍" * 3))
+    assert caught.value.text == "text[1]: must be at most 9 bytes (max_text_bytes); was 12"
+
+
+async def test_dimensions_are_for_models_with_an_embedding(start_server: StartServer, tmp_path: Path) -> None:
+    bundle = write_bundle(tmp_path / "bundles", pooling=0)
+    server = await start_server(model=("tiny@1",), tune_batches=False, load=loader(bundle))
+    with pytest.raises(Failed) as caught:
+        await infer(server, input_ids=IDS, parameters={"dimensions": 2})
+    assert caught.value.text == "parameters.dimensions: is for embedding, which model tiny does not have"
 
 
 async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_computed(start_server: StartServer) -> None:
@@ -469,7 +488,7 @@ def wild_request(rng: random.Random) -> pb.ModelInferRequest:
         name: odd(value, 7, True, 0.5, "x", -1)
         for name, value in {
             "truncate": True,
-            "datatype": "FP16",
+            "datatype": rng.choice(["FP16", "INT8"]),
             "dimensions": 2,
             "prompt_name": "",
             "task": "query",

@@ -4,8 +4,10 @@ import asyncio
 import json
 import random
 from collections import Counter
+from functools import partial
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -15,6 +17,9 @@ from fuzzing import damaged
 from http_calls import connect, get, post
 from open_inference import DTYPES, LENGTH, arrays_of_rest, infer, text_tensor
 from waiting import until
+
+from encserve_server.http.tensors import JsonData
+from encserve_server.open_inference.tensors import SentTensor
 
 PATH = "/v2/models/tiny/infer"
 IDS = np.array([[5, 6, 7], [8, 0, 0]])
@@ -192,7 +197,10 @@ async def test_what_the_server_and_its_models_say_of_themselves(server: FakeServ
     index = (await post(server, "/v2/repository/index", b"")).json()
     assert index[0] == {"name": "tiny", "version": "2", "state": "READY", "reason": ""}
     assert (await post(server, "/v2/repository/index", {"ready": True})).json() == index
+    refused = await post(server, "/v2/repository/index", {"ready": 5})
+    assert (refused.status_code, refused.json()) == (400, {"error": "ready: must be true or false; was 5"})
     assert (await post(server, "/v2/repository/index", b"[1]")).status_code == 400
+    assert (await post(server, "/v2/repository/index", b" " * 2000 + b"{}")).status_code == 400
 
 
 async def test_a_server_that_drains_or_fails_is_live_and_not_ready(
@@ -272,22 +280,38 @@ REFUSED: list[tuple[Any, str]] = [
     (changed(ids(), shape=[2**31 - 1, 2**31 - 1]), "inputs: must hold at most"),
     (changed(ids(), shape="2, 3"), "inputs[0].shape: Expected `array`, got `str`"),
     (changed(ids(), shape=[1] * 10_000), "input_ids.shape: must be [-1, -1]"),
-    (changed(ids(), shape=[2, 2**31 - 1]), "input_ids: must hold 4294967294 elements"),
+    (changed(ids(), shape=[2, 2**31 - 1]), "input_ids[0]: must be at most 32 tokens (max_sequence_tokens of tiny)"),
+    (changed(ids(parameters={"truncate": True}), shape=[2, 2**31 - 1]), "input_ids: must hold 4294967294 elements"),
     (changed(ids(), shape=[2, 2]), "input_ids: must hold 4 elements for its shape [2, 2]; was 6"),
     (changed(ids(), data=...), "input_ids.data: must be there, or binary_data_size"),
     (changed(ids(), data=5), "input_ids.data: must be a list of numbers"),
     (changed(ids(), data=["5"]), "input_ids[0, 0]: must be a whole number (INT64)"),
+    (changed(ids(), data=[[5, 6], [7, 8], [0, 0]]), "input_ids[0]: must hold 3 numbers for the shape [2, 3]; was 2"),
+    (changed(ids(), data=[[5, 6, 7, 8], [0, 0]]), "input_ids[0]: must hold 3 numbers for the shape [2, 3]; was 4"),
+    (changed(ids(), data=[[5, 6, 7], [8, 0]]), "input_ids[1]: must hold 3 numbers for the shape [2, 3]; was 2"),
     (
-        changed(ids(), data=[[5, 6], [7, 8], [0, 0]]),
-        "input_ids.data: must be nested as the shape [2, 3] says; was [3, 2]",
+        changed(ids(), data=[[5, 6, 7]]),
+        "input_ids.data: must be nested as the shape [2, 3] says; input_ids[1] is no list",
     ),
-    (changed(ids(), data=[[5, 6, 7, 8], [0, 0]]), "input_ids.data: must be lists of one length"),
+    (
+        changed(ids(), data=[[5, 6, 7], 8]),
+        "input_ids.data: must be nested as the shape [2, 3] says; input_ids[1] is no",
+    ),
+    (
+        changed(ids(), data=[[5, 6, 7]] * 3),
+        "input_ids.data: must be nested as the shape [2, 3] says; input_ids.data holds",
+    ),
+    (
+        changed(ids(), data=[[5, 6, [7]], []]),
+        "input_ids[0, 2]: must be a whole number (INT64); Expected `int`, got `ar",
+    ),
+    (changed(ids(), data=[[5, 6, 7], [8, "]", 0]]), "input_ids.data: must be a list of numbers, or nested lists"),
     (changed(ids(), data=[[[5, 6, 7], [8, 0, 0]]]), "input_ids.data: must be a list of numbers"),
     (changed(ids(), data=[[5, 6, 7], [8, 0, 0.5]]), "input_ids[1, 2]: must be a whole number (INT64)"),
     (changed(ids(), data=[5, 6, 7, 8, 2**63, 0]), "input_ids[1, 1]: must be a whole number (INT64)"),
     (changed(ids(), datatype="INT32", data=[5, 6, 7, 8, 2**31, 0]), "input_ids[1, 1]: must be a whole number (INT32)"),
     (changed(ids(), data=[]), "input_ids: must hold 6 elements for its shape [2, 3]; was 0"),
-    (changed(ids(), data=[[], [], [], [], [], []]), "input_ids: must hold 6 elements for its shape [2, 3]; was 0"),
+    (changed(ids(), data=[[], []]), "input_ids[0]: must hold 3 numbers for the shape [2, 3]; was 0"),
     (changed(ids(), parameters={"shared_memory_region": "x"}), "input_ids.parameters: shared memory is not served"),
     (changed(ids(), parameters={"binary_data_size": 1}), "input_ids.parameters.binary_data_size: must be from 0 to 0"),
     (changed(ids(), parameters={"binary_data_size": 0}), "input_ids.data: must not be there beside"),
@@ -329,6 +353,10 @@ async def test_bad_input_is_named(server: FakeServer, body: Any, text: str) -> N
         ({"size": True}, "input_ids.parameters.binary_data_size: must be from 0 to 48"),
         ({"size": None}, "input_ids.data: must be there"),
         ({"text": b"\xff\xff\xff\x7f" + b"x" * 44}, "text: must be elements with their length in 4 bytes before each"),
+        (
+            {"text": b"\x20\0\0\0" + b"x" * 32 + b"\x08\0\0\0" + b"x" * 8},
+            "text: must hold 1 elements for its shape [1]; was 2",
+        ),
         ({"text": b"\x2c\0\0\0\xff\xfe" + b"x" * 42}, "text[0]: must be UTF-8"),
         ({"cut": 3}, "input_ids: must be whole numbers of 8 bytes; was 45 bytes"),
         ({"cut": 8}, "input_ids: must hold 6 elements for its shape [2, 3]; was 5"),
@@ -386,19 +414,69 @@ async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_comp
     assert server.sample("encserve_batch_sequences_count", model="tiny", version="2") == 0
 
 
-async def test_others_are_answered_while_millions_of_numbers_are_decoded(start_server: StartServer) -> None:
-    """And are held in the byte budget."""
+MILLION = np.ones((250, 4000), np.int64)  # of which 8,000 are kept
+LARGE = json.dumps(request(input_ids=MILLION, outputs=["lengths"], parameters={"truncate": True})).encode()
+
+
+async def test_others_are_answered_while_a_million_numbers_are_decoded(start_server: StartServer) -> None:
     server = await start_server(http_port=0, max_queue_tokens=100_000)
-    its = np.ones((250, 4000), np.int64)  # a million, of which 8,000 are kept
-    data = json.dumps(request(input_ids=its, outputs=["lengths"], parameters={"truncate": True})).encode()
     async with connect(server) as client:
-        running = asyncio.create_task(client.post(PATH, content=data))
+        running = asyncio.create_task(client.post(PATH, content=LARGE))
         checks = 0
         while not running.done():
             assert (await client.get("/v2/health/live")).status_code == 200
             checks += 1
         assert arrays_of_rest(await running)["lengths"].tolist() == [32] * 250
     assert checks >= 8
+
+
+def exceeds(server: FakeServer, size: int) -> bool:
+    return server.app._calls.held_bytes > size
+
+
+async def test_what_a_large_body_decodes_to_is_held_in_the_byte_budget(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, max_queue_tokens=100_000)
+    wide = texts(*["é" * 30_000] * 16)
+    server.engine.hold()
+    for body, size in ((LARGE, len(LARGE) + MILLION.nbytes), (binary(wide)[0], 16 * 30_000 * 3)):
+        headers = {} if body is LARGE else binary(wide)[1]
+        async with connect(server) as client:
+            running = asyncio.create_task(client.post(PATH, content=body, headers=headers))
+            await until(partial(exceeds, server, size))
+            server.app._calls.max_held_bytes = server.app._calls.held_bytes
+            full = await client.post(PATH, content=LARGE)
+            assert (full.status_code, full.headers["encserve-error-reason"]) == (429, "BUDGET_FULL")
+            running.cancel()
+            await until(lambda: server.app._calls.held_bytes == 0)
+    server.engine.let_go()
+
+
+async def test_of_bodies_over_1_mib_one_is_decoded_at_a_time(start_server: StartServer) -> None:
+    server = await start_server(http_port=0, max_queue_tokens=100_000)
+    assert server.app._http is not None
+    (handle,) = {route.handle for route, _ in server.app._http.app._all if route.path.endswith("/infer")}
+    async with handle.__self__._rules.turn:  # type: ignore[attr-defined]
+        running = asyncio.create_task(post(server, PATH, LARGE))
+        await until(partial(exceeds, server, len(LARGE) - 1))
+        assert (await ask(server, request(input_ids=IDS, outputs=["lengths"])))["lengths"].tolist() == [3, 3]
+        assert not running.done()
+    assert (await running).status_code == 200
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("array", [MILLION[:, :1000], MILLION[:1].repeat(50, 1), MILLION[:2, :1000].reshape(2, 250, 4)])
+async def test_numbers_are_decoded_in_turns(array: npt.NDArray[Any], nested: bool) -> None:
+    array = (array.cumsum().reshape(array.shape) % 1000).astype("<f4" if array.ndim == 3 else "<i8")
+    sent = tensor("it", array, nested=nested)
+    data, held = JsonData(msgspec.Raw(json.dumps(sent["data"]).encode())), [0]
+    loading = asyncio.create_task(data.load(SentTensor("it", sent["datatype"], array.shape, data, {}), held.append, 0))
+    turns = 0
+    while not loading.done():
+        await asyncio.sleep(0)
+        turns += 1
+    np.testing.assert_array_equal(data.numbers(array.dtype.str).reshape(array.shape), array)
+    assert turns > array.size / 33_000
+    assert sum(held) > array.nbytes
 
 
 async def test_calls_are_counted(server: FakeServer) -> None:
@@ -447,7 +525,7 @@ def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
         name: odd(rng, value, 7)
         for name, value in {
             "truncate": True,
-            "datatype": "FP16",
+            "datatype": rng.choice(["FP16", "INT8"]),
             "dimensions": 2,
             "prompt_name": "",
             "timeout": 60_000_000,

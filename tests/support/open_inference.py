@@ -43,13 +43,7 @@ def infer_request(
             elements = b"".join(len(it).to_bytes(4, "little") + it for it in flat) if is_bytes else array.tobytes()
             request.raw_input_contents.append(elements)
         else:
-            fields = {
-                "BYTES": "bytes_contents",
-                "INT32": "int_contents",
-                "INT64": "int64_contents",
-                "FP32": "fp32_contents",
-            }
-            getattr(tensor.contents, fields[datatype]).extend(flat)
+            getattr(tensor.contents, _FIELDS[datatype]).extend(flat)
     for name in outputs:
         request.outputs.add(name=name)
     for name, value in (parameters or {}).items():

@@ -140,12 +140,15 @@ class CohereRoutes:
         ]
 
     async def embed(self, request: Request, call: Call) -> Reply:
-        """One vector for each input, in each of several types."""
+        """Returns one vector for each input, in each type asked for, as Cohere's API does."""
         fields = await self._body.decode(request.body, call.hold)
         return await self._embed(request, fields, call, version="2", by_type=True)
 
     async def embed_v1(self, request: Request, call: Call) -> Reply:
-        """The same; without `embedding_types` the vectors are a list, and not by type."""
+        """Returns one vector for each input, as version 1 of Cohere's API does.
+
+        Without `embedding_types` the vectors are a list, and not by type.
+        """
         fields = await self._body.decode(request.body, call.hold)
         return await self._embed(request, fields, call, version="1", by_type=bool(fields.embedding_types))
 

@@ -1,8 +1,9 @@
 """The Open Inference Protocol over HTTP, as KServe, Triton and MLServer have it: docs/open-inference.md."""
 
 from collections.abc import Iterator
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
+import msgspec
 import numpy as np
 import orjson
 
@@ -14,18 +15,25 @@ from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.counting import CountLimits
 from encserve_server.http.openai import DIALECT as OPENAI
 from encserve_server.http.replies import JSON_GROWTH, joined
-from encserve_server.http.requests import BodyRules
-from encserve_server.http.tensors import LENGTH_HEADER, InferBodies, InferBody, JsonData
+from encserve_server.http.requests import BodyDecoder, BodyRules
+from encserve_server.http.tensors import LENGTH_HEADER, InferBodies, InferBody, LoadedData
 from encserve_server.models.served import EncodeReply, ServedModel
 from encserve_server.open_inference.replies import OutputTensor, output_tensors
 from encserve_server.open_inference.requests import InferCall, InferNaming
 from encserve_server.open_inference.service import EXTENSIONS, PLATFORM, STATISTICS, OpenInference
-from encserve_server.open_inference.tensors import DTYPES, OUTPUTS, TensorKind, TensorPart, inputs_of, outputs_of
+from encserve_server.open_inference.tensors import (
+    CONFIG_TYPES,
+    DTYPES,
+    OUTPUTS,
+    TensorKind,
+    TensorPart,
+    inputs_of,
+    outputs_of,
+)
 from encserve_server.settings import MIB, Settings
 from encserve_server.types.requests import DataType
 
 _MODEL, _VERSION = "/v2/models/{name:path}", "/v2/models/{name:path}/versions/{version}"
-_CONFIG_TYPES = {"INT64": "TYPE_INT64", "UINT32": "TYPE_UINT32", "FP32": "TYPE_FP32", "BYTES": "TYPE_STRING"}
 # Vectors that are nested have a list for each token.
 _LISTS_EACH = 512
 _MAX_INDEX_BYTES = 1024
@@ -47,12 +55,114 @@ class InferError(TypedDict):
     error: str
 
 
+class ServerMetadata(TypedDict):
+    """The server.
+
+    Attributes:
+        extensions: What it has beside the protocol itself.
+    """
+
+    name: str
+    version: str
+    extensions: list[str]
+
+
+class TensorMetadata(TypedDict):
+    """A tensor that a model takes or makes.
+
+    Attributes:
+        datatype: BYTES for texts, INT64, UINT32 or FP32.
+        shape: Its dimensions; -1 for one that varies.
+    """
+
+    name: str
+    datatype: str
+    shape: list[int]
+
+
+class ModelMetadata(TypedDict):
+    """A model.
+
+    Attributes:
+        versions: Those of its versions that are served.
+    """
+
+    name: str
+    versions: list[str]
+    platform: str
+    inputs: list[TensorMetadata]
+    outputs: list[TensorMetadata]
+
+
+class ModelReady(TypedDict):
+    """A model that is ready."""
+
+    name: str
+    ready: bool
+
+
+class IndexedModel(TypedDict):
+    """A version of a model.
+
+    Attributes:
+        state: READY or UNAVAILABLE.
+        reason: Why it is not ready; empty if it is.
+    """
+
+    name: str
+    version: str
+    state: str
+    reason: str
+
+
+class OutputData(TypedDict):
+    """An output tensor.
+
+    Attributes:
+        datatype: INT64, UINT32, FP32, FP16 or INT8.
+        shape: Its dimensions.
+        data: Its numbers, row by row; missing where they are bytes behind the JSON.
+        parameters: As binary_data_size: how many bytes behind the JSON are its numbers.
+    """
+
+    name: str
+    datatype: str
+    shape: list[int]
+    data: NotRequired[list[float]]
+    parameters: NotRequired[dict[str, int]]
+
+
+class InferReply(TypedDict):
+    """The outputs of a model.
+
+    Attributes:
+        id: The id of the request, if it has one.
+    """
+
+    model_name: str
+    model_version: str
+    id: NotRequired[str]
+    outputs: list[OutputData]
+
+
+class IndexBody(msgspec.Struct, forbid_unknown_fields=True):
+    """The fields of a question for the models; the body may be empty.
+
+    Attributes:
+        ready: Whether only the models that are ready are listed.
+    """
+
+    ready: bool | None = None
+
+
 class OpenInferenceRoutes:
     """The handlers."""
 
     def __init__(self, protocol: OpenInference, rules: BodyRules, settings: Settings) -> None:
         """Takes what this protocol's front ends have in common, and how bodies are read."""
         self._protocol = protocol
+        self._rules = rules
+        self._index = BodyDecoder(IndexBody, "", rules)
         limits = CountLimits(
             settings.max_request_sequences, rules.limits.ids, "max_request_sequences", lists_each=_LISTS_EACH
         )
@@ -61,10 +171,18 @@ class OpenInferenceRoutes:
     def routes(self) -> list[Route]:
         """What is answered, and by whom; a path that goes on comes before one that ends with the model."""
         routes = [
-            Route("GET", "/v2", self.server, DIALECT, reply=dict[str, Any]),
+            Route("GET", "/v2", self.server, DIALECT, reply=ServerMetadata),
             Route("GET", "/v2/health/live", self.live, DIALECT, is_check=True, reply=dict[str, bool]),
             Route("GET", "/v2/health/ready", self.ready, DIALECT, is_check=True, reply=dict[str, bool]),
-            Route("POST", "/v2/repository/index", self.index, DIALECT, reply=list[dict[str, str]]),
+            Route(
+                "POST",
+                "/v2/repository/index",
+                self.index,
+                DIALECT,
+                body=IndexBody,
+                reply=list[IndexedModel],
+                example={"ready": True},
+            ),
             Route("GET", "/v2/models/stats", self.statistics, DIALECT, reply=dict[str, Any]),
         ]
         for model in (_VERSION, _MODEL):
@@ -75,28 +193,28 @@ class OpenInferenceRoutes:
                     self.infer,
                     DIALECT,
                     body=InferBody,
-                    reply=dict[str, Any],
+                    reply=InferReply,
                     example=_EXAMPLE,
                 ),
-                Route("GET", f"{model}/ready", self.model_ready, DIALECT, is_check=True, reply=dict[str, Any]),
+                Route("GET", f"{model}/ready", self.model_ready, DIALECT, is_check=True, reply=ModelReady),
                 Route("GET", f"{model}/config", self.config, DIALECT, reply=dict[str, Any]),
                 Route("GET", f"{model}/stats", self.statistics, DIALECT, reply=dict[str, Any]),
             ]
-        about = [Route("GET", path, self.model, DIALECT, reply=dict[str, Any]) for path in (_VERSION, _MODEL)]
+        about = [Route("GET", path, self.model, DIALECT, reply=ModelMetadata) for path in (_VERSION, _MODEL)]
         return [*routes, *about]
 
     async def server(self, request: Request, call: Call) -> Reply:
-        """Which server this is, and which extensions it has."""
+        """Returns the name and version of the server, and its extensions of the Open Inference Protocol."""
         del request, call
         return _json({"name": PLATFORM, "version": __version__, "extensions": [_BINARY, *EXTENSIONS]})
 
     async def live(self, request: Request, call: Call) -> Reply:
-        """Whether the process answers: always yes."""
+        """Answers `{"live": true}` for as long as the process runs."""
         del request, call
         return _json({"live": True})
 
     async def ready(self, request: Request, call: Call) -> Reply:
-        """Whether every model is ready.
+        """Answers `{"ready": true}` while every model is ready, else 503.
 
         Raises:
             NotReady: One cannot, or the server is stopping.
@@ -107,7 +225,7 @@ class OpenInferenceRoutes:
         return _json({"ready": True})
 
     async def model_ready(self, request: Request, call: Call) -> Reply:
-        """Whether one model is ready.
+        """Answers 200 while the model is ready, else 503.
 
         Raises:
             NotReady: It cannot, or the server is stopping.
@@ -120,7 +238,7 @@ class OpenInferenceRoutes:
         return _json({"name": model.bundle.name, "ready": True})
 
     async def model(self, request: Request, call: Call) -> Reply:
-        """The inputs and outputs of a model, and its versions."""
+        """Describes a model: its versions, its inputs and its outputs."""
         model = call.resolve(0, *_named(request))
         return _json(
             {
@@ -133,7 +251,10 @@ class OpenInferenceRoutes:
         )
 
     async def config(self, request: Request, call: Call) -> Reply:
-        """The same as Triton's tools ask for it; max_batch_size is 0, so the first dimension is part of shapes."""
+        """Describes a model as a model configuration of Triton, for Triton's tools.
+
+        `max_batch_size` is 0, so the first dimension is part of shapes.
+        """
         model = call.resolve(0, *_named(request))
         bundle = model.bundle
         parameters = {"fingerprint": bundle.fingerprint, "space_id": bundle.space_id}
@@ -150,7 +271,7 @@ class OpenInferenceRoutes:
         )
 
     async def statistics(self, request: Request, call: Call) -> Reply:
-        """What the calls of this protocol have taken; of every model where the path names none."""
+        """Returns how many inference calls a model answered and how long they took; without a name, for all models."""
         del call
         found = self._protocol.statistics(*_named(request))
         stats = [
@@ -168,45 +289,34 @@ class OpenInferenceRoutes:
         return _json({"model_stats": stats})
 
     async def index(self, request: Request, call: Call) -> Reply:
-        """What is served; `{"ready": true}` for what is ready alone.
+        """Lists the models with their states; with `{"ready": true}` only the models that are ready.
 
         Raises:
             InvalidField: The body is not that.
         """
-        del call
         if len(request.body) > _MAX_INDEX_BYTES:
             raise InvalidField("", f"the body must be at most {_MAX_INDEX_BYTES} bytes; was {len(request.body)}")
-        try:
-            asked = orjson.loads(request.body) if request.body else {}
-        except orjson.JSONDecodeError:
-            asked = None
-        only_ready = asked.get("ready") or False if isinstance(asked, dict) else None
-        if not isinstance(only_ready, bool):
-            raise InvalidField("", 'the body must be empty or a JSON object, as {"ready": true}')
-        entries = self._protocol.index(only_ready=only_ready)
+        asked = await self._index.decode(request.body or b"{}", call.hold)
+        entries = self._protocol.index(only_ready=bool(asked.ready))
         return _json(
             [{"name": it.name, "version": it.version, "state": it.state, "reason": it.reason} for it in entries]
         )
 
     async def infer(self, request: Request, call: Call) -> Reply:
-        """The outputs of a model."""
-        sent = await self._bodies.read(request.body, request.headers)
+        """Computes the outputs of a model for the tensors of an Open Inference request."""
+        sent = await self._bodies.read(request.body, request.headers, call.hold)
         model = call.resolve(0, *_named(request))
         headers: dict[str, str] = {}
 
         async def load(infer: InferCall) -> None:
             _check_half(infer)
-            for tensor in infer.tensors.values():
-                if isinstance(tensor.data, JsonData):
-                    await tensor.data.load(tensor, call.hold)
+            async with self._rules.turn_of(request.body):
+                for tensor in infer.tensors.values():
+                    if isinstance(tensor.data, LoadedData):
+                        await tensor.data.load(tensor, call.hold, model.limits.max_text_bytes)
 
         def build(model: ServedModel, infer: InferCall, reply: EncodeReply) -> bytes:
-            tensors = output_tensors(model, infer, reply)
-            header = joined(_answer(model, infer, tensors))
-            if not infer.binary:
-                return header
-            headers[LENGTH_HEADER], headers["content-type"] = f"{len(header)}", "application/octet-stream"
-            return joined([header, *(part for it in tensors if it.name in infer.binary for part in it.parts)])
+            return joined(_pieces(model, infer, output_tensors(model, infer, reply), headers))
 
         body = await self._protocol.infer(call, model, sent, build, load=load, growth=_growth)
         return Reply(body, headers)
@@ -234,7 +344,21 @@ def _growth(infer: InferCall) -> float:
     return 1.0 if infer.binary and len(infer.binary) == len(infer.outputs) else JSON_GROWTH
 
 
-def _answer(model: ServedModel, infer: InferCall, tensors: list[OutputTensor]) -> Iterator[bytes]:
+def _pieces(
+    model: ServedModel, infer: InferCall, tensors: list[OutputTensor], headers: dict[str, str]
+) -> Iterator[bytes | memoryview]:
+    """An answer: its JSON, and behind it perhaps bytes, of which `headers` then tell."""
+    size = 0
+    for piece in _json_pieces(model, infer, tensors):
+        size += len(piece)
+        yield piece
+    if infer.binary:
+        headers[LENGTH_HEADER], headers["content-type"] = f"{size}", "application/octet-stream"
+        for it in tensors:
+            yield from it.parts if it.name in infer.binary else ()
+
+
+def _json_pieces(model: ServedModel, infer: InferCall, tensors: list[OutputTensor]) -> Iterator[bytes]:
     """The JSON of an answer."""
     head: dict[str, Any] = {"model_name": model.bundle.name, "model_version": model.bundle.version}
     if infer.request_id:
@@ -269,7 +393,7 @@ def _metadata(kind: TensorKind) -> dict[str, Any]:
 
 
 def _config(kind: TensorKind) -> dict[str, Any]:
-    return {"name": kind.name, "data_type": _CONFIG_TYPES[kind.datatype], "dims": kind.shape}
+    return {"name": kind.name, "data_type": CONFIG_TYPES[kind.datatype], "dims": kind.shape}
 
 
 def _duration(spent: Any) -> dict[str, int]:

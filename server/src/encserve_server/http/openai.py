@@ -94,6 +94,7 @@ class Model(TypedDict):
         id: The name.
         max_model_len: The longest input in tokens.
         root: The model's own name.
+        outputs: The kinds of output that the model has, and the routes that serve each.
     """
 
     id: str
@@ -103,6 +104,7 @@ class Model(TypedDict):
     max_model_len: int
     root: str
     parent: None
+    outputs: dict[str, list[str]]
 
 
 class Models(TypedDict):
@@ -165,7 +167,7 @@ class OpenAiRoutes:
         ]
 
     async def embeddings(self, request: Request, call: Call) -> Reply:
-        """One vector for each input."""
+        """Returns one vector for each input, as OpenAI's API does."""
         fields = await self._embeddings.decode(request.body, call.hold)
         in_base64 = as_base64(fields)
         fields = msgspec.structs.replace(fields, normalize=normalized(fields))
@@ -181,13 +183,13 @@ class OpenAiRoutes:
         )
 
     async def models(self, request: Request, call: Call) -> Reply:
-        """Every model by every name, the default one first."""
+        """Lists the models by all their names, the default model first."""
         del request, call
         listed = [self._model(model, name) for model in self._catalog.all() for name in self._catalog.names(model)]
         return Reply(orjson.dumps({"object": "list", "data": listed}))
 
     async def model(self, request: Request, call: Call) -> Reply:
-        """One model.
+        """Describes one model.
 
         Raises:
             ModelNotFound: There is none of this name.

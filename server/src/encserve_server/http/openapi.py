@@ -59,12 +59,12 @@ class DocsRoutes:
         return self._routes
 
     async def openapi(self, request: Request, call: Call) -> Reply:
-        """This interface as an OpenAPI document."""
+        """Returns the description of all routes as an OpenAPI 3.1 document."""
         del request, call
         return Reply(self._document)
 
     async def docs(self, request: Request, call: Call) -> Reply:
-        """This interface as a page for people."""
+        """Shows the description of all routes as a page for people."""
         del request, call
         return Reply(self._page, _HTML_HEADERS)
 

@@ -104,7 +104,7 @@ class PoolingRoutes:
         ]
 
     async def pooling(self, request: Request, call: Call) -> Reply:
-        """For each input a vector of each token, or one vector."""
+        """Returns one vector for each token of each input, or one for each input, as vLLM does."""
         fields = await self._pooling.decode(request.body, call.hold)
         task = choice("task", fields.task, _TASKS)
         in_base64 = as_base64(fields)

@@ -10,6 +10,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Annotated, Any, Generic, TypeVar, get_args
@@ -150,6 +151,10 @@ class BodyRules:
     strict: bool = False
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
+    def turn_of(self, body: bytes) -> AbstractAsyncContextManager[None]:
+        """What a body is decoded in: a large one when no other one that large is."""
+        return self.turn if len(body) > _ALONE_BYTES else nullcontext()
+
 
 class IgnoredFields:
     """The unknown fields of one kind of body that have been logged."""
@@ -202,9 +207,7 @@ class BodyDecoder(Generic[AnyBody]):
                 pass  # a field is not known, or wrong
             except _NO_JSON as error:
                 raise _no_json(error) from error
-        if len(body) <= _ALONE_BYTES:
-            return await self._decode_known(body, hold)
-        async with self._rules.turn:
+        async with self._rules.turn_of(body):
             return await self._decode_known(body, hold)
 
     async def _decode_known(self, body: bytes, hold: Callable[[int], None]) -> AnyBody:

@@ -214,7 +214,7 @@ class TeiRoutes:
     def routes(self) -> list[Route]:
         """What is answered, and by whom."""
         return [
-            Route("POST", "/", self.root, DIALECT, body=RootBody, reply=list[list[float]], example=_EXAMPLE),
+            Route("POST", "/", self.root, DIALECT, body=RootBody, reply=list[list[float] | float], example=_EXAMPLE),
             Route("POST", "/embed", self.embed, DIALECT, body=EmbedBody, reply=list[list[float]], example=_EXAMPLE),
             Route(
                 "POST",
@@ -259,7 +259,7 @@ class TeiRoutes:
         ]
 
     async def root(self, request: Request, call: Call) -> Reply:
-        """What huggingface_hub's client sends to the address of a server, whatever its task."""
+        """Answers huggingface_hub's client: one vector for each input, or the similarities of sentences to compare."""
         fields = await self._root.decode(request.body, call.hold)
         if isinstance(fields.inputs, SimilarityInputs):
             return await self._compare(call, fields, fields.inputs, fields.parameters, fields.truncation_direction)
@@ -269,11 +269,11 @@ class TeiRoutes:
         )
 
     async def embed(self, request: Request, call: Call) -> Reply:
-        """One vector for each input."""
+        """Returns one vector for each input, as text-embeddings-inference does."""
         return await self._embed_inputs(call, await self._embed.decode(request.body, call.hold))
 
     async def embed_all(self, request: Request, call: Call) -> Reply:
-        """For each input a vector for each of its tokens."""
+        """Returns one vector for each token of each input."""
         return await self._encode(
             call,
             await self._embed_all.decode(request.body, call.hold),
@@ -282,7 +282,7 @@ class TeiRoutes:
         )
 
     async def embed_sparse(self, request: Request, call: Call) -> Reply:
-        """For each input its weights that are not 0."""
+        """Returns the weights of each input that are not 0, with their places in the vocabulary."""
         fields = await self._embed_sparse.decode(request.body, call.hold)
         kept = positive("max_active_dims", fields.max_active_dims)
 
@@ -296,7 +296,7 @@ class TeiRoutes:
         )
 
     async def similarity(self, request: Request, call: Call) -> Reply:
-        """How alike one sentence and each of others are."""
+        """Returns how similar one sentence is to each of several others."""
         fields = await self._similarity.decode(request.body, call.hold)
         return await self._compare(call, fields, fields.inputs or SimilarityInputs(), fields.parameters)
 
@@ -361,7 +361,7 @@ class TeiRoutes:
         )
 
     async def tokenize(self, request: Request, call: Call) -> Reply:
-        """The tokens of texts; nothing is computed."""
+        """Returns the tokens of each text; computes no vectors."""
         fields = await self._tokenize.decode(request.body, call.hold)
         texts = SentInputs(_INPUTS, fields.inputs).texts()
         model = call.resolve(len(texts), *model_of(fields))
@@ -382,7 +382,7 @@ class TeiRoutes:
         return Reply(await call.tokenize(model, asked, build, JSON_GROWTH))
 
     async def info(self, request: Request, call: Call) -> Reply:
-        """The default model, and the limits."""
+        """Describes the default model and the limits of the server."""
         del request
         model = call.resolve(0, "", "")
         bundle = model.bundle
@@ -409,7 +409,7 @@ class TeiRoutes:
         )
 
     async def health(self, request: Request, call: Call) -> Reply:
-        """Nothing, while every model is ready.
+        """Answers 200 with an empty body while every model is ready, else 503.
 
         Raises:
             NotReady: One is not.

@@ -3,7 +3,10 @@
 import asyncio
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
@@ -20,10 +23,15 @@ from encserve_server.outputs import MAX_OUTPUTS
 LENGTH_HEADER = "inference-header-content-length"
 # A smaller header is decoded as it is; what is in a larger one is counted first.
 _COUNTED_BYTES = 64 * 1024
-# So many bytes is what JSON decodes to, at most, for each of its own: ids of 3 characters take 40.
-_DECODED_GROWTH = 14
+# So many bytes is what a text takes, at most, for each of its JSON.
+_TEXT_GROWTH = 4
+# So many bytes of numbers, or so many numbers of several lists, are decoded before others have a turn.
+_PIECE_BYTES = 64 * 1024
+_TURN_NUMBERS = 16 * 1024
+# A list takes as long to decode as so many numbers.
+_NUMBERS_PER_LIST = 64
 _OPENING = re.compile(rb"[\[ \t\r\n]*")
-_PLACES = re.compile(r"\[(\d+)\]")
+_PLACE = re.compile(r"\[(\d+)\]")
 
 
 class InferInput(msgspec.Struct):
@@ -102,24 +110,22 @@ _SCALAR = msgspec.json.Decoder(bool | int | float | str | None)
 _TEXTS = msgspec.json.Decoder(list[str | Annotated[list[str], msgspec.Meta(min_length=1, max_length=1)]])
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Int32 = Annotated[int, msgspec.Meta(ge=-(2**31), le=2**31 - 1)]
-# By datatype, and by how deep numbers are nested.
-_NUMBERS: dict[tuple[str, int], msgspec.json.Decoder[list[Any]]] = {
-    ("INT64", 1): msgspec.json.Decoder(list[_Int64]),
-    ("INT64", 2): msgspec.json.Decoder(list[list[_Int64]]),
-    ("INT32", 1): msgspec.json.Decoder(list[_Int32]),
-    ("INT32", 2): msgspec.json.Decoder(list[list[_Int32]]),
-    ("FP32", 1): msgspec.json.Decoder(list[float]),
-    ("FP32", 3): msgspec.json.Decoder(list[list[list[float]]]),
+_NUMBERS: dict[str, msgspec.json.Decoder[list[Any]]] = {
+    "INT64": msgspec.json.Decoder(list[_Int64]),
+    "INT32": msgspec.json.Decoder(list[_Int32]),
+    "FP32": msgspec.json.Decoder(list[float]),
 }
+# Between the lists of nested numbers; that it is JSON is known.
+_LIST_BEGINS: re.Pattern[bytes] = re.compile(rb"[, \t\r\n]*\[")
+_LIST_ENDS: re.Pattern[bytes] = re.compile(rb"[ \t\r\n]*\]")
 _LOOKED_AT = frozenset({*CHECKED_PARAMETERS, "binary_data", "binary_data_size"})
 
 
-class JsonData:
-    """The `data` of a tensor; see `TypedData`. `load` comes first."""
+class LoadedData(ABC):
+    """The data of a tensor that are decoded in turns; see `TypedData`. `load` comes first."""
 
-    def __init__(self, json: msgspec.Raw) -> None:
-        """Takes the JSON."""
-        self._json = json
+    def __init__(self) -> None:
+        """There are none yet."""
         self._values: npt.NDArray[Any] | list[str] = []
 
     def __len__(self) -> int:
@@ -133,54 +139,167 @@ class JsonData:
         """As they are."""
         return list(self._values)
 
-    async def load(self, tensor: SentTensor, hold: Callable[[int], None]) -> None:
-        """Decodes the data of a tensor; `hold` is called with the bytes that they take before these are taken.
+    @abstractmethod
+    async def load(self, tensor: SentTensor, hold: Callable[[int], None], max_text_bytes: int) -> None:
+        """Decodes the data of a tensor; `hold` is called with the bytes that they take.
 
         Raises:
-            InvalidField: The data are not of the tensor's datatype, or not nested as its shape says.
+            InvalidField: The data are not of the tensor's datatype or not as its shape says, or a text is too long.
             MalformedRequest: They are no JSON.
             BudgetFull: `hold` has no room for them.
         """
-        hold(memoryview(self._json).nbytes * _DECODED_GROWTH)
-        self._values = (_texts if tensor.datatype == "BYTES" else _numbers)(tensor, self._json)
+
+
+class JsonData(LoadedData):
+    """The `data` of a tensor."""
+
+    def __init__(self, json: msgspec.Raw) -> None:
+        """Takes the JSON."""
+        super().__init__()
+        self._json = json
+
+    async def load(self, tensor: SentTensor, hold: Callable[[int], None], max_text_bytes: int) -> None:
+        """See `LoadedData`."""
+        del max_text_bytes  # texts in JSON are few MiB, and checked with all others
+        size = memoryview(self._json).nbytes
+        if tensor.datatype == "BYTES":
+            hold(size * _TEXT_GROWTH)
+            self._values = _texts(tensor, self._json)
+        else:
+            hold(size)
+            self._values = await _all_numbers(tensor, bytes(self._json), hold)
         self._json = msgspec.Raw()
-        await asyncio.sleep(0)
+
+
+class RawTexts(LoadedData):
+    """Texts as bytes behind the JSON."""
+
+    def __init__(self, data: memoryview) -> None:
+        """Takes the bytes."""
+        super().__init__()
+        self._data = data
+
+    async def load(self, tensor: SentTensor, hold: Callable[[int], None], max_text_bytes: int) -> None:
+        """See `LoadedData`."""
+        texts: list[str] = []
+        size = 0
+        for text in replace(tensor, data=self._data).texts(max_text_bytes):
+            texts.append(text)
+            size += sys.getsizeof(text)
+            if size > _PIECE_BYTES:
+                hold(size)
+                await asyncio.sleep(0)
+                size = 0
+        hold(size)
+        self._values = texts
 
 
 def _texts(tensor: SentTensor, json: msgspec.Raw) -> list[str]:
     try:
         found = _decoded(_TEXTS, json)
     except msgspec.ValidationError as error:
-        place = _PLACES.search(str(error))
+        place = _PLACE.search(str(error))
         field = f"{tensor.name}[{place[1]}]" if place else f"{tensor.name}.data"
         raise InvalidField(field, "must be a string; texts may also be sent as bytes behind the JSON") from None
     return [it if isinstance(it, str) else it[0] for it in found]
 
 
-def _numbers(tensor: SentTensor, json: msgspec.Raw) -> npt.NDArray[Any]:
+async def _all_numbers(tensor: SentTensor, json: bytes, hold: Callable[[int], None]) -> npt.NDArray[Any]:
     """(elements,) of the tensor's datatype."""
-    shape, field = tensor.shape, f"{tensor.name}.data"
-    opening = _OPENING.match(memoryview(json))
-    depth = 0 if opening is None else bytes(opening[0]).count(b"[")
-    if (tensor.datatype, depth) not in _NUMBERS:
-        raise InvalidField(field, f"must be a list of numbers, row by row or nested as the shape {list(shape)} says")
-    try:
-        values = _decoded(_NUMBERS[tensor.datatype, depth], json)
-    except msgspec.ValidationError as error:
-        places = [int(it) for it in _PLACES.findall(str(error))]
-        if len(places) == 1 and depth == 1:
-            places = [int(it) for it in np.unravel_index(min(places[0], max(math.prod(shape) - 1, 0)), shape)]
-        problem = f"must be {'a number' if tensor.datatype == 'FP32' else 'a whole number'} ({tensor.datatype})"
-        where = f"{tensor.name}[{', '.join(map(str, places))}]" if len(places) == len(shape) else field
-        raise InvalidField(where, f"{problem}; {str(error).partition(' - at')[0]}") from None
-    try:
+    parts: list[npt.NDArray[Any]] = []
+    cost = 0
+    for index, begin, end in _lists(tensor, json):
+        count = 0
+        for part in _numbers(tensor, json, index, begin, end):
+            hold(part.nbytes)
+            parts.append(part)
+            count += len(part)
+            cost += len(part) + _NUMBERS_PER_LIST
+            if cost > _TURN_NUMBERS:
+                await asyncio.sleep(0)
+                cost = 0
+        if index and count != tensor.shape[-1]:
+            problem = f"must hold {tensor.shape[-1]} numbers for the shape {list(tensor.shape)}; was {count}"
+            raise InvalidField(_element(tensor, index), problem)
+    return np.concatenate(parts)
+
+
+def _lists(tensor: SentTensor, json: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """Each list of numbers: its place in the tensor, empty for a list of all, and where its numbers begin and end.
+
+    Raises:
+        InvalidField: They are not nested as the shape says.
+    """
+    opening = _OPENING.match(json)
+    depth = 0 if opening is None else opening[0].count(b"[")
+    if depth == 1:
+        yield from _inner_lists(tensor, json, 0, (), ())
+    elif depth == len(tensor.shape):
+        yield from _inner_lists(tensor, json, 0, tensor.shape[:-1], ())
+    else:
+        problem = f"must be a list of numbers, row by row or nested as the shape {list(tensor.shape)} says"
+        raise InvalidField(f"{tensor.name}.data", problem)
+
+
+def _inner_lists(
+    tensor: SentTensor, json: bytes, at: int, sizes: tuple[int, ...], index: tuple[int, ...]
+) -> Generator[tuple[tuple[int, ...], int, int], None, int]:
+    """See `_lists`: of a list that holds lists of these sizes, or, without sizes, numbers. Returns where it ends."""
+    problem = f"must be nested as the shape {list(tensor.shape)} says"
+    begins = _LIST_BEGINS.match(json, at)
+    if begins is None:
+        raise InvalidField(f"{tensor.name}.data", f"{problem}; {_element(tensor, index)} is no list")
+    at = begins.end()
+    if not sizes:
+        end = json.find(b"]", at)
+        yield index, at, end
+        return end + 1
+    for i in range(sizes[0]):
+        at = yield from _inner_lists(tensor, json, at, sizes[1:], (*index, i))
+    ends = _LIST_ENDS.match(json, at)
+    if ends is None:
+        raise InvalidField(f"{tensor.name}.data", f"{problem}; {_element(tensor, index)} holds more than {sizes[0]}")
+    return ends.end()
+
+
+def _numbers(
+    tensor: SentTensor, json: bytes, index: tuple[int, ...], begin: int, end: int
+) -> Iterator[npt.NDArray[Any]]:
+    """(n,) the numbers of a list, in pieces.
+
+    Raises:
+        InvalidField: One is not of the tensor's datatype.
+    """
+    done = 0
+    while begin <= end:
+        cut = json.find(b",", begin + _PIECE_BYTES, end)
+        piece_end = end if cut < 0 else cut
+        try:
+            values = _NUMBERS[tensor.datatype].decode(b"[%b]" % json[begin:piece_end])
+        except msgspec.ValidationError as error:
+            place = _PLACE.search(str(error))
+            raise _no_number(tensor, index, done + int(place[1] if place else 0), error) from None
+        except msgspec.DecodeError:
+            raise InvalidField(f"{tensor.name}.data", "must be a list of numbers, or nested lists of numbers") from None
         with np.errstate(over="ignore"):  # what is too large for 32 bits is infinite, and refused as that
-            array = np.array(values, DTYPES[tensor.datatype])
-    except ValueError:
-        raise InvalidField(field, "must be lists of one length") from None
-    if depth > 1 and array.shape != shape and array.size:
-        raise InvalidField(field, f"must be nested as the shape {list(shape)} says; was {list(array.shape)}")
-    return array.reshape(-1)
+            yield np.array(values, DTYPES[tensor.datatype])
+        done += len(values)
+        begin = piece_end + 1
+
+
+def _no_number(tensor: SentTensor, index: tuple[int, ...], place: int, error: Exception) -> InvalidField:
+    """What is wrong with one element of a list."""
+    shape = tensor.shape
+    if not index and (last := math.prod(shape) - 1) >= 0:  # a list of all
+        *index_, place = map(int, np.unravel_index(min(place, last), shape))
+        index = tuple(index_)
+    problem = f"must be {'a number' if tensor.datatype == 'FP32' else 'a whole number'} ({tensor.datatype})"
+    return InvalidField(_element(tensor, (*index, place)), f"{problem}; {str(error).partition(' - at')[0]}")
+
+
+def _element(tensor: SentTensor, index: tuple[int, ...]) -> str:
+    """As in `input_ids[3, 17]`."""
+    return f"{tensor.name}[{', '.join(map(str, index))}]" if index else f"{tensor.name}.data"
 
 
 class InferBodies:
@@ -194,11 +313,12 @@ class InferBodies:
         self._decoder: msgspec.json.Decoder[InferBody] = msgspec.json.Decoder(_StrictBody if strict else _KnownBody)
         self._ignored = IgnoredFields(InferBody)
 
-    async def read(self, body: bytes, headers: Mapping[str, str]) -> SentRequest:
-        """A request; the data of its tensors are not decoded yet.
+    async def read(self, body: bytes, headers: Mapping[str, str], hold: Callable[[int], None]) -> SentRequest:
+        """A request; the data of its tensors are not decoded yet. `hold` is called with the bytes that it takes.
 
         Raises:
             InvalidField: A field is not of its type, or the bytes behind the JSON are not what its tensors say.
+            BudgetFull: `hold` has no room for them.
             MalformedRequest: The body is no JSON object.
             RequestTooLarge: The JSON is over the limit.
             UnknownField: There is a field that is not known, and fields are read strictly.
@@ -211,10 +331,14 @@ class InferBodies:
                 f"the JSON of an inference request must be at most {self._max_json_bytes} bytes (max_request_mib); was "
                 f"{size}: send tensors as bytes behind the JSON, or fewer inputs",
             )
-        header = body if size == len(body) else body[:size]
+        if size < len(body):
+            hold(size)
+        header = body[:size]
         if size > _COUNTED_BYTES:
             await check_counts(header, "inputs", self._limits)
         fields = self._decode(header)
+        if size > _COUNTED_BYTES:
+            await asyncio.sleep(0)
         outputs = fields.outputs or []
         return SentRequest(
             _tensors(fields.inputs, memoryview(body)[size:]),
@@ -297,12 +421,14 @@ def _tensors(inputs: Sequence[InferInput], rest: memoryview) -> Iterator[SentTen
         name = it.name[:64]
         parameters = _scalars(f"{name}.parameters", it.parameters, _LOOKED_AT)
         has_json = memoryview(it.data).nbytes > 0 and bytes(memoryview(it.data)[:5]) != b"null"
-        data: memoryview | JsonData
+        data: memoryview | LoadedData
         if "binary_data_size" in parameters:
             end = at + _binary_size(name, parameters["binary_data_size"], len(rest) - at)
             if has_json:
                 raise InvalidField(f"{name}.data", "must not be there beside parameters.binary_data_size")
             data, at = rest[at:end], end
+            if it.datatype == "BYTES":
+                data = RawTexts(data)
         elif not has_json:
             raise InvalidField(f"{name}.data", "must be there, or binary_data_size and bytes behind the JSON")
         else:

@@ -99,7 +99,7 @@ class TextTokenizer:
         Raises:
             QueueFull: Too much text is waiting already.
         """
-        size = len("".join(texts).encode())
+        size = await _utf8_size(texts)
         if size <= _AT_ONCE_BYTES:
             return self._tokenize(texts, max_tokens, details)
         if self._queued_bytes and self._queued_bytes + size > self.max_queue_bytes:
@@ -173,6 +173,16 @@ def _special_around(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[i
         if own:
             return tuple(ids[: own[0]]), tuple(ids[own[-1] + 1 :])
     return (), ()
+
+
+async def _utf8_size(texts: Sequence[str]) -> int:
+    """How many bytes texts have; of many MiB others have a turn between."""
+    size = 0
+    for turn in _turns(texts):
+        if size:
+            await asyncio.sleep(0)
+        size += len("".join(turn).encode())
+    return size
 
 
 def _turns(texts: Sequence[str]) -> Iterator[list[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import FieldPath, InvalidField, Part
+from encserve_server.errors import FieldPath, InvalidField, Part, SequenceTooLong
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import EncodeCall, ServedModel
@@ -27,6 +27,7 @@ from encserve_server.open_inference.tensors import (
     inputs_of,
 )
 from encserve_server.outputs import OutputSpec
+from encserve_server.types.bundles import Bundle
 from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 
 # What callers send and what changes nothing: whether the last answer to a request may be empty (there is one answer,
@@ -177,11 +178,32 @@ def count_tokens(call: InferCall, longest: int) -> int | None:
     return call.count * min(_main(call.tensors).shape[1], longest)
 
 
-def decode_call(call: InferCall, longest: int) -> EncodeCall:
+def check_length(call: InferCall, bundle: Bundle) -> None:
+    """Refuses inputs that are too long by their shape alone, before their data are decoded.
+
+    Raises:
+        SequenceTooLong: They are, and may not be cut.
+    """
+    main = _main(call.tensors)
+    if main.name == TEXT or ATTENTION_MASK in call.tensors or call.parameters.truncate:
+        return
+    if (count := main.shape[1]) > bundle.max_sequence_tokens:
+        raise SequenceTooLong(
+            FieldPath(Part.IDS if main.name == INPUT_IDS else Part.VECTORS, 0),
+            "must be at most {limit} tokens (max_sequence_tokens of {model}); was {count}. Ask for truncation, or cut "
+            "it up",
+            limit=bundle.max_sequence_tokens,
+            model=bundle.name,
+            count=count,
+        )
+
+
+def decode_call(call: InferCall, longest: int, max_text_bytes: int) -> EncodeCall:
     """Decodes the data of a call whose inputs are not too many, of each at most `longest` tokens.
 
     Raises:
-        InvalidField: The data do not fit their shape, the mask is not ones followed by zeros, or a token type is not 0.
+        InvalidField: The data do not fit their shape, the mask is not ones followed by zeros, a token type is not 0, or
+            a text has more than `max_text_bytes`.
     """
     parameters = call.parameters
     outputs = []
@@ -189,7 +211,7 @@ def decode_call(call: InferCall, longest: int) -> EncodeCall:
         dimensions = parameters.dimensions if kind is OutputKind.MODEL else 0
         outputs.append(OutputSpec(kind, data_type=parameters.data_type, dimensions=dimensions))
     return EncodeCall(
-        inputs=_decode_inputs(call.tensors, longest),
+        inputs=_decode_inputs(call.tensors, longest, max_text_bytes),
         outputs=tuple(outputs),
         truncate=parameters.truncate,
         prompt_name=parameters.prompt_name,
@@ -208,10 +230,10 @@ def _main(tensors: Mapping[str, SentTensor]) -> SentTensor:
     return found
 
 
-def _decode_inputs(tensors: Mapping[str, SentTensor], longest: int) -> list[SentInput]:
+def _decode_inputs(tensors: Mapping[str, SentTensor], longest: int, max_text_bytes: int) -> list[SentInput]:
     sent = _main(tensors)
     if sent.name == TEXT:
-        return list(sent.texts())
+        return list(sent.texts(max_text_bytes))
     lengths = _lengths(tensors.get(ATTENTION_MASK), sent.shape)
     if (types := tensors.get(TOKEN_TYPE_IDS)) is not None:
         _check_types(types.numbers())
@@ -240,16 +262,16 @@ def _lengths(mask: SentTensor | None, shape: tuple[int, ...]) -> list[int]:
     """
     if mask is None:
         return [shape[1]] * shape[0]
-    numbers = mask.numbers()  # (n, seq)
-    lengths: npt.NDArray[np.int64] = (numbers != 0).sum(axis=1)
-    wrong = (numbers != (np.arange(shape[1]) < lengths[:, None])).any(axis=1)
-    if wrong.any():
-        raise InvalidField(
-            f"{ATTENTION_MASK}[{int(wrong.argmax())}]",
-            "must be 1 for each token and 0 for the padding behind them; was something else: pad on the right",
-        )
-    counted: list[int] = lengths.tolist()
-    return counted
+    lengths = []
+    for i, row in enumerate(mask.numbers()):  # (seq,)
+        length = int(np.count_nonzero(row))
+        if not (row[:length] == 1).all():
+            raise InvalidField(
+                f"{ATTENTION_MASK}[{i}]",
+                "must be 1 for each token and 0 for the padding behind them; was something else: pad on the right",
+            )
+        lengths.append(length)
+    return lengths
 
 
 def _decode_outputs(
@@ -312,7 +334,9 @@ def _flag(field_name: str, value: Any, model: ServedModel) -> bool:
 
 
 def _dimensions(field_name: str, value: Any, model: ServedModel) -> int:
-    width = model.outputs.kinds[OutputKind.MODEL].width if OutputKind.MODEL in model.outputs.kinds else 0
+    if OutputKind.MODEL not in model.outputs.kinds:
+        raise InvalidField(field_name, f"is for embedding, which model {model.bundle.name} does not have")
+    width = model.outputs.kinds[OutputKind.MODEL].width
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= width:
         raise InvalidField(field_name, f"must be from 1 to {width}, the numbers of embedding; was {str(value)[:64]!r}")
     return value

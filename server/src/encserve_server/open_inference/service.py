@@ -10,7 +10,14 @@ from weakref import WeakKeyDictionary
 from encserve_server.calls import Call, Calls
 from encserve_server.errors import DeadlineExpired, InvalidField, ModelNotFound, NotReady
 from encserve_server.models.served import EncodeReply, ServedModel
-from encserve_server.open_inference.requests import InferCall, SentRequest, count_tokens, decode_call, decode_request
+from encserve_server.open_inference.requests import (
+    InferCall,
+    SentRequest,
+    check_length,
+    count_tokens,
+    decode_call,
+    decode_request,
+)
 
 PLATFORM = "encserve"
 EXTENSIONS = ("model_configuration", "statistics")
@@ -182,10 +189,11 @@ class OpenInference:
                 call.span.about(*model.key, infer.count)
             longest = model.bundle.max_sequence_tokens
             model.check_counts(infer.count, count_tokens(infer, longest), sent.output_count)
+            check_length(infer, model.bundle)
             async with _in_time(call, infer.parameters.timeout_us, began):
                 if load is not None:
                     await load(infer)
-                decoded = decode_call(infer, longest)
+                decoded = decode_call(infer, longest, model.limits.max_text_bytes)
                 response = await call.encode(model, decoded, timed, growth(infer))
         except BaseException:
             statistics.fail.add(clock.now() - began)

@@ -1,7 +1,7 @@
 """Tensors as requests bring them, raw or typed, and what a model has for inputs and outputs."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Protocol
@@ -21,7 +21,10 @@ MAX_SHOWN = 8
 # The largest dimension of a tensor; what is larger cannot be in any message, and has no place in NumPy.
 _MAX_DIMENSION = 2**31
 _BYTES_LENGTH = 4  # bytes in front of each element of BYTES, its length
+# By datatype; BYTES, which are texts, have none.
 DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2", "INT8": "i1"}
+# What Triton's model configuration calls them.
+CONFIG_TYPES = {"BYTES": "TYPE_STRING"} | {datatype: f"TYPE_{datatype}" for datatype in DTYPES}
 # Many tools make ids of 32 bits.
 _ALSO_TAKEN = {"INT64": ("INT32",)}
 SHARED_MEMORY = ("shared_memory_region", "shared_memory_byte_size", "shared_memory_offset")
@@ -146,35 +149,42 @@ class SentTensor:
         self.check_elements(len(flat))
         return flat.reshape(self.shape)
 
-    def texts(self) -> list[str]:
-        """The elements of a tensor of BYTES.
+    def texts(self, max_text_bytes: int) -> Iterator[str]:
+        """The elements of a tensor of BYTES, one by one.
 
         Raises:
-            InvalidField: There are more or fewer than its shape says, or one is no UTF-8.
+            InvalidField: There are more or fewer than its shape says, or one is no UTF-8, or has more bytes than that.
         """
-        data = self.data
+        data, count = self.data, 0
+        if not isinstance(data, bytes | memoryview):
+            self.check_elements(len(data))
         elements = self._split(data) if isinstance(data, bytes | memoryview) else data.texts()
-        self.check_elements(len(elements))
-        texts = []
-        for i, element in enumerate(elements):
+        for count, element in enumerate(elements, 1):
+            field = f"{self.name}[{count - 1}]"
+            if isinstance(element, str):
+                yield element
+                continue
+            if len(element) > max_text_bytes:
+                problem = f"must be at most {max_text_bytes} bytes (max_text_bytes); was {len(element)}"
+                raise InvalidField(field, problem)
             try:
-                texts.append(element if isinstance(element, str) else str(element, "utf-8"))
+                yield str(element, "utf-8")
             except UnicodeDecodeError as error:
-                raise InvalidField(f"{self.name}[{i}]", f"must be UTF-8; is not at byte {error.start}") from None
-        return texts
+                raise InvalidField(field, f"must be UTF-8; is not at byte {error.start}") from None
+        self.check_elements(count)
 
-    def _split(self, raw: bytes | memoryview) -> list[bytes]:
+    def _split(self, raw: bytes | memoryview) -> Iterator[bytes | memoryview]:
         """The elements, each of which has its length in front; of too many, one more than the shape says."""
-        elements: list[bytes] = []
-        at, most = 0, math.prod(self.shape)
-        while at < len(raw) and len(elements) <= most:
+        at = count = 0
+        most = math.prod(self.shape)
+        while at < len(raw) and count <= most:
             begin = at + _BYTES_LENGTH
             at = begin + int.from_bytes(raw[at:begin], "little")
             if begin > len(raw) or at > len(raw):
-                what = f"element {len(elements)} ends at byte {max(begin, at)} of {len(raw)}"
+                what = f"element {count} ends at byte {max(begin, at)} of {len(raw)}"
                 raise InvalidField(self.name, f"must be elements with their length in 4 bytes before each; {what}")
-            elements.append(bytes(raw[begin:at]))
-        return elements
+            yield raw[begin:at]
+            count += 1
 
     def check_elements(self, count: int) -> None:
         """Returns if the shape says that there are so many elements.

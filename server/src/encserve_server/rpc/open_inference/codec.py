@@ -13,6 +13,7 @@ from encserve_server.open_inference.requests import InferCall, SentOutput, SentR
 from encserve_server.open_inference.service import PLATFORM, STATISTICS, IndexEntry, Statistics
 from encserve_server.open_inference.tensors import (
     CHECKED_PARAMETERS,
+    CONFIG_TYPES,
     MAX_SHOWN,
     SentTensor,
     TensorKind,
@@ -26,12 +27,6 @@ from encserve_server.rpc.open_inference.triton import model_config_pb2 as config
 
 _INFER_RESPONSE = pb.ModelStreamInferResponse.INFER_RESPONSE_FIELD_NUMBER
 _RAW_OUTPUT_CONTENTS = pb.ModelInferResponse.RAW_OUTPUT_CONTENTS_FIELD_NUMBER
-_CONFIG_TYPES = {
-    "INT64": config_pb.TYPE_INT64,
-    "UINT32": config_pb.TYPE_UINT32,
-    "FP32": config_pb.TYPE_FP32,
-    "BYTES": config_pb.TYPE_STRING,
-}
 _CONTENTS = {
     "INT64": "int64_contents",
     "INT32": "int_contents",
@@ -138,9 +133,9 @@ def encode_config(model: ServedModel) -> pb.ModelConfigResponse:
     bundle = model.bundle
     config = config_pb.ModelConfig(name=bundle.name, platform=PLATFORM, backend=PLATFORM, max_batch_size=0)
     for it in inputs_of(bundle):
-        config.input.add(name=it.name, data_type=_CONFIG_TYPES[it.datatype], dims=it.shape, optional=it.optional)
+        config.input.add(name=it.name, data_type=CONFIG_TYPES[it.datatype], dims=it.shape, optional=it.optional)
     for it in outputs_of(model.outputs):
-        config.output.add(name=it.name, data_type=_CONFIG_TYPES[it.datatype], dims=it.shape)
+        config.output.add(name=it.name, data_type=CONFIG_TYPES[it.datatype], dims=it.shape)
     for key, value in {"fingerprint": bundle.fingerprint, "space_id": bundle.space_id}.items():
         config.parameters[key].string_value = value
     return pb.ModelConfigResponse(config=config)
