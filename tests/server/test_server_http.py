@@ -192,10 +192,10 @@ async def test_options(start_server: StartServer) -> None:
 
 
 BAD: list[tuple[Any, str, str]] = [
-    (b"", "", "the body is no JSON"),
-    (b"{", "", "the body is no JSON"),
-    (b"\xff\xfe", "", "the body is no JSON"),
-    (b'{"INPUTS": "\\ud800"}', "", "the body is no JSON"),
+    (b"", "", "the body is not valid JSON"),
+    (b"{", "", "the body is not valid JSON"),
+    (b"\xff\xfe", "", "the body is not valid JSON"),
+    (b'{"INPUTS": "\\ud800"}', "", "the body is not valid JSON"),
     (b"[1, 2]", "", "the body must be a JSON object; was a list"),
     ({}, "INPUTS", "must be a string, a list of token ids, or a list of these; was null"),
     ({"INPUTS": 3.5}, "INPUTS", "was 3.5"),

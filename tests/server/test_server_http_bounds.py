@@ -225,8 +225,8 @@ async def test_every_address_of_a_host_is_listened_on(start_server: StartServer,
         (b"[" * 4_000_000, "TOO_MANY_INPUTS", "INPUTS: must hold at most 2048 sequences"),
         (b'{"INPUTS": ["a", "%s"]}' % (b"a" * 2_000_000), "INVALID_FIELD", "INPUTS[1]: must be at most 262144 bytes"),
         (b'{"INPUTS": "%s"}' % (b"a" * 2_000_000), "INVALID_FIELD", "2000002 bytes of JSON"),
-        (b'"' + b"\\\\" * 2_000_000, "MALFORMED_REQUEST", "the body is no JSON"),
-        (b'{"INPUTS": ' + b"1" * 4_000_000 + b"}", "MALFORMED_REQUEST", "the body is no JSON"),
+        (b'"' + b"\\\\" * 2_000_000, "MALFORMED_REQUEST", "the body is not valid JSON"),
+        (b'{"INPUTS": ' + b"1" * 4_000_000 + b"}", "MALFORMED_REQUEST", "the body is not valid JSON"),
     ],
 )
 async def test_a_large_body_is_counted_before_it_is_decoded(

@@ -141,13 +141,13 @@ async def test_texts_are_cut_on_the_right_alone(server: FakeServer, path: str) -
         refused = await post(server, path, {"inputs": [*TEXTS, LONG], "truncate": truncate} | left)
         assert (refused.status_code, refused.headers["encserve-error-reason"]) == (422, "SEQUENCE_TOO_LONG")
         assert refused.json()["error"] == (
-            "inputs[3]: must be at most 32 tokens, for this server cuts texts at their end alone; was 42. Ask for "
-            "truncation on the right, or cut it up"
+            "inputs[3]: must be at most 32 tokens, because this server cuts texts only at their end; was 42. Ask for "
+            "truncation on the right, or split it"
         )
     refused = await post(server, path, {"inputs": [[4] * 33]} | left)
-    assert refused.json()["error"].startswith("inputs[0]: must be at most 32 tokens, for")
+    assert refused.json()["error"].startswith("inputs[0]: must be at most 32 tokens, because")
     few = {"inputs": TEXTS, "truncate_prompt_tokens": 5} | left
-    assert (await post(server, path, few)).json()["error"].startswith("inputs[0]: must be at most 5 tokens, for")
+    assert (await post(server, path, few)).json()["error"].startswith("inputs[0]: must be at most 5 tokens, because")
     assert (await post(server, path, few | {"truncate_prompt_tokens": 6})).content == want.content
     assert (await post(server, path, {"inputs": "hello", "truncation_direction": "up"})).status_code == 422
 

@@ -267,7 +267,7 @@ async def test_what_is_wrong_is_named(server: FakeServer, name: str) -> None:
 
 
 async def test_inspections_have_no_ranges(server: FakeServer) -> None:
-    with pytest.raises(Failed, match="input.spans: is for Encode alone"):
+    with pytest.raises(Failed, match="input.spans: is only for Encode"):
         await server.inspect(pb.InspectRequest(input=with_spans("hello", [(0, 1)])))
 
 

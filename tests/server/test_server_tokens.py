@@ -194,7 +194,7 @@ async def test_rows_of_tokens_are_never_of_few_bits(server: FakeServer, data_typ
 async def test_what_comes_in_or_is_inspected_is_never_of_few_bits(
     start_server: StartServer, data_type: pb.DataType
 ) -> None:
-    problem = f"data_type: {pb.DataType.Name(data_type)} is for outputs of Encode alone"
+    problem = f"data_type: {pb.DataType.Name(data_type)} is only for outputs of Encode"
     server = await start_server(takes_vectors=True)
     vectors = make_input(np.ones((1, 4), np.float32))
     with pytest.raises(Failed, match=problem):

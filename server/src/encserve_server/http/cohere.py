@@ -34,7 +34,7 @@ from encserve_server.types.arrays import OutputRows
 from encserve_server.types.requests import DataType
 
 _INPUT_TYPES = ("search_query", "search_document", "classification", "clustering")
-_IMAGE = "this server takes texts alone"
+_IMAGE = "this server takes only texts"
 # What each type of embedding is made of, and how: uint8 is int8 + 128, binary is ubinary - 128.
 _TYPES: Mapping[str, tuple[DataType, Callable[[Any], OutputRows]]] = {
     "float": (DataType.FLOAT32, lambda rows: rows),
@@ -59,7 +59,7 @@ class CohereBody(Body):
     Attributes:
         texts: The texts; required, or inputs.
         inputs: In place of texts, objects {"content": [{"type": "text", "text": "…"}]}; several texts of one are lines.
-        images: Refused: this server takes texts alone.
+        images: Refused: this server takes only texts.
         input_type: search_query and search_document are tasks of models that know them; with classification and
             clustering a text is neither.
         embedding_types: One or several of float, int8, uint8, binary, ubinary and base64. Default: float.

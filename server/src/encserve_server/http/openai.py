@@ -235,7 +235,7 @@ def check_ids(model: ServedModel, sent: SentInputs, add_special_tokens: bool | N
         elif add_special_tokens is not False and not _has_around(it, before, behind):
             raise InvalidField(
                 FieldPath(Part.IDS, i),
-                f"are not this model's: its tokenizer puts {_shown(tokenizer, before)} before a text and "
+                f"do not come from this model's tokenizer: it puts {_shown(tokenizer, before)} before a text and "
                 f"{_shown(tokenizer, behind)} behind it, and these begin with {it[:2]} and end with {it[-2:]}. If they "
                 'are complete all the same, send "add_special_tokens": false',
             )

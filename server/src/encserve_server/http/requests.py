@@ -566,8 +566,8 @@ async def encode(
 
 
 def _too_long_on_the_left(error: SequenceTooLong) -> SequenceTooLong:
-    problem = "must be at most {limit} tokens, for this server cuts texts at their end alone; was {count}. Ask for "
-    return SequenceTooLong(error.field, problem + "truncation on the right, or cut it up", **error.values)
+    problem = "must be at most {limit} tokens, because this server cuts texts only at their end; was {count}. Ask for "
+    return SequenceTooLong(error.field, problem + "truncation on the right, or split it", **error.values)
 
 
 def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool | None = None) -> OutputSpec:
@@ -623,7 +623,7 @@ def _decoded_input(sent: msgspec.Raw) -> Any:
 
 
 def _no_json(error: Exception) -> MalformedRequest:
-    return MalformedRequest("", f"the body is no JSON: {error}")
+    return MalformedRequest("", f"the body is not valid JSON: {error}")
 
 
 def _shown(value: Any) -> str:

@@ -383,7 +383,7 @@ def _decoded(decoder: msgspec.json.Decoder[AnyJson], json: bytes | msgspec.Raw) 
     except msgspec.ValidationError:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedRequest("", f"the body is no JSON: {error}") from error
+        raise MalformedRequest("", f"the body is not valid JSON: {error}") from error
 
 
 def _is_unknown_field(error: msgspec.ValidationError) -> bool:
@@ -425,12 +425,12 @@ def _tensors(inputs: Sequence[InferInput], rest: memoryview) -> Iterator[SentTen
         if "binary_data_size" in parameters:
             end = at + _binary_size(name, parameters["binary_data_size"], len(rest) - at)
             if has_json:
-                raise InvalidField(f"{name}.data", "must not be there beside parameters.binary_data_size")
+                raise InvalidField(f"{name}.data", "must be left out beside parameters.binary_data_size")
             data, at = rest[at:end], end
             if it.datatype == "BYTES":
                 data = RawTexts(data)
         elif not has_json:
-            raise InvalidField(f"{name}.data", "must be there, or binary_data_size and bytes behind the JSON")
+            raise InvalidField(f"{name}.data", "is required, unless binary_data_size names bytes behind the JSON")
         else:
             data = JsonData(it.data)
         yield SentTensor(it.name, it.datatype, tuple(it.shape[:MAX_SHOWN]), data, parameters)

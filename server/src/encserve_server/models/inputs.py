@@ -207,7 +207,7 @@ def _check_length(field: FieldPath, count: int, limit: LengthLimit) -> None:
     if count > limit.tokens and not limit.truncate:
         raise SequenceTooLong(
             field,
-            "must be at most {limit} tokens (" + limit.name + "); was {count}. Ask for truncation, or cut it up",
+            "must be at most {limit} tokens (" + limit.name + "); was {count}. Set truncate, or split it",
             limit=limit.tokens,
             count=count,
             task=limit.task,

@@ -314,7 +314,7 @@ def _decode_parameters(sent: Iterable[tuple[str, Any]], model: ServedModel) -> P
 def _task(field_name: str, value: Any, model: ServedModel) -> Task:
     known = [name for name, task in _TASKS.items() if task in model.bundle.tasks]
     if value not in known:
-        otherwise = f"must be {' or '.join(map(repr, known))}" if known else "is not for this model, which knows none"
+        otherwise = f"must be {' or '.join(map(repr, known))}" if known else "must be left out: this model has no tasks"
         raise InvalidField(field_name, f"{otherwise}; was {str(value)[:64]!r}")
     return _TASKS[value]
 
@@ -352,7 +352,7 @@ def _data_type(field_name: str, value: Any, model: ServedModel) -> DataType:
 def _timeout(field_name: str, value: Any, model: ServedModel) -> int:
     del model
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        problem = f"must be microseconds, a whole number of at least 0, which is no bound; was {str(value)[:64]!r}"
+        problem = f"must be microseconds, a whole number of at least 0; 0 means no limit; was {str(value)[:64]!r}"
         raise InvalidField(field_name, problem)
     return value
 

@@ -89,7 +89,7 @@ def decode_float_type(name: str, value: int) -> DataType:
     """The type of numbers that have more than a sign."""
     data_type = decode_enum(name, value, _DATA_TYPES, pb.DataType)
     if data_type not in FLOAT_TYPES:
-        raise InvalidField(name, f"{_DATA_TYPE_NAMES[data_type]} is for outputs of Encode alone")
+        raise InvalidField(name, f"{_DATA_TYPE_NAMES[data_type]} is only for outputs of Encode")
     return data_type
 
 

@@ -33,7 +33,7 @@ def decode_inspect_call(request: pb.InspectRequest, model: ServedModel) -> Inspe
     """
     model.check_inspectable()
     if request.input.HasField("spans"):
-        raise InvalidField("input.spans", "is for Encode alone")
+        raise InvalidField("input.spans", "is only for Encode")
     return InspectCall(
         input=decode_input("input", request.input, model.bundle.max_sequence_tokens),
         wanted=_decode_specs(request.tensors, model.bundle),
