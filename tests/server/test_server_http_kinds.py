@@ -206,7 +206,11 @@ BAD = [
         "must not differ from normalize",
     ),
     ({"input": [4, 5]}, "input[0]", '"add_special_tokens": false'),
-    ({"input": ["hello", "hello " * 40], "truncation_side": "left"}, "input[1]", "at most 32 tokens, because this server"),
+    (
+        {"input": ["hello", "hello " * 40], "truncation_side": "left"},
+        "input[1]",
+        "at most 32 tokens, because this server",
+    ),
     ({"input": "hello " * 9, "truncation_side": "left", "truncate_prompt_tokens": 5}, "input[0]", "at most 5 tokens"),
     (
         {"input": "hello " * 40, "truncate": False},
