@@ -158,9 +158,9 @@ def test_what_protobuf_cannot_hold_is_named(item: Input) -> None:
         (lambda: Options(outputs=()), "outputs must name at least one output"),
         (lambda: Options(outputs=(Output(), Output())), "outputs must differ"),
         (
-            lambda: Options(dtype="float64"),
+            lambda: Options(dtype="float64"),  # type: ignore[arg-type]
             "dtype must be one of 'float32', .*, 'int8'; was 'float64'",
-        ),  # type: ignore[arg-type]
+        ),
         (lambda: Output("sum"), "kind must be one of .* was 'sum'"),  # type: ignore[arg-type]
     ],
 )
