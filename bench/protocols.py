@@ -73,7 +73,7 @@ def protocols(server: RealServer, model: str, ids: Sequence[int]) -> dict[str, C
         raw_input_contents=[np.array(ids, "<i8").tobytes()],
         outputs=[triton.ModelInferRequest.InferRequestedOutputTensor(name="embedding")],
     ).SerializeToString()
-    openai = {"model": model, "input": list(ids), "encoding_format": "base64"}
+    openai = {"model": model, "input": list(ids), "add_special_tokens": False, "encoding_format": "base64"}
     target = server.target
     return {
         "Encode": lambda: grpc_asker(target, "/encserve.v1.EncoderService/Encode", encode),
