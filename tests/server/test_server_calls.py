@@ -388,7 +388,12 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sending, "_LOOK_SECONDS", 0.02)
 
 
-async def test_who_does_not_read_a_reply_is_cut_off_and_nobody_else(impatient: None, start_server: StartServer) -> None:
+async def test_who_does_not_read_a_reply_is_cut_off_and_nobody_else(
+    impatient: None, monkeypatch: pytest.MonkeyPatch, start_server: StartServer
+) -> None:
+    close, all_held = sending.close_connections, asyncio.Event()
+    # On a slow machine the first reply is late before the third is there: no connection is closed until then.
+    monkeypatch.setattr(sending, "close_connections", lambda peers: close(peers) if all_held.is_set() else None)
     server = await start_server(FakeEngine(500_000))  # 2 MB for each token
     data = pb.EncodeRequest(inputs=[make_input([1] * 5)]).SerializeToString()
     other = stream_of(server)
@@ -399,6 +404,7 @@ async def test_who_does_not_read_a_reply_is_cut_off_and_nobody_else(impatient: N
         calls = [rpc(data) for _ in range(3)]
         await until(lambda: held(server) >= 3 * 2 * 10_000_000)  # the reply, and gRPC's copy
         assert handled(server, "OK") == 3
+        all_held.set()
         await until(lambda: held(server) == 4.5 * MIB)  # the place of the stream
         for call in calls:
             assert await call.code() is grpc.StatusCode.UNAVAILABLE

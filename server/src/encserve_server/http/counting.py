@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 from encserve_server.errors import MalformedRequest, RequestTooLarge, TooManyInputs
 
+# A smaller body is decoded as it is; what is in a larger one is counted first.
+COUNTED_BYTES = 64 * 1024
 _PIECE_BYTES = 64 * 1024
 # Strings, lists and commas that a body may have besides its inputs: names of fields, and what they hold.
 _OTHER_VALUES = 200

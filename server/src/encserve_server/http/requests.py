@@ -6,11 +6,11 @@ route does not know, and for what is wrong, to name it.
 
 import array
 import asyncio
+import contextlib
 import logging
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from types import NoneType
 from typing import Annotated, Any, Generic, TypeVar, get_args
@@ -29,7 +29,7 @@ from encserve_server.errors import (
 )
 from encserve_server.http import kinds
 from encserve_server.http.app import Reply
-from encserve_server.http.counting import CountLimits, check_counts
+from encserve_server.http.counting import COUNTED_BYTES, CountLimits, check_counts
 from encserve_server.http.replies import JSON_GROWTH
 from encserve_server.models.inputs import SentIds, SentInput
 from encserve_server.models.reply_size import ReplyShape
@@ -69,8 +69,6 @@ _WANTED: dict[Any, tuple[type, str]] = {
     list[str] | None: (list, "a list of strings"),
     list[Any] | None: (list, "a list"),
 }
-# A smaller body is decoded as it is; what is in a larger one is counted first.
-_COUNTED_BYTES = 64 * 1024
 # A larger body is decoded when no other one that large is.
 _ALONE_BYTES = 1024 * 1024
 # What an id takes as one of Python's numbers, and its place in a list.
@@ -131,6 +129,7 @@ class PooledBody(EncodeBody):
 
 
 AnyBody = TypeVar("AnyBody", bound=msgspec.Struct)
+AnyJson = TypeVar("AnyJson")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,9 +150,9 @@ class BodyRules:
     strict: bool = False
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def turn_of(self, body: bytes) -> AbstractAsyncContextManager[None]:
+    def turn_of(self, body: bytes) -> contextlib.AbstractAsyncContextManager[None]:
         """What a body is decoded in: a large one when no other one that large is."""
-        return self.turn if len(body) > _ALONE_BYTES else nullcontext()
+        return self.turn if len(body) > _ALONE_BYTES else contextlib.nullcontext()
 
 
 class IgnoredFields:
@@ -198,15 +197,11 @@ class BodyDecoder(Generic[AnyBody]):
             InvalidField: A field is not of its type.
             EncserveError: Whatever `check_counts` raises.
         """
-        if len(body) > _COUNTED_BYTES:
+        if len(body) > COUNTED_BYTES:
             await check_counts(body, self._inputs_field, self._rules.limits)
         else:
-            try:
-                return self._decoder.decode(body)
-            except msgspec.ValidationError:
-                pass  # a field is not known, or wrong
-            except _NO_JSON as error:
-                raise _no_json(error) from error
+            with contextlib.suppress(msgspec.ValidationError):  # a field is not known, or wrong
+                return decoded(self._decoder, body)
         async with self._rules.turn_of(body):
             return await self._decode_known(body, hold)
 
@@ -217,10 +212,10 @@ class BodyDecoder(Generic[AnyBody]):
         fields = _fields(self._kind)
         if (size := sum(memoryview(it).nbytes for it in values.values())) > _TURN_BYTES:
             hold(size * _DECODED_GROWTH)
-        decoded = {name: _decoded(value) if name in fields else value for name, value in values.items()}
+        found = {name: _plain(it) if name in fields else it for name, it in values.items()}
         if sent is not None:
-            decoded[self._inputs_field] = await self._decoded_inputs(sent, hold)
-        known = self._known(decoded, self._kind)
+            found[self._inputs_field] = await self._decoded_inputs(sent, hold)
+        known = self._known(found, self._kind)
         try:
             return msgspec.convert(known, self._kind)
         except msgspec.ValidationError:
@@ -272,12 +267,10 @@ class BodyDecoder(Generic[AnyBody]):
     def _values(self, body: bytes) -> dict[str, msgspec.Raw]:
         """The fields of a body, not decoded."""
         try:
-            values = _OBJECT.decode(body)
+            return decoded(_OBJECT, body)
         except msgspec.ValidationError:
-            raise MalformedRequest("", f"the body must be a JSON object; was {_shown(_decoded(body))}") from None
-        except _NO_JSON as error:
-            raise _no_json(error) from error
-        return values
+            shown = _shown(_plain(body))
+            raise MalformedRequest("", f"the body must be a JSON object; was {shown}") from None
 
     def _known(self, values: Mapping[str, Any], kind: type[msgspec.Struct], at: str = "") -> dict[str, Any]:
         """The fields of an object that its struct has; of the objects in it the same."""
@@ -373,8 +366,8 @@ class SentInputs:
 
 _OBJECT = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _INPUT = msgspec.json.Decoder(str | list[int])
+_ANYTHING = msgspec.json.Decoder(Any)
 _LIST_OF_INPUTS = re.compile(rb'\[\s*["[]')
-_NO_JSON = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 _INPUTS_PROBLEM = "must be a string, a list of token ids, or a list of these"
 _INPUT_PROBLEM = "must be a string or a list of token ids"
 _IDS = np.iinfo(np.int64)
@@ -596,16 +589,31 @@ def pooled_output(body: PooledBody, bundle: Bundle, *, normalize_default: bool |
     )
 
 
-def _decoded(body: bytes | msgspec.Raw) -> Any:
-    """Any JSON as plain objects.
+def decoded(decoder: msgspec.json.Decoder[AnyJson], json: bytes | msgspec.Raw) -> AnyJson:
+    """What JSON holds.
 
     Raises:
+        ValidationError: It is not of the decoder's type.
         MalformedRequest: It is no JSON.
     """
     try:
-        return msgspec.json.decode(body)
-    except _NO_JSON as error:
-        raise _no_json(error) from error
+        return decoder.decode(json)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedRequest("", f"the body is not valid JSON: {error}") from error
+
+
+def _plain(json: bytes | msgspec.Raw) -> Any:
+    """Any JSON as plain objects.
+
+    Raises:
+        MalformedRequest: It is no JSON, or holds a number that Python cannot.
+    """
+    try:
+        return decoded(_ANYTHING, json)
+    except msgspec.ValidationError as error:
+        raise MalformedRequest("", f"the body is not valid JSON: {error}") from error
 
 
 def _size(it: Any) -> int:
@@ -615,15 +623,9 @@ def _size(it: Any) -> int:
 
 def _decoded_input(sent: msgspec.Raw) -> Any:
     try:
-        return _INPUT.decode(sent)
+        return decoded(_INPUT, sent)
     except msgspec.ValidationError:
-        return _decoded(sent)
-    except _NO_JSON as error:
-        raise _no_json(error) from error
-
-
-def _no_json(error: Exception) -> MalformedRequest:
-    return MalformedRequest("", f"the body is not valid JSON: {error}")
+        return _plain(sent)
 
 
 def _shown(value: Any) -> str:

@@ -7,22 +7,20 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from encserve_server.errors import InvalidField, MalformedRequest, RequestTooLarge, UnknownField
-from encserve_server.http.counting import CountLimits, check_counts
-from encserve_server.http.requests import IgnoredFields
+from encserve_server.http.counting import COUNTED_BYTES, CountLimits, check_counts
+from encserve_server.http.requests import IgnoredFields, decoded
 from encserve_server.open_inference.requests import SentOutput, SentRequest
 from encserve_server.open_inference.tensors import CHECKED_PARAMETERS, DTYPES, MAX_SHOWN, SentTensor
 from encserve_server.outputs import MAX_OUTPUTS
 
 LENGTH_HEADER = "inference-header-content-length"
-# A smaller header is decoded as it is; what is in a larger one is counted first.
-_COUNTED_BYTES = 64 * 1024
 # So many bytes is what a text takes, at most, for each of its JSON.
 _TEXT_GROWTH = 4
 # So many bytes of numbers, or so many numbers of several lists, are decoded before others have a turn.
@@ -125,7 +123,7 @@ class LoadedData(ABC):
     """The data of a tensor that are decoded in turns; see `TypedData`. `load` comes first."""
 
     def __init__(self) -> None:
-        """There are none yet."""
+        """Starts empty."""
         self._values: npt.NDArray[Any] | list[str] = []
 
     def __len__(self) -> int:
@@ -196,7 +194,7 @@ class RawTexts(LoadedData):
 
 def _texts(tensor: SentTensor, json: msgspec.Raw) -> list[str]:
     try:
-        found = _decoded(_TEXTS, json)
+        found = decoded(_TEXTS, json)
     except msgspec.ValidationError as error:
         place = _PLACE.search(str(error))
         field = f"{tensor.name}[{place[1]}]" if place else f"{tensor.name}.data"
@@ -334,10 +332,10 @@ class InferBodies:
         if size < len(body):
             hold(size)
         header = body[:size]
-        if size > _COUNTED_BYTES:
+        if size > COUNTED_BYTES:
             await check_counts(header, "inputs", self._limits)
         fields = self._decode(header)
-        if size > _COUNTED_BYTES:
+        if size > COUNTED_BYTES:
             await asyncio.sleep(0)
         outputs = fields.outputs or []
         return SentRequest(
@@ -353,37 +351,19 @@ class InferBodies:
 
     def _decode(self, header: bytes) -> InferBody:
         try:
-            return _decoded(self._decoder, header)
+            return decoded(self._decoder, header)
         except msgspec.ValidationError as error:
             if not _is_unknown_field(error):
                 _explain(error)
         try:
-            unknown = sorted(_decoded(_OBJECT, header).keys() - _FIELDS)
+            unknown = sorted(decoded(_OBJECT, header).keys() - _FIELDS)
             if self._strict:
                 there = ", ".join(sorted(_FIELDS))
                 raise UnknownField(unknown[0][:64], f"is not known; there are {there} (strict_http)")
             self._ignored.log(unknown)
-            return _decoded(_ANY_BODY, header)
+            return decoded(_ANY_BODY, header)
         except msgspec.ValidationError as error:
             _explain(error)
-
-
-AnyJson = TypeVar("AnyJson")
-
-
-def _decoded(decoder: msgspec.json.Decoder[AnyJson], json: bytes | msgspec.Raw) -> AnyJson:
-    """What JSON holds.
-
-    Raises:
-        ValidationError: It is not of the decoder's type.
-        MalformedRequest: It is no JSON.
-    """
-    try:
-        return decoder.decode(json)
-    except msgspec.ValidationError:
-        raise
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise MalformedRequest("", f"the body is not valid JSON: {error}") from error
 
 
 def _is_unknown_field(error: msgspec.ValidationError) -> bool:

@@ -158,13 +158,13 @@ class InputChecker:
             )
         if len(found.input) < self._least_tokens:
             raise InvalidField(FieldPath(Part.TEXT, at), "has no tokens")
-        _check_length(FieldPath(Part.TEXT, at), found.original_token_count, limit)
+        check_length(FieldPath(Part.TEXT, at), found.original_token_count, limit)
         return found
 
     def _check_ids(self, at: int, sent: SentIds, limit: LengthLimit, details: bool) -> TokenSequence:
         if sent.count == 0:
             raise InvalidField(FieldPath(Part.IDS, at), "must hold at least 1 id; was empty")
-        _check_length(FieldPath(Part.IDS, at), sent.count, limit)
+        check_length(FieldPath(Part.IDS, at), sent.count, limit)
         ids = sent.ids[: limit.tokens]  # (seq,)
         if limit.closing and sent.count > limit.tokens:
             closing = np.array(limit.closing[-limit.tokens :], np.int64)
@@ -191,7 +191,7 @@ class InputChecker:
             )
         if sent.count == 0:
             raise InvalidField(field, "must hold at least 1 vector; was empty")
-        _check_length(field, sent.count, limit)
+        check_length(field, sent.count, limit)
         vectors = sent.vectors[: limit.tokens]  # (seq, d_model)
         finite = np.isfinite(vectors)  # (seq, d_model)
         if not finite.all():
@@ -203,7 +203,8 @@ class InputChecker:
         return TokenSequence(vectors, sent.count)
 
 
-def _check_length(field: FieldPath, count: int, limit: LengthLimit) -> None:
+def check_length(field: FieldPath, count: int, limit: LengthLimit) -> None:
+    """Raises SequenceTooLong for an input of more tokens than the limit, unless it is to be cut."""
     if count > limit.tokens and not limit.truncate:
         raise SequenceTooLong(
             field,

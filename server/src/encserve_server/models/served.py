@@ -18,7 +18,7 @@ from encserve_server.errors import (
     TooManyInputs,
     TooManyOutputs,
 )
-from encserve_server.models.inputs import InputChecker, LengthLimit, SentInput
+from encserve_server.models.inputs import InputChecker, LengthLimit, SentInput, check_length
 from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted
 from encserve_server.models.reply_size import ReplyShape, ReplySize
 from encserve_server.models.spans import SentSpans, place_spans
@@ -425,6 +425,11 @@ class ServedModel:
         )
         return TokenizeReply(sequences, self._reply_size.check_tokens(sequences, call.include_token_strings))
 
+    def check_length(self, field: FieldPath, count: int, task: Task) -> None:
+        """Raises SequenceTooLong for an input that is too long for its task and may not be cut."""
+        if (limit := self._limits_of.get((task, False))) is not None:  # else the model refuses the task
+            check_length(field, count, limit)
+
     @property
     def max_inspect_tokens(self) -> int:
         """The longest sequence that can be inspected; 0 where none can."""
@@ -591,9 +596,11 @@ class ServedModel:
             InvalidField: Only some of the inputs have a prompt.
         """
         skipped = self._skipped_tokens.get(prompt_name, 0)
+        if not skipped or all(it.kind is not OutputKind.MODEL for it in call.outputs):
+            return 0
         inputs = call.part_of or call.inputs
         texts = sum(isinstance(it, str) for it in inputs)
-        if not skipped or not texts or all(it.kind is not OutputKind.MODEL for it in call.outputs):
+        if not texts:
             return 0
         if texts < len(inputs):
             raise InvalidField(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from encserve_server.errors import FieldPath, InvalidField, Part, SequenceTooLong
+from encserve_server.errors import FieldPath, InvalidField, Part
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
 from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import EncodeCall, ServedModel
@@ -27,7 +27,6 @@ from encserve_server.open_inference.tensors import (
     inputs_of,
 )
 from encserve_server.outputs import OutputSpec
-from encserve_server.types.bundles import Bundle
 from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 
 # What callers send and what changes nothing: whether the last answer to a request may be empty (there is one answer,
@@ -178,7 +177,7 @@ def count_tokens(call: InferCall, longest: int) -> int | None:
     return call.count * min(_main(call.tensors).shape[1], longest)
 
 
-def check_length(call: InferCall, bundle: Bundle) -> None:
+def check_length(call: InferCall, model: ServedModel) -> None:
     """Refuses inputs that are too long by their shape alone, before their data are decoded.
 
     Raises:
@@ -187,15 +186,8 @@ def check_length(call: InferCall, bundle: Bundle) -> None:
     main = _main(call.tensors)
     if main.name == TEXT or ATTENTION_MASK in call.tensors or call.parameters.truncate:
         return
-    if (count := main.shape[1]) > bundle.max_sequence_tokens:
-        raise SequenceTooLong(
-            FieldPath(Part.IDS if main.name == INPUT_IDS else Part.VECTORS, 0),
-            "must be at most {limit} tokens (max_sequence_tokens of {model}); was {count}. Ask for truncation, or cut "
-            "it up",
-            limit=bundle.max_sequence_tokens,
-            model=bundle.name,
-            count=count,
-        )
+    part = Part.IDS if main.name == INPUT_IDS else Part.VECTORS
+    model.check_length(FieldPath(part, 0), main.shape[1], call.parameters.task)
 
 
 def decode_call(call: InferCall, longest: int, max_text_bytes: int) -> EncodeCall:

@@ -189,7 +189,7 @@ class OpenInference:
                 call.span.about(*model.key, infer.count)
             longest = model.bundle.max_sequence_tokens
             model.check_counts(infer.count, count_tokens(infer, longest), sent.output_count)
-            check_length(infer, model.bundle)
+            check_length(infer, model)
             async with _in_time(call, infer.parameters.timeout_us, began):
                 if load is not None:
                     await load(infer)
