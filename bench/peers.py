@@ -12,6 +12,7 @@ anything is measured and asked in interleaved rounds, as in `bench/compare.py`. 
 import argparse
 import dataclasses
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 from compare import common_parser, stop_servers_on_sigterm
 from harness.agreement import TOLERANCE, lowest_cosine, some_places, worst_difference
 from harness.load import CALLERS, MANY, POOLED, Served, served
-from harness.machine import OtherWork, describe_machine, load_average, own_cpu_seconds
+from harness.machine import OtherWork, cpu_seconds, describe_machine, load_average
 from harness.peers import AS_IT_COMES, INFINITY, PEERS_BY_NAME, TRITON, VECTORS, Given, Setting, opened
 from harness.programs import PeerUnavailable
 from harness.report import Found, Target, print_report, ratio_target, ratios_table, summarise, warnings
@@ -202,9 +203,9 @@ def open_peers(
 def idle_share() -> float:
     """How much of one CPU all of the benchmark's processes take while nobody asks."""
     time.sleep(1)
-    before = own_cpu_seconds()
+    before = cpu_seconds(os.getpid())
     time.sleep(IDLE_SECONDS)
-    return (own_cpu_seconds() - before) / IDLE_SECONDS
+    return (cpu_seconds(os.getpid()) - before) / IDLE_SECONDS
 
 
 def ratios_to_peers(found: Found, ours: Sequence[str], peers: Sequence[str]) -> dict[str, dict[str, Spread]]:

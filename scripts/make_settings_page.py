@@ -36,7 +36,8 @@ def _row(field: "dataclasses.Field[Any]", hint: Any) -> tuple[str, ...]:
         hint = typing.get_args(hint)[0]
     name = field.name.replace("_", "-")
     flag = f"`--{name}`, `--no-{name}`" if hint is bool else f"`--{name}`"
-    names = f"{flag}<br>`ENCSERVE_{field.name.upper()}`"
+    variable = f"`ENCSERVE_{field.name.upper()}`"
+    names = f"{variable}, no flag" if field.metadata.get("is_secret") else f"{flag}<br>{variable}"
     return names, _values(field, hint), _default(field), field.metadata["help"]
 
 

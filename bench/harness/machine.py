@@ -61,13 +61,13 @@ def process_tree(pid: int) -> list[int]:
     return found
 
 
-def own_cpu_seconds() -> float:
-    """What this process and all that descend from it have computed so far, those included that have ended."""
+def cpu_seconds(pid: int) -> float:
+    """What a process and all that descend from it have computed so far, those included that have ended."""
     ticks = 0
-    for pid in process_tree(os.getpid()):
+    for its in process_tree(pid):
         with suppress(OSError):
             # Its own time and that of its children who have ended, each in user and system mode.
-            ticks += sum(map(int, _stat(Path(f"/proc/{pid}/stat"))[11:15]))
+            ticks += sum(map(int, _stat(Path(f"/proc/{its}/stat"))[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
@@ -102,7 +102,7 @@ class OtherWork:
         except OSError:
             return None
         ticks = os.sysconf("SC_CLK_TCK")
-        return sum(times) / ticks, sum(times[i] for i in BUSY) / ticks, own_cpu_seconds()
+        return sum(times) / ticks, sum(times[i] for i in BUSY) / ticks, cpu_seconds(os.getpid())
 
 
 def peak_bytes(pid: int) -> int:

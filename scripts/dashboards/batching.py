@@ -87,6 +87,7 @@ def _queue(board: Board) -> None:
     board.lines(
         "Tokens waiting", "And the most that may, of all servers.", "suffix: tokens",
         Query(f"sum by (model) (encserve_queue_tokens{{{MODEL}}})", "waiting {{model}}"),
+        Query(f"sum by (model) (encserve_queue_bulk_tokens{{{MODEL}}})", "bulk of that {{model}}"),
         Query(f"sum by (model) (encserve_queue_limit_tokens{{{MODEL}}})", "limit {{model}}"),
     )  # fmt: skip
     board.lines(

@@ -1,6 +1,7 @@
 """Latency: where does the time of a request go?"""
 
 from dashboards.parts import (
+    BULK_OBJECTIVE,
     ENCODE,
     GRPC,
     INSTANCE,
@@ -44,18 +45,18 @@ def build() -> models.Dashboard:
 def _calls(board: Board) -> None:
     board.row("Calls")
     board.lines(
-        "Calls that encode", "From a request's arrival, whole, to its answer; the line is the objective's bound.", "s",
-        *quantiles("grpc_server_handling_seconds", ENCODE),
+        "Calls that encode", "All protocols, without bulk, until the answer; the line is the objective's bound.", "s",
+        *quantiles("encserve_answer_seconds", ENCODE),
         steps=rising(float(LATENCY_OBJECTIVE)),
     )  # fmt: skip
     board.heat(
         "Calls that encode, all", "How many calls took how long; two bands are two kinds of requests.", "s",
-        "grpc_server_handling_seconds", ENCODE,
+        "encserve_answer_seconds", ENCODE,
     )  # fmt: skip
     in_time = f'{ENCODE}, le="{LATENCY_OBJECTIVE}"'
     slow = (
-        f"1 - {rate('grpc_server_handling_seconds_bucket', in_time, 'instance')} "
-        f"/ {rate('grpc_server_handling_seconds_count', ENCODE, 'instance')}"
+        f"1 - {rate('encserve_answer_seconds_bucket', in_time, 'instance')} "
+        f"/ {rate('encserve_answer_seconds_count', ENCODE, 'instance')}"
     )
     board.lines(
         "Slow calls", "The share of calls above the objective's bound, by server; the line is what it allows.",
@@ -66,9 +67,14 @@ def _calls(board: Board) -> None:
         Query(quantile(0.99, "grpc_server_handling_seconds", GRPC, "grpc_method"), "{{grpc_method}}"),
     )  # fmt: skip
     board.lines(
-        "By server, p99", "One Encode call in a hundred takes longer, server by server.", "s",
-        Query(quantile(0.99, "grpc_server_handling_seconds", ENCODE, "instance"), "{{instance}}"),
+        "By server, p99", "One call that encodes in a hundred takes longer, server by server.", "s",
+        Query(quantile(0.99, "encserve_answer_seconds", ENCODE, "instance"), "{{instance}}"),
         steps=rising(float(LATENCY_OBJECTIVE)),
+    )  # fmt: skip
+    board.lines(
+        "Bulk", "Calls with the priority bulk, until the answer; the line is the bound of their objective.", "s",
+        *quantiles("encserve_answer_seconds", f'priority="bulk", {INSTANCE}', of=(0.5, 0.99)),
+        steps=rising(float(BULK_OBJECTIVE)),
     )  # fmt: skip
     board.lines(
         "Inspect", "The model's run for an inspection, quantiles by model; it has a lane of its own.", "s",

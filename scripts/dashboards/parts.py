@@ -24,11 +24,12 @@ DATASOURCE_UID = "encserve-prometheus"
 INSTANCE = 'instance=~"$instance"'
 MODEL = f'model=~"$model", {INSTANCE}'
 GRPC = f'grpc_service=~"encserve.v1.EncoderService|inference.GRPCInferenceService", {INSTANCE}'
-ENCODE = f'grpc_method=~"Encode|ModelInfer", {INSTANCE}'  # the calls that encode, of both services
+ENCODE = f'priority="interactive", {INSTANCE}'  # of encserve_answer_seconds: what somebody waits for
 RATE = "[$__rate_interval]"
 # As in deploy/prometheus/rules/recording.yml.
-FAILED = 'grpc_code=~"Unknown|DeadlineExceeded|ResourceExhausted|Internal|Unavailable|DataLoss"'
+FAILED = 'grpc_code=~"Unknown|DeadlineExceeded|Internal|Unavailable|DataLoss"'
 LATENCY_OBJECTIVE = "0.5"
+BULK_OBJECTIVE = "10.0"
 
 _SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 _GREEN, _YELLOW, _RED = "green", "yellow", "red"

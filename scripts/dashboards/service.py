@@ -93,7 +93,7 @@ def _traffic(board: Board) -> None:
         Query(f"{rate('grpc_server_handled_total', GRPC, 'grpc_code')} > 0", "{{grpc_code}}"), stacked=True,
     )  # fmt: skip
     board.lines(
-        "Failed calls", "The share of calls that the server failed, by method; the line is the objective.",
+        "Failed calls", "The share of RPCs that the server failed, refusals left out; the line is the objective.",
         "percentunit",
         Query(
             f"{rate('grpc_server_handled_total', f'{GRPC}, {FAILED}', 'grpc_method')} "
@@ -101,8 +101,8 @@ def _traffic(board: Board) -> None:
         ), steps=rising(0.001),
     )  # fmt: skip
     board.lines(
-        "Encode latency", "From a request's arrival to its answer; the line is the objective's bound.", "s",
-        *quantiles("grpc_server_handling_seconds", ENCODE),
+        "Encode latency", "All protocols, without bulk, until the answer; the line is the objective's bound.", "s",
+        *quantiles("encserve_answer_seconds", ENCODE),
         steps=rising(_OBJECTIVE_S),
     )  # fmt: skip
     board.lines(

@@ -14,7 +14,7 @@ import pytest
 from harness import load
 from harness.agreement import check_agreement, lowest_cosine, some_places, worst_difference
 from harness.load import LARGE, MANY, ONE, ONE_POOLED, POOLED, Served
-from harness.machine import OtherWork, own_cpu_seconds, process_tree
+from harness.machine import OtherWork, cpu_seconds, process_tree
 from harness.report import AGAINST, check_targets, ratios_to_against, warnings
 from harness.rounds import (
     NO_PATIENCE,
@@ -290,16 +290,16 @@ def test_a_load_with_errors_or_without_answers_measures_nothing(asked: tuple[Ser
 
 def test_what_descends_from_us_is_ours_even_when_it_has_ended() -> None:
     work = "import time\nwhile time.process_time() < 0.3: pass\nprint(flush=True)\ninput()"
-    before = own_cpu_seconds()
+    before = cpu_seconds(os.getpid())
     with subprocess.Popen([sys.executable, "-c", work], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         child.stdout.readline()
         assert process_tree(os.getpid())[0] == os.getpid()
         assert child.pid in process_tree(os.getpid())
-        running = own_cpu_seconds()
+        running = cpu_seconds(os.getpid())
         child.communicate(b"\n")
     assert child.pid not in process_tree(os.getpid())
-    assert before + 0.25 <= running <= own_cpu_seconds()
+    assert before + 0.25 <= running <= cpu_seconds(os.getpid())
 
 
 def test_the_share_of_others_is_a_share() -> None:

@@ -305,6 +305,12 @@ async def test_more_is_sent_with_every_call(service: FakeEncoder) -> None:
     assert (await encserve(service, *flags, "embed", "one")).exit_code == 0
     sent = service.metadata[-1]
     assert (sent["x-team"], sent["x-empty"], sent["authorization"]) == ("search", "", "Bearer secret")
+    for environment in ({"ENCSERVE_API_KEY": "key"}, {"ENCSERVE_TOKEN": "key", "ENCSERVE_API_KEY": "other"}):
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            assert (await encserve(service, "embed", "one")).exit_code == 0
+        assert service.metadata[-1]["authorization"] == "Bearer key"
     assert "--metadata wants NAME=VALUE; was 'x'" in (await encserve(service, "--metadata", "x", "models")).stderr
     assert "--cert and --key go together" in (await encserve(service, "--cert", "a.pem", "models")).stderr
 

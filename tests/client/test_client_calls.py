@@ -22,10 +22,12 @@ from encserve_client import (
     ModelNotFoundError,
     Output,
     OverloadedError,
+    Priority,
     RetryPolicy,
     ServerError,
     ServerUnavailableError,
 )
+from encserve_client.options import PRIORITIES
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Code = grpc.StatusCode
@@ -174,6 +176,38 @@ async def test_a_full_queue_is_tried_again_after_its_delay(caller: Caller, servi
     arrays = await caller(caller.connect().encode, [[5]])
     np.testing.assert_array_equal(arrays[0], rows_of([5]))
     assert all(gap >= 0.08 for gap in np.diff(times))
+
+
+async def test_a_share_that_is_used_up_is_waited_for_as_long_as_it_takes(caller: Caller, service: FakeEncoder) -> None:
+    """More often than other failures are tried again: another job has its turn meanwhile."""
+
+    async def refused(_: pb.EncodeRequest) -> None:
+        if len(service.requests) <= 8:
+            raise Refused(Code.RESOURCE_EXHAUSTED, "bulk has its share", "SHARE_EXCEEDED", "1")
+
+    service.before = refused
+    policy = RetryPolicy(max_attempts=2, initial_backoff_seconds=0.001, max_backoff_seconds=0.001)
+    arrays = await caller(caller.connect(retry=policy).encode, [[5]])
+    np.testing.assert_array_equal(arrays[0], rows_of([5]))
+    service.requests.clear()
+    with pytest.raises(OverloadedError):
+        await caller(caller.connect(retry=RetryPolicy(max_attempts=1)).encode, [[5]])
+
+
+@pytest.mark.parametrize("priority", [None, "interactive", "bulk"])
+async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEncoder, priority: Priority | None) -> None:
+    """Calls of many messages are bulk, unless the client says what its calls are."""
+    service.max_request_sequences = 1
+    client = caller.connect(priority=priority)
+    await caller(client.encode, [[5]] * 2)
+    few = pb.PRIORITY_UNSPECIFIED if priority is None else PRIORITIES[priority]
+    assert [request.priority for request in service.requests] == [few] * 2
+    service.requests.clear()
+    await caller(client.encode, [[5]] * 5)
+    many = pb.PRIORITY_BULK if priority is None else PRIORITIES[priority]
+    assert [request.priority for request in service.requests] == [many] * 5
+    await caller.all_of(client, [[5]] * 5)
+    assert service.stream_priorities == {few}
 
 
 async def test_a_server_that_comes_back_is_found(caller: Caller, service: FakeEncoder) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from encserve_client import InvalidInputError, Output, OutputKind
 from encserve_client._logic.answers import model_info
-from encserve_client._logic.planning import Cost, Limits, Message, cost_of, plan_messages
+from encserve_client._logic.planning import Cost, Limits, Message, as_bulk, cost_of, plan_messages
 from encserve_client.inputs import Input, pack_input, read_inputs
 from encserve_client.options import Options
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -99,6 +99,17 @@ def test_messages_are_made_when_they_are_asked_for() -> None:
     assert next(messages).first_index == 0
     with pytest.raises(InvalidInputError, match=r"inputs\[2\] cannot be sent"):
         list(messages)
+
+
+@given(st.integers(0, 8))
+def test_a_call_of_more_than_two_messages_is_bulk(count: int) -> None:
+    template = pb.EncodeRequest(model="m", options=Options().to_proto())
+    limits = Limits(1, 2**31, 2**31, 2**31, 512, 8)
+    messages = list(as_bulk(plan_messages([[i] for i in range(count)], template, Options(), limits), template))
+    assert [message.first_index for message in messages] == list(range(count))
+    wanted = pb.PRIORITY_BULK if count > 2 else pb.PRIORITY_UNSPECIFIED
+    assert [request.priority for request in requests_of(messages)] == [wanted] * count
+    assert [request.priority for it in messages for request in requests_of(it.without(1))] == [wanted] * count
 
 
 def test_texts_are_not_planned_for_the_worst_case() -> None:

@@ -16,10 +16,13 @@ from encserve_client import (
     MessageTooLargeError,
     ModelNotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     ProtocolError,
+    RateLimitedError,
     RetryPolicy,
     ServerError,
     ServerUnavailableError,
+    UnauthenticatedError,
 )
 from encserve_client._logic.failures import (
     Failure,
@@ -170,6 +173,9 @@ def test_every_status_has_its_exception(code: Code) -> None:
         (Failure(Code.INVALID_ARGUMENT, "", "TOO_MANY_OUTPUTS"), InvalidRequestError),
         (Failure(Code.INVALID_ARGUMENT, "", "TOO_LONG_TO_POOL"), InvalidRequestError),
         (Failure(Code.RESOURCE_EXHAUSTED, "", "BUDGET_FULL"), OverloadedError),
+        (Failure(Code.RESOURCE_EXHAUSTED, "", "RATE_LIMITED"), RateLimitedError),
+        (Failure(Code.UNAUTHENTICATED, "", "UNAUTHENTICATED"), UnauthenticatedError),
+        (Failure(Code.PERMISSION_DENIED, "", "PERMISSION_DENIED"), PermissionDeniedError),
     ],
 )
 def test_a_reason_says_more_than_a_code(failure: Failure, expected: type[EncserveError]) -> None:

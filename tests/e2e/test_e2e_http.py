@@ -86,7 +86,9 @@ def test_callers_that_go_at_any_moment_leave_no_traceback(server: RealServer) ->
             time.sleep(i % 10 / 2000)
     with httpx.Client(base_url=server.url, trust_env=False) as http:
         assert http.post("/embed", json={"inputs": TEXTS}).status_code == 200
-    assert server.log[lines:] == []
+    # The summary of refused calls is written some seconds later, here for the calls of an earlier test.
+    said = [line for line in server.log[lines:] if line["logger"] != "encserve_server.telemetry.call_log"]
+    assert said == []
     assert server.metric("encserve_in_flight_requests") == 0
 
 
@@ -113,4 +115,5 @@ async def test_sigterm_loses_nothing(models: Path) -> None:
                 assert set(seen) == {200, 503}
                 assert seen[503] == 1
         assert server.wait() == 0
-        assert [line["message"] for line in server.log][-2:] == ["stopping", "stopped"]
+        messages = [line["message"] for line in server.log if line["message"] != "calls were refused, or failed"]
+        assert messages[-2:] == ["stopping", "stopped"]

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from encserve_export.routes import hf
 from encserve_export.source.texts import TEXTS, around_tokens
 from encserve_export.source.tokenizer import read_tokenizer
 from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.models.turns import TurnPool
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = [chr(it) for it in range(33, 127)] + list("äöüéèêñçßøåÅÉ東京大阪我喜欢あア가각МоскваЁмосквё。！ﬁﾊ")
@@ -145,7 +145,7 @@ def served_ids(exported: Exported, texts: list[str]) -> list[list[int]]:
     text = exported.manifest.text
     tokenizer = TextTokenizer(
         exported.path / text.tokenizer_file,
-        ThreadPoolExecutor(1),
+        TurnPool(1),
         2**20,
         split_special_tokens=text.split_special_tokens,
     )

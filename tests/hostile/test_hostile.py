@@ -67,7 +67,7 @@ from hostile_models import (
     write_wide,
     write_words,
 )
-from hostile_watch import ANSWER_SECONDS, Phase, watching
+from hostile_watch import ANSWER_SECONDS, KEY, Phase, watching
 from otlp_receiver import otlp_receiver
 from real_server import COMMAND, RealServer, real_server
 
@@ -397,3 +397,24 @@ def test_health_with_a_full_queue(tmp_path: Path) -> None:
     few, many = ([phase.health for phase in phases[count]] for count in (256, WAITING))
     assert not any(health.answers for health in few + many), (few, many)
     assert min(it.p99_ms for it in many) <= min(it.p99_ms for it in few) + 10, (few, many)
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_the_largest_requests_without_a_key(tmp_path: Path, protocol: str) -> None:
+    """They are refused unread. The control is as many callers with small ones, and without a key too."""
+    write_words(tmp_path)
+    keys = tmp_path / "keys"
+    keys.write_text(KEY)
+    with hostile_server(tmp_path, "--api-key-file", str(keys)) as server:
+        outcome = measure(server, without_a_key(server, protocol, 1), without_a_key(server, protocol, 2**21 - 2**12))
+        outcome.check()
+        assert outcome.report
+        assert set(outcome.report) <= {"UNAUTHENTICATED UNAUTHENTICATED", "401", "connections ended"}
+
+
+def without_a_key(server: RealServer, protocol: str, words: int) -> Driver:
+    """Four callers whose texts have so many words."""
+    text = "a " * words
+    if protocol == "http":
+        return ask_http, server.http_port, post("/embed", {"inputs": text}), 4
+    return ask_grpc, server.target, ENCODE, [serialized(encode_text(text))], 4

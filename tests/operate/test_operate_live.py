@@ -42,6 +42,8 @@ CONDITIONS = {
     f'encserve_model_info{{requested_device="{asked}", device!="cuda"}}': 'encserve_model_info{device!=""}'
     for asked in ("cuda", "auto")
 }
+# What is there only with TLS.
+CONDITIONS["encserve_tls_certificate_expiry_timestamp_seconds"] = "encserve_tls_files_refused"
 # Made by Prometheus itself.
 BUILT_IN = {"up", "ALERTS", "scrape_duration_seconds"}
 
@@ -80,7 +82,11 @@ class Load:
                 texts = pb.EncodeRequest(model="bert", inputs=[pb.Input(text="hello brave new world")] * 3)
                 wrong = pb.EncodeRequest(model="bert", inputs=[ids(1000)])
                 many = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)
-                calls = [encode(it.SerializeToString()) for it in (texts, wrong, *(tiny(i) for i in range(20)))]
+                bulk = pb.EncodeRequest(model="bert", inputs=many.inputs, priority=pb.PRIORITY_BULK)  # two are a share
+                calls = [
+                    encode(it.SerializeToString())
+                    for it in (texts, wrong, bulk, bulk, bulk, *(tiny(i) for i in range(20)))
+                ]
                 calls += [encode(many.SerializeToString()) for _ in range(8)]  # more than may wait
                 stream: Any = channel.stream_stream(f"{SERVICE}EncodeStream")
                 gone, late = stream(), stream(timeout=0.1)  # neither ever sends anything
@@ -115,7 +121,7 @@ def tiny(i: int) -> pb.EncodeRequest:
 @pytest.fixture(scope="module")
 def server(models: Path) -> Iterator[RealServer]:
     need("prometheus")
-    with real_server(models, "--http-port", "0", "--max-queue-tokens", "4000") as server:
+    with real_server(models, "--http-port", "0", "--max-queue-tokens", "4000", "--trust-fairness-id") as server:
         yield server
 
 
@@ -156,6 +162,8 @@ def test_the_load_is_of_every_kind(server: RealServer, prometheus: Prometheus) -
     wanted = [
         *(("grpc_server_handled_total", {"grpc_method": it, "grpc_code": code}) for it in CODES for code in CODES[it]),
         ("encserve_refused_total", {"reason": "QUEUE_FULL"}),
+        ("encserve_caller_calls_total", {"outcome": "SHARE_EXCEEDED"}),
+        ("encserve_answer_seconds_count", {"priority": "bulk"}),
         *(("encserve_http_requests_total", {"status": it}) for it in ("200", "404")),
         *(("encserve_tokens_total", {"model": it}) for it in ("bert", "tiny-1", "tiny-2")),
     ]

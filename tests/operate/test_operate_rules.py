@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import yaml
 from boards import ALERTS, ROOT, RULES, metric_names
-from dashboards.parts import FAILED, LATENCY_OBJECTIVE
+from dashboards.parts import BULK_OBJECTIVE, FAILED, LATENCY_OBJECTIVE
 from prometheus import promtool
 
+from encserve_server.error_table import ERROR_TABLE
 from encserve_server.telemetry.metrics import SECONDS_BUCKETS
 
 PROMETHEUS = ROOT / "deploy/prometheus"
@@ -83,8 +84,32 @@ def test_no_section_is_left_of_an_alert_that_is_gone() -> None:
 def test_rules_and_dashboards_have_the_same_objectives() -> None:
     expressions = " ".join(rule["expr"] for rule in RULES)
     assert FAILED in expressions
-    assert set(re.findall(r'le="([\d.]+)"', expressions)) == {LATENCY_OBJECTIVE}
-    assert float(LATENCY_OBJECTIVE) in SECONDS_BUCKETS, "no bucket ends there, so nothing would be counted"
+    assert set(re.findall(r'le="([\d.]+)"', expressions)) == {LATENCY_OBJECTIVE, BULK_OBJECTIVE}
+    assert {float(LATENCY_OBJECTIVE), float(BULK_OBJECTIVE)} <= set(SECONDS_BUCKETS), (
+        "no bucket ends there, so nothing would be counted"
+    )
+
+
+def test_refusals_are_the_callers_doing_or_the_servers() -> None:
+    """A new reason of RESOURCE_EXHAUSTED has to be one or the other, and the alert of refused callers has the rest."""
+    (failed,) = [rule["expr"] for rule in RULES if rule.get("record") == "instance:encserve_calls_failed:total"]
+    (refused,) = [alert["expr"] for alert in ALERTS if alert["alert"] == "EncserveCallersRefused"]
+    servers = set(re.findall(r'reason=~"([A-Z_|]+)"', failed)[0].split("|"))
+    callers = set(re.findall(r'outcome=~"([A-Z_|]+)"', refused)[0].split("|"))
+    of = {
+        code: {error.reason for error, status in ERROR_TABLE.items() if status.grpc == code}
+        for code in ("RESOURCE_EXHAUSTED", "UNAUTHENTICATED", "PERMISSION_DENIED")
+    }
+    assert servers <= of["RESOURCE_EXHAUSTED"]
+    assert set().union(*of.values()) - servers == callers
+
+
+def test_bulk_adds_no_servers() -> None:
+    """The autoscaler's query leaves bulk out, in Prometheus' adapter and for KEDA."""
+    adapter = yaml.safe_load((ROOT / "deploy/kubernetes/prometheus-adapter.yaml").read_text())
+    query = adapter["rules"]["external"][0]["metricsQuery"]
+    assert "- avg_over_time(encserve_queue_bulk_tokens[1m])" in query
+    assert f"    {query}\n" in OPERATIONS
 
 
 def test_every_rule_reads_something() -> None:

@@ -212,3 +212,29 @@ def test_no_server_image_has_torch_and_none_has_two_onnx_runtimes() -> None:
         "nvidia-curand",
         "nvidia-ml-py",  # reads the GPU's memory; pure Python
     }
+
+
+def test_the_override_with_tls() -> None:
+    """It sets what the server reads, mounts what it names, and Prometheus asks as the server answers."""
+    override = yaml.safe_load((ROOT / "deploy/compose.tls.yml").read_text())["services"]
+    assert set(override) == {"server", "server-gpu", "prometheus"}
+    fields = Settings.__dataclass_fields__
+    for name in ("server", "server-gpu"):
+        ((source, target, read_only),) = mounts(
+            {"volumes": [it.replace(":-", "-") for it in override[name]["volumes"]]}
+        )
+        assert (source, target, read_only) == ("${TLS_DIR-./tls}", "/tls", True)
+        for variable, path in override[name]["environment"].items():
+            assert variable.removeprefix("ENCSERVE_").lower() in fields
+            assert Path(path).parent == Path("/tls")
+    assert [it.replace("compose-tls", "compose") for it in override["prometheus"]["command"]] == SERVICES["prometheus"][
+        "command"
+    ]
+    config = yaml.safe_load((ROOT / "deploy/prometheus/compose-tls.yml").read_text())
+    plain = yaml.safe_load((ROOT / "deploy/prometheus/compose.yml").read_text())
+    (job,) = config["scrape_configs"]
+    assert override["prometheus"]["volumes"] == ["${TLS_DIR:-./tls}/ca.crt:/tls/ca.crt:ro"]
+    assert job["tls_config"] == {"ca_file": "/tls/ca.crt"}
+    assert job.pop("scheme") == "https"
+    del job["tls_config"]
+    assert config == plain

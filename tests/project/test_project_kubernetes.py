@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from encserve_server.telemetry.metrics import Metrics
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "deploy" / "kubernetes"
+SECURE = ROOT / "deploy" / "kubernetes-secure"
 RESOURCES = sorted({path.name for path in FOLDER.glob("*.yaml")} - {"kustomization.yaml", "prometheus-adapter.yaml"})
 DEFAULTS: dict[str, Any] = {
     f"--{field.name.replace('_', '-')}": field.default for field in dataclasses.fields(Settings)
@@ -78,6 +81,54 @@ def test_a_failing_engine_has_time_to_come_back_before_a_restart(container: Any)
     liveness, readiness = container["livenessProbe"], container["readinessProbe"]
     assert liveness["periodSeconds"] * liveness["failureThreshold"] >= 2 * DEFAULTS["--stall-seconds"]
     assert readiness["periodSeconds"] * readiness["failureThreshold"] <= 15
+
+
+def patched(name: str, patch: str) -> Any:
+    """A resource with one of the patches of deploy/kubernetes-secure, RFC 6902, as kustomize applies it."""
+    resource = load(name)
+    for it in yaml.safe_load((SECURE / patch).read_text()):
+        *way, last = [part.replace("~1", "/") for part in it["path"].split("/")[1:]]
+        at = resource
+        for part in way:
+            at = at[int(part)] if isinstance(at, list) else at[part]
+        if isinstance(at, list):
+            assert (it["op"], last) == ("add", "-")
+            at.append(it["value"])
+        elif it["op"] == "remove":
+            del at[last]
+        else:
+            assert (last in at) is (it["op"] == "replace")
+            at[last] = it["value"]
+    return resource
+
+
+def test_the_override_with_tls(tmp_path: Path) -> None:
+    """It adds TLS to the flags, and every probe asks what needs no client certificate."""
+    secure = yaml.safe_load((SECURE / "kustomization.yaml").read_text())
+    callers = FOLDER.with_name("kubernetes-callers")
+    assert [(SECURE / it).resolve() for it in secure["resources"]] == [callers]  # kustomize takes no folder above
+    for it in secure["patches"]:
+        assert (SECURE / it["path"]).is_file()
+    deployment = patched("deployment.yaml", "deployment-tls.yaml")
+    template = deployment["spec"]["template"]
+    (container,) = template["spec"]["containers"]
+    settings = dict(argument[2:].replace("-", "_").split("=") for argument in container["args"])
+    mount = next(it for it in container["volumeMounts"] if it["name"] == "tls")
+    assert {str(Path(settings[f"tls_{name}_file"]).parent) for name in ("cert", "key")} == {mount["mountPath"]}
+    assert "subPath" not in mount
+    assert template["spec"]["volumes"][-1]["name"] == mount["name"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"scheme": "HTTPS", "port": "metrics", "path": "/healthz"}
+        assert "grpc" not in container[probe]
+        assert container[probe]["failureThreshold"]
+    assert template["metadata"]["annotations"]["prometheus.io/scheme"] == "https"
+    service = patched("service.yaml", "service-tls.yaml")
+    assert [port["appProtocol"] for port in service["spec"]["ports"]] == ["https", "https"]
+    for number, resource in enumerate((deployment, service)):
+        path = tmp_path / f"{number}.yaml"
+        path.write_text(yaml.safe_dump(resource))
+        command = [str(Path(sys.executable).parent / "kubernetes-validate"), "--quiet", "--strict", "-k", "1.37"]
+        subprocess.run([*command, path], check=True, timeout=60)
 
 
 def test_everything_selects_the_servers_pods(pod: Any) -> None:

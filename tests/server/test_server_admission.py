@@ -116,3 +116,13 @@ def test_a_call_of_many_sequences_gets_its_turn_too(tokens: int, chance: float) 
     taken = overload(lengths, limit=65_536, batch=512)
     settled = np.arange(len(lengths)) > 10_000
     assert taken[settled & many].mean() > chance * taken[settled & ~many].mean()
+
+
+@given(tokens=st.integers(1, LIMIT), queued=st.integers(0, LIMIT))
+def test_bulk_leaves_a_quarter_free_unless_it_is_larger_than_the_rest(tokens: int, queued: int) -> None:
+    door = Admission(LIMIT)
+    excess = door.bulk_excess(tokens, queued)
+    assert door.reopens_at_tokens is None, "bulk has shut the door"
+    assert excess == 0 or door.bulk_excess(tokens, max(queued - excess, 0)) == 0
+    if excess == 0:
+        assert queued + tokens <= (LIMIT if tokens > LIMIT * 3 // 4 else LIMIT * 3 // 4)

@@ -14,6 +14,7 @@ from tickets import ticket_of
 
 from encserve_server.scheduling.batching import BatchPolicy, Plan, plan_batch
 from encserve_server.scheduling.queue import PendingQueue, Taken, Ticket
+from encserve_server.types.callers import Caller, Priority
 from encserve_server.types.sequences import ClosedBy, TokenSequence
 
 NOW = 100.0
@@ -34,6 +35,7 @@ class Waiting(NamedTuple):
     extra_cost: int = 0
 
 
+CALLERS = [Caller(), Caller("search", 2.0), Caller("jobs", 0.5)]
 calls = st.builds(
     Waiting,
     st.integers(1, 300),
@@ -324,9 +326,12 @@ class QueueMachine(RuleBasedStateMachine):
         lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8),
         extra_cost=st.integers(0, 30),
         seconds=st.sampled_from([math.inf, math.inf, 1.0, 2.0]),
+        caller=st.sampled_from(CALLERS),
+        priority=st.sampled_from(Priority),
     )
-    def add(self, lengths: list[int], extra_cost: int, seconds: float) -> None:
-        ticket = ticket_of(lengths, deadline=self.now + seconds, extra_cost=extra_cost)
+    def add(self, lengths: list[int], extra_cost: int, seconds: float, caller: Caller, priority: Priority) -> None:
+        deadline = self.now + seconds
+        ticket = ticket_of(lengths, deadline=deadline, extra_cost=extra_cost, caller=caller, priority=priority)
         self.queue.add(ticket)
         self.calls.append(Model(ticket, list(ticket.sequences)))
 
@@ -356,7 +361,7 @@ class QueueMachine(RuleBasedStateMachine):
         assert set(ran) | set(taken.expired) <= set(waiting)
         assert all(not it.ticket.done.done() and it.deadline > self.now for it in ran)
         assert ran or not len(self.queue)
-        still = set(self.queue._arrivals)
+        still = {it for line in self.queue._lines.values() for flow in line.flows.values() for it in flow.arrivals}
         self.left([it for it in waiting if it not in still])
         dropped = set(waiting) - still - set(ran) - set(taken.expired)
         assert all(it.ticket.done.done() for it in dropped)
@@ -377,9 +382,17 @@ class QueueMachine(RuleBasedStateMachine):
 
     @invariant()
     def nothing_is_kept_of_what_has_left(self) -> None:
-        lengths = sorted({len(it.input) for call in self.calls for it in call.waiting})
-        assert self.queue._lengths == lengths
-        assert sorted(self.queue._buckets) == sorted(self.queue._waiting) == lengths
+        for priority, line in self.queue._lines.items():
+            calls = [it for it in self.calls if it.ticket.priority is priority]
+            lengths = sorted({len(it.input) for call in calls for it in call.waiting})
+            assert line.lengths == lengths
+            assert sorted(line.buckets) == sorted(line.waiting) == lengths
+            assert line.cost == self.queue.cost_of(priority) == sum(flow.cost for flow in line.active)
+            for name, flow in line.flows.items():
+                waiting = [it for call in calls if call.ticket.caller.name == name for it in call.waiting]
+                assert list(flow.arrivals) == waiting
+                assert (flow in line.active) == bool(waiting)
+                assert not waiting or flow.next_turn >= line.clock
 
 
 TestQueue = QueueMachine.TestCase

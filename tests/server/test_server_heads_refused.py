@@ -1,7 +1,6 @@
 """Bundles whose heads, tasks or files for them contradict each other: refused when they are read, or loaded."""
 
 import io
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tokenizers import Tokenizer, models
 
 from encserve_proto.bundle.v1 import manifest_pb2 as m
 from encserve_server.errors import BundleError
+from encserve_server.models.turns import TurnPool
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.repository.loading import load_model
 from encserve_server.settings import Settings
@@ -136,4 +136,4 @@ def test_a_model_that_joins_vectors_needs_what_does_it(tmp_path: Path, monkeypat
 
 
 def load(directory: Path) -> None:
-    load_model(directory, Settings(model_repository=directory, tune_batches=False), ThreadPoolExecutor(1))
+    load_model(directory, Settings(model_repository=directory, tune_batches=False), TurnPool(1))

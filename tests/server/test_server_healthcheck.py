@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_server import Failed, FakeServer
+from certificates import make_certificates
+from fake_server import Failed, FakeServer, StartServer
 from real_server import real_server
 from tiny_bundle import write_bundle
 
@@ -34,6 +35,25 @@ def test_of_a_real_server(tmp_path: Path) -> None:
         assert run(server.target, ENCSERVE_GRPC_PORT="1") == (0, "SERVING")
     status, said = run(**own)
     assert (status, said.partition(":")[0]) == (1, "UNAVAILABLE")
+
+
+@pytest.mark.parametrize("with_clients", [False, True])
+async def test_of_a_server_with_tls(
+    start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_clients: bool
+) -> None:
+    """It asks the metrics page, which needs no certificate of it, and does not mind the name."""
+    made = make_certificates(tmp_path)
+    files = {"tls_cert_file": made.other_name.cert, "tls_key_file": made.other_name.key}
+    server = await start_server(**files, tls_client_ca_file=made.ca if with_clients else None)
+    monkeypatch.setenv("ENCSERVE_TLS_CERT_FILE", str(made.other_name.cert))
+    monkeypatch.setenv("ENCSERVE_METRICS_PORT", str(server.app.metrics_port))
+    assert await asyncio.to_thread(healthcheck.main, []) == 0
+    await server.app._health.shut_down()
+    assert await asyncio.to_thread(healthcheck.check_page, "localhost", server.app.metrics_port) == "NOT_SERVING"
+    assert await asyncio.to_thread(healthcheck.main, []) == 1
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        said = await asyncio.to_thread(healthcheck.check_page, "127.0.0.1", silent.getsockname()[1], 0.2)
+    assert said.startswith("UNAVAILABLE: ")
 
 
 async def test_it_follows_the_engine(server: FakeServer) -> None:

@@ -267,10 +267,10 @@ async def test_fields_that_nobody_knows_are_ignored_with_one_warning(
 ) -> None:
     plain = openai_vectors(await post(server, OPENAI, {"input": "hello"}))
     long_name = "z" * 100_000
-    for name in ("priority", "priority", "inputs", long_name, long_name + "z"):
+    for name in ("seed", "seed", "inputs", long_name, long_name + "z"):
         got = openai_vectors(await post(server, OPENAI, {"input": "hello", name: {"a": [1]}}))
         np.testing.assert_array_equal(got, plain)
-    assert ignored(caplog) == ["priority", "inputs", "z" * 64]
+    assert ignored(caplog) == ["seed", "inputs", "z" * 64]
     for i in range(200):
         assert (await post(server, TEI, {"inputs": "hello", f"raw_{i}": True})).status_code == 200
     assert len(ignored(caplog)) == 3 + 64  # of each route

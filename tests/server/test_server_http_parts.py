@@ -17,6 +17,7 @@ from waiting import until
 from encserve_server.errors import QueueFull
 from encserve_server.models.parts import PartedCall
 from encserve_server.models.served import EncodeCall, EncodeReply
+from encserve_server.types.callers import Sender
 from encserve_server.types.requests import Detail
 from encserve_server.types.sequences import TokenSequence
 
@@ -180,7 +181,7 @@ class Crowded:
         self.runs = self.texts = 0
         self.costs: list[int] = []
 
-    async def prepare(self, call: EncodeCall, span: None) -> EncodeReply:
+    async def prepare(self, call: EncodeCall, span: None, sender: Sender) -> EncodeReply:
         """One token a text."""
         self.texts += 1
         if self.texts - 1 in self.full_texts:
@@ -190,7 +191,7 @@ class Crowded:
             sequence.cost = 1
         return EncodeReply(sequences, SimpleNamespace(row_bytes=None), Detail.COUNTS, False, None, 0.0, 1)  # type: ignore[arg-type]
 
-    async def run(self, reply: EncodeReply, deadline: float, span: None) -> None:
+    async def run(self, reply: EncodeReply, deadline: float, span: None, sender: Sender) -> None:
         """Counts."""
         self.runs += 1
         if self.runs - 1 in self.full_runs:

@@ -7,7 +7,6 @@ import re
 import socket
 import subprocess
 import sys
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from waiting import until
 
 from encserve_server.app import App
 from encserve_server.errors import StartupError
+from encserve_server.models.turns import TurnPool
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.settings import Settings
 
@@ -250,7 +250,7 @@ async def test_before_the_models_are_there(tmp_path: Path) -> None:
     (tmp_path / "tiny" / "1").mkdir(parents=True)
     (tmp_path / "tiny" / "1" / "manifest.json").touch()
 
-    def load(directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
         del settings
         asyncio.run_coroutine_threadsafe(loading.wait(), loop).result()
         return fake_model(directory, tokenize_pool, FakeEngine(D_MODEL))

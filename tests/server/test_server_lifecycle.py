@@ -8,7 +8,6 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
 from encserve_server.errors import BundleError, StartupError
 from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.models.turns import TurnPool
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.settings import Settings
 from encserve_server.telemetry import lag
@@ -462,7 +462,7 @@ async def test_threads_that_compute_leave_the_cpu_to_the_event_loop(start_server
             look("run")
             return super().run(*args, **kwargs)
 
-    def load(directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
         del settings
         maker = threading.Thread(target=look, args=("a thread of the engine",))
         maker.start()

@@ -1,6 +1,5 @@
 """Bundles whose manifest vouches for all of their files, and whose parts do not belong together."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from tiny_bundle import VOCAB_SIZE, write_bundle
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_server.errors import BundleError
+from encserve_server.models.turns import TurnPool
 from encserve_server.repository import loading
 from encserve_server.repository.activation import LoadedModel, ServedAlready
 from encserve_server.repository.loading import load_model
@@ -20,7 +20,7 @@ FAR = 2**32 - 1  # the largest number that a tokenizer can hold
 def load(directory: Path, **settings: Any) -> LoadedModel:
     """Loads a bundle as a server does."""
     chosen = Settings(model_repository=directory, tune_batches=False, **settings)
-    return load_model(directory, chosen, ThreadPoolExecutor(1))
+    return load_model(directory, chosen, TurnPool(1))
 
 
 def words(count: int, processor: processors.PostProcessor | None = None) -> Tokenizer:
@@ -46,7 +46,7 @@ def test_what_is_served_already_is_verified_and_not_loaded(tmp_path: Path, monke
     directory = write_bundle(tmp_path)
     served = load(directory)
     monkeypatch.setattr(loading, "open_engine", lambda *_, **__: pytest.fail("a model was loaded"))
-    arguments = directory, Settings(model_repository=tmp_path), ThreadPoolExecutor(1), served.bundle.fingerprint
+    arguments = directory, Settings(model_repository=tmp_path), TurnPool(1), served.bundle.fingerprint
     with pytest.raises(ServedAlready):
         load_model(*arguments)
     (directory / "model.onnx").write_bytes(b"altered")

@@ -7,7 +7,6 @@ import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.models.served import ServedModel
+from encserve_server.models.turns import TurnPool
 from encserve_server.repository.activation import LoadedModel, ServedAlready
 from encserve_server.settings import Settings
 
@@ -49,7 +49,7 @@ class Repository:
         (directory / "manifest.json").unlink()
         directory.rmdir()
 
-    def load(self, directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
+    def load(self, directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
         """A loader for the server; what its rights keep from others it cannot read either, even where tests may."""
         manifest = directory / "manifest.json"
         content = manifest.read_text() if manifest.stat().st_mode & 0o004 else CLOSED
@@ -570,7 +570,7 @@ async def test_a_refused_version_leaves_nothing_in_memory(
     """An error knows the frames that it came through, and those the engine that failed to warm up."""
     held: list[weakref.ref[FakeEngine]] = []
 
-    def load(directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
         if (directory / "manifest.json").read_text() == "not finite":
             engine = FakeEngine(D_MODEL)
             held.append(weakref.ref(engine))
@@ -764,7 +764,7 @@ async def test_a_version_replaced_in_place_is_counted_until_it_is_gone(repositor
     gate = threading.Event()
     loading = repository.load
 
-    def load(directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
         if directory.name == "1":
             gate.wait(60)
         return loading(directory, settings, tokenize_pool, served)
@@ -808,7 +808,7 @@ async def test_stuck_engines_are_given_up_together(
 async def test_an_inspection_of_a_version_whose_folder_is_gone(repository: Repository, serve: Serve) -> None:
     """Its second graph was never loaded, and cannot be now: no bug, so no INTERNAL."""
 
-    def load(directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
+    def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
         def load_inspector() -> FakeInspector:
             raise BundleError(f"{directory}: cannot be read")
 

@@ -6,7 +6,6 @@ import logging
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,12 +25,14 @@ from encserve_server.error_table import ERROR_TABLE, Failure, to_failure
 from encserve_server.errors import BundleError, EncserveError, FieldPath, InvalidField, Part, PlainNaming, QueueFull
 from encserve_server.models.inputs import InputChecker, LengthLimit
 from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.models.turns import TurnPool
 from encserve_server.repository import loading
 from encserve_server.rpc import status, wire
 from encserve_server.settings import MIB, Settings
 from encserve_server.system import cpus
 from encserve_server.telemetry import logs
 from encserve_server.types.bundles import TextTemplate
+from encserve_server.types.callers import ANY_SENDER
 from encserve_server.types.requests import Task
 from encserve_server.types.sequences import TokenSequence
 
@@ -187,7 +188,7 @@ def test_a_start_that_fails_says_why_in_one_line(
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
     path = write_tokenizer(tmp_path_factory.mktemp("tokenizer") / "tokenizer.json")
-    return TextTokenizer(path, ThreadPoolExecutor(1), 2**20)
+    return TextTokenizer(path, TurnPool(1), 2**20)
 
 
 @pytest.fixture(scope="module")
@@ -200,7 +201,7 @@ def template_checker(tmp_path_factory: pytest.TempPathFactory) -> InputChecker:
     tokenizer.save(str(path))
     template = TextTemplate("new ", "hello ", "brave ", " world world", 2)
     bundle: Any = SimpleNamespace(name="m", graph=SimpleNamespace(takes_vectors=False), special_token_ids=())
-    return InputChecker(bundle, TextTokenizer(path, ThreadPoolExecutor(1), 2**20, template=template), 2**20)
+    return InputChecker(bundle, TextTokenizer(path, TurnPool(1), 2**20, template=template), 2**20)
 
 
 async def tokenize(tokenizer: TextTokenizer, texts: list[str], max_tokens: int) -> list[TokenSequence]:
@@ -257,7 +258,7 @@ def test_special_tokens_in_a_text_are_split_where_the_bundle_says_so(tmp_path: P
     tokenizer.add_special_tokens(["[SEP]"])
     tokenizer.save(str(path))
     found = [
-        TextTokenizer(path, ThreadPoolExecutor(1), 2**20, split_special_tokens=split)._tokenize(["[SEP]"], 99, False)
+        TextTokenizer(path, TurnPool(1), 2**20, split_special_tokens=split)._tokenize(["[SEP]"], 99, False)
         for split in (False, True)
     ]
     assert [it.input.tolist() for (it,) in found if isinstance(it, TokenSequence)] == [[1, 2, 2], [1, 3, 3, 3, 2]]
@@ -275,8 +276,7 @@ def test_what_a_tokenizer_puts_around_a_text_is_known(tmp_path: Path, around: st
     else:
         changed.post_processor = processors.Sequence([])
     changed.save(str(path))
-    with ThreadPoolExecutor(1) as pool:
-        before, behind = TextTokenizer(path, pool, 2**20).special_around
+    before, behind = TextTokenizer(path, TurnPool(1), 2**20).special_around
     assert before == ((1,) if "[CLS]" in (around or "") else ())
     assert behind == ((2,) if "[SEP]" in (around or "") else ())
 
@@ -295,23 +295,24 @@ def test_an_error_of_a_part_is_about_the_inputs_of_the_whole() -> None:
 
 async def test_whoever_else_runs_python_goes_on_while_a_long_text_is_tokenized(tokenizer: TextTokenizer) -> None:
     """A health check, for one. In CPU time, of which both threads get their shares on the busiest machine."""
-    tokenizing_began = tokenizer._executor.submit(time.thread_time).result()
+    tokenizing_began = await tokenizer._pool.run(ANY_SENDER, 0, time.thread_time)
     began = time.thread_time()
     task = asyncio.create_task(tokenize(tokenizer, ["hello world " * 100_000], LONGEST))
     while not task.done():
         await asyncio.sleep(0)
     took = time.thread_time() - began
     assert (await task)[0].original_token_count == 200_002
-    assert took > (tokenizer._executor.submit(time.thread_time).result() - tokenizing_began) / 8
+    assert took > (await tokenizer._pool.run(ANY_SENDER, 0, time.thread_time) - tokenizing_began) / 8
 
 
 async def test_a_few_words_do_not_wait_behind_a_long_text(tokenizer: TextTokenizer) -> None:
     release = threading.Event()
-    tokenizer._executor.submit(release.wait)  # as a long text would keep the thread
+    busy = asyncio.create_task(tokenizer._pool.run(ANY_SENDER, 0, release.wait))  # as a long text would keep the thread
     try:
         assert (await tokenize(tokenizer, ["hello world", "brave"], LONGEST))[0].input.tolist() == [1, 4, 7, 2]
     finally:
         release.set()
+        await busy
 
 
 @pytest.fixture
@@ -330,7 +331,7 @@ PANICS = "a" * 30 + "b"
 @pytest.mark.parametrize("known", ["hello", "hello world " * 50], ids=["at once", "in a thread"])
 async def test_a_text_for_which_the_tokenizer_panics_fails_alone(panicking_file: Path, known: str) -> None:
     """A panic of its Rust code is a BaseException, which most of Python takes for the end of the process."""
-    tokenizer = TextTokenizer(panicking_file, ThreadPoolExecutor(1), 2**20)
+    tokenizer = TextTokenizer(panicking_file, TurnPool(1), 2**20)
     tokenized = await tokenizer.tokenize([known, PANICS, "world"], LONGEST, truncate=True, details=False)
     before, panicked, after = tokenized
     assert isinstance(before, TokenSequence)
@@ -376,13 +377,13 @@ def test_a_file_for_which_the_library_panics_is_no_tokenizer(
     path = write_tokenizer(tmp_path / "tokenizer.json")
     path.write_text(json.dumps(json.loads(path.read_text()) | {part: content}))
     with pytest.raises(BundleError, match=rf"tokenizer.json: not a tokenizer: .*{problem}"):
-        TextTokenizer(path, ThreadPoolExecutor(1), 2**20)
+        TextTokenizer(path, TurnPool(1), 2**20)
 
 
 def test_a_file_that_is_no_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(BundleError, match=r"tokenizer.json: not a tokenizer"):
-        TextTokenizer(tmp_path / "tokenizer.json", ThreadPoolExecutor(1), 2**20)
+        TextTokenizer(tmp_path / "tokenizer.json", TurnPool(1), 2**20)
 
 
 @given(st.integers(0, 2**63))

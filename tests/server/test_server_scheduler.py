@@ -23,12 +23,14 @@ from encserve_server.errors import (
     InferenceFailed,
     QueueFull,
     RequestTooLarge,
+    ShareExceeded,
 )
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.scheduling.lanes import Outcome
 from encserve_server.scheduling.queue import PendingQueue
 from encserve_server.scheduling.scheduler import Scheduler, SchedulerLimits
 from encserve_server.types.arrays import ModelInput, OutputArrays, TokenIds
+from encserve_server.types.callers import ANY_SENDER, Caller, Priority, Sender
 from encserve_server.types.sequences import Batch, ClosedBy, TokenSequence
 
 POISON, NAN = 666, 777
@@ -42,8 +44,13 @@ class Recorder:
         self.busy_seconds = 0.0
 
     def register_queue_gauges(
-        self, requests: Callable[[], int], sequences: Callable[[], int], tokens: Callable[[], int]
+        self,
+        requests: Callable[[], int],
+        sequences: Callable[[], int],
+        tokens: Callable[[], int],
+        bulk_tokens: Callable[[], int],
     ) -> None:
+        del bulk_tokens
         self._queue = requests, sequences, tokens
 
     @property
@@ -102,11 +109,15 @@ class Bench:
         self.health_changes += 1
 
     async def encode(
-        self, inputs: Sequence[ModelInput], deadline: float = math.inf, extra_cost: int = 0
+        self,
+        inputs: Sequence[ModelInput],
+        deadline: float = math.inf,
+        extra_cost: int = 0,
+        sender: Sender = ANY_SENDER,
     ) -> list[TokenSequence]:
         """One call; the outputs of each sequence cost so many tokens beside its own."""
         sequences = [TokenSequence(it, len(it), cost=len(it) + extra_cost) for it in inputs]
-        await self.scheduler.run(sequences, deadline)
+        await self.scheduler.run(sequences, deadline, sender=sender)
         return sequences
 
     async def busy(self) -> asyncio.Task[list[TokenSequence]]:
@@ -937,3 +948,79 @@ async def test_a_probe_is_busy_time(bench: Bench) -> None:
     assert bench.scheduler._lanes.take_busy_seconds() == 2
     bench.engine.let_go()
     assert await probing
+
+
+# Shares of the queue, which holds 100 tokens here
+
+BULK = Sender(priority=Priority.BULK)
+
+
+async def queue_up(bench: Bench, lengths: Sequence[int], sender: Sender) -> list[asyncio.Task[list[TokenSequence]]]:
+    """Calls of one sequence each, which wait."""
+    before = bench.seen.queue[0]
+    tasks = [asyncio.create_task(bench.encode([ids(*[1] * it)], sender=sender)) for it in lengths]
+    await until(lambda: bench.seen.queue[0] == before + len(lengths) or any(it.done() for it in tasks))
+    return tasks
+
+
+async def test_bulk_takes_half_of_the_queue_and_shuts_nobody_out(bench: Bench) -> None:
+    first = await bench.busy()
+    waiting = await queue_up(bench, [25, 25], BULK)
+    with pytest.raises(ShareExceeded, match="bulk has 50 tokens waiting, of the 50 that are its share of the queue"):
+        await bench.encode([ids(1)], sender=BULK)
+    waiting += await queue_up(bench, [25, 25], ANY_SENDER)
+    bench.engine.let_go()
+    await asyncio.gather(first, *waiting)
+
+
+async def test_bulk_leaves_a_quarter_free_and_does_not_shut_the_door(bench: Bench) -> None:
+    first = await bench.busy()
+    waiting = await queue_up(bench, [35, 35], ANY_SENDER)
+    with pytest.raises(QueueFull, match="the queue is full"):
+        await bench.encode([ids(*[1] * 6)], sender=BULK)
+    waiting += await queue_up(bench, [30], ANY_SENDER)
+    bench.engine.let_go()
+    await asyncio.gather(first, *waiting)
+
+
+async def test_a_caller_over_its_share_is_refused_and_others_are_not(bench: Bench) -> None:
+    """Alone a caller may take half, since another may come; beside one of twice its weight a quarter."""
+    first = await bench.busy()
+    flood, other = Sender(Caller("flood")), Sender(Caller("other", 2.0))
+    waiting = await queue_up(bench, [25, 25], flood)
+    with pytest.raises(
+        ShareExceeded, match="caller flood has 50 tokens waiting, of the 50 .* this request has 1; try"
+    ) as error:
+        await bench.encode([ids(1)], sender=flood)
+    assert error.value.retry_delay_s > 0
+    with pytest.raises(ShareExceeded):
+        bench.scheduler.check_share(flood)
+    bench.scheduler.check_share(other)
+    waiting += await queue_up(bench, [25, 10], other)
+    with pytest.raises(ShareExceeded, match="of the 40 that"):
+        await bench.encode([ids(*[1] * 6)], sender=other)
+    bench.engine.let_go()
+    await asyncio.gather(first, *waiting)
+    await bench.encode([ids(1)], sender=flood)
+
+
+async def test_one_large_call_is_taken_where_nothing_of_its_caller_waits(bench: Bench) -> None:
+    first = await bench.busy()
+    waiting = await queue_up(bench, [60], BULK)
+    bench.engine.let_go()
+    await asyncio.gather(first, *waiting)
+    await bench.encode([ids(*[1] * 100)], sender=Sender(Caller("large"), Priority.BULK))
+
+
+async def test_interactive_sequences_run_before_bulk_ones_that_came_first(bench: Bench) -> None:
+    first = await bench.busy()
+    bulk = await queue_up(bench, [20, 20], BULK)
+    urgent = await queue_up(bench, [5], ANY_SENDER)
+    bench.engine.let_go()
+    (urgent_sequence,) = await urgent[0]
+    found = [sequence for task in bulk for sequence in await task]
+    await first
+    assert all(urgent_sequence.started_at <= it.started_at for it in found)
+    assert bench.engine.batches.index([5]) < min(
+        bench.engine.batches.index(it) for it in bench.engine.batches if 20 in it
+    )

@@ -153,6 +153,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     tokenize_requests: list[pb.TokenizeRequest] = field(default_factory=list)
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
     stream_requests: list[tuple[int, str]] = field(default_factory=list)
+    stream_priorities: set[int] = field(default_factory=set)
     metadata: list[dict[str, str]] = field(default_factory=list)
     n_stream_inputs: int = 0
     n_streams: int = 0
@@ -241,6 +242,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
         try:
             async for request in requests:
                 self.stream_requests.append((stream, request.request_id))
+                self.stream_priorities.add(request.request.priority)
                 self.n_stream_inputs += len(request.request.inputs)
                 task = asyncio.create_task(self._answer_on_stream(request, context, writing))
                 tasks.add(task)

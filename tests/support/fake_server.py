@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from waiting import until
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.app import App
 from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.models.turns import TurnPool
 from encserve_server.outputs import ModelOutputs
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.repository.manager import Loader
@@ -134,7 +134,7 @@ StartServer = Callable[..., Awaitable[FakeServer]]
 
 def fake_model(
     bundle_directory: Path,
-    tokenize_pool: Executor,
+    tokenize_pool: TurnPool,
     engine: FakeEngine,
     *,
     fingerprint: str = "f" * 32,
@@ -205,7 +205,7 @@ async def start_fake_server(
     with_tokenizer = with_tokenizer and not takes_vectors
     tokenizer_file = write_tokenizer(directory / "tokenizer.json", unknown)
 
-    def load_fake(bundle_directory: Path, settings: Settings, tokenize_pool: Executor, served: str) -> LoadedModel:
+    def load_fake(bundle_directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:
         return fake_model(
             bundle_directory,
             tokenize_pool,

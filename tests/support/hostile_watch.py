@@ -33,6 +33,8 @@ ANSWER_SECONDS = 10.0
 SLACK_BYTES = 100 * MIB
 # A server that takes so much more than it may is killed: the machine has other users.
 _KILLED_BEYOND_BYTES = 1024 * MIB
+# The ordinary caller's key, which servers that want none do not look at.
+KEY = "encserve-ordinary"
 _CHECK, _ENCODE = "/grpc.health.v1.Health/Check", "/encserve.v1.EncoderService/Encode"
 _SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING).SerializeToString()
 
@@ -247,7 +249,7 @@ class _Prober:
 
 
 def _answer(call: "grpc.UnaryUnaryMultiCallable[bytes, bytes]", request: bytes) -> str:
-    answer: Any = call.future(request, timeout=ANSWER_SECONDS)
+    answer: Any = call.future(request, timeout=ANSWER_SECONDS, metadata=(("api-key", KEY),))
     if (code := answer.code()) is not grpc.StatusCode.OK:
         reasons = [str(value) for key, value in answer.trailing_metadata() or () if key == "encserve-error-reason"]
         return " ".join([code.name, *reasons])

@@ -4,11 +4,12 @@ import contextlib
 import json
 import os
 import signal
+import ssl
 import subprocess
 import sys
 import threading
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +24,14 @@ class RealServer:
     Attributes:
         target: Its gRPC address.
         url: Where it answers HTTP, if it does.
+        tls: What to ask its metrics page with, of a server with TLS.
         log: Its log lines so far, parsed; one that is no JSON fails the test.
     """
 
     def __init__(self, process: "subprocess.Popen[str]", start_seconds: float = 120) -> None:
         """Waits until it serves."""
         self.process = process
+        self.tls: ssl.SSLContext | None = None
         self.log: list[dict[str, Any]] = []
         self._serving = threading.Event()
         self._reader = threading.Thread(target=self._read, daemon=True)
@@ -62,7 +65,8 @@ class RealServer:
 
     def metric(self, name: str, **labels: str) -> float:
         """The sum of a metric's samples that have these labels."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=60) as page:
+        url = f"{'https' if self.tls else 'http'}://127.0.0.1:{self.metrics_port}/metrics"
+        with urllib.request.urlopen(url, timeout=60, context=self.tls) as page:
             families = list(text_string_to_metric_families(page.read().decode()))
         return sum(
             sample.value
@@ -83,13 +87,18 @@ def cpu_has_bfloat16() -> bool:
 
 @contextlib.contextmanager
 def real_server(
-    model_repository: Path, *flags: str, program: Path = COMMAND, start_seconds: float = 120
+    model_repository: Path,
+    *flags: str,
+    program: Path = COMMAND,
+    start_seconds: float = 120,
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[RealServer]:
     """Runs a server and ends it, if the test has not.
 
     It does not measure its batch budget unless a flag says so: that would take seconds for every model.
     """
     environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_")}
+    environment |= variables or {}
     command: list[str | Path] = [program, "--model-repository", model_repository, "--no-tune-batches"]
     command += ["--grpc-port", "0", "--metrics-port", "0", *flags]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from encserve_server.scheduling.queue import Ticket
+from encserve_server.types.callers import ANYONE, Caller, Priority
 from encserve_server.types.sequences import TokenSequence
 
 
@@ -15,11 +16,24 @@ def sequence_of(*ids: int, extra_cost: int = 0) -> TokenSequence:
     return TokenSequence(np.array(ids, np.int64), len(ids), cost=len(ids) + extra_cost)
 
 
-def ticket_of(lengths: Sequence[int], *, deadline: float = math.inf, extra_cost: int = 0) -> Ticket:
+def ticket_of(
+    lengths: Sequence[int],
+    *,
+    deadline: float = math.inf,
+    extra_cost: int = 0,
+    caller: Caller = ANYONE,
+    priority: Priority = Priority.INTERACTIVE,
+) -> Ticket:
     """A call of sequences of these lengths; `done.cancel()` is a caller that goes away."""
     sequences = [sequence_of(*[1] * length, extra_cost=extra_cost) for length in lengths]
     done: Future[None] = Future()
-    ticket = Ticket(sequences, done, len(sequences))  # type: ignore[arg-type] # of what is used here it has all
+    ticket = Ticket(
+        sequences,
+        done,  # type: ignore[arg-type] # of what is used here it has all
+        len(sequences),
+        caller=caller,
+        priority=priority,
+    )
     for i, sequence in enumerate(sequences):
         sequence.ticket, sequence.index, sequence.deadline = ticket, i, deadline
     return ticket

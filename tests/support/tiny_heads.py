@@ -1,7 +1,6 @@
 """What a tiny bundle makes of its rows: hand-made heads, the manifest's parts about them, and NumPy's own answer."""
 
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Executor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.models.turns import TurnPool
 from encserve_server.repository.activation import LoadedModel
 from encserve_server.repository.loading import load_model
 from encserve_server.repository.manager import Loader
@@ -174,7 +174,7 @@ def every_kind() -> dict[str, Any]:
 def loader(bundle: Path, engine: Any = "onnxruntime") -> Loader:
     """Loads one bundle, whatever a server is to serve."""
 
-    def load(_: Path, settings: Settings, pool: Executor, served: str) -> LoadedModel:
+    def load(_: Path, settings: Settings, pool: TurnPool, served: str) -> LoadedModel:
         return load_model(bundle, replace(settings, engine=engine), pool)
 
     return load

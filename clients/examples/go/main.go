@@ -1,8 +1,13 @@
 // Prints the vector of each text as a line of JSON: go run . localhost:50051 "I understand this" "and that"
+//
+// With ENCSERVE_CA, a PEM file of authorities, by TLS; with ENCSERVE_CERT and ENCSERVE_KEY it shows a certificate.
+// With ENCSERVE_API_KEY it presents that key.
 package main
 
 import (
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"encoding/binary"
 	"encoding/json"
 	"log"
@@ -13,10 +18,36 @@ import (
 	encservev1 "encserve/v1"
 
 	"google.golang.org/grpc"
+	"google.golang.org/grpc/credentials"
+	"google.golang.org/grpc/metadata"
 )
 
 // The library's own bound on answers is 4 MiB; the server's default is 64.
 const maxResponseBytes = 64 << 20
+
+// security is plaintext, or TLS with the files that the environment names.
+func security() grpc.DialOption {
+	ca := os.Getenv("ENCSERVE_CA")
+	if ca == "" {
+		return grpc.WithInsecure()
+	}
+	authorities, err := os.ReadFile(ca)
+	if err != nil {
+		log.Fatal(err)
+	}
+	config := &tls.Config{RootCAs: x509.NewCertPool()}
+	if !config.RootCAs.AppendCertsFromPEM(authorities) {
+		log.Fatal("no certificate in " + ca)
+	}
+	if cert := os.Getenv("ENCSERVE_CERT"); cert != "" {
+		pair, err := tls.LoadX509KeyPair(cert, os.Getenv("ENCSERVE_KEY"))
+		if err != nil {
+			log.Fatal(err)
+		}
+		config.Certificates = []tls.Certificate{pair}
+	}
+	return grpc.WithTransportCredentials(credentials.NewTLS(config))
+}
 
 func main() {
 	if len(os.Args) < 3 {
@@ -24,13 +55,16 @@ func main() {
 	}
 	texts := os.Args[2:]
 	limit := grpc.WithDefaultCallOptions(grpc.MaxCallRecvMsgSize(maxResponseBytes))
-	connection, err := grpc.Dial(os.Args[1], grpc.WithInsecure(), limit)
+	connection, err := grpc.Dial(os.Args[1], security(), limit)
 	if err != nil {
 		log.Fatal(err)
 	}
 	defer connection.Close()
 	ctx, cancel := context.WithTimeout(context.Background(), 30*time.Second)
 	defer cancel()
+	if key := os.Getenv("ENCSERVE_API_KEY"); key != "" {
+		ctx = metadata.AppendToOutgoingContext(ctx, "authorization", "Bearer "+key)
+	}
 
 	request := &encservev1.EncodeRequest{Options: &encservev1.EncodeOptions{
 		Outputs: []*encservev1.OutputSpec{{Kind: encservev1.OutputKind_OUTPUT_KIND_MODEL_POOLING}},

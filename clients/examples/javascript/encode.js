@@ -1,6 +1,9 @@
 // Prints the vector of each text as a line of JSON: node encode.js localhost:50051 "I understand this" "and that"
+// With ENCSERVE_CA, a PEM file of authorities, by TLS; with ENCSERVE_CERT and ENCSERVE_KEY it shows a certificate.
+// With ENCSERVE_API_KEY it presents that key.
 "use strict";
 
+const fs = require("fs");
 const path = require("path");
 const grpc = require("@grpc/grpc-js");
 const protoLoader = require("@grpc/proto-loader");
@@ -16,13 +19,19 @@ const definition = protoLoader.loadSync("encserve/v1/encoder.proto", { includeDi
 const { EncoderService } = grpc.loadPackageDefinition(definition).encserve.v1;
 // The library's own bound on answers is 4 MiB; the server's default is 64.
 const limits = { "grpc.max_receive_message_length": 64 * 1024 * 1024 };
-const client = new EncoderService(address, grpc.credentials.createInsecure(), limits);
+const read = (name) => (process.env[name] ? fs.readFileSync(process.env[name]) : null);
+const security = process.env.ENCSERVE_CA
+  ? grpc.credentials.createSsl(read("ENCSERVE_CA"), read("ENCSERVE_KEY"), read("ENCSERVE_CERT"))
+  : grpc.credentials.createInsecure();
+const client = new EncoderService(address, security, limits);
+const metadata = new grpc.Metadata();
+if (process.env.ENCSERVE_API_KEY) metadata.set("authorization", `Bearer ${process.env.ENCSERVE_API_KEY}`);
 
 const request = {
   inputs: texts.map((text) => ({ text })),
   options: { outputs: [{ kind: "OUTPUT_KIND_MODEL_POOLING" }] },
 };
-client.Encode(request, { deadline: Date.now() + 30000 }, (error, response) => {
+client.Encode(request, metadata, { deadline: Date.now() + 30000 }, (error, response) => {
   if (error) {
     console.error(`${grpc.status[error.code]}: ${error.details}`);
     process.exitCode = 1;

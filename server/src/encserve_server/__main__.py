@@ -16,18 +16,22 @@ import uvloop
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # read on import; what gRPC's core writes by itself is no log line
 from encserve_server import __version__
 from encserve_server.app import serve
+from encserve_server.callers.keys import digest_of, make_key
+from encserve_server.environment import PREFIX, check_environment
 from encserve_server.settings import Settings
 from encserve_server.system import memory
 from encserve_server.telemetry import logs
+
+logger = logging.getLogger(__name__)
+
+_API_KEY = f"{PREFIX}API_KEY"
 
 
 def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
     """The flag of one setting."""
     flag = f"--{field.name.replace('_', '-')}"
     common: dict[str, Any] = {"help": field.metadata["help"], "show_envvar": True, "show_default": True}
-    if field.default is dataclasses.MISSING:
-        common |= {"required": True}
-    else:
+    if field.default is not dataclasses.MISSING:
         common |= {"default": field.default}
     if isinstance(hint, types.UnionType):  # a type or None, where None means a default that depends on the machine
         hint = typing.get_args(hint)[0]
@@ -43,27 +47,50 @@ def _option(field: "dataclasses.Field[Any]", hint: Any) -> Callable[[Any], Any]:
 
 
 def _settings_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds a flag for every setting, in their order."""
+    """Adds a flag for every setting that is no secret, in their order."""
     hints = typing.get_type_hints(Settings)
     for field in reversed(dataclasses.fields(Settings)):
-        command = _option(field, hints[field.name])(command)
+        if not field.metadata.get("is_secret"):
+            command = _option(field, hints[field.name])(command)
     return command
 
 
-@click.command(context_settings={"auto_envvar_prefix": "ENCSERVE", "max_content_width": 110})
+@click.group(invoke_without_command=True, context_settings={"auto_envvar_prefix": "ENCSERVE", "max_content_width": 110})
 @click.version_option(__version__, prog_name="encserve-server")
 @_settings_options
-def main(**values: Any) -> None:
-    """Serves encoder models over gRPC, with Prometheus metrics beside it."""
+@click.pass_context
+def main(context: click.Context, /, **values: Any) -> None:
+    """Serves encoder models over gRPC, with Prometheus metrics beside it.
+
+    The key that every call must present is in the environment variable ENCSERVE_API_KEY; it has no flag, since flags
+    are seen by everybody on the machine.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    if values["model_repository"] is None:
+        raise click.MissingParameter(ctx=context, param=next(it for it in main.params if it.name == "model_repository"))
     try:
-        settings = Settings(**values)
+        unknown = check_environment(os.environ, {f"{PREFIX}{it.name.upper()}" for it in dataclasses.fields(Settings)})
+        settings = Settings(**values, api_key=os.environ.get(_API_KEY))
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until there is something that can look again
     memory.limit_arenas()
     memory.freeze_gc()
     logs.configure(settings.log_level, settings.log_format)
+    if unknown:
+        logger.warning("environment variables that are no settings", extra={"variables": unknown})
     exit_process(uvloop.run(serve(settings)))
+
+
+@main.command("hash-key")
+def hash_key() -> None:
+    """Makes a random key, and prints it with its SHA-256.
+
+    The key is for the caller alone, and is kept nowhere else; the sum is for key_sha256 of the callers file.
+    """
+    key = make_key()
+    click.echo(f"key         {key}\nkey_sha256  {digest_of(key).hex()}")
 
 
 def exit_process(status: int) -> None:

@@ -21,10 +21,12 @@ from typing import TYPE_CHECKING
 import grpc
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 
+from encserve_server.callers.registry import Callers, open_source
 from encserve_server.calls import Calls
 from encserve_server.errors import StartupError
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
+from encserve_server.models.turns import TurnPool
 from encserve_server.open_inference.service import OpenInference
 from encserve_server.repository.activation import LoadedModel, serve_model
 from encserve_server.repository.loading import load_model
@@ -37,11 +39,14 @@ from encserve_server.rpc.sending import Sending
 from encserve_server.rpc.server import add_service, listen, make_server
 from encserve_server.settings import MIB, Settings
 from encserve_server.system import memory
+from encserve_server.system.certificates import CertificateError, Certificates, TlsFiles
 from encserve_server.system.clock import Clock, MonotonicClock
 from encserve_server.system.cpus import lower_thread_priority
+from encserve_server.system.listeners import is_loopback
+from encserve_server.telemetry.call_log import AccessLog, RefusalLog
 from encserve_server.telemetry.gpus import watch_gpus
 from encserve_server.telemetry.lag import LoopWatch
-from encserve_server.telemetry.metrics import Metrics
+from encserve_server.telemetry.metrics import CallerMetrics, Metrics
 from encserve_server.telemetry.page import MetricsPage
 from encserve_server.telemetry.spans import Tracer
 
@@ -75,7 +80,7 @@ class App:
         self.metrics = Metrics(self.registry)
         self.catalog = Catalog(settings.aliases, accept_any_name=settings.accept_any_model_name)
         self._clock = MonotonicClock()
-        self._tokenize_pool = ThreadPoolExecutor(settings.tokenizer_threads, thread_name_prefix="encserve-tokenize")
+        self._tokenize_pool = TurnPool(settings.tokenizer_threads, "encserve-tokenize")
         # Loading is in no hurry, and the threads that engines make are made here.
         self._load_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-load", initializer=lower_thread_priority)
         self._encode_pool = ThreadPoolExecutor(_ENCODE_THREADS, thread_name_prefix="encserve-encode")
@@ -83,6 +88,7 @@ class App:
         self._inspect_pool = ThreadPoolExecutor(1, thread_name_prefix="encserve-chunks")
         max_held_bytes = settings.in_flight_bytes_for(memory.usable_bytes())
         self._calls = Calls(self.catalog, self._clock, self._encode_pool, max_held_bytes=max_held_bytes)
+        self._calls.answer_times = self.metrics.answer_times
         self._sending = Sending(self._clock)
         self._receiving = Receiving(self._calls, settings.max_request_mib * MIB)
         self._guard = RpcGuard(self._calls, self.metrics, self._receiving, self._sending)
@@ -114,6 +120,7 @@ class App:
             load_pool=self._load_pool,
             tokenize_pool=self._tokenize_pool,
         )
+        self._certificates: Certificates | None = None
         self._tracer: Tracer | None = None
         self._server: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
@@ -125,9 +132,13 @@ class App:
         """Returns when every model answers; from then on the model repository is followed.
 
         Raises:
-            StartupError: A port is taken, a bundle or the device is not usable, or tracing cannot be had.
+            StartupError: A port is taken, a bundle, the device, a TLS file or the file of callers is not usable, or
+                tracing cannot be had.
         """
+        logger.info("settings in force", extra={"settings": self.settings.in_force()})
+        self._certificates = _open_certificates(self.settings, self.metrics)
         self._tracer = self._calls.tracer = _open_tracer(self.settings, self._clock, self.metrics)
+        self._open_callers()
         await self._start_metrics()
         await self._start_grpc()
         await self._start_http()
@@ -151,7 +162,8 @@ class App:
         if self._server is not None:
             await self._drain(self._server)
         clean = await self.manager.close()
-        for pool in (self._load_pool, self._tokenize_pool, self._encode_pool, self._inspect_pool):
+        self._tokenize_pool.close()
+        for pool in (self._load_pool, self._encode_pool, self._inspect_pool):
             pool.shutdown(wait=False, cancel_futures=True)
         for task in self._tasks:
             task.cancel()
@@ -159,6 +171,10 @@ class App:
             await self._tracer.close()
         if self._metrics_page is not None:
             self._metrics_page.close()
+        if self._calls.refusals is not None:
+            self._calls.refusals.close()
+        if self._calls.access_log is not None:
+            self._calls.access_log.close()
         logger.info("stopped", extra={"clean": clean})
         return clean
 
@@ -181,10 +197,39 @@ class App:
         closing = [] if self._http is None else [self._http.close(farewell_seconds)]
         await asyncio.gather(server.stop(farewell_seconds), *closing)
 
+    def _open_callers(self) -> None:
+        """Reads who may call, and opens what is written of calls."""
+        settings, calls = self.settings, self._calls
+        calls.refusals = RefusalLog()
+        if settings.access_log:
+            calls.access_log = AccessLog()
+        source = open_source(settings.api_key, settings.api_key_file, settings.callers)
+        if source is None and settings.tls_client_ca_file is None and not is_loopback(settings.host):
+            logger.warning(
+                "EVERYBODY WHO REACHES THIS ADDRESS MAY CALL: there are no keys; set ENCSERVE_API_KEY, --api-key-file "
+                "or --callers, or --tls-client-ca-file for client certificates",
+                extra={"host": settings.host},
+            )
+        if source is None and not settings.trust_fairness_id:
+            return
+        observer = calls.caller_observer = CallerMetrics(self.metrics)
+        calls.callers = Callers(
+            source,
+            self._clock,
+            public_listing=settings.public_listing,
+            trusts_proxy=settings.trust_fairness_id,
+            asks_for_certificates=settings.tls_client_ca_file is not None,
+            on_read=self.metrics.callers_read,
+            on_change=observer.only,
+        )
+        self._tasks.append(asyncio.get_running_loop().create_task(calls.callers.watch(), name="encserve-callers"))
+
     async def _start_metrics(self) -> None:
         settings = self.settings
         try:
-            self._metrics_page = MetricsPage(settings.host, settings.metrics_port, self.registry, self._is_healthy)
+            self._metrics_page = MetricsPage(
+                settings.host, settings.metrics_port, self.registry, self._is_healthy, self._certificates
+            )
         except OSError as error:
             raise StartupError(
                 f"--metrics-port {settings.metrics_port} on {settings.host}: {error.strerror}"
@@ -208,13 +253,16 @@ class App:
             for name in reflection.SERVICE_NAMES:
                 add_service(server, name, reflection.METHODS, reflection_handlers)
         try:
-            self.grpc_port = listen(server, settings.host, settings.grpc_port)
+            self.grpc_port = listen(server, settings.host, settings.grpc_port, self._certificates)
         except (OSError, RuntimeError) as error:
             why = error.strerror if isinstance(error, OSError) and error.errno else error
             raise StartupError(f"--grpc-port {settings.grpc_port} on {settings.host}: {why}") from error
         await server.start()
         self._server = server
-        for watch in (self._receiving.watch(), self._sending.watch(), self._give_memory_back()):
+        watches = [self._receiving.watch(), self._sending.watch(), self._give_memory_back()]
+        if self._certificates is not None:
+            watches.append(self._certificates.watch(self._clock))
+        for watch in watches:
             self._tasks.append(asyncio.get_running_loop().create_task(watch))
 
     async def _start_http(self) -> None:
@@ -224,7 +272,13 @@ class App:
         open_http = _import_http()
         try:
             self._http = await open_http(
-                settings, self._calls, self.metrics, self._is_serving, self.metrics_port, self._inference
+                settings,
+                self._calls,
+                self.metrics,
+                self._is_serving,
+                self.metrics_port,
+                self._inference,
+                self._certificates,
             )
         except OSError as error:
             raise StartupError(f"--http-port {settings.http_port} on {settings.host}: {error.strerror}") from error
@@ -306,6 +360,34 @@ def _import_http() -> "Callable[..., Awaitable[HttpServer]]":
             f"--http-port: the Python package {error.name} is not installed; install encserve-server[http]"
         ) from error
     return open_http
+
+
+def _open_certificates(settings: Settings, metrics: Metrics) -> Certificates | None:
+    """The TLS files, or None where the server speaks plaintext; the log says so where other machines reach it.
+
+    Raises:
+        StartupError: A file cannot be used, or the extra is not installed.
+    """
+    if settings.tls_cert_file is None or settings.tls_key_file is None:
+        if not is_loopback(settings.host):
+            logger.warning(
+                "NOT ENCRYPTED: other machines reach --host %s, and whoever is on the way reads and changes every "
+                "request; give --tls-cert-file and --tls-key-file, or let a proxy on this machine do TLS",
+                settings.host,
+            )
+        return None
+    try:
+        return Certificates(
+            TlsFiles(settings.tls_cert_file, settings.tls_key_file, settings.tls_client_ca_file), metrics
+        )
+    except CertificateError as error:
+        raise StartupError(str(error)) from error
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != "cryptography":
+            raise
+        raise StartupError(
+            f"tls_cert_file: the Python package {error.name} is not installed; install encserve-server[tls]"
+        ) from error
 
 
 def _open_tracer(settings: Settings, clock: Clock, metrics: Metrics) -> Tracer | None:

@@ -13,31 +13,96 @@ call.release()                                         once it has left
 
 import asyncio
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractAsyncContextManager
+from enum import Enum, auto
 from functools import partial
 from types import TracebackType
 from typing import Protocol
 
+from encserve_server.callers.registry import Callers, KnownCaller, Metadata
 from encserve_server.error_table import CANCELLED, EXPIRED, OK, UNKNOWN, Failure, Status, to_failure
-from encserve_server.errors import BudgetFull, Draining, EncserveError, FieldPath, Naming, Part, ResponseTooLarge
+from encserve_server.errors import (
+    BudgetFull,
+    Draining,
+    EncserveError,
+    FieldPath,
+    Naming,
+    Part,
+    PermissionDenied,
+    RateLimited,
+    ResponseTooLarge,
+    Unauthenticated,
+)
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.parts import PartedCall
-from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel, TokenizeCall, TokenizeReply
+from encserve_server.models.served import (
+    EncodeCall,
+    EncodeReply,
+    InspectCall,
+    InspectReply,
+    ServedModel,
+    TokenizeCall,
+    TokenizeReply,
+)
 from encserve_server.settings import MIB
 from encserve_server.system.clock import Clock
-from encserve_server.telemetry import spans
+from encserve_server.telemetry import call_log, spans
+from encserve_server.telemetry.call_log import AccessLog, CallRecord, RefusalLog
 from encserve_server.telemetry.logs import log_unexpected
 from encserve_server.telemetry.spans import SERVER_ERROR_CODES, RequestSpan, Tracer
+from encserve_server.types.callers import ANY_SENDER, ANYONE, Priority, Sender
+from encserve_server.types.sequences import TokenSequence
 
 # A reply larger than this is built in a thread: on the event loop it would delay all other calls.
 _INLINE_REPLY_BYTES = 256 * 1024
 # When to try again where the byte budget is full: replies leave within a second, unless their callers do not read.
 _BUDGET_RETRY_S = 1.0
+# Health checks, and questions for what is served, are shorter; their callers may have no key.
+OPEN_REQUEST_BYTES = 4096
 # A call that holds no more is a small one.
 _SMALL_BYTES = 256 * 1024
 # These end the task that they are raised in; every other exception is an answer.
 _NOT_ANSWERS = (asyncio.CancelledError, GeneratorExit, KeyboardInterrupt, SystemExit)
+
+
+class Access(Enum):
+    """Who may call a method, where keys or certificates are asked for."""
+
+    OPEN = auto()  # everybody: health checks
+    LISTING = auto()  # tells what is served; everybody, where a setting says so
+    CALLERS = auto()  # those who are known
+    INSPECT = auto()  # those of them who may inspect
+
+    @property
+    def is_open(self) -> bool:
+        """Whether callers without a key may get in: their requests have at most OPEN_REQUEST_BYTES."""
+        return self in (Access.OPEN, Access.LISTING)
+
+
+class Peer(Protocol):
+    """The other end of a connection."""
+
+    def address(self) -> str:
+        """Its address and port; empty where it has gone."""
+
+    def certificate_names(self) -> Collection[str]:
+        """The DNS and URI names of its verified certificate."""
+
+
+class CallerObserver(Protocol):
+    """Counts the calls of each caller; called on the event loop."""
+
+    def ended(self, caller: str, outcome: str, tokens: int) -> None:
+        """A call with so many tokens has ended: with a reason, or with OK, CANCELLED or DEADLINE_EXCEEDED."""
+
+
+class AnswerTimes(Protocol):
+    """Keeps how long calls that encode take, of all protocols; called on the event loop."""
+
+    def observe(self, seconds: float) -> None:
+        """A call of one priority has ended after so long."""
 
 
 class CallObserver(Protocol):
@@ -65,6 +130,8 @@ class Method:
         is_failure: Callable[[Status], bool] = lambda status: status.grpc in SERVER_ERROR_CODES,
         answers_while_draining: bool = False,
         reply_copies: int = 1,
+        access: Access = Access.CALLERS,
+        log_name: str = "",
     ) -> None:
         """Takes what the protocol says of the method.
 
@@ -78,6 +145,8 @@ class Method:
             is_failure: Whether a status counts as the server's error in traces.
             answers_while_draining: Whether it is answered while the server stops.
             reply_copies: How many times a reply is in memory while it is sent.
+            access: Who may call it.
+            log_name: Its name in the access log, where that of its spans does not say enough.
         """
         self.name = name
         self.naming = naming
@@ -88,6 +157,8 @@ class Method:
         self.is_failure = is_failure
         self.answers_while_draining = answers_while_draining
         self.reply_copies = reply_copies
+        self.access = access
+        self.log_name = log_name or name
 
 
 class Calls:
@@ -99,6 +170,11 @@ class Calls:
         draining: Set from when new calls are refused.
         held_bytes: The bytes of requests and replies that calls hold; any thread may read it.
         max_held_bytes: The most that they may.
+        callers: Who may call; None where everybody may, and nobody is named.
+        caller_observer: Counts the calls of each caller; None where callers are not told apart.
+        answer_times: Keep how long calls that encode take, by priority.
+        access_log: Where each call is written; None for nowhere.
+        refusals: Where refused and failed calls are told together; None for nowhere.
     """
 
     def __init__(
@@ -121,6 +197,16 @@ class Calls:
         self.draining = asyncio.Event()
         self.held_bytes = 0
         self.max_held_bytes = max_held_bytes
+        self.callers: Callers | None = None
+        self.caller_observer: CallerObserver | None = None
+        self.answer_times: Mapping[Priority, AnswerTimes] = {}
+        self.access_log: AccessLog | None = None
+        self.refusals: RefusalLog | None = None
+
+    @property
+    def reads_metadata(self) -> bool:
+        """Whether `begin` needs the headers of calls."""
+        return self.callers is not None or self.tracer is not None
 
     def drain(self) -> None:
         """From now on new calls get Draining."""
@@ -138,14 +224,19 @@ class Calls:
         self.held_bytes -= size
 
     def begin(
-        self, method: Method, metadata: Collection[tuple[str, str | bytes]] = (), deadline: float = math.inf
+        self,
+        method: Method,
+        metadata: Collection[tuple[str, str | bytes]] = (),
+        deadline: float = math.inf,
+        peer: Peer | None = None,
     ) -> "Call":
         """A call has come.
 
         Args:
             method: What is called.
-            metadata: The headers of the request.
+            metadata: The headers of the request, their names in lower case; needed where `reads_metadata` says so.
             deadline: When the caller is gone, on the clock; infinity for never.
+            peer: The other end of the connection.
         """
         span = None
         if method.observer is not None:
@@ -154,12 +245,13 @@ class Calls:
             self.idle.clear()
             if self.tracer is not None:
                 span = self.tracer.begin(method.name, metadata, method.attributes)
-        return Call(self, method, deadline, span)
+        return Call(self, method, deadline, span, metadata, peer)
 
     def begin_request(self, stream: "Call", method: Method, request_id: str) -> "Call":
         """A request of a stream has come, which is answered by itself; of the calls in flight the stream is one."""
-        call = Call(self, method, stream.deadline, spans.begin_request(request_id))
+        call = Call(self, method, stream.deadline, spans.begin_request(request_id), (), stream.peer)
         call.is_of_stream = True
+        call.inherit(stream)
         return call
 
 
@@ -171,14 +263,25 @@ class Call:
         span: Traces it; None where nothing does.
         failure: Why it failed, once its block has ended; None where it did not.
         is_of_stream: Whether it is one request of a stream.
+        caller: Who calls, once the call is accepted.
+        peer: The other end of the connection; None once the call has ended, or where nobody said.
     """
 
     __slots__ = (
-        "_began", "_calls", "_held_bytes", "_is_open", "_method", "_model", "deadline", "failure", "is_of_stream",
-        "span",
+        "_began", "_calls", "_charged", "_generation", "_held_bytes", "_identity", "_inputs", "_is_open", "_known",
+        "_metadata", "_method", "_model", "_model_name", "_priority", "_seconds", "_tokens", "caller", "deadline",
+        "failure", "is_of_stream", "peer", "span",
     )  # fmt: skip
 
-    def __init__(self, calls: Calls, method: Method, deadline: float, span: RequestSpan | None) -> None:
+    def __init__(
+        self,
+        calls: Calls,
+        method: Method,
+        deadline: float,
+        span: RequestSpan | None,
+        metadata: Metadata = (),
+        peer: Peer | None = None,
+    ) -> None:
         """See `Calls.begin`."""
         self._calls = calls
         self._method = method
@@ -186,10 +289,20 @@ class Call:
         self._held_bytes = 0
         self._model: ServedModel | None = None
         self._is_open = True
+        self.caller = ANYONE
         self.deadline = deadline
         self.span = span
         self.failure: Failure | None = None
         self.is_of_stream = False
+        self.peer = peer
+        self._metadata = metadata
+        self._identity: bytes | str | None = None
+        self._known: KnownCaller | None = None
+        self._generation = 0
+        self._charged: list[TokenSequence] = []  # those that have been counted against the caller's rate
+        self._model_name, self._inputs, self._tokens = "", 0, 0  # what is counted and logged
+        self._seconds = 0.0, 0.0  # in the queue and in compute
+        self._priority: Priority | None = None  # of a call that encodes
 
     def __enter__(self) -> "Call":
         return self
@@ -201,6 +314,9 @@ class Call:
         if self._model is not None:
             self._model.leave()
             self._model = None
+        if error is not None:
+            self._give_rate_back()
+        self._charged = []
         status, reason, is_answer = OK, "", not isinstance(error, _NOT_ANSWERS)
         now = self._calls.clock.now()
         if error is not None and is_answer:
@@ -214,7 +330,40 @@ class Call:
         if self.span is not None:
             code = {method.status_attribute: method.code_of(status)}
             self.span.end(code, reason, failed=method.is_failure(status))
+        if method.observer is not None or (self.failure is not None and method.access is not Access.OPEN):
+            self._tell(status, reason, now - self._began)
+        self.peer, self._metadata = None, ()  # which hold what holds this call
         return is_answer
+
+    def _tell(self, status: Status, reason: str, seconds: float) -> None:
+        """Counts the call for its caller, and writes of it where that is asked for."""
+        calls, method, failure = self._calls, self._method, self.failure
+        times = None if self._priority is None or self.is_of_stream else calls.answer_times.get(self._priority)
+        if times is not None:
+            times.observe(seconds)
+        if calls.caller_observer is not None:
+            calls.caller_observer.ended(self.caller.name, reason or status.grpc, self._tokens)
+        if calls.access_log is not None:
+            ids = spans.current_ids()
+            calls.access_log.add(
+                CallRecord(
+                    call_log.now(),
+                    self.caller.name,
+                    "" if self.peer is None else self.peer.address(),
+                    method.log_name,
+                    self._model_name,
+                    self._inputs,
+                    self._tokens,
+                    method.code_of(status),
+                    reason,
+                    seconds,
+                    *self._seconds,
+                    "" if ids is None else ids.trace_id,
+                )
+            )
+        elif failure is not None and calls.refusals is not None:
+            is_mistake = failure.is_request_error
+            calls.refusals.add(self.caller.name, reason, method.log_name, failure.text, is_callers_mistake=is_mistake)
 
     def release(self, *_: object) -> None:
         """The answer has left, or never will: gives back what the call holds. Callable again."""
@@ -229,13 +378,97 @@ class Call:
                 calls.idle.set()
 
     def accept(self) -> None:
-        """To be called before anything is done for a call.
+        """To be called before anything is done for a call, and before any of its body is looked at.
 
         Raises:
             Draining: The server is stopping.
+            Unauthenticated: The caller is not known.
+            PermissionDenied: The caller may not use this method.
+            RateLimited: The caller is over its rate.
         """
-        if self._calls.draining.is_set() and not self._method.answers_while_draining:
+        calls, access = self._calls, self._method.access
+        if calls.draining.is_set() and not self._method.answers_while_draining:
             raise Draining("the server is stopping; send the request to another")
+        callers = calls.callers
+        if callers is None or access is Access.OPEN:
+            return
+        peer = self.peer
+        names = peer.certificate_names if peer is not None else tuple
+        try:
+            self._identity = callers.identify(self._metadata, names)
+        except Unauthenticated:
+            if access is Access.LISTING and callers.public_listing:
+                return
+            raise
+        self._recognise(callers)
+        rules = None if self._known is None else self._known.rules
+        if access is Access.INSPECT and rules is not None and not rules.may_inspect:
+            raise PermissionDenied("", f"caller {rules.caller.name} may not use Inspect (inspect in the callers file)")
+        if access is not Access.LISTING:
+            self._check_rate()
+
+    def _recognise(self, callers: Callers) -> None:
+        """Sets who calls, as the callers file says now."""
+        self._generation = callers.generation
+        self._known = callers.known(self._identity)
+        self.caller = callers.caller(self._known, self._metadata)
+
+    def inherit(self, stream: "Call") -> None:
+        """The call is a request of this stream: its caller is the stream's."""
+        self.caller, self._known = stream.caller, stream._known
+
+    def recheck(self) -> None:
+        """To be called with each message of a stream: the caller may have been revoked since the last one.
+
+        Raises:
+            Unauthenticated: It has.
+        """
+        callers = self._calls.callers
+        if callers is not None and callers.generation != self._generation:
+            self._recognise(callers)
+
+    def _check_rate(self) -> None:
+        """Refuses a caller that is over its rate."""
+        known = self._known
+        if known is None or known.bucket is None or known.rules.tokens_per_second is None:
+            return
+        if delay_s := known.bucket.delay_seconds(self._calls.clock.now()):
+            raise RateLimited(known.rules.caller.name, known.rules.tokens_per_second, delay_s)
+
+    def charge(self, sequences: Sequence[TokenSequence]) -> None:
+        """Counts what a call, or a part of it, costs against its caller's rate.
+
+        If the call fails, what no batch has been begun with is given back when the call ends.
+
+        Raises:
+            RateLimited: Other calls have used the rate up meanwhile; not of a call of which a part has been counted.
+        """
+        if self._known is None or self._known.bucket is None:
+            return
+        if not self._charged:
+            self._check_rate()
+        self._known.bucket.take(sum([it.cost for it in sequences]), self._calls.clock.now())
+        self._charged += sequences
+
+    def _give_rate_back(self) -> None:
+        """The call has failed: what has not been begun has cost nothing."""
+        cost = sum([it.cost for it in self._charged if math.isnan(it.started_at)])
+        if cost and self._known is not None and self._known.bucket is not None:
+            self._known.bucket.take(-cost, self._calls.clock.now())
+
+    def may_use(self, model: ServedModel) -> bool:
+        """Whether the caller may use a model."""
+        allowed = None if self._known is None else self._known.rules.models
+        return allowed is None or model.bundle.name in allowed
+
+    def note(self, sequences: Sequence[TokenSequence], seconds: Callable[[], tuple[float, float]]) -> None:
+        """Keeps what is counted and logged of an answered call; `seconds` gives those in the queue and in compute."""
+        calls = self._calls
+        if calls.caller_observer is not None or calls.access_log is not None:
+            self._tokens = sum([len(it.input) for it in sequences])
+            self._inputs = len(sequences)
+        if calls.access_log is not None:
+            self._seconds = seconds()
 
     def hold(self, size: int) -> None:
         """Counts bytes against the budget of all calls, until the call is released.
@@ -264,13 +497,21 @@ class Call:
         """The model that so many sequences are for, as `Catalog.resolve` finds it; it stays open until the call ends.
 
         Raises:
+            PermissionDenied: The caller may not use it.
             EncserveError: Whatever `Catalog.resolve` raises.
         """
-        model = self._calls.catalog.resolve(name, version, fingerprint, space_id)
+        rules = None if self._known is None else self._known.rules
+        allowed = None if rules is None else rules.models
+        self._inputs = sequences
+        catalog = self._calls.catalog
+        if rules is not None and allowed is not None:  # before anything else of the model could be told
+            catalog.check_use(name, rules.caller.name, allowed)
+        model = catalog.resolve(name, version, fingerprint, space_id, allowed)
         if self._model is not None:
             self._model.leave()
         self._model = model
         model.enter()
+        self._model_name = f"{model.bundle.name}@{model.bundle.version}"
         if self.span is not None:
             self.span.about(model.bundle.name, model.bundle.version, sequences)
         return model
@@ -288,13 +529,19 @@ class Call:
 
         Raises:
             BudgetFull: There is no room for the reply.
+            RateLimited: The caller is over its rate.
             ResponseTooLarge: The reply is larger than estimated.
             EncserveError: Whatever `ServedModel.prepare` and `run` raise.
         """
-        reply = await model.prepare(request, self.span)
+        sender = self._sender(request.priority)
+        model.check_share(sender)
+        self._check_rate()
+        reply = await model.prepare(request, self.span, sender)
         estimated = reply.estimated_bytes
         self.hold(round(estimated * (1 + growth)))  # the rows, and the reply made of them
-        await model.run(reply, self.deadline, self.span)
+        self.charge(reply.sequences)
+        await model.run(reply, self.deadline, self.span, sender)
+        self.note(reply.sequences, reply.seconds)
         if reply.estimated_bytes > estimated:
             self.hold(round((reply.estimated_bytes - estimated) * (1 + growth)))
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
@@ -314,23 +561,55 @@ class Call:
         Raises:
             EncserveError: Whatever `encode` and `PartedCall.run` raise.
         """
-        clock, span = self._calls.clock, self.span
+        clock, span, sender = self._calls.clock, self.span, self._sender(request.priority)
+        model.check_share(sender)
         if more_bytes:
             self.hold(more_bytes)
 
         def hold(estimated_bytes: int) -> None:
             self.hold(round(estimated_bytes * (1 + growth)))
 
-        reply = await PartedCall(model, request, hold, clock=clock, deadline=self.deadline, span=span).run()
+        self._check_rate()
+        parted = PartedCall(
+            model,
+            request,
+            hold,
+            clock=clock,
+            deadline=self.deadline,
+            span=span,
+            sender=sender,
+            charge=self.charge,
+        )
+        reply = await parted.run()
+        self.note(reply.sequences, reply.seconds)
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth, more_bytes)
+
+    def _sender(self, priority: Priority) -> Sender:
+        """Whose turn a call waits for that says it is so urgent; no call is more urgent than its caller may be."""
+        self._priority = max(priority, self.caller.priority)
+        if self.caller is ANYONE and priority is Priority.INTERACTIVE:
+            return ANY_SENDER
+        return Sender(self.caller, self._priority)
 
     async def tokenize(
         self, model: ServedModel, request: TokenizeCall, build: Callable[[TokenizeReply], bytes], growth: float = 1.0
     ) -> bytes:
         """Answers a call that only tokenizes, whether or not the model is ready; for the rest see `encode`."""
-        reply = await model.tokenize(request, self.span)
+        self._check_rate()
+        reply = await model.tokenize(request, self.span, self._sender(Priority.INTERACTIVE))
+        self.note(reply.sequences, lambda: (0.0, 0.0))
         self.hold(round(reply.estimated_bytes * (1 + growth)))
+        self.charge(reply.sequences)
         return await self._build(model, partial(build, reply), reply.estimated_bytes, growth)
+
+    def inspect(self, model: ServedModel, request: InspectCall) -> AbstractAsyncContextManager[InspectReply]:
+        """Answers an inspection; the reply's memory is given back when the block ends.
+
+        Raises:
+            RateLimited: The caller is over its rate.
+            EncserveError: Whatever `ServedModel.inspect` raises.
+        """
+        return model.inspect(request, self.span, self._sender(Priority.INTERACTIVE), self.charge)
 
     async def _build(
         self,

@@ -4,7 +4,16 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from encserve_server import errors
-from encserve_server.errors import BudgetFull, EncserveError, FieldPath, Naming, Part, QueueFull, RequestError
+from encserve_server.errors import (
+    BudgetFull,
+    EncserveError,
+    FieldPath,
+    Naming,
+    Part,
+    QueueFull,
+    RateLimited,
+    RequestError,
+)
 
 # gRPC's trailers share one limit of 8 KiB, and the text is in them twice.
 MAX_TEXT_CHARS = 1000
@@ -59,7 +68,13 @@ ERROR_TABLE: dict[type[EncserveError], Status] = {
     errors.RequestTooLarge: Status("INVALID_ARGUMENT", 413, _INVALID, 413, "Validation"),
     errors.ResponseTooLarge: Status("INVALID_ARGUMENT", 400, _INVALID, 413, "Validation"),
     errors.ModelNotFound: Status("NOT_FOUND", 404, _INVALID, 404, "Validation"),
+    errors.Unauthenticated: Status("UNAUTHENTICATED", 401, _INVALID, 401, "Validation", "invalid_api_key"),
+    errors.PermissionDenied: Status("PERMISSION_DENIED", 403, _INVALID, 403, "Validation"),
+    errors.RateLimited: Status("RESOURCE_EXHAUSTED", 429, "rate_limit_error", 429, "Overloaded", "rate_limit_exceeded"),
     errors.QueueFull: Status("RESOURCE_EXHAUSTED", 429, "rate_limit_error", 429, "Overloaded", "rate_limit_exceeded"),
+    errors.ShareExceeded: Status(
+        "RESOURCE_EXHAUSTED", 429, "rate_limit_error", 429, "Overloaded", "rate_limit_exceeded"
+    ),
     errors.BudgetFull: Status("RESOURCE_EXHAUSTED", 429, "rate_limit_error", 429, "Overloaded", "rate_limit_exceeded"),
     errors.DeadlineExpired: Status("DEADLINE_EXCEEDED", 408, _INVALID, 408, "Validation"),
     errors.FingerprintMismatch: Status("FAILED_PRECONDITION", 412, _INVALID, 412, "Validation"),
@@ -104,7 +119,7 @@ def to_failure(error: EncserveError, naming: Naming) -> Failure | None:
     status = ERROR_TABLE.get(type(error))
     if status is None:
         return None
-    delay_s = error.retry_delay_s if isinstance(error, QueueFull | BudgetFull) else status.retry_delay_s
+    delay_s = error.retry_delay_s if isinstance(error, QueueFull | BudgetFull | RateLimited) else status.retry_delay_s
     text, problem = _cut(error.text(naming)), _cut(error.problem_text(naming))
     failure = Failure(status, type(error).reason, text, "", problem, delay_s)
     if not isinstance(error, RequestError):

@@ -14,6 +14,7 @@
     │   ├── ResponseTooLarge      the reply would be over the message limit
     │   └── ModelNotFound         no such model or version
     ├── QueueFull                 refused at the door; trying again later helps
+    │   └── ShareExceeded         the caller, or bulk as a whole, has its share of the queue already
     ├── BudgetFull                the server holds as many bytes of requests and replies as it may
     ├── DeadlineExpired           the deadline passed before a batch started; no request arrives, or no answer is read
     ├── FingerprintMismatch       the caller expects another bundle
@@ -263,6 +264,19 @@ class QueueFull(EncserveError):
         super().__init__(f"the queue is full: {why}; try again in {retry_delay_s:.2f} s")
 
 
+class ShareExceeded(QueueFull):
+    """A queue has room, but not for more of this caller, or for more bulk."""
+
+    def __init__(self, whose: str, asked: int, waiting: int, share: int, retry_delay_s: float) -> None:
+        """Takes whose share it is, what is asked for, waits and is the share, in tokens, and when to try again."""
+        self.retry_delay_s = retry_delay_s
+        EncserveError.__init__(
+            self,
+            f"{whose} has {waiting} tokens waiting, of the {share} that are its share of the queue, and this request "
+            f"has {asked}; try again in {retry_delay_s:.2f} s",
+        )
+
+
 class BudgetFull(EncserveError):
     """The server holds as many bytes of requests and replies as it may, or receives as many calls.
 
@@ -274,6 +288,30 @@ class BudgetFull(EncserveError):
         """Takes what is full, with the numbers, and when to try again."""
         self.retry_delay_s = retry_delay_s
         super().__init__(f"{problem}; try again in {retry_delay_s:.2f} s")
+
+
+class Unauthenticated(EncserveError):
+    """It is not known who calls: no key, or one that is not known; the text holds nothing of a key."""
+
+
+class PermissionDenied(RequestError):
+    """The caller is known, and may not do this."""
+
+
+class RateLimited(EncserveError):
+    """The caller has asked for more than its rate allows.
+
+    Attributes:
+        retry_delay_s: After how many seconds the caller may call again.
+    """
+
+    def __init__(self, caller: str, tokens_per_second: float, retry_delay_s: float) -> None:
+        """Takes who calls, its rate, and when to try again."""
+        self.retry_delay_s = retry_delay_s
+        super().__init__(
+            f"caller {caller} has used up its rate of {tokens_per_second:g} tokens a second (tokens_per_second); try "
+            f"again in {retry_delay_s:.2f} s"
+        )
 
 
 class DeadlineExpired(EncserveError):

@@ -1,11 +1,14 @@
 """`python -m encserve_server.healthcheck [TARGET]`: asks a server's health, for a container's HEALTHCHECK.
 
 The exit status is 0 if the server says SERVING and 1 if it does not, or cannot be reached. Without a target it asks the
-one that the environment describes, as the server itself reads it. It runs every few seconds beside the server, so it
-imports nothing but gRPC and the health service's messages.
+one that the environment describes, as the server itself reads it; where that has `ENCSERVE_TLS_CERT_FILE`, by /healthz
+of the metrics page, which needs no client certificate. It runs every few seconds beside the server, so it
+imports nothing but the standard library, gRPC and the health service's messages.
 """
 
+import http.client
 import os
+import ssl
 import sys
 from typing import Any
 
@@ -16,10 +19,15 @@ _DEADLINE_SECONDS = 3.0
 _EVERY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - nothing is bound here
 
 
-def own_target() -> str:
-    """Where the server of this container listens, from `ENCSERVE_HOST` and `ENCSERVE_GRPC_PORT`."""
+def own_host() -> str:
+    """Where the server of this container listens, from `ENCSERVE_HOST`."""
     host = os.environ.get("ENCSERVE_HOST") or "127.0.0.1"
-    host = _EVERY_ADDRESS.get(host, host)
+    return _EVERY_ADDRESS.get(host, host)
+
+
+def own_target() -> str:
+    """The gRPC target of the server of this container, from `ENCSERVE_HOST` and `ENCSERVE_GRPC_PORT`."""
+    host = own_host()
     port = os.environ.get("ENCSERVE_GRPC_PORT") or "50051"
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -36,9 +44,30 @@ def check(target: str, deadline_seconds: float = _DEADLINE_SECONDS) -> str:
     return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
 
 
+def check_page(host: str, port: int, deadline_seconds: float = _DEADLINE_SECONDS) -> str:
+    """The same by https://HOST:PORT/healthz. The certificate is for the names of callers, so it is not looked at."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    connection = http.client.HTTPSConnection(host, port, timeout=deadline_seconds, context=context)
+    try:
+        connection.request("GET", "/healthz")
+        return connection.getresponse().read(100).decode(errors="replace").strip()
+    except (OSError, http.client.HTTPException) as error:
+        return f"UNAVAILABLE: {error}"
+    finally:
+        connection.close()
+
+
+def _check_own() -> str:
+    """What the server of this container says."""
+    if not os.environ.get("ENCSERVE_TLS_CERT_FILE"):
+        return check(own_target())
+    return check_page(own_host(), int(os.environ.get("ENCSERVE_METRICS_PORT") or "9464"))
+
+
 def main(arguments: list[str]) -> int:
     """Prints what the server says, and returns the exit status."""
-    said = check(arguments[0] if arguments else own_target())
+    said = check(arguments[0]) if arguments else _check_own()
     print(said)  # noqa: T201 - the engine keeps it with the container's health
     return 0 if said == "SERVING" else 1
 

@@ -16,9 +16,17 @@ from typing import Any, Literal
 MIB = 1024 * 1024
 
 
-def _setting(default: Any, text: str, *, minimum: float | None = None, maximum: float | None = None) -> Any:
-    """A field with its help text and bounds."""
-    return dataclasses.field(default=default, metadata={"help": text, "minimum": minimum, "maximum": maximum})
+def _setting(
+    default: Any,
+    text: str,
+    *,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    is_secret: bool = False,
+) -> Any:
+    """A field with its help text and bounds; one that is secret has no flag, and is shown nowhere."""
+    metadata = {"help": text, "minimum": minimum, "maximum": maximum, "is_secret": is_secret}
+    return dataclasses.field(default=default, metadata=metadata, repr=not is_secret)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +83,20 @@ class Settings:
         "free one. Needs encserve-server[http]. Default: no HTTP.",
         minimum=0,
         maximum=65535,
+    )
+    tls_cert_file: Path | None = _setting(  # noqa: RUF009 - a field, as all of them
+        None,
+        "PEM file of the server's certificate and the intermediate certificates: gRPC, HTTP and the metrics "
+        "page then speak TLS 1.2 or later, and nothing else (docs/security.md). Read again when it changes. Needs "
+        "encserve-server[tls]. Default: plaintext.",
+    )
+    tls_key_file: Path | None = _setting(  # noqa: RUF009
+        None, "PEM file of the private key of --tls-cert-file, without a password."
+    )
+    tls_client_ca_file: Path | None = _setting(  # noqa: RUF009 - a field, as all of them
+        None,
+        "PEM file of the authorities of callers' certificates: gRPC, HTTP and /metrics then need a certificate of one "
+        "of these; /healthz never does. Default: callers need no certificate.",
     )
     max_batch_tokens: int | None = _setting(
         None,
@@ -242,6 +264,38 @@ class Settings:
         "KServe, Triton and MLServer.",
     )
     reflection: bool = _setting(True, "Whether to serve gRPC reflection, so that grpcurl and its kind need no .proto.")
+    api_key: str | None = _setting(
+        None,
+        "The key that every call must present, as `authorization: Bearer`, `api-key` or `x-api-key` (docs/callers.md). "
+        "Default: everybody may call.",
+        is_secret=True,
+    )
+    api_key_file: Path | None = _setting(  # noqa: RUF009 - a dataclasses.field
+        None,
+        "File of the key that every call must present, or of several keys, one on each line. It is read again when it "
+        "changes. In place of ENCSERVE_API_KEY.",
+    )
+    callers: Path | None = _setting(  # noqa: RUF009 - as above
+        None,
+        "TOML file of callers, each with its keys, certificates, models and rate (docs/callers.md). It is read again "
+        "when it changes. In place of a single key.",
+    )
+    public_listing: bool = _setting(
+        False,
+        "Whether everybody may list what is served, without a key: reflection, ListModels, GetModel, /v1/models, "
+        "/info, /docs, and the metadata of the Open Inference Protocol. Health is always open.",
+    )
+    trust_fairness_id: bool = _setting(
+        False,
+        "Whether the header x-gateway-inference-fairness-id names the caller, in metrics, logs and shares, at most 128 "
+        "names. With --callers it is taken from callers with proxy = true; otherwise from everybody, so use it only "
+        "where every call comes through a proxy that sets it.",
+    )
+    access_log: bool = _setting(
+        False,
+        "Whether to write one JSON object a line to standard output for each call. Otherwise only refused and failed "
+        "calls are logged, at most one line a second for each caller and reason.",
+    )
 
     def __post_init__(self) -> None:
         """Raises ValueError with the setting, its bounds and the value."""
@@ -271,6 +325,8 @@ class Settings:
             raise ValueError(f"max_in_flight_mib must be >= {least}; was {self.max_in_flight_mib}")
         self._check_trace_endpoint()
         self._check_names()
+        self._check_tls()
+        self._check_keys()
         if not self.host:
             raise ValueError("host must not be empty; 0.0.0.0 is every address")
         self._check_ports()
@@ -285,6 +341,34 @@ class Settings:
         for origin in self.cors_allow_origin:
             if origin != "*" and not re.fullmatch(r"[\w.+-]+://[^/\s]+", origin):
                 raise ValueError(f"cors_allow_origin must be SCHEME://HOST, SCHEME://HOST:PORT or *; was {origin!r}")
+
+    def _check_tls(self) -> None:
+        if (self.tls_cert_file is None) != (self.tls_key_file is None):
+            raise ValueError(
+                f"tls_cert_file and tls_key_file go together; were {self.tls_cert_file} and {self.tls_key_file}"
+            )
+        if self.tls_client_ca_file is not None and self.tls_cert_file is None:
+            raise ValueError("tls_client_ca_file needs tls_cert_file and tls_key_file")
+
+    def _check_keys(self) -> None:
+        given = {"ENCSERVE_API_KEY": self.api_key, "api_key_file": self.api_key_file, "callers": self.callers}
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) > 1:
+            raise ValueError(f"{' and '.join(names)} must not be given together; callers takes any number of keys")
+
+    def in_force(self) -> dict[str, Any]:
+        """The settings, for a log line: secrets are left out, and so is who a URL logs in as."""
+        shown = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.metadata.get("is_secret"):
+                value = None if value is None else "(secret)"
+            elif isinstance(value, Path):
+                value = str(value)
+            elif isinstance(value, str):
+                value = re.sub(r"(?<=://)[^/@]*@", "", value)
+            shown[field.name] = value
+        return shown
 
     def _check_ports(self) -> None:
         ports: dict[int, str] = {}

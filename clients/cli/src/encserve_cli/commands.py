@@ -30,7 +30,15 @@ from encserve_client import EncoderClient, Output, Task, Tls
 @click.option("--ca", type=click.Path(path_type=Path), help="PEM file of the authorities to trust; implies --tls.")
 @click.option("--cert", type=click.Path(path_type=Path), help="PEM file of the certificate to show; implies --tls.")
 @click.option("--key", type=click.Path(path_type=Path), help="PEM file of its private key.")
-@click.option("--token", show_envvar=True, help="Sent as a bearer token; use it with --tls.")
+@click.option(
+    "--server-name", help="The name of the server's certificate, where it is not the target's; implies --tls."
+)
+@click.option(
+    "--token",
+    envvar=["ENCSERVE_TOKEN", "ENCSERVE_API_KEY"],
+    show_envvar=True,
+    help="The server's key, or any bearer token; use it with --tls.",
+)
 @click.option("--metadata", multiple=True, metavar="NAME=VALUE", help="Sent with every call; may be repeated.")
 @click.version_option(package_name="encserve-cli", prog_name="encserve")
 @click.pass_context
@@ -42,6 +50,7 @@ def cli(
     ca: Path | None,
     cert: Path | None,
     key: Path | None,
+    server_name: str | None,
     token: str | None,
     metadata: tuple[str, ...],
 ) -> None:
@@ -54,7 +63,7 @@ def cli(
     context.obj = functools.partial(
         EncoderClient,
         target,
-        tls=Tls(ca=ca, cert=cert, key=key) if ca or cert else tls,
+        tls=Tls(ca=ca, cert=cert, key=key, server_name=server_name) if ca or cert or server_name or tls else False,
         timeout_seconds=timeout,
         token=token,
         metadata=[(name, value) for name, _, value in (it.partition("=") for it in metadata)],

@@ -26,13 +26,16 @@ from encserve_client.exceptions import (
     MessageTooLargeError,
     ModelNotFoundError,
     OverloadedError,
+    PermissionDeniedError,
     ProtocolError,
+    RateLimitedError,
     ServerError,
     ServerUnavailableError,
     SpaceError,
+    UnauthenticatedError,
 )
 from encserve_client.inputs import Input, TokenEmbeddings, TokenIds
-from encserve_client.options import Array, DType, Output, OutputKind, Pooling, Progress, Task
+from encserve_client.options import Array, DType, Output, OutputKind, Pooling, Priority, Progress, Task
 from encserve_client.results import (
     Block,
     EncodedOutput,
@@ -77,9 +80,12 @@ __all__ = [
     "Output",
     "OutputKind",
     "OverloadedError",
+    "PermissionDeniedError",
     "Pooling",
+    "Priority",
     "Progress",
     "ProtocolError",
+    "RateLimitedError",
     "RetryPolicy",
     "SequenceInfo",
     "ServerError",
@@ -93,6 +99,7 @@ __all__ = [
     "TokenEmbeddings",
     "TokenIds",
     "TruncationWarning",
+    "UnauthenticatedError",
     "maxsim",
     "rank",
     "sentence_spans",

@@ -7,7 +7,8 @@ from typing import Any, TypedDict, TypeVar, Unpack, cast
 import grpc
 
 from encserve_client._arguments import as_float, as_int, want
-from encserve_client._grpc.channel import as_target, channel_credentials, channel_options
+from encserve_client._grpc.channel import Freshness, as_target, channel_credentials, channel_options
+from encserve_client._grpc.diagnosis import Diagnosis
 from encserve_client._grpc.metadata import GivenMetadata, call_metadata
 from encserve_client._logic.answers import Expected
 from encserve_client._logic.calls import Core, ModelKey, Settings, request_template
@@ -23,6 +24,7 @@ from encserve_client.options import (
     Options,
     Output,
     Pooling,
+    Priority,
     Progress,
     SpanUnit,
     Task,
@@ -126,6 +128,7 @@ class BaseClient:
         max_message_bytes: int = DEFAULT_MAX_MESSAGE_BYTES,
         max_concurrent_messages: int = DEFAULT_MAX_CONCURRENT_MESSAGES,
         retry: RetryPolicy | None = None,
+        priority: Priority | None = None,
         expected_fingerprint: str | None = None,
         expected_space_id: str | None = None,
         channel_arguments: Mapping[str, str | int] | None = None,
@@ -141,6 +144,7 @@ class BaseClient:
                 want("expected_fingerprint", expected_fingerprint or "", str, "a str or None"),
                 want("expected_space_id", expected_space_id or "", str, "a str or None"),
             ),
+            priority=priority,
         )
         self._core = Core(settings)
         checked_tls, self._credentials = channel_credentials(tls, credentials)
@@ -151,6 +155,9 @@ class BaseClient:
         self._channel_options = channel_options(
             self._target, settings.max_message_bytes, checked_tls, channel_arguments
         )
+        self._freshness = Freshness(checked_tls)
+        # What `credentials` stand for is not known.
+        self._diagnosis = None if credentials is not None else Diagnosis(self._target, checked_tls)
         self._metadata = call_metadata(token, metadata)
         self._closed = False
         self._set_up()
@@ -365,7 +372,7 @@ class BaseClient:
             settings.target,
             settings.max_concurrent_messages,
         )
-        template = request_template(key, options, settings.expected)
+        template = request_template(key, options, settings)
         total = len(items) if isinstance(items, Sized) else None
         return StreamRun(self._wire(items), books, template, options, progress, total)
 

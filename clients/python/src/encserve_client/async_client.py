@@ -1,6 +1,7 @@
 """The client for asyncio. The same methods as `EncoderClient`, which has the full descriptions."""
 
 import asyncio
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
@@ -25,6 +26,7 @@ from encserve_client._base import (
     told,
 )
 from encserve_client._grpc.async_wire import AsyncWire
+from encserve_client._grpc.channel import Link
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._logic.inspecting import inspect_request
 from encserve_client._logic.streams import StreamRun
@@ -63,13 +65,10 @@ class AsyncEncoderClient(BaseClient):
     Arguments, results and errors are those of `EncoderClient`.
     """
 
-    _channel: grpc.aio.Channel | None
-    _stub: Any
-
     def _set_up(self) -> None:
-        self._channel = None  # made when first used, because it belongs to a loop
+        self._link: Link | None = None  # made when first used, because it belongs to a loop
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._stub = None
+        self._links: weakref.WeakSet[Link] = weakref.WeakSet()  # all that are in use
 
     async def __aenter__(self) -> Self:
         self._check_open()
@@ -83,8 +82,8 @@ class AsyncEncoderClient(BaseClient):
     async def close(self) -> None:
         """Closes the channel. Calls that other tasks are still in raise `ClientClosedError`. May be called again."""
         self._closed = True
-        if self._channel is not None:
-            await self._channel.close()
+        for link in list(self._links):
+            await link.channel.close()
 
     @overload
     async def encode(  # type: ignore[overload-overlap]
@@ -563,14 +562,24 @@ class AsyncEncoderClient(BaseClient):
         loop = asyncio.get_running_loop()
         if self._loop not in (None, loop):
             raise InvalidInputError("the client belongs to the event loop of its first use: make one in each loop")
-        if self._channel is None:
-            self._loop = loop
+        self._loop = loop
+        return AsyncWire(
+            self._current_link, with_trace(self._metadata), _iterate(inputs), lambda: self._closed, self._diagnosis
+        )
+
+    def _current_link(self) -> Link:
+        """The channel for a new call; gRPC closes one that nobody holds any more."""
+        self._check_open()
+        changed = self._freshness.new_credentials()
+        if self._link is None or changed is not None:
+            self._credentials = changed or self._credentials
             if self._credentials is None:
-                self._channel = grpc.aio.insecure_channel(self._target, self._channel_options)
+                channel = grpc.aio.insecure_channel(self._target, self._channel_options)
             else:
-                self._channel = grpc.aio.secure_channel(self._target, self._credentials, self._channel_options)
-            self._stub = EncoderServiceStub(self._channel)
-        return AsyncWire(self._stub, with_trace(self._metadata), _iterate(inputs), lambda: self._closed)
+                channel = grpc.aio.secure_channel(self._target, self._credentials, self._channel_options)
+            self._link = Link(channel, EncoderServiceStub(channel))
+            self._links.add(self._link)
+        return self._link
 
     async def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> AsyncGenerator[Any, None]:
         try:

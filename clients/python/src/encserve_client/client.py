@@ -1,6 +1,8 @@
 """The client for threads."""
 
-from collections.abc import Generator, Iterable, Sequence
+import threading
+import weakref
+from collections.abc import Callable, Generator, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self, Unpack, overload
 
@@ -22,6 +24,7 @@ from encserve_client._base import (
     shown,
     told,
 )
+from encserve_client._grpc.channel import Link
 from encserve_client._grpc.metadata import with_trace
 from encserve_client._grpc.sync_wire import SyncWire
 from encserve_client._logic.inspecting import inspect_request
@@ -80,6 +83,8 @@ class EncoderClient(BaseClient):
         max_message_bytes: The largest message to send or take, in bytes. Default: 64 MiB, as the server's replies.
         max_concurrent_messages: How many messages of one call are out at a time. Default: 4.
         retry: When a failed message is sent again. Default: up to 5 attempts; see `RetryPolicy`.
+        priority: "interactive" for calls that somebody waits for, or "bulk" for those of a job, which run in what
+            interactive calls leave. Default: interactive, but a call that needs more than 2 messages is bulk.
         expected_fingerprint: The `fingerprint` that every answer must have, so that all come from one bundle;
             FingerprintError otherwise. Default: any.
         expected_space_id: The `space_id` that every answer must have, so that vectors of another model never get among
@@ -90,16 +95,30 @@ class EncoderClient(BaseClient):
         InvalidInputError: A setting is out of bounds, or of the wrong type, or a file of `tls` cannot be read.
     """
 
-    _channel: grpc.Channel
-    _stub: Any
-
     def _set_up(self) -> None:
+        self._lock = threading.Lock()
+        self._closers: weakref.WeakKeyDictionary[Link, Callable[[], object]] = weakref.WeakKeyDictionary()
+        self._link = self._open()
+
+    def _open(self) -> Link:
         # A channel connects when it is first used.
         if self._credentials is None:
-            self._channel = grpc.insecure_channel(self._target, self._channel_options)
+            channel = grpc.insecure_channel(self._target, self._channel_options)
         else:
-            self._channel = grpc.secure_channel(self._target, self._credentials, self._channel_options)
-        self._stub = EncoderServiceStub(self._channel)
+            channel = grpc.secure_channel(self._target, self._credentials, self._channel_options)
+        link = Link(channel, EncoderServiceStub(channel))
+        self._closers[link] = closer = weakref.finalize(link, channel.close)
+        closer.atexit = False
+        return link
+
+    def _current_link(self) -> Link:
+        """The channel for a new call."""
+        with self._lock:
+            self._check_open()
+            if (changed := self._freshness.new_credentials()) is not None:
+                self._credentials = changed
+                self._link = self._open()
+            return self._link
 
     def __enter__(self) -> Self:
         self._check_open()
@@ -112,8 +131,11 @@ class EncoderClient(BaseClient):
 
     def close(self) -> None:
         """Closes the channel. Calls that other threads are still in raise `ClientClosedError`. May be called again."""
-        self._closed = True
-        self._channel.close()
+        with self._lock:
+            self._closed = True
+            closers = list(self._closers.values())
+        for close in closers:
+            close()
 
     @overload
     def encode(  # type: ignore[overload-overlap]
@@ -856,7 +878,9 @@ class EncoderClient(BaseClient):
 
     def _wire(self, inputs: Iterable[Input] = ()) -> SyncWire:
         self._check_open()
-        return SyncWire(self._stub, with_trace(self._metadata), iter(inputs), lambda: self._closed)
+        return SyncWire(
+            self._current_link, with_trace(self._metadata), iter(inputs), lambda: self._closed, self._diagnosis
+        )
 
     def _results(self, run: StreamRun, ordered: bool, return_exceptions: bool) -> Generator[Any, None, None]:
         try:

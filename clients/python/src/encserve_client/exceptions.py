@@ -7,7 +7,10 @@
     │   └── InspectUnavailableError         this model, or this server, does not answer `inspect`
     ├── ModelNotFoundError (LookupError)    no such model or version
     ├── AccessDeniedError                   the server, or a proxy before it, did not accept who is asking
+    │   ├── UnauthenticatedError            no key, or one that is not known, or not any more
+    │   └── PermissionDeniedError           the key is known, and may not use this model or method
     ├── OverloadedError                     refused for lack of room; see its retry_delay_seconds
+    │   └── RateLimitedError                more than the key's own rate allows
     ├── DeadlineError (TimeoutError)        timeout_seconds, the call's or a message's, passed
     ├── ServerUnavailableError              no server answers, or the one that does is stopping or failing
     ├── InferenceError                      the model could not compute one of these sequences
@@ -74,6 +77,14 @@ class AccessDeniedError(EncserveError):
     """The server, or a proxy before it, did not accept who is asking."""
 
 
+class UnauthenticatedError(AccessDeniedError):
+    """There is no key, or no certificate, that the server knows; `token` of the client is the key."""
+
+
+class PermissionDeniedError(AccessDeniedError):
+    """The server knows the key, and its callers file does not allow it this model, or `inspect`."""
+
+
 class OverloadedError(EncserveError):
     """The server had no room, and went on having none for as long as the retries lasted.
 
@@ -82,6 +93,10 @@ class OverloadedError(EncserveError):
     """
 
     retry_delay_seconds: float | None = None
+
+
+class RateLimitedError(OverloadedError):
+    """The key has used its rate up, and went on having used it up for as long as the retries lasted."""
 
 
 class DeadlineError(EncserveError, TimeoutError):

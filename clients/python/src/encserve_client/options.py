@@ -32,6 +32,7 @@ Detail = Literal["none", "counts", "tokens"]
 OffsetUnit = Literal["code_points", "utf8_bytes"]
 SpanUnit = Literal["code_points", "utf8_bytes", "tokens"]
 Task = Literal["query", "document"]
+Priority = Literal["interactive", "bulk"]
 TrainedKind = Literal["model", "multi_vector", "sparse"]
 Array = npt.NDArray[Any]
 """Numbers of float32, float16 or int8; of "binary" uint8, with 8 numbers in each."""
@@ -55,6 +56,11 @@ _KINDS: dict[OutputKind, pb.OutputKind] = {
 }
 _KIND_NAMES: dict[int, OutputKind] = {number: name for name, number in _KINDS.items()}
 TASKS: dict[Task, pb.Task] = {"query": pb.TASK_QUERY, "document": pb.TASK_DOCUMENT}
+PRIORITIES: dict[Priority | None, pb.Priority] = {
+    None: pb.PRIORITY_UNSPECIFIED,
+    "interactive": pb.PRIORITY_INTERACTIVE,
+    "bulk": pb.PRIORITY_BULK,
+}
 DETAILS: dict[Detail | None, pb.Detail] = {
     None: pb.DETAIL_UNSPECIFIED,
     "none": pb.DETAIL_NONE,

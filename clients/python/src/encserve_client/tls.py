@@ -1,5 +1,6 @@
 """How a connection is encrypted."""
 
+import ssl
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,7 @@ class Tls:
     Tls(ca="ca.pem")                                     # one's own certificate authority
     Tls(ca="ca.pem", cert="client.pem", key="client.key")  # mutual TLS
 
-    Files are read once, when the client is made.
+    Files are read again when they change, for new connections; calls that are under way go on with theirs.
 
     Attributes:
         ca: PEM file of the authorities to trust; None for gRPC's own list.
@@ -36,8 +37,37 @@ class Tls:
             raise InvalidInputError(f"cert and key go together; were {self.cert} and {self.key}")
 
     def credentials(self) -> grpc.ChannelCredentials:
-        """Reads the files. Raises InvalidInputError for one that cannot be read."""
-        return grpc.ssl_channel_credentials(_read("ca", self.ca), _read("key", self.key), _read("cert", self.cert))
+        """Reads the files. Raises InvalidInputError for one that cannot be read, or is not what it should be."""
+        self.context()
+        ca, cert, key = self.read()
+        return grpc.ssl_channel_credentials(ca, key, cert)
+
+    def read(self) -> tuple[bytes | None, bytes | None, bytes | None]:
+        """What is in the files: authorities, certificate, key. Raises InvalidInputError for one that cannot be read."""
+        return _read("ca", self.ca), _read("cert", self.cert), _read("key", self.key)
+
+    def context(self) -> ssl.SSLContext:
+        """The same for Python's own TLS. Raises InvalidInputError for a file that is not what it should be."""
+        self.read()
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.set_alpn_protocols(["h2"])
+        try:
+            if self.ca is None:
+                context.load_default_certs()
+            else:
+                context.load_verify_locations(self.ca)
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(f"tls.ca {self.ca} holds no complete PEM certificate: {error}") from error
+        if self.cert is None:
+            return context
+        try:
+            context.load_cert_chain(self.cert, self.key, password="")
+        except (OSError, ValueError) as error:
+            raise InvalidInputError(
+                f"tls.cert {self.cert} and tls.key {self.key} must be a PEM certificate and its private key, without a "
+                f"password: {error}"
+            ) from error
+        return context
 
 
 def _read(name: str, path: str | Path | None) -> bytes | None:

@@ -34,6 +34,12 @@ class Task(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     TASK_QUERY: _ClassVar[Task]
     TASK_DOCUMENT: _ClassVar[Task]
 
+class Priority(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PRIORITY_UNSPECIFIED: _ClassVar[Priority]
+    PRIORITY_INTERACTIVE: _ClassVar[Priority]
+    PRIORITY_BULK: _ClassVar[Priority]
+
 class DataType(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     DATA_TYPE_UNSPECIFIED: _ClassVar[DataType]
@@ -86,6 +92,9 @@ OUTPUT_KIND_SPANS: OutputKind
 TASK_UNSPECIFIED: Task
 TASK_QUERY: Task
 TASK_DOCUMENT: Task
+PRIORITY_UNSPECIFIED: Priority
+PRIORITY_INTERACTIVE: Priority
+PRIORITY_BULK: Priority
 DATA_TYPE_UNSPECIFIED: DataType
 DATA_TYPE_FLOAT32: DataType
 DATA_TYPE_FLOAT16: DataType
@@ -184,20 +193,22 @@ class EncodeOptions(_message.Message):
     def __init__(self, outputs: _Optional[_Iterable[_Union[OutputSpec, _Mapping]]] = ..., data_type: _Optional[_Union[DataType, str]] = ..., truncation: _Optional[_Union[Truncation, str]] = ..., exclude_special_tokens: bool = ..., include_token_strings: bool = ..., prompt_name: _Optional[str] = ..., task: _Optional[_Union[Task, str]] = ..., detail: _Optional[_Union[Detail, str]] = ..., offset_unit: _Optional[_Union[OffsetUnit, str]] = ...) -> None: ...
 
 class EncodeRequest(_message.Message):
-    __slots__ = ("model", "model_version", "inputs", "options", "expected_fingerprint", "expected_space_id")
+    __slots__ = ("model", "model_version", "inputs", "options", "expected_fingerprint", "expected_space_id", "priority")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_VERSION_FIELD_NUMBER: _ClassVar[int]
     INPUTS_FIELD_NUMBER: _ClassVar[int]
     OPTIONS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_SPACE_ID_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     model: str
     model_version: str
     inputs: _containers.RepeatedCompositeFieldContainer[Input]
     options: EncodeOptions
     expected_fingerprint: str
     expected_space_id: str
-    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., options: _Optional[_Union[EncodeOptions, _Mapping]] = ..., expected_fingerprint: _Optional[str] = ..., expected_space_id: _Optional[str] = ...) -> None: ...
+    priority: Priority
+    def __init__(self, model: _Optional[str] = ..., model_version: _Optional[str] = ..., inputs: _Optional[_Iterable[_Union[Input, _Mapping]]] = ..., options: _Optional[_Union[EncodeOptions, _Mapping]] = ..., expected_fingerprint: _Optional[str] = ..., expected_space_id: _Optional[str] = ..., priority: _Optional[_Union[Priority, str]] = ...) -> None: ...
 
 class RaggedTensor(_message.Message):
     __slots__ = ("kind", "l2_normalized", "data_type", "width", "lengths", "data", "indices")

@@ -13,7 +13,8 @@ from typing import Any
 import orjson
 from aiohttp import web
 
-from encserve_server.calls import Call, Calls, Method
+from encserve_server.callers.registry import certificate_names
+from encserve_server.calls import OPEN_REQUEST_BYTES, Access, Call, Calls, Method
 from encserve_server.error_table import NO_SUCH_PATH, REASONS, STATUSES, WRONG_METHOD, Failure, Status
 from encserve_server.errors import Draining, InvalidField, Naming, Part
 from encserve_server.http.bodies import discard_body, read_body
@@ -27,13 +28,15 @@ _MAX_HEAD_BYTES = 64 * 1024
 SEND_SECONDS = 30.0
 _BYTES_PER_SECOND = 64 * 1024
 _PIECE_BYTES = 64 * 1024
-_OK, _NO_CONTENT, _HEAD_TOO_LARGE, _SERVER_ERRORS, _UNAVAILABLE = 200, 204, 431, 500, 503
+_OK, _NO_CONTENT, _UNAUTHORIZED, _HEAD_TOO_LARGE, _SERVER_ERRORS, _UNAVAILABLE = 200, 204, 401, 431, 500, 503
 # What stands for a part of a path, or with `:path` for several.
 PLACEHOLDER = re.compile(r"{(\w+)(:path)?}")
 _NO_VALUES: Mapping[str, str] = {}
 _MAX_SHOWN = 64
 # What is answered to a body that is late or not as its head says: nothing more of it is read.
 _BAD_BODIES = (400, 408)
+# Rather than have a caller connect again, and encrypt again, so much is read of a body that has been refused.
+_SMALL_BODY_BYTES = 64 * 1024
 # Another server, or this one once it is ready, is there after about so long.
 _UNAVAILABLE_RETRY_S = 1.0
 # With its default, LangChain sends the ids of OpenAI's own tokenizer to whatever server it is pointed at.
@@ -100,6 +103,7 @@ class Route:
         handle: Answers a request.
         dialect: How errors of the route are written.
         is_check: Whether the route is for health checks: not counted, and answered while the server stops.
+        is_listing: Whether the route tells what is served, which may be open to everybody.
         body: The fields of its JSON body, a msgspec.Struct; None for a route without a JSON body.
         reply: The type of the JSON that it answers, for its description; None for nothing.
         example: A body, for its description.
@@ -110,6 +114,7 @@ class Route:
     handle: Callable[[Request, Call], Awaitable[Reply]]
     dialect: Dialect
     is_check: bool = False
+    is_listing: bool = False
     body: type[Any] | None = None
     reply: Any = None
     example: Mapping[str, Any] | None = None
@@ -200,7 +205,8 @@ class HttpApp:
             connection.received(head_bytes)
             return await _send(request, connection, _with(cors, self._not_there(request.method, path, cors)))
         route, method = found
-        call = self._calls.begin(method, _metadata(request) if self._calls.tracer is not None else ())
+        metadata = _metadata(request) if self._calls.reads_metadata else ()
+        call = self._calls.begin(method, metadata, peer=_Peer(request))
         try:
             answer = None
             with call:
@@ -235,7 +241,8 @@ class HttpApp:
         """
         try:
             call.accept()
-            body = await read_body(request, connection, head_bytes, self._max_body_bytes, call.hold)
+            limit = OPEN_REQUEST_BYTES if _access(route).is_open else self._max_body_bytes
+            body = await read_body(request, connection, head_bytes, limit, call.hold)
             return await route.handle(Request(body, request.headers, values), call)
         except ConnectionError as error:
             raise asyncio.CancelledError from error
@@ -253,6 +260,8 @@ class HttpApp:
         delay_s = failure.retry_delay_s or (_UNAVAILABLE_RETRY_S if status == _UNAVAILABLE else None)
         if delay_s is not None:  # in whole seconds for all, and in milliseconds for OpenAI's clients
             headers |= {"retry-after": f"{math.ceil(delay_s)}", "retry-after-ms": f"{round(delay_s * 1000)}"}
+        if status == _UNAUTHORIZED:
+            headers["www-authenticate"] = "Bearer"
         if self._calls.draining.is_set():
             headers["connection"] = "close"  # so that the next request goes elsewhere
         return _Answer(
@@ -292,6 +301,27 @@ class HttpApp:
         }
 
 
+class _Peer:
+    """The other end of a request's connection; see `calls.Peer`."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, request: web.BaseRequest) -> None:
+        self._request = request
+
+    def address(self) -> str:
+        """Address and port; an IPv6 address in brackets."""
+        peer = self._request.get_extra_info("peername")
+        if not isinstance(peer, tuple):
+            return ""
+        host, port = peer[:2]
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+    def certificate_names(self) -> list[str]:
+        """Those that ssl has verified."""
+        return certificate_names(self._request.get_extra_info("peercert") or {})
+
+
 class _RouteObserver:
     """Counts the requests of one route; see `calls.CallObserver`."""
 
@@ -324,7 +354,12 @@ def _method(route: Route, metrics: Metrics) -> Method:
         code_of=status_of,
         is_failure=lambda status: status_of(status) >= _SERVER_ERRORS,
         answers_while_draining=route.is_check,
+        access=_access(route),
     )
+
+
+def _access(route: Route) -> Access:
+    return Access.OPEN if route.is_check else Access.LISTING if route.is_listing else Access.CALLERS
 
 
 def _pattern(path: str) -> re.Pattern[str]:
@@ -371,7 +406,8 @@ async def _send(request: web.BaseRequest, connection: Connection, answer: _Answe
         response.content_length = len(body)
     # What is sent behind an offer of another protocol, without waiting for this answer, aiohttp does not keep.
     is_lost = "upgrade" in request.headers and connection.has_more
-    if not is_read or is_lost or "connection" in answer.headers:
+    is_small = not is_read and _is_small(request, answer)
+    if not (is_read or is_small) or is_lost or "connection" in answer.headers:
         response.force_close()
     try:
         async with asyncio.timeout(SEND_SECONDS) as bound:
@@ -386,6 +422,26 @@ async def _send(request: web.BaseRequest, connection: Connection, answer: _Answe
         if request.transport is not None:
             request.transport.abort()
         raise asyncio.CancelledError from None
-    if not is_read and answer.status not in _BAD_BODIES:
+    if is_small:
+        await _drop_body(request, connection, response)
+    elif not is_read and answer.status not in _BAD_BODIES:
         await discard_body(request.content)
     return response
+
+
+async def _drop_body(request: web.BaseRequest, connection: Connection, response: web.StreamResponse) -> None:
+    """Reads a small body that has been refused; the connection stays if the body comes."""
+    connection.wants_body()
+    await discard_body(request.content)
+    if request.content.at_eof():
+        connection.received(_head_bytes(request) + (request.content_length or 0))
+    else:
+        response.force_close()
+
+
+def _is_small(request: web.BaseRequest, answer: _Answer) -> bool:
+    """Whether to read what has not been read of a body, so that the connection can stay."""
+    declared = request.content_length
+    if declared is None or answer.status in _BAD_BODIES or "expect" in request.headers:
+        return False
+    return declared <= _SMALL_BODY_BYTES

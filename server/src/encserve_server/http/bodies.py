@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from aiohttp import StreamReader, web
 
+from encserve_server.calls import OPEN_REQUEST_BYTES
 from encserve_server.errors import DeadlineExpired, MalformedRequest, RequestTooLarge
 from encserve_server.http.connection import Connection
 
@@ -105,6 +106,7 @@ async def discard_body(content: StreamReader) -> None:
 
 
 def _too_large(said: str, limit: int) -> RequestTooLarge:
-    return RequestTooLarge(
-        "", f"the body must be at most {limit} bytes (max_http_request_mib); was {said}: send fewer texts"
-    )
+    problem = f"the body must be at most {limit} bytes{{}}; was {said}{{}}"
+    if limit == OPEN_REQUEST_BYTES:
+        return RequestTooLarge("", problem.format("", ", and this route needs none"))
+    return RequestTooLarge("", problem.format(" (max_http_request_mib)", ": send fewer texts"))

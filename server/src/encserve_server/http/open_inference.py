@@ -10,7 +10,7 @@ import orjson
 from encserve_server import __version__
 from encserve_server.calls import Call
 from encserve_server.error_table import Failure
-from encserve_server.errors import InvalidField, NotReady
+from encserve_server.errors import FieldPath, InvalidField, ModelNotFound, NotReady, Part
 from encserve_server.http.app import Dialect, Reply, Request, Route
 from encserve_server.http.counting import CountLimits
 from encserve_server.http.openai import DIALECT as OPENAI
@@ -171,7 +171,7 @@ class OpenInferenceRoutes:
     def routes(self) -> list[Route]:
         """What is answered, and by whom; a path that goes on comes before one that ends with the model."""
         routes = [
-            Route("GET", "/v2", self.server, DIALECT, reply=ServerMetadata),
+            Route("GET", "/v2", self.server, DIALECT, is_listing=True, reply=ServerMetadata),
             Route("GET", "/v2/health/live", self.live, DIALECT, is_check=True, reply=dict[str, bool]),
             Route("GET", "/v2/health/ready", self.ready, DIALECT, is_check=True, reply=dict[str, bool]),
             Route(
@@ -179,11 +179,12 @@ class OpenInferenceRoutes:
                 "/v2/repository/index",
                 self.index,
                 DIALECT,
+                is_listing=True,
                 body=IndexBody,
                 reply=list[IndexedModel],
                 example={"ready": True},
             ),
-            Route("GET", "/v2/models/stats", self.statistics, DIALECT, reply=dict[str, Any]),
+            Route("GET", "/v2/models/stats", self.statistics, DIALECT, is_listing=True, reply=dict[str, Any]),
         ]
         for model in (_VERSION, _MODEL):
             routes += [
@@ -197,10 +198,12 @@ class OpenInferenceRoutes:
                     example=_EXAMPLE,
                 ),
                 Route("GET", f"{model}/ready", self.model_ready, DIALECT, is_check=True, reply=ModelReady),
-                Route("GET", f"{model}/config", self.config, DIALECT, reply=dict[str, Any]),
-                Route("GET", f"{model}/stats", self.statistics, DIALECT, reply=dict[str, Any]),
+                Route("GET", f"{model}/config", self.config, DIALECT, is_listing=True, reply=dict[str, Any]),
+                Route("GET", f"{model}/stats", self.statistics, DIALECT, is_listing=True, reply=dict[str, Any]),
             ]
-        about = [Route("GET", path, self.model, DIALECT, reply=ModelMetadata) for path in (_VERSION, _MODEL)]
+        about = [
+            Route("GET", path, self.model, DIALECT, is_listing=True, reply=ModelMetadata) for path in (_VERSION, _MODEL)
+        ]
         return [*routes, *about]
 
     async def server(self, request: Request, call: Call) -> Reply:
@@ -227,15 +230,20 @@ class OpenInferenceRoutes:
     async def model_ready(self, request: Request, call: Call) -> Reply:
         """Answers 200 while the model is ready, else 503.
 
+        Callers need no key, so nothing that they did not say is told.
+
         Raises:
             NotReady: It cannot, or the server is stopping.
             ModelNotFound: It is not there.
         """
         name, version = _named(request)
-        model = call.resolve(0, name, version)
+        try:
+            call.resolve(0, name, version)
+        except ModelNotFound:
+            raise ModelNotFound(FieldPath(Part.MODEL), "no such model or version") from None
         if not self._protocol.is_model_ready(name, version):
-            raise NotReady(f"model {model.bundle.name} is not ready")
-        return _json({"name": model.bundle.name, "ready": True})
+            raise NotReady("the model is not ready")
+        return _json({"name": name, "ready": True})
 
     async def model(self, request: Request, call: Call) -> Reply:
         """Describes a model: its versions, its inputs and its outputs."""
@@ -272,8 +280,7 @@ class OpenInferenceRoutes:
 
     async def statistics(self, request: Request, call: Call) -> Reply:
         """Returns how many inference calls a model answered and how long they took; without a name, for all models."""
-        del call
-        found = self._protocol.statistics(*_named(request))
+        found = self._protocol.statistics(call, *_named(request))
         stats = [
             {
                 "name": model.bundle.name,
@@ -297,7 +304,7 @@ class OpenInferenceRoutes:
         if len(request.body) > _MAX_INDEX_BYTES:
             raise InvalidField("", f"the body must be at most {_MAX_INDEX_BYTES} bytes; was {len(request.body)}")
         asked = await self._index.decode(request.body or b"{}", call.hold)
-        entries = self._protocol.index(only_ready=bool(asked.ready))
+        entries = self._protocol.index(call, only_ready=bool(asked.ready))
         return _json(
             [{"name": it.name, "version": it.version, "state": it.state, "reason": it.reason} for it in entries]
         )

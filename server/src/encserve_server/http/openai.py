@@ -162,8 +162,8 @@ class OpenAiRoutes:
                 reply=Embeddings,
                 example={"input": ["a cat", "a dog"]},
             ),
-            Route("GET", "/v1/models", self.models, DIALECT, reply=Models),
-            Route("GET", "/v1/models/{id:path}", self.model, DIALECT, reply=Model),
+            Route("GET", "/v1/models", self.models, DIALECT, is_listing=True, reply=Models),
+            Route("GET", "/v1/models/{id:path}", self.model, DIALECT, is_listing=True, reply=Model),
         ]
 
     async def embeddings(self, request: Request, call: Call) -> Reply:
@@ -183,9 +183,10 @@ class OpenAiRoutes:
         )
 
     async def models(self, request: Request, call: Call) -> Reply:
-        """Lists the models by all their names, the default model first."""
-        del request, call
-        listed = [self._model(model, name) for model in self._catalog.all() for name in self._catalog.names(model)]
+        """Lists the models that the caller may use by all their names, the default model first."""
+        del request
+        models = filter(call.may_use, self._catalog.all())
+        listed = [self._model(model, name) for model in models for name in self._catalog.names(model)]
         return Reply(orjson.dumps({"object": "list", "data": listed}))
 
     async def model(self, request: Request, call: Call) -> Reply:

@@ -46,8 +46,8 @@ class DocsRoutes:
     def __init__(self, others: Sequence[Route], dialect: Dialect) -> None:
         """Takes all other routes, and how errors are written here."""
         own = [
-            Route("GET", "/openapi.json", self.openapi, dialect, reply=dict[str, Any]),
-            Route("GET", "/docs", self.docs, dialect, reply=str),
+            Route("GET", "/openapi.json", self.openapi, dialect, is_listing=True, reply=dict[str, Any]),
+            Route("GET", "/docs", self.docs, dialect, is_listing=True, reply=str),
         ]
         self._routes = [*others, *own]
         document = document_of(self._routes)

@@ -36,6 +36,7 @@ from encserve_server.models.reply_size import ReplyShape
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
 from encserve_server.outputs import SPAN_POOLINGS, OutputSpec
 from encserve_server.types.bundles import Bundle
+from encserve_server.types.callers import PRIORITIES, Priority
 from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 
 logger = logging.getLogger(__name__)
@@ -107,10 +108,12 @@ class EncodeBody(Body):
             set otherwise.
         truncate_prompt_tokens: To how many tokens texts are cut, special ones included; -1 for as many as the model
             takes.
+        priority: interactive, or bulk for a job, which runs in what interactive requests leave. Default: interactive.
     """
 
     truncate: bool | None = None
     truncate_prompt_tokens: int | None = None
+    priority: str | None = None
 
 
 class PooledBody(EncodeBody):
@@ -453,6 +456,15 @@ def model_of(body: Body) -> tuple[str, str]:
     return name, version
 
 
+def priority_of(body: EncodeBody) -> Priority:
+    """How urgent a request says it is.
+
+    Raises:
+        InvalidField: It is no priority.
+    """
+    return PRIORITIES[choice("priority", body.priority, PRIORITIES) or "interactive"]
+
+
 def task_of(body: Body, bundle: Bundle) -> Task:
     """What the texts are.
 
@@ -543,6 +555,7 @@ async def encode(
         prompt_name=body.prompt_name,
         task=task_of(body, bundle),
         shape=_COUNTS,
+        priority=priority_of(body),
         closing=sent.closing,
     )
 

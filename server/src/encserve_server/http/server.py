@@ -1,8 +1,10 @@
 """The HTTP server: aiohttp's on the event loop that is there, with sockets and bounds of the server's own."""
 
 import asyncio
+import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Callable
 
 from aiohttp import web
@@ -21,6 +23,7 @@ from encserve_server.http.requests import BodyRules
 from encserve_server.http.tei import TeiRoutes
 from encserve_server.open_inference.service import OpenInference
 from encserve_server.settings import MIB, Settings
+from encserve_server.system.certificates import Certificates
 from encserve_server.system.listeners import open_listeners
 from encserve_server.telemetry.metrics import Metrics
 
@@ -38,6 +41,16 @@ _IDLE_SECONDS = 75.0
 # The system ends a connection whose other end acknowledges nothing of what it is sent.
 _UNACKNOWLEDGED_SECONDS = 60.0
 _CLOSE_SECONDS = 1.0
+# How long a connection may take to be encrypted.
+_HANDSHAKE_SECONDS = 10.0
+# How long the other end may take to say that it ends an encrypted connection too.
+_SHUTDOWN_SECONDS = 1.0
+# Connections over the limit that may be encrypted at once, to be told so.
+_SPARE_HANDSHAKES = 64
+# What an encrypted connection takes of an answer before it is read: as much as one in plaintext, not 512 KiB.
+_UNSENT_BYTES = 64 * 1024
+# How long to wait where a connection cannot be taken, for want of descriptors; as asyncio waits.
+_ACCEPT_PAUSE_SECONDS = 1.0
 
 
 async def open_http(
@@ -47,8 +60,11 @@ async def open_http(
     is_serving: Callable[[], bool],
     metrics_port: int,
     open_inference: OpenInference,
+    certificates: Certificates | None = None,
 ) -> "HttpServer":
     """Listens, and answers from now on; `metrics_port` is where the metrics are.
+
+    With `certificates` it speaks TLS, without them plaintext.
 
     Raises:
         OSError: The port cannot be had.
@@ -76,7 +92,7 @@ async def open_http(
         metrics_port=metrics_port,
         cors_origins=settings.cors_allow_origin,
     )
-    server = HttpServer(app, is_serving, settings.max_connections)
+    server = HttpServer(app, is_serving, settings.max_connections, certificates)
     await server.start(settings.host, settings.http_port or 0)
     return server
 
@@ -88,15 +104,24 @@ class HttpServer:
         app: What answers.
         port: Where it listens, once started.
         connections: Those that are open.
+        handshakes: Those that are not encrypted yet.
     """
 
-    def __init__(self, app: HttpApp, is_serving: Callable[[], bool], max_connections: int) -> None:
-        """Takes what answers, whether every model is ready, and the most connections."""
+    def __init__(
+        self,
+        app: HttpApp,
+        is_serving: Callable[[], bool],
+        max_connections: int,
+        certificates: Certificates | None = None,
+    ) -> None:
+        """Takes what answers, whether every model is ready, the most connections, and what encrypts them."""
         self.app = app
         self.port = 0
         self.connections: set[Connection] = set()
         self._is_serving = is_serving
+        self.handshakes: set[asyncio.Task[None]] = set()
         self._max_connections = max_connections
+        self._certificates = certificates
         # aiohttp logs mistakes of callers, and callers that go, as errors.
         quiet = logging.getLogger("encserve_server.http.aiohttp")
         quiet.setLevel(logging.CRITICAL)
@@ -115,6 +140,7 @@ class HttpServer:
         )
         self._runner = web.ServerRunner(self._server, shutdown_timeout=_CLOSE_SECONDS)
         self._listening: list[asyncio.Server] = []
+        self._accepting: dict[socket.socket, asyncio.Task[None]] = {}
 
     async def start(self, host: str, port: int) -> None:
         """Listens; with port 0 on a free one.
@@ -128,16 +154,56 @@ class HttpServer:
             if hasattr(socket, "TCP_USER_TIMEOUT"):  # connections have it from their listener
                 listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(_UNACKNOWLEDGED_SECONDS * 1000))
             self.port = listener.getsockname()[1]
-            self._listening.append(await loop.create_server(self._make_connection, sock=listener))
+            if self._certificates is None:
+                self._listening.append(await loop.create_server(self._make_connection, sock=listener))
+            else:
+                listener.setblocking(False)
+                self._accepting[listener] = loop.create_task(self._accept(listener, self._certificates))
 
     async def close(self, grace_seconds: float) -> None:
         """Ends connections: those without a request at once, others when they have their answer, or after a while."""
         for listening in self._listening:
             listening.close()
+        for task in (ending := [*self._accepting.values(), *self.handshakes]):
+            task.cancel()
+        await asyncio.gather(*ending, return_exceptions=True)
+        for listener in self._accepting:
+            listener.close()
         await self.app.close(grace_seconds)
         await self._runner.cleanup()
 
     def _make_connection(self) -> asyncio.Protocol:
-        if len(self.connections) >= self._max_connections:
+        if len(self.connections) + len(self.handshakes) >= self._max_connections:
             return Refusal(self._is_serving)
         return Connection(self._server(), self.connections)
+
+    async def _accept(self, listener: socket.socket, certificates: Certificates) -> None:
+        """Takes connections and has them encrypted, until it is cancelled.
+
+        asyncio's own servers with TLS tell nobody of connections whose handshake has not ended, or has failed, so
+        those could not be bounded.
+        """
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                accepted, _ = await loop.sock_accept(listener)
+            except OSError:
+                await asyncio.sleep(_ACCEPT_PAUSE_SECONDS)
+                continue
+            if len(self.handshakes) >= self._max_connections + _SPARE_HANDSHAKES:
+                accepted.close()
+                continue
+            handshake = loop.create_task(self._encrypt(accepted, self._make_connection(), certificates.current.context))
+            self.handshakes.add(handshake)
+            handshake.add_done_callback(self.handshakes.discard)
+
+    async def _encrypt(self, accepted: socket.socket, connection: asyncio.Protocol, context: ssl.SSLContext) -> None:
+        with contextlib.suppress(OSError):  # of TLS, of the connection, or the time is up
+            transport, _ = await asyncio.get_running_loop().connect_accepted_socket(
+                lambda: connection,
+                accepted,
+                ssl=context,
+                ssl_handshake_timeout=_HANDSHAKE_SECONDS,
+                ssl_shutdown_timeout=_SHUTDOWN_SECONDS,
+            )
+            transport.set_write_buffer_limits(_UNSENT_BYTES)

@@ -252,7 +252,7 @@ class TeiRoutes:
                 reply=list[list[Token]],
                 example=_EXAMPLE,
             ),
-            Route("GET", "/info", self.info, DIALECT, reply=dict[str, Any]),
+            Route("GET", "/info", self.info, DIALECT, is_listing=True, reply=dict[str, Any]),
             Route("GET", "/health", self.health, DIALECT, is_check=True),
             Route("GET", "/ping", self.health, DIALECT, is_check=True),
             Route("GET", "/", self.health, DIALECT, is_check=True),

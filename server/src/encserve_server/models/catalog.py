@@ -1,9 +1,17 @@
 """The map of all models that are served."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
-from encserve_server.errors import FieldPath, FingerprintMismatch, ModelNotFound, NotReady, Part, SpaceMismatch
+from encserve_server.errors import (
+    FieldPath,
+    FingerprintMismatch,
+    ModelNotFound,
+    NotReady,
+    Part,
+    PermissionDenied,
+    SpaceMismatch,
+)
 from encserve_server.models.served import ServedModel
 
 logger = logging.getLogger(__name__)
@@ -52,10 +60,36 @@ class Catalog:
             if found not in self._default_version or (version and (found, version) not in self._models):
                 logger.warning("no model for --served-model-name", extra={"alias": alias, "of": its})
 
+    def check_use(self, name: str, caller: str, allowed: Collection[str]) -> None:
+        """Refuses a name of a model that a caller may not use; empty for the default one.
+
+        The error has the name that was sent. What model the name stands for, the caller is not told.
+
+        Raises:
+            NotReady: The models are still being loaded.
+            ModelNotFound: It is no name of a model.
+            PermissionDenied: The caller may not use the model.
+        """
+        self._check_loaded()
+        own = name or self._default_name
+        if own not in self._default_version:
+            own, _ = self._other_name(own, "", allowed)
+        if own not in allowed:
+            what = _shown(name) if name else "the default model"
+            problem = f"caller {caller} may not use {what}; it may use {', '.join(sorted(allowed))}"
+            raise PermissionDenied(FieldPath(Part.MODEL), problem)
+
     def resolve(
-        self, name: str, version: str, expected_fingerprint: str = "", expected_space_id: str = ""
+        self,
+        name: str,
+        version: str,
+        expected_fingerprint: str = "",
+        expected_space_id: str = "",
+        told: Collection[str] | None = None,
     ) -> ServedModel:
         """The model of a name and version, either empty for its default; an id that is empty expects nothing.
+
+        `told` are the models that the caller may know of; None for all. Errors name no others.
 
         Raises:
             NotReady: The models are still being loaded.
@@ -63,11 +97,10 @@ class Catalog:
             FingerprintMismatch: It has another fingerprint than expected.
             SpaceMismatch: It has another space_id than expected, or none.
         """
-        if not self._models:
-            raise NotReady("the server is still loading its models")
+        self._check_loaded()
         name = name or self._default_name
         if name not in self._default_version:
-            name, version = self._other_name(name, version)
+            name, version = self._other_name(name, version, told)
         version = version or self._default_version[name]
         model = self._models.get((name, version))
         if model is None:
@@ -95,7 +128,11 @@ class Catalog:
             )
         return model
 
-    def _other_name(self, name: str, version: str) -> tuple[str, str]:
+    def _check_loaded(self) -> None:
+        if not self._models:
+            raise NotReady("the server is still loading its models")
+
+    def _other_name(self, name: str, version: str, told: Collection[str] | None) -> tuple[str, str]:
         """The name and version of the model that an alias or a hub's name stands for.
 
         Raises:
@@ -105,9 +142,15 @@ class Catalog:
         if not found and self._accept_any_name and len(self._default_version) == 1:
             return self._default_name, ""
         if found not in self._default_version:
-            there = ", ".join(dict.fromkeys([*self._default_version, *self._aliases, *self._hub_names]))
+            names = dict.fromkeys([*self._default_version, *self._aliases, *self._hub_names])
+            there = ", ".join(it for it in names if told is None or self._meant(it) in told)
+            there = there or "none that this caller may use"
             raise ModelNotFound(FieldPath(Part.MODEL), f"no model {_shown(name)}; there are {there}")
         return found, version or its_version
+
+    def _meant(self, name: str) -> str:
+        """The model's own name behind one of its names."""
+        return (self._aliases.get(name) or self._hub_names.get(name, name)).partition("@")[0]
 
     def names(self, model: ServedModel) -> list[str]:
         """The names of a model: its own, with the version unless that is the default one, aliases, and the hub's."""

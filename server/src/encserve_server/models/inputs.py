@@ -10,6 +10,7 @@ from encserve_server.errors import FieldPath, InvalidField, Part, SequenceTooLon
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.types.arrays import TokenIds, Vectors
 from encserve_server.types.bundles import Bundle, Expansion
+from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.requests import Task
 from encserve_server.types.sequences import TokenSequence
 
@@ -86,6 +87,7 @@ class InputChecker:
         details: bool = False,
         prompt: str = "",
         expansion: Expansion | None = None,
+        sender: Sender = ANY_SENDER,
     ) -> list[TokenSequence]:
         """Checks inputs, and tokenizes texts.
 
@@ -95,6 +97,7 @@ class InputChecker:
             details: Whether special tokens are to be told from others, and of texts where each token stands.
             prompt: What is put before every text.
             expansion: What is put behind every short text.
+            sender: Whose turn tokenizing waits for.
 
         Raises:
             InvalidField: An input is not what the model takes.
@@ -115,7 +118,7 @@ class InputChecker:
                 checked[i] = self._check_numbers(i, sent, limit, details)
         if texts and self._tokenizer is not None:
             tokenized = await self._tokenizer.tokenize(
-                list(texts.values()), limit.tokens, truncate=limit.truncate, details=details
+                list(texts.values()), limit.tokens, truncate=limit.truncate, details=details, sender=sender
             )
             for (i, text), found in zip(texts.items(), tokenized, strict=False):  # fewer where one is refused
                 checked[i] = sequence = self._check_tokenized(i, found, limit)

@@ -87,13 +87,16 @@ class InspectLane:
         self._turn = asyncio.Semaphore(1)
 
     @contextlib.asynccontextmanager
-    async def inspect(self, sequence: ModelInput, wanted: Wanted, attended: int = 0) -> AsyncGenerator[Inspection]:
+    async def inspect(
+        self, sequence: ModelInput, wanted: Wanted, attended: int = 0, on_start: Callable[[], None] = lambda: None
+    ) -> AsyncGenerator[Inspection]:
         """Runs one sequence; its place in the lane is given back when the block ends, and nothing of it runs any more.
 
         Args:
             sequence: (seq,) int64 ids or (seq, d_model) float32 vectors, checked by the caller.
             wanted: Kinds that the model has, each with its layers.
             attended: How many of its first tokens all of its tokens see; 0 for all.
+            on_start: Called when its turn has come.
 
         Raises:
             QueueFull: Too many are pending.
@@ -111,6 +114,7 @@ class InspectLane:
             came_at = time.perf_counter()
             await self._turn.acquire()
             self._check_open()
+            on_start()
             run = asyncio.get_running_loop().run_in_executor(
                 self._thread, self._run, sequence, wanted, attended, came_at
             )

@@ -5,6 +5,7 @@ import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 from encserve_server.errors import FieldPath, Part, QueueFull, RequestError, RequestTooLarge, ResponseTooLarge
@@ -12,6 +13,7 @@ from encserve_server.models.inputs import SentIds, SentInput
 from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.spans import RequestSpan
+from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.sequences import TokenSequence
 
 Done = TypeVar("Done")
@@ -54,10 +56,13 @@ class PartedCall:
         clock: Clock,
         deadline: float = math.inf,
         span: RequestSpan | None = None,
+        sender: Sender = ANY_SENDER,
+        charge: Callable[[Sequence[TokenSequence]], None] = lambda _: None,
     ) -> None:
         """Takes a call without spans or details of tokens.
 
-        `hold` is called with the estimated bytes of the reply, or of one part of it after the other.
+        `hold` is called with the estimated bytes of the reply, or of one part of it after the other, and `charge` with
+        the sequences of each piece before they are run.
         """
         self._model = model
         self._call = call
@@ -65,6 +70,8 @@ class PartedCall:
         self._clock = clock
         self._deadline = deadline
         self._span = span
+        self._sender = sender
+        self._charge = charge
         self._most_cost = model.limits.max_tokens // _PARTS_OF_QUEUE
         if model.max_batch_tokens:
             self._most_cost = min(self._most_cost, model.max_batch_tokens * _BATCHES_OF_PART)
@@ -100,7 +107,9 @@ class PartedCall:
     async def _prepare(self, begin: int, end: int) -> EncodeReply:
         call = replace(self._call, inputs=self._call.inputs[begin:end], part_of=self._call.inputs)
         try:
-            piece = await self._when_there_is_room(lambda: self._model.prepare(call, self._span), may_wait=begin > 0)
+            piece = await self._when_there_is_room(
+                lambda: self._model.prepare(call, self._span, self._sender), may_wait=begin > 0
+            )
         except ResponseTooLarge as error:
             if end - begin == len(self._call.inputs):
                 raise
@@ -115,6 +124,7 @@ class PartedCall:
         for sequence in piece.sequences:
             sequence.index += begin
         self._hold(piece.estimated_bytes)
+        self._charge(piece.sequences)
         return piece
 
     async def _add(self, piece: EncodeReply) -> None:
@@ -147,7 +157,7 @@ class PartedCall:
     async def _run_all(self, reply: EncodeReply) -> None:
         """Runs all sequences at once."""
         estimated = reply.estimated_bytes
-        await self._model.run(reply, self._deadline, self._span)
+        await self._model.run(reply, self._deadline, self._span, self._sender)
         if reply.estimated_bytes > estimated:
             self._hold(reply.estimated_bytes - estimated)
 
@@ -171,8 +181,9 @@ class PartedCall:
     async def _run_part(self, part: EncodeReply, *, may_wait: bool) -> int:
         """Runs sequences; how many bytes more than estimated their outputs take in the reply."""
         estimated = part.estimated_bytes
+        run = partial(self._model.run, part, self._deadline, self._span, self._sender)
         try:
-            await self._when_there_is_room(lambda: self._model.run(part, self._deadline, self._span), may_wait=may_wait)
+            await self._when_there_is_room(run, may_wait=may_wait)
         except RequestTooLarge as error:  # several sequences are never too many for the queue, but one may be
             error.field = FieldPath(Part.INPUT, part.sequences[0].index)
             raise

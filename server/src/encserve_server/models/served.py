@@ -28,6 +28,7 @@ from encserve_server.scheduling.scheduler import Scheduler
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.spans import RequestSpan
 from encserve_server.types.bundles import Bundle, Expansion, StaticSparse, TaskSettings
+from encserve_server.types.callers import ANY_SENDER, Priority, Sender
 from encserve_server.types.requests import DataType, Detail, OffsetUnit, OutputKind, Task
 from encserve_server.types.sequences import TokenSequence
 
@@ -86,6 +87,7 @@ class EncodeCall:
         spans: For each input what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
         shape: How the reply is to be written.
         max_tokens: The most tokens of an input; 0 for as many as the model, or the task, takes.
+        priority: How urgent it says it is.
         closing: What all ids end with, and keep where they are cut.
         part_of: All inputs of the call, where these are a part of them.
     """
@@ -98,6 +100,7 @@ class EncodeCall:
     spans: Sequence[SentSpans | None] = ()
     shape: ReplyShape = _PLAIN_SHAPE
     max_tokens: int = 0
+    priority: Priority = Priority.INTERACTIVE
     closing: tuple[int, ...] = ()
     part_of: Sequence[SentInput] = ()
 
@@ -327,8 +330,10 @@ class ServedModel:
         """
         return self._reply_size.check_rows(row_bytes, inputs)
 
-    async def prepare(self, call: EncodeCall, span: RequestSpan | None = None) -> EncodeReply:
-        """Checks all of a call, and tokenizes its texts.
+    async def prepare(
+        self, call: EncodeCall, span: RequestSpan | None = None, sender: Sender = ANY_SENDER
+    ) -> EncodeReply:
+        """Checks all of a call, and tokenizes its texts when the sender's turn comes.
 
         Raises:
             RequestError: The call cannot succeed; the text names the input and the numbers.
@@ -361,6 +366,7 @@ class ServedModel:
             None if static else settings.expansion,
             details=detail is Detail.TOKENS or bool(call.spans) or call.shape.without_special,
             span=span,
+            sender=sender,
         )
         for i, (sent, sent_spans) in enumerate(zip(call.inputs, call.spans, strict=False)):  # of all, or of none
             if sent_spans is not None:
@@ -377,7 +383,22 @@ class ServedModel:
         estimated_bytes = self._reply_size.check(sequences, plan, detail, call.shape)
         return EncodeReply(sequences, plan, detail, call.shape.padded, static, tokenize_seconds, estimated_bytes)
 
-    async def run(self, reply: EncodeReply, deadline: float = math.inf, span: RequestSpan | None = None) -> None:
+    def check_share(self, sender: Sender) -> None:
+        """Refuses a call before anything is done for it, if its caller has its share of the queue waiting.
+
+        Raises:
+            ShareExceeded: The caller, or bulk, has.
+        """
+        if not self._static_checkers:  # tables answer without the queue
+            self._scheduler.check_share(sender)
+
+    async def run(
+        self,
+        reply: EncodeReply,
+        deadline: float = math.inf,
+        span: RequestSpan | None = None,
+        sender: Sender = ANY_SENDER,
+    ) -> None:
         """Runs what `prepare` gave, so that its sequences have outputs.
 
         Raises:
@@ -394,7 +415,7 @@ class ServedModel:
                     self.outputs.compute_empty(empty)
                     sequences = [it for it in sequences if len(it.input)]
             if sequences:
-                await self._scheduler.run(sequences, deadline, span)
+                await self._scheduler.run(sequences, deadline, span, sender)
         if reply.plan.has_sparse:
             reply.estimated_bytes = self._reply_size.check_sparse(
                 reply.estimated_bytes, reply.plan, reply.sequences, padded=reply.padded
@@ -407,8 +428,10 @@ class ServedModel:
                 await asyncio.sleep(0)
             sequence.outputs = static_weights(static, sequence.input, reply.plan.outputs)
 
-    async def tokenize(self, call: TokenizeCall, span: RequestSpan | None = None) -> TokenizeReply:
-        """Says what the model would see of texts; nothing is queued for it but the text.
+    async def tokenize(
+        self, call: TokenizeCall, span: RequestSpan | None = None, sender: Sender = ANY_SENDER
+    ) -> TokenizeReply:
+        """Says what the model would see of texts, when the sender's turn comes; nothing is queued but the text.
 
         Raises:
             RequestError: The call cannot succeed; the text names the text and the numbers.
@@ -421,8 +444,10 @@ class ServedModel:
         prompt_name = self._prompt_name(call.prompt_name, call.texts, call.task)
         limit = _ALL_TOKENS if call.truncate is None else self._limits_of[call.task, call.truncate]
         sequences, _ = await self._check_inputs(
-            self._checker, call.texts, limit, prompt_name, settings.expansion, details=True, span=span
+            self._checker, call.texts, limit, prompt_name, settings.expansion, details=True, span=span, sender=sender
         )
+        for it in sequences:
+            it.cost = len(it.input)
         return TokenizeReply(sequences, self._reply_size.check_tokens(sequences, call.include_token_strings))
 
     def check_length(self, field: FieldPath, count: int, task: Task) -> None:
@@ -436,8 +461,16 @@ class ServedModel:
         return 0 if self._inspect_lane is None else min(self.limits.max_inspect_tokens, self.bundle.max_sequence_tokens)
 
     @contextlib.asynccontextmanager
-    async def inspect(self, call: InspectCall, span: RequestSpan | None = None) -> AsyncGenerator[InspectReply]:
+    async def inspect(
+        self,
+        call: InspectCall,
+        span: RequestSpan | None = None,
+        sender: Sender = ANY_SENDER,
+        charge: Callable[[Sequence[TokenSequence]], None] = lambda _: None,
+    ) -> AsyncGenerator[InspectReply]:
         """Looks into what the model does with one input; the reply's memory is given back when the block ends.
+
+        A text is tokenized when the sender's turn comes. `charge` is called with the sequence before it is run.
 
         Raises:
             InspectUnavailable: The bundle has no graph for it, or the server has it turned off.
@@ -453,7 +486,7 @@ class ServedModel:
             limit = LengthLimit(self.max_inspect_tokens, name, call.task, call.truncate)
         prompt_name = self._prompt_name(call.prompt_name, [call.input], call.task)
         (sequence,), tokenize_seconds = await self._check_inputs(
-            self._checker, [call.input], limit, prompt_name, settings.expansion, details=True, span=span
+            self._checker, [call.input], limit, prompt_name, settings.expansion, details=True, span=span, sender=sender
         )
         if len(sequence.input) > self.max_inspect_tokens:
             raise SequenceTooLong(
@@ -465,8 +498,14 @@ class ServedModel:
                 most=self.max_inspect_tokens,
                 model=self.bundle.name,
             )
+        sequence.cost = len(sequence.input)
+        charge([sequence])
         came_at = self._clock.now()
-        async with lane.inspect(sequence.input, call.wanted, sequence.attended) as inspection:
+
+        def on_start() -> None:
+            sequence.started_at = self._clock.now()
+
+        async with lane.inspect(sequence.input, call.wanted, sequence.attended, on_start) as inspection:
             if span is not None:
                 began = came_at + inspection.queue_seconds
                 span.stage("queue", came_at, began)
@@ -505,12 +544,15 @@ class ServedModel:
         *,
         details: bool,
         span: RequestSpan | None,
+        sender: Sender = ANY_SENDER,
     ) -> tuple[list[TokenSequence], float]:
         """The sequences of inputs, and how long texts took to tokenize, which is counted and traced."""
         prompt = self.bundle.prompts[prompt_name] if prompt_name else ""
         began = ended = self._clock.now()
         try:
-            sequences = await checker.check(inputs, limit, details=details, prompt=prompt, expansion=expansion)
+            sequences = await checker.check(
+                inputs, limit, details=details, prompt=prompt, expansion=expansion, sender=sender
+            )
         finally:
             if isinstance(inputs[0], str) or any(isinstance(it, str) for it in inputs):
                 ended = self._clock.now()

@@ -3,13 +3,15 @@
 import asyncio
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from encserve_server.errors import BundleError, QueueFull
+from encserve_server.models.turns import TurnPool
 from encserve_server.types.bundles import TextTemplate
+from encserve_server.types.callers import ANY_SENDER, Sender
 from encserve_server.types.sequences import TokenSequence
 
 # `encode_batch` would bring threads of its own otherwise, which take the cores from the model.
@@ -19,8 +21,10 @@ from tokenizers import Encoding, Tokenizer
 # So much text, in all of a call, is tokenized at once: words take 0.1 ms, and a thread's turn 0.2 ms more. What takes
 # longest, nonsense without spaces in WordPiece, takes 0.6 ms.
 _AT_ONCE_BYTES = 256
-# So much text is tokenized at a time; then whoever else waits has a turn, and a caller that has gone is noticed.
-_TURN_BYTES = 64 * 1024
+# So much text is tokenized at a time, in some 5 ms; then other callers have a turn, and one that has gone is noticed.
+_TURN_CHARS = 8 * 1024
+# So much text is counted at a time, in 0.2 ms.
+_COUNTED_CHARS = 64 * 1024
 # What one thread tokenizes in a second, about; only to say when trying again makes sense.
 _BYTES_PER_SECOND = 1024 * 1024
 
@@ -39,7 +43,7 @@ class TextTokenizer:
     def __init__(
         self,
         path: Path,
-        executor: Executor,
+        pool: TurnPool,
         max_queue_bytes: int,
         *,
         split_special_tokens: bool = False,
@@ -49,7 +53,7 @@ class TextTokenizer:
 
         Args:
             path: The file.
-            executor: Where the work is done.
+            pool: Where the work is done.
             max_queue_bytes: The most text that may wait or be worked on, in bytes of UTF-8.
             split_special_tokens: Whether a special token that is written out in a text is tokenized like other text.
             template: What stands around every text.
@@ -73,7 +77,7 @@ class TextTokenizer:
         self.max_token_bytes = max((len(token.encode()) for token in vocabulary), default=0)
         self.template = template
         self._kept_behind = None if template is None else template.after_tokens
-        self._executor = executor
+        self._pool = pool
         self.max_queue_bytes = max_queue_bytes
         self._queued_bytes = 0  # owned by the event loop
 
@@ -83,7 +87,13 @@ class TextTokenizer:
         return self._queued_bytes
 
     async def tokenize(
-        self, texts: Sequence[str], max_tokens: int, *, truncate: bool, details: bool
+        self,
+        texts: Sequence[str],
+        max_tokens: int,
+        *,
+        truncate: bool,
+        details: bool,
+        sender: Sender = ANY_SENDER,
     ) -> list[TokenSequence | str]:
         """Tokenizes texts, each cut to `max_tokens`. A few words are tokenized at once; more text waits for a thread.
 
@@ -92,6 +102,7 @@ class TextTokenizer:
             max_tokens: How many tokens of each are kept.
             truncate: Whether a text may be cut. Otherwise the work ends after the first text that is too long.
             details: Whether to say which tokens are special, and where each begins and ends in the text.
+            sender: Whose turn the work waits for.
 
         Returns:
             For each text its tokens, or what the tokenizer says where it fails; fewer where the work ended early.
@@ -106,12 +117,12 @@ class TextTokenizer:
             excess = self._queued_bytes + size - self.max_queue_bytes
             delay_s = min(max(excess / _BYTES_PER_SECOND, 0.05), 5.0)
             raise QueueFull("bytes of text", size, self._queued_bytes, self.max_queue_bytes, delay_s)
-        loop = asyncio.get_running_loop()
         tokenized: list[TokenSequence | str] = []
         self._queued_bytes += size
         try:
-            for turn in _turns(texts):
-                found = await loop.run_in_executor(self._executor, self._tokenize, turn, max_tokens, details)
+            for turn in _turns(texts, _TURN_CHARS):
+                work = partial(self._tokenize, turn, max_tokens, details)
+                found = await self._pool.run(sender, sum(map(len, turn)), work)
                 tokenized += found
                 if any(isinstance(it, str) or (it.truncated and not truncate) for it in found):
                     break
@@ -178,19 +189,19 @@ def _special_around(tokenizer: Tokenizer, words: Iterable[str]) -> tuple[tuple[i
 async def _utf8_size(texts: Sequence[str]) -> int:
     """How many bytes texts have; of many MiB others have a turn between."""
     size = 0
-    for turn in _turns(texts):
+    for turn in _turns(texts, _COUNTED_CHARS):
         if size:
             await asyncio.sleep(0)
         size += len("".join(turn).encode())
     return size
 
 
-def _turns(texts: Sequence[str]) -> Iterator[list[str]]:
-    """The texts in runs of at most `_TURN_BYTES` characters, or of one text."""
+def _turns(texts: Sequence[str], most_chars: int) -> Iterator[list[str]]:
+    """The texts in runs of at most so many characters, or of one text."""
     turn: list[str] = []
     size = 0
     for text in texts:
-        if turn and size + len(text) > _TURN_BYTES:
+        if turn and size + len(text) > most_chars:
             yield turn
             turn, size = [], 0
         turn.append(text)

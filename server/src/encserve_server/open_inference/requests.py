@@ -27,11 +27,12 @@ from encserve_server.open_inference.tensors import (
     inputs_of,
 )
 from encserve_server.outputs import OutputSpec
+from encserve_server.types.callers import PRIORITIES, Priority
 from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 
 # What callers send and what changes nothing: whether the last answer to a request may be empty (there is one answer,
-# and it is not empty), which requests go first (all are equal), and how MLServer's codecs made the request.
-_IGNORED_PARAMETERS = frozenset({"triton_enable_empty_final_response", "priority", "content_type"})
+# and it is not empty), and how MLServer's codecs made the request.
+_IGNORED_PARAMETERS = frozenset({"triton_enable_empty_final_response", "content_type"})
 _TASKS = {task.name.lower(): task for task in Task if task}
 _NAMES = {
     Part.INPUTS: "inputs",
@@ -116,6 +117,7 @@ class Parameters:
         data_type: The type of the numbers returned, from the parameter `datatype`.
         timeout_us: After how many microseconds the caller wants no answer any more; 0 for never.
         binary_output: Whether outputs are wanted as bytes, over HTTP, from the parameter `binary_data_output`.
+        priority: How urgent the request is: "interactive" or "bulk". Triton's numbers are ignored.
     """
 
     task: Task = Task.NEITHER
@@ -125,6 +127,7 @@ class Parameters:
     data_type: DataType = DataType.FLOAT32
     timeout_us: int = 0
     binary_output: bool = False
+    priority: Priority = Priority.INTERACTIVE
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +212,7 @@ def decode_call(call: InferCall, longest: int, max_text_bytes: int) -> EncodeCal
         prompt_name=parameters.prompt_name,
         task=parameters.task,
         shape=ReplyShape(Detail.NONE, padded=True),
+        priority=parameters.priority,
     )
 
 
@@ -325,6 +329,15 @@ def _flag(field_name: str, value: Any, model: ServedModel) -> bool:
     return value
 
 
+def _priority(field_name: str, value: Any, model: ServedModel) -> Priority:
+    del model
+    if isinstance(value, int) and not isinstance(value, bool):  # Triton's levels, which its server is set up with
+        return Priority.INTERACTIVE
+    if value not in PRIORITIES:
+        raise InvalidField(field_name, f"must be {' or '.join(map(repr, PRIORITIES))}; was {str(value)[:64]!r}")
+    return PRIORITIES[value]
+
+
 def _dimensions(field_name: str, value: Any, model: ServedModel) -> int:
     if OutputKind.MODEL not in model.outputs.kinds:
         raise InvalidField(field_name, f"is for embedding, which model {model.bundle.name} does not have")
@@ -357,4 +370,5 @@ _PARAMETERS: dict[str, tuple[str, Callable[[str, Any, ServedModel], Any]]] = {
     "datatype": ("data_type", _data_type),
     "timeout": ("timeout_us", _timeout),
     "binary_data_output": ("binary_output", _flag),
+    "priority": ("priority", _priority),
 }

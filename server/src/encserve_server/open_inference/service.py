@@ -127,22 +127,22 @@ class OpenInference:
         """The versions of a model that are served."""
         return [it.bundle.version for it in self._catalog.all() if it.bundle.name == model.bundle.name]
 
-    def index(self, *, only_ready: bool) -> list[IndexEntry]:
-        """Every version of every model, the default one first."""
-        reasons = [(model, model.not_ready_reason()) for model in self._catalog.all()]
+    def index(self, call: Call, *, only_ready: bool) -> list[IndexEntry]:
+        """Every version of every model that the caller may use, the default one first."""
+        reasons = [(model, model.not_ready_reason()) for model in self._catalog.all() if call.may_use(model)]
         return [
             IndexEntry(*model.key, "UNAVAILABLE" if reason else "READY", reason)
             for model, reason in reasons
             if not (only_ready and reason)
         ]
 
-    def statistics(self, name: str, version: str) -> list[tuple[ServedModel, Statistics]]:
-        """What the calls of this protocol have taken; of every model where none is named.
+    def statistics(self, call: Call, name: str, version: str) -> list[tuple[ServedModel, Statistics]]:
+        """What the calls of this protocol have taken; of every model that the caller may use, where none is named.
 
         Raises:
-            EncserveError: Whatever `Catalog.resolve` raises.
+            EncserveError: Whatever `Call.resolve` raises.
         """
-        found = [self._catalog.resolve(name, version)] if name else self._catalog.all()
+        found = [call.resolve(0, name, version)] if name else filter(call.may_use, self._catalog.all())
         return [(it, self._statistics.get(it, Statistics())) for it in found]
 
     async def infer(

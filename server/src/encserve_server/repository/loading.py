@@ -4,7 +4,6 @@ import functools
 import itertools
 import logging
 import time
-from concurrent.futures import Executor
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +12,7 @@ from encserve_server.engine.base import Engine, Head, Inspector
 from encserve_server.engine.opening import check_installed, open_engine, open_head, open_inspector
 from encserve_server.errors import BundleError
 from encserve_server.models.tokenizing import TextTokenizer
+from encserve_server.models.turns import TurnPool
 from encserve_server.outputs import ModelOutputs
 from encserve_server.repository.activation import LoadedModel, ServedAlready, batch_policy
 from encserve_server.repository.bundle import read_bundle, verify_unchanged
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_model(
-    directory: Path, settings: Settings, tokenize_pool: Executor, served_fingerprint: str = ""
+    directory: Path, settings: Settings, tokenize_pool: TurnPool, served_fingerprint: str = ""
 ) -> LoadedModel:
     """Loads the bundle in a directory, unless it has the fingerprint of what is served under its name and version.
 
@@ -153,7 +153,7 @@ def load_inspector(inspect: InspectGraph, device: str) -> Inspector:
 
 
 def _load_tokenizer(
-    settings: Settings, tokenize_pool: Executor, path: Path, vocab_size: int, encoders: Bundle | None = None
+    settings: Settings, tokenize_pool: TurnPool, path: Path, vocab_size: int, encoders: Bundle | None = None
 ) -> TextTokenizer:
     """Loads a tokenizer of a bundle, and refuses one whose ids the model does not have.
 

@@ -20,6 +20,7 @@ from encserve_server.rpc.status import code_of, details_of
 from encserve_server.rpc.wire import Part, field, join
 from encserve_server.types.arrays import IndexedRows
 from encserve_server.types.bundles import ModelPooling, TaskSettings
+from encserve_server.types.callers import Priority
 from encserve_server.types.requests import DataType, Detail, OffsetUnit, OutputKind, Task
 from encserve_server.types.sequences import TokenSequence
 
@@ -41,6 +42,11 @@ _DATA_TYPE_NAMES = {data_type: pb.DataType.Name(data_type.value) for data_type i
 _OFFSET_UNITS = {0: OffsetUnit.CODE_POINTS} | {unit.value: unit for unit in OffsetUnit}
 _DETAILS: dict[int, Detail | None] = {0: None} | {detail.value: detail for detail in Detail}
 _TASKS = {task.value: task for task in Task}
+_PRIORITIES: dict[int, Priority] = {
+    pb.PRIORITY_UNSPECIFIED: Priority.INTERACTIVE,
+    pb.PRIORITY_INTERACTIVE: Priority.INTERACTIVE,
+    pb.PRIORITY_BULK: Priority.BULK,
+}
 _TRUNCATES: dict[int, bool] = {pb.TRUNCATION_UNSPECIFIED: False, pb.TRUNCATION_REFUSE: False, pb.TRUNCATION_END: True}
 
 # What callers send differs little, and is short.
@@ -142,7 +148,14 @@ def decode_call(request: pb.EncodeRequest, longest: int, having_spans: int) -> E
     inputs = [decode_input(f"inputs[{i}]", it, longest) for i, it in enumerate(request.inputs)]
     spans = _decode_spans(request.inputs, options.outputs) if having_spans else ()
     return EncodeCall(
-        inputs, options.outputs, options.truncate, options.prompt_name, options.task, spans, options.shape
+        inputs,
+        options.outputs,
+        options.truncate,
+        options.prompt_name,
+        options.task,
+        spans,
+        options.shape,
+        priority=decode_enum("priority", request.priority, _PRIORITIES, pb.Priority),
     )
 
 

@@ -3,15 +3,16 @@
 import asyncio
 import contextlib
 import math
+import urllib.parse
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
 import grpc
 
-from encserve_server.calls import Call, Calls, Method
+from encserve_server.calls import OPEN_REQUEST_BYTES, Access, Call, Calls, Method
 from encserve_server.error_table import REASONS, STATUSES, Failure, Status
-from encserve_server.errors import DeadlineExpired, Naming, PlainNaming
+from encserve_server.errors import DeadlineExpired, Naming, PlainNaming, RequestTooLarge
 from encserve_server.rpc.receiving import Receiving, current_task
 from encserve_server.rpc.sending import Sending, close_connections, seconds_to_read
 from encserve_server.rpc.status import code_label, code_of, trailers_of
@@ -26,9 +27,11 @@ StreamMethod = Callable[["Stream", Call], Awaitable[None]]
 WritingMethod = Callable[[Requests, Call, Context], Awaitable[None]]
 
 _STATUS_ATTRIBUTE = "rpc.response.status_code"
+# The properties of gRPC's auth_context that hold the names of a client certificate.
+_CERTIFICATE_NAMES = ("peer_uri", "peer_dns")
 # gRPC copies a reply before it sends it.
 _REPLY_COPIES = 2
-_CHECK = Method("", PlainNaming(), None, answers_while_draining=True)
+_CHECK = Method("", PlainNaming(), None, answers_while_draining=True, access=Access.OPEN)
 
 
 class RpcGuard:
@@ -42,18 +45,35 @@ class RpcGuard:
         self._sending = sending
 
     def method(
-        self, service: str, name: str, kind: str, naming: Naming, *, answers_while_draining: bool = False
+        self,
+        service: str,
+        name: str,
+        kind: str,
+        naming: Naming,
+        *,
+        answers_while_draining: bool = False,
+        access: Access = Access.CALLERS,
     ) -> Method:
         """An RPC that is counted and traced; `kind` is "unary", "server_stream" or "bidi_stream"."""
         observer = _RpcObserver(self._metrics, (kind, service, name))
-        return self._method(f"{service}/{name}", naming, observer, answers_while_draining)
+        return self._method(
+            f"{service}/{name}", naming, observer, answers_while_draining=answers_while_draining, access=access
+        )
 
     def request_method(self, service: str, name: str, naming: Naming) -> Method:
         """The requests of a stream, whose errors count as errors of the stream's RPC."""
-        return self._method("request", naming, _RequestObserver(self._metrics, ("bidi_stream", service, name)))
+        observer = _RequestObserver(self._metrics, ("bidi_stream", service, name))
+        return self._method("request", naming, observer, log_name=f"{service}/{name} request")
 
     def _method(
-        self, name: str, naming: Naming, observer: "_RpcObserver", answers_while_draining: bool = False
+        self,
+        name: str,
+        naming: Naming,
+        observer: "_RpcObserver",
+        *,
+        answers_while_draining: bool = False,
+        access: Access = Access.CALLERS,
+        log_name: str = "",
     ) -> Method:
         return Method(
             name,
@@ -63,6 +83,8 @@ class RpcGuard:
             status_attribute=_STATUS_ATTRIBUTE,
             answers_while_draining=answers_while_draining,
             reply_copies=_REPLY_COPIES,
+            access=access,
+            log_name=log_name,
         )
 
     def unary(self, method: Method, answer: UnaryMethod) -> Handler:
@@ -76,7 +98,7 @@ class RpcGuard:
             data = b""
             with call:
                 call.accept()
-                data = await answer(await self._receive(call, context), call)
+                data = await answer(await self._receive(method, call, context), call)
             if call.failure is not None:
                 await _abort(context, call.failure)
             elif data:
@@ -89,7 +111,7 @@ class RpcGuard:
         """The handler of an RPC with one request, which writes its answers."""
 
         async def write(_: Requests, call: Call, context: Context) -> None:
-            await answer(await self._receive(call, context), call, context)
+            await answer(await self._receive(method, call, context), call, context)
 
         return self._writing(method, write)
 
@@ -98,18 +120,19 @@ class RpcGuard:
 
         async def write(_: Requests, call: Call, context: Context) -> None:
             with self._receiving.stream():
-                await answer(Stream(context, self._receiving), call)
+                await answer(Stream(context, self._receiving, call), call)
 
         return self._writing(method, write)
 
-    def check_stream(self, answer: Callable[[Requests, Context], Awaitable[None]]) -> Handler:
-        """As `check`, of an RPC with many requests."""
+    def listing_stream(self, name: str, answer: Callable[[Requests, Context], Awaitable[None]]) -> Handler:
+        """As `check`, of an RPC with many requests that tells what is served; its failures are counted and logged."""
+        method = Method(name, PlainNaming(), None, answers_while_draining=True, access=Access.LISTING)
 
-        async def write(requests: Requests, _: Call, context: Context) -> None:
-            with self._receiving.stream():
-                await answer(requests, context)
+        async def write(requests: Requests, call: Call, context: Context) -> None:
+            with self._receiving.stream(is_open=True):
+                await answer(_small(requests, call), context)
 
-        return self._writing(_CHECK, write)
+        return self._writing(method, write)
 
     def check(self, answer: Callable[[bytes, Context], Awaitable[Any]]) -> Handler:
         """The handler of an RPC with one request that is counted and traced nowhere, as health checks are."""
@@ -118,7 +141,7 @@ class RpcGuard:
             call = self._calls.begin(_CHECK)
             data = b""
             with call, _caller_gone():
-                data = await answer(await self._receiving.read(context), context)
+                data = await answer(await self._read(_CHECK, context), context)
             if call.failure is not None:
                 await _abort(context, call.failure)
             return data
@@ -132,6 +155,8 @@ class RpcGuard:
                 call.accept()
                 await answer(requests, call, context)
             if call.failure is not None:
+                if method.observer is None:
+                    self._metrics.refused.labels(call.failure.reason).inc()
                 await _abort(context, call.failure)
 
         return handle
@@ -141,7 +166,8 @@ class RpcGuard:
         calls = self._calls
         remaining_s = context.time_remaining()
         deadline = math.inf if remaining_s is None else calls.clock.now() + remaining_s
-        call = calls.begin(method, () if calls.tracer is None else context.invocation_metadata() or (), deadline)
+        metadata = (context.invocation_metadata() or ()) if calls.reads_metadata else ()
+        call = calls.begin(method, metadata, deadline, _Peer(context))
         current_task().add_done_callback(partial(self._end, call))
         return call
 
@@ -149,11 +175,36 @@ class RpcGuard:
         self._sending.end(call)
         call.release()
 
-    async def _receive(self, call: Call, context: Context) -> bytes:
+    async def _receive(self, method: Method, call: Call, context: Context) -> bytes:
         """The one request of a call, whose bytes the call holds."""
-        data = await self._receiving.read(context)
+        data = await self._read(method, context)
         call.hold(len(data))
         return data
+
+    async def _read(self, method: Method, context: Context) -> bytes:
+        is_open = method.access.is_open
+        data = await self._receiving.read(context, is_open=is_open)
+        if is_open:
+            _check_small(data)
+        return data
+
+
+class _Peer:
+    """The other end of a call's connection; see `calls.Peer`."""
+
+    __slots__ = ("_context",)
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+
+    def address(self) -> str:
+        """As gRPC has it, ipv4:127.0.0.1:50051, without the kind."""
+        return urllib.parse.unquote(self._context.peer().partition(":")[2])
+
+    def certificate_names(self) -> list[str]:
+        """Those that gRPC has verified."""
+        properties = self._context.auth_context()
+        return [name.decode() for kind in _CERTIFICATE_NAMES for name in properties.get(kind, ())]
 
 
 class _RpcObserver:
@@ -193,16 +244,23 @@ class _RequestObserver(_RpcObserver):
 class Stream:
     """The requests and answers of one stream."""
 
-    def __init__(self, context: Context, receiving: Receiving) -> None:
-        """Takes gRPC's context; to be called in the task of the stream."""
+    def __init__(self, context: Context, receiving: Receiving, call: Call) -> None:
+        """Takes gRPC's context, and the stream's call; to be called in the task of the stream."""
         self._context = context
+        self._call = call
         self._receiving = receiving
         self._task = current_task()
         self._unanswered = 0
 
     async def read(self) -> object:
-        """The next request's bytes; at the end of the stream gRPC's marker for it, which is not bytes."""
+        """The next request's bytes; at the end of the stream gRPC's marker for it, which is not bytes.
+
+        Raises:
+            Unauthenticated: The caller has been revoked.
+        """
         data: object = await self._context.read()
+        if isinstance(data, bytes):
+            self._call.recheck()
         self._unanswered += 1
         self._receiving.progress(self._task, is_idle=False)
         return data
@@ -227,6 +285,19 @@ async def write_in_time(context: Context, data: bytes) -> None:
     except TimeoutError:
         close_connections({context.peer()})
         raise DeadlineExpired(f"the caller did not read a message within {limit_s:.0f} s") from None
+
+
+async def _small(requests: Requests, call: Call) -> Requests:
+    async for data in requests:
+        call.recheck()
+        _check_small(data)
+        yield data
+
+
+def _check_small(data: bytes) -> None:
+    """Refuses what need not be parsed: such a request has a name, and its caller may have no key."""
+    if len(data) > OPEN_REQUEST_BYTES:
+        raise RequestTooLarge("", f"the request must be at most {OPEN_REQUEST_BYTES} bytes; was {len(data)}")
 
 
 @contextlib.contextmanager

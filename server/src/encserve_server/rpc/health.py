@@ -63,7 +63,9 @@ class HealthService:
         del context
         name = parse(health_pb2.HealthCheckRequest, data).service
         if name not in self.serving:
-            raise ModelNotFound("service", f"must be one of {', '.join(map(repr, self.serving))}")
+            # Not those of models: callers need no key.
+            services = ", ".join(repr(it) for it in self.serving if "/" not in it)
+            raise ModelNotFound("service", f"must be one of {services}, or SERVICE/MODEL for one model")
         return self._response(name)
 
     async def watch(self, data: bytes, context: Context) -> None:

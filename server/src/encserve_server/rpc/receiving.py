@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from encserve_server.calls import Calls
@@ -18,6 +18,8 @@ RECEIVE_SECONDS = 30.0
 _GONE_SECONDS = 0.05
 # Room for so many slow requests and open streams, at least.
 _LEAST_PLACES = 64
+# The share of the places that calls may have which may come without a key.
+_OPEN_SHARE = 8
 _RETRY_S = 1.0
 # What gRPC keeps of a request takes an eighth more than its bytes.
 _OVERHEAD = 8
@@ -31,7 +33,8 @@ class Receiving:
     A slow request, and an open stream, has one of `places`. Each holds as many bytes of the budget as a request may
     have, and together they hold at most half of the budget. A request that finds no place is refused, and so is one
     that takes more than 30 s. gRPC does not tell an idle stream from one whose message does not become whole: a stream
-    without progress for 30 s is ended when another call needs its place.
+    without progress for 30 s is ended when another call needs its place. Calls that may come without a key have at most
+    an eighth of the places.
 
     Everything here belongs to the event loop.
     """
@@ -49,9 +52,11 @@ class Receiving:
         self._slow: dict[_Task, float] = {}  # those with a place, and when each has to be whole
         self._streams: dict[_Task, float] = {}  # open streams, and since when each is idle; infinity if busy
         self._refused: dict[_Task, EncserveError] = {}  # those that are being ended
+        self._open: set[_Task] = set()  # those on their way that may come without a key
+        self._open_places: set[_Task] = set()  # those of them, and of streams, that have a place
 
-    async def read(self, context: Any) -> bytes:
-        """The one request of a call.
+    async def read(self, context: Any, *, is_open: bool = False) -> bytes:
+        """The one request of a call; `is_open` where the call may come without a key.
 
         Raises:
             BudgetFull: The request is slow, and there is no place for it.
@@ -60,28 +65,31 @@ class Receiving:
         """
         task = current_task()
         self._prompt[task] = self._looks
+        if is_open:
+            self._open.add(task)
         try:
             data = await context.read()
         except asyncio.CancelledError:
             self._raise_refusal(task)
             raise
         finally:
+            self._open.discard(task)
             if self._prompt.pop(task, None) is None and self._slow.pop(task, None) is not None:
-                self._calls.give_back(self._place_bytes)
+                self._give_place_back(task)
         if not isinstance(data, bytes):
             await asyncio.sleep(_GONE_SECONDS)
             raise MalformedRequest("", "the call ended without a request")
         return data
 
     @contextlib.contextmanager
-    def stream(self) -> Iterator[None]:
-        """Within this block the task has an open stream.
+    def stream(self, *, is_open: bool = False) -> Iterator[None]:
+        """Within this block the task has an open stream; `is_open` where its call may come without a key.
 
         Raises:
             BudgetFull: There is no place for it, or another call has needed it while the stream was idle.
         """
         task = current_task()
-        if not self._take_place():
+        if not self._take_place(task, is_open=is_open):
             raise self._no_place()
         self._streams[task] = self._clock.now()
         try:
@@ -91,7 +99,7 @@ class Receiving:
             raise
         finally:
             if self._streams.pop(task, None) is not None:
-                self._calls.give_back(self._place_bytes)
+                self._give_place_back(task)
 
     def progress(self, task: _Task, *, is_idle: bool) -> None:
         """The stream of a task has received a request, or sent an answer; `is_idle` if none is being answered."""
@@ -106,7 +114,7 @@ class Receiving:
             now = self._clock.now()
             for task in [it for it, look in self._prompt.items() if self._looks - look > _PROMPT_LOOKS]:
                 del self._prompt[task]
-                if self._take_place():
+                if self._take_place(task, is_open=task in self._open):
                     self._slow[task] = now + RECEIVE_SECONDS
                 else:
                     self._end(task, self._no_place(", and this request has not arrived whole"))
@@ -123,17 +131,33 @@ class Receiving:
     def _no_place(self, why: str = "") -> BudgetFull:
         return BudgetFull(f"{self._taken()} streams and slow requests are open (max_in_flight_mib){why}", _RETRY_S)
 
-    def _take_place(self) -> bool:
+    def _take_place(self, task: _Task, *, is_open: bool) -> bool:
         """Takes a place, if need be that of the stream which has been idle for longest."""
-        if self._taken() >= self.places:
-            task, since = min(self._streams.items(), key=lambda it: it[1], default=(None, 0.0))
-            if task is None or since + RECEIVE_SECONDS > self._clock.now():
-                return False
-            del self._streams[task]
-            self._calls.give_back(self._place_bytes)
-            problem = f"the stream made no progress for {RECEIVE_SECONDS:.0f} s, and another call needs its place"
-            self._end(task, BudgetFull(problem, _RETRY_S))
-        return self._calls.take(self._place_bytes)
+        if is_open and len(self._open_places) >= self.places // _OPEN_SHARE and not self._end_idle(self._open_places):
+            return False
+        if self._taken() >= self.places and not self._end_idle(self._streams):
+            return False
+        if not self._calls.take(self._place_bytes):
+            return False
+        if is_open:
+            self._open_places.add(task)
+        return True
+
+    def _end_idle(self, among: Collection[_Task]) -> bool:
+        """Ends the stream of these tasks which has been idle for longest; False where none has been for long enough."""
+        streams = ((since, task) for task, since in self._streams.items() if task in among)
+        since, task = min(streams, key=lambda it: it[0], default=(0.0, None))
+        if task is None or since + RECEIVE_SECONDS > self._clock.now():
+            return False
+        del self._streams[task]
+        self._give_place_back(task)
+        problem = f"the stream made no progress for {RECEIVE_SECONDS:.0f} s, and another call needs its place"
+        self._end(task, BudgetFull(problem, _RETRY_S))
+        return True
+
+    def _give_place_back(self, task: _Task) -> None:
+        self._open_places.discard(task)
+        self._calls.give_back(self._place_bytes)
 
     def _end(self, task: _Task, error: EncserveError) -> None:
         self._refused[task] = error

@@ -39,7 +39,7 @@ def handlers(service_names: Sequence[str], guard: RpcGuard) -> dict[str, Handler
                 answer.original_request.CopyFrom(request)
                 await context.write(answer.SerializeToString())
 
-    return {"ServerReflectionInfo": guard.check_stream(tell)}
+    return {"ServerReflectionInfo": guard.listing_stream("ServerReflectionInfo", tell)}
 
 
 async def _only(request: reflection_pb2.ServerReflectionRequest) -> AsyncIterator[Any]:

@@ -8,6 +8,7 @@ import grpc
 
 from encserve_server.rpc.guard import Handler
 from encserve_server.settings import MIB, Settings
+from encserve_server.system.certificates import Certificates, Identity
 from encserve_server.system.listeners import close_all, open_listeners
 
 _KINDS: dict[str, Callable[[Any], "grpc.RpcMethodHandler[Any, Any]"]] = {
@@ -24,6 +25,7 @@ _MAX_CONNECTION_CALLS = 10_000
 # Calls that wait to be taken gRPC answers CANCELLED by itself, beyond a thousand or after 30 s. Admission is ours.
 _MAX_PENDING_CALLS = 1_000_000
 _MAX_PENDING_SECONDS = 3600
+_HANDSHAKE_SECONDS = 10.0
 
 
 def make_server(settings: Settings) -> grpc.aio.Server:
@@ -46,6 +48,8 @@ def make_server(settings: Settings) -> grpc.aio.Server:
         # A caller that vanished without a word is noticed within two minutes: gRPC waits another 60 s for its answer,
         # whatever `grpc.keepalive_timeout_ms` says.
         ("grpc.keepalive_time_ms", 30_000),
+        # A connection that says nothing is kept for two minutes by default.
+        ("grpc.server_handshake_timeout_ms", round(_HANDSHAKE_SECONDS * 1000)),
     ]
     if settings.max_connection_age_seconds is not None:  # calls on it are finished, however long they take
         options.append(("grpc.max_connection_age_ms", round(settings.max_connection_age_seconds * 1000)))
@@ -53,8 +57,10 @@ def make_server(settings: Settings) -> grpc.aio.Server:
     return grpc.aio.server(options=options)
 
 
-def listen(server: grpc.aio.Server, host: str, port: int) -> int:
+def listen(server: grpc.aio.Server, host: str, port: int, certificates: Certificates | None = None) -> int:
     """Makes a server listen on every address of a host, and returns the port: with 0 a free one.
+
+    With `certificates` it speaks TLS, without them plaintext.
 
     gRPC does not say why it cannot, and of a name's addresses it is content with those that are free: callers of
     localhost would then meet another server on the other address. So each is tried first.
@@ -64,7 +70,10 @@ def listen(server: grpc.aio.Server, host: str, port: int) -> int:
         RuntimeError: gRPC cannot listen there.
     """
     close_all(open_listeners(host, port))
-    return server.add_insecure_port(f"[{host}]:{port}" if ":" in host else f"{host}:{port}")  # [] for an IPv6 address
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"  # [] for an IPv6 address
+    if certificates is None:
+        return server.add_insecure_port(address)
+    return server.add_secure_port(address, _credentials(certificates))
 
 
 def add_service(
@@ -84,6 +93,29 @@ def add_service(
     server.add_registered_method_handlers(
         name, {method: _KINDS[kind](handlers[method]) for method, kind in methods.items()}
     )
+
+
+def _credentials(certificates: Certificates) -> grpc.ServerCredentials:
+    """Credentials that follow the files: gRPC asks at every handshake, in threads of its own, for what is new."""
+    served = certificates.current
+
+    def fetch() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal served
+        current = certificates.current
+        if current is served:
+            return None
+        served = current
+        return _configuration(current)
+
+    return grpc.dynamic_ssl_server_credentials(
+        _configuration(served),
+        fetch,  # type: ignore[arg-type]  # the stubs know no None, which is for "no change"
+        require_client_authentication=served.client_ca is not None,
+    )
+
+
+def _configuration(identity: Identity) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration([(identity.key, identity.cert)], identity.client_ca)
 
 
 def _drop_client_disconnects(record: logging.LogRecord) -> bool:

@@ -6,7 +6,7 @@ from concurrent.futures import Executor
 from functools import partial
 
 from encserve_proto.v1 import encoder_pb2 as pb
-from encserve_server.calls import Call, Calls
+from encserve_server.calls import Access, Call, Calls
 from encserve_server.errors import DeadlineExpired, InvalidField
 from encserve_server.models.served import InspectCall, InspectReply, ServedModel
 from encserve_server.rpc import codec, inspect_codec, naming
@@ -23,6 +23,7 @@ METHODS = {
     "ListModels": "unary",
     "GetModel": "unary",
 }
+_ACCESS = {"Inspect": Access.INSPECT, "ListModels": Access.LISTING, "GetModel": Access.LISTING}
 _MAX_REQUEST_ID_BYTES = 128
 # How long a caller of Inspect may take to read everything.
 _ANSWER_SECONDS = 300.0
@@ -43,7 +44,13 @@ class EncoderService:
         self._request = guard.request_method(SERVICE_NAME, "EncodeStream", naming.ENCODE)
         names = {"Inspect": naming.INSPECT, "Tokenize": naming.TOKENIZE}
         methods = {
-            name: guard.method(SERVICE_NAME, name, kind, names.get(name, naming.ENCODE))
+            name: guard.method(
+                SERVICE_NAME,
+                name,
+                kind,
+                names.get(name, naming.ENCODE),
+                access=_ACCESS.get(name, Access.CALLERS),
+            )
             for name, kind in METHODS.items()
         }
         return {
@@ -78,7 +85,9 @@ class EncoderService:
         request = codec.parse(pb.InspectRequest, data)
         model = self._resolve(request, 1, call)
         decoded = inspect_codec.decode_inspect_call(request, model)
-        async with model.inspect(decoded, call.span) as reply:
+        async with call.inspect(model, decoded) as reply:
+            inspection = reply.inspection
+            call.note([reply.sequence], lambda: (inspection.queue_seconds, inspection.compute_seconds))
             began = self._calls.clock.now()
             try:
                 async with asyncio.timeout(_ANSWER_SECONDS):
@@ -108,10 +117,9 @@ class EncoderService:
         return await call.tokenize(model, decoded, partial(codec.encode_tokens, model, decoded))
 
     async def list_models(self, data: bytes, call: Call) -> bytes:
-        """Every model that is loaded."""
-        del call
+        """Every model that is loaded, and that the caller may use."""
         codec.parse(pb.ListModelsRequest, data)
-        models = [self._info(model) for model in self._catalog.all()]
+        models = [self._info(model) for model in self._catalog.all() if call.may_use(model)]
         return pb.ListModelsResponse(models=models).SerializeToString()
 
     async def get_model(self, data: bytes, call: Call) -> bytes:

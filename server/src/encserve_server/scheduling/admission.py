@@ -32,6 +32,15 @@ class Admission:
         """Whether nobody is taken now, however little a call would add."""
         return self._shut and queued_tokens + self._free_tokens > self.limit_tokens
 
+    def bulk_excess(self, tokens: int, queued_tokens: int) -> int:
+        """Decides about a bulk call: how many tokens must leave the queue first; 0 if it is taken.
+
+        Bulk leaves a quarter of the queue to interactive calls and never shuts the door. A call that is larger than the
+        other three quarters needs room for itself only.
+        """
+        reserved = self._free_tokens if tokens + self._free_tokens <= self.limit_tokens else 0
+        return max(queued_tokens + tokens + reserved - self.limit_tokens, 0)
+
     def excess(self, tokens: int, queued_tokens: int) -> int:
         """Decides about a call; to be asked once for each.
 

@@ -19,6 +19,7 @@ from encserve_server.errors import (
     Part,
     QueueFull,
     RequestTooLarge,
+    ShareExceeded,
 )
 from encserve_server.scheduling.admission import Admission, Throughput
 from encserve_server.scheduling.batching import BatchPolicy
@@ -27,6 +28,7 @@ from encserve_server.scheduling.queue import QueueObserver, Ticket
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.spans import BatchTracer, RequestSpan
 from encserve_server.types.arrays import ModelInput
+from encserve_server.types.callers import ANY_SENDER, Priority, Sender
 from encserve_server.types.sequences import Batch, TokenSequence
 
 logger = logging.getLogger(__name__)
@@ -78,12 +80,20 @@ class Scheduler:
     - `run` never blocks the event loop. A call is admitted or refused at once: the pending cost of all calls never
       exceeds `max_queue_tokens` (QueueFull), and all sequences of a call are admitted or none. Once a call has been
       refused for want of room, so are all until a quarter of the queue is free (see `admission`).
+    - Each named caller has a share of the queue: its weight, divided by the weights of all callers that have something
+      waiting, its own counted twice, so that one more caller finds room. While more than half of the queue is taken, a
+      caller that has its share waiting is refused (ShareExceeded). Bulk takes at most half of the queue and leaves a
+      quarter of it free.
     - There is no timer. When the engine is free, whatever is pending is batched and run; while it runs, more gathers.
       The engine's threads take the next batch themselves the moment that one is done; the event loop delivers
       meanwhile. An engine that can runs several batches at once (see `lanes`).
-    - A sequence with k live ones before it at its arrival starts in the (k + 1)-th batch after those that are running,
-      at the latest (see `batching`). So the longest wait is bounded by the queue's bound and the engine's speed, never
-      by later arrivals.
+    - With one caller and one priority, a sequence with k live ones before it at its arrival starts in the (k + 1)-th
+      batch after those that are running, at the latest (see `batching`). So the longest wait is bounded by the queue's
+      bound and the engine's speed, never by later arrivals.
+    - Beside other callers it starts, at the latest, when each of them has been served its weight / this caller's weight
+      times as much as this caller has waiting before it and MOST_AHEAD_TOKENS more, and a batch (see `queue`).
+    - Interactive sequences go before bulk ones, but while both wait one batch in BULK_TURN is a bulk one. So bulk waits
+      at most BULK_TURN times as long as it would alone, and interactive at most one bulk batch longer in BULK_TURN.
     - A sequence whose caller has gone or whose deadline has passed is dropped before it is run. A batch that runs is
       never interrupted; a caller that goes meanwhile touches no other.
     - A batch that fails is run again in halves, down to single sequences: only a sequence that fails alone fails its
@@ -130,7 +140,12 @@ class Scheduler:
             failures_before_probe=limits.failures_before_probe,
         )
         self._pending = pending = self._lanes.pending
-        observer.register_queue_gauges(lambda: pending.requests, lambda: len(pending), lambda: pending.cost)
+        observer.register_queue_gauges(
+            lambda: pending.requests,
+            lambda: len(pending),
+            lambda: pending.cost,
+            lambda: pending.cost_of(Priority.BULK),
+        )
         self._unhealthy_reason = ""
         self._throughput = Throughput()
         self._recovery: asyncio.Task[None] | None = None
@@ -184,8 +199,30 @@ class Scheduler:
         if self._admission.shut_to_all(queued):
             self._check_room(tokens, queued)
 
+    def check_share(self, sender: Sender, cost: int = 1) -> None:
+        """Returns unless a call of so much cost would take more than its caller's share of the queue, or than bulk's.
+
+        Raises:
+            ShareExceeded: It would; something of the caller, or of bulk, waits already.
+        """
+        pending, limit, caller = self._pending, self._limits.max_queue_tokens, sender.caller
+        if sender.priority is Priority.BULK:
+            self._refuse_over_share("bulk", cost, pending.cost_of(Priority.BULK), limit // 2)
+        if caller.name and pending.cost + cost > limit // 2:
+            own, weight_of_others = pending.share_of(caller)
+            share = int(limit * caller.weight / (2 * caller.weight + weight_of_others))  # with room for one more
+            self._refuse_over_share(f"caller {caller.name}", cost, own, share)
+
+    def _refuse_over_share(self, whose: str, cost: int, waiting: int, share: int) -> None:
+        if waiting and waiting + cost > share:
+            raise ShareExceeded(whose, cost, waiting, share, self._throughput.seconds_for(waiting + cost - share))
+
     async def run(
-        self, sequences: list[TokenSequence], deadline: float = math.inf, span: RequestSpan | None = None
+        self,
+        sequences: list[TokenSequence],
+        deadline: float = math.inf,
+        span: RequestSpan | None = None,
+        sender: Sender = ANY_SENDER,
     ) -> None:
         """Runs the sequences of a call, and sets the outputs of each.
 
@@ -194,15 +231,17 @@ class Scheduler:
                 call has ended.
             deadline: The clock's seconds after which no caller waits any more.
             span: Traces the call.
+            sender: Whose turn the call waits for.
 
         Raises:
             QueueFull: No room now.
+            ShareExceeded: No room for more of this caller, or of bulk.
             RequestTooLarge: More than the whole queue may hold.
             DeadlineExpired: The deadline passed in the queue.
             InferenceFailed: The engine cannot compute one of the sequences.
             EngineUnhealthy: The engine fails for everything.
         """
-        ticket = self._admit(sequences, deadline, span)
+        ticket = self._admit(sequences, deadline, span, sender)
         try:
             await ticket.done
             if ticket.error is not None:
@@ -219,18 +258,22 @@ class Scheduler:
                 span.stage("queue", sequences[0].enqueued_at, min(starts, default=self._clock.now()))
             ticket.sequences, ticket.error = [], None  # or the rows would wait for the cycle collector
 
-    def _admit(self, sequences: list[TokenSequence], deadline: float, span: RequestSpan | None) -> Ticket:
+    def _admit(
+        self, sequences: list[TokenSequence], deadline: float, span: RequestSpan | None, sender: Sender
+    ) -> Ticket:
         """Queues all sequences of a call, or refuses it."""
         cost = sum([it.cost for it in sequences])
         self._check_ready()
         self._check_size(cost, sum([len(it.input) for it in sequences]))
-        self._check_room(cost, self._pending.cost)
+        self.check_share(sender, cost)
+        self._check_room(cost, self._pending.cost, sender.priority)
         now = self._clock.now()
         if deadline <= now:
             for _ in sequences:
                 self._observer.expired()
             raise DeadlineExpired("the deadline had passed before the request was queued")
-        ticket = Ticket(sequences, asyncio.get_running_loop().create_future(), len(sequences), span=span)
+        done = asyncio.get_running_loop().create_future()
+        ticket = Ticket(sequences, done, len(sequences), caller=sender.caller, priority=sender.priority, span=span)
         for sequence in sequences:
             sequence.ticket = ticket
             sequence.enqueued_at, sequence.deadline = now, deadline
@@ -253,9 +296,10 @@ class Scheduler:
             FieldPath(Part.INPUTS), f"must be at most {limit} tokens in all (max_queue_tokens); was {what}"
         )
 
-    def _check_room(self, cost: int | None, queued: int) -> None:
+    def _check_room(self, cost: int | None, queued: int, priority: Priority = Priority.INTERACTIVE) -> None:
         """Decides about a call of so much cost, None for at least one token."""
-        if excess := self._admission.excess(cost or 1, queued):
+        is_bulk = priority is Priority.BULK
+        if excess := (self._admission.bulk_excess if is_bulk else self._admission.excess)(cost or 1, queued):
             delay_s = self._throughput.seconds_for(excess)
             limit = self._limits.max_queue_tokens
             raise QueueFull("tokens", cost, queued, limit, delay_s, self._admission.reopens_at_tokens)

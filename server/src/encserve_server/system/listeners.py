@@ -1,6 +1,7 @@
 """Sockets that listen."""
 
 import errno
+import ipaddress
 import socket
 
 
@@ -29,6 +30,14 @@ def open_listeners(host: str, port: int, backlog: int | None = None) -> list[soc
     if missing is not None and not listeners:
         raise missing
     return listeners
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address; of a name, whether it is localhost."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def close_all(listeners: list[socket.socket]) -> None:

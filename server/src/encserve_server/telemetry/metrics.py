@@ -1,11 +1,11 @@
 """Every metric of the server, on a registry that is passed in.
 
 Labelled children are looked up once and kept: an observation then costs a microsecond or two. The scheduler's are
-counted per batch or per sequence, never per token. No label's value comes from a caller. `make docs` makes
-docs/metrics.md of what is registered here, in this order.
+counted per batch or per sequence, never per token. No label's value comes from a caller, but for names that a trusted
+proxy gives, which are bounded. `make docs` makes docs/metrics.md of what is registered here, in this order.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 from functools import partial
 from typing import TypeVar
@@ -13,6 +13,7 @@ from typing import TypeVar
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics
 
 from encserve_server import __version__
+from encserve_server.types.callers import Priority
 from encserve_server.types.sequences import Batch, ClosedBy
 
 # 0.5 ms … 10 s: a single short sequence on a GPU up to a full queue on a small CPU.
@@ -75,6 +76,14 @@ class Metrics:
             ("route",),
             buckets=SECONDS_BUCKETS,
         )
+        self.answer_seconds = histogram(
+            "encserve_answer_seconds",
+            "Time from the arrival of a call that encodes to its answer, of all protocols, by priority: interactive or "
+            "bulk. Not of streams, nor of calls that are refused before they are looked at.",
+            ("priority",),
+            buckets=SECONDS_BUCKETS,
+        )
+        self.answer_times = {it: self.answer_seconds.labels(it.name.lower()) for it in Priority}
         self.in_flight = gauge(
             "encserve_in_flight_requests", "Calls being worked on, of all protocols; a stream counts as one."
         )
@@ -88,6 +97,28 @@ class Metrics:
             "encserve_refused",
             "Requests answered with an error, by the reason that the caller is told (docs/errors.md).",
             ("reason",),
+        )
+        self.caller_calls = counter(
+            "encserve_caller_calls",
+            "Calls of each caller, by outcome: OK, CANCELLED, DEADLINE_EXCEEDED, or the reason of an error "
+            "(docs/errors.md); counted where callers are told apart. A caller without a name is one that was refused, "
+            "or the one of a single key.",
+            ("caller", "outcome"),
+        )
+        self.caller_tokens = counter(
+            "encserve_caller_tokens", "Tokens of the calls of each caller that were answered.", ("caller",)
+        )
+        self.callers_reads = counter(
+            "encserve_callers_reads",
+            "How often --callers or --api-key-file has changed, by outcome: loaded, or refused (it cannot be used, and "
+            "what was read before is kept).",
+            ("outcome",),
+        )
+        for read in LoadOutcome:
+            self.callers_reads.labels(read.value)
+        self.callers_file_refused = gauge(
+            "encserve_callers_file_refused",
+            "1 while --callers or --api-key-file cannot be used as it is now; what was read before is kept. Else 0.",
         )
         self.response_bytes = histogram(
             "encserve_response_bytes",
@@ -110,6 +141,9 @@ class Metrics:
             "encserve_queue_tokens",
             "What waits for a batch, in tokens; with what its outputs cost beside the tokens.",
             _MODEL,
+        )
+        self.queue_bulk_tokens = gauge(
+            "encserve_queue_bulk_tokens", "What of that is bulk, which is no reason to add servers.", _MODEL
         )
         self.queue_limit_tokens = gauge(
             "encserve_queue_limit_tokens", "The most tokens that may wait (--max-queue-tokens).", _MODEL
@@ -207,6 +241,22 @@ class Metrics:
         )
         for outcome in ("exported", "failed", "dropped"):
             self.trace_spans.labels(outcome)
+        self.tls_expiry = gauge(
+            "encserve_tls_certificate_expiry_timestamp_seconds",
+            "When the certificates of --tls-cert-file, the first of them, and the authorities of --tls-client-ca-file, "
+            "the last of them, expire, in seconds since 1970. Absent without TLS.",
+            ("file",),
+        )
+        self.tls_reloads = counter(
+            "encserve_tls_reloads",
+            "Changes of the TLS files, by outcome: loaded, or refused (incomplete, expired, or of a key that does not "
+            "belong to the certificate; what was served before is served on). Absent without TLS.",
+            ("outcome",),
+        )
+        self.tls_files_refused = gauge(
+            "encserve_tls_files_refused",
+            "1 while the TLS files are not used as they are now; what was served before is served on. Else 0.",
+        )
         self.gpu_memory_used_bytes = gauge(
             "encserve_gpu_memory_used_bytes",
             "Memory in use on a GPU, by whatever process. Absent without a GPU.",
@@ -218,6 +268,11 @@ class Metrics:
         self.build_info = gauge("encserve_build_info", "Always 1; the server's version.", ("version",))
         self.build_info.labels(__version__).set(1)
 
+    def callers_read(self, taken: bool) -> None:
+        """The file of callers, or of keys, has changed."""
+        self.callers_reads.labels((LoadOutcome.LOADED if taken else LoadOutcome.REFUSED).value).inc()
+        self.callers_file_refused.set(not taken)
+
     def zero(self, methods: Iterable[tuple[str, str, str]], codes: Iterable[str], reasons: Iterable[str]) -> None:
         """Creates every label set of the RPC metrics at zero, so that a rate over the first error is not missed."""
         codes = list(codes)
@@ -228,6 +283,24 @@ class Metrics:
                 self.handled.labels(*method, code)
         for reason in reasons:
             self.refused.labels(reason)
+
+    def certificates_loaded(self, expires: float, client_ca_expires: float | None) -> None:
+        """See `certificates.CertificateObserver`."""
+        self.tls_reloads.labels("refused")
+        self.tls_reloads.labels("loaded").inc()
+        self.tls_files_refused.set(0)
+        self.tls_expiry.labels("tls_cert_file").set(expires)
+        if client_ca_expires is not None:
+            self.tls_expiry.labels("tls_client_ca_file").set(client_ca_expires)
+
+    def certificates_refused(self) -> None:
+        """See `certificates.CertificateObserver`."""
+        self.tls_reloads.labels("refused").inc()
+        self.tls_files_refused.set(1)
+
+    def certificates_as_before(self) -> None:
+        """See `certificates.CertificateObserver`."""
+        self.tls_files_refused.set(0)
 
     def zero_loads(self, model: str) -> None:
         """Creates the counts of a model's loads at zero; call before its first load begins."""
@@ -247,6 +320,45 @@ class Metrics:
         """Takes all of a version off the page but the counts of its loads; what it counts later goes nowhere."""
         if (gone := self._models.pop((model, version), None)) is not None:
             gone.remove()
+
+
+class CallerMetrics:
+    """Counts the calls of callers; see `calls.CallerObserver`.
+
+    Their names are bounded by who lists them. Another name is that of a caller who is gone, and is not counted.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        """Begins with no caller."""
+        self._metrics = metrics
+        self._calls: dict[tuple[str, str], Counter] = {}
+        self._tokens: dict[str, Counter] = {}
+        self._listed: frozenset[str] = frozenset()
+
+    def ended(self, caller: str, outcome: str, tokens: int) -> None:
+        """A call has ended."""
+        if caller and caller not in self._listed:
+            return
+        if (calls := self._calls.get((caller, outcome))) is None:
+            calls = self._calls[caller, outcome] = self._metrics.caller_calls.labels(caller, outcome)
+        calls.inc()
+        if tokens:
+            if (counted := self._tokens.get(caller)) is None:
+                counted = self._tokens[caller] = self._metrics.caller_tokens.labels(caller)
+            counted.inc(tokens)
+
+    def only(self, names: Collection[str]) -> None:
+        """Callers have changed: counts at zero those that are new, and takes those that are gone off the page."""
+        gone, self._listed = self._listed - set(names), frozenset(names)
+        for name in names:
+            if name not in self._tokens:
+                self._tokens[name] = self._metrics.caller_tokens.labels(name)
+        for caller, outcome in [it for it in self._calls if it[0] in gone]:
+            del self._calls[caller, outcome]
+            self._metrics.caller_calls.remove(caller, outcome)
+        for caller in gone & self._tokens.keys():
+            del self._tokens[caller]
+            self._metrics.caller_tokens.remove(caller)
 
 
 class ModelMetrics:
@@ -273,6 +385,7 @@ class ModelMetrics:
         self._queue_requests = child(metrics.queue_requests)
         self._queue_sequences = child(metrics.queue_sequences)
         self._queue_tokens = child(metrics.queue_tokens)
+        self._queue_bulk_tokens = child(metrics.queue_bulk_tokens)
         self._cancelled = {stage: child(metrics.cancelled, stage) for stage in ("queued", "running")}
         self._expired = child(metrics.expired)
         self.batch_limit_tokens = child(metrics.batch_limit_tokens)
@@ -330,12 +443,17 @@ class ModelMetrics:
         self._stage_seconds["inspect"].observe(compute_seconds)
 
     def register_queue_gauges(
-        self, requests: Callable[[], int], sequences: Callable[[], int], tokens: Callable[[], int]
+        self,
+        requests: Callable[[], int],
+        sequences: Callable[[], int],
+        tokens: Callable[[], int],
+        bulk_tokens: Callable[[], int],
     ) -> None:
         """Has the gauges of the queue call these functions, in any thread."""
         self._queue_requests.set_function(requests)
         self._queue_sequences.set_function(sequences)
         self._queue_tokens.set_function(tokens)
+        self._queue_bulk_tokens.set_function(bulk_tokens)
 
     def batch_ran(self, batch: Batch) -> None:
         """A batch ran."""

@@ -1,27 +1,38 @@
 """The metrics page: an HTTP server for Prometheus, and for probes that know no gRPC."""
 
+import contextlib
 import logging
 import socket
 import socketserver
+import ssl
 import sys
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, MetricsHandler
 
+from encserve_server.system.certificates import Certificates
 from encserve_server.system.listeners import open_listeners
 
 logger = logging.getLogger(__name__)
 
-_SILENT_SECONDS = 30.0  # a client that says nothing keeps a thread for so long
+# A thread each. Probes and scrapers need a few.
+_MAX_CONNECTIONS = 64
+# How long a connection may take, whatever comes on it.
+_CONNECTION_SECONDS = 30.0
+_HANDSHAKE_SECONDS = 5.0
+# How long a new connection waits for the end of the oldest one, if there are too many.
+_PLACE_SECONDS = 0.5
+_SHUTDOWN_SECONDS = 1.0
 _STOP_SECONDS = 0.1
 
 
 class _Handler(MetricsHandler):
     """Answers /metrics and /healthz, and nothing else."""
 
-    timeout = _SILENT_SECONDS
+    timeout = _CONNECTION_SECONDS
 
     def do_HEAD(self) -> None:  # noqa: N802 - the library's name
         """Answers a request of the many that ask for health so: GET without the body."""
@@ -30,7 +41,9 @@ class _Handler(MetricsHandler):
     def do_GET(self) -> None:  # noqa: N802 - the library's name
         """Answers one request."""
         path = self.path.partition("?")[0]
-        if path == "/metrics" and self.command == "HEAD":
+        if path == "/metrics" and not self._may_read():
+            self._send(403, "/metrics needs a client certificate of an authority of --tls-client-ca-file")
+        elif path == "/metrics" and self.command == "HEAD":
             self._send(200, "")
         elif path == "/metrics":
             super().do_GET()
@@ -42,6 +55,12 @@ class _Handler(MetricsHandler):
                 self._send(503, "NOT_SERVING")
         else:
             self._send(404, "there are /metrics and /healthz")
+
+    def _may_read(self) -> bool:
+        """Whether the caller has shown a certificate, where one is needed."""
+        if not isinstance(self.connection, ssl.SSLSocket) or self.connection.context.verify_mode is ssl.CERT_NONE:
+            return True
+        return bool(self.connection.getpeercert())
 
     def _send(self, status: int, text: str) -> None:
         data = f"{text}\n".encode()
@@ -58,23 +77,89 @@ class _Server(socketserver.ThreadingTCPServer):
 
     daemon_threads = True
 
-    def __init__(self, listener: socket.socket, handler: type[_Handler], is_serving: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        handler: type[_Handler],
+        is_serving: Callable[[], bool],
+        certificates: Certificates | None,
+    ) -> None:
         super().__init__(listener.getsockname(), handler, bind_and_activate=False)
         self.socket.close()
         self.socket = listener
         self.is_serving = is_serving
+        self._certificates = certificates
+        self._places = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        # By the accepted sockets, the oldest first: what is to be ended, and when.
+        self._open: dict[socket.socket, tuple[socket.socket, float]] = {}
         threading.Thread(target=self.serve_forever, args=(_STOP_SECONDS,), name="encserve-metrics", daemon=True).start()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts the thread of a connection; where there are too many, the oldest one ends for it."""
+        if not self._places.acquire(blocking=False):
+            for connection, _ in list(self._open.values())[:1]:
+                _shut(connection)
+            if not self._places.acquire(timeout=_PLACE_SECONDS):
+                self.shutdown_request(request)
+                return
+        self._open[request] = request, time.monotonic() + _CONNECTION_SECONDS
+        try:
+            super().process_request(request, client_address)
+        except BaseException:  # there is no thread that would
+            self._ended(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Answers one connection, in its own thread."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._ended(request)
+
+    def service_actions(self) -> None:
+        """Ends connections that have taken too long; called every `_STOP_SECONDS`."""
+        now = time.monotonic()
+        for connection, ends in list(self._open.values()):
+            if ends > now:
+                break
+            _shut(connection)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Answers one connection, in its own thread, in which its handshake runs too."""
+        if self._certificates is None:
+            super().finish_request(request, client_address)
+            return
+        request.settimeout(_HANDSHAKE_SECONDS)
+        context = self._certificates.current.lenient_context
+        with context.wrap_socket(request, server_side=True, do_handshake_on_connect=False) as encrypted:
+            self._open[request] = encrypted, self._open[request][1]
+            encrypted.do_handshake()
+            super().finish_request(encrypted, client_address)
+            encrypted.settimeout(_SHUTDOWN_SECONDS)
+            with contextlib.suppress(OSError):  # a caller without it could not tell the end from a broken connection
+                encrypted.unwrap()
+
+    def _ended(self, request: socket.socket) -> None:
+        del self._open[request]
+        self._places.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Logs what went wrong with one request, in one line; the library would print it."""
         del request
-        gone = isinstance(sys.exception(), ConnectionError)
+        gone = isinstance(sys.exception(), ConnectionError | ssl.SSLError | TimeoutError)
         logger.log(
             logging.DEBUG if gone else logging.ERROR,
             "a request for the metrics page failed",
             exc_info=True,
             extra={"client": client_address[0]},
         )
+
+
+def _shut(connection: socket.socket) -> None:
+    """Ends a connection, whose thread then finds that it has ended."""
+    with contextlib.suppress(OSError):  # it has ended meanwhile
+        # Not that of ssl.SSLSocket: its thread would then go on in plaintext.
+        socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class MetricsPage:
@@ -84,14 +169,23 @@ class MetricsPage:
         port: The port; of port 0 the one that was free.
     """
 
-    def __init__(self, host: str, port: int, registry: CollectorRegistry, is_serving: Callable[[], bool]) -> None:
-        """Begins to serve on every address of the host.
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        registry: CollectorRegistry,
+        is_serving: Callable[[], bool],
+        certificates: Certificates | None = None,
+    ) -> None:
+        """Begins to serve on every address of the host, with `certificates` in TLS.
 
         Raises:
             OSError: The port cannot be had.
         """
         handler = _Handler.factory(registry)
-        self._servers = [_Server(listener, handler, is_serving) for listener in open_listeners(host, port)]
+        self._servers = [
+            _Server(listener, handler, is_serving, certificates) for listener in open_listeners(host, port)
+        ]
         self.port: int = self._servers[0].socket.getsockname()[1]
 
     def close(self) -> None:

@@ -3,11 +3,14 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import grpc.aio
 
+from encserve_client._grpc.channel import Link
+from encserve_client._grpc.diagnosis import Diagnosis
 from encserve_client._grpc.metadata import Metadata
 from encserve_client._logic.failures import Failure, failure_of_call, failure_of_crash
 from encserve_client._logic.inspecting import Gathering
@@ -30,9 +33,16 @@ class AsyncWire:
     """One call's I/O as tasks of the running loop; everything here belongs to that loop's thread."""
 
     def __init__(
-        self, stub: Any, metadata: Metadata, inputs: AsyncIterator[object], is_client_closed: Callable[[], bool]
+        self,
+        link: Callable[[], Link],
+        metadata: Metadata,
+        inputs: AsyncIterator[object],
+        is_client_closed: Callable[[], bool],
+        diagnosis: Diagnosis | None = None,
     ) -> None:
-        self._stub = stub
+        self._link = link
+        self._links: set[Link] = set()  # those in use, which so are not closed
+        self._diagnosis = diagnosis
         self._metadata = metadata
         self._inputs = inputs
         self._is_client_closed = is_client_closed
@@ -46,13 +56,13 @@ class AsyncWire:
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
         """See `Wire`. Never blocks, alone or not."""
-        call = _begin(getattr(self._stub, rpc), message.request, timeout=timeout_seconds, metadata=self._metadata)
+        call = _begin(getattr(self._stub(), rpc), message.request, timeout=timeout_seconds, metadata=self._metadata)
         self._spawn(self._finish_call(call, message))
 
     def open_stream(self) -> int:
         """See `Wire`."""
         number = len(self._streams) + 1
-        self._streams[number] = stream = _Stream(_begin(self._stub.EncodeStream, metadata=self._metadata))
+        self._streams[number] = stream = _Stream(_begin(self._stub().EncodeStream, metadata=self._metadata))
         self._spawn(self._read_stream(number, stream))
         self._spawn(stream.write())
         return number
@@ -83,6 +93,8 @@ class AsyncWire:
                 return None
         if isinstance(event, Failed | StreamEnded) and self._is_client_closed():
             raise ClientClosedError("the client was closed during the call")
+        if isinstance(event, Failed | StreamEnded) and event.failure is not None:
+            event = replace(event, failure=await self._explained(event.failure))
         return event
 
     async def aclose(self) -> None:
@@ -93,6 +105,19 @@ class AsyncWire:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        self._links.clear()
+
+    async def _explained(self, failure: Failure) -> Failure:
+        """The same with its cause, if that is TLS."""
+        if self._diagnosis is None or not self._diagnosis.may_help(failure):
+            return failure
+        return await asyncio.to_thread(self._diagnosis.explain, failure)
+
+    def _stub(self) -> Any:
+        """The methods of the newest channel."""
+        link = self._link()
+        self._links.add(link)
+        return link.stub
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

@@ -2,7 +2,10 @@
 
 import ipaddress
 import json
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 
@@ -11,8 +14,47 @@ from encserve_client.exceptions import InvalidInputError
 from encserve_client.tls import Tls
 from encserve_proto.v1 import encoder_pb2 as pb
 
+# Files of certificates are looked at so often, at most.
+_LOOK_SECONDS = 1.0
+
 ChannelOption = tuple[str, str | int]
 SERVICE_NAME: str = pb.DESCRIPTOR.services_by_name["EncoderService"].full_name
+
+
+@dataclass(eq=False)
+class Link:
+    """A channel and its methods. Calls hold the one that they use: one that nobody holds any more is closed."""
+
+    channel: Any
+    stub: Any
+
+
+class Freshness:
+    """Whether the files of `tls` have changed: gRPC's credentials are for good, so a channel has to be opened anew.
+
+    https://github.com/grpc/grpc/issues/41779
+    """
+
+    def __init__(self, tls: Tls | None) -> None:
+        self._tls = tls if tls is not None and (tls.ca, tls.cert) != (None, None) else None
+        self._looked = time.monotonic()
+        self._read = None if self._tls is None else self._tls.read()
+
+    def new_credentials(self) -> grpc.ChannelCredentials | None:
+        """Credentials of files that have changed and are valid, otherwise None; looks at most once a second."""
+        now = time.monotonic()
+        if self._tls is None or now - self._looked < _LOOK_SECONDS:
+            return None
+        self._looked = now
+        try:
+            found = self._tls.read()
+            if found == self._read:
+                return None
+            credentials = self._tls.credentials()
+        except InvalidInputError:  # half written, perhaps; those from before may do, and if not, the server says so
+            return None
+        self._read = found
+        return credentials
 
 
 def as_target(target: str | Sequence[str]) -> str:

@@ -4,11 +4,13 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
 
+from encserve_client._grpc.channel import Link
+from encserve_client._grpc.diagnosis import Diagnosis
 from encserve_client._grpc.metadata import Metadata
 from encserve_client._logic.failures import Failure, failure_of_call, failure_of_crash
 from encserve_client._logic.inspecting import Gathering
@@ -35,9 +37,16 @@ class SyncWire:
     """
 
     def __init__(
-        self, stub: Any, metadata: Metadata, inputs: Iterator[object], is_client_closed: Callable[[], bool]
+        self,
+        link: Callable[[], Link],
+        metadata: Metadata,
+        inputs: Iterator[object],
+        is_client_closed: Callable[[], bool],
+        diagnosis: Diagnosis | None = None,
     ) -> None:
-        self._stub = stub
+        self._link = link
+        self._links: set[Link] = set()  # those in use, which so are not closed
+        self._diagnosis = diagnosis
         self._metadata = metadata
         self._inputs = inputs
         self._is_client_closed = is_client_closed
@@ -51,7 +60,7 @@ class SyncWire:
 
     def start(self, rpc: Rpc, message: Message, timeout_seconds: float | None, *, alone: bool) -> None:
         """See `Wire`. A call that is alone blocks, which saves gRPC's own polling thread."""
-        method = getattr(self._stub, rpc)
+        method = getattr(self._stub(), rpc)
         try:
             if isinstance(request := message.request, pb.InspectRequest):
                 self._gather(method(request, timeout=timeout_seconds, metadata=self._metadata), message, request)
@@ -82,7 +91,7 @@ class SyncWire:
         """See `Wire`."""
         number = len(self._streams) + 1
         try:
-            self._streams[number] = _Stream(number, self._stub, self._metadata, self._events)
+            self._streams[number] = _Stream(number, self._stub(), self._metadata, self._events)
         except ValueError as error:
             raise _closed_or(error) from None
         return number
@@ -113,6 +122,8 @@ class SyncWire:
             event = _end_of(event)
         if isinstance(event, Failed | StreamEnded) and self._is_client_closed():
             raise ClientClosedError("the client was closed during the call")
+        if isinstance(event, Failed | StreamEnded) and self._diagnosis is not None and event.failure is not None:
+            event = replace(event, failure=self._diagnosis.explain(event.failure))
         return event
 
     async def aclose(self) -> None:
@@ -121,6 +132,13 @@ class SyncWire:
             call.cancel()
         for stream in self._streams.values():
             stream.close()
+        self._links.clear()
+
+    def _stub(self) -> Any:
+        """The methods of the newest channel."""
+        link = self._link()
+        self._links.add(link)
+        return link.stub
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from encserve_client._logic.answers import (
 )
 from encserve_client._logic.dispatch import Dispatch, TimeLimit
 from encserve_client._logic.inspecting import Gathering
-from encserve_client._logic.planning import Limits, Message, plan_messages, plan_texts
+from encserve_client._logic.planning import Limits, Message, as_bulk, plan_messages, plan_texts
 from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
 from encserve_client.exceptions import EncserveError, InvalidInputError, ProtocolError
 from encserve_client.inputs import Input, Spanned
-from encserve_client.options import Options, Progress
+from encserve_client.options import PRIORITIES, Options, Priority, Progress, check_choice
 from encserve_client.results import EncodeResult, InspectResult, ModelInfo, SequenceInfo
 from encserve_client.retry import RetryPolicy
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -47,6 +47,7 @@ class Settings:
     random: Callable[[], float] = random_module.random
     target: str = ""
     expected: Expected = field(default_factory=Expected)
+    priority: Priority | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError with the setting, its bound and the value."""
@@ -56,16 +57,20 @@ class Settings:
             raise InvalidInputError(f"max_message_bytes must be >= 1; was {self.max_message_bytes}")
         if self.max_concurrent_messages < 1:
             raise InvalidInputError(f"max_concurrent_messages must be >= 1; was {self.max_concurrent_messages}")
+        if self.priority is not None:
+            check_choice("priority", self.priority, Priority)
 
 
-def request_template(key: ModelKey, options: Options, expected: Expected) -> pb.EncodeRequest:
+def request_template(key: ModelKey, options: Options, settings: Settings) -> pb.EncodeRequest:
     """What every request of a call has in common: all but its inputs."""
+    expected = settings.expected
     return pb.EncodeRequest(
         model=key[0],
         model_version=key[1],
         options=options.to_proto(),
         expected_fingerprint=expected.fingerprint,
         expected_space_id=expected.space_id,
+        priority=PRIORITIES[settings.priority],
     )
 
 
@@ -106,12 +111,14 @@ class Core:
                 expected.check(info)
                 return empty_result(info, options, wire.now() - started)
             limits = Limits.of(info, self.settings.max_message_bytes, self.settings.max_concurrent_messages)
-            template = request_template(key, options, expected)
+            template = request_template(key, options, self.settings)
             attempts = 0
             for _ in range(_MOST_ROUNDS):
                 if rejected is not None:
                     rejected.clear()
                 messages = plan_messages(inputs, template, options, limits, rejected)
+                if self.settings.priority is None:
+                    messages = as_bulk(messages, template)
                 dispatch: Dispatch[Part] = self._dispatch(messages, time_limit, rejected)
                 tell = _Teller(progress, len(inputs), rejected)
                 await self._exchange_parts(wire, dispatch, key, options, describe, tell)

@@ -19,7 +19,8 @@ PUSHBACK_TRAILER = "grpc-retry-pushback-ms"
 # What the server calls a message that may pass in smaller pieces.
 _TOO_LARGE_REASONS = frozenset({"RESPONSE_TOO_LARGE", "REQUEST_TOO_LARGE", "TOO_MANY_INPUTS"})
 # What the server says where it has no room now.
-_NO_ROOM_REASONS = frozenset({"QUEUE_FULL", "BUDGET_FULL"})
+_SHARE_REASON = "SHARE_EXCEEDED"
+_NO_ROOM_REASONS = frozenset({"QUEUE_FULL", _SHARE_REASON, "BUDGET_FULL", "RATE_LIMITED"})
 # How the server's text begins where one input is at fault.
 _AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
 # gRPC itself refuses an oversize message, on either side, with this text and no reason of ours.
@@ -48,7 +49,10 @@ _BY_REASON: dict[str, type[errors.EncserveError]] = {
     "FINGERPRINT_MISMATCH": errors.FingerprintError,
     "INFERENCE_FAILED": errors.InferenceError,
     "INSPECT_UNAVAILABLE": errors.InspectUnavailableError,
+    "PERMISSION_DENIED": errors.PermissionDeniedError,
+    "RATE_LIMITED": errors.RateLimitedError,
     "SPACE_MISMATCH": errors.SpaceError,
+    "UNAUTHENTICATED": errors.UnauthenticatedError,
 }
 _BY_NUMBER: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -203,7 +207,9 @@ def seconds_until_retry(
         remaining_seconds: The time left until its deadline.
         random: Draws evenly from [0, 1).
     """
-    if attempts >= policy.max_attempts or not is_retryable(failure):
+    # A caller's share is free again when its turn comes, however often that takes: its message's time is the bound.
+    waits_for_its_turn = failure.reason == _SHARE_REASON and policy.max_attempts > 1
+    if (attempts >= policy.max_attempts and not waits_for_its_turn) or not is_retryable(failure):
         return None
     # The exponent is capped so that many attempts cannot overflow a float.
     longest = policy.initial_backoff_seconds * policy.backoff_multiplier ** min(attempts - 1, 64)

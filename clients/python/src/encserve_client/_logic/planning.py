@@ -8,6 +8,7 @@ too low the server refuses the message before computing anything, and the caller
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 
 from encserve_client.exceptions import EncserveError, InvalidInputError
 from encserve_client.inputs import Input, Spanned, check_input, pack_input
@@ -20,6 +21,8 @@ Request = pb.EncodeRequest | pb.TokenizeRequest | pb.InspectRequest | pb.GetMode
 # Of a message, unless one sequence has more. Four of these take BERT-large on two CPUs 45 s and on four 23 s; less than
 # this would leave a fast server waiting for the next.
 MOST_TOKENS = 4096
+# A call of more messages is a job, which lets others go first.
+INTERACTIVE_MESSAGES = 2
 # Room for what a message holds beside its inputs or rows: names, options, timings, framing.
 _MESSAGE_OVERHEAD_BYTES = 4096
 _INPUT_OVERHEAD_BYTES = 8
@@ -102,6 +105,7 @@ def request_like(template: pb.EncodeRequest, inputs: Sequence[pb.Input]) -> pb.E
         options=template.options,
         expected_fingerprint=template.expected_fingerprint,
         expected_space_id=template.expected_space_id,
+        priority=template.priority,
         inputs=inputs,
     )
 
@@ -225,6 +229,22 @@ def plan_messages(
         total = total.plus(cost)
     if packed:
         yield Message(request_like(template, packed), first_index)
+
+
+def as_bulk(messages: Iterator[Message], template: pb.EncodeRequest) -> Iterator[Message]:
+    """Says of more than `INTERACTIVE_MESSAGES` messages that they are bulk.
+
+    Args:
+        messages: The messages of a call.
+        template: What they are made of, as they are asked for; it becomes bulk as well.
+    """
+    first = list(islice(messages, INTERACTIVE_MESSAGES + 1))
+    if len(first) > INTERACTIVE_MESSAGES:
+        template.priority = pb.PRIORITY_BULK
+        for message in first:
+            if isinstance(message.request, pb.EncodeRequest):
+                message.request.priority = pb.PRIORITY_BULK
+    return chain(first, messages)
 
 
 def plan_texts(texts: Sequence[str], template: pb.TokenizeRequest, limits: Limits) -> Iterator[Message]:

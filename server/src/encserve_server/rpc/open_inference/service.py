@@ -3,7 +3,7 @@
 from functools import partial
 
 from encserve_server import __version__
-from encserve_server.calls import Call, Calls
+from encserve_server.calls import Access, Call, Calls
 from encserve_server.error_table import Failure
 from encserve_server.open_inference.requests import InferNaming
 from encserve_server.open_inference.service import EXTENSIONS, PLATFORM, OpenInference
@@ -29,6 +29,9 @@ METHODS = {
 }
 # Answered for as long as the process answers at all.
 _STATUS_METHODS = frozenset({"ServerLive", "ServerReady", "ModelReady", "ServerMetadata"})
+_ACCESS = dict.fromkeys(("ServerLive", "ServerReady", "ModelReady"), Access.OPEN) | dict.fromkeys(
+    ("ServerMetadata", "ModelMetadata", "ModelConfig", "ModelStatistics", "RepositoryIndex"), Access.LISTING
+)
 _MAX_SHOWN_ID_CHARS = 128
 
 
@@ -46,7 +49,14 @@ class OpenInferenceService:
         naming = InferNaming()
         self._request = guard.request_method(SERVICE_NAME, "ModelStreamInfer", naming)
         methods = {
-            name: guard.method(SERVICE_NAME, name, kind, naming, answers_while_draining=name in _STATUS_METHODS)
+            name: guard.method(
+                SERVICE_NAME,
+                name,
+                kind,
+                naming,
+                answers_while_draining=name in _STATUS_METHODS,
+                access=_ACCESS.get(name, Access.CALLERS),
+            )
             for name, kind in METHODS.items()
         }
         unary = {
@@ -119,16 +129,14 @@ class OpenInferenceService:
 
     async def model_statistics(self, data: bytes, call: Call) -> bytes:
         """What the calls of this protocol have taken; of every model where none is named."""
-        del call
         request = parse(pb.ModelStatisticsRequest, data)
-        models = [codec.encode_statistics(*it) for it in self._protocol.statistics(request.name, request.version)]
+        models = [codec.encode_statistics(*it) for it in self._protocol.statistics(call, request.name, request.version)]
         return pb.ModelStatisticsResponse(model_stats=models).SerializeToString()
 
     async def repository_index(self, data: bytes, call: Call) -> bytes:
         """What is served; there is one repository, whatever it is called."""
-        del call
         request = parse(pb.RepositoryIndexRequest, data)
-        return codec.encode_index(self._protocol.index(only_ready=request.ready)).SerializeToString()
+        return codec.encode_index(self._protocol.index(call, only_ready=request.ready)).SerializeToString()
 
     async def _infer(self, request: pb.ModelInferRequest, call: Call, *, in_stream: bool = False) -> bytes:
         """The bytes of a ModelInferResponse, or of a ModelStreamInferResponse around it."""

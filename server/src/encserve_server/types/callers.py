@@ -1,0 +1,47 @@
+"""Who calls, and how urgent a call is."""
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class Priority(IntEnum):
+    """Which calls go first; the names are those of the contract."""
+
+    INTERACTIVE = 0
+    BULK = 1
+
+
+# By their names in files and in requests.
+PRIORITIES = {it.name.lower(): it for it in Priority}
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """Who calls.
+
+    Attributes:
+        name: As the callers file has it; "" where nobody is named.
+        weight: Its share of the model, beside the weights of others.
+        priority: The highest that its calls may have.
+    """
+
+    name: str = ""
+    weight: float = 1.0
+    priority: Priority = Priority.INTERACTIVE
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Whose turn a call waits for.
+
+    Attributes:
+        caller: Who calls.
+        priority: How urgent the call is.
+    """
+
+    caller: Caller = Caller()
+    priority: Priority = Priority.INTERACTIVE
+
+
+ANYONE = Caller()
+ANY_SENDER = Sender()

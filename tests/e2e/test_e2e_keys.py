@@ -1,0 +1,229 @@
+"""Keys in every place where somebody may put one: nothing of a key is in what the server and the client say."""
+
+import base64
+import contextlib
+import json
+import logging
+import os
+import socket
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from fake_server import SERVICE, make_input
+from open_inference import infer_request, text_tensor
+from otlp_receiver import OtlpReceiver, otlp_receiver
+from real_server import COMMAND, RealServer, real_server
+from tiny_bundle import write_bundle
+from tiny_heads import words
+
+from encserve_client import AccessDeniedError, EncoderClient, EncserveError, RetryPolicy
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.callers.keys import digest_of, make_key
+
+pytestmark = pytest.mark.system
+
+ENCODE = pb.EncodeRequest(inputs=[make_input("w3 w4")]).SerializeToString()
+STREAM = pb.EncodeStreamRequest(request_id="1", request=pb.EncodeRequest.FromString(ENCODE)).SerializeToString()
+INFER = "inference.GRPCInferenceService"
+# What is looked for: a part of so many characters would be something of a key.
+PART = 10
+
+
+def headers_of(key: str) -> Iterator[tuple[str, str]]:
+    """Headers in which keys come, rightly or not."""
+    basic = base64.b64encode(f"user:{key}".encode()).decode()
+    for scheme in ("Bearer ", "bearer ", "Basic ", "Token ", "ApiKey ", ""):
+        yield "authorization", scheme + key
+    yield "authorization", f"Basic {basic}"
+    for name in (
+        "api-key",
+        "x-api-key",
+        "x-goog-api-key",
+        "proxy-authorization",
+        "cookie",
+        "x-auth-token",
+        "user-agent",
+    ):
+        yield name, key
+    yield "x-gateway-inference-fairness-id", key
+    yield "api-key", f"{key}, {key}"
+
+
+def parts_of(key: str) -> list[str]:
+    """All that would be something of a key: its parts, its sum, and what Basic makes of it."""
+    random = key.removeprefix("encserve-")
+    basic = base64.b64encode(f"user:{key}".encode()).decode()
+    sums = [digest_of(key).hex(), base64.b64encode(digest_of(key)).decode()]
+    return [it[i : i + PART] for it in (random, *sums, basic[20:]) for i in range(len(it) - PART)]
+
+
+class Told:
+    """All that was said, by whom."""
+
+    def __init__(self) -> None:
+        self.texts: dict[str, list[str]] = {}
+
+    def add(self, who: str, *what: object) -> None:
+        self.texts.setdefault(who, []).extend(map(str, what))
+
+    def with_any(self, parts: list[str]) -> list[str]:
+        return [
+            f"{who}: {text[:2000]}"
+            for who, texts in self.texts.items()
+            for text in texts
+            if any(part in text for part in parts)
+        ]
+
+
+def call_grpc(server: RealServer, told: Told, key: str) -> None:
+    infer = infer_request(text=text_tensor("w3 w4")).SerializeToString()
+    unary = [(f"{SERVICE}/{it}", data) for it in ("Encode", "Tokenize", "Inspect") for data in (ENCODE, b"\xff")]
+    unary += [(f"{SERVICE}/Nothing", b""), (f"{SERVICE}/GetModel", b""), (f"{INFER}/ModelInfer", infer)]
+    unary += [("grpc.health.v1.Health/Check", b"\xff")]
+    streams = [(f"{SERVICE}/EncodeStream", STREAM), (f"{INFER}/ModelStreamInfer", infer)]
+    with grpc.insecure_channel(server.target) as channel:
+        for header in (*headers_of(key), ("api-key-bin", key.encode())):
+            for method, data in unary:
+                rpc: Any = channel.unary_unary(f"/{method}")
+                try:
+                    rpc(data, metadata=(header,), timeout=20)
+                except grpc.RpcError as error:
+                    told.add("gRPC's error", repr(error), error.trailing_metadata())
+            for method, data in streams:
+                stream: Any = channel.stream_stream(f"/{method}")
+                try:
+                    list(stream(iter([data, b"\xff"]), metadata=(header,), timeout=20))
+                except grpc.RpcError as error:
+                    told.add("gRPC's error", repr(error), error.trailing_metadata())
+
+
+def call_http(server: RealServer, told: Told, key: str) -> None:
+    body = {"input": "w3 w4", "model": "tiny"}
+    paths = ("/v1/embeddings", "/embed", "/v2/embed", "/v2/models/tiny/infer", "/v1/models", "/nowhere", "/health")
+    with httpx.Client(base_url=server.url, trust_env=False) as client:
+        for name, value in headers_of(key):
+            for path in paths:
+                for send in ({"json": body}, {"content": b"{no JSON"}, {"content": b""}):
+                    answer = client.post(path, headers={name: value}, params={"api_key": key, "key": key}, **send)
+                    told.add(f"HTTP's answer to {path}", answer.status_code, answer.headers, answer.text)
+    with httpx.Client(base_url=f"http://user:{key}@127.0.0.1:{server.metrics_port}", trust_env=False) as client:
+        for name, value in headers_of(key):
+            for path in ("/metrics", "/healthz", "/nowhere"):
+                answer = client.get(path, headers={name: value}, params={"api_key": key})
+                told.add(f"the metrics page, {path}", answer.headers, answer.text)
+
+
+def talk_nonsense(server: RealServer, key: str) -> None:
+    """Heads that are no HTTP, on every port; a head that is too large; and one that ends before its body."""
+    heads = [
+        f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\napi-key: {key}\x00\r\n\r\n",
+        f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\nauthorization Bearer {key}\r\n\r\n",
+        f"POST /v1/embeddings?key={key} HTTP/9.9\r\nauthorization: Bearer {key}\r\n\r\n",
+        f"{key} / HTTP/1.1\r\n\r\n",
+        f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\n{'a: b' * 3000}\r\n\r\n",
+        f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: {key}\r\n\r\n",
+        f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {key}\r\ncontent-length: 100\r\n\r\n" + "{",
+        f"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n{key}",
+    ]
+    for port in (server.http_port, server.grpc_port, server.metrics_port):
+        for head in heads:
+            with socket.create_connection(("127.0.0.1", port or 0)) as connection:
+                connection.settimeout(0.2)
+                connection.sendall(head.encode())
+                with contextlib.suppress(OSError):
+                    connection.recv(65536)  # an answer may say what is wrong with a head, to the one who sent it
+
+
+def call_ours(server: RealServer, told: Told, key: str, *, is_right: bool) -> None:
+    """Our client, and our command."""
+    with EncoderClient(server.target, token=key, retry=RetryPolicy(max_attempts=1)) as client:
+        told.add("our client", repr(client), vars(client).keys())
+        if is_right:
+            client.embed(["w3 w4"])
+        else:
+            with pytest.raises(AccessDeniedError) as refused:
+                client.embed(["w3 w4"])
+            told.add("our client", repr(refused.value), refused.value, vars(refused.value))
+        with pytest.raises(EncserveError) as wrong:
+            client.embed([[999_999]])
+        told.add("our client", repr(wrong.value), vars(wrong.value))
+    flag, variables = ("--token", key), ({"ENCSERVE_API_KEY": key}, {"ENCSERVE_TOKEN": key})
+    for given, environment, command in (
+        (flag, {}, ("models",)),
+        (flag, {}, ("embed", "--ids", "no")),
+        ((), variables[0], ("embed", "w3 w4")),
+        ((), variables[1], ("bench", "--json", "--seconds", "1")),
+    ):
+        done = subprocess.run(
+            [COMMAND.parent / "encserve", "--target", server.target, *given, *command],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+            env=os.environ | environment,
+        )
+        told.add(f"the command {command}", done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Path:
+    write_bundle(tmp_path / "models", tokenizer=words())
+    return tmp_path / "models"
+
+
+@contextlib.contextmanager
+def server_that_tells(
+    repository: Path, receiver: OtlpReceiver, keys: str, *flags: str
+) -> Iterator[tuple[RealServer, Path]]:
+    """A server that says all that it can; its key is in its environment, and its standard output in a file."""
+    program, output = repository.parent / "encserve-server", repository.parent / "output"
+    program.write_text(f'#!/bin/sh\n{keys}\nexec "{COMMAND}" "$@" > "{output}"\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    said = ("--http-port", "0", "--log-level", "debug", "--access-log", "--trace-endpoint", receiver.endpoint)
+    with real_server(repository, *said, *flags, program=program) as server:
+        yield server, output
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_nothing_of_a_key_is_anywhere(repository: Path, has_file: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """With a callers file, of which a caller is revoked by a file that holds a key by mistake; and with a variable."""
+    caplog.set_level(logging.DEBUG)
+    right, wrong = make_key(), make_key()
+    told, file = Told(), repository.parent / "callers.toml"
+    entry = f'[[caller]]\nname = "search"\nkey_sha256 = ["{digest_of(right).hex()}"]\n'
+    file.write_text(entry)
+    flags = ("--callers", str(file)) if has_file else ()
+    variable = "" if has_file else f"export ENCSERVE_API_KEY={right}"
+    with otlp_receiver() as receiver, server_that_tells(repository, receiver, variable, *flags) as (server, output):
+        for key in (right, wrong):
+            call_grpc(server, told, key)
+            call_http(server, told, key)
+            talk_nonsense(server, key)
+            call_ours(server, told, key, is_right=key == right)
+        if has_file:
+            for text, outcome in ((f'{entry}{wrong} = "b"', "refused"), (entry.replace("search", "b"), "loaded")):
+                file.write_text(text)
+                ends_at = time.monotonic() + 20
+                while not server.metric("encserve_callers_reads_total", outcome=outcome):
+                    assert time.monotonic() < ends_at
+        with httpx.Client(trust_env=False) as client:
+            told.add("the metrics", client.get(f"http://127.0.0.1:{server.metrics_port}/metrics").text)
+        told.add("the command line", Path(f"/proc/{server.process.pid}/cmdline").read_text())
+        server.terminate()
+        assert server.wait() == 0
+        told.add("the log", *map(json.dumps, server.log))
+        told.add("the access log", output.read_text())
+        assert output.read_text().count("\n") > 300
+        spans = receiver.wait_for(lambda spans: len(spans) > 300)
+        told.add("traces", *(f"{it.name} {it.attributes} {it.resource} {it.trace_state}" for it in spans))
+    told.add(
+        "the client's log", *(it.getMessage() for it in caplog.records if it.name.startswith(("encserve", "grpc")))
+    )
+    assert not told.with_any([part for key in (right, wrong) for part in parts_of(key)])

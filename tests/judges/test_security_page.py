@@ -1,0 +1,85 @@
+"""The lines of docs/security.md and docs/callers.md, run as they stand, one after another."""
+
+import contextlib
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from judging import ROOT, python_environment
+from real_server import RealServer, real_server
+from tiny_bundle import write_bundle
+from tiny_heads import words
+
+pytestmark = [pytest.mark.judges, pytest.mark.timeout(900)]  # the first run installs the judges
+
+MODEL = "all-MiniLM-L6-v2"
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """The language and the lines of each block of a page, in their order."""
+    text = (ROOT / "docs" / page).read_text()
+    return re.findall(r"^```(sh|python|toml)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+
+
+@contextlib.contextmanager
+def started(lines: str, folder: Path, variables: dict[str, str]) -> Iterator[RealServer]:
+    """The server of a block, on free ports."""
+    program, *flags = shlex.split(lines.replace("\\\n", " "))
+    given = dict(zip(flags[::2], flags[1::2], strict=True))
+    assert (program, given.pop("--model-repository"), given.pop("--http-port")) == ("encserve-server", "models", "8080")
+    files = [it for flag, name in given.items() for it in (flag, str(folder / name))]
+    alias = ("--served-model-name", f"{MODEL}=tiny")
+    with real_server(folder / "models", "--http-port", "0", *files, *alias, variables=variables) as server:
+        yield server
+
+
+def with_ports(lines: str, server: RealServer) -> str:
+    ports = {"50051": server.grpc_port, "8080": server.http_port, "9464": server.metrics_port}
+    return re.sub("|".join(ports), lambda match: str(ports[match[0]]), lines)
+
+
+@pytest.mark.parametrize(("page", "expected"), [("security.md", 7), ("callers.md", 5)])
+def test_every_line(tmp_path: Path, page: str, expected: int) -> None:
+    write_bundle(tmp_path / "models", tokenizer=words())
+    commands = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": commands, "NO_PROXY": "*"}
+    exported: dict[str, str] = {}
+    ran = 0
+    with contextlib.ExitStack() as stack:
+        server: RealServer | None = None
+        for language, lines in blocks(page):
+            if language == "toml":
+                (tmp_path / "callers.toml").write_text(lines.replace(MODEL, "tiny"))
+                exported.clear()  # a server has either one key, or callers
+                continue
+            if lines.startswith("encserve-server"):
+                stack.close()
+                server = stack.enter_context(started(lines, tmp_path, exported))
+                continue
+            if server is not None:
+                lines = with_ports(lines, server)
+                environment["ENCSERVE_TARGET"] = f"localhost:{server.grpc_port}"
+            command = ["bash", "-euo", "pipefail", "-c", f"{lines}\nenv -0 > exported"]
+            if language == "python":
+                python = python_environment("clients") / "python" if "import openai" in lines else sys.executable
+                command = [str(python), "-c", f"{lines}\nassert vectors is not None"]
+            done = subprocess.run(
+                command,
+                cwd=tmp_path,
+                env=environment | exported,
+                capture_output=True,
+                text=True,
+                timeout=120,
+                check=False,
+            )
+            assert done.returncode == 0, f"{lines}\n{done.stdout}\n{done.stderr}"
+            if language == "sh":
+                after = dict(it.split("=", 1) for it in (tmp_path / "exported").read_text().split("\0") if it)
+                exported |= {name: after[name] for name in after if name == "ENCSERVE_API_KEY"}
+            ran += 1
+    assert ran == expected

@@ -1,0 +1,272 @@
+"""What is written of calls: the access log, the lines about refused calls, the settings, and nothing of a key."""
+
+import asyncio
+import io
+import json
+import logging
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fake_server import SERVICE, Failed, FakeServer, StartServer, make_input
+from http_calls import connect
+from otlp_receiver import otlp_receiver
+from waiting import until
+
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.callers.keys import digest_of
+from encserve_server.telemetry import call_log
+from encserve_server.telemetry.call_log import AccessLog, CallRecord, RefusalLog, line_of
+
+KEY, WRONG = "encserve-the-right-key", "encserve-the-wrong-key"
+BEARER: Any = (("authorization", f"Bearer {KEY}"),)
+RECORD = CallRecord(0.5, "search", "127.0.0.1:1", "Encode", "tiny@2", 2, 6, "OK", "", 1 / 3, 0.25, 0.125, "")
+
+
+@pytest.fixture
+def callers(tmp_path: Path) -> Path:
+    file = tmp_path / "callers.toml"
+    file.write_text(f'[[caller]]\nname = "search"\nkey_sha256 = ["{digest_of(KEY).hex()}"]\n')
+    return file
+
+
+async def lines_of(server: FakeServer, capsys: pytest.CaptureFixture[str], count: int) -> list[dict[str, Any]]:
+    """The access log, once it has so many lines."""
+    written = ""
+
+    def read() -> bool:
+        nonlocal written
+        written += capsys.readouterr().out
+        return written.count("\n") >= count
+
+    await until(read)
+    return [json.loads(line) for line in written.splitlines()]
+
+
+async def test_each_call_is_one_line(
+    start_server: StartServer, callers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = await start_server(callers=callers, http_port=0, access_log=True)
+    await server.encode("hello", "brave new world", metadata=BEARER)
+    with pytest.raises(Failed):
+        await server.encode("hello")
+    request = pb.EncodeRequest(model="none", inputs=[make_input("hello")])
+    with pytest.raises(Failed):
+        await server.call("Encode", request, metadata=BEARER)
+    await server.inspect(pb.InspectRequest(input=make_input("hello")), metadata=BEARER)
+    async with connect(server) as client:
+        body = {"input": ["hello"], "model": "tiny"}
+        await client.post("/v1/embeddings", json=body, headers={"api-key": KEY})
+        await client.post("/v1/embeddings", json=body)
+        await client.get("/health")
+    encoded, refused, missing, inspected, over_http, refused_http = await lines_of(server, capsys, 6)
+    assert list(encoded) == [
+        "time", "caller", "peer", "method", "model", "inputs", "tokens", "status", "reason", "seconds",
+        "queue_seconds", "compute_seconds", "trace_id",
+    ]  # fmt: skip
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", encoded["time"])
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", encoded["peer"])
+    assert (encoded["caller"], encoded["method"], encoded["model"]) == ("search", f"{SERVICE}/Encode", "tiny@2")
+    assert (encoded["inputs"], encoded["tokens"], encoded["status"], encoded["reason"]) == (2, 8, "OK", "")
+    assert encoded["seconds"] >= encoded["queue_seconds"] > 0
+    assert encoded["compute_seconds"] == 0.001  # what the fake engine says; the whole call can take less
+    assert (refused["caller"], refused["status"], refused["reason"]) == ("", "UNAUTHENTICATED", "UNAUTHENTICATED")
+    assert (missing["caller"], missing["model"], missing["status"]) == ("search", "", "NOT_FOUND")
+    assert (inspected["method"], inspected["inputs"], inspected["tokens"]) == (f"{SERVICE}/Inspect", 1, 3)
+    assert (over_http["caller"], over_http["method"], over_http["status"]) == ("search", "POST /v1/embeddings", 200)
+    assert re.fullmatch(r"127\.0\.0\.1:\d+", over_http["peer"])
+    assert (refused_http["status"], refused_http["reason"], refused_http["tokens"]) == (401, "UNAUTHENTICATED", 0)
+
+
+async def test_each_request_of_a_stream_is_a_line(
+    start_server: StartServer, callers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = await start_server(callers=callers, access_log=True)
+    rpc: Any = server.channel.stream_stream(f"/{SERVICE}/EncodeStream")
+    stream = rpc(metadata=BEARER)
+    for i, text in enumerate(["hello", ""]):
+        request = pb.EncodeRequest(inputs=[make_input(text)] * (1 - i))
+        await stream.write(pb.EncodeStreamRequest(request_id=f"{i}", request=request).SerializeToString())
+        await stream.read()
+    await stream.done_writing()
+    assert await stream.code() is grpc.StatusCode.OK
+    lines = await lines_of(server, capsys, 3)
+    told = [(it["caller"], it["method"].removeprefix(SERVICE), it["tokens"], it["reason"]) for it in lines]
+    assert told == [
+        ("search", "/EncodeStream request", 3, ""),
+        ("search", "/EncodeStream request", 0, "INVALID_FIELD"),
+        ("search", "/EncodeStream", 0, ""),
+    ]
+
+
+def test_a_line_is_json_whatever_a_name_holds() -> None:
+    line = line_of(RECORD._replace(model='a"\n\u2028@1', ended_at=0.002))
+    assert line.count("\n") == 1
+    assert json.loads(line)["model"] == 'a"\n\u2028@1'
+    assert json.loads(line)["time"] == "1970-01-01T00:00:00.002Z"
+    assert json.loads(line)["seconds"] == 0.333333
+
+
+def test_what_nobody_reads_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(call_log, "_MAX_WAITING", 3)
+    monkeypatch.setattr(call_log, "_FLUSH_SECONDS", 60.0)
+    file = io.StringIO()
+    log = AccessLog(file)
+    for _ in range(5):
+        log.add(RECORD)
+    log.close()
+    assert file.getvalue().count("\n") == 3
+    (line,) = caplog.records
+    assert line.getMessage().startswith("access log lines were dropped")
+    assert vars(line)["count"] == 2
+
+
+def test_a_reader_that_has_gone_ends_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    file = io.StringIO()
+    log = AccessLog(file)
+    file.close()
+    log.add(RECORD)
+    log.close()
+    assert "the access log cannot be written" in caplog.text
+
+
+def test_a_reader_that_has_gone_is_told_of_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once, then once a minute, and at the end; each line says how many lines were lost since the last one."""
+    monkeypatch.setattr(call_log, "_FLUSH_SECONDS", 0.001)
+    file = io.StringIO()
+    file.close()
+    log = AccessLog(file)
+    for _ in range(10):
+        log.add(RECORD)
+        while log._waiting:
+            time.sleep(0.001)
+    assert len(caplog.records) <= 1
+    log.close()
+    assert {it.getMessage() for it in caplog.records} == {
+        "the access log cannot be written: I/O operation on closed file"
+    }
+    assert [vars(it)["count"] for it in caplog.records] == [1, 9]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Without it
+
+
+def refusals(caplog: pytest.LogCaptureFixture) -> list[tuple[str, str, int]]:
+    found = [vars(it) for it in caplog.records if it.getMessage() == "calls were refused, or failed"]
+    return [(it["caller"], it["reason"], it["count"]) for it in found]
+
+
+async def test_refused_calls_are_a_line_a_second_for_each_caller_and_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(call_log, "_LINE_SECONDS", 0.05)
+    caplog.set_level(logging.INFO)
+    log = RefusalLog()
+    for _ in range(100):
+        log.add("search", "QUEUE_FULL", "Encode", "the queue is full", is_callers_mistake=False)
+    log.add("search", "RATE_LIMITED", "Encode", "over", is_callers_mistake=True)
+    log.add("jobs", "QUEUE_FULL", "Encode", "the queue is full", is_callers_mistake=False)
+    first = [("search", "QUEUE_FULL", 1), ("search", "RATE_LIMITED", 1), ("jobs", "QUEUE_FULL", 1)]
+    assert refusals(caplog) == first
+    await until(lambda: len(refusals(caplog)) > 3)
+    log.add("search", "QUEUE_FULL", "Encode", "the queue is full", is_callers_mistake=False)
+    assert refusals(caplog) == [*first, ("search", "QUEUE_FULL", 99)]
+    log.close()
+    assert refusals(caplog)[4:] == [("search", "QUEUE_FULL", 1)]
+    assert vars(caplog.records[0])["error"] == "the queue is full"
+
+
+async def test_calls_that_fail_are_told_and_others_are_not(
+    start_server: StartServer, callers: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    server = await start_server(callers=callers)
+    await server.encode("hello", metadata=BEARER)
+    for _ in range(3):
+        with pytest.raises(Failed):
+            await server.encode(metadata=BEARER)
+    assert refusals(caplog) == [("search", "INVALID_FIELD", 1)]
+    assert caplog.records[-1].levelname == "INFO"
+    await server.app.stop()
+    assert refusals(caplog) == [("search", "INVALID_FIELD", 1), ("search", "INVALID_FIELD", 2)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The start, and keys
+
+
+async def test_settings_in_force_are_told_at_the_start(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    await start_server(api_key=KEY, max_queue_tokens=1234)
+    (line,) = [it for it in caplog.records if it.getMessage() == "settings in force"]
+    told = vars(line)["settings"]
+    assert (told["max_queue_tokens"], told["grace_seconds"], told["api_key"]) == (1234, 25.0, "(secret)")
+    json.dumps(told)
+
+
+@pytest.mark.parametrize(
+    ("settings", "is_told"),
+    [({"host": "0.0.0.0"}, True), ({"host": "0.0.0.0", "api_key": KEY}, False), ({"host": "127.0.0.1"}, False)],  # noqa: S104
+)
+async def test_a_server_that_is_open_to_everybody_says_so(
+    start_server: StartServer, caplog: pytest.LogCaptureFixture, settings: Any, is_told: bool
+) -> None:
+    await start_server(**settings)
+    assert ("EVERYBODY WHO REACHES THIS ADDRESS MAY CALL" in caplog.text) == is_told
+
+
+async def test_nothing_of_a_key_is_in_a_log_a_metric_a_trace_or_an_error(
+    start_server: StartServer, callers: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Right keys and wrong ones, in each header, on each protocol; also where a call fails, and unexpectedly."""
+    caplog.set_level(logging.DEBUG)
+    seen: list[str] = []
+    with otlp_receiver() as receiver:
+        server = await start_server(
+            callers=callers, http_port=0, access_log=True, trace_endpoint=receiver.endpoint, log_level="debug"
+        )
+        headers = [(name, value + key) for name, value in HEADERS for key in (KEY, WRONG)]
+        for header in headers:
+            for method, data in (("Encode", b"\xff"), ("Encode", ENCODE), ("GetModel", b""), ("Tokenize", b"")):
+                try:
+                    await server.call(method, data, metadata=(header,))
+                except Failed as error:
+                    seen.append(f"{error.text} {error.details}")
+            async with connect(server) as client:
+                for path in ("/v1/embeddings", "/embed", "/nowhere", "/v2/models/tiny/infer"):
+                    answer = await client.post(path, json={"input": "hello", "model": "tiny"}, headers=[header])
+                    seen += [answer.text, repr(answer.headers)]
+        server.app.catalog.resolve = _fail  # type: ignore[method-assign, assignment]
+        with pytest.raises(Failed, match="internal error"):
+            await server.call("Encode", ENCODE, metadata=BEARER)
+        count = len(headers) * 7 + 1
+        await server.app.stop()  # which sends the spans, and writes the lines
+        spans = await asyncio.to_thread(receiver.wait_for, lambda spans: len(spans) >= count)
+        seen += [f"{it.name} {it.attributes} {it.resource}" for it in spans]
+        seen += [json.dumps(it) for it in await lines_of(server, capsys, count)]
+    formatter = logging.Formatter()
+    seen += [formatter.format(it) + repr(vars(it)) for it in caplog.records]
+    seen += [f"{sample}" for family in server.app.registry.collect() for sample in family.samples]
+    assert "unexpected error" in caplog.text
+    secrets = [key.removeprefix("encserve-") for key in (KEY, WRONG)]
+    secrets += [digest_of(key).hex() for key in (KEY, WRONG)]
+    for secret in secrets:
+        assert not [text for text in seen if secret in text]
+
+
+HEADERS = [("authorization", "Bearer "), ("api-key", ""), ("x-api-key", "")]
+ENCODE = pb.EncodeRequest(inputs=[make_input("hello")]).SerializeToString()
+
+
+def _fail(*_: object) -> None:
+    raise RuntimeError("nobody foresaw this")

@@ -1,0 +1,125 @@
+"""The priority of a call and the share of a caller, over every protocol."""
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_server import Failed, FakeServer, StartServer, make_input
+from http_calls import connect, post
+from open_inference import ask, infer_request
+from waiting import until
+
+from encserve_proto.v1 import encoder_pb2 as pb
+from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
+
+BULK_TOKENS, URGENT_TOKENS = 7, 3
+SEARCH_KEY, JOBS_KEY = "encserve-search-key", "encserve-jobs-key"
+CALLERS = f"""
+[[caller]]
+name = "search"
+key_sha256 = ["{hashlib.sha256(SEARCH_KEY.encode()).hexdigest()}"]
+
+[[caller]]
+name = "jobs"
+key_sha256 = ["{hashlib.sha256(JOBS_KEY.encode()).hexdigest()}"]
+priority = "bulk"
+"""
+
+
+async def grpc(server: FakeServer, ids: list[int], priority: str) -> None:
+    request = pb.EncodeRequest(inputs=[make_input(ids)], priority=f"PRIORITY_{priority.upper()}")
+    await server.call("Encode", request.SerializeToString())
+
+
+async def openai(server: FakeServer, ids: list[int], priority: str) -> None:
+    body = {"input": ids, "add_special_tokens": False, "priority": priority, "pooling": "mean"}
+    assert (await post(server, "/v1/embeddings", body)).status_code == 200
+
+
+async def tei(server: FakeServer, ids: list[int], priority: str) -> None:
+    assert (await post(server, "/embed_all", {"inputs": [ids], "priority": priority})).status_code == 200
+
+
+async def open_inference(server: FakeServer, ids: list[int], priority: str) -> None:
+    request = infer_request(input_ids=np.array([ids]), parameters={"priority": priority})
+    await ask(server, "ModelInfer", request, infer_pb.ModelInferResponse)
+
+
+@pytest.mark.parametrize("send", [grpc, openai, tei, open_inference])
+async def test_bulk_waits_for_interactive_calls_that_come_later(
+    start_server: StartServer, send: Callable[[FakeServer, list[int], str], Coroutine[Any, Any, None]]
+) -> None:
+    server = await start_server(http_port=0)
+    server.engine.hold()
+    tasks = [asyncio.create_task(grpc(server, [1], "interactive"))]
+    await asyncio.to_thread(server.engine.started.acquire, timeout=60)
+
+    async def queue_up(tokens: int, priority: str, waiting: int) -> None:
+        tasks.append(asyncio.create_task(send(server, [5] * tokens, priority)))
+        await until(lambda: server.sample("encserve_queue_sequences", model="tiny", version="2") == waiting)
+
+    await queue_up(BULK_TOKENS, "bulk", 1)
+    await queue_up(URGENT_TOKENS, "interactive", 2)
+    waiting = server.sample("encserve_queue_bulk_tokens", model="tiny", version="2")
+    assert BULK_TOKENS <= waiting <= BULK_TOKENS + 1, "with what the outputs cost"
+    server.engine.let_go()
+    await asyncio.gather(*tasks)
+    assert server.engine.batches == [[1], [URGENT_TOKENS], [BULK_TOKENS]]
+    assert server.sample("encserve_answer_seconds_count", priority="bulk") == 1
+    assert server.sample("encserve_answer_seconds_count", priority="interactive") == 2
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "text"),
+    [
+        (
+            "/v1/embeddings",
+            {"input": "hello", "priority": "low"},
+            "priority: must be one of interactive, bulk; was 'low'",
+        ),
+        ("/embed", {"inputs": "hello", "priority": "now"}, "priority: must be one of interactive, bulk; was 'now'"),
+    ],
+)
+async def test_other_priorities_are_named(start_server: StartServer, path: str, body: Any, text: str) -> None:
+    server = await start_server(http_port=0)
+    assert text in (await post(server, path, body)).text
+    with pytest.raises(Failed, match="priority: must be a value of Priority, 0 to 2; was 9"):
+        await server.call("Encode", pb.EncodeRequest(inputs=[make_input([1])], priority=9).SerializeToString())  # type: ignore[arg-type]
+    wrong = infer_request(input_ids=np.array([[1]]), parameters={"priority": "now"})
+    with pytest.raises(Failed, match="parameters.priority: must be 'interactive' or 'bulk'; was 'now'"):
+        await ask(server, "ModelInfer", wrong, infer_pb.ModelInferResponse)
+    level = infer_request(input_ids=np.array([[1]]), parameters={"priority": 3})
+    await ask(server, "ModelInfer", level, infer_pb.ModelInferResponse)
+
+
+async def test_a_caller_that_may_send_bulk_only_goes_behind_others(start_server: StartServer, tmp_path: Path) -> None:
+    """Whatever priority it asks for; and one that floods is told of its share, while another is taken."""
+    file = tmp_path / "callers.toml"
+    file.write_text(CALLERS)
+    server = await start_server(callers=file, http_port=0, max_queue_tokens=64)
+    server.engine.hold()
+    tasks = []
+
+    async def queue_up(key: str, tokens: int, waiting: int) -> None:
+        request = pb.EncodeRequest(inputs=[make_input([5] * tokens)], priority=pb.PRIORITY_INTERACTIVE)
+        call = server.call("Encode", request.SerializeToString(), metadata=(("authorization", f"Bearer {key}"),))
+        tasks.append(asyncio.create_task(call))
+        await until(lambda: server.sample("encserve_queue_sequences", model="tiny", version="2") == waiting)
+
+    await queue_up(SEARCH_KEY, 1, 0)
+    await asyncio.to_thread(server.engine.started.acquire, timeout=60)
+    await queue_up(JOBS_KEY, 30, 1)
+    async with connect(server) as http:
+        body = {"input": [5] * 10, "add_special_tokens": False, "pooling": "mean"}
+        refused = await http.post("/v1/embeddings", json=body, headers={"api-key": JOBS_KEY})
+    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (429, "SHARE_EXCEEDED")
+    assert float(refused.headers["retry-after"]) >= 0
+    await queue_up(SEARCH_KEY, 20, 2)
+    server.engine.let_go()
+    await asyncio.gather(*tasks)
+    assert server.engine.batches == [[1], [20], [30]]
+    assert server.sample("encserve_caller_calls_total", caller="jobs", outcome="SHARE_EXCEEDED") == 1

@@ -1,0 +1,137 @@
+"""Certificates: an authority, those of a server and of a caller, and all that may be wrong with one."""
+
+import datetime
+import socket
+import ssl
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+import trustme
+
+_DAY = datetime.timedelta(days=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """PEM files of a certificate and its key."""
+
+    cert: Path
+    key: Path
+
+    def der(self) -> bytes:
+        """The certificate as `served` gives it."""
+        return ssl.PEM_cert_to_DER_cert(self.cert.read_text())
+
+
+class Authority:
+    """An authority that writes certificates into a directory."""
+
+    def __init__(self, directory: Path, name: str = "ca") -> None:
+        self._directory = directory
+        self._authority = trustme.CA(key_type=trustme.KeyType.ECDSA)
+        self.cert = directory / f"{name}.pem"
+        self._authority.cert_pem.write_to_path(self.cert)
+
+    def issue(
+        self,
+        name: str,
+        *names: str,
+        days: float = 30,
+        begins_in_days: float = -10,
+        key_type: trustme.KeyType = trustme.KeyType.ECDSA,
+    ) -> Pair:
+        """Writes NAME.pem and NAME.key for these DNS names and addresses, valid for so many days from now."""
+        now = datetime.datetime.now(datetime.UTC)
+        issued = self._authority.issue_cert(
+            *(names or ("localhost", "127.0.0.1", "::1")),
+            common_name=name,
+            not_before=now + begins_in_days * _DAY,
+            not_after=now + days * _DAY,
+            key_type=key_type,
+        )
+        pair = Pair(self._directory / f"{name}.pem", self._directory / f"{name}.key")
+        pair.cert.write_bytes(b"".join(it.bytes() for it in issued.cert_chain_pems))
+        issued.private_key_pem.write_to_path(pair.key)
+        return pair
+
+
+@dataclass(frozen=True, slots=True)
+class Certificates:
+    """What the tests of TLS need.
+
+    Attributes:
+        ca: The file of the authority of the server and of the callers.
+        server: For localhost and 127.0.0.1.
+        client: A caller's.
+        expired: Of the authority, for the server's names, until yesterday.
+        other_name: Of the authority, for other.example.
+        stranger: Of another authority, for the server's names.
+        stranger_ca: That authority's file.
+    """
+
+    authority: Authority
+    ca: Path
+    server: Pair
+    client: Pair
+    expired: Pair
+    other_name: Pair
+    stranger: Pair
+    stranger_ca: Path
+
+
+def make_certificates(directory: Path) -> Certificates:
+    """Writes all files into a directory."""
+    authority, stranger = Authority(directory), Authority(directory, "stranger-ca")
+    return Certificates(
+        authority,
+        authority.cert,
+        authority.issue("server"),
+        authority.issue("client", "client.example"),
+        authority.issue("expired", days=-1),
+        authority.issue("other-name", "other.example"),
+        stranger.issue("stranger"),
+        stranger.cert,
+    )
+
+
+def self_signed(directory: Path, name: str, key: str) -> Pair:
+    """Writes a certificate for localhost without an authority; `key` as openssl's -newkey and -pkeyopt have it."""
+    pair = Pair(directory / f"{name}.pem", directory / f"{name}.key")
+    subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "30"]
+    command = ["openssl", "req", "-x509", "-nodes", *subject, "-newkey", *key.split()]
+    subprocess.run([*command, "-keyout", pair.key, "-out", pair.cert], check=True, capture_output=True)
+    return pair
+
+
+class Mount:
+    """Files as Kubernetes mounts them: links to a link to a directory, which a change replaces at once."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._changes = 0
+        self.pair = Pair(directory / "tls.crt", directory / "tls.key")
+        self.ca = directory / "ca.crt"
+        directory.mkdir()
+        for name in ("tls.crt", "tls.key", "ca.crt"):
+            (directory / name).symlink_to(Path("..data") / name)
+
+    def put(self, pair: Pair, ca: Path) -> None:
+        """Changes all files."""
+        self._changes += 1
+        new = self._directory / f"..{self._changes}"
+        new.mkdir()
+        for name, file in (("tls.crt", pair.cert), ("tls.key", pair.key), ("ca.crt", ca)):
+            (new / name).write_bytes(file.read_bytes())
+        link = self._directory / "..link"
+        link.symlink_to(new.name)
+        link.replace(self._directory / "..data")
+
+
+def served(port: int, context: ssl.SSLContext) -> bytes:
+    """The certificate that a port shows."""
+    with (
+        socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
+        context.wrap_socket(plain, server_hostname="localhost") as encrypted,
+    ):
+        return encrypted.getpeercert(binary_form=True) or b""
