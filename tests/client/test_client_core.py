@@ -112,9 +112,35 @@ def test_the_servers_delay_is_kept() -> None:
 
 
 def test_attempts_run_out() -> None:
-    with pytest.raises(ServerUnavailableError, match=r"^host:1: down \(sent 3 times\)$") as caught:
-        encode(core_of(), Server(failing([DOWN] * 9)), [[5]])
+    with pytest.raises(OverloadedError, match=r"^full \(sent 3 times\)$") as caught:
+        encode(core_of(), Server(failing([FULL] * 9)), [[5]])
     assert caught.value.attempts == 3
+
+
+def test_a_server_that_never_answered_is_given_up_after_its_attempts() -> None:
+    server = Server(failing([]))
+    server.wire = FakeWire(lambda rpc, request: (0.0, DOWN))
+    with pytest.raises(ServerUnavailableError, match=r"^host:1: down \(sent 3 times\)$"):
+        encode(core_of(), server, [[5]])
+
+
+def test_a_server_that_has_answered_is_waited_for() -> None:
+    """Until the message's time is over: waits of 1, 2, 4 and then 5 s."""
+    server = Server(failing([DOWN] * 9))
+    result = encode(core_of(), server, [[5]])
+    assert result.timings.attempts == 10
+    assert server.wire.sent[1:6] == [0.0, 1.0, 3.0, 7.0, 12.0]
+    with pytest.raises(ServerUnavailableError, match=r"^host:1: down \(sent \d+ times\)$") as caught:
+        encode(core_of(timeout_seconds=40.0), Server(failing([DOWN] * 99)), [[5]])
+    assert caught.value.attempts == 10
+    with pytest.raises(ServerUnavailableError, match=r"^host:1: down$"):
+        encode(core_of(retry=RetryPolicy(max_attempts=1)), Server(failing([DOWN])), [[5]])
+
+
+def test_attempts_while_the_server_is_away_do_not_count() -> None:
+    """When it is back its queue may be full for a while."""
+    server = Server(failing([FULL, *[DOWN] * 5, FULL]))
+    assert encode(core_of(), server, [[5]]).timings.attempts == 8
 
 
 def test_a_messages_time_is_over_all_its_attempts() -> None:

@@ -24,6 +24,7 @@ from encserve_client import (
     InvalidInputError,
     InvalidRequestError,
     ModelNotFoundError,
+    OverloadedError,
     ProtocolError,
     RetryPolicy,
     ServerError,
@@ -420,9 +421,9 @@ async def test_what_broke_off_half_way_is_asked_for_again(caller: Caller, servic
     np.testing.assert_array_equal(result.hidden_states, tensor_of(HIDDEN, 3))
     assert (result.timings.attempts, len(service.inspect_requests)) == (3, 3)
     service.inspect_requests.clear()
-    breaking(service, 9, Refused(Code.UNAVAILABLE, "stopping", "DRAINING"))
+    breaking(service, 9, Refused(Code.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL"))
     client = caller.connect(retry=RetryPolicy(max_attempts=2, initial_backoff_seconds=0))
-    with pytest.raises(ServerUnavailableError, match=rf"^{service.target}: stopping \(sent 2 times\)$"):
+    with pytest.raises(OverloadedError, match=r"^full \(sent 2 times\)$"):
         await caller(client.inspect, [5, 6, 7])
 
 

@@ -30,6 +30,7 @@ Code = grpc.StatusCode
 Answer = Callable[[int, pb.EncodeStreamRequest], Outcome | None]
 POLICY = RetryPolicy(max_attempts=3, initial_backoff_seconds=1.0, backoff_multiplier=2.0)
 BROKEN = Failure(Code.UNAVAILABLE, "connection reset")
+UNREACHED = Failure(Code.UNAVAILABLE, "failed to connect to all addresses; last error: … Connection refused (111)")
 
 
 def ids_in(request: pb.EncodeStreamRequest) -> list[int]:
@@ -171,6 +172,36 @@ def test_a_stream_that_always_breaks_ends_the_call() -> None:
     with pytest.raises(ServerUnavailableError, match=r"connection reset \(sent 3 times\)"):
         list(results(run_of(wire)))
     assert wire.n_streams == 3
+
+
+def test_a_restart_in_the_middle_is_waited_out() -> None:
+    """However often new streams fail meanwhile: no input is given up, and none is sent alone afterwards."""
+    sizes: list[int] = []
+
+    def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
+        if stream == 1 and 5 in ids_in(request):
+            return 0.1, BROKEN
+        if stream > 1 and wire.now() < 15.0:
+            return 0.0, UNREACHED
+        sizes.append(len(ids_in(request)))
+        return 0.1, echo(request)
+
+    wire = FakeWire(answer_stream=answer, inputs=[[i] for i in range(1, 1000)])
+    assert list(results(run_of(wire, max_in_flight=64))) == [(i, i + 1) for i in range(999)]
+    assert wire.n_streams > 4
+    assert sizes[-2] == 16
+
+
+def test_a_server_that_does_not_come_back_ends_the_call() -> None:
+    """After the time of one input, errors yielded or not."""
+
+    def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome:
+        return (0.1, echo(request)) if stream == 1 and ids_in(request) == [1] else (0.0, UNREACHED)
+
+    wire = FakeWire(answer_stream=answer, inputs=[[i] for i in range(1, 1000)])
+    with pytest.raises(ServerUnavailableError, match=r"Connection refused \(111\) \(sent \d+ times\)$"):
+        list(results(run_of(wire, timeout=20.0)))
+    assert wire.now() <= 21.0
 
 
 def test_a_stream_that_breaks_in_other_ways_is_not_opened_again() -> None:

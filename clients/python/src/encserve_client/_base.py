@@ -371,6 +371,7 @@ class BaseClient:
             settings.random,
             settings.target,
             settings.max_concurrent_messages,
+            self._core.contact,
         )
         template = request_template(key, options, settings)
         total = len(items) if isinstance(items, Sized) else None

@@ -12,7 +12,9 @@ class RetryPolicy:
 
     Sent again are messages that failed with UNAVAILABLE, with RESOURCE_EXHAUSTED where the server said that its queue
     is full, and those that the other side cancelled. Nothing else is: the answer would be the same. Encoding has no
-    side effects, so sending twice is always safe. The wait before attempt n + 1 is at most
+    side effects, so sending twice is always safe. Messages that fail with UNAVAILABLE, NOT_READY included, are sent again
+    until their time is over, however often that is, once the server has answered this client: so calls outlive a
+    restart. The wait before attempt n + 1 is at most
     min(initial_backoff_seconds · backoff_multiplier^(n - 1), max_backoff_seconds) and at least half of that, drawn
     evenly, after the delay that the server asked for. A wait that would end after the message's time, or the
     call's, is not begun: the error is raised at once.
@@ -20,7 +22,8 @@ class RetryPolicy:
     RetryPolicy(max_attempts=1)  # never try again
 
     Attributes:
-        max_attempts: How often a message is sent at most, the first time included.
+        max_attempts: How often a message is sent at most, the first time included, and an input of a stream that
+            breaks. While a server that has answered before is UNAVAILABLE only 1 has a meaning: never try again.
         initial_backoff_seconds: The longest wait before the second attempt.
         backoff_multiplier: How much longer the longest wait gets with every attempt.
         max_backoff_seconds: What it never gets longer than.

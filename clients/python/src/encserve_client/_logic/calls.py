@@ -19,6 +19,7 @@ from encserve_client._logic.answers import (
     sequence_infos,
 )
 from encserve_client._logic.dispatch import Dispatch, TimeLimit
+from encserve_client._logic.failures import Contact
 from encserve_client._logic.inspecting import Gathering
 from encserve_client._logic.planning import Limits, Message, as_bulk, plan_messages, plan_texts
 from encserve_client._logic.wire import Answered, Failed, Rpc, Wire
@@ -77,11 +78,16 @@ def request_template(key: ModelKey, options: Options, settings: Settings) -> pb.
 class Core:
     """The logic of a client. One per client, shared by its threads or tasks.
 
-    `_models` is the only thing that changes: entries are set and dropped whole, which a dict does atomically.
+    `_models` and `contact` are all that changes: entries are set and dropped whole, which a dict does atomically.
+
+    Attributes:
+        settings: The client's settings.
+        contact: Whether the server has ever answered.
     """
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.contact = Contact()
         self._models: dict[ModelKey, ModelInfo] = {}
 
     async def encode(
@@ -268,6 +274,7 @@ class Core:
             settings.random,
             settings.target,
             rejected,
+            self.contact,
         )
 
 

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 
 import grpc
 
-from encserve_client._logic.failures import CallInfo, Failure, seconds_until_retry
+from encserve_client._logic.failures import CallInfo, Contact, Failure, seconds_until_retry
 from encserve_client._logic.planning import Message
 from encserve_client.exceptions import DeadlineError, EncserveError
 from encserve_client.retry import RetryPolicy
@@ -104,6 +104,7 @@ class Dispatch(Generic[R]):
         random: Callable[[], float] = random_module.random,
         target: str = "",
         rejected: dict[int, EncserveError] | None = None,
+        contact: Contact | None = None,
     ) -> None:
         self.answers: list[tuple[int, R]] = []
         self.rejected = rejected
@@ -116,6 +117,7 @@ class Dispatch(Generic[R]):
         self._max_concurrent = max_concurrent
         self._random = random
         self._call = CallInfo(target, limit.seconds)
+        self._contact = contact or Contact()
         self._out = 0
 
     @property
@@ -159,6 +161,7 @@ class Dispatch(Generic[R]):
     def answered(self, message: Message, answer: R) -> None:
         """Books an answer."""
         self._out -= 1
+        self._contact.made = True
         self.answers.append((message.first_index, answer))
 
     def failed(self, message: Message, failure: Failure, now: float) -> None:
@@ -168,12 +171,15 @@ class Dispatch(Generic[R]):
             EncserveError: The failure ends the call.
         """
         self._out -= 1
+        is_away = self._contact.failed(failure)
+        message.away += is_away
         if failure.too_large:
             self.saw_too_large = True
             if halves := message.halves():
                 self._outbox.push_first(halves)
                 return
-        wait = seconds_until_retry(self._policy, failure, message.attempts, message.deadline - now, self._random)
+        attempts = message.away if is_away else message.attempts - message.away
+        wait = seconds_until_retry(self._policy, failure, attempts, message.deadline - now, self._random, is_away)
         if wait is None:
             error = failure.to_exception(message.attempts, message.first_index, self._call)
             place = failure.input_at_fault(message.n_inputs)

@@ -26,6 +26,11 @@ _AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
 # gRPC itself refuses an oversize message, on either side, with this text and no reason of ours.
 _TOO_LARGE_TEXT = re.compile(r"message larger than max|exceeds maximum (allowed )?size", re.IGNORECASE)
 
+# How gRPC, and Envoy, say that they did not reach the server, so that it has not seen the message.
+_UNREACHED_TEXT = re.compile(
+    r"failed to connect|connections to all backends failing|no healthy upstream|connection failure", re.IGNORECASE
+)
+
 _BY_CODE: dict[grpc.StatusCode, type[errors.EncserveError]] = {
     grpc.StatusCode.CANCELLED: errors.CallCancelledError,
     grpc.StatusCode.UNKNOWN: errors.ServerError,
@@ -87,6 +92,13 @@ class Failure:
     reason: str = ""
     retry_delay_seconds: float | None = None
     retry_forbidden: bool = False
+
+    @property
+    def unreached(self) -> bool:
+        """Whether the message did not get to the server, so that its inputs are not the cause."""
+        return self.code is grpc.StatusCode.UNAVAILABLE and (
+            bool(self.reason) or bool(_UNREACHED_TEXT.search(self.message))
+        )
 
     @property
     def too_large(self) -> bool:
@@ -180,6 +192,22 @@ def failure_of_stream_error(error: pb.StreamError) -> Failure:
     return Failure(code, error.message, error.reason, delay)
 
 
+@dataclass(slots=True)
+class Contact:
+    """Whether a server has ever answered a client, be it with an error. One per client; it only becomes true.
+
+    A server that has answered and is UNAVAILABLE now is being restarted, and worth waiting for. One that never has is
+    more likely not there, or its address is wrong.
+    """
+
+    made: bool = False
+
+    def failed(self, failure: Failure) -> bool:
+        """Books a failure, and says whether it is that of a server which has answered and is away for a while."""
+        self.made = self.made or bool(failure.reason)  # only the server itself gives one
+        return self.made and failure.code is grpc.StatusCode.UNAVAILABLE
+
+
 def is_retryable(failure: Failure) -> bool:
     """Whether sending the same message again may help."""
     if failure.retry_forbidden:
@@ -196,20 +224,28 @@ def is_retryable(failure: Failure) -> bool:
 
 
 def seconds_until_retry(
-    policy: RetryPolicy, failure: Failure, attempts: int, remaining_seconds: float, random: Callable[[], float]
+    policy: RetryPolicy,
+    failure: Failure,
+    attempts: int,
+    remaining_seconds: float,
+    random: Callable[[], float],
+    is_away: bool = False,
 ) -> float | None:
     """How long to wait before sending a message again; None for never.
 
     Args:
         policy: The policy.
         failure: How the last attempt ended.
-        attempts: How often the message has been sent, 1 or more.
+        attempts: How often the message has been sent, 1 or more: with `is_away` to a server that was away, otherwise
+            to one that was there.
         remaining_seconds: The time left until its deadline.
         random: Draws evenly from [0, 1).
+        is_away: Whether the server has answered before, and is UNAVAILABLE now; see `Contact.failed`.
     """
-    # A caller's share is free again when its turn comes, however often that takes: its message's time is the bound.
-    waits_for_its_turn = failure.reason == _SHARE_REASON and policy.max_attempts > 1
-    if (attempts >= policy.max_attempts and not waits_for_its_turn) or not is_retryable(failure):
+    # A caller's share is free again when its turn comes, and a server that is restarted is back after a while, however
+    # many attempts that takes: the message's time is the bound.
+    is_bound_by_time = (is_away or failure.reason == _SHARE_REASON) and policy.max_attempts > 1
+    if (attempts >= policy.max_attempts and not is_bound_by_time) or not is_retryable(failure):
         return None
     # The exponent is capped so that many attempts cannot overflow a float.
     longest = policy.initial_backoff_seconds * policy.backoff_multiplier ** min(attempts - 1, 64)

@@ -21,7 +21,7 @@ import grpc
 
 from encserve_client._logic.answers import Expected, check_fingerprint, decode_response
 from encserve_client._logic.dispatch import Outbox
-from encserve_client._logic.failures import CallInfo, Failure, failure_of_stream_error, seconds_until_retry
+from encserve_client._logic.failures import CallInfo, Contact, Failure, failure_of_stream_error, seconds_until_retry
 from encserve_client._logic.planning import MOST_TOKENS, request_like, tokens_of
 from encserve_client._logic.wire import Event, InputRead, InputsEnded, StreamAnswered, StreamEnded, Wire
 from encserve_client.exceptions import DeadlineError, EncserveError, InvalidInputError, ProtocolError
@@ -47,6 +47,7 @@ class Item:
         input: The input.
         deadline: When its answer must have come.
         attempts: How often it has been sent, but for messages that failed because of another input.
+        away: How often of these the server was away; see `Contact`.
         most_together: The most inputs of a message with it: fewer after one that was too large, or broke its stream.
     """
 
@@ -54,6 +55,7 @@ class Item:
     input: pb.Input
     deadline: float
     attempts: int = 0
+    away: int = 0
     most_together: int = _MOST_INPUTS
 
 
@@ -105,7 +107,8 @@ class StreamBooks(Generic[R]):
     refused because of one input is sent again without that one, and one that is too large in halves. A stream that
     broke is replaced, and what it had not answered is sent again, each input by itself, so that one which breaks it is
     found. The call itself fails once a stream has broken `policy.max_attempts` times in a row without one answer in
-    between, or has broken in a way that trying again does not mend.
+    between, or has broken in a way that trying again does not mend. If the server has answered before and is
+    UNAVAILABLE, the call fails once that has lasted as long as an input may take.
     """
 
     def __init__(
@@ -117,6 +120,7 @@ class StreamBooks(Generic[R]):
         random: Callable[[], float] = random_module.random,
         target: str = "",
         max_packs: int = 4,
+        contact: Contact | None = None,
     ) -> None:
         self.finished: Finished[R | EncserveError] = Finished(ordered)
         self._policy = policy
@@ -126,6 +130,7 @@ class StreamBooks(Generic[R]):
         self._timeout_seconds = timeout_seconds
         self._call = CallInfo(target, timeout_seconds)
         self._random = random
+        self._contact = contact or Contact()
         self._outbox: Outbox[Item] = Outbox()
         self._items: dict[int, Item] = {}  # unanswered, by index, in the order of their deadlines
         self._packs: dict[int, Pack] = {}  # out, by number
@@ -133,6 +138,7 @@ class StreamBooks(Generic[R]):
         self._next_number = 0
         self._handed_over = 0
         self._breaks = 0  # streams broken in a row without an answer
+        self._broken_since = math.inf  # when the first of them broke
         self._closed_until = -math.inf  # nothing is sent before this; set when a stream breaks
 
     @property
@@ -205,6 +211,7 @@ class StreamBooks(Generic[R]):
     def answered(self, pack: Pack, results: Iterable[R]) -> None:
         """Books the results of a message's inputs."""
         self._breaks = 0
+        self._contact.made = True
         del self._packs[pack.number]
         for item, result in zip(pack.items, results, strict=True):
             self._finish(item, result)
@@ -212,6 +219,7 @@ class StreamBooks(Generic[R]):
     def refused(self, pack: Pack, failure: Failure, now: float) -> None:
         """Books that the server answered a message with an error."""
         self._breaks = 0
+        self._contact.made = True
         del self._packs[pack.number]
         place = failure.input_at_fault(len(pack.items))
         if len(pack.items) > 1 and place is not None:
@@ -237,7 +245,11 @@ class StreamBooks(Generic[R]):
         if not lost:
             return
         self._breaks += 1
-        wait = seconds_until_retry(self._policy, failure, self._breaks, math.inf, self._random)
+        if self._breaks == 1:
+            self._broken_since = now
+        is_away = self._contact.failed(failure)
+        remaining = self._broken_since + self._timeout_seconds - now if is_away else math.inf
+        wait = seconds_until_retry(self._policy, failure, self._breaks, remaining, self._random, is_away)
         if wait is None:
             raise failure.to_exception(self._breaks, call=self._call)
         self._closed_until = now + wait
@@ -245,9 +257,12 @@ class StreamBooks(Generic[R]):
         for pack in lost:
             del self._packs[pack.number]
         for item in items:
+            if is_away and failure.unreached:
+                item.away += 1
+                continue
             item.most_together = 1
             # An input that brings down every stream it is on is given up, however well the others fare.
-            if item.attempts >= self._policy.max_attempts:
+            if item.attempts - item.away >= self._policy.max_attempts:
                 self._finish(item, failure.to_exception(item.attempts, item.index, self._call))
         self._outbox.push_first(item for item in items if item.index in self._items)
 
@@ -297,7 +312,10 @@ class StreamBooks(Generic[R]):
     def _retry_or_finish(self, item: Item, failure: Failure, now: float, drawn: float) -> None:
         if item.index not in self._items:
             return
-        wait = seconds_until_retry(self._policy, failure, item.attempts, item.deadline - now, lambda: drawn)
+        is_away = self._contact.failed(failure)
+        item.away += is_away
+        attempts = item.away if is_away else item.attempts - item.away
+        wait = seconds_until_retry(self._policy, failure, attempts, item.deadline - now, lambda: drawn, is_away)
         if wait is None:
             self._finish(item, failure.to_exception(item.attempts, item.index, self._call))
         else:
