@@ -28,7 +28,6 @@ from encserve_client import (
     ProtocolError,
     RetryPolicy,
     ServerError,
-    ServerUnavailableError,
 )
 from encserve_client._logic.calls import Core, Settings
 from encserve_client._logic.failures import Failure

@@ -12,8 +12,8 @@ class RetryPolicy:
 
     Sent again are messages that failed with UNAVAILABLE, with RESOURCE_EXHAUSTED where the server said that its queue
     is full, and those that the other side cancelled. Nothing else is: the answer would be the same. Encoding has no
-    side effects, so sending twice is always safe. Messages that fail with UNAVAILABLE, NOT_READY included, are sent again
-    until their time is over, however often that is, once the server has answered this client: so calls outlive a
+    side effects, so sending twice is always safe. Once the server has answered this client, messages that fail with
+    UNAVAILABLE, NOT_READY included, are sent again until their time is over, however often that is: calls outlive a
     restart. The wait before attempt n + 1 is at most
     min(initial_backoff_seconds · backoff_multiplier^(n - 1), max_backoff_seconds) and at least half of that, drawn
     evenly, after the delay that the server asked for. A wait that would end after the message's time, or the
