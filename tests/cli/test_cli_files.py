@@ -302,7 +302,7 @@ def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
     written: list[str] = []
     for call, made in encoding.encode_all(lambda texts: [f"of {text}" for text in texts], inputs()):
         assert made == [f"of {it.value}" for it in call]
-        assert len(read) - len(written) <= 4 * (encoding._CALLS_AT_ONCE + 1) + 1
+        assert len(read) - len(written) <= 4 * (encoding.CALLS_AT_ONCE + 1) + 1
         written += made
     assert written == [f"of {i}" for i in range(2000)]
 

@@ -21,10 +21,10 @@ from encserve_client import EncoderClient, Output, Task, Tls
 @click.option("--target", default="localhost:50051", show_default=True, show_envvar=True, help="The server, host:port.")
 @click.option(
     "--timeout",
-    type=float,
+    default=30.0,
+    show_default=True,
     metavar="SECONDS",
-    help="How long one message may take, retries included; many texts become several messages. Default: 300 for embed "
-    "and encode, so that they outlive a restart of the server, otherwise 30.",
+    help="How long one message may take, retries included; many texts become several messages.",
 )
 @click.option("--tls", is_flag=True, help="Encrypt, and check the server's certificate.")
 @click.option("--ca", type=click.Path(path_type=Path), help="PEM file of the authorities to trust; implies --tls.")
@@ -45,7 +45,7 @@ from encserve_client import EncoderClient, Output, Task, Tls
 def cli(
     context: click.Context,
     target: str,
-    timeout: float | None,
+    timeout: float,
     tls: bool,
     ca: Path | None,
     cert: Path | None,
@@ -64,7 +64,7 @@ def cli(
         EncoderClient,
         target,
         tls=Tls(ca=ca, cert=cert, key=key, server_name=server_name) if ca or cert or server_name or tls else False,
-        timeout_seconds=timeout or (300.0 if context.invoked_subcommand in ("embed", "encode") else 30.0),
+        timeout_seconds=timeout,
         token=token,
         metadata=[(name, value) for name, _, value in (it.partition("=") for it in metadata)],
     )

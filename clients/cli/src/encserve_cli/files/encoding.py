@@ -1,5 +1,6 @@
 """Many inputs through one client: in order, a bounded number at a time, and each error by the input's own place."""
 
+import functools
 import re
 import threading
 import time
@@ -9,16 +10,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from encserve_cli.files.reading import Sent
-from encserve_client import OverloadedError
+from encserve_client import OverloadedError, ServerUnavailableError
 
 R = TypeVar("R")
+V = TypeVar("V")
 
 # Of one call: some 8,000 tokens of English, so that no call takes long, or this many short inputs.
 _CALL_BYTES = 32 * 1024
 _CALL_INPUTS = 256
 # Enough for the server to choose among a thousand short inputs when it makes batches.
-_CALLS_AT_ONCE = 6
-_PATIENCE_SECONDS = 300.0  # with a server that has no room
+CALLS_AT_ONCE = 6
+_PATIENCE_SECONDS = 300.0  # with a server that has no room, or that has answered and is away
 
 Run = Callable[[list[Any]], R]
 
@@ -28,15 +30,17 @@ def encode_all(run: Run[R], inputs: Iterable[Sent]) -> Iterator[tuple[list[Sent]
 
     Raises:
         ValueError: An input cannot be had, or is refused; the text says where it comes from.
-        EncserveError: Whatever else `run` raises. A server without room is asked again, for five minutes.
+        EncserveError: Whatever else `run` raises. A server without room is asked again, for five minutes; so is one
+            that is away after it has answered a call.
     """
     stopping = threading.Event()  # nobody waits for the others once one has failed
-    with ThreadPoolExecutor(_CALLS_AT_ONCE, thread_name_prefix="encserve-call") as pool:
+    answered = threading.Event()  # the server has answered a call, so it exists
+    with ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="encserve-call") as pool:
         waiting: deque[tuple[list[Sent], Future[R]]] = deque()
         try:
-            for call in _calls(inputs):
-                waiting.append((call, pool.submit(_patiently, run, call, stopping)))
-                if len(waiting) > _CALLS_AT_ONCE:
+            for call in cut_calls(inputs, lambda it: it.size):
+                waiting.append((call, pool.submit(_encode, run, call, stopping, answered)))
+                if len(waiting) > CALLS_AT_ONCE:
                     yield _next(waiting)
             while waiting:
                 yield _next(waiting)
@@ -51,31 +55,46 @@ def _next(waiting: "deque[tuple[list[Sent], Future[R]]]") -> tuple[list[Sent], R
     return call, future.result()
 
 
-def _calls(inputs: Iterable[Sent]) -> Iterator[list[Sent]]:
-    """Cuts inputs into calls of neither too many nor too long ones."""
-    call: list[Sent] = []
+def cut_calls(inputs: Iterable[V], size_of: Callable[[V], int]) -> Iterator[list[V]]:
+    """Cuts inputs into calls of neither too many nor too long ones; `size_of` says how many bytes an input has."""
+    call: list[V] = []
     size = 0
     for it in inputs:
-        if call and (len(call) == _CALL_INPUTS or size + it.size > _CALL_BYTES):
+        its_size = size_of(it)
+        if call and (len(call) == _CALL_INPUTS or size + its_size > _CALL_BYTES):
             yield call
             call, size = [], 0
         call.append(it)
-        size += it.size
+        size += its_size
     if call:
         yield call
 
 
-def _patiently(run: Run[R], call: list[Sent], stopping: threading.Event) -> R:
+def patiently(run: Callable[[], R], stopping: threading.Event, answered: threading.Event) -> R:
+    """What `run` returns. A server that has no room is asked again for five minutes, until `stopping` is set.
+
+    So is a server that is away, if it has answered before: `answered` says so, and is set by a call that succeeds.
+    """
     gives_up_at = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
-            return run([it.value for it in call])
-        except OverloadedError as error:
-            delay_seconds = error.retry_delay_seconds or 1.0
+            result = run()
+        except (OverloadedError, ServerUnavailableError) as error:
+            if not (isinstance(error, OverloadedError) or answered.is_set()):
+                raise
+            delay_seconds = (error.retry_delay_seconds if isinstance(error, OverloadedError) else None) or 1.0
             if time.monotonic() + delay_seconds > gives_up_at or stopping.wait(delay_seconds):
                 raise
-        except ValueError as error:
-            raise ValueError(_located(str(error), call)) from error
+        else:
+            answered.set()
+            return result
+
+
+def _encode(run: Run[R], call: list[Sent], stopping: threading.Event, answered: threading.Event) -> R:
+    try:
+        return patiently(functools.partial(run, [it.value for it in call]), stopping, answered)
+    except ValueError as error:
+        raise ValueError(_located(str(error), call)) from error
 
 
 def _located(problem: str, call: list[Sent]) -> str:
