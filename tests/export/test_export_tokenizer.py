@@ -149,7 +149,7 @@ def served_ids(exported: Exported, texts: list[str]) -> list[list[int]]:
         2**20,
         split_special_tokens=text.split_special_tokens,
     )
-    made = tokenizer._tokenize(texts, 10_000, False)
+    made = tokenizer.tokenize_here(texts, 10_000, details=False)
     return [it.input.tolist() for it in made if not isinstance(it, str)]
 
 

@@ -720,14 +720,14 @@ async def test_tokenize_waits_for_its_callers_turn(
     server = await start_server(callers=callers_file.path, tokenizer_threads=1)
     lengths: list[int] = []
     go_on = threading.Event()
-    real = TextTokenizer._tokenize
+    real = TextTokenizer.tokenize_here
 
-    def tokenize(self: TextTokenizer, texts: Sequence[str], *args: Any) -> Any:
+    def tokenize(self: TextTokenizer, texts: Sequence[str], *args: Any, details: bool) -> Any:
         lengths.extend(map(len, texts))
         assert go_on.wait(10)
-        return real(self, texts, *args)
+        return real(self, texts, *args, details=details)
 
-    monkeypatch.setattr(TextTokenizer, "_tokenize", tokenize)
+    monkeypatch.setattr(TextTokenizer, "tokenize_here", tokenize)
     tasks = []
     for key, text in [(RIGHT, "hello " * 100)] * 5 + [(OTHER, "world " * 99)]:
         request = pb.TokenizeRequest(texts=[text])

@@ -16,7 +16,8 @@ from waiting import until
 
 from encserve_server.errors import QueueFull
 from encserve_server.models.parts import PartedCall
-from encserve_server.models.served import EncodeCall, EncodeReply
+from encserve_server.models.served import EncodeReply
+from encserve_server.models.treatment import EncodeCall
 from encserve_server.types.callers import Sender
 from encserve_server.types.requests import Detail
 from encserve_server.types.sequences import TokenSequence

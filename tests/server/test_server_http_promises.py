@@ -19,7 +19,7 @@ from waiting import until
 from encserve_server.app import App
 from encserve_server.errors import StartupError
 from encserve_server.models.turns import TurnPool
-from encserve_server.repository.activation import LoadedModel
+from encserve_server.repository.loaded import LoadedModel
 from encserve_server.settings import Settings
 
 ROUTES = {"/v1/embeddings": "input", "/embed": "inputs", "/embed_all": "inputs"}

@@ -26,7 +26,7 @@ from encserve_server.app import App
 from encserve_server.errors import BundleError, StartupError
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.models.turns import TurnPool
-from encserve_server.repository.activation import LoadedModel
+from encserve_server.repository.loaded import LoadedModel
 from encserve_server.settings import Settings
 from encserve_server.telemetry import lag
 from encserve_server.telemetry.page import MetricsPage
@@ -294,16 +294,16 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], thre
     """How long each text was, in the order in which their turns began; none ends before the event is set."""
     lengths: list[int] = []
     go_on = threading.Event()
-    real = TextTokenizer._tokenize
+    real = TextTokenizer.tokenize_here
 
     def tokenize(
-        self: TextTokenizer, texts: Sequence[str], max_tokens: int, details: bool
+        self: TextTokenizer, texts: Sequence[str], max_tokens: int, *, details: bool
     ) -> list[TokenSequence | str]:
         lengths.extend(map(len, texts))
         assert go_on.wait(60)
-        return real(self, texts, max_tokens, details)
+        return real(self, texts, max_tokens, details=details)
 
-    monkeypatch.setattr(TextTokenizer, "_tokenize", tokenize)
+    monkeypatch.setattr(TextTokenizer, "tokenize_here", tokenize)
     yield lengths, go_on
     go_on.set()
 

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from encserve_server.errors import BundleError
 from encserve_server.models.turns import TurnPool
 from encserve_server.repository import loading
-from encserve_server.repository.activation import LoadedModel, ServedAlready
+from encserve_server.repository.loaded import LoadedModel, ServedAlready
 from encserve_server.repository.loading import load_model
 from encserve_server.settings import Settings
 

@@ -21,7 +21,7 @@ from encserve_server.app import App
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.models.served import ServedModel
 from encserve_server.models.turns import TurnPool
-from encserve_server.repository.activation import LoadedModel, ServedAlready
+from encserve_server.repository.loaded import LoadedModel, ServedAlready
 from encserve_server.settings import Settings
 
 BAD, CLOSED, CRASHES, NO_DEVICE = "bad", "closed", "crashes", "no device"

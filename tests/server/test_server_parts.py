@@ -232,7 +232,8 @@ def test_a_cut_text_fits_and_keeps_its_special_tokens(
 def test_a_template_stands_around_a_text(template_checker: InputChecker, words: list[str], prompt: str) -> None:
     """Its tokens are special and have no place in the text; a cut leaves those behind the text."""
     limit, text = LengthLimit(7, "", truncate=True), " ".join(words)
-    (sequence,) = asyncio.run(template_checker.check([text], limit, details=True, prompt=prompt))
+    rules = template_checker.rules(limit, details=True, prompt=prompt)
+    (sequence,) = asyncio.run(template_checker.check([text], rules))
     before = [4, 6, 7, 5] if prompt else [6]
     ids = [4 + ["hello", "brave", "new"].index(it) if it != "[SEP]" else 2 for it in words]
     whole = [*before, *ids, 7, 7]
@@ -258,7 +259,7 @@ def test_special_tokens_in_a_text_are_split_where_the_bundle_says_so(tmp_path: P
     tokenizer.add_special_tokens(["[SEP]"])
     tokenizer.save(str(path))
     found = [
-        TextTokenizer(path, TurnPool(1), 2**20, split_special_tokens=split)._tokenize(["[SEP]"], 99, False)
+        TextTokenizer(path, TurnPool(1), 2**20, split_special_tokens=split).tokenize_here(["[SEP]"], 99, details=False)
         for split in (False, True)
     ]
     assert [it.input.tolist() for (it,) in found if isinstance(it, TokenSequence)] == [[1, 2, 2], [1, 3, 3, 3, 2]]

@@ -473,7 +473,7 @@ async def test_special_tokens_of_texts_are_known_without_the_manifest(start_serv
     """The tokenizer says which it added; only for token ids the manifest has to."""
     server = await start_server()
     model = server.app.catalog.resolve("", "")
-    model.bundle = replace(model.bundle, special_token_ids=())
+    model._treatments._bundle = replace(model.bundle, special_token_ids=())
     options = pb.EncodeOptions(exclude_special_tokens=True)
     assert list((await server.encode("hello world", options=options)).outputs[0].lengths) == [2]
     with pytest.raises(Failed, match="does not say which tokens are special"):

@@ -18,7 +18,7 @@ from encserve_server.app import App
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.models.turns import TurnPool
 from encserve_server.outputs import ModelOutputs
-from encserve_server.repository.activation import LoadedModel
+from encserve_server.repository.loaded import LoadedModel
 from encserve_server.repository.manager import Loader
 from encserve_server.settings import Settings
 from encserve_server.telemetry import page

@@ -97,7 +97,8 @@ def real_server(
 
     It does not measure its batch budget unless a flag says so: that would take seconds for every model.
     """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_")}
+    kept = "ENCSERVE_CACHE_DIR"  # of all tests
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_") or key == kept}
     environment |= variables or {}
     command: list[str | Path] = [program, "--model-repository", model_repository, "--no-tune-batches"]
     command += ["--grpc-port", "0", "--metrics-port", "0", *flags]

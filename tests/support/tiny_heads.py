@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.models.turns import TurnPool
-from encserve_server.repository.activation import LoadedModel
+from encserve_server.repository.loaded import LoadedModel
 from encserve_server.repository.loading import load_model
 from encserve_server.repository.manager import Loader
 from encserve_server.settings import Settings

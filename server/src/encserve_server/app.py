@@ -28,7 +28,8 @@ from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
 from encserve_server.models.turns import TurnPool
 from encserve_server.open_inference.service import OpenInference
-from encserve_server.repository.activation import LoadedModel, serve_model
+from encserve_server.repository.activation import serve_model
+from encserve_server.repository.loaded import LoadedModel
 from encserve_server.repository.loading import load_model
 from encserve_server.repository.manager import Loader, ModelManager
 from encserve_server.rpc import health, reflection, service

@@ -38,7 +38,6 @@ from encserve_server.errors import (
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.parts import PartedCall
 from encserve_server.models.served import (
-    EncodeCall,
     EncodeReply,
     InspectCall,
     InspectReply,
@@ -46,6 +45,7 @@ from encserve_server.models.served import (
     TokenizeCall,
     TokenizeReply,
 )
+from encserve_server.models.treatment import EncodeCall
 from encserve_server.settings import MIB
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry import call_log, spans

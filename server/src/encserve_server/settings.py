@@ -41,6 +41,14 @@ class Settings:
         "Model to serve, NAME for its newest version or NAME@VERSION; may be given several times, the first is the "
         "default one. Without it every model in the repository is served.",
     )
+    cache_dir: Path | None = _setting(  # noqa: RUF009 - a field, as all of them
+        None,
+        "Folder of weights as ONNX Runtime's CPU kernels take them, which all sessions and all processes of this user "
+        "map, so that they are in memory once. It takes about 1.8 times the weights on the disk for each graph and "
+        "must not be in memory (tmpfs). Where it cannot be used, as when another user may write to it, the log says so "
+        "and every session has its own copy; off asks for that. Default: $XDG_CACHE_HOME/encserve or "
+        "~/.cache/encserve.",
+    )
     latest_versions: int = _setting(
         1,
         "How many of a model's newest versions are served where --model names none; the newest is the default. With "
@@ -199,7 +207,7 @@ class Settings:
         None,
         "Batches that run at once. On the CPU each has its share of --intra-op-threads then, and a batch that "
         "runs alone has them all. More makes better use of the CPU when much is waiting; above 1 the weights are held "
-        "in memory twice. Default: a batch for each thread, at most 8; on CUDA 2.",
+        "in memory twice where --cache-dir is off. Default: a batch for each thread, at most 8; on CUDA 2.",
         minimum=1,
     )
     tokenizer_threads: int = _setting(1, "Threads that tokenize; a text is tokenized by one.", minimum=1)
@@ -323,6 +331,7 @@ class Settings:
             )
             least = f"{self._least_in_flight_mib}, max_response_mib + {request}"
             raise ValueError(f"max_in_flight_mib must be >= {least}; was {self.max_in_flight_mib}")
+        self._check_cache_dir()
         self._check_trace_endpoint()
         self._check_names()
         self._check_tls()
@@ -330,6 +339,10 @@ class Settings:
         if not self.host:
             raise ValueError("host must not be empty; 0.0.0.0 is every address")
         self._check_ports()
+
+    def _check_cache_dir(self) -> None:
+        if self.cache_dir == Path():
+            raise ValueError("cache_dir must name a folder, or be off; was empty or the working directory")
 
     def _check_names(self) -> None:
         seen = set()

@@ -1,5 +1,6 @@
 """The engine on ONNX Runtime: padded batches; and the inspector, with a session of its own."""
 
+import functools
 import logging
 import os
 import time
@@ -8,7 +9,9 @@ from pathlib import Path
 
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
 from encserve_server.engine.padding import check_interface, check_shape, lay_out
+from encserve_server.engine.prepacked import PrepackedWeights
 from encserve_server.errors import BundleError, DeviceError
+from encserve_server.system import memory
 from encserve_server.types.arrays import ModelInput, Numbers
 from encserve_server.types.bundles import Graph, HeadGraph, InspectGraph
 from encserve_server.types.inspections import InspectKind, InspectTensor
@@ -22,6 +25,14 @@ CUDA_PROVIDER = "CUDAExecutionProvider"
 # A batch of more padded tokens on the CPU gives back the memory that its session took for it, which costs little beside
 # the run. Else each session would keep for good what the longest text ever needed.
 _MOST_KEPT_TOKENS = 2048
+# Weights of fewer bytes stay in the graph.
+_PREPACKED_OPTIONS = {
+    "session.optimized_model_external_initializers_file_name": "model.onnx.data",
+    "session.optimized_model_external_initializers_min_size_in_bytes": "1024",
+    "session.save_external_prepacked_constant_initializers": "1",
+}
+# What the files depend on, beside the graph and the CPU.
+_PREPACKED_FOR = {"runtime": f"{ort.__version__} {ort.get_build_info()}", **_PREPACKED_OPTIONS}
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +52,7 @@ class OnnxEngine:
         device: str,
         intra_op_threads: int,
         parallel_runs: int | None = 1,
+        weights: PrepackedWeights | None = None,
     ) -> None:
         """Loads the model.
 
@@ -51,13 +63,14 @@ class OnnxEngine:
             intra_op_threads: The CPU's threads that run batches.
             parallel_runs: How many batches run at once, on the CPU no more than there are threads; None for what suits
                 the device.
+            weights: Where sessions on the CPU share the weights; None if each has its own.
 
         Raises:
             DeviceError: CUDA was asked for and does not load; ONNX Runtime alone would fall back in silence.
             BundleError: The file is no model that this ONNX Runtime can run, or its inputs and outputs are others.
         """
         self._graph = graph
-        self._wide = self._narrow = _open_session(graph.path, device, intra_op_threads)
+        self._wide = self._narrow = _open_session(graph.path, device, intra_op_threads, weights)
         provider = self._wide.get_providers()[0]
         self.info = EngineInfo(
             provider=provider,
@@ -71,7 +84,7 @@ class OnnxEngine:
         if self.widens:
             # The threads of a session are shared by all its runs: beside one for each run that are the others.
             shared = intra_op_threads - self.max_parallel_runs
-            self._narrow = _open_session(graph.path, "cpu", 1 + shared)
+            self._narrow = _open_session(graph.path, "cpu", 1 + shared, weights)
 
     def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
         """Pads the sequences to the longest, and runs them."""
@@ -96,8 +109,8 @@ class OnnxEngine:
 class OnnxHead:
     """What comes after the encoder or after pooling, in an ONNX Runtime session of its own."""
 
-    def __init__(self, head: HeadGraph, *, device: str, threads: int) -> None:
-        """Loads the graph, to run on "cpu" or "cuda", on the CPU in so many threads.
+    def __init__(self, head: HeadGraph, *, device: str, threads: int, weights: PrepackedWeights | None = None) -> None:
+        """Loads the graph, to run on "cpu" or "cuda", on the CPU in so many threads and with shared weights.
 
         Raises:
             BundleError: It is no model that this ONNX Runtime can run, or its inputs and output are others.
@@ -105,7 +118,7 @@ class OnnxHead:
         """
         self._head = head
         # What it takes is given back after every run: a vocabulary's numbers for each token are hundreds of MiB.
-        self._session = _open_session(head.path, device, threads, keeps_memory=False)
+        self._session = _open_session(head.path, device, threads, weights, keeps_memory=False)
         found = sorted((node.name, node.type) for node in (*self._session.get_inputs(), *self._session.get_outputs()))
         wanted = sorted((name, "tensor(float)") for name in (*head.input_names, head.output_name))
         if found != wanted:
@@ -121,14 +134,14 @@ class OnnxHead:
 class OnnxInspector:
     """Looks into one model, in an ONNX Runtime session of its own."""
 
-    def __init__(self, inspect: InspectGraph, *, device: str) -> None:
-        """Loads the graph, to run on "cpu" or "cuda"; on the CPU in the caller's thread alone, to be gentle.
+    def __init__(self, inspect: InspectGraph, *, device: str, weights: PrepackedWeights | None = None) -> None:
+        """Loads the graph, to run on "cpu" or "cuda"; on the CPU in the caller's thread alone, with shared weights.
 
         Raises:
             DeviceError, BundleError: As for `OnnxEngine`.
         """
         self._inspect = inspect
-        self._session = _open_session(inspect.graph.path, device, intra_op_threads=1)
+        self._session = _open_session(inspect.graph.path, device, 1, weights)
         _check_interface(self._session, inspect.graph)
         found = {node.name for node in self._session.get_outputs()}
         missing = [name for names in inspect.names.values() for name in names if name not in found]
@@ -179,10 +192,17 @@ def _check_interface(session: ort.InferenceSession, graph: Graph) -> None:
     check_interface(graph, inputs, outputs, int64="tensor(int64)", float32="tensor(float)")
 
 
-def _open_session(path: Path, device: str, intra_op_threads: int, *, keeps_memory: bool = True) -> ort.InferenceSession:
+def _open_session(
+    path: Path,
+    device: str,
+    intra_op_threads: int,
+    weights: PrepackedWeights | None = None,
+    *,
+    keeps_memory: bool = True,
+) -> ort.InferenceSession:
     """Opens a session on the device asked for, and makes sure that it is the one in use.
 
-    `keeps_memory` is whether it keeps, on the CPU, what its largest run took.
+    On the CPU, `weights` is where it shares them, and `keeps_memory` whether it keeps what its largest run took.
     """
     if device in ("auto", "cuda"):
         session, problem = _try_cuda(path)
@@ -193,13 +213,37 @@ def _open_session(path: Path, device: str, intra_op_threads: int, *, keeps_memor
         # Only worth a warning where somebody meant to have CUDA: with the GPU build of ONNX Runtime.
         level = logging.WARNING if CUDA_PROVIDER in ort.get_available_providers() else logging.INFO
         logger.log(level, "running on the CPU", extra={"requested_device": device, "reason": problem})
-    options = _session_options()
-    options.intra_op_num_threads = intra_op_threads
+    options = _session_options(intra_op_threads)
     options.enable_cpu_mem_arena = keeps_memory
+    if weights is not None:
+        shared = weights.open(
+            path, _PREPACKED_FOR, _write_prepacked, functools.partial(_open_prepacked, options=options)
+        )
+        if shared is not None:
+            return shared
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     try:
         return ort.InferenceSession(path, options, providers=[CPU_PROVIDER])
     except Exception as error:  # ONNX Runtime's exceptions share no public base class
         raise BundleError(f"{path}: ONNX Runtime cannot load it: {error}") from error
+
+
+def _open_prepacked(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+    """Opens a graph whose weights are mapped. It is optimized; a second time would change float16's last bits."""
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+    session = ort.InferenceSession(path, options, providers=[CPU_PROVIDER])
+    memory.trim()  # ONNX Runtime lays every weight out once more, to find it in the file
+    return session
+
+
+def _write_prepacked(graph: Path, path: Path) -> None:
+    """Writes a graph as it is after optimization, and its weights beside it, also as the CPU's kernels take them."""
+    options = _session_options(threads=1)
+    options.optimized_model_filepath = str(path)
+    for name, value in _PREPACKED_OPTIONS.items():
+        options.add_session_config_entry(name, value)
+    ort.InferenceSession(graph, options, providers=[CPU_PROVIDER])
+    _open_prepacked(path, _session_options(threads=1))  # what cannot be opened is not kept
 
 
 def _try_cuda(path: Path) -> tuple[ort.InferenceSession | None, str]:
@@ -222,9 +266,10 @@ def _try_cuda(path: Path) -> tuple[ort.InferenceSession | None, str]:
     return session, ""
 
 
-def _session_options() -> ort.SessionOptions:
-    """What every session has in common."""
+def _session_options(threads: int = 0) -> ort.SessionOptions:
+    """What every session has in common, and the threads of one on the CPU."""
     options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.inter_op_num_threads = 1
     # Between runs the threads sleep: spinning, they would take the cores from the event loop and from other models.

@@ -3,6 +3,7 @@
 from types import ModuleType
 
 from encserve_server.engine.base import Engine, Head, Inspector
+from encserve_server.engine.prepacked import PrepackedWeights
 from encserve_server.errors import BundleError, EngineMissing
 from encserve_server.types.bundles import Graph, HeadGraph, InspectGraph
 
@@ -21,6 +22,7 @@ def open_engine(
     device: str,
     intra_op_threads: int,
     parallel_runs: int | None = 1,
+    weights: PrepackedWeights | None = None,
 ) -> Engine:
     """Loads a model into an engine.
 
@@ -32,6 +34,7 @@ def open_engine(
         intra_op_threads: The CPU's threads that run batches.
         parallel_runs: How many batches run at once, on the CPU no more than there are threads; None for what suits the
             device.
+        weights: Where sessions of ONNX Runtime on the CPU share the weights; None if each has its own.
 
     Raises:
         EngineMissing: Its package is not installed.
@@ -51,11 +54,20 @@ def open_engine(
                 f"{graph.path}: --precision {precision} cannot be had from a model of {graph.precision}; ONNX Runtime "
                 "computes in what the file has"
             )
-        opened = onnx.OnnxEngine(graph, device=device, intra_op_threads=intra_op_threads, parallel_runs=parallel_runs)
+        opened = onnx.OnnxEngine(
+            graph, device=device, intra_op_threads=intra_op_threads, parallel_runs=parallel_runs, weights=weights
+        )
     return opened
 
 
-def open_head(head: HeadGraph, *, engine: str, device: str = "cpu", threads: int = 1) -> Head:
+def open_head(
+    head: HeadGraph,
+    *,
+    engine: str,
+    device: str = "cpu",
+    threads: int = 1,
+    weights: PrepackedWeights | None = None,
+) -> Head:
     """Loads what comes after the encoder or after pooling.
 
     Args:
@@ -63,6 +75,7 @@ def open_head(head: HeadGraph, *, engine: str, device: str = "cpu", threads: int
         engine: As for `open_engine`.
         device: "cpu" or "cuda".
         threads: On the CPU those that run a batch, the caller's own among them.
+        weights: As for `open_engine`.
 
     Raises:
         EngineMissing, DeviceError, BundleError: As for `open_engine`.
@@ -70,17 +83,19 @@ def open_head(head: HeadGraph, *, engine: str, device: str = "cpu", threads: int
     if engine == "openvino":
         openvino_head: Head = _module("openvino").OpenVinoHead(head, threads=threads)
         return openvino_head
-    onnx_head: Head = _module("onnx").OnnxHead(head, device=device, threads=threads)
+    onnx_head: Head = _module("onnx").OnnxHead(head, device=device, threads=threads, weights=weights)
     return onnx_head
 
 
-def open_inspector(inspect: InspectGraph, *, device: str) -> Inspector:
+def open_inspector(inspect: InspectGraph, *, device: str, weights: PrepackedWeights | None = None) -> Inspector:
     """Loads what looks into a model; that is ONNX Runtime, whichever engine runs the model.
+
+    `weights` is as for `open_engine`.
 
     Raises:
         EngineMissing, DeviceError, BundleError: As for `open_engine`.
     """
-    inspector: Inspector = _module("onnx").OnnxInspector(inspect, device=device)
+    inspector: Inspector = _module("onnx").OnnxInspector(inspect, device=device, weights=weights)
     return inspector
 
 

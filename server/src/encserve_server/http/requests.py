@@ -33,7 +33,8 @@ from encserve_server.http.counting import COUNTED_BYTES, CountLimits, check_coun
 from encserve_server.http.replies import JSON_GROWTH
 from encserve_server.models.inputs import SentIds, SentInput
 from encserve_server.models.reply_size import ReplyShape
-from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
+from encserve_server.models.served import EncodeReply, ServedModel
+from encserve_server.models.treatment import EncodeCall
 from encserve_server.outputs import SPAN_POOLINGS, OutputSpec
 from encserve_server.types.bundles import Bundle
 from encserve_server.types.callers import PRIORITIES, Priority

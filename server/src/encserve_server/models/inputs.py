@@ -1,12 +1,13 @@
 """Inputs as callers send them, and the checks that make sequences of them. Knows no gRPC."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from encserve_server.errors import FieldPath, InvalidField, Part, SequenceTooLong
+from encserve_server.errors import FieldPath, InvalidField, Part, RequestError, SequenceTooLong
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.types.arrays import TokenIds, Vectors
 from encserve_server.types.bundles import Bundle, Expansion
@@ -16,6 +17,8 @@ from encserve_server.types.sequences import TokenSequence
 
 # Others have a turn after a longer text: its bytes are counted, which takes 0.2 ms of 64 KiB.
 _TURN_CHARS = 64 * 1024
+# So much text, in characters, or so many ids and inputs are checked and tokenized at a time.
+_PIECE_SIZE, _PIECE_INPUTS = 64 * 1024, 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,24 @@ class LengthLimit:
     closing: tuple[int, ...] = ()
 
 
+class InputRules(NamedTuple):
+    """How the inputs of one call are checked; see `InputChecker.rules`.
+
+    Attributes:
+        limit: The bound on their length.
+        details: Whether special tokens are to be told from others, and of texts where each token stands.
+        before: What is put before every text.
+        behind: What is put behind every text.
+        expansion: What is put behind every short text, once it has been tokenized.
+    """
+
+    limit: LengthLimit
+    details: bool
+    before: str
+    behind: str
+    expansion: Expansion | None
+
+
 class InputChecker:
     """Turns a model's inputs into sequences that it can take, or names the first that it cannot."""
 
@@ -76,81 +97,116 @@ class InputChecker:
         self._bundle = bundle
         self._least_tokens = least_tokens
         self._tokenizer = tokenizer
+        self._template = None if tokenizer is None else tokenizer.template
         self._max_text_bytes = max_text_bytes
         self._special_ids = np.array(bundle.special_token_ids, np.int64)
 
-    async def check(
-        self,
-        inputs: Sequence[SentInput],
-        limit: LengthLimit,
-        *,
-        details: bool = False,
-        prompt: str = "",
-        expansion: Expansion | None = None,
-        sender: Sender = ANY_SENDER,
-    ) -> list[TokenSequence]:
-        """Checks inputs, and tokenizes texts.
+    def rules(
+        self, limit: LengthLimit, *, details: bool = False, prompt: str = "", expansion: Expansion | None = None
+    ) -> InputRules:
+        """The rules of a call.
 
         Args:
-            inputs: The inputs.
-            limit: The bound on their length.
+            limit: The bound on the length of its inputs.
             details: Whether special tokens are to be told from others, and of texts where each token stands.
             prompt: What is put before every text.
             expansion: What is put behind every short text.
-            sender: Whose turn tokenizing waits for.
+        """
+        template = self._template
+        before, behind = (prompt, "") if template is None else (template.before_text(prompt), template.after)
+        return InputRules(limit, details, before, behind, expansion)
+
+    async def check(
+        self, inputs: Sequence[SentInput], rules: InputRules, sender: Sender = ANY_SENDER
+    ) -> list[TokenSequence]:
+        """Checks inputs, and tokenizes texts when the sender's turn comes.
 
         Raises:
             InvalidField: An input is not what the model takes.
             SequenceTooLong: One is too long, and may not be cut.
             QueueFull: Too much text is waiting.
         """
-        template = None if self._tokenizer is None else self._tokenizer.template
-        before, behind = (prompt, "") if template is None else (template.before_text(prompt), template.after)
         texts: dict[int, str] = {}
         checked: dict[int, TokenSequence] = {}
         for i, sent in enumerate(inputs):
-            if isinstance(sent, str) and not self._bundle.graph.takes_vectors:
-                self._check_text(i, sent)
-                texts[i] = before + sent + behind
-                if len(sent) > _TURN_CHARS:
+            begun = self.begin(i, sent, rules)
+            if isinstance(begun, str):
+                texts[i] = begun
+                if len(begun) > _TURN_CHARS:
                     await asyncio.sleep(0)
             else:
-                checked[i] = self._check_numbers(i, sent, limit, details)
+                checked[i] = begun
         if texts and self._tokenizer is not None:
+            limit = rules.limit
             tokenized = await self._tokenizer.tokenize(
-                list(texts.values()), limit.tokens, truncate=limit.truncate, details=details, sender=sender
+                list(texts.values()), limit.tokens, truncate=limit.truncate, details=rules.details, sender=sender
             )
             for (i, text), found in zip(texts.items(), tokenized, strict=False):  # fewer where one is refused
-                checked[i] = sequence = self._check_tokenized(i, found, limit)
-                if details and template is not None:
-                    _mark_template(sequence, len(before), len(text) - len(behind))
-                if details and before:
-                    _leave_prompt_out(sequence, len(before))
-                if expansion is not None:
-                    _expand(sequence, expansion)
+                checked[i] = self.finish(i, text, found, rules)
         if texts and len(texts) < len(inputs):
             return [checked[i] for i in range(len(inputs))]
         return list(checked.values())
 
-    def _check_numbers(self, at: int, sent: SentInput, limit: LengthLimit, details: bool) -> TokenSequence:
-        """Checks an input that is no text for this model."""
-        if isinstance(sent, SentVectors):
-            return self._check_vectors(at, sent, limit)
-        if self._bundle.graph.takes_vectors:
-            part = Part.TEXT if isinstance(sent, str) else Part.IDS
-            raise InvalidField(FieldPath(part, at), f"model {self._bundle.name} takes embeddings only")
-        assert isinstance(sent, SentIds)  # noqa: S101 - texts have been taken
-        return self._check_ids(at, sent, limit, details)
+    def check_here(self, inputs: Sequence[SentInput], rules: InputRules) -> list[TokenSequence | RequestError]:
+        """Checks inputs, and tokenizes texts in the caller's thread; any number of threads may call.
 
-    def _check_text(self, at: int, text: str) -> None:
+        Returns:
+            For each input its sequence, or why it is refused, as `check` would raise it.
+        """
+        checked: list[TokenSequence | RequestError | None] = [None] * len(inputs)
+        texts: dict[int, str] = {}
+        for i, sent in enumerate(inputs):
+            try:
+                begun = self.begin(i, sent, rules)
+            except RequestError as error:
+                checked[i] = error
+                continue
+            if isinstance(begun, str):
+                texts[i] = begun
+            else:
+                checked[i] = begun
+        if texts and self._tokenizer is not None:
+            tokenized = self._tokenizer.tokenize_here(list(texts.values()), rules.limit.tokens, details=rules.details)
+            for (i, text), found in zip(texts.items(), tokenized, strict=True):
+                try:
+                    checked[i] = self.finish(i, text, found, rules)
+                except RequestError as error:
+                    checked[i] = error
+        return [it for it in checked if it is not None]
+
+    def begin(self, at: int, sent: SentInput, rules: InputRules) -> str | TokenSequence:
+        """Checks an input as far as it can be without a tokenizer.
+
+        Returns:
+            The sequence, or of a text what is to be tokenized.
+
+        Raises:
+            InvalidField: The input is not what the model takes.
+            SequenceTooLong: It is too long, and may not be cut.
+        """
+        if not isinstance(sent, str) or self._bundle.graph.takes_vectors:
+            return self._check_numbers(at, sent, rules)
         if self._tokenizer is None:
             raise InvalidField(FieldPath(Part.TEXT, at), f"model {self._bundle.name} has no tokenizer; send token ids")
-        limit = self._max_text_bytes
+        most = self._max_text_bytes
         # A code point has at most 4 bytes, so most texts need no encoding to be known short enough.
-        if len(text) * 4 > limit and (size := len(text.encode())) > limit:
-            raise InvalidField(FieldPath(Part.TEXT, at), f"must be at most {limit} bytes (max_text_bytes); was {size}")
+        if len(sent) * 4 > most and (size := len(sent.encode())) > most:
+            raise InvalidField(FieldPath(Part.TEXT, at), f"must be at most {most} bytes (max_text_bytes); was {size}")
+        return rules.before + sent + rules.behind
 
-    def _check_tokenized(self, at: int, found: TokenSequence | str, limit: LengthLimit) -> TokenSequence:
+    def finish(self, at: int, text: str, found: TokenSequence | str, rules: InputRules) -> TokenSequence:
+        """Checks what the tokenizer made of a text.
+
+        Args:
+            at: Its place in the call.
+            text: What was tokenized, as `begin` gave it.
+            found: Its tokens, or what the tokenizer says where it fails.
+            rules: The rules of the call.
+
+        Raises:
+            InvalidField: The tokenizer fails, or there are no tokens.
+            SequenceTooLong: There are too many, and the text may not be cut.
+        """
         if isinstance(found, str):
             raise InvalidField(
                 FieldPath(Part.TEXT, at),
@@ -161,8 +217,25 @@ class InputChecker:
             )
         if len(found.input) < self._least_tokens:
             raise InvalidField(FieldPath(Part.TEXT, at), "has no tokens")
-        check_length(FieldPath(Part.TEXT, at), found.original_token_count, limit)
+        if found.original_token_count > rules.limit.tokens:
+            check_length(FieldPath(Part.TEXT, at), found.original_token_count, rules.limit)
+        if rules.details and self._template is not None:
+            _mark_template(found, len(rules.before), len(text) - len(rules.behind))
+        if rules.details and rules.before:
+            _leave_prompt_out(found, len(rules.before))
+        if rules.expansion is not None:
+            _expand(found, rules.expansion)
         return found
+
+    def _check_numbers(self, at: int, sent: SentInput, rules: InputRules) -> TokenSequence:
+        """Checks an input that is no text for this model."""
+        if isinstance(sent, SentVectors):
+            return self._check_vectors(at, sent, rules.limit)
+        if self._bundle.graph.takes_vectors:
+            part = Part.TEXT if isinstance(sent, str) else Part.IDS
+            raise InvalidField(FieldPath(part, at), f"model {self._bundle.name} takes embeddings only")
+        assert isinstance(sent, SentIds)  # noqa: S101 - texts have been taken
+        return self._check_ids(at, sent, rules.limit, rules.details)
 
     def _check_ids(self, at: int, sent: SentIds, limit: LengthLimit, details: bool) -> TokenSequence:
         if sent.count == 0:
@@ -204,6 +277,18 @@ class InputChecker:
                 f"must be finite; was {vectors[row, column]} in row {row}, column {column}",
             )
         return TokenSequence(vectors, sent.count)
+
+
+def pieces(inputs: Sequence[SentInput]) -> Iterator[tuple[int, int]]:
+    """The begin and the end of runs of inputs that are prepared at a time; of a usual call there is one."""
+    begin = size = 0
+    for i, it in enumerate(inputs):
+        its_size = len(it) if isinstance(it, str) else len(it.ids) if isinstance(it, SentIds) else len(it.vectors)
+        if i > begin and (size + its_size > _PIECE_SIZE or i - begin == _PIECE_INPUTS):
+            yield begin, i
+            begin, size = i, 0
+        size += its_size
+    yield begin, len(inputs)
 
 
 def check_length(field: FieldPath, count: int, limit: LengthLimit) -> None:

@@ -3,14 +3,15 @@
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from encserve_server.errors import FieldPath, Part, QueueFull, RequestError, RequestTooLarge, ResponseTooLarge
-from encserve_server.models.inputs import SentIds, SentInput
-from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel
+from encserve_server.models.inputs import pieces
+from encserve_server.models.served import EncodeReply, ServedModel
+from encserve_server.models.treatment import EncodeCall
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.spans import RequestSpan
 from encserve_server.types.callers import ANY_SENDER, Sender
@@ -18,25 +19,11 @@ from encserve_server.types.sequences import TokenSequence
 
 Done = TypeVar("Done")
 
-# So much text, in characters, or so many ids and inputs are checked and tokenized at a time.
-_PIECE_SIZE, _PIECE_INPUTS = 64 * 1024, 256
 # Two parts are in the queue at a time, so that the engine need not wait for the next one. Together they cost at most a
 # quarter of what the queue may hold, and no more than keeps the engine busy: who comes meanwhile waits for them.
 _PARTS_AT_ONCE, _PARTS_OF_QUEUE, _BATCHES_OF_PART = 2, 8, 2
 # How long a part waits for room in the queue, once one before it has been run.
 _ROOM_SECONDS = 30.0
-
-
-def pieces(inputs: Sequence[SentInput]) -> Iterator[tuple[int, int]]:
-    """The begin and the end of runs of inputs that are prepared at a time; of a usual call there is one."""
-    begin = size = 0
-    for i, it in enumerate(inputs):
-        its_size = len(it) if isinstance(it, str) else len(it.ids) if isinstance(it, SentIds) else len(it.vectors)
-        if i > begin and (size + its_size > _PIECE_SIZE or i - begin == _PIECE_INPUTS):
-            yield begin, i
-            begin, size = i, 0
-        size += its_size
-    yield begin, len(inputs)
 
 
 class PartedCall:

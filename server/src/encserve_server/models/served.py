@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import math
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from encserve_server.engine.base import EngineInfo
@@ -18,24 +18,21 @@ from encserve_server.errors import (
     TooManyInputs,
     TooManyOutputs,
 )
-from encserve_server.models.inputs import InputChecker, LengthLimit, SentInput, check_length
+from encserve_server.models.inputs import InputChecker, InputRules, LengthLimit, SentInput, check_length
 from encserve_server.models.inspecting import Inspection, InspectLane, InspectObserver, Wanted
-from encserve_server.models.reply_size import ReplyShape, ReplySize
-from encserve_server.models.spans import SentSpans, place_spans
+from encserve_server.models.reply_size import ReplySize
+from encserve_server.models.spans import place_spans
 from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.outputs import MAX_OUTPUTS, ModelOutputs, OutputPlan, OutputSpec, static_weights
+from encserve_server.models.treatment import EncodeCall, Treatments
+from encserve_server.outputs import MAX_OUTPUTS, ModelOutputs, OutputPlan, static_weights
 from encserve_server.scheduling.scheduler import Scheduler
 from encserve_server.system.clock import Clock
 from encserve_server.telemetry.spans import RequestSpan
-from encserve_server.types.bundles import Bundle, Expansion, StaticSparse, TaskSettings
-from encserve_server.types.callers import ANY_SENDER, Priority, Sender
-from encserve_server.types.requests import DataType, Detail, OffsetUnit, OutputKind, Task
+from encserve_server.types.bundles import Bundle, StaticSparse
+from encserve_server.types.callers import ANY_SENDER, Sender
+from encserve_server.types.requests import DataType, Detail, OffsetUnit, Task
 from encserve_server.types.sequences import TokenSequence
 
-# A bound that no text reaches.
-_ANY_TOKENS = 2**62
-_ALL_TOKENS = LengthLimit(_ANY_TOKENS, "")
-_PLAIN_SHAPE = ReplyShape()
 # Static weights of so many texts are looked up before other calls have a turn.
 _STATIC_TEXTS_AT_ONCE = 16
 
@@ -72,37 +69,6 @@ class RequestLimits:
     max_response_bytes: int
     max_tokens: int
     max_inspect_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class EncodeCall:
-    """One request, decoded but not checked against its model.
-
-    Attributes:
-        inputs: Texts, ids, or vectors.
-        outputs: What to return; empty for the rows of tokens.
-        truncate: Whether an over-long input is cut instead of refused.
-        prompt_name: What to put before every text; empty for nothing, None for what the task, or the model, has.
-        task: What the texts are.
-        spans: For each input what OutputKind.SPANS has rows for, None for nothing; or nothing for all.
-        shape: How the reply is to be written.
-        max_tokens: The most tokens of an input; 0 for as many as the model, or the task, takes.
-        priority: How urgent it says it is.
-        closing: What all ids end with, and keep where they are cut.
-        part_of: All inputs of the call, where these are a part of them.
-    """
-
-    inputs: Sequence[SentInput]
-    outputs: tuple[OutputSpec, ...]
-    truncate: bool = False
-    prompt_name: str | None = None
-    task: Task = Task.NEITHER
-    spans: Sequence[SentSpans | None] = ()
-    shape: ReplyShape = _PLAIN_SHAPE
-    max_tokens: int = 0
-    priority: Priority = Priority.INTERACTIVE
-    closing: tuple[int, ...] = ()
-    part_of: Sequence[SentInput] = ()
 
 
 @dataclass(slots=True)
@@ -240,24 +206,8 @@ class ServedModel:
         self.max_batch_tokens = max_batch_tokens
         if tokenizer is not None:  # read when the page is, so that a request costs nothing
             observer.register_text_queue_gauges(lambda: tokenizer.queued_bytes, tokenizer.max_queue_bytes)
-        least_tokens = 0 if bundle.takes_empty_texts else 1
-        self._checker = InputChecker(bundle, tokenizer, limits.max_text_bytes, least_tokens=least_tokens)
-        self._static_checkers = {
-            task: InputChecker(bundle, its, limits.max_text_bytes, least_tokens=0)
-            for task, its in (static_tokenizers or {}).items()
-        }
-        self._tasks = {task: bundle.treatment(task) for task in (Task.NEITHER, *bundle.tasks)}
-        self._limits_of = {
-            (task, truncate): LengthLimit(settings.max_tokens, _limit_name(task, bundle), task, truncate)
-            for task, settings in self._tasks.items()
-            for truncate in (False, True)
-        }
-        self._skipped_tokens: dict[str, int] = {}  # of each prompt, where it is left out of pooling
-        if tokenizer is not None and bundle.pooling is not None and bundle.pooling.skips_prompt:
-            longest = bundle.max_sequence_tokens - 1
-            self._skipped_tokens = {
-                name: min(tokenizer.count_prompt(text), longest) if text else 0 for name, text in bundle.prompts.items()
-            }
+        self._treatments = Treatments(bundle, tokenizer, outputs, limits.max_text_bytes, static_tokenizers or {})
+        self._has_tables = bool(static_tokenizers)
         self._reply_size = ReplySize(outputs, tokenizer, limits.max_response_bytes)
         self._users = 0
         self._unused = asyncio.Event()
@@ -319,7 +269,7 @@ class ServedModel:
             )
         if spans:
             self._reply_size.check_spans(spans)
-        if not self._static_checkers:  # tables answer whether or not the engine does
+        if not self._has_tables:  # tables answer whether or not the engine does
             self._scheduler.check_open(tokens)
 
     def check_rows(self, row_bytes: int, inputs: int) -> int:
@@ -339,35 +289,8 @@ class ServedModel:
             RequestError: The call cannot succeed; the text names the input and the numbers.
             QueueFull: Too much text is waiting.
         """
-        self._check_shape(call)
-        settings = self._tasks[call.task] if call.task in self._tasks else self._refuse_task(call.task)
-        prompt_name = self._prompt_name(call.prompt_name, call.inputs, call.task)
-        skipped = self._skipped_by(prompt_name, call) if self._skipped_tokens else 0
-        plan = self.outputs.plan(call.outputs, call.task, skipped)
-        static = (
-            self.outputs.static(plan.outputs, call.task, _first_not_text(call.inputs))
-            if self._static_checkers
-            else None
-        )
-        checker, limit = self._checker, self._limits_of[call.task, call.truncate]
-        if static is not None:
-            checker = self._static_checkers[call.task]
-            limit = LengthLimit(static.max_tokens or _ANY_TOKENS, "static_sparse.max_tokens", call.task, call.truncate)
-        if 0 < call.max_tokens < limit.tokens:
-            limit = replace(limit, tokens=call.max_tokens, name="max_tokens")
-        if call.closing:
-            limit = replace(limit, closing=call.closing)
-        detail = call.shape.detail or plan.detail
-        sequences, tokenize_seconds = await self._check_inputs(
-            checker,
-            call.inputs,
-            limit,
-            prompt_name,
-            None if static else settings.expansion,
-            details=detail is Detail.TOKENS or bool(call.spans) or call.shape.without_special,
-            span=span,
-            sender=sender,
-        )
+        checker, rules, plan, detail, static = self._treatments.treat(call)
+        sequences, tokenize_seconds = await self._check_inputs(checker, call.inputs, rules, span, sender)
         for i, (sent, sent_spans) in enumerate(zip(call.inputs, call.spans, strict=False)):  # of all, or of none
             if sent_spans is not None:
                 sequences[i].token_spans = place_spans(i, sent_spans, sent, sequences[i])
@@ -389,7 +312,7 @@ class ServedModel:
         Raises:
             ShareExceeded: The caller, or bulk, has.
         """
-        if not self._static_checkers:  # tables answer without the queue
+        if not self._has_tables:  # tables answer without the queue
             self._scheduler.check_share(sender)
 
     async def run(
@@ -440,19 +363,15 @@ class ServedModel:
         self._check_number(len(call.texts), call.most_inputs)
         if self.tokenizer is None:
             raise InvalidField(FieldPath(Part.INPUTS), f"model {self.bundle.name} has no tokenizer")
-        settings = self._tasks[call.task] if call.task in self._tasks else self._refuse_task(call.task)
-        prompt_name = self._prompt_name(call.prompt_name, call.texts, call.task)
-        limit = _ALL_TOKENS if call.truncate is None else self._limits_of[call.task, call.truncate]
-        sequences, _ = await self._check_inputs(
-            self._checker, call.texts, limit, prompt_name, settings.expansion, details=True, span=span, sender=sender
-        )
+        checker, rules = self._treatments.rules(call.texts, call.task, call.prompt_name, truncate=call.truncate)
+        sequences, _ = await self._check_inputs(checker, call.texts, rules, span, sender)
         for it in sequences:
             it.cost = len(it.input)
         return TokenizeReply(sequences, self._reply_size.check_tokens(sequences, call.include_token_strings))
 
     def check_length(self, field: FieldPath, count: int, task: Task) -> None:
         """Raises SequenceTooLong for an input that is too long for its task and may not be cut."""
-        if (limit := self._limits_of.get((task, False))) is not None:  # else the model refuses the task
+        if (limit := self._treatments.limits.get((task, False))) is not None:  # else the model refuses the task
             check_length(field, count, limit)
 
     @property
@@ -479,15 +398,12 @@ class ServedModel:
             InferenceFailed: The model gives numbers that are not finite.
         """
         lane = self.check_inspectable()
-        settings = self._tasks[call.task] if call.task in self._tasks else self._refuse_task(call.task)
-        limit = self._limits_of[call.task, call.truncate]
-        if limit.tokens > self.max_inspect_tokens:
+        checker, rules = self._treatments.rules([call.input], call.task, call.prompt_name, truncate=call.truncate)
+        if rules.limit.tokens > self.max_inspect_tokens:
             name = f"max_inspect_tokens of {self.bundle.name}"
             limit = LengthLimit(self.max_inspect_tokens, name, call.task, call.truncate)
-        prompt_name = self._prompt_name(call.prompt_name, [call.input], call.task)
-        (sequence,), tokenize_seconds = await self._check_inputs(
-            self._checker, [call.input], limit, prompt_name, settings.expansion, details=True, span=span, sender=sender
-        )
+            rules = rules._replace(limit=limit)
+        (sequence,), tokenize_seconds = await self._check_inputs(checker, [call.input], rules, span, sender)
         if len(sequence.input) > self.max_inspect_tokens:
             raise SequenceTooLong(
                 FieldPath(Part.TASK),
@@ -538,21 +454,14 @@ class ServedModel:
         self,
         checker: InputChecker,
         inputs: Sequence[SentInput],
-        limit: LengthLimit,
-        prompt_name: str,
-        expansion: Expansion | None,
-        *,
-        details: bool,
+        rules: InputRules,
         span: RequestSpan | None,
-        sender: Sender = ANY_SENDER,
+        sender: Sender,
     ) -> tuple[list[TokenSequence], float]:
         """The sequences of inputs, and how long texts took to tokenize, which is counted and traced."""
-        prompt = self.bundle.prompts[prompt_name] if prompt_name else ""
         began = ended = self._clock.now()
         try:
-            sequences = await checker.check(
-                inputs, limit, details=details, prompt=prompt, expansion=expansion, sender=sender
-            )
+            sequences = await checker.check(inputs, rules, sender)
         finally:
             if isinstance(inputs[0], str) or any(isinstance(it, str) for it in inputs):
                 ended = self._clock.now()
@@ -571,95 +480,3 @@ class ServedModel:
         if count > limit:
             name = "max_http_inputs" if most_over_http else "max_request_sequences"
             raise TooManyInputs(FieldPath(Part.INPUTS), f"must hold at most {limit} sequences ({name}); was {count}")
-
-    def _check_shape(self, call: EncodeCall) -> None:
-        """Refuses what the reply cannot say."""
-        if call.shape.with_strings and self.tokenizer is None:
-            problem = f"model {self.bundle.name} has no tokenizer, so no strings for its ids"
-            raise InvalidField(FieldPath(Part.TOKEN_STRINGS), problem)
-        if not call.shape.without_special or self.bundle.special_token_ids:
-            return
-        if not all(isinstance(it, str) for it in call.inputs):
-            problem = f"model {self.bundle.name} does not say which tokens are special"
-            raise InvalidField(FieldPath(Part.EXCLUDE_SPECIAL_TOKENS), problem)
-
-    def _refuse_task(self, task: Task) -> TaskSettings:
-        """Refuses a task that the model does not know."""
-        known = tuple(self.bundle.tasks)
-        raise InvalidField(
-            FieldPath(Part.TASK),
-            "model {model} does not know {task}; " + ("it knows {known}" if known else "it treats all texts alike"),
-            model=self.bundle.name,
-            task=task,
-            known=known,
-        )
-
-    def _prompt_name(self, name: str | None, inputs: Sequence[SentInput], task: Task) -> str:
-        """The prompt that a call's texts get; empty for none.
-
-        Raises:
-            InvalidField: The model has no such prompt, or there are inputs that prompt or task would change, and which
-                are no texts.
-        """
-        bundle, settings = self.bundle, self._tasks[task]
-        if name and name not in bundle.prompts:
-            there = ", ".join(map(repr, bundle.prompts)) or "none"
-            problem = f"model {bundle.name} has no prompt {name[:64]!r}; it has {there}"
-            raise InvalidField(FieldPath(Part.PROMPT_NAME), problem)
-        chosen = settings.prompt_name if name is None else name
-        if not (name or task):  # without being asked, a prompt goes before the texts, and other inputs stay as they are
-            return chosen
-        changes = ["puts a prompt before texts"] if bundle.prompts.get(chosen) else []
-        if task and settings.expansion:
-            changes.append("puts tokens behind short texts")
-        other = _first_not_text(inputs)
-        if other is None:
-            return chosen
-        if name:
-            raise InvalidField(
-                FieldPath(Part.PROMPT_NAME),
-                "goes before texts only; {other} is not a text: put it among its ids",
-                other=FieldPath(Part.INPUT, other),
-            )
-        if changes:
-            raise InvalidField(
-                FieldPath(Part.TASK),
-                "{task} {changes}; {other} is not a text: send text, or leave the task out",
-                task=task,
-                changes=" and ".join(changes),
-                other=FieldPath(Part.INPUT, other),
-            )
-        return chosen
-
-    def _skipped_by(self, prompt_name: str, call: EncodeCall) -> int:
-        """How many tokens of a prompt are left out of pooling, for a model that was trained so.
-
-        Raises:
-            InvalidField: Only some of the inputs have a prompt.
-        """
-        skipped = self._skipped_tokens.get(prompt_name, 0)
-        if not skipped or all(it.kind is not OutputKind.MODEL for it in call.outputs):
-            return 0
-        inputs = call.part_of or call.inputs
-        texts = sum(isinstance(it, str) for it in inputs)
-        if not texts:
-            return 0
-        if texts < len(inputs):
-            raise InvalidField(
-                FieldPath(Part.INPUTS),
-                f"must be texts, or else sequences of ids, in one call: model {self.bundle.name} leaves its prompt out "
-                "of pooling, and only texts have one",
-            )
-        return skipped
-
-
-def _first_not_text(inputs: Sequence[SentInput]) -> int | None:
-    """The place of the first input that is not a text; None where all are."""
-    return next((i for i, it in enumerate(inputs) if not isinstance(it, str)), None)
-
-
-def _limit_name(task: Task, bundle: Bundle) -> str:
-    """What bounds the texts of a task, for errors."""
-    if task:
-        return f"max_tokens of {{task}} of {bundle.name}"
-    return f"{'text.max_tokens' if bundle.max_text_tokens else 'max_sequence_tokens'} of {bundle.name}"

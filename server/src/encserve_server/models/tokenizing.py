@@ -53,7 +53,7 @@ class TextTokenizer:
 
         Args:
             path: The file.
-            pool: Where the work is done.
+            pool: Where `tokenize` has its work done.
             max_queue_bytes: The most text that may wait or be worked on, in bytes of UTF-8.
             split_special_tokens: Whether a special token that is written out in a text is tokenized like other text.
             template: What stands around every text.
@@ -112,7 +112,7 @@ class TextTokenizer:
         """
         size = await _utf8_size(texts)
         if size <= _AT_ONCE_BYTES:
-            return self._tokenize(texts, max_tokens, details)
+            return self.tokenize_here(texts, max_tokens, details=details)
         if self._queued_bytes and self._queued_bytes + size > self.max_queue_bytes:
             excess = self._queued_bytes + size - self.max_queue_bytes
             delay_s = min(max(excess / _BYTES_PER_SECOND, 0.05), 5.0)
@@ -121,7 +121,7 @@ class TextTokenizer:
         self._queued_bytes += size
         try:
             for turn in _turns(texts, _TURN_CHARS):
-                work = partial(self._tokenize, turn, max_tokens, details)
+                work = partial(self.tokenize_here, turn, max_tokens, details=details)
                 found = await self._pool.run(sender, sum(map(len, turn)), work)
                 tokenized += found
                 if any(isinstance(it, str) or (it.truncated and not truncate) for it in found):
@@ -148,7 +148,8 @@ class TextTokenizer:
         """The vocabulary's string for an id; empty for an id that the tokenizer does not know."""
         return self._tokenizer.id_to_token(token_id) or ""
 
-    def _tokenize(self, texts: Sequence[str], max_tokens: int, details: bool) -> list[TokenSequence | str]:
+    def tokenize_here(self, texts: Sequence[str], max_tokens: int, *, details: bool) -> list[TokenSequence | str]:
+        """As `tokenize`, all of it in the caller's thread; any number of threads may call."""
         try:
             # Not `encode`: it keeps Python's lock, and a long text takes a tenth of a second. The fast one leaves out
             # where tokens stand in the text.
@@ -159,7 +160,7 @@ class TextTokenizer:
                 raise
             if len(texts) == 1:
                 return [str(error)]
-            return [it for text in texts for it in self._tokenize([text], max_tokens, details)]
+            return [it for text in texts for it in self.tokenize_here([text], max_tokens, details=details)]
 
 
 def _is_failure(error: BaseException) -> bool:

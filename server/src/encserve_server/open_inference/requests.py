@@ -11,7 +11,8 @@ import numpy.typing as npt
 from encserve_server.errors import FieldPath, InvalidField, Part
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
 from encserve_server.models.reply_size import ReplyShape
-from encserve_server.models.served import EncodeCall, ServedModel
+from encserve_server.models.served import ServedModel
+from encserve_server.models.treatment import EncodeCall
 from encserve_server.open_inference.tensors import (
     ATTENTION_MASK,
     DATATYPE_NAMES,

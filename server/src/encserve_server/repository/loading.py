@@ -10,12 +10,13 @@ import numpy as np
 
 from encserve_server.engine.base import Engine, Head, Inspector
 from encserve_server.engine.opening import check_installed, open_engine, open_head, open_inspector
+from encserve_server.engine.prepacked import PrepackedWeights, open_weights
 from encserve_server.errors import BundleError
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.models.turns import TurnPool
 from encserve_server.outputs import ModelOutputs
-from encserve_server.repository.activation import LoadedModel, ServedAlready, batch_policy
 from encserve_server.repository.bundle import read_bundle, verify_unchanged
+from encserve_server.repository.loaded import LoadedModel, ServedAlready, batch_policy
 from encserve_server.repository.tuning import tune
 from encserve_server.settings import MIB, Settings
 from encserve_server.system.cpus import cpu_model, multiplies_bytes_exactly, usable_cpus
@@ -48,6 +49,9 @@ def load_model(
         task: load_tokenizer(its.tokenizer_file, len(its.weights)) for task, its in statics.items() if its is not None
     }
     threads = settings.intra_op_threads or usable_cpus()
+    weights = open_weights(
+        settings.cache_dir, bundle.fingerprint, lambda: read_bundle(directory).fingerprint == bundle.fingerprint
+    )
     engine = open_engine(
         bundle.graph,
         engine=settings.engine,
@@ -55,11 +59,12 @@ def load_model(
         device=settings.device,
         intra_op_threads=threads,
         parallel_runs=settings.parallel_batches,
+        weights=weights,
     )
     try:
         if advice := precision_advice(engine.info.precision, engine.info.device):
             logger.warning(advice, extra={"model": bundle.name, "precision": engine.info.precision})
-        outputs = load_outputs(bundle, settings, engine, threads)
+        outputs = load_outputs(bundle, settings, engine, threads, weights)
         loaded = time.perf_counter()
         warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
         max_batch_tokens = _tune(engine, bundle, settings, directory, threads)
@@ -85,7 +90,7 @@ def load_model(
         },
     )
     inspect = bundle.inspect_graph
-    load = None if inspect is None else functools.partial(load_inspector, inspect, engine.info.device)
+    load = None if inspect is None else functools.partial(load_inspector, inspect, engine.info.device, weights)
     return LoadedModel(
         bundle, tokenizer, outputs, engine, loaded - began, warm - loaded, load, max_batch_tokens, static_tokenizers
     )
@@ -126,7 +131,9 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
     return tuned.max_batch_tokens or settings.batch_tokens_for(device)
 
 
-def load_outputs(bundle: Bundle, settings: Settings, engine: Engine, threads: int) -> ModelOutputs:
+def load_outputs(
+    bundle: Bundle, settings: Settings, engine: Engine, threads: int, weights: PrepackedWeights | None = None
+) -> ModelOutputs:
     """Loads what makes outputs of rows, and tries it.
 
     Raises:
@@ -135,13 +142,14 @@ def load_outputs(bundle: Bundle, settings: Settings, engine: Engine, threads: in
 
     def open_one(graph: HeadGraph, *, on_device: bool, all_threads: bool) -> Head:
         device = engine.info.device if on_device else "cpu"
-        return open_head(graph, engine=settings.engine, device=device, threads=threads if all_threads else 1)
+        its_threads = threads if all_threads else 1
+        return open_head(graph, engine=settings.engine, device=device, threads=its_threads, weights=weights)
 
     share = settings.max_vocabulary_mib * MIB // engine.max_parallel_runs
     return ModelOutputs.load(bundle, open_one, max_vocabulary_bytes=share)
 
 
-def load_inspector(inspect: InspectGraph, device: str) -> Inspector:
+def load_inspector(inspect: InspectGraph, device: str, weights: PrepackedWeights | None = None) -> Inspector:
     """Loads what looks into a model, on the device that the model runs on.
 
     Raises:
@@ -149,7 +157,7 @@ def load_inspector(inspect: InspectGraph, device: str) -> Inspector:
         EngineMissing: ONNX Runtime is not installed.
     """
     verify_unchanged(inspect.files)
-    return open_inspector(inspect, device=device)
+    return open_inspector(inspect, device=device, weights=weights)
 
 
 def _load_tokenizer(

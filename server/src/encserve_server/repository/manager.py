@@ -14,7 +14,7 @@ from encserve_server.errors import BundleError
 from encserve_server.models.catalog import Catalog
 from encserve_server.models.served import ServedModel
 from encserve_server.models.turns import TurnPool
-from encserve_server.repository.activation import LoadedModel, ServedAlready
+from encserve_server.repository.loaded import LoadedModel, ServedAlready
 from encserve_server.repository.scan import Candidate, Slot, find_slots, require
 from encserve_server.settings import Settings
 from encserve_server.system import memory

@@ -99,6 +99,21 @@ def require(repository: Path, slots: list[Slot]) -> list[Slot]:
     return slots
 
 
+def newest_version(model: Path) -> Path:
+    """The folder of the newest version of a model, by the order in which versions are served.
+
+    Raises:
+        BundleError: There is none, or the model's folder cannot be read.
+    """
+    try:
+        versions = _versions(model)
+    except OSError as error:
+        raise BundleError(f"{model}: cannot be read: {error.strerror}") from error
+    if not versions:
+        raise BundleError(f"{model}: no bundle in it; expected {MANIFEST_NAME} or <version>/{MANIFEST_NAME}")
+    return model / versions[-1]
+
+
 def version_key(version: str) -> list[tuple[int, int, str]]:
     """A sort key for which 1.9 < 1.10 and 1.0-rc1 < 1.0; the text itself settles what is left."""
     parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", version)]

@@ -13,8 +13,9 @@ from encserve_server.errors import InvalidField, MalformedRequest
 from encserve_server.models.inputs import SentIds, SentInput, SentVectors
 from encserve_server.models.offsets import utf8_offsets
 from encserve_server.models.reply_size import ReplyShape
-from encserve_server.models.served import EncodeCall, EncodeReply, ServedModel, TokenizeCall, TokenizeReply
+from encserve_server.models.served import EncodeReply, ServedModel, TokenizeCall, TokenizeReply
 from encserve_server.models.spans import SentSpans
+from encserve_server.models.treatment import EncodeCall
 from encserve_server.outputs import FLOAT_TYPES, MAX_OUTPUTS, OutputSpec
 from encserve_server.rpc.status import code_of, details_of
 from encserve_server.rpc.wire import Part, field, join

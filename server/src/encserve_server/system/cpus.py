@@ -42,6 +42,11 @@ def cpu_model() -> str:
     return _cpuinfo("model name") or platform.processor()
 
 
+def cpu_features() -> str:
+    """What instructions the CPU has, as the system names them; empty where it does not say."""
+    return _cpuinfo("flags") or _cpuinfo("Features")
+
+
 def multiplies_bytes_exactly() -> bool:
     """Whether products of 8 bit numbers are exact; True where the system does not say.
 

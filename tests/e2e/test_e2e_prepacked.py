@@ -1,0 +1,46 @@
+"""Real models give the same bits with shared weights as without, in every session."""
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from checkpoints import MODEL, export_golden, export_minilm
+
+from encserve_export.ground.precision import Precision
+from encserve_server.engine.onnx import OnnxEngine, OnnxInspector
+from encserve_server.engine.prepacked import PrepackedWeights
+from encserve_server.repository.bundle import read_bundle
+
+pytestmark = pytest.mark.models
+
+LENGTHS = ([1], [7], [3, 40, 40, 9] * 4, [100], [64, 1])
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [(MODEL, "float32"), (MODEL, "float16"), ("hf-bert", "float32"), ("hf-roberta", "float32")]
+)
+def test_every_session_gives_the_same_bits(name: str, precision: Precision, tmp_path: Path) -> None:
+    export = export_minilm(tmp_path, precision=precision) if name == MODEL else export_golden(name, tmp_path, precision)
+    bundle = read_bundle(export.path)
+    shared = PrepackedWeights(tmp_path / "cache", bundle.fingerprint)
+    rng = np.random.default_rng(0)
+    longest = bundle.max_sequence_tokens
+    batches = [[rng.integers(0, bundle.vocab_size, min(it, longest)) for it in lengths] for lengths in LENGTHS]
+    found: list[list[bytes]] = []
+    for weights in (None, shared):
+        engine = OnnxEngine(bundle.graph, device="cpu", intra_op_threads=2, parallel_runs=2, weights=weights)
+        with contextlib.closing(engine):
+            rows = [row for batch in batches for alone in (True, False) for row in engine.run(batch, alone=alone).rows]
+        found.append([row.tobytes() for row in rows])
+    assert found[0] == found[1]
+    inspect = bundle.inspect_graph
+    assert inspect is not None
+    kinds = [(kind, tuple(range(len(names)))) for kind, names in inspect.names.items()]
+    found = []
+    for weights in (None, shared):
+        with contextlib.closing(OnnxInspector(inspect, device="cpu", weights=weights)) as inspector:
+            tensors, _ = inspector.run(batches[1][0], kinds)
+            found.append([part.tobytes() for tensor in tensors for part in tensor.parts])
+    assert found[0] == found[1]
+    assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
