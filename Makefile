@@ -15,11 +15,11 @@ SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
 MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
 # The tests that `make test` leaves to `make test-all`, by marker. Each of so many workers takes a file of tests at a time.
-TIERS := system or browser or operate or packaging or bench or models or judges or hostile
+TIERS := system or browser or operate or packaging or bench or models or judges or bulk or hostile
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: help install demo serve test test-all lint format types proto contract check-proto unit lock test-containers bench bench-peers bench-scaling dashboards docs screenshots wheels clean
+.PHONY: help install demo serve test test-all lint format types proto contract check-proto unit lock test-containers bench bench-bulk bench-peers bench-scaling dashboards docs screenshots wheels clean
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -87,6 +87,9 @@ lock: $(VENV)/.installed  ## Pin what the images install, with hashes, as constr
 
 bench: $(BUNDLE)  ## Compare the server with what the model can do at best, and with PyTorch; BENCH="--rounds 8" for more.
 	$(BIN)/python bench/compare.py $(MODEL_REPOSITORY) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
+
+bench-bulk: $(BUNDLE)  ## Compare embedding a corpus in one process with what the model can do at best, and with sentence-transformers.
+	$(BIN)/python bench/bulk.py $(MODEL_REPOSITORY) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)
 
 bench-peers: $(BUNDLE)  ## Compare the server with Triton, infinity and sentence-transformers, each installed into .venv-peers.
 	$(BIN)/python bench/peers.py $(MODEL_REPOSITORY) --model $(MODEL) --checkpoint "$(CHECKPOINT)" $(BENCH)

@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 
+from encserve_server.engine.base import Engine
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.types.bundles import Graph
 from harness.load import SLICE
@@ -28,7 +29,7 @@ TORCH, TORCH_BATCHED = "torch", "torch-batched"
 # ONNX Runtime, with the server's own session options.
 
 
-def run_batches(engine: OnnxEngine, batches: Sequence[Sequence[Sequence64]]) -> Measurement:
+def run_batches(engine: Engine, batches: Sequence[Sequence[Sequence64]]) -> Measurement:
     """Runs batches one after another. Only `session.run` is timed: padding and cutting cost these sides nothing."""
     seconds = sum(engine.run(batch).compute_seconds for batch in batches)
     return Measurement(sum(len(it) for batch in batches for it in batch), seconds)
@@ -40,7 +41,7 @@ def run_singly(engine: OnnxEngine, sequences: Sequence[Sequence64]) -> Measureme
     return Measurement(sum(map(len, sequences)), sum(seconds for _, seconds in latencies), latencies)
 
 
-def sweep_budgets(engine: OnnxEngine, workload: Workload, seed: int) -> dict[int, float]:
+def sweep_budgets(engine: Engine, workload: Workload, seed: int) -> dict[int, float]:
     """Tokens/s of sorted batches by their budget of padded tokens, interleaved; of each the best round.
 
     A machine that is not quiet only ever takes time away, and a ceiling is what is possible.
@@ -52,7 +53,7 @@ def sweep_budgets(engine: OnnxEngine, workload: Workload, seed: int) -> dict[int
     return {int(name): max(it.tokens_per_second for it in its) for name, its in found.items()}
 
 
-def ceiling_side(engine: OnnxEngine, workload: Workload, best_budget: int) -> Side:
+def ceiling_side(engine: Engine, workload: Workload, best_budget: int) -> Side:
     """Everything known beforehand, one run at a time."""
     return Side(
         CEILING,

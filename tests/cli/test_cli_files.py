@@ -2,6 +2,7 @@
 
 import asyncio
 import csv
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,9 +44,15 @@ def write_texts(folder: Path, suffix: str) -> Path:
         path.write_text("".join(f"{it}\n" for it in TEXTS), encoding="utf-8")
     elif suffix == ".jsonl":
         path.write_text("".join(json.dumps({"n": i, "text": it}) + "\n" for i, it in enumerate(TEXTS)))
-    elif suffix == ".csv":
+    elif suffix in (".csv", ".tsv"):
         with path.open("w", newline="") as file:
-            csv.writer(file).writerows([["n", "text"], *enumerate(TEXTS)])
+            lines = csv.writer(file, delimiter="," if suffix == ".csv" else "\t")
+            lines.writerows([["n", "text"], *enumerate(TEXTS)])
+    elif suffix.endswith(".gz"):
+        path.write_bytes(gzip.compress(write_texts(folder, suffix.removesuffix(".gz")).read_bytes()))
+    elif suffix.endswith(".zst"):
+        plain = write_texts(folder, suffix.removesuffix(".zst")).read_bytes()
+        path.write_bytes(pyarrow.compress(plain, codec="zstd", asbytes=True))
     else:
         pyarrow.parquet.write_table(pyarrow.table({"n": range(len(TEXTS)), "text": TEXTS}), path)
     return path
@@ -70,17 +77,18 @@ async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: P
         assert (await encserve(service, *command)).stderr == ""
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".parquet"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".csv.gz", ".jsonl.zst"])
 async def test_files_in_and_one_vector_each_out(service: FakeEncoder, tmp_path: Path, suffix: str) -> None:
     """Whatever the file: the vectors of its texts, in their order, an empty text too."""
-    path, output = write_texts(tmp_path, suffix), tmp_path / "vectors.npy"
+    (tmp_path / "inputs").mkdir()
+    path, output = write_texts(tmp_path / "inputs", suffix), tmp_path / "vectors.npy"
     result = await encserve(service, "embed", path, "--output", output)
     assert result.exit_code == 0, result.output
     vectors = np.load(output, allow_pickle=False)
     np.testing.assert_array_equal(vectors, await vectors_of(service, TEXTS))
     assert "63 texts, 63 rows of 8" in " ".join(result.stdout.split())
-    assert sorted(it.name for it in tmp_path.iterdir()) == sorted([path.name, output.name])  # noqa: ASYNC240
-    assert count_inputs([str(path)]) == (None if suffix == ".csv" else len(TEXTS))
+    assert sorted(it.name for it in tmp_path.iterdir()) == ["inputs", output.name]  # noqa: ASYNC240
+    assert count_inputs([str(path)]) == (len(TEXTS) if suffix in (".txt", ".jsonl", ".parquet") else None)
 
 
 async def test_one_vector_each_in_every_form(service: FakeEncoder, tmp_path: Path) -> None:
@@ -185,6 +193,67 @@ async def test_arguments_files_and_standard_input_together(service: FakeEncoder,
     assert [it["text"] for it in json.loads(printed.stdout)["sequences"]] == ["two"]
 
 
+async def test_an_argument_is_a_file_or_a_text_but_never_a_text_by_mistake(
+    service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With --text every argument is a text, whatever it looks like."""
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "x.dat").write_text("text")
+    monkeypatch.chdir(tmp_path)
+    for argument, problem in (
+        ("x.dat", "x.dat: is a file of a kind that is not known"),
+        ("folder", "folder: is a folder; name its files, as folder/*.parquet does"),
+        ("y.tsv", "y.tsv: there is no such file"),
+        ("s3://bucket/folder", "s3://bucket/folder: must end in .txt, "),
+        ("https://example.org/a.txt", "https://example.org/a.txt: cannot be read: Unrecognized filesystem type"),
+    ):
+        for command in ("embed", "encode", "tokenize"):
+            result = await encserve(service, command, "first", argument)
+            assert (result.exit_code, result.stdout) == (1, ""), argument
+            assert problem in result.stderr
+    texts = ["x.dat", "folder", "y.tsv", "-"]
+    result = await encserve(service, "embed", *texts, "--text", "--output", tmp_path / "v.jsonl")
+    assert result.exit_code == 0, result.output
+    assert [json.loads(line)["text"] for line in (tmp_path / "v.jsonl").read_text().splitlines()] == texts
+    others = ["", "a text of some.words", "see s3://bucket/folder", "https://example.org/a", "x" * 5000, "a\0b"]
+    assert [it.value for it in read_inputs(others, None, ids=False)] == others
+    assert count_inputs(others) == len(others)
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_only_a_line_feed_ends_a_line_and_bytes_must_be_utf8(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"t{suffix}"
+    quote = b'"' if suffix == ".jsonl" else b""
+    texts = ["one", "two\u2028\x85lines", "three"]
+    path.write_bytes(b"\xef\xbb\xbf" + b"\r\n".join(quote + it.encode() + quote for it in texts))
+    assert [it.value for it in read_inputs([str(path)], None, ids=False)] == texts
+    assert count_inputs([str(path)]) == 3
+    path.write_bytes(quote + b"one" + quote + b"\n" + quote + b"t\xffwo")
+    place = 2 if quote else 1
+    with pytest.raises(ValueError, match=rf"t{suffix}, line 2: must be UTF-8: invalid start byte at byte {place} of"):
+        list(read_inputs([str(path)], None, ids=False))
+
+
+def test_a_long_field_and_a_carriage_return_in_a_csv_file(tmp_path: Path) -> None:
+    """The csv module alone takes at most 128 KiB a field."""
+    path = tmp_path / "t.csv"
+    path.write_bytes(b"text\r" + b"x" * 200_000 + b"\rtwo\r")
+    assert [len(it.value) for it in read_inputs([str(path)], None, ids=False)] == [200_000, 3]
+    path.write_bytes(b"")
+    assert list(read_inputs([str(path)], None, ids=False)) == []
+
+
+def test_a_column_of_parquet_must_hold_text_or_ids(tmp_path: Path) -> None:
+    path = str(tmp_path / "t.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"text": [1], "ids": [[1]], "names": ["1 2"]}), path)
+    assert [it.value for it in read_inputs([path], "ids", ids=True)] == [[1]]
+    assert [it.value for it in read_inputs([path], "names", ids=True)] == [[1, 2]]
+    with pytest.raises(ValueError, match=r"t\.parquet: column 'text' must be of text; its type is int64$"):
+        list(read_inputs([path], None, ids=False))
+    with pytest.raises(ValueError, match="column 'text' must be of lists of whole numbers; its type is int64"):
+        list(read_inputs([path], None, ids=True))
+
+
 async def test_token_ids(service: FakeEncoder, tmp_path: Path) -> None:
     """Out of arguments, text and lists; they come back beside their rows."""
     (tmp_path / "ids.txt").write_text("1 3 2\n")
@@ -213,7 +282,7 @@ async def test_options_are_the_servers(service: FakeEncoder, tmp_path: Path) -> 
     ("name", "text", "flags", "problem"),
     [
         ("a.txt", "", [], "there is nothing to encode"),
-        ("a.txt", "one", ["--column", "x"], "--column is for .jsonl, .csv and .parquet"),
+        ("a.txt", "one", ["--column", "x"], "--column is for .jsonl, .csv, .tsv and .parquet"),
         ("a.jsonl", '{"text": "a"}\n{', [], "a.jsonl, line 2: must be JSON"),
         ("a.jsonl", '{"a": "x", "b": "y"}', [], "line 1: has no column 'text'; it has 'a', 'b': --column chooses one"),
         ("a.jsonl", '"a"\n[1, 2]', [], "line 2: must be text; was [1, 2]; token ids are read with --ids"),
@@ -221,7 +290,15 @@ async def test_options_are_the_servers(service: FakeEncoder, tmp_path: Path) -> 
         ("a.csv", "text,n\none,1\ntwo\n", [], "a.csv, line 3: must have 2 fields as line 1 has; had 1"),
         ("a.csv", "a,b\n", [], "line 1: has no column 'text'; it has 'a', 'b'"),
         ("a.parquet", "not parquet", [], "a.parquet: cannot be read as Parquet"),
-        ("missing.txt", None, [], "missing.txt"),
+        (
+            "a.parquet.gz",
+            "not known",
+            [],
+            "a.parquet.gz: is a file of a kind that is not known; known are .txt, .jsonl",
+        ),
+        ("a.csv.gz", "not gzip", [], "a.csv.gz: cannot be read as gzip: "),
+        ("a.xlsx", "", [], "all but .parquet also with .gz or .zst; --text takes every argument as a text"),
+        ("missing.txt", None, [], "missing.txt: there is no such file; --text takes every argument as a text"),
     ],
 )
 async def test_what_cannot_be_read(

@@ -11,6 +11,7 @@ from encserve_cli import render
 from encserve_cli.bench import bench
 from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, reads_inputs
 from encserve_cli.inspect import inspect
+from encserve_cli.job_options import SectionCommand, makes_jobs
 from encserve_cli.retrieval import embed, similarity
 from encserve_cli.shared import calls_server, names_model, treats_texts
 from encserve_cli.tokens import tokenize
@@ -70,12 +71,13 @@ def cli(
     )
 
 
-@cli.command()
+@cli.command(cls=SectionCommand)
 @reads_inputs
 @names_model
 @treats_texts
 @prints_rows
 @click.option("--exclude-special", is_flag=True, help="Leave out the rows of special tokens.")
+@makes_jobs
 @calls_server
 def encode(
     client: EncoderClient,
@@ -89,9 +91,11 @@ def encode(
     printing: Printing,
     exclude_special: bool,
 ) -> None:
-    r"""Print one vector per token of each TEXT.
+    """Print one vector per token of each TEXT.
 
-    A TEXT that ends in .txt, .jsonl, .csv or .parquet is a file of texts, and - is standard input, a text a line.
+    A TEXT that ends in .txt, .jsonl, .csv, .tsv or .parquet is a file of texts: a path, or a URI such as
+    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, a text a line.
+    With --text every TEXT is a text, whatever it looks like.
 
     \b
     --output FILE holds, by its suffix:
@@ -99,7 +103,10 @@ def encode(
                     np.split(rows, np.cumsum(lengths)[:-1]) is of each text
       .jsonl        a line for each text
       .parquet      text, rows and token_ids
-    """
+
+    --output FOLDER/ makes a job: the folder is filled with .parquet files, row by row as the FILEs have them. Run again
+    after anything, it does what is missing.
+    """  # noqa: D301 - click reads a real \b
     run = functools.partial(
         client.run,
         outputs=[Output("tokens", dimensions=printing.dimensions)],
@@ -112,7 +119,7 @@ def encode(
         prompt_name=prompt_name,
         task=task,
     )
-    deliver(run, sources, printing, as_json, render.print_encoded)
+    deliver(run, sources, printing, as_json, render.print_made)
 
 
 @cli.command()

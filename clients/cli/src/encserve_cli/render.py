@@ -34,6 +34,12 @@ def shown_tokens(info: SequenceInfo, n_rows: int) -> list[tuple[str, int]]:
     return [(token, int(token_id)) for token, token_id, kept in zip(tokens, ids, keep, strict=True) if kept]
 
 
+def print_made(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
+    """What was made of each text, whatever it is."""
+    printers = {"tokens": print_encoded, "multi_vector": print_multi_vectors, "sparse": print_sparse}
+    printers.get(str(result.outputs[0].kind), print_vectors)(texts, result, max_rows)
+
+
 def print_encoded(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
     """A table of tokens × dimensions for each text."""
     console = Console(highlight=False)
@@ -271,7 +277,8 @@ def print_footer(console: Console, result: EncodeResult | InspectResult) -> None
         "total": timings.total_seconds,
     }
     console.print(Text(f"model {result.model}, version {result.version}, fingerprint {result.fingerprint}", "dim"))
-    console.print(Text(", ".join(f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts.items()), "dim"))
+    known = (f"{name} {seconds * 1000:.1f} ms" for name, seconds in parts.items() if seconds)
+    console.print(Text(", ".join(known), "dim"))
 
 
 def _style(value: float) -> str:

@@ -12,9 +12,10 @@ import numpy as np
 
 from encserve_cli import render
 from encserve_cli.files.command import Printing, Sources, deliver, prints_rows, reads_inputs
+from encserve_cli.job_options import SectionCommand, makes_jobs
 from encserve_cli.report.labels import visible
 from encserve_cli.report.matches import Side
-from encserve_cli.shared import calls_server, ids_of, names_model, treats_texts
+from encserve_cli.shared import calls_server, check_pooling, ids_of, names_model, treats_texts
 from encserve_client import EncodedOutput, EncoderClient, EncodeResult, ModelInfo, Output, Pooling, Task, Timings, rank
 from encserve_client.options import TrainedKind
 from encserve_client.scoring import Similarity
@@ -32,13 +33,14 @@ _POOLING = click.option(
 )
 
 
-@click.command()
+@click.command(cls=SectionCommand)
 @reads_inputs
 @names_model
 @_KIND
 @_POOLING
 @treats_texts
 @prints_rows
+@makes_jobs
 @calls_server
 def embed(
     client: EncoderClient,
@@ -53,9 +55,11 @@ def embed(
     truncate: bool,
     printing: Printing,
 ) -> None:
-    r"""Print what the model was trained to make of each TEXT: a vector, several, or weights over the vocabulary.
+    """Print what the model was trained to make of each TEXT: a vector, several, or weights over the vocabulary.
 
-    A TEXT that ends in .txt, .jsonl, .csv or .parquet is a file of texts, and - is standard input, a text a line.
+    A TEXT that ends in .txt, .jsonl, .csv, .tsv or .parquet is a file of texts: a path, or a URI such as
+    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, a text a line.
+    With --text every TEXT is a text, whatever it looks like.
 
     \b
     --output FILE holds, by its suffix:
@@ -66,9 +70,11 @@ def embed(
       .jsonl        a line for each text
       .parquet      text, and vector, rows with token_indices, or indices and
                     values
-    """
-    if pooling is not None and kind not in (None, "model"):
-        raise click.UsageError(f"--pooling makes one vector of a text; leave it out with --kind {kind}")
+
+    --output FOLDER/ makes a job: the folder is filled with .parquet files, row by row as the FILEs have them. Run again
+    after anything, it does what is missing.
+    """  # noqa: D301 - click reads a real \b
+    check_pooling(kind, pooling)
     wanted = pooling or kind or client.model(model, model_version).trained_kind
     run = functools.partial(
         client.run,
@@ -81,12 +87,7 @@ def embed(
         prompt_name=prompt_name,
         task=task,
     )
-    deliver(run, sources, printing, as_json, _print)
-
-
-def _print(texts: Sequence[str], result: EncodeResult, max_rows: int) -> None:
-    printers = {"multi_vector": render.print_multi_vectors, "sparse": render.print_sparse}
-    printers.get(str(result.outputs[0].kind), render.print_vectors)(texts, result, max_rows)
+    deliver(run, sources, printing, as_json, render.print_made)
 
 
 @click.command()
@@ -120,8 +121,7 @@ def similarity(
     """
     if len(texts) < 2:
         raise ValueError(f"similarity needs at least 2 texts; was {len(texts)}")
-    if pooling is not None and kind not in (None, "model"):
-        raise click.UsageError(f"--pooling makes one vector of a text; leave it out with --kind {kind}")
+    check_pooling(kind, pooling)
     info = client.model(model, model_version)
     chosen = "model" if pooling else kind or info.trained_kind
     if html is not None and chosen != "multi_vector":

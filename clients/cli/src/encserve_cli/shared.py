@@ -1,7 +1,8 @@
 """What the subcommands of `encserve` have in common."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import click
@@ -17,13 +18,26 @@ def calls_server(command: F) -> F:
     @functools.wraps(command)
     def wrapper(*args: Any, **kwargs: Any) -> None:
         connect = click.get_current_context().obj
-        try:
-            with connect() as client:
-                command(client, *args, **kwargs)
-        except (EncserveError, ValueError, OSError) as error:
-            raise click.ClickException(" ".join(str(error).split())) from error
+        with errors_in_one_line(), connect() as client:
+            command(client, *args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
+
+
+@contextmanager
+def errors_in_one_line(*others: type[Exception]) -> Iterator[None]:
+    """Makes what a command may raise, and the other errors, one line on stderr and exit status 1."""
+    caught: tuple[type[Exception], ...] = (EncserveError, ValueError, OSError, *others)
+    try:
+        yield
+    except caught as error:
+        raise click.ClickException(" ".join(str(error).split())) from error
+
+
+def check_pooling(kind: str | None, pooling: str | None) -> None:
+    """Raises UsageError where --pooling and --kind contradict each other."""
+    if pooling is not None and kind not in (None, "model"):
+        raise click.UsageError(f"--pooling makes one vector of a text; leave it out with --kind {kind}")
 
 
 def names_model(command: F) -> F:

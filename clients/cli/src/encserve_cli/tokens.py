@@ -31,6 +31,7 @@ def tokenize(
     client: EncoderClient,
     texts: tuple[str, ...],
     column: str | None,
+    only_texts: bool,
     model: str | None,
     model_version: str | None,
     as_json: bool,
@@ -40,7 +41,9 @@ def tokenize(
 ) -> None:
     """Print the tokens of each TEXT: the vocabulary's string, its id, and where it begins and ends.
 
-    A TEXT that ends in .txt, .jsonl, .csv or .parquet is a file of texts, and - is standard input, a text a line.
+    A TEXT that ends in .txt, .jsonl, .csv, .tsv or .parquet is a file of texts: a path, or a URI such as
+    s3://bucket/texts.csv. All but .parquet may be compressed (.csv.gz, .csv.zst). - is standard input, a text a line.
+    With --text every TEXT is a text, whatever it looks like.
     Nothing is computed, and the model need not be ready. Without --truncate there are all tokens, however many. --json
     prints a line for each text.
     """
@@ -57,7 +60,7 @@ def tokenize(
             **options,
         )
 
-    for call, infos in encode_all(run, read_inputs(texts, column, ids=False)):
+    for call, infos in encode_all(run, read_inputs(texts, column, ids=False, texts=only_texts)):
         for it, info in zip(call, infos, strict=True):
             if as_json:
                 click.echo(json.dumps({"text": it.value} | _record(info), ensure_ascii=False))

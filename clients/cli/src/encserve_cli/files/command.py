@@ -17,15 +17,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from encserve_cli import render
 from encserve_cli.files.encoding import Run, encode_all
-from encserve_cli.files.reading import Sent, count_inputs, read_inputs
+from encserve_cli.files.reading import Sent, count_inputs, is_uri, read_inputs
 from encserve_cli.files.records import records
-from encserve_cli.files.writing import SUFFIXES, writing
 from encserve_cli.shared import ids_of, with_options
 from encserve_client import DType, EncodeResult
 
 Command = Callable[..., Any]
 # Without a file all results are held, and printed when the last is there.
 _MOST_PRINTED = 1000
+# Of `files.writing`, which is imported late.
+_SUFFIXES = (".npy", ".npz", ".jsonl", ".csv", ".parquet")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,17 @@ class Sources:
         arguments: Texts, files and "-".
         column: The column of files that have several, or None.
         ids: Whether inputs are token ids.
+        texts: Whether every argument is a text.
     """
 
     arguments: tuple[str, ...]
     column: str | None
     ids: bool
+    texts: bool
 
     def read(self) -> Iterator[Sent]:
         """Every input; see `read_inputs`."""
-        return read_inputs(self.arguments, self.column, ids=self.ids)
+        return read_inputs(self.arguments, self.column, ids=self.ids, texts=self.texts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +56,14 @@ class Printing:
 
     Attributes:
         output: A file, or None.
+        folder: The folder of a job, a path or a URI, or None.
         max_rows: How many rows to print of each text.
         dimensions: To how many numbers each row is cut, or None.
         dtype: The type of the numbers.
     """
 
     output: Path | None
+    folder: str | None
     max_rows: int
     dimensions: int | None
     dtype: DType
@@ -69,12 +74,20 @@ class Printing:
         return self.output is None or self.output.suffix.lower() == ".jsonl"
 
 
+def _is_folder(output: str) -> bool:
+    """Whether an output makes a job: it is a folder, ends as one, or is a URI that does not name a file."""
+    if is_uri(output) and output.lower().endswith(_SUFFIXES):
+        raise click.UsageError(f"--output {output}: files are written to paths; a URI names the folder of a job")
+    return output.endswith("/") or is_uri(output) or Path(output).is_dir()
+
+
 def takes_texts_and_files(command: Command) -> Command:
-    """Adds the arguments, and --column."""
+    """Adds the arguments, --column, and --text as `only_texts`."""
     return with_options(
         command,
         click.argument("texts", nargs=-1, required=True, metavar="TEXT|FILE|-..."),
         click.option("--column", metavar="NAME", help='Of files. Default: "text", or the only one.'),
+        click.option("--text", "only_texts", is_flag=True, help="Every argument is a text, even if it names a file."),
     )
 
 
@@ -82,8 +95,10 @@ def reads_inputs(command: Command) -> Command:
     """Adds what says where inputs come from, as `sources`."""
 
     @functools.wraps(command)
-    def wrapper(*args: Any, texts: tuple[str, ...], column: str | None, ids: bool, **others: Any) -> Any:
-        return command(*args, sources=Sources(texts, column, ids), **others)
+    def wrapper(
+        *args: Any, texts: tuple[str, ...], column: str | None, only_texts: bool, ids: bool, **others: Any
+    ) -> Any:
+        return command(*args, sources=Sources(texts, column, ids, only_texts), **others)
 
     ids_option = click.option(
         "--ids", is_flag=True, help="Each TEXT is token ids, special tokens included: 101,2023,102."
@@ -96,16 +111,18 @@ def prints_rows(command: Command) -> Command:
 
     @functools.wraps(command)
     def wrapper(
-        *args: Any, output: Path | None, max_rows: int, dimensions: int | None, dtype: DType, **others: Any
+        *args: Any, output: str | None, max_rows: int, dimensions: int | None, dtype: DType, **others: Any
     ) -> Any:
-        return command(*args, printing=Printing(output, max_rows, dimensions, dtype), **others)
+        folder = output if output is not None and _is_folder(output) else None
+        path = None if output is None or folder else Path(output)
+        return command(*args, printing=Printing(path, folder, max_rows, dimensions, dtype), **others)
 
     return with_options(
         wrapper,
         click.option(
             "--output",
-            type=click.Path(dir_okay=False, path_type=Path),
-            help=f"Write the vectors to this file: {', '.join(SUFFIXES)}.",
+            metavar="FILE|FOLDER/",
+            help=f"Write the vectors to this file: {', '.join(_SUFFIXES)}. Or fill this folder with a job.",
         ),
         click.option(
             "--max-rows", type=click.IntRange(min=0), default=32, show_default=True, help="Rows to print of each text."
@@ -113,10 +130,11 @@ def prints_rows(command: Command) -> Command:
         click.option("--dimensions", type=click.IntRange(min=1), help="Cut each row to so many numbers. Default: all."),
         click.option(
             "--dtype",
-            type=click.Choice(["float32", "float16", "int8"]),
+            type=click.Choice(["float32", "float16", "int8", "binary"]),
             default="float32",
             show_default=True,
-            help="The type of the numbers. int8 is for vectors, not for rows of tokens or sparse weights.",
+            help="The type of the numbers. int8, and binary with 8 of them in a byte, are for vectors, not for rows of "
+            "tokens or sparse weights.",
         ),
     )
 
@@ -160,10 +178,12 @@ _NOTHING = "there is nothing to encode: no input was found"
 
 def _save(run: Run[EncodeResult], sources: Sources, path: Path, as_json: bool) -> None:
     """Writes everything to a file, as a stream, and says what is in it."""
+    from encserve_cli.files.writing import writing  # which imports pyarrow
+
     began = time.monotonic()
     inputs = rows = 0
     last: EncodeResult | None = None
-    with writing(path) as writer, _progress(count_inputs(sources.arguments)) as advance:
+    with writing(path) as writer, _progress(count_inputs(sources.arguments, texts=sources.texts)) as advance:
         for call, result in encode_all(run, sources.read()):
             if last is not None and result.fingerprint != last.fingerprint:
                 raise ValueError(

@@ -1,17 +1,30 @@
-"""Inputs: arguments, lines of standard input, and files by their suffix."""
+"""Inputs: arguments, lines of standard input, and files by their suffix, on this machine or in an object store."""
 
 import csv
-import itertools
+import io
 import json
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, NamedTuple
+from urllib.parse import unquote, urlsplit
 
 STDIN = "-"
 DEFAULT_COLUMN = "text"
-_PARQUET_ROWS = 4096  # read at a time
+# What holds inputs, and what these files may be compressed by.
+SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
+CODECS = {".gz": "gzip", ".zst": "zstd"}
+KNOWN = f"{', '.join(SUFFIXES)}; all but .parquet also with {' or '.join(CODECS)}"
+_URI = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
+_STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
+_BOM = b"\xef\xbb\xbf"
+# The csv module's own limit, 128 KiB, is less than some documents have. A quote that is never closed ends here.
+_MOST_FIELD_CHARACTERS = 16 * 1024 * 1024
+_BUFFER_BYTES = 1024 * 1024
+_MOST_ID = 2**63 - 1
 
 
 class Sent(NamedTuple):
@@ -41,156 +54,291 @@ class Sent(NamedTuple):
         return len(self.value) if isinstance(self.value, str) else 4 * len(self.value)
 
 
-def read_inputs(arguments: Sequence[str], column: str | None, *, ids: bool) -> Iterator[Sent]:
-    """Every input, in order. "-" is standard input, and what ends in one of `SUFFIXES` is a file.
+@dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file that holds inputs; it need not exist.
+
+    Attributes:
+        name: As it was given, for errors.
+        uri: Its absolute path, or a URI.
+        suffix: One of `SUFFIXES`.
+        codec: What it is compressed by, as Arrow calls it, or None.
+    """
+
+    name: str
+    uri: str
+    suffix: str
+    codec: str | None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether it is a path on this machine."""
+        return not is_uri(self.uri)
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether it can only be read from its beginning."""
+        return self.codec is not None or self.suffix in (".csv", ".tsv")
+
+
+def is_uri(argument: str) -> bool:
+    """Whether an argument begins as a URI does, not as a path."""
+    return _URI.match(argument) is not None
+
+
+def find_file(argument: str) -> DataFile | None:
+    """The file that an argument names; None where it names none.
+
+    Raises:
+        ValueError: It names a folder, or a file of a kind that is not known.
+        FileNotFoundError: It ends as a file does, and there is none. In object stores this shows when it is read.
+    """
+    if not argument:
+        return None
+    scheme, _, rest = argument.partition("://")
+    if is_uri(argument) and scheme.lower() != "file":
+        suffix, codec = _kind_of(rest.partition("?")[0])
+        if suffix not in SUFFIXES and scheme.lower() in _STORES and not re.search(r"\s", argument):
+            raise ValueError(f"{argument}: must end in {KNOWN}")
+        return DataFile(argument, argument, suffix, codec) if suffix in SUFFIXES else None
+    path = Path(unquote(urlsplit(argument).path) if is_uri(argument) else argument).absolute()
+    suffix, codec = _kind_of(str(path))
+    if _is(path.is_dir):
+        raise ValueError(f"{argument}: is a folder; name its files, as {argument.rstrip('/')}/*.parquet does")
+    if _is(path.exists):
+        if suffix not in SUFFIXES:
+            raise ValueError(f"{argument}: is a file of a kind that is not known; known are {KNOWN}")
+    elif suffix in SUFFIXES:
+        raise FileNotFoundError(f"{argument}: there is no such file")
+    else:
+        return None
+    return DataFile(argument, str(path), suffix, codec)
+
+
+def _kind_of(path: str) -> tuple[str, str | None]:
+    """The suffix, and the codec; the suffix is "" for what is compressed and must not be."""
+    name = Path(path.lower())
+    if (codec := CODECS.get(name.suffix)) is None:
+        return name.suffix, None
+    suffix = Path(name.stem).suffix
+    return ("" if suffix == ".parquet" else suffix), codec
+
+
+def _is(holds: Callable[[], bool]) -> bool:
+    """What `Path` says of a path; False for a text that is too long to be one."""
+    try:
+        return holds()
+    except OSError:
+        return False
+
+
+def read_inputs(arguments: Sequence[str], column: str | None, *, ids: bool, texts: bool = False) -> Iterator[Sent]:
+    """Every input, in order. "-" is standard input; files are what `find_file` finds.
 
     Args:
         arguments: What was given.
         column: The column of a file that has several. Default: "text", or the only one.
         ids: Whether inputs are token ids, with commas or spaces between them where they are text.
+        texts: Whether every argument is a text, even if there is a file of that name.
 
     Raises:
         ValueError: Something cannot be read as an input; the text names the file and the line.
         OSError: A file cannot be opened.
     """
-    for number, argument in enumerate(arguments, start=1):
+    for number, it in enumerate(_sources(arguments, texts=texts), start=1):
         found: Iterator[tuple[str, Any]]
-        if argument == STDIN:
-            found = _lines(sys.stdin, "standard input")
-        elif (suffix := Path(argument).suffix.lower()) in _READERS:
-            found = _READERS[suffix](Path(argument), column)
+        if isinstance(it, DataFile):
+            found = _rows(it, column, ids=ids)
+        elif it == STDIN and not texts:
+            lines = enumerate(sys.stdin, start=1)
+            found = ((f"standard input, line {line}", text.rstrip("\r\n")) for line, text in lines)
         else:
-            found = iter([(f"argument {number}", argument)])
+            found = iter([(f"argument {number}", it)])
         for where, value in found:
-            yield Sent(where, _as_ids(where, value) if ids else _as_text(where, value))
+            with _at(where):
+                sent = Sent(where, as_ids(value) if ids else as_text(value))
+            yield sent
 
 
-def count_inputs(arguments: Sequence[str]) -> int | None:
+@contextmanager
+def _at(where: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+
+
+def count_inputs(arguments: Sequence[str], *, texts: bool = False) -> int | None:
     """How many inputs there are; None where that takes reading all of them as they will be read."""
     count = 0
-    for argument in arguments:
-        suffix = Path(argument).suffix.lower()
-        if argument == STDIN or suffix == ".csv":
-            return None
-        if suffix in (".txt", ".jsonl"):
-            with Path(argument).open("rb") as lines:
-                count += sum(1 for _ in lines)
-        elif suffix == ".parquet":
-            with _parquet_of(Path(argument)) as file:
-                count += file.metadata.num_rows
-        else:
+    for it in _sources(arguments, texts=texts):
+        if not isinstance(it, DataFile):
+            if it == STDIN and not texts:
+                return None
             count += 1
+        elif it.suffix == ".parquet":
+            from encserve_cli.files.storage import open_parquet
+
+            with open_parquet(it) as file:
+                count += file.metadata.num_rows
+        elif it.suffix in (".txt", ".jsonl") and it.codec is None and it.is_local:
+            with Path(it.uri).open("rb") as lines:
+                count += sum(1 for _ in lines)
+        else:
+            return None
     return count
 
 
-def _as_text(where: str, value: object) -> str:
+def _sources(arguments: Sequence[str], *, texts: bool) -> list[DataFile | str]:
+    """What each argument is, before any is read."""
+    found: list[DataFile | str] = []
+    for argument in arguments:
+        try:
+            file = None if texts or argument == STDIN else find_file(argument)
+        except (ValueError, FileNotFoundError) as error:
+            raise type(error)(f"{error}; --text takes every argument as a text") from None
+        found.append(file or argument)
+    return found
+
+
+# What follows says what is wrong, but not where: one reader stops there, and another goes on with the next row.
+
+
+def as_text(value: object) -> str:
+    """A text. ValueError for anything else."""
     if not isinstance(value, str):
-        raise ValueError(f"{where}: must be text; was {json.dumps(value)[:60]}; token ids are read with --ids")
+        raise ValueError(f"must be text; was {_shown(value)}; token ids are read with --ids")
+    try:
+        value.isascii() or value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"must be UTF-8; was not at character {error.start + 1:,}") from None
     return value
 
 
-def _as_ids(where: str, value: object) -> list[int]:
-    """Ids out of a list, or out of text."""
+def as_ids(value: object) -> list[int]:
+    """Ids out of a list, or out of text. ValueError for anything else."""
     if isinstance(value, str):
         try:
-            return [int(it) for it in value.replace(",", " ").split()]
+            value = [int(it) for it in value.replace(",", " ").split()]
         except ValueError:
-            raise ValueError(f"{where}: --ids wants whole numbers, as in 101,2023,102; was {value[:60]!r}") from None
+            raise ValueError(f"--ids wants whole numbers, as in 101,2023,102; was {value[:60]!r}") from None
     if not isinstance(value, list) or any(type(it) is not int for it in value):
-        raise ValueError(f"{where}: --ids wants a list of whole numbers; was {json.dumps(value)[:60]}")
+        raise ValueError(f"--ids wants a list of whole numbers; was {_shown(value)}")
+    if value and (max(value) > _MOST_ID or min(value) < -_MOST_ID):
+        raise ValueError(f"--ids wants numbers of at most 64 bits; was {_shown(max(value, key=abs))}")
     return value
 
 
-def _lines(file: TextIO, name: str) -> Iterator[tuple[str, str]]:
-    """Every line is an input, an empty one too, so that line i of the file is row i of the result."""
-    for number, line in enumerate(file, start=1):
-        yield f"{name}, line {number}", line.rstrip("\r\n")
+def _shown(value: object) -> str:
+    return json.dumps(value, default=str)[:60]
 
 
-@contextmanager
-def _text_of(path: Path) -> Iterator[TextIO]:
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            yield file
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: must be UTF-8: {error.reason} at byte {error.start}") from error
-
-
-def _text_lines(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
-    if column is not None:
-        raise ValueError(f"{path}: --column is for .jsonl, .csv and .parquet; every line of a .txt file is one input")
-    with _text_of(path) as file:
-        yield from _lines(file, str(path))
-
-
-def _json_lines(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
-    """Each line a string, a list of ids, or an object."""
-    with _text_of(path) as file:
-        for where, line in _lines(file, str(path)):
-            try:
-                value = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{where}: must be JSON: {error}") from None
-            yield where, value[_column(where, column, list(value))] if isinstance(value, dict) else value
-
-
-def _csv_rows(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
-    with _text_of(path) as file:
-        rows = csv.reader(file, strict=True)
-        try:
-            names = next(rows, [])
-            place = names.index(_column(f"{path}, line 1", column, names))
-            for row in rows:
-                if not row:  # an empty line between records
-                    continue
-                where = f"{path}, line {rows.line_num}"
-                if len(row) != len(names):
-                    raise ValueError(f"{where}: must have {len(names)} fields as line 1 has; had {len(row)}")
-                yield where, row[place]
-        except csv.Error as error:
-            raise ValueError(f"{path}, line {rows.line_num}: {error}") from error
-
-
-def _parquet_rows(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
-    with _parquet_of(path) as file:
-        name = _column(str(path), column, file.schema_arrow.names)
-        numbers = itertools.count(1)
-        for batch in file.iter_batches(_PARQUET_ROWS, columns=[name]):
-            for value in batch.column(0).to_pylist():
-                yield f"{path}, row {next(numbers)}", value
-
-
-@contextmanager
-def _parquet_of(path: Path) -> Iterator[Any]:
-    arrow = import_arrow()
-    try:
-        with arrow.parquet.ParquetFile(path) as file:
-            yield file
-    except arrow.ArrowInvalid as error:
-        raise ValueError(f"{path}: cannot be read as Parquet: {error}") from error
-
-
-def _column(where: str, wanted: str | None, names: Sequence[str]) -> str:
+def column_of(wanted: str | None, names: Sequence[str]) -> str:
+    """The name of the column that holds inputs. ValueError, with the names that are there, if it is none of them."""
     name = wanted or (names[0] if len(names) == 1 else DEFAULT_COLUMN)
     if name not in names:
-        there = ", ".join(map(repr, names)) or "none"
-        raise ValueError(f"{where}: has no column {name!r}; it has {there}: --column chooses one")
+        raise ValueError(
+            f"has no column {name!r}; it has {', '.join(map(repr, names)) or 'none'}: --column chooses one"
+        )
     return name
 
 
-def import_arrow() -> Any:
-    """The module pyarrow, with pyarrow.parquet in it. ValueError where it is not installed."""
+def json_value(line: str) -> Any:
+    """What a line of a .jsonl file holds. ValueError if it is no JSON."""
     try:
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise ValueError("Parquet files need the package pyarrow: pip install 'encserve-cli[parquet]'") from error
-    return pyarrow
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"must be JSON: {error}") from None
 
 
-_READERS: dict[str, Callable[[Path, str | None], Iterator[tuple[str, Any]]]] = {
-    ".txt": _text_lines,
-    ".jsonl": _json_lines,
-    ".csv": _csv_rows,
-    ".parquet": _parquet_rows,
-}
-SUFFIXES = tuple(_READERS)
+def json_input(value: Any, column: str | None) -> Any:
+    """The input in the value of a line: that itself, or a field of an object. ValueError as in `column_of`."""
+    return value[column_of(column, list(value))] if isinstance(value, dict) else value
+
+
+def field_of(row: Sequence[str], place: int, names: Sequence[str]) -> str:
+    """A field of a record. ValueError if the record has too few fields, or too many."""
+    if len(row) != len(names):
+        raise ValueError(f"must have {len(names)} fields as line 1 has; had {len(row)}")
+    return row[place]
+
+
+def no_column(file: DataFile, option: str) -> ValueError:
+    """The error of a .txt file where an option asks for a column."""
+    known = f"{', '.join(SUFFIXES[1:-1])} and {SUFFIXES[-1]}"
+    return ValueError(f"{file.name}: {option} is for {known}; every line of a .txt file is one input")
+
+
+def byte_lines(stream: Any) -> tuple[io.BufferedReader, int]:
+    """Lines of a binary stream, with their ends, of which only a line feed is one; and how long its byte order mark is.
+
+    The lines begin behind the mark.
+    """
+    lines = io.BufferedReader(stream, _BUFFER_BYTES)
+    mark_bytes = len(_BOM) if lines.peek(len(_BOM)).startswith(_BOM) else 0
+    lines.read(mark_bytes)
+    return lines, mark_bytes
+
+
+def csv_rows(file: DataFile, lines: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The records of a .csv or .tsv file, names first, each with the number of its last line; empty lines are left out.
+
+    Raises:
+        ValueError: It is no such file; the text names the file and the line.
+    """
+    csv.field_size_limit(max(csv.field_size_limit(), _MOST_FIELD_CHARACTERS))
+    # A carriage return alone ends a record too, and the csv module wants lines that end there.
+    divided = (part for line in lines for part in io.StringIO(line, newline=""))
+    rows = csv.reader(divided, strict=True, delimiter="\t" if file.suffix == ".tsv" else ",")
+    try:
+        for row in rows:
+            if row:
+                yield rows.line_num, row
+    except csv.Error as error:
+        raise ValueError(f"{file.name}, line {rows.line_num}: {error}") from error
+
+
+def _rows(file: DataFile, column: str | None, *, ids: bool) -> Iterator[tuple[str, Any]]:
+    """The values of a file, each with its place."""
+    from encserve_cli.files.storage import errors_named, open_stream, parquet_values  # which import pyarrow
+
+    if file.suffix == ".parquet":
+        rows = enumerate(parquet_values(file, column, ids=ids), start=1)
+        yield from ((f"{file.name}, row {number}", value) for number, value in rows)
+        return
+    if column is not None and file.suffix == ".txt":
+        raise no_column(file, "--column")
+    with errors_named(file), open_stream(file) as stream:
+        lines = _decoded(file, byte_lines(stream)[0])
+        if file.suffix in (".csv", ".tsv"):
+            yield from _csv_values(file, lines, column)
+            return
+        for number, line in enumerate(lines, start=1):
+            where = f"{file.name}, line {number}"
+            text = line.removesuffix("\n").removesuffix("\r")
+            with _at(where):
+                value = json_input(json_value(text), column) if file.suffix == ".jsonl" else text
+            yield where, value
+
+
+def _decoded(file: DataFile, lines: Iterable[bytes]) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield line.decode()
+        except UnicodeDecodeError as error:
+            where = f"{file.name}, line {number}"
+            raise ValueError(f"{where}: must be UTF-8: {error.reason} at byte {error.start} of the line") from error
+
+
+def _csv_values(file: DataFile, lines: Iterable[str], column: str | None) -> Iterator[tuple[str, str]]:
+    rows = csv_rows(file, lines)
+    _, names = next(rows, (0, []))
+    if not names:
+        return
+    with _at(f"{file.name}, line 1"):
+        place = names.index(column_of(column, names))
+    for number, row in rows:
+        where = f"{file.name}, line {number}"
+        with _at(where):
+            value = field_of(row, place, names)
+        yield where, value

@@ -11,8 +11,10 @@ from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as arrow
+from pyarrow import parquet
 
-from encserve_cli.files.reading import Sent, import_arrow
+from encserve_cli.files.reading import Sent
 from encserve_cli.files.records import records
 from encserve_cli.render import shown_tokens
 from encserve_cli.shared import ids_of
@@ -44,7 +46,10 @@ def writing(path: Path) -> Iterator[Writer]:
     """
     make = _WRITERS.get(path.suffix.lower())
     if make is None:
-        raise ValueError(f"--output {path}: must end in {', '.join(_WRITERS)}; was {path.suffix or 'without a suffix'}")
+        raise ValueError(
+            f"--output {path}: must end in {', '.join(_WRITERS)}; was {path.suffix or 'without a suffix'}. "
+            "End the name of a folder with /"
+        )
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as folder, ExitStack() as stack:
         whole = Path(folder, path.name)
         writer = make(whole, stack)
@@ -178,46 +183,61 @@ class _ParquetWriter:
     """Columns: the input, and `vector`, `rows` with what is beside each, or `indices` and `values`."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._arrow = import_arrow()
         self._path = path
         self._stack = stack
         self._writer: Any = None
         self._held: list[Any] = []
 
     def write(self, inputs: Sequence[Sent], result: EncodeResult) -> None:
-        values = self._arrow.array([it.value for it in inputs])
-        columns = {inputs[0].column: values, **_arrow_columns(self._arrow, result)}
-        table = self._arrow.table(columns).replace_schema_metadata(ids_of(result))
+        columns = {inputs[0].column: arrow.array([it.value for it in inputs]), **arrow_columns(result)}
+        table = arrow.table(columns).replace_schema_metadata(ids_of(result))
         if self._writer is None:
-            self._writer = self._stack.enter_context(self._arrow.parquet.ParquetWriter(self._path, table.schema))
+            self._writer = self._stack.enter_context(parquet.ParquetWriter(self._path, table.schema))
         self._held.append(table)
         if sum(map(len, self._held)) >= _ROW_GROUP_INPUTS:
             self._write_held()
 
     def _write_held(self) -> None:
         if self._held:
-            self._writer.write_table(self._arrow.concat_tables(self._held))
+            self._writer.write_table(arrow.concat_tables(self._held))
             self._held.clear()
 
     def finish(self) -> None:
         self._write_held()
 
 
-def _arrow_columns(arrow: Any, result: EncodeResult) -> dict[str, Any]:
+def arrow_columns(result: EncodeResult, missing: npt.NDArray[np.bool_] | None = None) -> dict[str, Any]:
+    """The columns of Parquet files for what was made of inputs, by their names.
+
+    Args:
+        result: What was made.
+        missing: (inputs,) which inputs nothing was made of, so that they are not in `result`; None for no input.
+    """
     output = result.outputs[0]
-    numbers = output.matrix()
-    vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(numbers.reshape(-1)), numbers.shape[1])
+    numbers = output.matrix()  # (inputs or rows, width)
+    mask = None if missing is None else arrow.array(missing)
     if output.kind not in _RAGGED:
-        return {"vector": vectors}
-    ends = arrow.array(np.concatenate([[0], np.cumsum(_lengths(result))]).astype(np.int32))
+        if missing is not None:
+            numbers, present = np.zeros((len(missing), numbers.shape[1]), numbers.dtype), numbers
+            numbers[~missing] = present
+        return {"vector": arrow.FixedSizeListArray.from_arrays(_flat(numbers), numbers.shape[1], mask=mask)}
+    lengths = _lengths(result)
+    if missing is not None:
+        lengths, present = np.zeros(len(missing), np.int64), lengths
+        lengths[~missing] = present
+    ends = arrow.array(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32))
+
+    def lists(values: Any) -> Any:
+        return arrow.ListArray.from_arrays(ends, values, mask=mask)
+
     if output.kind == "sparse":
-        return {
-            "indices": arrow.ListArray.from_arrays(ends, arrow.array(_indices(output))),
-            "values": arrow.ListArray.from_arrays(ends, arrow.array(numbers[:, 0])),
-        }
-    beside = _beside_rows(result).items()
-    lists = {name: arrow.ListArray.from_arrays(ends, arrow.array(its)) for name, its in beside}
-    return {"rows": arrow.ListArray.from_arrays(ends, vectors), **lists}
+        return {"indices": lists(arrow.array(_indices(output))), "values": lists(_flat(numbers))}
+    rows = arrow.FixedSizeListArray.from_arrays(_flat(numbers), numbers.shape[1])
+    return {"rows": lists(rows)} | {name: lists(arrow.array(its)) for name, its in _beside_rows(result).items()}
+
+
+def _flat(numbers: Array) -> Any:
+    return arrow.array(numbers.reshape(-1))
 
 
 def _one_each(result: EncodeResult, suffix: str) -> Array:

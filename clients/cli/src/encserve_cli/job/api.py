@@ -1,0 +1,167 @@
+"""A job as a function call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike, fspath
+
+from encserve_cli.job.bundles import find_bundle
+from encserve_cli.job.job import EmbedJob, Source
+from encserve_cli.job.local import EngineOptions, LocalSource
+from encserve_cli.job.plan import MakeOptions
+from encserve_cli.job.run import JobSummary, OnProgress
+from encserve_cli.job.server import ServerSource
+from encserve_cli.job.types import InputKind, PartLimits, ReadOptions
+from encserve_client import DType, EncoderClient, OutputKind, Task
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """The Ray cluster that a job runs on.
+
+    Attributes:
+        address: Where it is, as `ray.init` takes it: "auto", "ray://host:port", or "local" to start one.
+        actors: The most actors, each of which holds the model; None for as many as the cluster has room for.
+        actor_cpus: The CPUs of an actor, and the threads that run its batches unless the engine's options say more.
+        actor_gpus: The GPUs of an actor.
+    """
+
+    address: str = "auto"
+    actors: int | None = None
+    actor_cpus: float | None = None
+    actor_gpus: float | None = None
+
+
+def source_of(
+    *,
+    bundle: str | None = None,
+    client: EncoderClient | None = None,
+    model: str | None = None,
+    model_version: str | None = None,
+    engine: EngineOptions | None = None,
+    ray: RayOptions | None = None,
+) -> Source:
+    """Where vectors come from; see `embed_files`.
+
+    Raises:
+        ValueError: There is neither a bundle nor a client, or both, or the bundle or a package is not there.
+        RuntimeError: A bundle cannot be made of the checkpoint.
+    """
+    if (bundle is None) == (client is None):
+        raise ValueError("bundle or client: give one of them")
+    if client is not None:
+        if engine is not None or ray is not None:
+            raise ValueError(f"{'ray' if engine is None else 'engine'}: is for a bundle; a client has none")
+        return ServerSource(client, model, model_version)
+    if model is not None or model_version is not None:
+        raise ValueError("model, model_version: are for a client; a bundle is one version of one model")
+    assert bundle is not None  # noqa: S101 - as the check above has it
+    if ray is not None:
+        try:
+            from encserve_cli.job.ray import RaySource
+        except ModuleNotFoundError as error:
+            if error.name != "ray":
+                raise
+            raise ValueError("--ray needs the package ray: pip install 'encserve-cli[ray]'") from error
+        # Nodes copy what a URI names by themselves.
+        return RaySource(bundle if "://" in bundle else str(find_bundle(bundle)), engine or EngineOptions(), ray)
+    return LocalSource(find_bundle(bundle), engine or EngineOptions())
+
+
+def embed_files(
+    inputs: Sequence[str | PathLike[str]],
+    output: str | PathLike[str],
+    *,
+    bundle: str | PathLike[str] | None = None,
+    client: EncoderClient | None = None,
+    model: str | None = None,
+    model_version: str | None = None,
+    engine: EngineOptions | None = None,
+    ray: RayOptions | None = None,
+    input_kind: InputKind = "text",
+    column: str | None = None,
+    keep: Sequence[str] = (),
+    kind: OutputKind | None = None,
+    dimensions: int | None = None,
+    dtype: DType = "float32",
+    task: Task | None = None,
+    prompt_name: str | None = None,
+    truncate: bool = False,
+    exclude_special_tokens: bool = False,
+    limits: PartLimits | None = None,
+    overwrite: bool = False,
+    add_inputs: bool = False,
+    max_rejected: int | None = None,
+    on_progress: OnProgress | None = None,
+) -> JobSummary:
+    """Embeds the rows of files into a folder of Parquet files, and does only what is missing of it.
+
+        summary = embed_files(["corpus.parquet"], "vectors/", bundle="models/all-MiniLM-L6-v2", column="body")
+
+    It may be called again after anything, a power failure included. A row that cannot be embedded does not stop the
+    job: it is null in the output, and `_rejected/` there says why.
+
+    Args:
+        inputs: Files, as paths or as URIs such as s3://bucket/corpus.parquet.
+        output: The folder, a path or a URI.
+        bundle: Embeds in this process, with the package encserve-server: a bundle, a directory that holds a checkpoint,
+            or the name of one on the hub, as `--bundle` takes it.
+        client: Embeds through a server; best with `EncoderClient(..., priority="bulk")`. It stays open.
+        model: The served model. Default: the server's.
+        model_version: Its version. Default: the model's.
+        engine: How the bundle is run. Default: as encserve-server runs it.
+        ray: Runs the bundle on a Ray cluster instead, with the package ray.
+        input_kind: What an input is: "text", "ids" for token ids, or "vectors".
+        column: The column of files that have several. Default: "text", or the only one.
+        keep: Other columns that come along.
+        kind: What is made of an input. Default: what the model was trained for.
+        dimensions: To how many numbers a row is cut. Default: the model's own.
+        dtype: The type of the numbers; "binary" packs 8 of them into a byte.
+        task: What the texts are. Default: neither queries nor documents.
+        prompt_name: What is put before every text; "" for nothing. Default: the model's, or the task's.
+        truncate: Whether an input that is too long is cut. Otherwise its row is rejected.
+        exclude_special_tokens: Whether "tokens" has no rows of special tokens.
+        limits: Where parts end. Default: at 20,000 rows, 16 MiB of text or 256 MiB of output.
+        overwrite: Whether to remove the output of another job first.
+        add_inputs: Whether inputs that the job does not have yet are added to it.
+        max_rejected: How many rows may be rejected. Default: any number.
+        on_progress: Is told of progress; it is called from any thread, often, and should return soon.
+
+    Returns:
+        What became of the job.
+
+    Raises:
+        TooManyRejected: More than `max_rejected` rows were rejected.
+        EncserveError: The server does not answer, or refuses the job.
+        ValueError: The folder holds the output of another job; an input, a setting or the bundle cannot be used; or a
+            package is missing. The text says which.
+        RuntimeError: The bundle, the engine or the cluster fails.
+        OSError: A file cannot be read or written.
+    """
+    source = source_of(
+        bundle=None if bundle is None else fspath(bundle),
+        client=client,
+        model=model,
+        model_version=model_version,
+        engine=engine,
+        ray=ray,
+    )
+    job = EmbedJob(
+        [fspath(it) for it in inputs],
+        fspath(output),
+        source,
+        read=ReadOptions(input_kind, column, tuple(keep)),
+        make=MakeOptions(
+            dimensions=dimensions,
+            dtype=dtype,
+            task=task,
+            prompt_name=prompt_name,
+            truncate=truncate,
+            exclude_special=exclude_special_tokens,
+        ),
+        kind=kind,
+        limits=limits,
+        overwrite=overwrite,
+        add_inputs=add_inputs,
+    )
+    with job:
+        return job.run(on_progress=on_progress, max_rejected=max_rejected)

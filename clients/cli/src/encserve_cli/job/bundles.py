@@ -1,0 +1,137 @@
+"""What --bundle names, as a folder that holds one bundle: exported or copied into the user's cache where need be."""
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from pathlib import Path
+
+import pyarrow.fs as arrow_fs
+
+from encserve_cli.files.storage import filesystem_of
+
+MANIFEST = "manifest.json"
+_EXPORTER = "encserve-export"
+_CHECKPOINT = ("config.json", "modules.json")  # a directory that has one of these is a checkpoint
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def find_bundle(given: str) -> Path:
+    """The folder of the bundle that --bundle means.
+
+    Args:
+        given: A bundle, NAME/VERSION with its manifest.json; NAME, for its newest version; the URI of a bundle; a
+            directory that holds a checkpoint; or the name of one on the hub, OWNER/NAME.
+
+    Raises:
+        ValueError: It is none of these, or encserve-export, which makes a bundle of a checkpoint, is not installed.
+        RuntimeError: The export failed.
+        OSError: A file cannot be read, or the cache cannot be written.
+    """
+    if "://" in given:
+        return _copied(given)
+    path = Path(given).expanduser()
+    if path.is_dir():
+        return _in_directory(path)
+    if path.exists():
+        raise ValueError(f"--bundle {given}: is a file; a bundle is a folder with {MANIFEST}")
+    if _looks_like_path(given):
+        raise ValueError(f"--bundle {given}: there is no such folder; a model of the hub is named OWNER/NAME")
+    return _exported(given, given.partition("/")[2], [])
+
+
+def _looks_like_path(given: str) -> bool:
+    """Whether what is not there was meant as a path: models/NAME is one where there is a folder models."""
+    return _HUB_ID.fullmatch(given) is None or Path(given).parent.is_dir()
+
+
+def _in_directory(path: Path) -> Path:
+    """The bundle of a directory that is there."""
+    if (path / MANIFEST).is_file():
+        return path
+    if versions := _with_manifest(path.iterdir()):
+        return max(versions, key=lambda it: _version_key(it.name))
+    if any((path / name).is_file() for name in _CHECKPOINT):
+        files = sorted(it for it in path.rglob("*") if it.is_file())
+        facts = [(str(it.relative_to(path)), it.stat().st_size, it.stat().st_mtime_ns) for it in files]
+        return _exported(str(path.resolve()), path.resolve().name, facts)
+    models = sorted({it.parent.name for it in _with_manifest(path.glob("*/*"))})
+    if models:
+        raise ValueError(f"--bundle {path}: holds the models {', '.join(models)}; name one, as {path / models[0]}")
+    raise ValueError(
+        f"--bundle {path}: is neither a bundle ({MANIFEST}), nor a folder of its versions, nor a checkpoint "
+        f"({' or '.join(_CHECKPOINT)})"
+    )
+
+
+def _with_manifest(folders: Iterable[Path]) -> list[Path]:
+    """Those that are bundles; what begins with "." is still being written."""
+    return [it for it in folders if not it.name.startswith(".") and (it / MANIFEST).is_file()]
+
+
+def _version_key(name: str) -> list[tuple[int, int, str]]:
+    """A sort key for which 9 < 10 and 1.0-rc1 < 1.0, as encserve-server sorts versions."""
+    parts = [(2, int(part), "") if part.isdigit() else (0, 0, part) for part in re.findall(r"\d+|[^\d.]+", name)]
+    return [*parts, (1, 0, name)]
+
+
+def _exported(source: str, own_name: str, facts: object) -> Path:
+    """The bundle that encserve-export makes of a checkpoint, from the cache if it is there."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", own_name).lstrip("._-")[:64] or "model"
+    where = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+    exporter = shutil.which(_EXPORTER, path=where)
+
+    def export(folder: Path) -> None:
+        arguments = ["hf", source, "--model-repository", str(folder), "--name", name]
+        if exporter is None:
+            raise ValueError(
+                f"--bundle {source}: is a checkpoint, and {_EXPORTER}, which makes a bundle of it, is not installed: "
+                f"from a checkout, pip install ./proto ./export; or run it elsewhere: {_EXPORTER} hf {source} "
+                f"--model-repository models --name {name}, and give --bundle models/{name}"
+            )
+        # Standard output is for this command's own.
+        done = subprocess.run([exporter, *arguments], stdin=subprocess.DEVNULL, stdout=2, check=False)
+        if done.returncode:
+            raise RuntimeError(f"--bundle {source}: {_EXPORTER} failed with exit status {done.returncode}; see above")
+
+    return _in_directory(_cached(name, (source, facts), export) / name)
+
+
+def _copied(uri: str) -> Path:
+    """A copy of the bundle of a URI, from the cache if it is there."""
+    files, path = filesystem_of(uri)
+    found = files.get_file_info(arrow_fs.FileSelector(path, recursive=True, allow_not_found=True))
+    if f"{path}/{MANIFEST}" not in {it.path for it in found}:
+        raise ValueError(f"--bundle {uri}: holds no {MANIFEST}; the URI of a bundle ends in NAME/VERSION")
+    facts = sorted((it.path, it.size, it.mtime_ns) for it in found if it.type == arrow_fs.FileType.File)
+
+    def copy(folder: Path) -> None:
+        arrow_fs.copy_files(path, str(folder), files, arrow_fs.LocalFileSystem(), use_threads=False)
+
+    return _cached(Path(path).parent.name, (uri, facts), copy)
+
+
+def _cached(name: str, facts: object, make: Callable[[Path], None]) -> Path:
+    """The folder in the user's cache for these facts, which `make` fills if it is not there: whole, and once."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    own = (Path(base) if base.startswith("/") else Path.home() / ".cache") / "encserve"
+    own.mkdir(mode=0o700, parents=True, exist_ok=True)  # the engine's cache, which is there too, must be private
+    cache = own / "bundles"
+    key = hashlib.sha256(repr((version("encserve-cli"), facts)).encode()).hexdigest()[:16]
+    final = cache / f"{name}-{key}"
+    cache.mkdir(exist_ok=True)
+    with (cache / f".{final.name}.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not final.is_dir():
+            with tempfile.TemporaryDirectory(prefix=f".{final.name}-", dir=cache) as folder:
+                made = Path(folder, name)
+                made.mkdir()
+                make(made)
+                made.rename(final)
+    return final

@@ -1,0 +1,238 @@
+"""A job on the command line: what is made of its options, what is shown of it, and how Ctrl-C ends it."""
+
+import functools
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from types import FrameType
+from typing import Any
+
+import click
+from rich.console import Console
+
+from encserve_cli import render
+from encserve_cli.files.command import Printing, Sources, deliver
+from encserve_cli.job.api import RayOptions, source_of
+from encserve_cli.job.job import EmbedJob, Source
+from encserve_cli.job.local import EngineOptions
+from encserve_cli.job.plan import MakeOptions
+from encserve_cli.job.progress import shown_progress
+from encserve_cli.job.run import missing_parts
+from encserve_cli.job.sample import take_sample
+from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, summary_record
+from encserve_cli.job.types import Encoder, InputKind, ReadOptions, Value
+from encserve_cli.shared import errors_in_one_line
+from encserve_client import EncodeResult, Timings
+
+SOME_REJECTED = 3
+STOPPED = 130  # as a shell has it for what Ctrl-C ended
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+_ENGINE = tuple(it.name for it in fields(EngineOptions))
+_ACTORS = ("actors", "actor_cpus", "actor_gpus")
+
+
+def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Runs the job that a command's options describe, and ends the command with its exit status.
+
+    Args:
+        given: The options of `encserve_cli.job_options` that were given, by their names.
+        options: All others of the command, by their names.
+
+    Raises:
+        ClickException: The job failed.
+        Exit: Some rows were rejected, or the job was stopped.
+    """
+    context = click.get_current_context()
+    with errors_in_one_line(RuntimeError), ExitStack() as stack:
+        interrupts = stack.enter_context(Interrupts())
+        try:
+            client = None if "bundle" in given else stack.enter_context(context.obj(priority="bulk"))
+            source = source_of(
+                bundle=given.get("bundle"),
+                client=client,
+                model=options["model"],
+                model_version=options["model_version"],
+                engine=_engine_options(given),
+                ray=_ray_options(given),
+            )
+            with _open(source, given, options) as job:
+                status = _work(job, interrupts, given, as_json=options["as_json"])
+        except KeyboardInterrupt:
+            click.echo("stopped before the job began; nothing was computed", err=True)
+            status = STOPPED
+    if status:
+        context.exit(status)
+
+
+def _engine_options(given: Mapping[str, Any]) -> EngineOptions | None:
+    if "bundle" not in given:
+        return None
+    return EngineOptions(**{name: given[name] for name in _ENGINE if name in given})
+
+
+def _ray_options(given: Mapping[str, Any]) -> RayOptions | None:
+    if "ray" not in given:
+        return None
+    return RayOptions(given["ray"], **{name: given[name] for name in _ACTORS if name in given})
+
+
+def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Prints what --bundle makes of inputs, or writes it to one file; the arguments are those of `run_job`.
+
+    Raises:
+        ClickException: The bundle or an input cannot be used, or the file cannot be written.
+    """
+    with errors_in_one_line(RuntimeError), ExitStack() as stack:
+        source = source_of(bundle=given["bundle"], engine=_engine_options(given))
+        opened = source.open(_make_options(options), _kind(options), None)
+        stack.callback(opened.close)
+        assert opened.encoder is not None  # noqa: S101 - only a cluster has none
+        run = functools.partial(_encode, opened.encoder())
+        deliver(run, options["sources"], options["printing"], options["as_json"], render.print_made)
+
+
+def _encode(encoder: Encoder, inputs: Sequence[Value]) -> EncodeResult:
+    """What a client's `run` does; an input that is refused fails the call."""
+    began = time.perf_counter()
+    encoded = encoder.encode(inputs, lambda rows, tokens, padded_tokens: None)
+    if encoded.refused:
+        place = min(encoded.refused)
+        raise ValueError(f"inputs[{place}]: {encoded.refused[place]}")
+    assert encoded.result is not None  # noqa: S101 - there are inputs, and none was refused
+    return replace(encoded.result, timings=Timings(0.0, 0.0, 0.0, time.perf_counter() - began, 0, 0))
+
+
+def _make_options(options: Mapping[str, Any]) -> MakeOptions:
+    printing: Printing = options["printing"]
+    return MakeOptions(
+        dimensions=printing.dimensions,
+        dtype=printing.dtype,
+        task=options["task"],
+        prompt_name=options["prompt_name"],
+        truncate=options["truncate"],
+        exclude_special=options.get("exclude_special", False),
+    )
+
+
+def _kind(options: Mapping[str, Any]) -> str | None:
+    """The kind of output; None for what the model was trained for."""
+    if "exclude_special" in options:  # of `encserve encode` alone
+        return "tokens"
+    kind: str | None = options["pooling"] or options["kind"]
+    return kind
+
+
+def _open(source: Source, given: Mapping[str, Any], options: Mapping[str, Any]) -> EmbedJob:
+    sources: Sources = options["sources"]
+    input_kind: InputKind = "ids" if sources.ids else "vectors" if "vectors" in given else "text"
+    return EmbedJob(
+        sources.arguments,
+        options["printing"].folder,
+        source,
+        read=ReadOptions(input_kind, sources.column, _columns(given.get("keep", ()))),
+        make=_make_options(options),
+        kind=_kind(options),
+        overwrite="overwrite" in given,
+        add_inputs="add_inputs" in given,
+        save="dry_run" not in given,
+    )
+
+
+def _columns(given: Sequence[str]) -> tuple[str, ...]:
+    names = (name.strip() for its in given for name in its.split(","))
+    return tuple(dict.fromkeys(name for name in names if name))
+
+
+def _work(job: EmbedJob, interrupts: "Interrupts", given: Mapping[str, Any], *, as_json: bool) -> int:
+    """Does what is asked for of a job that is open, and returns the exit status."""
+    if "dry_run" in given:
+        _show_plan(job, as_json=as_json)
+        return 0
+    if as_json:
+        _event("plan", plan_record(job.plan, job.store.uri, missing_parts(job.plan, job.store), None))
+    interrupts.job = job
+    try:
+        with shown_progress(job.plan.rows, as_json=as_json) as on_progress:
+            summary = job.run(on_progress=on_progress, max_rejected=given.get("max_rejected"))
+    except Exception:
+        if not interrupts.came:  # what is stopped may fail in other ways than with Stopped
+            raise
+        click.echo(_stopped(job), err=True)
+        return STOPPED
+    if as_json:
+        _event("done", summary_record(summary))
+    else:
+        click.echo("\n".join(summary_lines(summary)))
+    return SOME_REJECTED if summary.rejected else 0
+
+
+def _show_plan(job: EmbedJob, *, as_json: bool) -> None:
+    missing = missing_parts(job.plan, job.store)
+    sample = None
+    if missing and job.opened.encoder is not None:
+        encoder = job.opened.encoder()
+        try:
+            sample = take_sample(job.plan, missing[0], encoder)
+        finally:
+            encoder.close()
+    if as_json:
+        _event("plan", plan_record(job.plan, job.store.uri, missing, sample))
+    else:
+        click.echo("\n".join(plan_lines(job.plan, job.store.uri, missing, sample)))
+
+
+def _event(name: str, record: Mapping[str, Any]) -> None:
+    click.echo(json.dumps({"event": name} | dict(record), ensure_ascii=False))
+
+
+def _stopped(job: EmbedJob) -> str:
+    missing = missing_parts(job.plan, job.store)
+    parts, rows = len(job.plan.parts) - len(missing), job.plan.rows - sum(it.rows for it in missing)
+    return (
+        f"stopped: {rows:,} of {job.plan.rows:,} rows, {parts:,} of {len(job.plan.parts):,} parts are in "
+        f"{job.store.uri}; the same command goes on from there"
+    )
+
+
+class Interrupts:
+    """While it is entered, the first Ctrl-C or SIGTERM stops the job after its batches, and the second ends at once.
+
+    Before the job runs, the first one raises KeyboardInterrupt.
+
+    Attributes:
+        came: Whether there was one.
+        job: The job that runs; None before it does.
+    """
+
+    def __init__(self) -> None:
+        """Nothing is stopped yet."""
+        self.came = False
+        self.job: EmbedJob | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "Interrupts":
+        if threading.current_thread() is threading.main_thread():  # no other may set handlers
+            self._before = {it: signal.signal(it, self._handle) for it in _SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.came:
+            Console(stderr=True).show_cursor()  # which a bar hides
+            os._exit(STOPPED)
+        self.came = True
+        if self.job is None:
+            raise KeyboardInterrupt
+        # Not through sys.stderr, which the interrupted code may be writing to.
+        os.write(2, b"\nstopping after the batches that run; once more ends at once\n")
+        self.job.stop()

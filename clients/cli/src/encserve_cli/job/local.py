@@ -1,0 +1,221 @@
+"""Encoding in this process, with the package encserve-server and without a server."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from encserve_cli.job.job import Opened
+from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
+from encserve_cli.job.run import LocalRunner, PartWorker, Runner
+from encserve_cli.job.store import Store
+from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value
+from encserve_client import Block, EncodedOutput, EncodeResult, SequenceInfo, Timings
+
+_UNTIMED = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How a bundle is run in this process; None for what encserve-server would take.
+
+    Attributes:
+        engine: "onnxruntime" or "openvino".
+        precision: "model" for what the bundle has, "float32", or with OpenVINO "bfloat16".
+        device: "auto", "cpu" or "cuda".
+        max_batch_tokens: The most padded tokens of a batch.
+        intra_op_threads: The CPU's threads that run batches.
+        parallel_batches: How many batches run at once.
+        tokenizer_threads: The threads that tokenize.
+        cache_dir: The folder of weights that processes share, Path("off") for none.
+    """
+
+    engine: Literal["onnxruntime", "openvino"] = "onnxruntime"
+    precision: Literal["model", "float32", "bfloat16"] = "model"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    max_batch_tokens: int | None = None
+    intra_op_threads: int | None = None
+    parallel_batches: int | None = None
+    tokenizer_threads: int = 2
+    cache_dir: Path | None = None
+
+    def as_before(self, before: ModelFacts | None) -> "EngineOptions":
+        """The same, with what it leaves open as a job's plan has it."""
+        if before is None or before.engine != self.engine:
+            return self
+        return replace(
+            self,
+            max_batch_tokens=self.max_batch_tokens or before.max_batch_tokens or None,
+            intra_op_threads=self.intra_op_threads or before.threads or None,
+            parallel_batches=self.parallel_batches or before.parallel_batches or None,
+        )
+
+
+def open_embedder(bundle: Path, options: EngineOptions) -> Any:
+    """Loads a bundle.
+
+    Raises:
+        ValueError: encserve-server is not installed.
+        RuntimeError: The bundle, the engine or the device cannot be used; the text says why.
+    """
+    try:
+        from encserve_server.errors import EncserveError as ServerError
+        from encserve_server.offline import Embedder
+    except ModuleNotFoundError as error:
+        if error.name != "encserve_server":
+            raise
+        raise ValueError(
+            "--bundle runs models in this process, which needs encserve-server; from a checkout: pip install "
+            "'./server[cpu]', or [gpu] or [openvino]"
+        ) from error
+    try:
+        return Embedder(
+            bundle,
+            engine=options.engine,
+            precision=options.precision,
+            device=options.device,
+            max_batch_tokens=options.max_batch_tokens,
+            intra_op_threads=options.intra_op_threads,
+            parallel_batches=options.parallel_batches,
+            tokenizer_threads=options.tokenizer_threads,
+            cache_dir=options.cache_dir,
+        )
+    except ServerError as error:
+        raise RuntimeError(str(error)) from error
+
+
+class LocalEncoder:
+    """Encodes with a model in this process. Several threads may use it at a time."""
+
+    def __init__(self, embedder: Any, make: MakeOptions) -> None:
+        """Takes an `encserve_server.offline.Embedder`, which this then owns, and what is to be made."""
+        self._embedder = embedder
+        self._make = make
+
+    def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
+        """See `Encoder`.
+
+        Raises:
+            RuntimeError: The engine fails whatever it is given.
+        """
+        made = self.run(values, on_batch)
+        good = np.ones(len(values), np.bool_)  # (values,)
+        good[list(made.refused)] = False
+        return Encoded(
+            self._result(made, good) if good.any() else None, dict(made.refused), made.tokens, made.padded_tokens
+        )
+
+    def run(self, values: Sequence[Value], on_batch: BatchProgress) -> Any:
+        """What the embedder makes of values: an `encserve_server.offline.Embedded`."""
+        from encserve_server import offline
+        from encserve_server.errors import EncserveError as ServerError
+
+        make = self._make
+        try:
+            return self._embedder.run(
+                values,
+                output=make.kind,
+                dimensions=make.dimensions,
+                dtype=make.dtype,
+                task=make.task,
+                prompt_name=make.prompt_name,
+                truncate=make.truncate,
+                exclude_special_tokens=make.exclude_special,
+                on_batch=on_batch,
+            )
+        except offline.Stopped as error:
+            raise Stopped from error
+        except ServerError as error:
+            raise RuntimeError(str(error)) from error
+
+    def _result(self, made: Any, good: Any) -> EncodeResult:
+        """The same as a client would give it, of the inputs that were not refused."""
+        block = Block(made.rows, made.lengths[good], made.indices)
+        output = EncodedOutput(self._make.kind, made.l2_normalized, (block,), made.sparse_width)  # type: ignore[arg-type]
+        bundle = self._embedder.bundle
+        return EncodeResult(
+            bundle.name, bundle.version, bundle.fingerprint, (output,), _infos(made, good), _UNTIMED, bundle.space_id
+        )
+
+    def stop(self) -> None:
+        """See `Encoder`."""
+        self._embedder.stop()
+
+    def close(self) -> None:
+        """See `Encoder`."""
+        self._embedder.close()
+
+
+def _infos(made: Any, good: Any) -> Sequence[SequenceInfo]:
+    """What the model saw of each input; of "tokens" the ids and the number are those of its rows."""
+    counts, originals = made.token_counts[good].tolist(), made.original_token_counts[good].tolist()
+    ids: Sequence[Any] = [None] * len(counts)
+    if made.token_ids is not None:
+        ids = np.split(made.token_ids, np.cumsum(made.lengths[good])[:-1])
+    return tuple(
+        SequenceInfo(count if its is None else len(its), original, original > count, its, None, None, None)
+        for its, count, original in zip(ids, counts, originals, strict=True)
+    )
+
+
+def model_facts(
+    embedder: Any, options: EngineOptions, make: MakeOptions, kind: str | None
+) -> tuple[MakeOptions, ModelFacts]:
+    """What is made, with the kind filled in, and what a plan holds of the model.
+
+    Raises:
+        RuntimeError: The model has no such output.
+    """
+    made = replace(make, kind=kind or embedder.trained_kind)
+    nothing = LocalEncoder(embedder, made).run([], _no_batch)  # checks the options, and has the width of a row
+    bundle, info = embedder.bundle, embedder.info
+    return made, ModelFacts(
+        model=bundle.name,
+        version=bundle.version,
+        fingerprint=bundle.fingerprint,
+        space_id=bundle.space_id,
+        pooling="" if bundle.pooling is None else "+".join(it.name.lower() for it in bundle.pooling.kinds),
+        width=nothing.rows.shape[1],
+        max_tokens=bundle.max_sequence_tokens,
+        engine=options.engine,
+        precision=info.precision,
+        max_batch_tokens=embedder.policy.max_batch_tokens,
+        threads=embedder.intra_op_threads,
+        parallel_batches=embedder.parallel_batches,
+    )
+
+
+def _no_batch(rows: int, tokens: int, padded_tokens: int) -> None:
+    """Nobody is told."""
+
+
+class LocalSource:
+    """A bundle, run in this process."""
+
+    def __init__(self, bundle: Path, options: EngineOptions) -> None:
+        """Takes the folder of the bundle, NAME/VERSION or NAME for its newest version, and how it is run."""
+        self._bundle = bundle
+        self._options = options
+
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
+        """See `Source`.
+
+        Raises:
+            ValueError: encserve-server is not installed.
+            RuntimeError: The bundle, the engine or the device cannot be used, or the model has no such output.
+        """
+        options = self._options.as_before(before)
+        embedder = open_embedder(self._bundle, options)
+        try:
+            made, facts = model_facts(embedder, options, make, kind)
+        except BaseException:
+            embedder.close()
+            raise
+        encoder = LocalEncoder(embedder, made)
+
+        def runner(plan: Plan, store: Store) -> Runner:
+            return LocalRunner(PartWorker(plan, encoder, store))
+
+        return Opened(made, facts, runner, embedder.close, lambda: encoder)

@@ -1,0 +1,80 @@
+"""How long a job will take, from a short sample of its rows."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from encserve_cli.job.inputs import PartReader
+from encserve_cli.job.plan import Plan
+from encserve_cli.job.types import Encoder, Part, Value
+
+_MOST_ROWS = 512
+_ENOUGH_SECONDS = 1.5  # the next batch would take about as long as all before it, and a little
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """What encoding some rows took.
+
+    Attributes:
+        rows: How many rows.
+        text_bytes: The bytes of their inputs, as `Part.text_bytes` counts them.
+        tokens: Their tokens, padding excluded.
+        seconds: How long it took.
+    """
+
+    rows: int
+    text_bytes: int
+    tokens: int
+    seconds: float
+
+    def seconds_of(self, text_bytes: int) -> float:
+        """How long inputs of so many bytes take."""
+        return self.seconds * text_bytes / self.text_bytes
+
+    def tokens_of(self, text_bytes: int) -> float:
+        """How many tokens inputs of so many bytes have."""
+        return self.tokens * text_bytes / self.text_bytes
+
+
+def take_sample(
+    plan: Plan, part: Part, encoder: Encoder, clock: Callable[[], float] = time.perf_counter
+) -> Sample | None:
+    """Encodes rows from all over a part: 1, 2, 4 and so on up to 512, and no more once that has taken a while.
+
+    The last of these counts: by then everything is warm. None where the part has no row that can be encoded.
+    """
+    reader = PartReader(plan.inputs, plan.read, plan.kept_types)
+    try:
+        rows = reader.read(part)
+    finally:
+        reader.close()
+    values = [value for place, value in enumerate(rows.values) if value is not None and place not in rows.problems]
+    sample = None
+    count, began = 1, clock()
+    while values and count <= min(len(values), _MOST_ROWS) and clock() - began < _ENOUGH_SECONDS:
+        sample = _timed(_evenly(values, count), encoder, clock) or sample
+        count *= 2
+    return sample
+
+
+def _evenly(values: Sequence[Value], count: int) -> list[Value]:
+    places = np.linspace(0, len(values), count, endpoint=False, dtype=np.int64)
+    return [values[place] for place in places.tolist()]
+
+
+def _timed(values: Sequence[Value], encoder: Encoder, clock: Callable[[], float]) -> Sample | None:
+    text_bytes = sum(map(_size, values))
+    began = clock()
+    encoded = encoder.encode(values, lambda rows, tokens, padded_tokens: None)
+    seconds = clock() - began
+    return Sample(len(values), text_bytes, encoded.tokens, seconds) if text_bytes else None
+
+
+def _size(value: Value) -> int:
+    """As `PartLimits.max_text_bytes` counts it."""
+    if isinstance(value, str):
+        return len(value.encode())
+    return 8 * len(value) if isinstance(value, list) else value.nbytes

@@ -1,0 +1,193 @@
+"""Encoding through a server: calls of neighbours in length, and each refused input found without losing the others."""
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+
+from encserve_cli.files.encoding import CALLS_AT_ONCE, cut_calls, patiently
+from encserve_cli.job.job import Opened
+from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
+from encserve_cli.job.run import LocalRunner, PartWorker, Runner
+from encserve_cli.job.store import Store
+from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value
+from encserve_client import (
+    Block,
+    EncodedOutput,
+    EncoderClient,
+    EncodeResult,
+    EncserveError,
+    InferenceError,
+    InvalidRequestError,
+    ModelInfo,
+    SequenceInfo,
+)
+
+Indexed = tuple[int, Value]  # a value, and its place in the part
+Call = tuple[list[int], EncodeResult | None, dict[int, str]]  # the places of what was made, that, and what was refused
+
+
+class ServerEncoder:
+    """Encodes through a client. Several threads may use it at a time."""
+
+    def __init__(self, client: EncoderClient, info: ModelInfo, make: MakeOptions) -> None:
+        """Takes the client, which stays its owner's, the model, and what is to be made."""
+        self._info = info
+        self._is_tokens = make.kind == "tokens"
+        self._run = partial(
+            client.run,
+            outputs=[make.output],
+            model=info.name,
+            version=info.version,
+            dtype=make.dtype,
+            truncate=make.truncate,
+            exclude_special_tokens=make.exclude_special,
+            prompt_name=make.prompt_name,
+            task=make.task,
+        )
+        self._stopping = threading.Event()
+        self._answered = threading.Event()
+        self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="encserve-call")
+
+    def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
+        """See `Encoder`.
+
+        Raises:
+            ValueError: The server has another bundle now than the one that the job began with.
+        """
+        in_order = sorted(enumerate(values), key=lambda it: (len(it[1]), it[0]))
+        calls: list[Future[Call]] = [
+            self._pool.submit(self._call, call, on_batch) for call in cut_calls(in_order, lambda it: _size(it[1]))
+        ]
+        try:
+            made = [call.result() for call in calls]
+        finally:
+            for call in calls:
+                call.cancel()
+        refused = {place: why for _, _, its in made for place, why in its.items()}
+        results = [(places, result) for places, result, _ in made if result is not None]
+        tokens = sum(info.token_count for _, result in results for info in result.sequences)
+        return Encoded(_joined(results) if results else None, refused, tokens, 0)
+
+    def stop(self) -> None:
+        """See `Encoder`."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """See `Encoder`."""
+        self._stopping.set()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _call(self, call: list[Indexed], on_batch: BatchProgress) -> Call:
+        """One call, without the inputs that the server refuses: it names the first of them each time."""
+        refused: dict[int, str] = {}
+        while call:
+            if self._stopping.is_set():
+                raise Stopped
+            try:
+                result = patiently(partial(self._run, [value for _, value in call]), self._stopping, self._answered)
+            except (InvalidRequestError, InferenceError) as error:
+                if error.index is None:
+                    raise
+                place, _ = call.pop(error.index)
+                refused[place] = _without_place(str(error))
+                continue
+            except EncserveError:
+                if self._stopping.is_set():  # nobody waits for the server any more
+                    raise Stopped from None
+                raise
+            if result.fingerprint != self._info.fingerprint:
+                raise ValueError(
+                    f"the server has replaced the model: {self._info.fingerprint} by {result.fingerprint}; serve that "
+                    "version again, or begin again with --overwrite"
+                )
+            on_batch(len(call) + len(refused), sum(it.token_count for it in result.sequences), 0)
+            return [place for place, _ in call], result, refused
+        return [], None, refused
+
+
+def _size(value: Value) -> int:
+    """Roughly how many bytes of text a value is."""
+    return len(value) if isinstance(value, str) else 4 * np.size(value)
+
+
+def _without_place(problem: str) -> str:
+    """What is wrong with an input, without its place in the call that it was sent in."""
+    field, colon, rest = problem.partition(": ")
+    return rest if colon and "[" in field and " " not in field else problem
+
+
+def _joined(results: Sequence[tuple[list[int], EncodeResult]]) -> EncodeResult:
+    """One result of several, with the inputs in the order of their places."""
+    places = np.concatenate([np.array(its, np.int64) for its, _ in results])  # (inputs,)
+    order = np.argsort(places)  # (inputs,)
+    first = results[0][1]
+    output = first.outputs[0]
+    blocks = [block for _, result in results for block in result.outputs[0].blocks]
+    lengths = np.concatenate([block.lengths for block in blocks]).astype(np.int64)  # (inputs,)
+    rows_in_order = _rows_in_order(lengths, order)  # (rows,)
+    indices = None
+    if all(block.indices is not None for block in blocks):
+        indices = np.concatenate([block.indices for block in blocks if block.indices is not None])[rows_in_order]
+    block = Block(np.concatenate([block.rows for block in blocks])[rows_in_order], lengths[order], indices)
+    infos: list[SequenceInfo] = [info for _, result in results for info in result.sequences]
+    joined = EncodedOutput(output.kind, output.l2_normalized, (block,), output.sparse_width)
+    return replace(first, outputs=(joined,), sequences=tuple(infos[i] for i in order.tolist()))
+
+
+def _rows_in_order(lengths: npt.NDArray[np.int64], order: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Which rows to take so that inputs of so many rows each come in another order: (inputs,), (inputs,) to (rows,)."""
+    starts = np.cumsum(lengths) - lengths
+    ordered = lengths[order]
+    offsets = np.arange(int(ordered.sum())) - np.repeat(np.cumsum(ordered) - ordered, ordered)
+    return np.repeat(starts[order], ordered) + offsets
+
+
+def server_facts(info: ModelInfo, make: MakeOptions) -> ModelFacts:
+    """What a plan holds of a served model."""
+    task = info.tasks.get(make.task) if make.task else None
+    width = info.width(make.output)
+    return ModelFacts(
+        model=info.name,
+        version=info.version,
+        fingerprint=info.fingerprint,
+        space_id=info.space_id,
+        pooling=str(info.pooling or ""),
+        width=(width + 7) // 8 if make.dtype == "binary" else width,
+        max_tokens=task.max_tokens if task else info.max_sequence_tokens,
+        precision=info.precision,
+    )
+
+
+class ServerSource:
+    """A server, through a client."""
+
+    def __init__(self, client: EncoderClient, model: str | None = None, version: str | None = None) -> None:
+        """Takes the client, which stays its owner's, and the model; None for the server's defaults."""
+        self._client = client
+        self._model = model
+        self._version = version
+
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
+        """See `Source`.
+
+        Raises:
+            EncserveError: The server does not answer, or has no such model.
+        """
+        info = self._client.model(self._model, self._version)
+        if self._version is None and before is not None and (info.name, info.version) != (before.model, before.version):
+            # The default version has changed since; where the server still has the job's own, that one goes on.
+            known = [it for it in self._client.models() if (it.name, it.version) == (info.name, before.version)]
+            info = known[0] if known else info
+        made = replace(make, kind=kind or info.trained_kind)
+
+        def runner(plan: Plan, store: Store) -> Runner:
+            return LocalRunner(PartWorker(plan, ServerEncoder(self._client, info, made), store))
+
+        return Opened(
+            made, server_facts(info, made), runner, lambda: None, lambda: ServerEncoder(self._client, info, made)
+        )

@@ -1,0 +1,171 @@
+"""The options of jobs, for the commands that make some, and which of them go together."""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from encserve_cli.shared import check_pooling, with_options
+
+Command = Callable[..., Any]
+
+
+class SectionOption(click.Option):
+    """An option that the help lists in a section of its own."""
+
+    def __init__(self, *args: Any, section: str, **kwargs: Any) -> None:
+        """Takes the section's title, and what `click.Option` takes."""
+        self.section = section
+        super().__init__(*args, **kwargs)
+
+
+class SectionCommand(click.Command):
+    """A command whose help lists options by their sections."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the options, those without a section first."""
+        sections: dict[str, list[tuple[str, str]]] = {"Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx) if isinstance(parameter, click.Option) else None
+            if record is not None:
+                sections.setdefault(getattr(parameter, "section", "Options"), []).append(record)
+        for title, records in sections.items():
+            with formatter.section(title):
+                formatter.write_dl(records)
+
+
+_Options = Mapping[str, Mapping[str, Any]]  # what `click.option` takes, by flag
+_AT_LEAST_1 = click.IntRange(min=1)
+_FOLDER: _Options = {
+    "--vectors": {"is_flag": True, "help": "Inputs are lists of vectors, one for each token."},
+    "--keep": {
+        "multiple": True,
+        "metavar": "NAME[,NAME...]",
+        "help": "Columns of the inputs that come along; may be repeated.",
+    },
+    "--overwrite": {"is_flag": True, "help": "Remove the output of another job from the folder first."},
+    "--add-inputs": {"is_flag": True, "help": "Add the FILEs that the job does not have yet to it."},
+    "--max-rejected": {
+        "type": click.IntRange(min=0),
+        "metavar": "N",
+        "help": "Fail once more rows than that are rejected. Default: any number may be.",
+    },
+    "--dry-run": {"is_flag": True, "help": "Show the plan and about how long it takes, and write nothing."},
+}
+# Of the engine, the names and the texts are those of encserve-server.
+_BUNDLE: _Options = {
+    "--bundle": {
+        "metavar": "BUNDLE",
+        "help": "Run this model, with no server: the folder of a bundle or of its versions, a directory that holds a "
+        "checkpoint, or OWNER/NAME on the hub. Needs encserve-server, and for checkpoints encserve-export.",
+    },
+    "--engine": {
+        "type": click.Choice(["onnxruntime", "openvino"]),
+        "help": "What runs the model; openvino is for the CPU only. Default: onnxruntime.",
+    },
+    "--precision": {
+        "type": click.Choice(["model", "float32", "bfloat16"]),
+        "help": "What it computes in. bfloat16 needs --engine openvino and a CPU with AVX512-BF16 or AMX. Default: "
+        "what the bundle has.",
+    },
+    "--device": {
+        "type": click.Choice(["auto", "cpu", "cuda"]),
+        "help": "Where it runs. Default: auto, which is CUDA where that loads, and otherwise the CPU.",
+    },
+    "--max-batch-tokens": {
+        "type": _AT_LEAST_1,
+        "metavar": "N",
+        "help": "Most padded tokens in a batch. Default: measured when the model is loaded for the first time.",
+    },
+    "--intra-op-threads": {
+        "type": _AT_LEAST_1,
+        "metavar": "N",
+        "help": "Threads that run batches on the CPU. Default: the CPUs this process may use.",
+    },
+    "--parallel-batches": {
+        "type": _AT_LEAST_1,
+        "metavar": "N",
+        "help": "Batches that run at once. Default: one for each thread, at most 8; on CUDA 2.",
+    },
+    "--tokenizer-threads": {"type": _AT_LEAST_1, "metavar": "N", "help": "Threads that tokenize. Default: 2."},
+    "--cache-dir": {
+        "type": click.Path(file_okay=False, path_type=Path),
+        "metavar": "FOLDER",
+        "help": "Folder of weights that all processes of this user map, so that they are in memory once; off for none. "
+        "Default: $XDG_CACHE_HOME/encserve or ~/.cache/encserve.",
+    },
+}
+_RAY: _Options = {
+    "--ray": {
+        "metavar": "ADDRESS",
+        "help": 'Run --bundle on this cluster: "auto", ray://HOST:PORT, or "local" to start one. Needs ray.',
+    },
+    "--actors": {"type": _AT_LEAST_1, "metavar": "N", "help": "Most actors. Default: as many as there is room for."},
+    "--actor-cpus": {"type": click.FloatRange(min=0), "metavar": "N", "help": "CPUs of an actor."},
+    "--actor-gpus": {"type": click.FloatRange(min=0), "metavar": "N", "help": "GPUs of an actor."},
+}
+_SECTIONS = {"Jobs (--output FOLDER/)": _FOLDER, "Without a server": _BUNDLE, "Jobs on a Ray cluster": _RAY}
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")
+
+
+_NAMES = tuple(_name(flag) for options in _SECTIONS.values() for flag in options)
+
+
+def makes_jobs(command: Command) -> Command:
+    """Adds the options of jobs to a command, and runs a job in its place where --output is a folder."""
+
+    @functools.wraps(command)
+    def wrapper(**options: Any) -> None:
+        # Of an option that was not given: None, False, or no names.
+        found = {name: options.pop(name) for name in _NAMES}
+        given = {name: its for name, its in found.items() if its is not None and its is not False and its != ()}
+        _check(given, options)
+        if options["printing"].folder is not None:
+            from encserve_cli.job.command import run_job  # which imports pyarrow
+
+            run_job(given, options)
+        elif "bundle" in given:
+            from encserve_cli.job.command import deliver_from_bundle
+
+            deliver_from_bundle(given, options)
+        else:
+            command(**options)
+
+    return with_options(
+        wrapper,
+        *(
+            click.option(flag, cls=SectionOption, section=title, **settings)
+            for title, options in _SECTIONS.items()
+            for flag, settings in options.items()
+        ),
+    )
+
+
+def _check(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Raises UsageError for options that do not go together."""
+    check_pooling(options.get("kind"), options.get("pooling"))
+    if options["printing"].folder is None:
+        _check_absent(given, (*_FOLDER, *_RAY), "is of a job: have --output name a folder that is there, or end in /")
+    elif options["sources"].texts:
+        raise click.UsageError("--text makes texts of arguments, and a job reads files")
+    if "bundle" not in given:
+        _check_absent(given, (*_BUNDLE, *_RAY), "goes with --bundle")
+    elif named := [name for name in ("model", "model_version") if options[name] is not None]:
+        raise click.UsageError(f"--{named[0].replace('_', '-')} is of a server; --bundle names the model itself")
+    if "ray" not in given:
+        _check_absent(given, _RAY, "goes with --ray")
+    if "vectors" in given and options["sources"].ids:
+        raise click.UsageError("--vectors or --ids: inputs are one of them")
+    if "overwrite" in given and "add_inputs" in given:
+        raise click.UsageError("--overwrite or --add-inputs: a job begins again, or goes on")
+
+
+def _check_absent(given: Mapping[str, Any], flags: Iterable[str], problem: str) -> None:
+    for flag in flags:
+        if _name(flag) in given:
+            raise click.UsageError(f"{flag} {problem}")

@@ -1,0 +1,180 @@
+"""Jobs that read from object stores and write to them, on servers of their own on the loopback address."""
+
+import subprocess
+import sys
+import urllib.parse
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from cut_proxy import CutProxy, Direction
+from embed_jobs import check_rows, run, short_texts, write_corpus
+from moto.server import ThreadedMotoServer
+from ports import free_port
+from pyarrow import fs, parquet
+
+ROWS, FILES = 6000, 12
+SOME_REJECTED = 3
+
+pytestmark = pytest.mark.bulk
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Files of every way to read: Parquet and lines by ranges, a compressed file from its beginning."""
+    paths = write_corpus(tmp_path_factory.mktemp("corpus") / "texts", ROWS, FILES)
+    for i, suffix in ((2, ".jsonl"), (4, ".jsonl.gz")):
+        lines = parquet.read_table(paths[i]).to_pandas().to_json(orient="records", lines=True)
+        paths[i] = paths[i].with_name(paths[i].stem + suffix)
+        with pa.output_stream(paths[i]) as stream:  # which compresses as the name says
+            stream.write(lines.encode())
+    return paths
+
+
+class Bucket:
+    """A bucket named "corpus", as its server has it.
+
+    Attributes:
+        files: Its file system, around the proxy if there is one.
+        options: What URIs end in for it; the same for the proxy.
+    """
+
+    def __init__(self, files: Any, scheme: str, options: str) -> None:
+        self.files, self.scheme, self.options = files, scheme, options
+
+    def uri(self, path: str) -> str:
+        return f"{self.scheme}://corpus/{path}{self.options}"
+
+    def upload(self, paths: list[Path]) -> list[str]:
+        """Their URIs."""
+        for path in paths:
+            fs.copy_files(str(path), f"corpus/texts/{path.name}", fs.LocalFileSystem(), self.files, use_threads=False)
+        return [self.uri(f"texts/{it.name}") for it in paths]
+
+    def contents(self, folder: str) -> dict[str, bytes]:
+        """Every file of a job's output but the plan."""
+        found = self.files.get_file_info(fs.FileSelector(f"corpus/{folder}", recursive=True, allow_not_found=True))
+        paths = [it.path for it in found if it.type == fs.FileType.File and it.base_name != "_plan.json"]
+        return {it.removeprefix(f"corpus/{folder}/"): self.files.open_input_stream(it).read() for it in paths}
+
+
+def output_of(contents: dict[str, bytes]) -> Any:
+    return pa.concat_tables(
+        [parquet.read_table(pa.BufferReader(contents[it])) for it in sorted(contents) if it.startswith("part-")]
+    )
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[tuple[Bucket, CutProxy]]:
+    """A bucket, and the proxy that `environment` has jobs use."""
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    port = server.get_host_and_port()[1]
+    files = fs.S3FileSystem(
+        access_key="name",
+        secret_key="secret",
+        endpoint_override=f"127.0.0.1:{port}",
+        scheme="http",
+        region="us-east-1",
+        allow_bucket_creation=True,
+    )
+    files.create_dir("corpus")
+    with CutProxy(port) as proxy:
+        yield Bucket(files, "s3", ""), proxy
+    server.stop()
+
+
+def environment(proxy: CutProxy, temporary: Path) -> dict[str, str]:
+    temporary.mkdir(exist_ok=True)
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ACCESS_KEY_ID": "name",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "TMPDIR": str(temporary),
+    }
+
+
+@pytest.fixture(scope="module")
+def command(s3: tuple[Bucket, CutProxy], corpus: list[Path], encoder: Path) -> tuple[object, ...]:
+    inputs = s3[0].upload(corpus)
+    return ("embed", *inputs, "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024, "--output")
+
+
+@pytest.fixture(scope="module")
+def alone(
+    s3: tuple[Bucket, CutProxy], command: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, bytes]:
+    """What a job that is left alone puts into the bucket."""
+    bucket, proxy = s3
+    done = run(*command, bucket.uri("alone"), **environment(proxy, tmp_path_factory.mktemp("temporary")))
+    assert done.returncode == SOME_REJECTED, done.stderr
+    return bucket.contents("alone")
+
+
+def test_s3_in_and_out(alone: dict[str, bytes]) -> None:
+    check_rows(output_of(alone), short_texts(ROWS))
+
+
+@pytest.mark.parametrize(("direction", "share"), [("up", 0.5), ("down", 1.7)], ids=["uploading", "reading"])
+def test_a_job_goes_on_after_its_connection_to_s3_was_cut(
+    s3: tuple[Bucket, CutProxy],
+    command: tuple[object, ...],
+    alone: dict[str, bytes],
+    corpus: list[Path],
+    tmp_path: Path,
+    direction: Direction,
+    share: float,
+) -> None:
+    """It fails with one line, and nothing that is half there has a final name. The corpus is read once for the plan."""
+    (bucket, proxy), folder = s3, f"cut-{direction}"
+    whole = {"up": sum(map(len, alone.values())), "down": sum(it.stat().st_size for it in corpus)}
+    proxy.cut_after[direction] = int(share * whole[direction])
+    try:
+        cut = run(*command, bucket.uri(folder), **environment(proxy, tmp_path / "temporary"))
+        assert proxy.is_cut
+    finally:
+        proxy.mend()
+    assert cut.returncode == 1, cut
+    assert len(cut.stderr.splitlines()) == 1, cut.stderr
+    assert "NETWORK_CONNECTION" in cut.stderr
+    assert not list((tmp_path / "temporary").iterdir())
+    there = bucket.contents(folder)
+    assert there.items() < alone.items()
+    done = run(*command, bucket.uri(folder), **environment(proxy, tmp_path / "temporary"))
+    assert done.returncode == SOME_REJECTED, done.stderr
+    before = sum(it.endswith(".parquet") for it in there)
+    assert before
+    assert f"{before} of them made before" in done.stdout
+    assert bucket.contents(folder) == alone
+
+
+@pytest.fixture(scope="module")
+def gcs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bucket]:
+    program, port = Path(sys.executable).parent / "gcp-storage-emulator", free_port()
+    options = ["--host", "127.0.0.1", "--port", str(port), "--in-memory", "--default-bucket", "corpus"]
+    log = tmp_path_factory.mktemp("gcs") / "log"
+    with log.open("w") as file, subprocess.Popen([program, "start", *options], stdout=file, stderr=file) as process:
+        try:
+            asks = f"?scheme=http&endpoint_override={urllib.parse.quote(f'127.0.0.1:{port}')}&retry_limit_seconds=60"
+            files, _ = fs.FileSystem.from_uri(f"gs://anonymous@corpus{asks}")
+            assert files.get_file_info("corpus").type == fs.FileType.Directory, log.read_text()
+            yield Bucket(files, "gs", asks)
+        finally:
+            process.terminate()
+
+
+def test_gs_in_and_out(gcs: Bucket, corpus: list[Path], encoder: Path) -> None:
+    """And a part that is not there is made again."""
+    command = ("embed", *gcs.upload(corpus), "--keep", "id", "--bundle", encoder, "--max-batch-tokens", 1024)
+    output = gcs.uri("vectors")
+    done = run(*command, "--output", output)
+    assert done.returncode == SOME_REJECTED, done.stderr
+    made = gcs.contents("vectors")
+    check_rows(output_of(made), short_texts(ROWS))
+    gcs.files.delete_file("corpus/vectors/part-00003-000000.parquet")
+    again = run(*command, "--output", output)
+    assert f"{FILES - 1} of them made before" in again.stdout
+    assert gcs.contents("vectors") == made

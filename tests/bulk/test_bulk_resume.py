@@ -1,0 +1,156 @@
+"""A large job in one process: all of it is there whatever ends it, in memory that does not grow with it."""
+
+import contextlib
+import os
+import random
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from embed_jobs import (
+    MOST_SECONDS,
+    check_rows,
+    digests,
+    kill,
+    output_of,
+    part_names,
+    run,
+    running,
+    short_texts,
+    write_corpus,
+)
+
+from encserve_cli.job import EmbedJob, EngineOptions, LocalSource, MakeOptions, ModelFacts, Opened, ReadOptions
+
+# 1,000,000 takes minutes.
+ROWS = int(os.environ.get("ENCSERVE_BULK_ROWS", "200000"))
+FEWER_ROWS = 100_000
+KILLS = 5
+MIB = 1024 * 1024
+SOME_REJECTED = 3
+
+pytestmark = [pytest.mark.bulk, pytest.mark.timeout(300 + ROWS // 500)]
+
+
+@dataclass(frozen=True)
+class Done:
+    """A job that was left alone.
+
+    Attributes:
+        output: Its folder.
+        seconds: How long it took.
+        peak_bytes: The most memory that it held.
+    """
+
+    output: Path
+    seconds: float
+    peak_bytes: int
+
+
+def command(corpus: Path, output: Path, bundle: Path) -> tuple[object, ...]:
+    return ("embed", corpus, "--keep", "id", "--output", f"{output}/", "--bundle", bundle, "--max-batch-tokens", 4096)
+
+
+def peak_bytes(process: "subprocess.Popen[str]") -> int:
+    """The most memory that a process has held so far; 0 once it has ended."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError):
+        lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def run_alone(corpus: Path, output: Path, bundle: Path) -> Done:
+    began, peak = time.monotonic(), 0
+    with running(*command(corpus, output, bundle)) as process:
+        while process.poll() is None:
+            peak = max(peak, peak_bytes(process))
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.02)
+        assert process.stderr is not None
+        assert process.returncode == SOME_REJECTED, process.stderr.read()
+    return Done(output, time.monotonic() - began, peak)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts", ROWS)[0]
+
+
+@pytest.fixture(scope="module")
+def alone(corpus: Path, encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Done:
+    return run_alone(corpus, tmp_path_factory.mktemp("alone") / "vectors", encoder)
+
+
+def killed_at_random(corpus: Path, output: Path, bundle: Path, part_seconds: float) -> Iterator[list[str]]:
+    """Starts the job again and again and kills it; yields the parts that are there after each time."""
+    parts = -(-ROWS // 20_000)
+    for begun in sorted(random.sample(range(parts - 3), KILLS)):
+        with running(*command(corpus, output, bundle)) as process:
+            while len(part_names(output)) < begun and process.poll() is None:
+                time.sleep(0.01)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(random.uniform(0, part_seconds))
+            assert process.poll() is None, "it ended before it was killed"
+            kill(process)
+        yield part_names(output)
+
+
+def test_every_row_is_there_once_and_in_order(alone: Done) -> None:
+    check_rows(output_of(alone.output), short_texts(ROWS))
+
+
+def test_a_job_that_is_killed_five_times_gives_the_same_bytes(
+    corpus: Path, alone: Done, encoder: Path, tmp_path: Path
+) -> None:
+    """And no part that was done is done again."""
+    output = tmp_path / "vectors"
+    made: dict[str, int] = {}
+    for names in killed_at_random(corpus, output, encoder, alone.seconds * 20_000 / ROWS):
+        made = {name: (output / name).stat().st_mtime_ns for name in names} | made
+    last = run(*command(corpus, output, encoder), seconds=300 + ROWS // 500)
+    assert last.returncode == SOME_REJECTED, last.stderr
+    assert f"{len(made):,} of them made before" in last.stdout
+    assert digests(output) == digests(alone.output)
+    assert {name: (output / name).stat().st_mtime_ns for name in made} == made
+
+
+def test_memory_does_not_grow_with_the_rows(alone: Done, encoder: Path, tmp_path: Path) -> None:
+    fewer = run_alone(write_corpus(tmp_path / "texts", FEWER_ROWS)[0], tmp_path / "vectors", encoder)
+    assert alone.peak_bytes <= max(1.1 * fewer.peak_bytes, fewer.peak_bytes + 64 * MIB)
+
+
+def test_two_runs_at_once_do_no_harm(encoder: Path, tmp_path: Path) -> None:
+    files = write_corpus(tmp_path / "texts", 20_000, files=10)
+    both = ("embed", *files, "--keep", "id", "--bundle", encoder, "--output", f"{tmp_path}/both/")
+    with running(*both) as one, running(*both) as other:
+        for process in (one, other):
+            _, err = process.communicate(timeout=MOST_SECONDS)
+            assert (process.returncode, err) == (SOME_REJECTED, "")
+    check_rows(output_of(tmp_path / "both"), short_texts(20_000))
+
+
+class SlowSource(LocalSource):
+    """A bundle that is loaded so slowly that meanwhile another run makes the plan, and measures other batches."""
+
+    def __init__(self, bundle: Path, other: Callable[[], None]) -> None:
+        super().__init__(bundle, EngineOptions())
+        self._other = other
+
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
+        if before is None:
+            self._other()
+        return super().open(make, kind, before)
+
+
+def test_of_two_runs_that_begin_at_once_the_slower_takes_the_plan_of_the_faster(encoder: Path, tmp_path: Path) -> None:
+    corpus, output = write_corpus(tmp_path / "texts", 100)[0], str(tmp_path / "vectors")
+
+    def job(source: LocalSource) -> EmbedJob:
+        return EmbedJob([str(corpus)], output, source, read=ReadOptions(), make=MakeOptions())
+
+    with job(SlowSource(encoder, lambda: job(LocalSource(encoder, EngineOptions(max_batch_tokens=96))).close())) as it:
+        assert it.plan.model.max_batch_tokens == 96
+        assert it.run().parts_before == 0

@@ -1,0 +1,140 @@
+"""Jobs through a server: killed, through a server that restarts, and through one that refuses for a while."""
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from agreement import worst_relative_error
+from embed_jobs import check_rows, kill, output_of, part_names, run, running, short_texts, vectors_of, write_corpus
+from fake_encoder import FakeEncoder, Refused, rows_of_input
+from ports import free_port
+from real_server import RealServer, real_server
+from waiting import PATIENCE_SECONDS
+
+from encserve_proto.v1 import encoder_pb2 as pb
+
+ROWS, FILES = 20_000, 20
+# 60 shows that a job waits for a server that refuses for a minute.
+REFUSAL_SECONDS = float(os.environ.get("ENCSERVE_BULK_REFUSAL_SECONDS", "4"))
+SOME_REJECTED = 3
+TOLERANCE = 1e-5  # of a sequence among some neighbours against the same among others
+
+pytestmark = pytest.mark.bulk
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "texts", ROWS, FILES)
+
+
+@pytest.fixture(scope="module")
+def want(corpus: list[Path], encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What a job without a server makes of the corpus."""
+    output = tmp_path_factory.mktemp("want") / "vectors"
+    done = run("embed", *corpus, "--keep", "id", "--output", f"{output}/", "--bundle", encoder)
+    assert done.returncode == SOME_REJECTED, done.stderr
+    return output_of(output)
+
+
+def command(target: str, corpus: list[Path], output: Path) -> tuple[object, ...]:
+    return ("--target", target, "embed", *corpus, "--keep", "id", "--output", f"{output}/")
+
+
+def check_agreement(found: Any, want: Any) -> None:
+    check_rows(found, short_texts(ROWS))
+    vectors, expected = vectors_of(found)[0], vectors_of(want)[0]
+    assert worst_relative_error(vectors, expected) <= TOLERANCE
+
+
+def wait_for_parts(output: Path, count: int) -> None:
+    ends = time.monotonic() + PATIENCE_SECONDS
+    while len(part_names(output)) < count and time.monotonic() < ends:
+        time.sleep(0.01)
+
+
+def test_a_job_that_is_killed_goes_on(corpus: list[Path], want: Any, encoder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "vectors"
+    with real_server(encoder.parent.parent) as server:
+        for parts in (3, 9):
+            with running(*command(server.target, corpus, output)) as process:
+                wait_for_parts(output, parts)
+                kill(process)
+        assert 0 < len(part_names(output)) < FILES
+        last = run(*command(server.target, corpus, output))
+    assert last.returncode == SOME_REJECTED, last.stderr
+    check_agreement(output_of(output), want)
+
+
+@contextlib.contextmanager
+def killed_after(parts: int, output: Path, bundle: Path) -> Iterator[str]:
+    """A server's target. It is killed once so many parts are there; two seconds later it is started again."""
+    flags = ("--grpc-port", str(free_port()))
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(real_server(bundle.parent.parent, *flags))]
+
+        def restart() -> None:
+            wait_for_parts(output, parts)
+            servers[0].process.kill()
+            servers[0].wait()
+            time.sleep(2)
+            servers.append(stack.enter_context(real_server(bundle.parent.parent, *flags)))
+
+        thread = threading.Thread(target=restart)
+        thread.start()
+        try:
+            yield servers[0].target
+        finally:
+            thread.join()
+        check_both_worked(servers)
+
+
+def check_both_worked(servers: list[RealServer]) -> None:
+    assert servers[1].metric("encserve_tokens_total") > 0, "everything was done before the restart"
+
+
+def test_a_job_outlives_a_restart_of_its_server(corpus: list[Path], want: Any, encoder: Path, tmp_path: Path) -> None:
+    output = tmp_path / "vectors"
+    with killed_after(3, output, encoder) as target:
+        done = run(*command(target, corpus, output))
+    assert done.returncode == SOME_REJECTED, done.stderr
+    check_agreement(output_of(output), want)
+
+
+@pytest.mark.timeout(300 + REFUSAL_SECONDS)
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"), (grpc.StatusCode.UNAVAILABLE, "NOT_READY")],
+    ids=["no room", "not ready"],
+)
+async def test_a_job_waits_for_a_server_that_refuses(tmp_path: Path, code: grpc.StatusCode, reason: str) -> None:
+    texts = [f"{'word ' * (i % 9)}{i}" for i in range(4000)]
+    (tmp_path / "texts.txt").write_text("".join(f"{it}\n" for it in texts))
+    service = FakeEncoder()
+    began: list[float] = []
+
+    async def refuse(request: pb.EncodeRequest) -> None:
+        if len(service.requests) > 3:
+            began.append(time.monotonic())
+            if began[-1] < began[0] + REFUSAL_SECONDS:
+                raise Refused(code, "not now", reason, pushback="200")
+
+    service.before = refuse
+    await service.start()
+    try:
+        arguments = ("--target", service.target, "embed", tmp_path / "texts.txt", "--output", f"{tmp_path}/vectors/")
+        done = await asyncio.to_thread(run, *arguments)
+    finally:
+        await service.server.stop(None)
+    assert (done.returncode, done.stderr) == (0, "")
+    table = output_of(tmp_path / "vectors")
+    assert table["text"].to_pylist() == texts
+    expected = [rows_of_input(pb.Input(text=it)).mean(axis=0) for it in texts]
+    np.testing.assert_allclose(vectors_of(table)[0], expected, rtol=1e-6)

@@ -1,0 +1,94 @@
+"""A TCP proxy on a loopback port between a client and a server, whose connections can be cut."""
+
+import contextlib
+import socket
+import socketserver
+import threading
+from types import TracebackType
+from typing import Literal
+
+Direction = Literal["up", "down"]
+
+
+class CutProxy:
+    """Passes bytes on until it is cut; then it ends every connection, and each new one at once, until it is mended.
+
+    Attributes:
+        port: Where it listens.
+        cut_after: How many more bytes go "up" to the server, or "down" to the client, before it is cut.
+    """
+
+    def __init__(self, server_port: int) -> None:
+        """Listens; `server_port` is the server's, on the loopback address."""
+        self.cut_after: dict[Direction, int] = {}
+        self._is_cut = False
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        proxy = self
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with socket.create_connection(("127.0.0.1", server_port)) as server:
+                    proxy._connect(self.request, server)
+
+        self._listener = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler)
+        self.port: int = self._listener.server_address[1]
+        self._thread = threading.Thread(target=self._listener.serve_forever)
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether nothing is passed on."""
+        return self._is_cut
+
+    def mend(self) -> None:
+        """Passes everything on again."""
+        self.cut_after.clear()
+        self._is_cut = False
+
+    def _connect(self, client: socket.socket, server: socket.socket) -> None:
+        with self._lock:
+            self._open |= {client, server}
+        back = threading.Thread(target=self._pass_on, args=(server, client, "down"))
+        back.start()
+        self._pass_on(client, server, "up")
+        back.join()
+        with self._lock:
+            self._open -= {client, server}
+
+    def _pass_on(self, source: socket.socket, target: socket.socket, direction: Direction) -> None:
+        with contextlib.suppress(OSError):  # the other end is gone
+            while (data := source.recv(16384)) and self._may_pass(direction, len(data)):
+                target.sendall(data)
+        _end(source)
+        _end(target)
+
+    def _may_pass(self, direction: Direction, count: int) -> bool:
+        with self._lock:
+            if direction in self.cut_after:
+                self.cut_after[direction] -= count
+                if self.cut_after[direction] < 0:
+                    self._cut()
+            return not self._is_cut
+
+    def _cut(self) -> None:
+        self._is_cut = True
+        for it in self._open:
+            _end(it)
+
+    def __enter__(self) -> "CutProxy":
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._lock:
+            self._cut()
+        self._listener.shutdown()
+        self._thread.join()
+        self._listener.server_close()
+
+
+def _end(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # it has ended already
+        connection.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,126 @@
+"""Jobs of `encserve embed` as processes of their own: their inputs, their runs, and what is in their outputs."""
+
+import contextlib
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from exporting import export_once
+from pyarrow import parquet
+from tiny_bundle import VOCAB_SIZE
+from tiny_heads import words
+
+from encserve_cli.load.lengths import real_text_lengths, sample_lengths
+from encserve_export import EncoderConfig, Target, export_init, read_tokenizer
+
+COMMAND = Path(sys.executable).parent / "encserve"
+LONGEST = 64  # tokens, of the encoder that jobs run
+MOST_SECONDS = 250.0  # that a job may take; less than a test may
+
+
+def export_small_encoder(folder: Path) -> Path:
+    """Exports a real Encoder, so small that a job takes some 50 µs for a text; returns its bundle."""
+    words().save(str(folder / "tokenizer.json"))
+    config = EncoderConfig(
+        vocab_size=VOCAB_SIZE, d_model=16, n_heads=2, d_ff=32, n_layers=1, max_sequence_tokens=LONGEST
+    )
+    target = Target(model_repository=folder / "models", name="small")
+    tokenizer = read_tokenizer(folder / "tokenizer.json")
+    return export_once(export_init, config, 0, target=target, tokenizer=tokenizer, pooling="mean").path
+
+
+def short_texts(count: int, seed: int = 0) -> list[str]:
+    """Texts of words that the tokenizer knows, with a quarter of the words of real ones; about 1 in 85 is too long."""
+    lengths = np.maximum(sample_lengths(real_text_lengths(), count, seed) // 4, 1)
+    ids = np.random.default_rng(seed).integers(3, VOCAB_SIZE, int(lengths.sum()))
+    found = np.array([f"w{i}" for i in range(VOCAB_SIZE)])[ids].tolist()
+    ends = np.cumsum(lengths).tolist()
+    return [" ".join(found[begin:end]) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def is_too_long(text: str) -> bool:
+    """Whether the encoder refuses it, with two special tokens around its words."""
+    return text.count(" ") + 3 > LONGEST
+
+
+def write_corpus(folder: Path, count: int, files: int = 1) -> list[Path]:
+    """Writes `short_texts` with their numbers, `id`, into so many Parquet files."""
+    folder.mkdir(parents=True)
+    table = pa.table({"id": np.arange(count), "text": short_texts(count)})
+    paths = []
+    for i, rows in enumerate(np.array_split(np.arange(count), files)):
+        paths.append(folder / f"corpus-{i:03}.parquet")
+        parquet.write_table(table.slice(rows[0], len(rows)), paths[-1])
+    return paths
+
+
+@contextlib.contextmanager
+def running(*arguments: object, **variables: str) -> Iterator["subprocess.Popen[str]"]:
+    """The command `encserve` as a process, which is killed at the end of the block if it still runs."""
+    with subprocess.Popen(
+        [COMMAND, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | variables,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            kill(process)
+
+
+def kill(process: "subprocess.Popen[str]") -> None:
+    """Ends a process and its children at once, as `kill -9` does."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def run(*arguments: object, seconds: float = MOST_SECONDS, **variables: str) -> "subprocess.CompletedProcess[str]":
+    """Runs the command `encserve` to its end."""
+    with running(*arguments, **variables) as process:
+        out, err = process.communicate(timeout=seconds)
+        return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def part_names(folder: Path) -> list[str]:
+    """The files of the parts that are done, sorted."""
+    return sorted(it.name for it in folder.glob("part-*.parquet"))
+
+
+def output_of(folder: Path) -> Any:
+    """All parts as one `pyarrow.Table`, in the order of their names."""
+    return pa.concat_tables([parquet.read_table(folder / name) for name in part_names(folder)])
+
+
+def digests(folder: Path) -> dict[str, str]:
+    """The digest of each file of a job's output but the plan, which says when inputs were changed."""
+    files = (it for it in folder.rglob("*") if it.is_file() and it.name != "_plan.json")
+    return {str(it.relative_to(folder)): hashlib.sha256(it.read_bytes()).hexdigest() for it in files}
+
+
+def vectors_of(table: Any) -> tuple[Any, Any]:
+    """Of a table's column `vector` the (rows, width) that are there, and which of all rows have none."""
+    column = table["vector"].combine_chunks()
+    missing = column.is_null().to_numpy(zero_copy_only=False)
+    present = column.filter(pa.array(~missing))
+    return present.flatten().to_numpy().reshape(len(present), -1), missing
+
+
+def check_rows(table: Any, texts: Sequence[str]) -> None:
+    """Fails unless a job's output has every text once and in order, and a vector for each that is not too long."""
+    assert table["id"].to_pylist() == list(range(len(texts)))
+    assert table["text"].to_pylist() == list(texts)
+    vectors, missing = vectors_of(table)
+    np.testing.assert_array_equal(missing, [is_too_long(it) for it in texts])
+    assert np.isfinite(vectors).all()

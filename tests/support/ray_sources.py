@@ -1,0 +1,137 @@
+"""Sources without a model for jobs on Ray, which actors can import, and a cluster of several nodes on this machine."""
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from encserve_cli.job.api import RayOptions
+from encserve_cli.job.job import Opened, Source
+from encserve_cli.job.plan import MakeOptions, ModelFacts
+from encserve_cli.job.ray import open_on_ray
+from encserve_cli.job.run import LocalRunner, PartWorker
+from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value
+from encserve_client import Block, EncodedOutput, EncodeResult, Timings
+
+WIDTH = 4
+DEADLY = "deadly"  # a text that ends the process that encodes it
+FACTS = ModelFacts("fake", "1", "sha256:fake", "", "mean", WIDTH, 512)
+
+
+class FakeEncoder:
+    """Makes (values, 4) of the values' bytes; takes some seconds for a part, one part at a time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._lock = threading.Lock()
+        self._stopping = threading.Event()
+
+    def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
+        """See `Encoder`."""
+        with self._lock:
+            if DEADLY in values:
+                os._exit(1)
+            if self._stopping.wait(self._seconds):
+                raise Stopped
+        rows = np.array([[len(str(it)), *str(it).encode()[:3].ljust(3)] for it in values], np.float32)
+        output = EncodedOutput("mean", True, (Block(rows, np.ones(len(values), np.int64), None),), 0)
+        result = EncodeResult("fake", "1", FACTS.fingerprint, (output,), (), Timings(0.0, 0.0, 0.0, 0.0, 0, 0), "")
+        return Encoded(result, {}, len(values), len(values))
+
+    def stop(self) -> None:
+        """See `Encoder`."""
+        self._stopping.set()
+
+    def close(self) -> None:
+        """See `Encoder`."""
+
+
+@dataclass(frozen=True)
+class FakeSource:
+    """Opens a `FakeEncoder`.
+
+    Attributes:
+        seconds: How long it takes for a part.
+        together: With a folder and a number, `open` returns once so many processes have opened it.
+        fingerprint_of: A folder whose existing file "fingerprint" says which model there is.
+    """
+
+    seconds: float = 0.0
+    together: tuple[Path, int] | None = None
+    fingerprint_of: Path | None = None
+
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
+        """See `Source`."""
+        if self.together is not None:
+            folder, count = self.together
+            (folder / str(os.getpid())).touch()
+            while len(list(folder.iterdir())) < count:
+                time.sleep(0.02)
+        facts = FACTS
+        if self.fingerprint_of is not None:
+            facts = replace(FACTS, fingerprint=(self.fingerprint_of / "fingerprint").read_text())
+        encoder = FakeEncoder(self.seconds)
+        return Opened(
+            replace(make, kind=kind or "model"),
+            facts,
+            lambda plan, store: LocalRunner(PartWorker(plan, encoder, store)),
+            encoder.close,
+            lambda: encoder,
+        )
+
+
+@dataclass(frozen=True)
+class OnRay:
+    """A source on a Ray cluster."""
+
+    source: Source
+    options: RayOptions
+
+    def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
+        """See `Source`."""
+        return open_on_ray(self.source, self.options, make, kind, before)
+
+
+class SmallCluster:
+    """A Ray cluster on this machine, without a dashboard; each node has a loopback address of its own.
+
+    Attributes:
+        address: Where it is.
+        nodes: Its nodes; the first is the head.
+    """
+
+    def __init__(self, nodes: int, cpus: int = 1) -> None:
+        """Starts it with nodes of so many CPUs."""
+        from ray.cluster_utils import Cluster
+
+        self._cpus = cpus
+        self._cluster = Cluster(initialize_head=True, head_node_args=self._settings(0))
+        self.nodes: list[Any] = [self._cluster.head_node]
+        for _ in range(nodes - 1):
+            self.add()
+        self.address: str = self._cluster.address
+
+    def _settings(self, number: int) -> dict[str, Any]:
+        return {
+            "num_cpus": self._cpus,
+            "object_store_memory": 80 * 1024 * 1024,
+            "include_dashboard": False,
+            "node_ip_address": f"127.0.0.{number + 2}",  # Ray takes 127.0.0.1 for the address of the machine
+        }
+
+    def add(self) -> None:
+        """Starts a node."""
+        self.nodes.append(self._cluster.add_node(**self._settings(len(self.nodes))))
+
+    def kill(self, number: int) -> None:
+        """Kills a node with all that runs on it."""
+        self._cluster.remove_node(self.nodes[number], allow_graceful=False)
+
+    def close(self) -> None:
+        """Ends all nodes."""
+        self._cluster.shutdown()  # type: ignore[no-untyped-call]
