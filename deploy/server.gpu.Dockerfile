@@ -29,8 +29,9 @@ LABEL org.opencontainers.image.title="encserve-server" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
-# A new volume takes the owner of this folder.
-RUN install --directory --owner=10001 --group=10001 /models
+# A new volume takes the owner and the mode of its folder.
+RUN install --directory --owner=10001 --group=10001 /models && \
+    install --directory --owner=10001 --group=10001 --mode=0700 /cache
 COPY --from=build /opt/encserve /opt/encserve
 ENV PATH=/opt/encserve/bin:${PATH} \
     HOME=/tmp \
@@ -39,6 +40,7 @@ ENV PATH=/opt/encserve/bin:${PATH} \
     NVIDIA_VISIBLE_DEVICES=all \
     NVIDIA_DRIVER_CAPABILITIES=compute,utility \
     ENCSERVE_DEVICE=cuda \
+    ENCSERVE_CACHE_DIR=/cache \
     ENCSERVE_HOST=0.0.0.0 \
     ENCSERVE_MODEL_REPOSITORY=/models
 WORKDIR /models

@@ -23,7 +23,7 @@ LENGTHS = ([1], [7], [3, 40, 40, 9] * 4, [100], [64, 1])
 def test_every_session_gives_the_same_bits(name: str, precision: Precision, tmp_path: Path) -> None:
     export = export_minilm(tmp_path, precision=precision) if name == MODEL else export_golden(name, tmp_path, precision)
     bundle = read_bundle(export.path)
-    shared = PrepackedWeights(tmp_path / "cache", bundle.fingerprint)
+    shared = PrepackedWeights(tmp_path / "cache", bundle.fingerprint, export.path)
     rng = np.random.default_rng(0)
     longest = bundle.max_sequence_tokens
     batches = [[rng.integers(0, bundle.vocab_size, min(it, longest)) for it in lengths] for lengths in LENGTHS]

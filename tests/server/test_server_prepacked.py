@@ -85,7 +85,7 @@ def entries(folder: Path) -> list[Path]:
 
 
 def open_engine(bundle: Bundle, folder: Path | None) -> OnnxEngine:
-    weights = None if folder is None else PrepackedWeights(folder, bundle.fingerprint)
+    weights = None if folder is None else PrepackedWeights(folder, bundle.fingerprint, bundle.graph.path.parent)
     return OnnxEngine(bundle.graph, device="cpu", intra_op_threads=2, parallel_runs=2, weights=weights)
 
 
@@ -108,7 +108,7 @@ def test_inspections_have_the_same_bits_with_shared_weights(bundle: Bundle, fold
     assert graph is not None
     wanted = [(InspectKind.HIDDEN_STATES, (0, 1))]
     found = []
-    for weights in (None, PrepackedWeights(folder, bundle.fingerprint)):
+    for weights in (None, PrepackedWeights(folder, bundle.fingerprint, bundle.graph.path.parent)):
         with contextlib.closing(OnnxInspector(graph, device="cpu", weights=weights)) as inspector:
             (tensor,), _ = inspector.run(np.arange(20), wanted)
             found.append([part.tobytes() for part in tensor.parts])
@@ -131,7 +131,7 @@ def test_heads_have_the_same_bits_with_shared_weights(folder: Path, tmp_path: Pa
     rows = np.random.default_rng(1).standard_normal((9, 64)).astype(np.float32)
     plain, shared = (
         OnnxHead(head, device="cpu", threads=1, weights=weights).run(rows)
-        for weights in (None, PrepackedWeights(folder, "a"))
+        for weights in (None, PrepackedWeights(folder, "a", tmp_path))
     )
     assert plain.tobytes() == shared.tobytes()
     assert len(entries(folder)) == 1
@@ -144,7 +144,7 @@ from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.engine.prepacked import PrepackedWeights
 from encserve_server.repository.bundle import read_bundle
 bundle = read_bundle(Path(sys.argv[1]))
-weights = PrepackedWeights(Path(sys.argv[2]), bundle.fingerprint)
+weights = PrepackedWeights(Path(sys.argv[2]), bundle.fingerprint, Path(sys.argv[1]))
 print(flush=True)
 sys.stdin.readline()
 engine = OnnxEngine(bundle.graph, device="cpu", intra_op_threads=1, weights=weights)
@@ -316,7 +316,7 @@ def test_another_bundle_runtime_or_cpu_has_its_own_entry(
     bundle: Bundle, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def open_one(fingerprint: str) -> int:
-        weights = PrepackedWeights(folder, fingerprint)
+        weights = PrepackedWeights(folder, fingerprint, bundle.graph.path.parent)
         OnnxEngine(bundle.graph, device="cpu", intra_op_threads=1, weights=weights).close()
         return len(entries(folder))
 
@@ -328,9 +328,21 @@ def test_another_bundle_runtime_or_cpu_has_its_own_entry(
     assert open_one("a") == 4
 
 
+def test_graphs_of_one_name_in_two_folders_of_a_bundle_are_two(
+    folder: Path, tmp_path: Path, writes: list[Path]
+) -> None:
+    weights = PrepackedWeights(folder, "a", tmp_path)
+    for name in ("x", "y"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.onnx").write_bytes(feed_forward())
+        onnx_engine._open_session(tmp_path / name / "model.onnx", "cpu", 1, weights)
+    assert writes == [tmp_path / "x/model.onnx", tmp_path / "y/model.onnx"]
+    assert len(entries(folder)) == 2
+
+
 def test_a_bundle_that_was_replaced_meanwhile_leaves_no_entry(bundle: Bundle, folder: Path) -> None:
     """Its weights would be taken for those of the fingerprint, and for good."""
-    weights = PrepackedWeights(folder, bundle.fingerprint, lambda: False)
+    weights = PrepackedWeights(folder, bundle.fingerprint, bundle.graph.path.parent, lambda: False)
     OnnxEngine(bundle.graph, device="cpu", intra_op_threads=1, weights=weights).close()
     assert not entries(folder)
 
@@ -413,7 +425,7 @@ def test_the_cache_is_where_the_setting_or_the_environment_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def found(cache_dir: Path | None) -> Path | None:
-        weights = open_weights(cache_dir, "a", lambda: True)
+        weights = open_weights(cache_dir, "a", tmp_path, lambda: True)
         return None if weights is None else weights._folder
 
     monkeypatch.setenv("HOME", str(tmp_path / "home"))

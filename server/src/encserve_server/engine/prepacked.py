@@ -25,9 +25,12 @@ _MODEL_NAME = "model.onnx"
 class PrepackedWeights:
     """The prepacked graphs of one bundle."""
 
-    def __init__(self, folder: Path, fingerprint: str, is_unchanged: Callable[[], bool] = lambda: True) -> None:
-        """Names the cache's folder, what identifies the bundle, and what checks that its files still are those."""
+    def __init__(
+        self, folder: Path, fingerprint: str, bundle: Path, is_unchanged: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Names the cache's folder, the bundle and its folder, and what checks that its files still are those."""
         self._folder = folder
+        self._bundle = bundle
         self._key = {"fingerprint": fingerprint, "cpu": cpu_model(), "features": cpu_features()}
         self._is_unchanged = is_unchanged
         self._usable = True
@@ -52,7 +55,7 @@ class PrepackedWeights:
         """
         if not self._usable:
             return None
-        key = {**self._key, **options, "graph": graph.name}
+        key = {**self._key, **options, "graph": str(graph.relative_to(self._bundle))}
 
         def make(folder: Path) -> None:
             began = time.perf_counter()
@@ -73,12 +76,15 @@ class PrepackedWeights:
             return None
 
 
-def open_weights(cache_dir: Path | None, fingerprint: str, is_unchanged: Callable[[], bool]) -> PrepackedWeights | None:
+def open_weights(
+    cache_dir: Path | None, fingerprint: str, bundle: Path, is_unchanged: Callable[[], bool]
+) -> PrepackedWeights | None:
     """The prepacked graphs of a bundle; None if they are switched off.
 
     Args:
         cache_dir: The cache's folder; None for the user's own, "off" for none.
         fingerprint: What identifies the bundle.
+        bundle: Its folder.
         is_unchanged: Whether its files still are those that have this fingerprint; called when weights were written.
     """
     try:
@@ -86,7 +92,7 @@ def open_weights(cache_dir: Path | None, fingerprint: str, is_unchanged: Callabl
     except RuntimeError as error:  # the user has no home directory
         logger.warning("every session has its own copy of the weights", extra={"reason": str(error)})
         return None
-    return None if folder == _OFF else PrepackedWeights(folder, fingerprint, is_unchanged)
+    return None if folder == _OFF else PrepackedWeights(folder, fingerprint, bundle, is_unchanged)
 
 
 def _default_folder() -> Path:

@@ -50,7 +50,10 @@ def load_model(
     }
     threads = settings.intra_op_threads or usable_cpus()
     weights = open_weights(
-        settings.cache_dir, bundle.fingerprint, lambda: read_bundle(directory).fingerprint == bundle.fingerprint
+        settings.cache_dir,
+        bundle.fingerprint,
+        directory,
+        lambda: read_bundle(directory).fingerprint == bundle.fingerprint,
     )
     engine = open_engine(
         bundle.graph,
