@@ -125,5 +125,5 @@ def test_all_parts_have_one_version_and_need_it_of_each_other(wheels: Path) -> N
         "encserve-export": contracts,
         "encserve-server": contracts,
         "encserve-client": contracts,
-        "encserve-cli": [f"encserve-client=={version}"],
+        "encserve-cli": [f"encserve-client=={version}", f"encserve-server=={version}; extra == 'local'"],
     }

@@ -15,11 +15,13 @@ class CutProxy:
 
     Attributes:
         port: Where it listens.
-        cut_after: How many more bytes go "up" to the server, or "down" to the client, before it is cut.
+        passed: How many bytes went "up" to the server and "down" to the client since it was mended.
+        cut_after: It is cut before more than so many pass.
     """
 
     def __init__(self, server_port: int) -> None:
         """Listens; `server_port` is the server's, on the loopback address."""
+        self.passed: dict[Direction, int] = {"up": 0, "down": 0}
         self.cut_after: dict[Direction, int] = {}
         self._is_cut = False
         self._lock = threading.Lock()
@@ -42,7 +44,7 @@ class CutProxy:
 
     def mend(self) -> None:
         """Passes everything on again."""
-        self.cut_after.clear()
+        self.passed, self.cut_after = {"up": 0, "down": 0}, {}
         self._is_cut = False
 
     def _connect(self, client: socket.socket, server: socket.socket) -> None:
@@ -64,10 +66,9 @@ class CutProxy:
 
     def _may_pass(self, direction: Direction, count: int) -> bool:
         with self._lock:
-            if direction in self.cut_after:
-                self.cut_after[direction] -= count
-                if self.cut_after[direction] < 0:
-                    self._cut()
+            self.passed[direction] += count
+            if self.passed[direction] > self.cut_after.get(direction, self.passed[direction]):
+                self._cut()
             return not self._is_cut
 
     def _cut(self) -> None:

@@ -3,11 +3,13 @@
 import contextlib
 import hashlib
 import os
+import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -62,7 +64,9 @@ def write_corpus(folder: Path, count: int, files: int = 1) -> list[Path]:
 
 
 @contextlib.contextmanager
-def running(*arguments: object, **variables: str) -> Iterator["subprocess.Popen[str]"]:
+def running(
+    *arguments: object, variables: Mapping[str, str] = MappingProxyType({})
+) -> Iterator["subprocess.Popen[str]"]:
     """The command `encserve` as a process, which is killed at the end of the block if it still runs."""
     with subprocess.Popen(
         [COMMAND, *map(str, arguments)],
@@ -70,7 +74,7 @@ def running(*arguments: object, **variables: str) -> Iterator["subprocess.Popen[
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | variables,
+        env=os.environ | dict(variables),
         start_new_session=True,
     ) as process:
         try:
@@ -86,11 +90,18 @@ def kill(process: "subprocess.Popen[str]") -> None:
         process.wait()
 
 
-def run(*arguments: object, seconds: float = MOST_SECONDS, **variables: str) -> "subprocess.CompletedProcess[str]":
+def run(
+    *arguments: object, seconds: float = MOST_SECONDS, variables: Mapping[str, str] = MappingProxyType({})
+) -> "subprocess.CompletedProcess[str]":
     """Runs the command `encserve` to its end."""
-    with running(*arguments, **variables) as process:
+    with running(*arguments, variables=variables) as process:
         out, err = process.communicate(timeout=seconds)
         return subprocess.CompletedProcess(process.args, process.returncode, out, err)
+
+
+def said(errors: str) -> list[str]:
+    """The lines of standard error, without those that a job writes every 30 s about its progress."""
+    return [line for line in errors.splitlines() if re.match(r"[\d,]+ of [\d,]+ rows, ", line) is None]
 
 
 def part_names(folder: Path) -> list[str]:

@@ -26,16 +26,21 @@ FACTS = ModelFacts("fake", "1", "sha256:fake", "", "mean", WIDTH, 512)
 class FakeEncoder:
     """Makes (values, 4) of the values' bytes; takes some seconds for a part, one part at a time."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, together: tuple[Path, int] | None) -> None:
         self._seconds = seconds
+        self._together = together
         self._lock = threading.Lock()
         self._stopping = threading.Event()
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
         """See `Encoder`."""
+        if DEADLY in values:
+            os._exit(1)
         with self._lock:
-            if DEADLY in values:
-                os._exit(1)
+            if self._together is not None:
+                while len(list(self._together[0].iterdir())) < self._together[1]:
+                    time.sleep(0.02)
+                self._together = None
             if self._stopping.wait(self._seconds):
                 raise Stopped
         rows = np.array([[len(str(it)), *str(it).encode()[:3].ljust(3)] for it in values], np.float32)
@@ -57,7 +62,8 @@ class FakeSource:
 
     Attributes:
         seconds: How long it takes for a part.
-        together: With a folder and a number, `open` returns once so many processes have opened it.
+        together: With a folder and a number, the first part begins once so many processes have opened the source;
+            each leaves a file in the folder.
         fingerprint_of: A folder whose existing file "fingerprint" says which model there is.
     """
 
@@ -68,14 +74,11 @@ class FakeSource:
     def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
         """See `Source`."""
         if self.together is not None:
-            folder, count = self.together
-            (folder / str(os.getpid())).touch()
-            while len(list(folder.iterdir())) < count:
-                time.sleep(0.02)
+            (self.together[0] / str(os.getpid())).touch()
         facts = FACTS
         if self.fingerprint_of is not None:
             facts = replace(FACTS, fingerprint=(self.fingerprint_of / "fingerprint").read_text())
-        encoder = FakeEncoder(self.seconds)
+        encoder = FakeEncoder(self.seconds, self.together)
         return Opened(
             replace(make, kind=kind or "model"),
             facts,

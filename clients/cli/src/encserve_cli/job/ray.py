@@ -6,8 +6,10 @@ what a cluster's autoscaler adds nodes for; actors without work end, so that it 
 
 import dataclasses
 import logging
+import math
 import os
 import signal
+import socket
 import threading
 import time
 from collections import Counter, deque
@@ -16,6 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -123,14 +126,22 @@ def _connect(address: str) -> Callable[[], None]:
         settings["include_dashboard"] = False
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
+        _check_port(address)
         with _keeping_sigterm():
             ray.init(**settings)
-    except (ConnectionError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, RayError) as error:
         raise RuntimeError(
             f"--ray {address}: no Ray cluster answers there ({_first_line(error)}); `ray start --head` starts one, "
             "and --ray local runs the job on a cluster of its own on this machine"
         ) from error
     return ray.shutdown
+
+
+def _check_port(address: str) -> None:
+    """Raises OSError where nothing listens, which Ray would find after minutes."""
+    parts = urlsplit(address if "://" in address else f"//{address}")
+    if parts.hostname and parts.port:
+        socket.create_connection((parts.hostname, parts.port), timeout=_LOOK_SECONDS * 5).close()
 
 
 @contextmanager
@@ -452,7 +463,7 @@ class RayRunner:
     def _give(self, queue: _Queue, left: int) -> None:
         """Gives each actor parts to do, near the end fewer, so that all end at about the same time."""
         ready = [it for it in self._members if it.node is not None]
-        at_once = max(1, min(_PARTS_AT_ONCE, left // max(1, len(ready))))
+        at_once = min(_PARTS_AT_ONCE, math.ceil(left / max(1, len(ready))))
         for member in ready:
             while len(member.doing) < at_once and not self._is_alone(member):
                 part = queue.next_part(member, ready)

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import unquote, urlsplit
 
 import pyarrow as pa
 import pyarrow.fs as arrow_fs
@@ -54,7 +55,10 @@ def open_store(uri: str) -> Store:
     Raises:
         ValueError: The URI is of a kind that pyarrow does not know.
     """
-    return ObjectStore(uri) if "://" in uri else LocalStore(Path(uri))
+    if "://" not in uri:
+        return LocalStore(Path(uri))
+    scheme, _, path, _, _ = urlsplit(uri)
+    return LocalStore(Path(unquote(path))) if scheme == "file" else ObjectStore(uri)
 
 
 class LocalStore:
@@ -114,14 +118,18 @@ class LocalStore:
     def _unfinished(self, name: str) -> Iterator[Path]:
         """A file to write, which is on the disk when the block ends, and removed unless the block renames it."""
         path = self._folder / f"{_TEMPORARY}{Path(name).name}-{uuid.uuid4().hex}"
-        (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_SH)
-            try:
-                yield path
-            finally:
-                path.unlink(missing_ok=True)
+        try:
+            (self._folder / name).parent.mkdir(parents=True, exist_ok=True)
+            with path.open("xb") as file:
+                with suppress(OSError):  # a file system without locks
+                    fcntl.flock(file, fcntl.LOCK_SH)
+                try:
+                    yield path
+                finally:
+                    path.unlink(missing_ok=True)
+        except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else error
+            raise OSError(f"{self._folder / name}: cannot be written: {reason}") from error
 
 
 def _remove_if_dead(path: Path) -> None:
