@@ -1,7 +1,7 @@
 """Compares an embed job in this process with what the model can do at best, and with sentence-transformers.
 
     python bench/bulk.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 7] [--texts 3000]
-                         [--part-rows 750] [--json FILE]
+                         [--part-rows 750] [--max-batch-tokens TOKENS] [--json FILE]
 
 Every side is given the same texts, of lengths that real ones have, in interleaved rounds as those of bench/compare.py.
 
@@ -76,11 +76,13 @@ class Job:
 
     Attributes:
         opened: The model.
+        budget: The most padded tokens of a batch.
     """
 
     def __init__(self, directory: Path, engine: EngineOptions, file: Path, part_rows: int) -> None:
         """Loads the bundle in a directory, for texts in a Parquet file."""
         self.opened = LocalSource(directory, engine).open(MakeOptions(), None, None)
+        self.budget = self.opened.model.max_batch_tokens
         self._file = file
         self._limits = PartLimits(max_rows=part_rows)
 
@@ -134,7 +136,7 @@ class Comparison:
             DeviceError, EngineMissing: This machine cannot compute so.
             SystemExit: A side computes something else.
         """
-        given = ENGINES[suffix]
+        given = dataclasses.replace(ENGINES[suffix], max_batch_tokens=self._options.max_batch_tokens)
         self._add_ceiling(suffix, given)
         directory = self._options.model_repository / self._bundle.name / self._bundle.version
         job = Job(directory, given, self._file, self._options.part_rows)
@@ -143,7 +145,7 @@ class Comparison:
         if table["text"].to_pylist() != self._workload.texts:
             raise SystemExit("the job's rows are not the texts, in their order")
         self._check(JOB + suffix, [np.array(table["vector"][it].as_py(), np.float32) for it in self._places])
-        label = f"embed job, Parquet to Parquet, {given.engine}, {given.precision}"
+        label = f"job, Parquet to Parquet, {given.engine}, {given.precision}, {job.budget} padded tokens"
         self.sides.append(Side(JOB + suffix, label, lambda: job.run(self._workload.tokens)[0]))
         self._add_sentences(suffix, given.precision)
 
@@ -230,6 +232,8 @@ def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--texts", type=int, default=3000)
     parser.add_argument("--part-rows", type=int, default=750, help="the most rows of a part of the job")
+    budget_help = "the budget of the jobs' batches; what they take by themselves without it"
+    parser.add_argument("--max-batch-tokens", type=int, metavar="TOKENS", help=budget_help)
     parser.add_argument("--seed", type=int, default=0)
     patience_help = "how much longer to take, in all, for running again what others disturbed"
     parser.add_argument("--patience", type=float, default=300, metavar="SECONDS", help=patience_help)

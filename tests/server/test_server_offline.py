@@ -1,5 +1,6 @@
 """Vectors made in this process: the same as a server's, whatever is asked for and whatever goes wrong."""
 
+import gc
 import io
 import itertools
 import subprocess
@@ -224,6 +225,18 @@ def test_inputs_that_are_refused_keep_no_other_from_being_done(make_fake: Any) -
     np.testing.assert_array_equal(made.rows, embedder.embed(good))
     with pytest.raises(RequestError, match=r"ids 1, place 1: must be from 0 to 999"):
         embedder.embed(inputs)
+
+
+def test_inputs_that_are_refused_leave_nothing_in_memory(make_fake: Any) -> None:
+    """Otherwise a job with many of them would hold whole parts until garbage is collected."""
+    embedder, _ = make_fake()
+    gc.collect()
+    gc.disable()
+    try:
+        assert len(embedder.run([ids for ids, _ in BAD]).refused) == len(BAD)
+        assert not [it for it in gc.get_objects() if isinstance(it, RequestError)]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("output", ["mean", "tokens"])

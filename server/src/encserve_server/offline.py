@@ -299,12 +299,14 @@ class Embedder:
         for i, it in enumerate(given):
             try:
                 sent[i] = _sent(i, it, self.bundle)
-            except RequestError as error:
-                refused[i] = error
+            except RequestError as problem:
+                refused[i] = problem
         call, name = _call(list(sent.values()), self.trained_kind, **options)
         treatment = self._treatments.treat(call)
         checked = self._check(treatment, sent)
         refused |= {i: it for i, it in checked.items() if isinstance(it, EncserveError)}
+        for error in refused.values():
+            error.__traceback__ = None  # its frames hold all inputs and the error itself, until garbage is collected
         if raises and refused:
             raise refused[min(refused)]
         sequences = [it for it in checked.values() if not isinstance(it, EncserveError)]

@@ -1,5 +1,6 @@
 """A job on the command line: what is made of its options, what is shown of it, and how Ctrl-C ends it."""
 
+import ctypes
 import functools
 import json
 import os
@@ -7,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from types import FrameType
 from typing import Any
@@ -25,14 +26,14 @@ from encserve_cli.job.progress import shown_progress
 from encserve_cli.job.run import missing_parts
 from encserve_cli.job.sample import take_sample
 from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, summary_record
-from encserve_cli.job.types import Encoder, InputKind, ReadOptions, Value
+from encserve_cli.job.types import MIB, Encoder, InputKind, ReadOptions, Value
 from encserve_cli.shared import errors_in_one_line
 from encserve_client import EncodeResult, Timings
 
 SOME_REJECTED = 3
 STOPPED = 130  # as a shell has it for what Ctrl-C ended
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's <malloc.h>
 
 _ENGINE = tuple(it.name for it in fields(EngineOptions))
 _ACTORS = ("actors", "actor_cpus", "actor_gpus")
@@ -49,6 +50,7 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         ClickException: The job failed.
         Exit: Some rows were rejected, or the job was stopped.
     """
+    _give_memory_back()
     context = click.get_current_context()
     with errors_in_one_line(RuntimeError), ExitStack() as stack:
         interrupts = stack.enter_context(Interrupts())
@@ -69,6 +71,19 @@ def run_job(given: Mapping[str, Any], options: Mapping[str, Any]) -> None:
             status = STOPPED
     if status:
         context.exit(status)
+
+
+def _give_memory_back() -> None:
+    """Has glibc return pieces of 1 MiB and more when they are freed, unless its variables say otherwise.
+
+    Otherwise it soon keeps pieces of up to 32 MiB, with gaps between what parts hold: 1,000,000 short texts took 490
+    MiB, not 380, and 80 more than 100,000 did, not 45.
+    """
+    if not {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_"} & os.environ.keys():
+        with suppress(OSError, AttributeError):  # another C library has no such function
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(_M_TRIM_THRESHOLD, MIB)
+            libc.mallopt(_M_MMAP_THRESHOLD, MIB)
 
 
 def _engine_options(given: Mapping[str, Any]) -> EngineOptions | None:

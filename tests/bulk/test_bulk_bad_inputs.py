@@ -1,0 +1,124 @@
+"""Jobs that cannot go on: one line says why, and nothing that is half there has a final name."""
+
+import contextlib
+import re
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+from embed_jobs import check_rows, output_of, part_names, run, said, short_texts, write_corpus
+from pyarrow import parquet
+
+SOME_REJECTED = 3
+MOUNT, UNMOUNT = (shutil.which(it) or it for it in ("mount", "umount"))
+
+pytestmark = pytest.mark.bulk
+
+
+def truncated(path: Path) -> None:
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) * 2 // 3])
+
+
+def damaged(path: Path) -> None:
+    """The footer is as it was, and the text is not."""
+    text = parquet.read_metadata(path).row_group(0).column(1)
+    data = bytearray(path.read_bytes())
+    end = text.dictionary_page_offset + text.total_compressed_size
+    data[end - 2000 : end] = bytes(2000)
+    path.write_bytes(data)
+
+
+def renamed(path: Path) -> None:
+    parquet.write_table(parquet.read_table(path).rename_columns(["id", "body"]), path)
+
+
+def numbers(path: Path) -> None:
+    parquet.write_table(pa.table({"id": [1, 2], "text": [1.5, 2.5]}), path)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "problem"),
+    [
+        (truncated, "corpus-001.parquet: cannot be read"),
+        (damaged, "corpus-001.parquet: cannot be read"),
+        (renamed, "corpus-001.parquet: has no column 'text'; it has 'id', 'body': --column chooses one"),
+        (numbers, "corpus-001.parquet: column 'text' must be of text; its type is double"),
+    ],
+)
+def test_a_file_that_cannot_be_read(encoder: Path, tmp_path: Path, spoil: Callable[[Path], None], problem: str) -> None:
+    """All files are looked at before anything is computed."""
+    corpus = write_corpus(tmp_path / "texts", 3000, files=3)
+    spoil(corpus[1])
+    done = run("embed", *corpus, "--keep", "id", "--output", f"{tmp_path}/vectors/", "--bundle", encoder)
+    assert done.returncode == 1
+    assert problem in done.stderr
+    assert len(said(done.stderr)) == 1, done.stderr
+    assert not (tmp_path / "vectors").exists()
+
+
+def test_a_bundle_that_was_altered(encoder: Path, tmp_path: Path) -> None:
+    bundle = shutil.copytree(encoder, tmp_path / "models" / encoder.parent.name / encoder.name)
+    graph = bundle / "model.onnx"
+    data = bytearray(graph.read_bytes())
+    data[len(data) // 2] ^= 1
+    graph.write_bytes(data)
+    (corpus,) = write_corpus(tmp_path / "texts", 10)
+    done = run("embed", corpus, "--output", f"{tmp_path}/vectors/", "--bundle", bundle)
+    assert done.returncode == 1
+    assert "model.onnx" in done.stderr
+    assert len(said(done.stderr)) == 1, done.stderr
+    assert not (tmp_path / "vectors").exists()
+
+
+def mount(folder: Path, options: str) -> None:
+    subprocess.run([MOUNT, "-t", "tmpfs", "-o", options, "tmpfs", folder], check=True)
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """A file system of its own in this folder."""
+    folder.mkdir()
+    try:
+        mount(folder, f"size={size}")
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(
+            f"only who may mount file systems, such as root, has a full disk and one that is read-only: {error}"
+        )
+    try:
+        yield folder
+    finally:
+        subprocess.run([UNMOUNT, folder], check=True)
+
+
+def test_a_full_disk(encoder: Path, tmp_path: Path) -> None:
+    """What was finished stays, and with more room the job goes on."""
+    corpus = write_corpus(tmp_path / "texts", 12_000, files=12)
+    with small_disk(tmp_path / "disk", "700k") as disk:
+        command = ("embed", *corpus, "--keep", "id", "--output", f"{disk}/vectors/", "--bundle", encoder)
+        done = run(*command)
+        assert done.returncode == 1
+        assert re.search(r"disk/vectors/.*part-00\S+: cannot be written: No space left on device$", done.stderr)
+        assert len(said(done.stderr)) == 1, done.stderr
+        names = part_names(disk / "vectors")
+        assert 0 < len(names) < 12
+        assert len(output_of(disk / "vectors")) == 1000 * len(names)
+        assert not list((disk / "vectors").glob(".*"))
+        mount(disk, "remount,size=50m")
+        done = run(*command)
+        assert done.returncode == SOME_REJECTED, done.stderr
+        check_rows(output_of(disk / "vectors"), short_texts(12_000))
+
+
+def test_a_disk_that_cannot_be_written(encoder: Path, tmp_path: Path) -> None:
+    (corpus,) = write_corpus(tmp_path / "texts", 10)
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        mount(disk, "remount,ro")
+        done = run("embed", corpus, "--output", f"{disk}/vectors/", "--bundle", encoder)
+        assert done.returncode == 1
+        assert done.stderr.endswith("disk/vectors/_plan.json: cannot be written: Read-only file system\n")
+        assert len(said(done.stderr)) == 1, done.stderr
+        assert not list(disk.iterdir())
