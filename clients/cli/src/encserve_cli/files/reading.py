@@ -86,6 +86,20 @@ def is_uri(argument: str) -> bool:
     return _URI.match(argument) is not None
 
 
+def check_no_secret(uri: str) -> None:
+    """Refuses a URI with a password, because plans, logs and errors name the files of a job.
+
+    Raises:
+        ValueError: It has one; the text does not show it.
+    """
+    its = urlsplit(uri)
+    if its.password is not None:
+        raise ValueError(
+            f"{its.scheme}://…: must not hold a password; give it in the environment, as AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY"
+        )
+
+
 def find_file(argument: str) -> DataFile | None:
     """The file that an argument names; None where it names none.
 
@@ -98,9 +112,12 @@ def find_file(argument: str) -> DataFile | None:
     scheme, _, rest = argument.partition("://")
     if is_uri(argument) and scheme.lower() != "file":
         suffix, codec = _kind_of(rest.partition("?")[0])
-        if suffix not in SUFFIXES and scheme.lower() in _STORES and not re.search(r"\s", argument):
+        if suffix not in SUFFIXES and (scheme.lower() not in _STORES or re.search(r"\s", argument)):
+            return None
+        check_no_secret(argument)
+        if suffix not in SUFFIXES:
             raise ValueError(f"{argument}: must end in {KNOWN}")
-        return DataFile(argument, argument, suffix, codec) if suffix in SUFFIXES else None
+        return DataFile(argument, argument, suffix, codec)
     path = Path(unquote(urlsplit(argument).path) if is_uri(argument) else argument).absolute()
     suffix, codec = _kind_of(str(path))
     if _is(path.is_dir):

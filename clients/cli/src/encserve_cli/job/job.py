@@ -150,7 +150,7 @@ class EmbedJob:
         return plan
 
     def run(self, *, on_progress: OnProgress | None = None, max_rejected: int | None = None) -> JobSummary:
-        """Does the parts that are missing.
+        """Does the parts that are missing; to be called once, since the model is freed at the end.
 
         Raises:
             Stopped: `stop` was called; what is done stays done.

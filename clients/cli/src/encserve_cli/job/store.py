@@ -13,6 +13,7 @@ from urllib.parse import unquote, urlsplit
 import pyarrow as pa
 import pyarrow.fs as arrow_fs
 
+from encserve_cli.files.reading import check_no_secret
 from encserve_cli.files.storage import filesystem_of
 
 _TEMPORARY = ".unfinished-"
@@ -53,10 +54,11 @@ def open_store(uri: str) -> Store:
     """The folder of a path, or of a URI such as s3://bucket/folder.
 
     Raises:
-        ValueError: The URI is of a kind that pyarrow does not know.
+        ValueError: The URI is of a kind that pyarrow does not know, or holds a password.
     """
     if "://" not in uri:
         return LocalStore(Path(uri))
+    check_no_secret(uri)
     scheme, _, path, _, _ = urlsplit(uri)
     return LocalStore(Path(unquote(path))) if scheme == "file" else ObjectStore(uri)
 
@@ -108,6 +110,10 @@ class LocalStore:
                 (self._folder / name).hardlink_to(path)
             except FileExistsError:
                 return False
+            except OSError:  # a file system without hard links; of two that create the same at once both succeed
+                if (self._folder / name).exists():
+                    return False
+                path.replace(self._folder / name)
             return True
 
     def delete(self, name: str) -> None:
