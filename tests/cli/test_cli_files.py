@@ -205,7 +205,7 @@ async def test_an_argument_is_a_file_or_a_text_but_never_a_text_by_mistake(
         ("folder", "folder: is a folder; name its files, as folder/*.parquet does"),
         ("y.tsv", "y.tsv: there is no such file"),
         ("s3://bucket/folder", "s3://bucket/folder: must end in .txt, "),
-        ("s3://key:secret@bucket/a.csv", "s3://…: must not hold a password"),
+        ("s3://key:secret@bucket/a.csv", "s3://…: must not hold a secret"),
         ("https://example.org/a.txt", "https://example.org/a.txt: cannot be read: Unrecognized filesystem type"),
     ):
         for command in ("embed", "encode", "tokenize"):

@@ -52,7 +52,7 @@ print(peak(1), peak(int(sys.argv[2])))
 WIDE = {"vocab_size": 50, "d_model": 64, "n_heads": 16, "d_ff": 64, "n_layers": 1, "max_sequence_tokens": 8192}
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("precision", ["float32", "float16", pytest.param("int8", marks=pytest.mark.vnni)])
 def test_queries_in_blocks_give_the_same_rows(
     tmp_path: Path, precision: Precision, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -65,9 +65,14 @@ def unit(rows: Numbers) -> Numbers:
     return np.divide(rows, norms)
 
 
+def product(rows: Numbers, weights: Numbers) -> Numbers:
+    """rows @ weights, added up in the same order whatever is beside a row: BLAS takes other ways for other shapes."""
+    return np.asarray(np.add.reduce(rows[..., None] * weights, axis=-2), np.float32)
+
+
 def weigh(rows: Numbers, mask: Numbers) -> Numbers:
     """Weights over the vocabulary, as a SPLADE head makes them."""
-    logits = np.log1p(np.maximum(rows @ WORDS, 0))
+    logits = np.log1p(np.maximum(product(rows, WORDS), 0))
     return np.asarray((logits * mask[:, :, None]).max(axis=1), np.float32)
 
 
@@ -104,7 +109,7 @@ def model(*, heads: dict[OutputKind, Any] | None = None, **changes: Any) -> Mode
     """The outputs of that model, whose heads compute."""
     usual = {
         OutputKind.MODEL: Counting(lambda rows: rows * 2),
-        OutputKind.MULTI_VECTOR: Counting(lambda rows: unit(rows @ PROJECTION)),
+        OutputKind.MULTI_VECTOR: Counting(lambda rows: unit(product(rows, PROJECTION))),
         OutputKind.SPARSE: Counting(weigh),
     }
     return ModelOutputs(bundle(**changes), usual | (heads or {}))

@@ -20,8 +20,8 @@ class _TextFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
         line = super().formatMessage(record)
-        extras = " ".join(f"{key}={_shown(value)}" for key, value in vars(record).items() if key not in _STANDARD)
-        return f"{line}  {extras}" if extras else line
+        extras = {key: it for key, it in vars(record).items() if key not in _STANDARD and not key.startswith("_")}
+        return "  ".join([line, " ".join(f"{key}={_shown(it)}" for key, it in extras.items())]) if extras else line
 
 
 def _shown(value: object) -> str:

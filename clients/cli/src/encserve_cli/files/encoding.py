@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from encserve_cli.files.reading import Sent
-from encserve_client import OverloadedError, ServerUnavailableError
+from encserve_client import DeadlineError, OverloadedError, ServerUnavailableError
 
 R = TypeVar("R")
 V = TypeVar("V")
@@ -73,13 +73,14 @@ def cut_calls(inputs: Iterable[V], size_of: Callable[[V], int]) -> Iterator[list
 def patiently(run: Callable[[], R], stopping: threading.Event, answered: threading.Event) -> R:
     """What `run` returns. A server that has no room is asked again for five minutes, until `stopping` is set.
 
-    So is a server that is away, if it has answered before: `answered` says so, and is set by a call that succeeds.
+    So is a server that is away or too slow, if it has answered before: `answered` says so, and a call that succeeds
+    sets it.
     """
     gives_up_at = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             result = run()
-        except (OverloadedError, ServerUnavailableError) as error:
+        except (OverloadedError, ServerUnavailableError, DeadlineError) as error:
             if not (isinstance(error, OverloadedError) or answered.is_set()):
                 raise
             delay_seconds = (error.retry_delay_seconds if isinstance(error, OverloadedError) else None) or 1.0

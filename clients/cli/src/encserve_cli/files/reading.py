@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 STDIN = "-"
 DEFAULT_COLUMN = "text"
@@ -18,6 +18,7 @@ DEFAULT_COLUMN = "text"
 SUFFIXES = (".txt", ".jsonl", ".csv", ".tsv", ".parquet")
 CODECS = {".gz": "gzip", ".zst": "zstd"}
 KNOWN = f"{', '.join(SUFFIXES)}; all but .parquet also with {' or '.join(CODECS)}"
+_SECRET = re.compile("secret|token|password|key|^sig$", re.IGNORECASE)  # names in the query of a URI
 _URI = re.compile(r"([a-z][a-z0-9+.-]+)://", re.IGNORECASE)
 _STORES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 _BOM = b"\xef\xbb\xbf"
@@ -87,15 +88,17 @@ def is_uri(argument: str) -> bool:
 
 
 def check_no_secret(uri: str) -> None:
-    """Refuses a URI with a password, because plans, logs and errors name the files of a job.
+    """Refuses a URI with a password or a key, because plans, logs and errors name the files of a job.
 
     Raises:
         ValueError: It has one; the text does not show it.
     """
     its = urlsplit(uri)
-    if its.password is not None:
+    if its.password is not None or any(
+        _SECRET.search(name) for name, _ in parse_qsl(its.query, keep_blank_values=True)
+    ):
         raise ValueError(
-            f"{its.scheme}://…: must not hold a password; give it in the environment, as AWS_ACCESS_KEY_ID and "
+            f"{its.scheme}://…: must not hold a secret; give it in the environment, as AWS_ACCESS_KEY_ID and "
             "AWS_SECRET_ACCESS_KEY"
         )
 

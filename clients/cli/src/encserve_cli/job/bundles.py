@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pyarrow.fs as arrow_fs
 
+from encserve_cli.files.reading import check_no_secret
 from encserve_cli.files.storage import filesystem_of
 
 MANIFEST = "manifest.json"
@@ -105,6 +106,7 @@ def _exported(source: str, own_name: str, facts: object) -> Path:
 
 def _copied(uri: str) -> Path:
     """A copy of the bundle of a URI, from the cache if it is there."""
+    check_no_secret(uri)
     files, path = filesystem_of(uri)
     found = files.get_file_info(arrow_fs.FileSelector(path, recursive=True, allow_not_found=True))
     if f"{path}/{MANIFEST}" not in {it.path for it in found}:

@@ -179,7 +179,7 @@ def _work(job: EmbedJob, interrupts: "Interrupts", given: Mapping[str, Any], *, 
     except Exception:
         if not interrupts.came:  # what is stopped may fail in other ways than with Stopped
             raise
-        click.echo(_stopped(job), err=True)
+        click.echo(_stopped(job, given), err=True)
         return STOPPED
     if as_json:
         _event("done", summary_record(summary))
@@ -207,12 +207,13 @@ def _event(name: str, record: Mapping[str, Any]) -> None:
     click.echo(json.dumps({"event": name} | dict(record), ensure_ascii=False))
 
 
-def _stopped(job: EmbedJob) -> str:
+def _stopped(job: EmbedJob, given: Mapping[str, Any]) -> str:
     missing = missing_parts(job.plan, job.store)
     parts, rows = len(job.plan.parts) - len(missing), job.plan.rows - sum(it.rows for it in missing)
+    again = "the same command without --overwrite" if "overwrite" in given else "the same command"
     return (
         f"stopped: {rows:,} of {job.plan.rows:,} rows, {parts:,} of {len(job.plan.parts):,} parts are in "
-        f"{job.store.uri}; the same command goes on from there"
+        f"{job.store.uri}; {again} goes on from there"
     )
 
 

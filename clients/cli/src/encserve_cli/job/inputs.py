@@ -123,9 +123,11 @@ class PartReader:
     def _opened(self, planned: InputFile) -> tuple[DataFile, Source]:
         file = find_file(planned.uri)
         assert file is not None  # noqa: S101 - it was one for the planning pass
-        size_bytes, _ = size_and_time(file)
+        size_bytes, modified_ns = size_and_time(file)
         if size_bytes != planned.size_bytes:
             raise ChangedError(f"it had {planned.size_bytes:,} bytes and now has {size_bytes:,}")
+        if modified_ns != planned.modified_ns and modified_ns and planned.modified_ns:
+            raise ChangedError("it was written to")
         with errors_named(file):
             return file, open_source(file, planned, self._options, self._kept_types)
 

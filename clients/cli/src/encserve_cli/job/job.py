@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Protocol
 
 from encserve_cli.job.inputs import find_inputs, scan
-from encserve_cli.job.output import REJECTED
+from encserve_cli.job.output import REJECTED, is_of_job
 from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan, differences, row_bytes
 from encserve_cli.job.run import PLAN_NAME, JobSummary, OnProgress, Runner, run_parts
 from encserve_cli.job.store import Store, open_store, write_text
@@ -97,6 +97,7 @@ class EmbedJob:
             self.store = open_store(output)
             before = None if overwrite else self._plan_before()
             found = find_inputs(inputs)
+            self._check_apart(found)
             self.opened = source.open(make, kind, before.model if before else None)
             self._stack.callback(self.opened.close)
             if before is None:
@@ -116,13 +117,21 @@ class EmbedJob:
         text = self.store.read(PLAN_NAME)
         if text is not None:
             return Plan.from_json(text, f"{self.store.uri}/{PLAN_NAME}")
-        others = [name for name in self.store.names() if name.startswith("part-")]
+        others = [name for name in self.store.names() if is_of_job(name)]
         if others:
             raise ValueError(
                 f"{self.store.uri} has {len(others):,} parts, such as {others[0]}, and no {PLAN_NAME} that says what "
                 "they are; name another folder, or remove them with --overwrite"
             )
         return None
+
+    def _check_apart(self, found: Sequence[InputFile]) -> None:
+        """Refuses inputs that lie among the outputs, where they would be read or removed as such."""
+        for it in found:
+            if it.uri.rpartition("/")[0] == self.store.uri:
+                raise ValueError(
+                    f"{it.uri}: is an input in the folder of the output; name another folder for the output"
+                )
 
     def _new_plan(self, inputs: Sequence[str]) -> Plan:
         per_row, per_token = row_bytes(self.opened.make, self.opened.model.width)
@@ -186,9 +195,9 @@ class EmbedJob:
 def clear(store: Store) -> None:
     """Removes the output of a job: the plan last, so that a folder without one has nothing left."""
     for name in store.names():
-        if name.startswith("part-") and name.endswith(".parquet"):
+        if is_of_job(name):
             store.delete(name)
     for name in store.names(REJECTED):
-        if name.startswith("part-") and name.endswith(".jsonl"):
+        if is_of_job(name):
             store.delete(f"{REJECTED}/{name}")
     store.delete(PLAN_NAME)

@@ -36,6 +36,8 @@ def measure(file: DataFile, options: ReadOptions, kept: KeptTypes) -> Iterator[S
 def _parquet(file: DataFile, options: ReadOptions, kept: KeptTypes) -> Iterator[Sizes]:
     with open_parquet(file) as opened:
         name = parquet_column(file, opened, options.column, options.input_kind)
+        if twice := {it for it in opened.schema_arrow.names if opened.schema_arrow.names.count(it) > 1}:
+            raise ValueError(f"{file.name}: has more than one column {min(twice)!r}; rename one")
         kept.add_columns(file, {it.name: str(plain_type(it.type)) for it in opened.schema_arrow}, name)
         for batch in opened.iter_batches(batch_rows(opened), columns=[name]):
             yield _sizes_of_column(batch.column(name), options.input_kind)

@@ -1,6 +1,7 @@
 """A part into its file: the inputs, what was made of them, and the columns that come along, each row in its place."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,12 @@ from encserve_cli.job.store import Store
 from encserve_cli.job.types import Encoded, Part, PartReport, Rows
 
 REJECTED = "_rejected"
+_OF_JOB = re.compile(r"part-\d{5,}-\d{6,}\.(?:parquet|jsonl)")
+
+
+def is_of_job(name: str) -> bool:
+    """Whether a job writes files of such a name: parts, and their rejected rows."""
+    return _OF_JOB.fullmatch(name) is not None
 
 
 class PartWriter:
@@ -46,9 +53,11 @@ class PartWriter:
         return self._plan.inputs[part.input].uri
 
     def _write_rejected(self, part: Part, rows: Rows, refused: Mapping[int, str]) -> None:
+        name = f"{REJECTED}/{part.name}.jsonl"
         if not refused:
+            self._store.delete(name)  # of a run that was killed; through a server it may have refused other rows
             return
-        with self._store.writing(f"{REJECTED}/{part.name}.jsonl") as path:
+        with self._store.writing(name) as path:
             lines = (
                 {"file": self._uri(part), "row": rows.numbers[place], "reason": refused[place]}
                 for place in sorted(refused)

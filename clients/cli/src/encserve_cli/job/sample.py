@@ -52,10 +52,12 @@ def take_sample(
     finally:
         reader.close()
     values = [value for place, value in enumerate(rows.values) if value is not None and place not in rows.problems]
+    size = sum(map(_size, values))
+    scale = part.text_bytes / size if size else 0.0  # of .jsonl files the plan counts whole lines
     sample = None
     count, began = 1, clock()
     while values and count <= min(len(values), _MOST_ROWS) and clock() - began < _ENOUGH_SECONDS:
-        sample = _timed(_evenly(values, count), encoder, clock) or sample
+        sample = _timed(_evenly(values, count), scale, encoder, clock) or sample
         count *= 2
     return sample
 
@@ -65,8 +67,8 @@ def _evenly(values: Sequence[Value], count: int) -> list[Value]:
     return [values[place] for place in places.tolist()]
 
 
-def _timed(values: Sequence[Value], encoder: Encoder, clock: Callable[[], float]) -> Sample | None:
-    text_bytes = sum(map(_size, values))
+def _timed(values: Sequence[Value], scale: float, encoder: Encoder, clock: Callable[[], float]) -> Sample | None:
+    text_bytes = round(sum(map(_size, values)) * scale)
     began = clock()
     encoded = encoder.encode(values, lambda rows, tokens, padded_tokens: None)
     seconds = clock() - began

@@ -51,6 +51,7 @@ class ServerEncoder:
         )
         self._stopping = threading.Event()
         self._answered = threading.Event()
+        self._answered.set()  # it has said what `info` is
         self._pool = ThreadPoolExecutor(CALLS_AT_ONCE, thread_name_prefix="encserve-call")
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
@@ -106,8 +107,19 @@ class ServerEncoder:
                     "version again, or begin again with --overwrite"
                 )
             on_batch(len(call) + len(refused), sum(it.token_count for it in result.sequences), 0)
+            if self._is_tokens:
+                result = _with_ids(result, [value for _, value in call])
             return [place for place, _ in call], result, refused
         return [], None, refused
+
+
+def _with_ids(result: EncodeResult, values: Sequence[Value]) -> EncodeResult:
+    """The same with the ids that were sent, which the server does not send back."""
+    infos = (
+        replace(info, token_ids=np.array(value[: info.token_count], np.int64)) if isinstance(value, list) else info
+        for info, value in zip(result.sequences, values, strict=True)
+    )
+    return replace(result, sequences=tuple(infos))
 
 
 def _size(value: Value) -> int:
@@ -131,8 +143,10 @@ def _joined(results: Sequence[tuple[list[int], EncodeResult]]) -> EncodeResult:
     lengths = np.concatenate([block.lengths for block in blocks]).astype(np.int64)  # (inputs,)
     rows_in_order = _rows_in_order(lengths, order)  # (rows,)
     indices = None
-    if all(block.indices is not None for block in blocks):
-        indices = np.concatenate([block.indices for block in blocks if block.indices is not None])[rows_in_order]
+    if output.kind in ("multi_vector", "sparse"):  # of a message without rows there are none
+        parts = [block.indices for block in blocks if len(block.rows) and block.indices is not None]
+        if sum(map(len, parts)) == len(rows_in_order):
+            indices = np.concatenate([np.empty(0, np.uint32), *parts])[rows_in_order]
     block = Block(np.concatenate([block.rows for block in blocks])[rows_in_order], lengths[order], indices)
     infos: list[SequenceInfo] = [info for _, result in results for info in result.sequences]
     joined = EncodedOutput(output.kind, output.l2_normalized, (block,), output.sparse_width)
@@ -163,6 +177,33 @@ def server_facts(info: ModelInfo, make: MakeOptions) -> ModelFacts:
     )
 
 
+def _check(info: ModelInfo, make: MakeOptions) -> None:
+    """Refuses what the model does not have, before anything is planned or removed.
+
+    Raises:
+        ValueError: The model does not have it; the text says what it has.
+    """
+    name = f"model {info.name}"
+    has = {
+        "model": info.pooling is not None,
+        "multi_vector": bool(info.multi_vector_width),
+        "sparse": bool(info.sparse_width),
+    }
+    if not has.get(make.kind, True):
+        there = ", ".join(kind for kind, its in has.items() if its) or "none of these; --pooling mean makes vectors"
+        raise ValueError(f"--kind {make.kind}: {name} does not have it; it has {there}")
+    if make.task and make.task not in info.tasks:
+        raise ValueError(f"--task {make.task}: {name} does not know it; it knows {', '.join(info.tasks) or 'none'}")
+    if make.prompt_name and make.prompt_name not in info.prompts:
+        there = ", ".join(map(repr, info.prompts)) or "none"
+        raise ValueError(f"--prompt-name {make.prompt_name!r}: {name} does not have it; it has {there}")
+    width = info.width(replace(make.output, dimensions=None))
+    if make.dimensions and (make.kind == "sparse" or make.dimensions > max(width, info.vector_width)):
+        raise ValueError(f"--dimensions {make.dimensions}: must be at most {width}, the numbers of a row of {name}")
+    if make.dtype in ("int8", "binary") and make.kind in ("tokens", "multi_vector", "sparse"):
+        raise ValueError(f"--dtype {make.dtype}: is not for {make.kind}")
+
+
 class ServerSource:
     """A server, through a client."""
 
@@ -184,6 +225,7 @@ class ServerSource:
             known = [it for it in self._client.models() if (it.name, it.version) == (info.name, before.version)]
             info = known[0] if known else info
         made = replace(make, kind=kind or info.trained_kind)
+        _check(info, made)
 
         def runner(plan: Plan, store: Store) -> Runner:
             return LocalRunner(PartWorker(plan, ServerEncoder(self._client, info, made), store))

@@ -178,12 +178,12 @@ class ObjectStore:
                 target.write(file.read_buffer())
 
     def create(self, name: str, text: str) -> bool:
-        """See `Store`. Object stores know no lock, so of two that create the same at once both succeed."""
+        """See `Store`. Object stores know no lock; the text that is there in the end is the one that counts."""
         if self.read(name) is not None:
             return False
         with self.writing(name) as path:
             path.write_text(text, encoding="utf-8")
-        return True
+        return self.read(name) == text
 
     def delete(self, name: str) -> None:
         """See `Store`."""

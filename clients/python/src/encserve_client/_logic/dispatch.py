@@ -181,7 +181,7 @@ class Dispatch(Generic[R]):
         attempts = message.away if is_away else message.attempts - message.away
         wait = seconds_until_retry(self._policy, failure, attempts, message.deadline - now, self._random, is_away)
         if wait is None:
-            error = failure.to_exception(message.attempts, message.first_index, self._call)
+            error = failure.to_exception(message.attempts, message.first_index, self._call, message.n_inputs)
             place = failure.input_at_fault(message.n_inputs)
             if self.rejected is None or place is None:
                 raise error

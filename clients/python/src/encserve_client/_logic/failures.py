@@ -118,6 +118,7 @@ class Failure:
         attempts: int,
         first_index: int = 0,
         call: CallInfo = CallInfo(),
+        n_inputs: int = 2**31,
     ) -> errors.EncserveError:
         """The exception for the caller.
 
@@ -126,6 +127,7 @@ class Failure:
             first_index: The index, among the caller's inputs, of the message's first. The server counts from the
                 message's own first input; the text is put right.
             call: The call that the message belongs to.
+            n_inputs: How many inputs the message has, where the caller knows: of one alone the place is certain.
         """
         if self.too_large:
             kind: type[errors.EncserveError] = errors.MessageTooLargeError
@@ -135,7 +137,7 @@ class Failure:
         errors.EncserveError.__init__(
             error, self._text(attempts, first_index, call), code=self.code, reason=self.reason, attempts=attempts
         )
-        place = self.input_at_fault(2**31)
+        place = self.input_at_fault(n_inputs)
         error.index = None if place is None else first_index + place
         if isinstance(error, errors.OverloadedError):
             error.retry_delay_seconds = self.retry_delay_seconds
