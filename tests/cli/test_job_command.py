@@ -39,10 +39,11 @@ from encserve_cli.job import (
 )
 from encserve_cli.job import command as job_command
 from encserve_cli.job.command import Interrupts
+from encserve_cli.job.inputs import PartReader, scan
 from encserve_cli.job.progress import shown_progress
 from encserve_cli.job.run import LocalRunner, PartWorker
 from encserve_cli.job.sample import take_sample
-from encserve_cli.job.server import server_facts
+from encserve_cli.job.server import _joined, server_facts
 from encserve_cli.job.types import BatchProgress, ReadOptions, Value
 from encserve_client import Block, EncodedOutput, EncoderClient, EncodeResult, SequenceInfo, Timings
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -660,3 +661,78 @@ def test_jobs_import_neither_a_server_nor_ray() -> None:
     code = f"import sys, encserve_cli.job, encserve_cli.job.command; print(sorted({unwanted} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+async def test_only_files_of_jobs_are_removed_and_inputs_are_no_outputs(service: FakeEncoder, tmp_path: Path) -> None:
+    """Spark's files begin with part- too."""
+    source = write_texts(tmp_path / "texts.txt")
+    folder = tmp_path / "vectors"
+    folder.mkdir()
+    theirs = folder / "part-00000-3f2a-c000.snappy.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"]}), theirs)
+    assert (await encserve(service, "embed", source, "--output", f"{folder}/")).exit_code == 0
+    assert (await encserve(service, "embed", source, "--output", f"{folder}/", "--overwrite")).exit_code == 0
+    assert theirs.exists()
+    result = await encserve(service, "embed", theirs, "--output", f"{folder}/", "--overwrite")
+    assert result.exit_code == 1
+    assert "is an input in the folder of the output" in result.stderr
+
+
+async def test_what_the_model_does_not_have_removes_nothing(service: FakeEncoder, tmp_path: Path) -> None:
+    source, folder = write_texts(tmp_path / "texts.txt"), tmp_path / "vectors"
+    assert (await encserve(service, "embed", source, "--output", f"{folder}/")).exit_code == 0
+    before = files_in(folder)
+    for flags, problem in (
+        (["--prompt-name", "nope"], "--prompt-name 'nope': model tiny does not have it"),
+        (["--task", "query"], "--task query: model tiny does not know it"),
+        (["--dimensions", "9999"], "--dimensions 9999: must be at most 8"),
+        (["--kind", "sparse"], "--kind sparse: model tiny does not have it"),
+    ):
+        result = await encserve(service, "embed", source, "--output", f"{folder}/", "--overwrite", *flags)
+        assert (result.exit_code, files_in(folder)) == (1, before), flags
+        assert problem in " ".join(result.stderr.split())
+
+
+async def test_added_inputs_may_come_before_those_that_are_there(service: FakeEncoder, tmp_path: Path) -> None:
+    """As a pattern of the shell gives them; and the same command goes on."""
+    for name in "ac":
+        write_texts(tmp_path / f"{name}.txt")
+    job = ["--output", f"{tmp_path}/vectors/"]
+    assert (await encserve(service, "embed", tmp_path / "a.txt", tmp_path / "c.txt", *job)).exit_code == 0
+    write_texts(tmp_path / "b.txt")
+    paths = [tmp_path / f"{name}.txt" for name in "abc"]
+    for flags in (["--add-inputs"], ["--add-inputs"], []):
+        result = await encserve(service, "embed", *paths, *job, *flags)
+        assert result.exit_code == 0, result.output
+    assert table_of(tmp_path / "vectors")["text"].to_pylist() == TEXTS * 3
+
+
+async def test_ids_stand_beside_their_rows(service: FakeEncoder, tmp_path: Path) -> None:
+    ids = [[5, 6, 7], [8], [9, 10]]
+    source = write_texts(tmp_path / "ids.txt", [",".join(map(str, it)) for it in ids])
+    result = await encserve(service, "encode", source, "--ids", "--output", f"{tmp_path}/rows/")
+    assert result.exit_code == 0, result.output
+    assert table_of(tmp_path / "rows")["token_ids"].to_pylist() == ids
+
+
+async def test_a_file_that_is_written_to_is_noticed(service: FakeEncoder, tmp_path: Path) -> None:
+    source = write_texts(tmp_path / "texts.txt")
+    scanned = scan([str(source)], ReadOptions(), PartLimits())
+    source.write_text(source.read_text().swapcase())
+    os.utime(source, ns=(0, scanned.inputs[0].modified_ns + 1))
+    reader = PartReader(scanned.inputs, ReadOptions(), {})
+    with pytest.raises(ValueError, match="was changed since the plan was made: it was written to"):
+        reader.read(scanned.parts[0])
+
+
+def test_a_message_without_rows_keeps_the_indices_of_others() -> None:
+    def result(places: list[int], lengths: list[int]) -> tuple[list[int], EncodeResult]:
+        rows = sum(lengths)
+        indices = np.arange(rows, dtype=np.uint32) if rows else None
+        block = Block(np.ones((rows, 1), np.float32), np.array(lengths), indices)
+        info = SequenceInfo(1, 1, False, None, None, None, None)
+        output = EncodedOutput("sparse", False, (block,), 10)
+        return places, EncodeResult("m", "1", "f", (output,), (info,) * len(lengths), Timings(0, 0, 0, 0, 1, 1))
+
+    vectors = _joined([result([1, 3], [0, 0]), result([2, 0], [2, 1])]).outputs[0].sparse_vectors()
+    assert [it.indices.tolist() for it in vectors] == [[2], [], [0, 1], []]
