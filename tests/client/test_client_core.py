@@ -171,6 +171,18 @@ def test_a_long_call_may_take_longer_than_each_of_its_messages() -> None:
     assert server.wire.time == 200.0
 
 
+def test_an_outage_starts_no_clock_of_messages_whose_turn_has_not_come() -> None:
+    """Else a restart of a second fails every call that takes longer than a message may, 30 s after it."""
+
+    def answer(request: Any) -> Any:
+        return (0.0, DOWN) if 40.0 <= server.wire.time < 41.3 else (20.0, echo(request))
+
+    server = Server(answer, max_request_sequences=256)
+    inputs: list[Input] = [[i + 1] for i in range(10_000)]
+    assert ids_in(encode(core_of(timeout_seconds=30.0), server, inputs)) == inputs
+    assert 200.0 < server.wire.time < 225.0
+
+
 def test_messages_are_small_enough_for_a_slow_server() -> None:
     """BERT-large on four CPUs computes some 700 tokens a second, and a message has 30 s by default."""
     free_at = 0.0

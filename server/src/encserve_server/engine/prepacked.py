@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
+from encserve_server.errors import BundleError
 from encserve_server.system.cache import Cache
 from encserve_server.system.cpus import cpu_features, cpu_model
 
@@ -61,7 +62,7 @@ class PrepackedWeights:
             began = time.perf_counter()
             write_prepacked(graph, folder / _MODEL_NAME)
             if not self._is_unchanged():
-                raise OSError(f"{graph}: the bundle was replaced while its weights were written")
+                raise BundleError(f"{graph}: the bundle was replaced while its weights were written")
             written_mib = sum(path.stat().st_size for path in folder.iterdir()) / 2**20
             seconds = round(time.perf_counter() - began, 3)
             extra = {"graph": str(graph), "cache_dir": str(self._folder), "mib": round(written_mib), "seconds": seconds}
@@ -69,6 +70,8 @@ class PrepackedWeights:
 
         try:
             return open_prepacked(Cache(self._folder).entry(key, make) / _MODEL_NAME)
+        except BundleError:
+            raise
         except Exception as error:  # of the file system, or whatever the runtime raises
             self._usable = False
             extra = {"graph": str(graph), "cache_dir": str(self._folder), "reason": str(error)}
@@ -88,7 +91,7 @@ def open_weights(
         is_unchanged: Whether its files still are those that have this fingerprint; called when weights were written.
     """
     try:
-        folder = cache_dir or _default_folder()
+        folder = Path(cache_dir) if cache_dir else _default_folder()
     except RuntimeError as error:  # the user has no home directory
         logger.warning("every session has its own copy of the weights", extra={"reason": str(error)})
         return None

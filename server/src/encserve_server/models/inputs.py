@@ -190,7 +190,7 @@ class InputChecker:
             raise InvalidField(FieldPath(Part.TEXT, at), f"model {self._bundle.name} has no tokenizer; send token ids")
         most = self._max_text_bytes
         # A code point has at most 4 bytes, so most texts need no encoding to be known short enough.
-        if len(sent) * 4 > most and (size := len(sent.encode())) > most:
+        if len(sent) * 4 > most and (size := len(sent.encode(errors="surrogatepass"))) > most:
             raise InvalidField(FieldPath(Part.TEXT, at), f"must be at most {most} bytes (max_text_bytes); was {size}")
         return rules.before + sent + rules.behind
 

@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import stat
 import tempfile
@@ -31,6 +32,8 @@ _LOCK_POLL_SECONDS = 0.05
 _MANIFEST = "entry.json"
 _TEMPORARY = ".making-"
 _KEY_DIGITS = 32
+_ENTRY = re.compile(f"[0-9a-f]{{{_KEY_DIGITS}}}")
+_LEFT = re.compile(r"\.making-(?:\w{8}|[0-9a-f]{32})")  # what tempfile, or a removal, has called it
 
 
 class Cache:
@@ -59,7 +62,10 @@ class Cache:
                 if not _is_intact(entry):
                     self._clean(entry)
                     self._make(entry, key, make)
-        os.utime(entry, (self._now(),) * 2)
+                    if not _is_intact(entry):
+                        raise OSError(errno.ENOTSUP, "this file system does not keep the times of files", str(entry))
+        with contextlib.suppress(OSError):  # mounted read-only
+            os.utime(entry, (self._now(),) * 2)
         return entry
 
     def _make(self, entry: Path, key: Mapping[str, str], make: Callable[[Path], None]) -> None:
@@ -80,14 +86,15 @@ class Cache:
     def _clean(self, damaged: Path) -> None:
         """Removes a damaged entry, entries of long ago, and what killed processes have left; under the lock."""
         for path in self._folder.iterdir():
-            is_entry = len(path.name) == _KEY_DIGITS
+            # Whatever else lies in the folder is not the cache's.
+            is_entry = _ENTRY.fullmatch(path.name) is not None and (path / _MANIFEST).is_file()
             if path == damaged or (is_entry and path.lstat().st_mtime < self._now() - KEPT_SECONDS):
                 # Renamed first: another process finds a whole entry or none.
                 renamed = path.with_name(f"{_TEMPORARY}{path.name}")
                 shutil.rmtree(renamed, ignore_errors=True)
                 path.rename(renamed)
                 path = renamed
-            if path.name.startswith(_TEMPORARY):
+            if _LEFT.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
 
 
@@ -110,12 +117,19 @@ def _open_private(folder: Path) -> None:
 def _is_intact(entry: Path) -> bool:
     """Whether an entry is there, and nothing has changed its files."""
     try:
-        if not stat.S_ISDIR(entry.lstat().st_mode):
+        if not (stat.S_ISDIR(entry.lstat().st_mode) and _is_own(entry) and _is_own(entry / _MANIFEST)):
             return False
         files = json.loads((entry / _MANIFEST).read_bytes())["files"]
-        return all(_stamp(entry / name) == stamp for name, stamp in files.items())
+        return all(_is_own(entry / name) and _stamp(entry / name) == stamp for name, stamp in files.items())
     except (OSError, ValueError, LookupError, TypeError, AttributeError):  # as any damaged JSON may cause
         return False
+
+
+def _is_own(path: Path) -> bool:
+    """Whether only this user can have written a file, or what is in a folder; a link is nobody's own."""
+    its = path.lstat()
+    is_plain = stat.S_ISREG(its.st_mode) or stat.S_ISDIR(its.st_mode)
+    return is_plain and its.st_uid == os.geteuid() and not its.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _stamp(path: Path) -> dict[str, Any]:

@@ -179,8 +179,8 @@ def differences(
 ) -> list[str]:
     """What keeps a job with these settings from being the job of a plan, each for people; empty if nothing does.
 
-    `rows` and `in_order` of the inputs are not compared: what was not changed since has what it had. Nor is the order of
-    the inputs, which is the plan's.
+    `rows` and `in_order` of the inputs are not compared: what was not changed since has what it had. Nor is the order
+    of the inputs, which is the plan's.
     """
     found = [*_changed("", plan.read, read), *_changed("", plan.make, make), *_changed("model: ", plan.model, model)]
     was, now = {it.uri: it for it in plan.inputs}, {it.uri: it for it in inputs}

@@ -119,6 +119,7 @@ class Dispatch(Generic[R]):
         self._call = CallInfo(target, limit.seconds)
         self._contact = contact or Contact()
         self._out = 0
+        self._away: set[int] = set()  # by id, the messages that met a server that was away, until it says something
 
     @property
     def done(self) -> bool:
@@ -161,6 +162,7 @@ class Dispatch(Generic[R]):
     def answered(self, message: Message, answer: R) -> None:
         """Books an answer."""
         self._out -= 1
+        self._away.discard(id(message))
         self._contact.made = True
         self.answers.append((message.first_index, answer))
 
@@ -173,6 +175,7 @@ class Dispatch(Generic[R]):
         self._out -= 1
         is_away = self._contact.failed(failure)
         message.away += is_away
+        (self._away.add if is_away else self._away.discard)(id(message))
         if failure.too_large:
             self.saw_too_large = True
             if halves := message.halves():
@@ -192,7 +195,8 @@ class Dispatch(Generic[R]):
 
     def _next(self, now: float) -> Message | None:
         message = self._outbox.pop(now)
-        if message is None and self._messages is not None:
+        # While the server is away no further message is drawn: its time would begin, long before its turn comes.
+        if message is None and self._messages is not None and not self._away:
             message = next(self._messages, None)
             if message is None:
                 self._messages = None

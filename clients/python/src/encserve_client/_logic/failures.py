@@ -21,6 +21,8 @@ _TOO_LARGE_REASONS = frozenset({"RESPONSE_TOO_LARGE", "REQUEST_TOO_LARGE", "TOO_
 # What the server says where it has no room now.
 _SHARE_REASON = "SHARE_EXCEEDED"
 _NO_ROOM_REASONS = frozenset({"QUEUE_FULL", _SHARE_REASON, "BUDGET_FULL", "RATE_LIMITED"})
+# Between attempts whose number has no bound, where the policy has no backoff.
+_LEAST_WAIT_SECONDS = 0.05
 # How the server's text begins where one input is at fault.
 _AT_FAULT = re.compile(r"(?:inputs|texts)\[(\d+)\]")
 # gRPC itself refuses an oversize message, on either side, with this text and no reason of ours.
@@ -253,6 +255,8 @@ def seconds_until_retry(
     longest = policy.initial_backoff_seconds * policy.backoff_multiplier ** min(attempts - 1, 64)
     # Never less than half, so that all attempts together outlast the time in which a server that is back is noticed.
     wait = (failure.retry_delay_seconds or 0.0) + (0.5 + random() / 2) * min(longest, policy.max_backoff_seconds)
+    if is_away:
+        wait = max(wait, _LEAST_WAIT_SECONDS)
     return wait if wait < remaining_seconds else None
 
 

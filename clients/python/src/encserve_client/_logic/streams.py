@@ -138,6 +138,7 @@ class StreamBooks(Generic[R]):
         self._next_number = 0
         self._handed_over = 0
         self._breaks = 0  # streams broken in a row without an answer
+        self._away_breaks = 0  # of these the ones whose server was away
         self._broken_since = math.inf  # when the first of them broke
         self._closed_until = -math.inf  # nothing is sent before this; set when a stream breaks
 
@@ -246,10 +247,12 @@ class StreamBooks(Generic[R]):
             return
         self._breaks += 1
         if self._breaks == 1:
-            self._broken_since = now
+            self._broken_since, self._away_breaks = now, 0
         is_away = self._contact.failed(failure)
+        self._away_breaks += is_away
+        breaks = self._away_breaks if is_away else self._breaks - self._away_breaks
         remaining = self._broken_since + self._timeout_seconds - now if is_away else math.inf
-        wait = seconds_until_retry(self._policy, failure, self._breaks, remaining, self._random, is_away)
+        wait = seconds_until_retry(self._policy, failure, breaks, remaining, self._random, is_away)
         if wait is None:
             raise failure.to_exception(self._breaks, call=self._call)
         self._closed_until = now + wait
