@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
@@ -21,14 +20,14 @@ from tiny_bundle import D_MODEL, VOCAB_SIZE, inspect_parts, write_bundle
 
 from encserve_server.engine import onnx as onnx_engine
 from encserve_server.engine import prepacked
-from encserve_server.engine.onnx import OnnxEngine, OnnxHead, OnnxInspector
+from encserve_server.engine.onnx import OnnxEngine, OnnxInspector
 from encserve_server.engine.prepacked import PrepackedWeights, open_weights
 from encserve_server.errors import BundleError
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.settings import Settings
 from encserve_server.system import cache
 from encserve_server.system.cache import KEPT_SECONDS, Cache
-from encserve_server.types.bundles import Bundle, HeadGraph
+from encserve_server.types.bundles import Bundle
 from encserve_server.types.inspections import InspectKind
 
 WIDTH = 512
@@ -114,27 +113,6 @@ def test_inspections_have_the_same_bits_with_shared_weights(bundle: Bundle, fold
             (tensor,), _ = inspector.run(np.arange(20), wanted)
             found.append([part.tobytes() for part in tensor.parts])
     assert found[0] == found[1]
-    assert len(entries(folder)) == 1
-
-
-def test_heads_have_the_same_bits_with_shared_weights(folder: Path, tmp_path: Path) -> None:
-    path = tmp_path / "head.onnx"
-    array = np.random.default_rng(0).standard_normal((64, WIDTH)).astype(np.float32)
-    graph = helper.make_graph(
-        [helper.make_node("MatMul", ["rows", "w"], ["out"])],
-        "head",
-        [helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["tokens", 64])],
-        [helper.make_tensor_value_info("out", TensorProto.FLOAT, ["tokens", WIDTH])],
-        [numpy_helper.from_array(array, "w")],
-    )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
-    head = HeadGraph(path, ("rows",), "out", 64, WIDTH)
-    rows = np.random.default_rng(1).standard_normal((9, 64)).astype(np.float32)
-    plain, shared = (
-        OnnxHead(head, device="cpu", threads=1, weights=weights).run(rows)
-        for weights in (None, PrepackedWeights(folder, "a", tmp_path))
-    )
-    assert plain.tobytes() == shared.tobytes()
     assert len(entries(folder)) == 1
 
 

@@ -109,8 +109,8 @@ class OnnxEngine:
 class OnnxHead:
     """What comes after the encoder or after pooling, in an ONNX Runtime session of its own."""
 
-    def __init__(self, head: HeadGraph, *, device: str, threads: int, weights: PrepackedWeights | None = None) -> None:
-        """Loads the graph, to run on "cpu" or "cuda", on the CPU in so many threads and with shared weights.
+    def __init__(self, head: HeadGraph, *, device: str, threads: int) -> None:
+        """Loads the graph, to run on "cpu" or "cuda", on the CPU in so many threads.
 
         Raises:
             BundleError: It is no model that this ONNX Runtime can run, or its inputs and output are others.
@@ -118,7 +118,7 @@ class OnnxHead:
         """
         self._head = head
         # What it takes is given back after every run: a vocabulary's numbers for each token are hundreds of MiB.
-        self._session = _open_session(head.path, device, threads, weights, keeps_memory=False)
+        self._session = _open_session(head.path, device, threads, keeps_memory=False)
         found = sorted((node.name, node.type) for node in (*self._session.get_inputs(), *self._session.get_outputs()))
         wanted = sorted((name, "tensor(float)") for name in (*head.input_names, head.output_name))
         if found != wanted:

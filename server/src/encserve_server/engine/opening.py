@@ -66,7 +66,6 @@ def open_head(
     engine: str,
     device: str = "cpu",
     threads: int = 1,
-    weights: PrepackedWeights | None = None,
 ) -> Head:
     """Loads what comes after the encoder or after pooling.
 
@@ -75,7 +74,6 @@ def open_head(
         engine: As for `open_engine`.
         device: "cpu" or "cuda".
         threads: On the CPU those that run a batch, the caller's own among them.
-        weights: As for `open_engine`.
 
     Raises:
         EngineMissing, DeviceError, BundleError: As for `open_engine`.
@@ -83,7 +81,7 @@ def open_head(
     if engine == "openvino":
         openvino_head: Head = _module("openvino").OpenVinoHead(head, threads=threads)
         return openvino_head
-    onnx_head: Head = _module("onnx").OnnxHead(head, device=device, threads=threads, weights=weights)
+    onnx_head: Head = _module("onnx").OnnxHead(head, device=device, threads=threads)
     return onnx_head
 
 

@@ -49,12 +49,14 @@ def load_model(
         task: load_tokenizer(its.tokenizer_file, len(its.weights)) for task, its in statics.items() if its is not None
     }
     threads = settings.intra_op_threads or usable_cpus()
-    weights = open_weights(
-        settings.cache_dir,
-        bundle.fingerprint,
-        directory,
-        lambda: read_bundle(directory).fingerprint == bundle.fingerprint,
-    )
+    weights = None
+    if bundle.graph.precision == "float32":  # ONNX Runtime has ended the process over mapped weights of float16
+        weights = open_weights(
+            settings.cache_dir,
+            bundle.fingerprint,
+            directory,
+            lambda: read_bundle(directory).fingerprint == bundle.fingerprint,
+        )
     engine = open_engine(
         bundle.graph,
         engine=settings.engine,
@@ -67,7 +69,7 @@ def load_model(
     try:
         if advice := precision_advice(engine.info.precision, engine.info.device):
             logger.warning(advice, extra={"model": bundle.name, "precision": engine.info.precision})
-        outputs = load_outputs(bundle, settings, engine, threads, weights)
+        outputs = load_outputs(bundle, settings, engine, threads)
         loaded = time.perf_counter()
         warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
         max_batch_tokens = _tune(engine, bundle, settings, directory, threads)
@@ -134,9 +136,7 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
     return tuned.max_batch_tokens or settings.batch_tokens_for(device)
 
 
-def load_outputs(
-    bundle: Bundle, settings: Settings, engine: Engine, threads: int, weights: PrepackedWeights | None = None
-) -> ModelOutputs:
+def load_outputs(bundle: Bundle, settings: Settings, engine: Engine, threads: int) -> ModelOutputs:
     """Loads what makes outputs of rows, and tries it.
 
     Raises:
@@ -146,7 +146,7 @@ def load_outputs(
     def open_one(graph: HeadGraph, *, on_device: bool, all_threads: bool) -> Head:
         device = engine.info.device if on_device else "cpu"
         its_threads = threads if all_threads else 1
-        return open_head(graph, engine=settings.engine, device=device, threads=its_threads, weights=weights)
+        return open_head(graph, engine=settings.engine, device=device, threads=its_threads)
 
     share = settings.max_vocabulary_mib * MIB // engine.max_parallel_runs
     return ModelOutputs.load(bundle, open_one, max_vocabulary_bytes=share)
