@@ -41,11 +41,11 @@ def _with_patience(uri: str) -> str:
 
 
 def size_and_time(file: DataFile) -> tuple[int, int]:
-    """The size of a file in bytes, and when it was last changed, in ns since 1970; 0 where nobody says.
+    """The size of a file in bytes, and when it was last changed, in ns since 1970; 0 if unknown.
 
     Raises:
         ValueError: pyarrow does not know the kind of URI.
-        OSError: It is not there, is a folder, or nobody answers.
+        OSError: It is not there, is a folder, or the store does not answer.
     """
     with errors_named(file):
         files, path = filesystem_of(file.uri)

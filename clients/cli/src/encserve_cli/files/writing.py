@@ -279,4 +279,3 @@ _WRITERS: Mapping[str, Callable[[Path, ExitStack], Writer]] = {
     ".csv": _CsvWriter,
     ".parquet": _ParquetWriter,
 }
-SUFFIXES = tuple(_WRITERS)

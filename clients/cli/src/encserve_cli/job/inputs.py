@@ -114,7 +114,7 @@ class PartReader:
             with errors_named(file):
                 return source.read(part)
         except BaseException as error:
-            self.close()  # nobody knows where the file stands
+            self.close()  # where the file stands is not known
             if isinstance(error, ChangedError):
                 uri = self._inputs[part.input].uri
                 raise ValueError(f"{uri}: was changed since the plan was made: {error}") from error

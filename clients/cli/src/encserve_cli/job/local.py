@@ -188,7 +188,7 @@ def model_facts(
 
 
 def _no_batch(rows: int, tokens: int, padded_tokens: int) -> None:
-    """Nobody is told."""
+    """Ignores the batch."""
 
 
 class LocalSource:

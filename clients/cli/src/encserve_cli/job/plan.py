@@ -62,7 +62,7 @@ class ModelFacts:
         model: Its name.
         version: Its version.
         fingerprint: Identifies the bundle.
-        space_id: Identifies the vector space; empty where nobody says.
+        space_id: Identifies the vector space; empty if unknown.
         pooling: How "model" makes one vector; empty where that is not known.
         width: The numbers of a row of the job's output; of "binary" its bytes.
         max_tokens: The longest input, in tokens.

@@ -35,7 +35,7 @@ class JobProgress:
         tokens: The tokens that this run computed, padding excluded.
         padding: The share of padding in what this run computed, from 0 to 1; None where that is not known.
         seconds: How long this run computes already.
-        seconds_left: How long the rest will take at the speed so far; None while nobody knows.
+        seconds_left: How long the rest will take at the speed so far; None while it is unknown.
     """
 
     rows: int

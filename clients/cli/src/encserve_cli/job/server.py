@@ -98,7 +98,7 @@ class ServerEncoder:
                 refused[place] = _without_place(str(error))
                 continue
             except EncserveError:
-                if self._stopping.is_set():  # nobody waits for the server any more
+                if self._stopping.is_set():  # the job does not wait any more
                     raise Stopped from None
                 raise
             if result.fingerprint != self._info.fingerprint:

@@ -30,7 +30,7 @@ def plan_record(plan: Plan, output: str, missing: list[Part], sample: Sample | N
 
 
 def output_bytes(plan: Plan, sample: Sample | None) -> int | None:
-    """About how large the output becomes, without the columns that come along; None where nobody knows."""
+    """About how large the output becomes, without the columns that come along; None if unknown."""
     per_row, per_token = row_bytes(plan.make, plan.model.width)
     inputs = 0 if plan.read.input_kind == "vectors" else plan.text_bytes
     if not per_token:

@@ -63,7 +63,7 @@ class InputFile:
     Attributes:
         uri: Its absolute path, or a URI.
         size_bytes: Its size.
-        modified_ns: When it was last changed, in ns since 1970; 0 where nobody says.
+        modified_ns: When it was last changed, in ns since 1970; 0 if unknown.
         rows: How many rows it has.
         in_order: Whether it can only be read from its beginning: .csv, .tsv and compressed files.
     """
