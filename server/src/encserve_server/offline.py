@@ -208,7 +208,7 @@ class Embedder:
         self._engine, self._outputs = loaded.engine, loaded.outputs
         self.bundle: Bundle = loaded.bundle
         self.info = loaded.engine.info
-        self.policy: BatchPolicy = batch_policy(settings, self.info.device, loaded.max_batch_tokens)
+        self.policy: BatchPolicy = batch_policy(settings, self.info.device, loaded.job_batch_tokens)
         self.intra_op_threads: int = settings.intra_op_threads or usable_cpus()
         self.parallel_batches: int = loaded.engine.max_parallel_runs
         self._treatments = Treatments(

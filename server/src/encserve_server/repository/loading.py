@@ -72,7 +72,7 @@ def load_model(
         outputs = load_outputs(bundle, settings, engine, threads)
         loaded = time.perf_counter()
         warm_up(engine, bundle, settings.batch_tokens_for(engine.info.device))
-        max_batch_tokens = _tune(engine, bundle, settings, directory, threads)
+        max_batch_tokens, job_batch_tokens = _tune(engine, bundle, settings, directory, threads)
     except BaseException:
         engine.close()  # at once: the device may be full
         raise
@@ -97,7 +97,16 @@ def load_model(
     inspect = bundle.inspect_graph
     load = None if inspect is None else functools.partial(load_inspector, inspect, engine.info.device, weights)
     return LoadedModel(
-        bundle, tokenizer, outputs, engine, loaded - began, warm - loaded, load, max_batch_tokens, static_tokenizers
+        bundle,
+        tokenizer,
+        outputs,
+        engine,
+        loaded - began,
+        warm - loaded,
+        load,
+        max_batch_tokens,
+        job_batch_tokens,
+        static_tokenizers,
     )
 
 
@@ -112,11 +121,12 @@ def precision_advice(precision: str, device: str) -> str:
     return ""
 
 
-def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, threads: int) -> int:
-    """The budget of padded tokens in a batch: what is set, what is measured, or a constant."""
+def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, threads: int) -> tuple[int, int]:
+    """The budgets of padded tokens in a batch, a server's and a job's: set, measured, or a constant."""
     device = engine.info.device
+    constant = settings.batch_tokens_for(device)
     if settings.max_batch_tokens is not None or not settings.tune_batches:
-        return settings.batch_tokens_for(device)
+        return constant, constant
     tuned = tune(
         engine,
         bundle,
@@ -131,9 +141,9 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
     )
     what = "remembered" if tuned.remembered else "measured" if tuned.max_batch_tokens else "not measurable now"
     rates = {budget: round(rate) for budget, rate in tuned.tokens_per_second.items()}
-    extra = {"model": bundle.name, "max_batch_tokens": tuned.max_batch_tokens}
-    logger.info("batch budget %s", what, extra=extra | ({"tokens_per_second": rates} if rates else {}))
-    return tuned.max_batch_tokens or settings.batch_tokens_for(device)
+    extra = {"model": bundle.name, "max_batch_tokens": tuned.max_batch_tokens, "tokens_per_second": rates}
+    logger.info("batch budget %s", what, extra=extra)
+    return tuned.max_batch_tokens or constant, tuned.job_batch_tokens or constant
 
 
 def load_outputs(bundle: Bundle, settings: Settings, engine: Engine, threads: int) -> ModelOutputs:

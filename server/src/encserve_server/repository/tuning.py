@@ -36,7 +36,8 @@ USUAL_LENGTHS = (
     10, 8, 26, 22, 19, 43, 21, 30, 25, 39, 6, 13, 21, 23, 56, 47, 204, 27, 23, 75, 15, 32,
     120, 60, 35, 17, 16, 13, 42, 33, 256, 12, 50, 17, 69, 25, 36, 141, 82, 28, 18, 27,
 )  # fmt: skip
-# The least budget within this share of the best one is taken: a smaller batch makes the next caller wait less.
+# Budgets within this share of the best one are as good. The least of them is for a server, where a smaller batch makes
+# the next caller wait less; the greatest is for a job, where nobody waits and each batch costs something of its own.
 _GOOD_ENOUGH = 0.98
 # Budgets are tried again, in turns, for so long; the shortest time of each batch counts, since others only disturb.
 _MAX_SECONDS = 2.0
@@ -49,7 +50,7 @@ _LEAST_TEXTS = 8
 # On a GPU there are texts for so many batches of the largest budget, where there is time.
 _FILLED = 2.5
 _MOST_TEXTS = 4096
-_FORMAT = 2  # 1 was measured on too few texts for a GPU
+_FORMAT = 3  # 1 was measured on too few texts for a GPU; 2 held one budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +58,14 @@ class Tuned:
     """What was found.
 
     Attributes:
-        max_batch_tokens: The budget to use; None where the machine was too busy to tell.
+        max_batch_tokens: The budget for a server; None where the machine was too busy to tell.
+        job_batch_tokens: The same for a job.
         tokens_per_second: What each budget gave.
         remembered: Whether this is from an earlier start.
     """
 
     max_batch_tokens: int | None
+    job_batch_tokens: int | None
     tokens_per_second: Mapping[int, float]
     remembered: bool
 
@@ -89,7 +92,7 @@ def tune(
     machine: Mapping[str, Any],
     now: Callable[[], float] = time.perf_counter,
 ) -> Tuned:
-    """Returns the budget remembered for this model and machine, or measures it and remembers it.
+    """Returns the budgets remembered for this model and machine, or measures and remembers them.
 
     Args:
         engine: A model that is loaded and warm.
@@ -113,24 +116,26 @@ def tune(
     }
     remembered = _read(path, key)
     if remembered is not None:
-        return Tuned(remembered, {}, remembered=True)
+        return _tuned(remembered, remembered=True)
     measured = measure(engine, bundle, [policy_for(budget) for budget in budgets], now)
     rates = measured.tokens_per_second
-    if not rates:
-        return Tuned(None, rates, remembered=False)
     if len(rates) < len(budgets):  # the memory that was short may be there the next time
-        return Tuned(choose(rates), rates, remembered=False)
+        return _tuned(rates)
     if measured.spread > _MAX_SPREAD:
-        return Tuned(None, rates, remembered=False)
-    best = choose(rates)
-    _write(path, key | {"max_batch_tokens": best, "tokens_per_second": {str(b): round(r) for b, r in rates.items()}})
-    return Tuned(best, rates, remembered=False)
+        return Tuned(None, None, rates, remembered=False)
+    _write(path, key | {"tokens_per_second": rates})
+    return _tuned(rates)
 
 
-def choose(tokens_per_second: Mapping[int, float]) -> int:
-    """The least budget that is nearly as fast as the fastest."""
-    enough = _GOOD_ENOUGH * max(tokens_per_second.values())
-    return min(budget for budget, rate in tokens_per_second.items() if rate >= enough)
+def _tuned(rates: Mapping[int, float], *, remembered: bool = False) -> Tuned:
+    good = good_enough(rates)
+    return Tuned(min(good, default=None), max(good, default=None), rates, remembered)
+
+
+def good_enough(tokens_per_second: Mapping[int, float]) -> list[int]:
+    """The budgets that are nearly as fast as the fastest."""
+    enough = _GOOD_ENOUGH * max(tokens_per_second.values(), default=0)
+    return [budget for budget, rate in tokens_per_second.items() if rate >= enough]
 
 
 def measure(
@@ -196,16 +201,20 @@ def _batches(lengths: Sequence[int], policy: BatchPolicy) -> list[list[int]]:
     return batches
 
 
-def _read(path: Path, key: Mapping[str, Any]) -> int | None:
-    """The budget that is remembered for this key, or None."""
+def _read(path: Path, key: Mapping[str, Any]) -> dict[int, float] | None:
+    """Tokens/s by budget as remembered for this key, or None."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     if not isinstance(found, dict) or any(found.get(name) != value for name, value in key.items()):
         return None
-    budget = found.get("max_batch_tokens")
-    return budget if budget in key["budgets"] else None
+    rates = found.get("tokens_per_second")
+    if not isinstance(rates, dict) or set(rates) != {str(budget) for budget in key["budgets"]}:
+        return None
+    if not all(isinstance(rate, (int, float)) and 0 < rate < math.inf for rate in rates.values()):
+        return None
+    return {int(budget): float(rate) for budget, rate in rates.items()}
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
