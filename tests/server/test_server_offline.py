@@ -244,17 +244,13 @@ def test_inputs_that_are_refused_keep_no_other_from_being_done(make_fake: Any) -
 
 def test_inputs_that_are_refused_leave_nothing_in_memory(make_fake: Any) -> None:
     """Otherwise a job with many of them would hold whole parts until garbage is collected."""
-
-    def held() -> list[object]:
-        return [it for it in gc.get_objects() if isinstance(it, RequestError)]
-
     embedder, _ = make_fake()
     gc.collect()
     gc.disable()
     try:
-        of_other_tests = len(held())
         assert len(embedder.run([ids for ids, _ in BAD]).refused) == len(BAD)
-        assert len(held()) == of_other_tests
+        # Not isinstance: it reads __class__, and some objects of torch warn then.
+        assert not [it for it in gc.get_objects() if issubclass(type(it), RequestError)]
     finally:
         gc.enable()
 
