@@ -178,4 +178,5 @@ def test_the_batch_budget_is_measured_once_and_remembered(tmp_path: Path) -> Non
         with real_server(tmp_path, "--tune-batches") as again:
             assert again.metric("encserve_batch_limit_tokens") == budget
         told = next(line for line in again.log if line["message"] == "batch budget remembered")
+        assert "tokens_per_second" not in told, "nothing was measured"
         assert told["max_batch_tokens"] == budget

@@ -4,6 +4,7 @@ import gc
 import io
 import itertools
 import json
+import math
 import subprocess
 import sys
 import threading
@@ -27,6 +28,7 @@ from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_server import offline
 from encserve_server.errors import BundleError, EngineUnhealthy, InferenceFailed, InvalidField, RequestError
 from encserve_server.offline import Embedder, Stopped, batches
+from encserve_server.repository import tuning
 from encserve_server.repository.loaded import LoadedModel
 from encserve_server.scheduling.batching import BatchPolicy
 
@@ -128,13 +130,12 @@ async def test_rows_are_those_of_a_server(start_server: StartServer, tmp_path: P
     assert made.original_token_counts.tolist() == [it.original_token_count for it in reply.sequences]
 
 
-def test_of_budgets_that_are_as_good_the_greatest_is_taken(tmp_path: Path) -> None:
-    """Nobody waits for one batch, and each costs something of its own; a server takes the least."""
+def test_of_budgets_that_are_as_good_the_greatest_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No caller waits for a batch of a job, and each batch has a cost of its own; a server takes the least."""
+    monkeypatch.setattr(tuning, "_MAX_SPREAD", math.inf)  # a busy machine is remembered too
     bundle = write_bundle(tmp_path / "bundles")
     remembered = bundle.parent / f".{bundle.name}.tuned.json"
     Embedder(bundle, tune_batches=True).close()
-    if not remembered.exists():
-        pytest.skip("this machine is too busy to measure batches")
     content = json.loads(remembered.read_text())
     content["tokens_per_second"] = {"256": 90.0, "384": 98.5, "512": 100.0, "768": 99.0, "1024": 97.0}
     remembered.write_text(json.dumps(content))

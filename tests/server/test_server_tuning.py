@@ -231,7 +231,9 @@ def test_a_damaged_file_is_measured_anew(bundle: Bundle, tmp_path: Path, content
     path.write_text(content)
     device = Device(cached(520))
     assert not tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now).remembered
-    assert tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now).remembered
+    again = tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now)
+    assert again.remembered
+    assert again.max_batch_tokens == 512
 
 
 @pytest.mark.parametrize(

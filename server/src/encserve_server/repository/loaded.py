@@ -29,7 +29,7 @@ class LoadedModel:
         warmup_seconds: The time to warm it up.
         load_inspector: Loads what looks into it; None where its bundle has no graph for that.
         max_batch_tokens: The budget of padded tokens in a batch; None for the settings' own.
-        job_batch_tokens: The same where nobody waits for a batch.
+        job_batch_tokens: The same for a job, which no caller waits for.
         static_tokenizers: The tokenizers of tasks whose sparse weights take no run.
     """
 

@@ -140,9 +140,9 @@ def _tune(engine: Engine, bundle: Bundle, settings: Settings, directory: Path, t
         },
     )
     what = "remembered" if tuned.remembered else "measured" if tuned.max_batch_tokens else "not measurable now"
-    rates = {budget: round(rate) for budget, rate in tuned.tokens_per_second.items()}
-    extra = {"model": bundle.name, "max_batch_tokens": tuned.max_batch_tokens, "tokens_per_second": rates}
-    logger.info("batch budget %s", what, extra=extra)
+    rates = {} if tuned.remembered else {budget: round(rate) for budget, rate in tuned.tokens_per_second.items()}
+    extra = {"model": bundle.name, "max_batch_tokens": tuned.max_batch_tokens}
+    logger.info("batch budget %s", what, extra=extra | ({"tokens_per_second": rates} if rates else {}))
     return tuned.max_batch_tokens or constant, tuned.job_batch_tokens or constant
 
 

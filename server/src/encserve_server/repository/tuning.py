@@ -37,7 +37,7 @@ USUAL_LENGTHS = (
     120, 60, 35, 17, 16, 13, 42, 33, 256, 12, 50, 17, 69, 25, 36, 141, 82, 28, 18, 27,
 )  # fmt: skip
 # Budgets within this share of the best one are as good. The least of them is for a server, where a smaller batch makes
-# the next caller wait less; the greatest is for a job, where nobody waits and each batch costs something of its own.
+# the next caller wait less; the greatest is for a job, which no caller waits for: each batch has a cost of its own.
 _GOOD_ENOUGH = 0.98
 # Budgets are tried again, in turns, for so long; the shortest time of each batch counts, since others only disturb.
 _MAX_SECONDS = 2.0
