@@ -40,11 +40,12 @@ from encserve_cli.job import (
 from encserve_cli.job import command as job_command
 from encserve_cli.job.command import Interrupts
 from encserve_cli.job.inputs import PartReader, scan
+from encserve_cli.job.plan import Plan
 from encserve_cli.job.progress import shown_progress
 from encserve_cli.job.run import LocalRunner, PartWorker
-from encserve_cli.job.sample import take_sample
+from encserve_cli.job.sample import Sample, estimated_seconds, take_sample
 from encserve_cli.job.server import _joined, server_facts
-from encserve_cli.job.types import BatchProgress, ReadOptions, Value
+from encserve_cli.job.types import BatchProgress, InputFile, Part, ReadOptions, Value
 from encserve_client import Block, EncodedOutput, EncoderClient, EncodeResult, SequenceInfo, Timings
 from encserve_proto.v1 import encoder_pb2 as pb
 
@@ -387,6 +388,9 @@ def test_the_help_of_jobs_is_in_sections() -> None:
         assert "\\b" not in shown
 
 
+FACTS = ModelFacts("words", "1", "f" * 16, "", "mean", 2, 100, "onnxruntime", "float32", 512, 2, 2)
+
+
 @dataclass
 class Words:
     """A source without a server: of every text a vector with its words, but of "bad" ones. It is its own encoder.
@@ -399,10 +403,9 @@ class Words:
     encoded: list[int] = field(default_factory=list)
 
     def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
-        facts = ModelFacts("words", "1", "f" * 16, "", "mean", 2, 100, "onnxruntime", "float32", 512, 2, 2)
         return Opened(
             replace(make, kind=kind or "model"),
-            facts,
+            FACTS,
             lambda plan, store: LocalRunner(PartWorker(plan, self, store)),
             lambda: None,
             lambda: self,
@@ -529,6 +532,36 @@ def test_a_dry_run_shows_how_a_bundle_is_run(run_words: Callable[..., Result]) -
     assert "engine onnxruntime, float32, batches of 512 tokens, 2 threads, 2 batches at once" in shown
 
 
+def test_a_dry_run_counts_with_all_actors_of_a_cluster(
+    run_words: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Cluster(Words):
+        def open(self, *options: Any) -> Opened:
+            return replace(super().open(*options), workers=2)
+
+    taken = Sample(rows=8, text_bytes=100, tokens=20, seconds=10.0)
+    monkeypatch.setattr(job_command, "take_sample", lambda *_: taken)
+    [alone] = events_of(run_words(Words(), "--dry-run", "--json"))
+    [shared] = events_of(run_words(Cluster(), "--dry-run", "--json"))
+    assert shared["estimated_seconds"] == pytest.approx(alone["estimated_seconds"] / 2, rel=0.3)
+    shown = " ".join(run_words(Cluster(), "--dry-run").stdout.split())
+    assert "on 2 actors, as 8 rows took 10.00 s on one" in shown
+
+
+def test_an_estimate_knows_what_one_actor_does_alone() -> None:
+    """A part, and all parts of a file that can only be read from its beginning."""
+    sample = Sample(rows=1, text_bytes=10, tokens=1, seconds=1.0)
+
+    def estimated(in_order: bool, workers: int) -> float:
+        files = (InputFile("a", 0, 0, 3, in_order), InputFile("b.txt", 0, 0, 2, False))
+        parts = [Part(0, number, 0, 1, 0, 0, 20) for number in range(3)] + [Part(1, i, 0, 1, 0, 0, 15) for i in (0, 1)]
+        plan = Plan(ReadOptions(), MakeOptions(), FACTS, files, tuple(parts), {})
+        return estimated_seconds(plan, parts, sample, workers)
+
+    assert [estimated(in_order=False, workers=n) for n in (1, 3, 100)] == [9, 3, 2]
+    assert [estimated(in_order=True, workers=n) for n in (1, 3, 100)] == [9, 6, 6]
+
+
 def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An input that is refused is an error, with its place, as through a server."""
     monkeypatch.setattr(job_command, "source_of", lambda **_: Words())
@@ -589,7 +622,6 @@ def test_a_sample_is_taken_until_it_has_taken_a_while(tmp_path: Path) -> None:
         assert slow.encoded == [1, 2, 4]
         assert sample is not None
         assert (sample.rows, sample.seconds) == (4, 0.5)
-        assert sample.seconds_of(10 * sample.text_bytes) == 5.0
         quick = Words()
         take_sample(job.plan, job.plan.parts[0], quick, FakeClock().now)
         assert quick.encoded == [2**i for i in range(10)]

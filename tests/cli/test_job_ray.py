@@ -17,6 +17,7 @@ from encserve_cli.job.local import EngineOptions, LocalSource
 from encserve_cli.job.plan import MakeOptions
 from encserve_cli.job.ray import RaySource
 from encserve_cli.job.run import JobProgress, JobSummary
+from encserve_cli.job.sample import take_sample
 from encserve_cli.job.store import open_store
 from encserve_cli.job.types import PartLimits, ReadOptions, Stopped
 
@@ -157,6 +158,41 @@ def test_a_job_that_is_stopped_goes_on_where_it_was(tmp_path: Path, corpus: list
     assert 10 <= summary.parts_before < summary.parts == 46
     embed(corpus, tmp_path / "alone", source)
     assert files(tmp_path / "out") == files(tmp_path / "alone")
+
+
+def test_a_dry_run_takes_its_sample_on_an_actor(tmp_path: Path, corpus: list[str], cluster: SmallCluster) -> None:
+    """And knows how many actors there would be: as many as there is room for, and no more than are wanted."""
+    for options, workers in ((RayOptions(cluster.address), 3), (RayOptions(cluster.address, actors=2), 2)):
+        with EmbedJob(
+            corpus,
+            str(tmp_path / "out"),
+            OnRay(FakeSource(seconds=0.1), options),
+            read=ReadOptions(),
+            make=MakeOptions(),
+            kind="mean",
+            save=False,
+        ) as job:
+            sample = take_sample(job.plan, job.plan.parts[0], job.opened.encoder())
+            assert sample is not None
+            assert sample.tokens == sample.rows
+            assert sample.seconds >= 0.1
+            assert job.opened.workers == workers
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_sample_that_ends_its_actor_is_one_line(tmp_path: Path, options: RayOptions) -> None:
+    (tmp_path / "a.txt").write_text(f"{DEADLY}\n")
+    job = EmbedJob(
+        [str(tmp_path / "a.txt")],
+        str(tmp_path / "out"),
+        OnRay(FakeSource(), options),
+        read=ReadOptions(),
+        make=MakeOptions(),
+        kind="mean",
+        save=False,
+    )
+    with job, pytest.raises(RuntimeError, match="the first actor died while it encoded a sample: "):
+        take_sample(job.plan, job.plan.parts[0], job.opened.encoder())
 
 
 def test_where_no_cluster_runs_the_error_says_how_to_start_one(tmp_path: Path, corpus: list[str]) -> None:

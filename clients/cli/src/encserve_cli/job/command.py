@@ -108,7 +108,6 @@ def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) ->
         source = source_of(bundle=given["bundle"], engine=_engine_options(given))
         opened = source.open(_make_options(options), _kind(options), None)
         stack.callback(opened.close)
-        assert opened.encoder is not None  # noqa: S101 - only a cluster has none
         run = functools.partial(_encode, opened.encoder())
         deliver(run, options["sources"], options["printing"], options["as_json"], render.print_made)
 
@@ -171,7 +170,7 @@ def _work(job: EmbedJob, interrupts: "Interrupts", given: Mapping[str, Any], *, 
         _show_plan(job, as_json=as_json)
         return 0
     if as_json:
-        _event("plan", plan_record(job.plan, job.store.uri, missing_parts(job.plan, job.store), None))
+        _event("plan", plan_record(job.plan, job.store.uri, missing_parts(job.plan, job.store), None, 1))
     interrupts.job = job
     try:
         with shown_progress(job.plan.rows, as_json=as_json) as on_progress:
@@ -191,16 +190,17 @@ def _work(job: EmbedJob, interrupts: "Interrupts", given: Mapping[str, Any], *, 
 def _show_plan(job: EmbedJob, *, as_json: bool) -> None:
     missing = missing_parts(job.plan, job.store)
     sample = None
-    if missing and job.opened.encoder is not None:
+    if missing:
         encoder = job.opened.encoder()
         try:
             sample = take_sample(job.plan, missing[0], encoder)
         finally:
             encoder.close()
+    shown = (job.plan, job.store.uri, missing, sample, job.opened.workers)
     if as_json:
-        _event("plan", plan_record(job.plan, job.store.uri, missing, sample))
+        _event("plan", plan_record(*shown))
     else:
-        click.echo("\n".join(plan_lines(job.plan, job.store.uri, missing, sample)))
+        click.echo("\n".join(plan_lines(*shown)))
 
 
 def _event(name: str, record: Mapping[str, Any]) -> None:

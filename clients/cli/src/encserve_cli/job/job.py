@@ -24,14 +24,16 @@ class Opened:
         model: What makes it.
         runner: Makes what does the parts of a plan, whose output goes to a store.
         close: Frees it.
-        encoder: Makes what encodes from this process, to try a sample; None where that is not possible.
+        encoder: Makes what encodes values that this process has, such as a sample.
+        workers: How many such encoders do parts at a time.
     """
 
     make: MakeOptions
     model: ModelFacts
     runner: Callable[[Plan, Store], Runner]
     close: Callable[[], None]
-    encoder: Callable[[], Encoder] | None = None
+    encoder: Callable[[], Encoder]
+    workers: int = 1
 
 
 class Source(Protocol):

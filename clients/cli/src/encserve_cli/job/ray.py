@@ -10,6 +10,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -31,7 +32,7 @@ from encserve_cli.job.output import REJECTED
 from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan, differences
 from encserve_cli.job.run import PartWorker
 from encserve_cli.job.store import Store
-from encserve_cli.job.types import BatchProgress, Part, PartReport, Stopped
+from encserve_cli.job.types import BatchProgress, Encoded, Part, PartReport, Stopped, Value
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +98,7 @@ class RaySource:
 def open_on_ray(
     source: Source, options: RayOptions, make: MakeOptions, kind: str | None, before: ModelFacts | None
 ) -> Opened:
-    """Has every actor open a source, which Ray pickles and whose `Opened.encoder` is there; see `RaySource.open`."""
+    """Has every actor open a source, which Ray pickles; see `RaySource.open`."""
     disconnect = _connect(options.address)
     try:
         first = _start(source, options)
@@ -110,6 +111,8 @@ def open_on_ray(
         model=model,
         runner=lambda plan, store: RayRunner(plan, store, source, options, first),
         close=disconnect,
+        encoder=lambda: _FirstActor(first),
+        workers=max(1, min(_capacity(_needs(options)), options.actors or sys.maxsize)),
     )
 
 
@@ -209,13 +212,18 @@ class _Actor:
             self._opened = self._source.open(make, kind, before)
             return self._opened.make, self._opened.model
 
+    def encode(self, values: Sequence[Value]) -> Encoded:
+        """Encodes a sample of a job; only the counts are returned."""
+        with _errors_of_node():
+            assert self._opened is not None  # noqa: S101 - of the first actor alone
+            return dataclasses.replace(self._opened.encoder().encode(values, _no_batch), result=None)
+
     def begin(self, plan: Plan, store: Store) -> str:
         """Loads the model if need be, and takes the job; the answer is the node's id."""
         with _errors_of_node():
             opened = self._opened or self._source.open(plan.make, plan.make.kind, plan.model)
             if problems := differences(plan, plan.read, opened.make, opened.model, plan.inputs):
                 raise ValueError(f"the model is not the one of the job: {'; '.join(problems)}")
-            assert opened.encoder is not None  # noqa: S101 - `open_on_ray` asks for one
             self._worker = PartWorker(plan, opened.encoder(), store)
         return ray.get_runtime_context().get_node_id()
 
@@ -230,11 +238,37 @@ class _Actor:
                 with self._turns:
                     self._turn += 1
                     self._turns.notify_all()
-            return self._worker.encode(part, rows, lambda rows, tokens, padded_tokens: None)
+            return self._worker.encode(part, rows, _no_batch)
 
     def stop(self) -> None:
         """Has parts that are being encoded raise Stopped."""
         self._worker.stop()
+
+
+class _FirstActor:
+    """The first actor as an `Encoder`, for a sample; what it makes stays there."""
+
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
+
+    def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
+        try:
+            encoded: Encoded = ray.get(self._actor.encode.remote(values))
+        except RayTaskError as error:
+            raise _plain(error) from None
+        except RayError as error:
+            raise RuntimeError(f"the first actor died while it encoded a sample: {error}") from error
+        return encoded
+
+    def stop(self) -> None:
+        """Does nothing: a sample is short."""
+
+    def close(self) -> None:
+        """The actor ends with the job."""
+
+
+def _no_batch(rows: int, tokens: int, padded_tokens: int) -> None:
+    """Ignores the batch: the driver counts parts."""
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """How long a job will take, from a short sample of its rows."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -30,13 +31,21 @@ class Sample:
     tokens: int
     seconds: float
 
-    def seconds_of(self, text_bytes: int) -> float:
-        """How long inputs of so many bytes take."""
-        return self.seconds * text_bytes / self.text_bytes
-
     def tokens_of(self, text_bytes: int) -> float:
         """How many tokens inputs of so many bytes have."""
         return self.tokens * text_bytes / self.text_bytes
+
+
+def estimated_seconds(plan: Plan, missing: Sequence[Part], sample: Sample, workers: int) -> float:
+    """How long so many workers need for parts, if each is as fast as the one that encoded the sample.
+
+    One worker alone does a part, and all parts of a file that can only be read from its beginning.
+    """
+    alone: Counter[tuple[int, int]] = Counter()
+    for it in missing:
+        alone[it.input, 0 if plan.inputs[it.input].in_order else it.number] += it.text_bytes
+    text_bytes = max(alone.total() / workers, *alone.values()) if alone else 0
+    return sample.seconds * text_bytes / sample.text_bytes
 
 
 def take_sample(

@@ -8,12 +8,13 @@ from encserve_cli.job.output import REJECTED
 from encserve_cli.job.plan import Plan, row_bytes
 from encserve_cli.job.progress import duration
 from encserve_cli.job.run import JobSummary
-from encserve_cli.job.sample import Sample
+from encserve_cli.job.sample import Sample, estimated_seconds
 from encserve_cli.job.types import MIB, Part
 
 
-def plan_record(plan: Plan, output: str, missing: list[Part], sample: Sample | None) -> dict[str, Any]:
+def plan_record(plan: Plan, output: str, missing: list[Part], sample: Sample | None, workers: int) -> dict[str, Any]:
     """A plan as what JSON can hold, with what is expected of it: None where that is not known."""
+    seconds = None if sample is None else estimated_seconds(plan, missing, sample, workers)
     return {
         "output": output,
         "inputs": [asdict(it) for it in plan.inputs],
@@ -25,7 +26,7 @@ def plan_record(plan: Plan, output: str, missing: list[Part], sample: Sample | N
         "read": asdict(plan.read),
         "make": asdict(plan.make),
         "model": asdict(plan.model),
-        "estimated_seconds": _seconds(missing, sample),
+        "estimated_seconds": seconds,
     }
 
 
@@ -40,7 +41,7 @@ def output_bytes(plan: Plan, sample: Sample | None) -> int | None:
     return plan.rows * per_row + round(sample.tokens_of(plan.text_bytes) * per_token) + inputs
 
 
-def plan_lines(plan: Plan, output: str, missing: list[Part], sample: Sample | None) -> Iterator[str]:
+def plan_lines(plan: Plan, output: str, missing: list[Part], sample: Sample | None, workers: int) -> Iterator[str]:
     """A plan for people."""
     model, done = plan.model, len(plan.parts) - len(missing)
     yield _line("output", output)
@@ -54,11 +55,14 @@ def plan_lines(plan: Plan, output: str, missing: list[Part], sample: Sample | No
     yield _line("engine", ", ".join(_engine(plan)))
     size = output_bytes(plan, sample)
     yield _line("size", "not known" if size is None else f"about {_mib(size)} without compression and --keep")
-    seconds = _seconds(missing, sample)
-    if sample is None or seconds is None:
+    if sample is None:
         yield _line("time", "not known")
     else:
-        yield _line("time", f"about {duration(seconds)}, as {_count(sample.rows, 'row')} took {sample.seconds:.2f} s")
+        seconds = duration(estimated_seconds(plan, missing, sample, workers))
+        actors = f" on {workers:,} actors" if workers > 1 else ""
+        of_one = " on one" if workers > 1 else ""
+        took = f"{_count(sample.rows, 'row')} took {sample.seconds:.2f} s"
+        yield _line("time", f"about {seconds}{actors}, as {took}{of_one}")
 
 
 def _line(name: str, value: str) -> str:
@@ -71,10 +75,6 @@ def _count(number: int, thing: str) -> str:
 
 def _mib(size: int) -> str:
     return f"{size / MIB:,.1f} MiB"
-
-
-def _seconds(missing: list[Part], sample: Sample | None) -> float | None:
-    return None if sample is None else sample.seconds_of(sum(it.text_bytes for it in missing))
 
 
 def _made(plan: Plan) -> Iterator[str]:
