@@ -4,12 +4,8 @@ import atexit
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
 
-import pytest
 from hypothesis import HealthCheck, settings
-
-from encserve_server.system.cpus import multiplies_bytes_exactly
 
 # For torch, which is not loaded yet: other workers run other files beside this one.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -23,12 +19,3 @@ if "ENCSERVE_CACHE_DIR" not in os.environ:
 settings.register_profile("local", deadline=None, max_examples=25, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("ci", settings.get_profile("local"), max_examples=100)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
-
-
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
-    """x86 CPUs without VNNI cut products of 8 bits off: a bundle in int8 is less exact there, and gates refuse it."""
-    if not multiplies_bytes_exactly():
-        skip = pytest.mark.skip(reason="THIS CPU HAS NO VNNI: gates refuse int8, so nothing of it is tested here")
-        for item in items:
-            if item.get_closest_marker("vnni"):
-                item.add_marker(skip)

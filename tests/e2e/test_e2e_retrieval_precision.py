@@ -13,7 +13,6 @@ from sparse_models import write_trained_splade
 
 from encserve_client import EncoderClient, maxsim
 from encserve_export import Target, export_hf
-from encserve_server.system.cpus import multiplies_bytes_exactly
 
 pytestmark = pytest.mark.models
 
@@ -38,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     trained(folder / "late")
     write_trained_splade(folder / "splade")
     for name in ("late", "splade"):
-        for precision in ("float32", "float16", *(["int8"] if multiplies_bytes_exactly() else [])):
+        for precision in ("float32", "float16", "int8"):
             target = Target(model_repository=folder / "models", name=f"{name}-{precision}")
             export_once(export_hf, folder / name, target=target, precision=precision)
     return folder
@@ -67,7 +66,7 @@ def check(want: EncoderClient, got: EncoderClient, late: str, splade: str, preci
     assert least_cosine(weights(got, splade), weights(want, "splade-float32")) >= least
 
 
-@pytest.mark.parametrize("precision", ["float16", pytest.param("int8", marks=pytest.mark.vnni)])
+@pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_what_is_served_is_as_near_as_its_gate_says(client: EncoderClient, precision: str) -> None:
     check(client, client, f"late-{precision}", f"splade-{precision}", precision)
 

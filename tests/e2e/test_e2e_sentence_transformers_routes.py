@@ -17,7 +17,6 @@ from encserve_export import Target, export_hf
 from encserve_export.ground.precision import BOUNDS
 from encserve_export.models import pretrained
 from encserve_export.source.weights import read_weights
-from encserve_server.system.cpus import multiplies_bytes_exactly
 
 pytestmark = pytest.mark.models
 
@@ -92,8 +91,6 @@ EXPORTS: dict[str, dict[str, Any]] = {
     "gemma.transformers.float16": {"precision": "float16"},
     "gemma.transformers.int8": {"precision": "int8"},
 }
-MADE = [name for name in EXPORTS if multiplies_bytes_exactly() or not name.endswith("int8")]
-NAMES = [pytest.param(name, marks=pytest.mark.vnni if name.endswith("int8") else ()) for name in EXPORTS]
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +107,7 @@ def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def models(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = tmp_path_factory.mktemp("models")
-    for name in MADE:
-        options = EXPORTS[name]
+    for name, options in EXPORTS.items():
         directory, via, *_ = name.split(".")
         target = Target(model_repository=models, name=name)
         exported = export_once(export_hf, directories[directory], target=target, **options)
@@ -122,7 +118,7 @@ def models(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 
 @pytest.fixture(scope="module")
 def client(models: Path) -> Iterator[EncoderClient]:
-    flags = [flag for name in MADE for flag in ("--model", name)]
+    flags = [flag for name in EXPORTS for flag in ("--model", name)]
     with real_server(models, *flags) as server, EncoderClient(server.target) as client:
         yield client
 
@@ -145,7 +141,7 @@ def check(got: Any, want: Any, name: str) -> None:
         assert (np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)).max() <= 1e-4
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EXPORTS)
 def test_vectors_are_those_of_sentence_transformers(
     name: str, directories: dict[str, Path], client: EncoderClient
 ) -> None:

@@ -146,7 +146,6 @@ def test_a_directory_without_a_tokenizer_is_asked_about(bert: "Checkpoint", mode
     assert not models.exists()
 
 
-@pytest.mark.vnni
 def test_precision_of_checkpoint_and_init(data: Path, models: Path, config: Path) -> None:
     golden = data / "fused-qkv"
     fields = config.parent / "fields.json"

@@ -105,7 +105,7 @@ def test_rows_of_half_precision_are_named_as_such(trained: Path, models: Path) -
         export(trained, models, expect=trained / "halved.npz")
 
 
-@pytest.mark.parametrize("precision", ["float16", pytest.param("int8", marks=pytest.mark.vnni)])
+@pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_lower_precisions_are_judged_by_cosine(trained: Path, models: Path, precision: Precision) -> None:
     exported = export(trained, models, expect=trained / "rows.npz", precision=precision)
     assert 0.99 <= exported.manifest.parity.min_expected_cosine < 1

@@ -83,7 +83,7 @@ def test_rows_and_attention_are_transformers_own(family: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("precision", ["float16", pytest.param("int8", marks=pytest.mark.vnni)])
+@pytest.mark.parametrize("precision", ["float16", "int8"])
 @pytest.mark.models
 def test_other_precisions_pass_their_gates(family: str, precision: Precision, tmp_path: Path) -> None:
     _, encoder = make(family, tmp_path / "theirs")

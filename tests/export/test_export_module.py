@@ -125,7 +125,7 @@ def test_vectors_in_place_of_ids(module: Mixing, target: Target) -> None:
     assert (exported.manifest.encoder.vocab_size, exported.manifest.encoder.d_model) == (0, D_MODEL)
 
 
-@pytest.mark.parametrize("precision", ["float16", pytest.param("int8", marks=pytest.mark.vnni)])
+@pytest.mark.parametrize("precision", ["float16", "int8"])
 @pytest.mark.parametrize("model_input", ["token_ids", "embeddings"])
 def test_precisions(module: Mixing, target: Target, precision: Precision, model_input: str) -> None:
     options: dict[str, Any] = {"precision": precision}

@@ -65,7 +65,6 @@ def test_other_precisions_say_what_they_do_to_scores(precision: Precision, via: 
     assert 0 < its.parity.max_maxsim_error <= bounds.maxsim_error
 
 
-@pytest.mark.vnni
 def test_scores_that_a_precision_would_move_too_far_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,7 +23,7 @@ from encserve_export.models.own.quantize import plan_layers
 from encserve_export.onnx_graph import int8
 
 SOURCE = Source("init", "random weights, seed 0")
-ROUNDED = ("float16", pytest.param("int8", marks=pytest.mark.vnni))
+ROUNDED = ("float16", "int8")
 CHOICES: list[dict[str, Any]] = [
     {"activation": "gelu"},
     {"norm": "pre", "final_norm": True, "activation": "gelu_tanh"},
@@ -105,7 +105,6 @@ def hard_to_round(config: EncoderConfig) -> Encoder:
     return encoder
 
 
-@pytest.mark.vnni
 def test_a_layer_that_would_be_too_far_off_stays_float32(tiny: EncoderConfig, tmp_path: Path) -> None:
     encoder = hard_to_round(tiny)
     layers = plan_layers(encoder)
@@ -137,7 +136,6 @@ def test_numbers_that_float16_does_not_have_are_refused(tiny: EncoderConfig, mod
     assert not models.exists()
 
 
-@pytest.mark.vnni
 def test_inspections_of_other_weights_are_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
     encoder = random_encoder(tiny, 0)
     graphs = trace.write_graphs(encoder, tmp_path, "int8")

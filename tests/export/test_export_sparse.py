@@ -55,7 +55,7 @@ def export(directory: Path, folder: Path, **options: Any) -> Any:
     return export_hf(directory, Target(model_repository=folder / "models", name="m"), **options)
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16", pytest.param("int8", marks=pytest.mark.vnni)])
+@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
 def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision: Any) -> None:
     exported = export(splade, tmp_path, precision=precision)
     manifest = exported.manifest
@@ -125,7 +125,6 @@ def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
     assert export(write_trained_splade(tmp_path / "model", active=10), tmp_path).manifest.parity.pipeline_texts == 16
 
 
-@pytest.mark.vnni
 def test_weights_that_a_precision_would_move_too_far_are_refused(
     splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -425,26 +425,6 @@ def test_a_containers_quota_bounds_the_threads(
 
 
 @pytest.mark.parametrize(
-    ("cpuinfo", "exact"),
-    [
-        ("model name\t: A\nflags\t\t: fpu avx2 avx512_vnni\n", True),
-        ("flags\t\t: fpu avx2 avx_vnni\n", True),
-        ("flags\t\t: fpu avx2\n", False),
-        ("Features\t: fp asimd asimddp\n", True),
-        (None, True),
-    ],
-)
-def test_which_cpus_multiply_bytes_exactly(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cpuinfo: str | None, exact: bool
-) -> None:
-    if cpuinfo is not None:
-        (tmp_path / "cpuinfo").write_text(cpuinfo)
-    monkeypatch.setattr(cpus, "_CPUINFO", tmp_path / "cpuinfo")
-    assert cpus.multiplies_bytes_exactly() == exact
-    assert ("no VNNI" in loading.precision_advice("int8", "cpu")) == (not exact)
-
-
-@pytest.mark.parametrize(
     ("precision", "device", "word"),
     [("float32", "cpu", ""), ("float32", "cuda", ""), ("float16", "cuda", ""), ("float16", "cpu", "for GPUs"),
      ("int8", "cuda", "for CPUs")],

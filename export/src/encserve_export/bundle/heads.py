@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from encserve_export.ground.errors import CheckpointFileError, ParityError
 from encserve_export.ground.float64 import in_float64
 from encserve_export.ground.precision import allowed
-from encserve_export.ground.runtime import onnxruntime
+from encserve_export.ground.runtime import open_session
 from encserve_export.kinds.recipe import MultiVectorHead, SparseHead
 from encserve_export.onnx_graph import traced
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -118,7 +118,7 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
     with Path(f"{path}.data").open("wb") if weights else contextlib.nullcontext() as data:
         traced.take_weights(model, traced.fold_weights(model, module), data)
     onnx.save_model(model, path)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = open_session(path)
     (got,) = session.run([_OUTPUT], {name: its.numpy() for name, its in example.items()})
     worst, float32_error = (_error(its, exact, weights=weights) for its in (torch.from_numpy(got), rounded))
     tolerance = allowed(_WEIGHT_TOLERANCE if weights else _TOLERANCE, float32_error)

@@ -10,7 +10,7 @@ from onnx import helper
 
 from encserve_export.bundle.read import ReadBundle
 from encserve_export.ground.errors import SequenceError
-from encserve_export.ground.runtime import onnxruntime
+from encserve_export.ground.runtime import open_session
 from encserve_export.source.tokenizer import BundleTokenizer
 
 Input = npt.NDArray[np.int64] | npt.NDArray[np.float32]  # (seq) ids or (seq, d_model) vectors
@@ -120,9 +120,7 @@ def _remove_residuals(model: onnx.ModelProto, names: set[str]) -> None:
 
 def _run(bundle: ReadBundle, model: onnx.ModelProto, sequence: Input) -> Iterator[Signal]:
     graph, inspect = bundle.manifest.graph, bundle.manifest.inspect_graph
-    options = onnxruntime.SessionOptions()
-    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(bundle.path))
-    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    session = open_session(model.SerializeToString(), bundle.path)
     feeds = {
         graph.embeddings_name or graph.input_ids_name: sequence[None],
         graph.attention_mask_name: np.ones((1, len(sequence)), np.int64),

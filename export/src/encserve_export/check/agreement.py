@@ -21,7 +21,7 @@ from encserve_export.ground.arrays import Input, Mask, Rows, Run
 from encserve_export.ground.errors import ParityError, UnsupportedModelError
 from encserve_export.ground.float64 import in_float64
 from encserve_export.ground.precision import BOUNDS, Bounds, Precision, allowed, bounds_of
-from encserve_export.ground.runtime import onnxruntime
+from encserve_export.ground.runtime import onnxruntime, open_session
 from encserve_export.models.own import trace
 from encserve_export.models.own.encoder import Encoder
 
@@ -184,7 +184,7 @@ def check_inspection(encoder: Encoder, graphs: trace.Graphs) -> None:
     bounds = dataclasses.replace(
         bounds.widened(rows_error), attention_error=allowed(bounds.attention_error, weights_error)
     )
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = open_session(path)
     outputs = [*graphs.hidden_state_names, *graphs.attention_weights_names]
     for inputs, expected in zip(sequences, want, strict=True):
         feeds = {graphs.input_name: inputs, names.ATTENTION_MASK: np.ones(inputs.shape[:2], np.int64)}
@@ -322,7 +322,7 @@ def _random_sequence(encoder: Encoder, length: int, random: np.random.Generator)
 
 
 def _onnx_run(path: Path, input_name: str) -> Run:
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = open_session(path)
     # It would keep the memory of the longest batch while PyTorch needs its own.
     options = onnxruntime.RunOptions()
     options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")

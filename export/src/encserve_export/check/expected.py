@@ -14,7 +14,7 @@ from encserve_export.check.agreement import least_cosine, relative_error
 from encserve_export.ground.arrays import Input, Mask, Rows
 from encserve_export.ground.errors import ExpectedFileError, ExpectedRowsError
 from encserve_export.ground.precision import Bounds, bounds_of
-from encserve_export.ground.runtime import onnxruntime
+from encserve_export.ground.runtime import open_session
 from encserve_proto.bundle.v1 import manifest_pb2
 
 INPUTS = {"input_ids": ("int64", "(batch, seq)"), "inputs_embeds": ("float32", "(batch, seq, d_model)")}
@@ -121,7 +121,7 @@ def check_expected(
     }
     if graph.token_type_ids_name:
         feeds[graph.token_type_ids_name] = np.zeros_like(expected.mask)
-    session = onnxruntime.InferenceSession(folder / graph.file, providers=["CPUExecutionProvider"])
+    session = open_session(folder / graph.file)
     rows: Rows = session.run([graph.output_name], feeds)[0]  # (batch, seq, d_model)
     got, want = rows[expected.mask == 1], expected.rows[expected.mask == 1]  # (tokens, d_model) both
     if bounds.error is None and bounds.cosine is None:

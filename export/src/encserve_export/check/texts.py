@@ -13,7 +13,7 @@ from encserve_export.check.agreement import least_cosine, relative_error
 from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import ParityError, UnsupportedModelError, first_line
 from encserve_export.ground.precision import Bounds, allowed, bounds_of
-from encserve_export.ground.runtime import onnxruntime
+from encserve_export.ground.runtime import open_session
 from encserve_export.kinds.directory import MODULES, load, quiet
 from encserve_export.kinds.recipe import NO_BOUND, TASKS, Recipe
 from encserve_export.models import pretrained
@@ -387,11 +387,11 @@ class _Pipeline:
         self.manifest = manifest
         self._folder = folder
         self._tokenizer = BundleTokenizer(folder, manifest.text) if manifest.HasField("text") else None
-        self._graph = _session(folder / manifest.graph.file)
-        self._head = _session(folder / manifest.head.file) if manifest.HasField("head") else None
+        self._graph = open_session(folder / manifest.graph.file)
+        self._head = open_session(folder / manifest.head.file) if manifest.HasField("head") else None
         multi_vector = manifest.multi_vector.file
-        self._multi_vector = _session(folder / multi_vector) if multi_vector else None
-        self._sparse = _session(folder / manifest.sparse.file) if manifest.HasField("sparse") else None
+        self._multi_vector = open_session(folder / multi_vector) if multi_vector else None
+        self._sparse = open_session(folder / manifest.sparse.file) if manifest.HasField("sparse") else None
 
     def ways(self) -> list[tuple[str, str]]:
         """The prompts and tasks that texts may have: each prompt without a task, each task with its own prompt."""
@@ -505,7 +505,3 @@ def _pool(rows: Rows, pooling: int, skipped: int) -> Rows:
         manifest_pb2.POOLING_MEAN_SQRT_LENGTH: lambda: kept.sum(axis=0) / np.float32(len(kept) ** 0.5),
     }
     return pooled[pooling]()
-
-
-def _session(path: Path) -> Any:
-    return onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])

@@ -17,7 +17,7 @@ from encserve_export.ground.precision import Precision
 from encserve_export.onnx_graph import int8
 from encserve_export.onnx_graph.foreign import DEFAULT_DOMAINS, Interface, opset, vector_width
 
-from encserve_export.ground.runtime import onnxruntime  # isort: skip
+from encserve_export.ground.runtime import open_session  # isort: skip
 
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16  # isort: skip
 
@@ -154,7 +154,7 @@ def _seen(
         feeds[interface.token_type_ids] = np.zeros_like(mask)
     path = folder / "watched.onnx"  # beside the weights that both have
     onnx.save_model(watched, path)
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = open_session(path)
     path.unlink()
     return dict(zip(listed, session.run(listed, feeds), strict=True))
 

@@ -13,7 +13,7 @@ from encserve_export.ground.errors import (
     OnnxRunError,
     VocabularyError,
 )
-from encserve_export.ground.runtime import onnxruntime
+from encserve_export.ground.runtime import onnxruntime, open_session
 from encserve_export.onnx_graph.foreign import Interface, vector_width
 
 # How ONNX Runtime and onnx.checker say that they do not know an operator, an opset or an IR version.
@@ -65,10 +65,8 @@ class Runner:
         self.d_model = 0
         self._interface = interface
         self._width = vector_width(model, interface)
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4  # what goes wrong is said by us, once
         try:
-            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+            self._session = open_session(path)
         except Exception as error:  # ONNX Runtime's exceptions share no public base class
             raise _refusal(error, path, "ONNX Runtime cannot load the file") from error
 

@@ -19,7 +19,7 @@ from encserve_server.repository.bundle import read_bundle, verify_unchanged
 from encserve_server.repository.loaded import LoadedModel, ServedAlready, batch_policy
 from encserve_server.repository.tuning import tune
 from encserve_server.settings import MIB, Settings
-from encserve_server.system.cpus import cpu_model, multiplies_bytes_exactly, usable_cpus
+from encserve_server.system.cpus import cpu_model, usable_cpus
 from encserve_server.types.bundles import Bundle, HeadGraph, InspectGraph
 from encserve_server.types.requests import Task
 
@@ -116,8 +116,6 @@ def precision_advice(precision: str, device: str) -> str:
         return "a float16 bundle is for GPUs: this CPU casts every number and is slower than with float32"
     if precision == "int8" and device == "cuda":
         return "an int8 bundle is for CPUs: CUDA leaves its linear layers to the CPU; export float16"
-    if precision == "int8" and not multiplies_bytes_exactly():
-        return "this CPU has no VNNI: products of 8 bits may be cut off, and rows be less exact than the manifest says"
     return ""
 
 

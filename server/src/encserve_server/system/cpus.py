@@ -47,15 +47,6 @@ def cpu_features() -> str:
     return _cpuinfo("flags") or _cpuinfo("Features")
 
 
-def multiplies_bytes_exactly() -> bool:
-    """Whether products of 8 bit numbers are exact; True where the system does not say.
-
-    x86 CPUs without VNNI (AVX512-VNNI or AVX-VNNI) add two products in 16 bits, and what does not fit is cut off.
-    """
-    flags = _cpuinfo("flags").split()
-    return not flags or not {"avx512_vnni", "avx_vnni"}.isdisjoint(flags)
-
-
 def _cpuinfo(field: str) -> str:
     """What Linux says of the first CPU; empty where it does not say, or another system runs."""
     try:
