@@ -548,6 +548,17 @@ def test_a_dry_run_counts_with_all_actors_of_a_cluster(
     assert "on 2 actors, as 8 rows took 10.00 s on one" in shown
 
 
+def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> None:
+    words = Words()
+    run_words(words)
+    shown = " ".join(run_words(words, "--dry-run").stdout.split())
+    assert "parts 3, of which 3 are done" in shown
+    assert "time none, as all parts are done" in shown
+    [plan] = events_of(run_words(words, "--dry-run", "--json"))
+    assert plan["estimated_seconds"] == 0
+    assert len(words.encoded) == 3, "a sample was encoded"
+
+
 def test_an_estimate_knows_what_one_actor_does_alone() -> None:
     """A part, and all parts of a file that can only be read from its beginning."""
     sample = Sample(rows=1, text_bytes=10, tokens=1, seconds=1.0)

@@ -14,7 +14,9 @@ from encserve_cli.job.types import MIB, Part
 
 def plan_record(plan: Plan, output: str, missing: list[Part], sample: Sample | None, workers: int) -> dict[str, Any]:
     """A plan as what JSON can hold, with what is expected of it: None where that is not known."""
-    seconds = None if sample is None else estimated_seconds(plan, missing, sample, workers)
+    seconds = None if missing else 0.0
+    if sample is not None:
+        seconds = estimated_seconds(plan, missing, sample, workers)
     return {
         "output": output,
         "inputs": [asdict(it) for it in plan.inputs],
@@ -55,14 +57,15 @@ def plan_lines(plan: Plan, output: str, missing: list[Part], sample: Sample | No
     yield _line("engine", ", ".join(_engine(plan)))
     size = output_bytes(plan, sample)
     yield _line("size", "not known" if size is None else f"about {_mib(size)} without compression and --keep")
-    if sample is None:
+    if not missing:
+        yield _line("time", "none, as all parts are done")
+    elif sample is None:
         yield _line("time", "not known")
     else:
+        where, of_one = (f" on {workers:,} actors", " on one") if workers > 1 else ("", "")
         seconds = duration(estimated_seconds(plan, missing, sample, workers))
-        actors = f" on {workers:,} actors" if workers > 1 else ""
-        of_one = " on one" if workers > 1 else ""
         took = f"{_count(sample.rows, 'row')} took {sample.seconds:.2f} s"
-        yield _line("time", f"about {seconds}{actors}, as {took}{of_one}")
+        yield _line("time", f"about {seconds}{where}, as {took}{of_one}")
 
 
 def _line(name: str, value: str) -> str:
