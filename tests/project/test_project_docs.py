@@ -60,6 +60,14 @@ def test_the_readme_leads_to_every_page() -> None:
     assert [page for page in PAGES if page != "README.md" and f"]({page})" not in PAGES["README.md"]] == []
 
 
+@EVERY_PAGE
+def test_the_server_is_installed_before_what_needs_it(page: str) -> None:
+    """Otherwise pip 23, which Python 3.11 comes with, looks for encserve-server in the package index."""
+    for line in PAGES[page].splitlines():
+        if "pip install ./" in line and "/cli[local" in line:
+            assert line.index("./server[") < line.index("/cli[local"), line
+
+
 @pytest.mark.parametrize(("page", "longest"), [("README.md", 200), ("RATIONALE.md", 250)])
 def test_a_page_that_everybody_reads_is_short(page: str, longest: int) -> None:
     assert PAGES[page].count("\n") <= longest
