@@ -26,6 +26,7 @@ def make_instance(options: argparse.Namespace) -> Callable[..., Any]:
     session_options.intra_op_num_threads = options.threads // options.instances
     session_options.inter_op_num_threads = 1
     session_options.add_session_config_entry("session.force_spinning_stop", "1")
+    session_options.add_session_config_entry("session.x64quantprecision", "1")
     session = ort.InferenceSession(options.graph, session_options, providers=["CPUExecutionProvider"])
     ids_name, mask_name, *type_names = options.inputs
 

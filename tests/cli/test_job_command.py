@@ -43,7 +43,7 @@ from encserve_cli.job.inputs import PartReader, scan
 from encserve_cli.job.plan import Plan
 from encserve_cli.job.progress import shown_progress
 from encserve_cli.job.run import LocalRunner, PartWorker
-from encserve_cli.job.sample import Sample, estimated_seconds, take_sample
+from encserve_cli.job.sample import Sample, shared_out, take_sample
 from encserve_cli.job.server import _joined, server_facts
 from encserve_cli.job.types import BatchProgress, InputFile, Part, ReadOptions, Value
 from encserve_client import Block, EncodedOutput, EncoderClient, EncodeResult, SequenceInfo, Timings
@@ -537,7 +537,7 @@ def test_a_dry_run_counts_with_all_actors_of_a_cluster(
 ) -> None:
     class Cluster(Words):
         def open(self, *options: Any) -> Opened:
-            return replace(super().open(*options), workers=2)
+            return replace(super().open(*options), workers=lambda: 2)
 
     taken = Sample(rows=8, text_bytes=100, tokens=20, seconds=10.0)
     monkeypatch.setattr(job_command, "take_sample", lambda *_: taken)
@@ -559,18 +559,20 @@ def test_a_dry_run_of_a_job_that_is_done(run_words: Callable[..., Result]) -> No
     assert len(words.encoded) == 3, "a sample was encoded"
 
 
-def test_an_estimate_knows_what_one_actor_does_alone() -> None:
-    """A part, and all parts of a file that can only be read from its beginning."""
-    sample = Sample(rows=1, text_bytes=10, tokens=1, seconds=1.0)
+def test_work_is_shared_out_as_far_as_it_can_be_divided() -> None:
+    """One actor does a part, and all parts of a file that can only be read from its beginning."""
 
-    def estimated(in_order: bool, workers: int) -> float:
+    def shares(workers: int, *, in_order: bool = False) -> list[int]:
         files = (InputFile("a", 0, 0, 3, in_order), InputFile("b.txt", 0, 0, 2, False))
         parts = [Part(0, number, 0, 1, 0, 0, 20) for number in range(3)] + [Part(1, i, 0, 1, 0, 0, 15) for i in (0, 1)]
         plan = Plan(ReadOptions(), MakeOptions(), FACTS, files, tuple(parts), {})
-        return estimated_seconds(plan, parts, sample, workers)
+        return sorted(shared_out(plan, parts, workers))
 
-    assert [estimated(in_order=False, workers=n) for n in (1, 3, 100)] == [9, 3, 2]
-    assert [estimated(in_order=True, workers=n) for n in (1, 3, 100)] == [9, 6, 6]
+    assert shares(1) == [90]
+    assert shares(3) == [20, 35, 35]
+    assert shares(100) == [15, 15, 20, 20, 20]
+    assert shares(2, in_order=True) == [30, 60]
+    assert shares(100, in_order=True) == [15, 15, 60]
 
 
 def test_a_bundle_makes_single_files_and_prints(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -633,6 +635,7 @@ def test_a_sample_is_taken_until_it_has_taken_a_while(tmp_path: Path) -> None:
         assert slow.encoded == [1, 2, 4]
         assert sample is not None
         assert (sample.rows, sample.seconds) == (4, 0.5)
+        assert sample.seconds_of(10 * sample.text_bytes) == 5.0
         quick = Words()
         take_sample(job.plan, job.plan.parts[0], quick, FakeClock().now)
         assert quick.encoded == [2**i for i in range(10)]

@@ -176,7 +176,7 @@ def test_a_dry_run_takes_its_sample_on_an_actor(tmp_path: Path, corpus: list[str
             assert sample is not None
             assert sample.tokens == sample.rows
             assert sample.seconds >= 0.1
-            assert job.opened.workers == workers
+            assert job.opened.workers() == workers
     assert not (tmp_path / "out").exists()
 
 

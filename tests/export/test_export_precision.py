@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from checkpoints import export_golden
+from tiny_bundle import byte_products
 
 from encserve_export import Encoder, EncoderConfig, Exported, Source, Target, export_encoder
 from encserve_export.bundle.parameters import count_by_layer
@@ -17,6 +17,7 @@ from encserve_export.bundle.read import read_bundle
 from encserve_export.check.agreement import check_inspection, check_parity, least_cosine
 from encserve_export.ground.errors import ParityError
 from encserve_export.ground.precision import Precision
+from encserve_export.ground.runtime import open_session
 from encserve_export.models.own import trace
 from encserve_export.models.own.init import random_encoder
 from encserve_export.models.own.quantize import plan_layers
@@ -32,6 +33,12 @@ CHOICES: list[dict[str, Any]] = [
     {"max_sequence_tokens": 1, "n_heads": 1, "embedding_norm": True, "n_token_types": 3, "position": "learned"},
     {"input": "embeddings", "vocab_size": 0},
 ]
+
+
+def test_products_of_8_bits_are_exact() -> None:
+    """On x86 CPUs without VNNI, ONNX Runtime saturates them by default."""
+    model, inputs, wanted = byte_products()
+    np.testing.assert_array_equal(open_session(model).run(None, {"A": inputs})[0], wanted)
 
 
 def types_of_matrices(path: Path) -> set[int]:
@@ -85,7 +92,7 @@ def test_a_neighbour_of_any_size_changes_nothing(tiny: EncoderConfig, tmp_path: 
     fields = dataclasses.asdict(tiny) | {"input": "embeddings", "vocab_size": 0, "norm": "none", "activation": "gelu"}
     encoder = random_encoder(EncoderConfig.from_mapping(fields), 0)
     path = trace.write_graphs(encoder, tmp_path, "int8").files[0]
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = open_session(path)
     small, large = np.random.default_rng(0).standard_normal((2, 5, 16)).astype(np.float32)
 
     def run(*sequences: Any) -> Any:

@@ -14,10 +14,10 @@ import onnxruntime as ort
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_bundle import VOCAB_SIZE, expected_rows, write_bundle
+from tiny_bundle import VOCAB_SIZE, byte_products, expected_rows, write_bundle
 
 from encserve_server.engine.base import BatchResult
-from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.engine.onnx import OnnxEngine, _session_options
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.repository.loading import warm_up
@@ -38,6 +38,13 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
 @pytest.fixture(scope="module")
 def engine(bundle: Bundle) -> OnnxEngine:
     return OnnxEngine(bundle.graph, device="cpu", intra_op_threads=1)
+
+
+def test_products_of_8_bits_are_exact() -> None:
+    """On x86 CPUs without VNNI, ONNX Runtime saturates them by default."""
+    model, inputs, wanted = byte_products()
+    session = ort.InferenceSession(model, _session_options(), providers=["CPUExecutionProvider"])
+    np.testing.assert_array_equal(session.run(None, {"A": inputs})[0], wanted)
 
 
 @given(batch=sequences)
@@ -93,7 +100,7 @@ import os
 from pathlib import Path
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.engine.base import BatchResult
-from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.engine.onnx import OnnxEngine, _session_options
 engine = OnnxEngine(read_bundle(Path({str(bundle.graph.path.parent)!r})).graph, device="cpu", intra_op_threads=1)
 """
 

@@ -6,7 +6,6 @@ SEEDS is a list such as 0,1,2. OPTIMISED is 1 or 0: whether ONNX Runtime rewrite
 may use are those of ATEN_CPU_CAPABILITY. It prints how far ONNX Runtime and PyTorch are from float64.
 """
 
-import functools
 import sys
 import tempfile
 import warnings
@@ -80,11 +79,15 @@ def export(layout: str, seed: int, longest: int) -> None:
 
 def main() -> None:
     layout, seeds, optimised, threads, longest = sys.argv[1:]
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = int(threads)
-    if not int(optimised):
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    onnxruntime.InferenceSession = functools.partial(onnxruntime.InferenceSession, sess_options=options)
+    open_real = onnxruntime.InferenceSession
+
+    def opened(graph: Any, options: onnxruntime.SessionOptions, **rest: Any) -> onnxruntime.InferenceSession:
+        options.intra_op_num_threads = int(threads)
+        if not int(optimised):
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        return open_real(graph, options, **rest)
+
+    onnxruntime.InferenceSession = opened
     torch.set_num_threads(int(threads))
     warnings.simplefilter("ignore")
     failed = False

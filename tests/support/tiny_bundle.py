@@ -55,6 +55,24 @@ def write_graph(path: Path) -> None:
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
 
 
+def byte_products() -> tuple[bytes, Any, Any]:
+    """A graph that multiplies uint8 by int8, `A` to `Y`; an input (8, 64), and what it makes of it, int32 (8, 16).
+
+    Sums of two products do not fit 16 bits.
+    """
+    random = np.random.default_rng(0)
+    inputs, weights = random.integers(200, 256, (8, 64), np.uint8), random.integers(100, 128, (64, 16), np.int8)
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger", ["A", "weights"], ["Y"])],
+        "bytes",
+        [helper.make_tensor_value_info("A", TensorProto.UINT8, ["rows", 64])],
+        [helper.make_tensor_value_info("Y", TensorProto.INT32, ["rows", 16])],
+        [numpy_helper.from_array(weights, "weights")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+    return model.SerializeToString(), inputs, inputs.astype(np.int32) @ weights.astype(np.int32)
+
+
 def inspect_parts(directory: Path) -> dict[str, Any]:
     """What `write_bundle` needs for a bundle that can be inspected: hidden states, and no real attention."""
     write_graph(directory / "inspect.onnx")

@@ -14,15 +14,15 @@ def open_session(graph: Path | bytes, weights: Path | None = None) -> onnxruntim
     """A graph in ONNX Runtime on the CPU, ready to run.
 
     Args:
-        graph: The file, or what would be in it.
-        weights: The folder of the file of its weights, where `graph` is no path.
+        graph: The path of an ONNX file, or the bytes of one.
+        weights: The folder of the external weights, for `graph` as bytes.
 
     Raises:
         Exception: ONNX Runtime cannot load it; its exceptions share no public base class.
     """
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # what goes wrong is raised as well, and said by us, once
-    # Products of 8 bits are exact on x86 CPUs without VNNI too, which otherwise cut off what does not fit 16 bits.
+    # On x86 CPUs without VNNI, sums of two products of 8 bits are saturated at 16 bits, but for this option.
     options.add_session_config_entry("session.x64quantprecision", "1")
     if weights is not None:
         options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(weights))

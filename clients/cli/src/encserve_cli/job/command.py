@@ -26,7 +26,7 @@ from encserve_cli.job.progress import shown_progress
 from encserve_cli.job.run import missing_parts
 from encserve_cli.job.sample import take_sample
 from encserve_cli.job.showing import plan_lines, plan_record, summary_lines, summary_record
-from encserve_cli.job.types import MIB, Encoder, InputKind, ReadOptions, Value
+from encserve_cli.job.types import MIB, Encoder, InputKind, ReadOptions, Value, ignore_batch
 from encserve_cli.shared import errors_in_one_line
 from encserve_client import EncodeResult, Timings
 
@@ -115,7 +115,7 @@ def deliver_from_bundle(given: Mapping[str, Any], options: Mapping[str, Any]) ->
 def _encode(encoder: Encoder, inputs: Sequence[Value]) -> EncodeResult:
     """What a client's `run` does; an input that is refused fails the call."""
     began = time.perf_counter()
-    encoded = encoder.encode(inputs, lambda rows, tokens, padded_tokens: None)
+    encoded = encoder.encode(inputs, ignore_batch)
     if encoded.refused:
         place = min(encoded.refused)
         raise ValueError(f"inputs[{place}]: {encoded.refused[place]}")
@@ -196,7 +196,7 @@ def _show_plan(job: EmbedJob, *, as_json: bool) -> None:
             sample = take_sample(job.plan, missing[0], encoder)
         finally:
             encoder.close()
-    shown = (job.plan, job.store.uri, missing, sample, job.opened.workers)
+    shown = (job.plan, job.store.uri, missing, sample, job.opened.workers())
     if as_json:
         _event("plan", plan_record(*shown))
     else:

@@ -24,8 +24,9 @@ class Opened:
         model: What makes it.
         runner: Makes what does the parts of a plan, whose output goes to a store.
         close: Frees it.
-        encoder: Makes what encodes values that this process has, such as a sample.
-        workers: How many such encoders do parts at a time.
+        encoder: Makes what encodes values that this process has, such as a sample. On a cluster only counts come back:
+            `Encoded.result` is None.
+        workers: Counts the encoders that do parts at the same time.
     """
 
     make: MakeOptions
@@ -33,7 +34,7 @@ class Opened:
     runner: Callable[[Plan, Store], Runner]
     close: Callable[[], None]
     encoder: Callable[[], Encoder]
-    workers: int = 1
+    workers: Callable[[], int] = lambda: 1
 
 
 class Source(Protocol):

@@ -11,7 +11,7 @@ from encserve_cli.job.job import Opened
 from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan
 from encserve_cli.job.run import LocalRunner, PartWorker, Runner
 from encserve_cli.job.store import Store
-from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value
+from encserve_cli.job.types import BatchProgress, Encoded, Stopped, Value, ignore_batch
 from encserve_client import Block, EncodedOutput, EncodeResult, SequenceInfo, Timings
 
 _UNTIMED = Timings(0.0, 0.0, 0.0, 0.0, 0, 0)
@@ -169,7 +169,7 @@ def model_facts(
         RuntimeError: The model has no such output.
     """
     made = replace(make, kind=kind or embedder.trained_kind)
-    nothing = LocalEncoder(embedder, made).run([], _no_batch)  # checks the options, and has the width of a row
+    nothing = LocalEncoder(embedder, made).run([], ignore_batch)  # checks the options, and has the width of a row
     bundle, info = embedder.bundle, embedder.info
     return made, ModelFacts(
         model=bundle.name,
@@ -185,10 +185,6 @@ def model_facts(
         threads=embedder.intra_op_threads,
         parallel_batches=embedder.parallel_batches,
     )
-
-
-def _no_batch(rows: int, tokens: int, padded_tokens: int) -> None:
-    """Ignores the batch."""
 
 
 class LocalSource:

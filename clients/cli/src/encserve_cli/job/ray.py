@@ -10,7 +10,6 @@ import math
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections import Counter, deque
@@ -32,7 +31,7 @@ from encserve_cli.job.output import REJECTED
 from encserve_cli.job.plan import MakeOptions, ModelFacts, Plan, differences
 from encserve_cli.job.run import PartWorker
 from encserve_cli.job.store import Store
-from encserve_cli.job.types import BatchProgress, Encoded, Part, PartReport, Stopped, Value
+from encserve_cli.job.types import BatchProgress, Encoded, Part, PartReport, Stopped, Value, ignore_batch
 
 logger = logging.getLogger(__name__)
 
@@ -112,8 +111,21 @@ def open_on_ray(
         runner=lambda plan, store: RayRunner(plan, store, source, options, first),
         close=disconnect,
         encoder=lambda: _FirstActor(first),
-        workers=max(1, min(_capacity(_needs(options)), options.actors or sys.maxsize)),
+        workers=lambda: _expected_actors(options),
     )
+
+
+def _expected_actors(options: RayOptions) -> int:
+    """How many actors the job gets, if no other job runs and no node is added.
+
+    Raises:
+        RuntimeError: The cluster does not answer.
+    """
+    try:
+        fitting = _capacity(_needs(options))
+    except RayError as error:
+        raise RuntimeError(f"the Ray cluster does not answer: {_first_line(error)}") from error
+    return max(1, min(fitting, options.actors or fitting))
 
 
 def _connect(address: str) -> Callable[[], None]:
@@ -215,8 +227,8 @@ class _Actor:
     def encode(self, values: Sequence[Value]) -> Encoded:
         """Encodes a sample of a job; only the counts are returned."""
         with _errors_of_node():
-            assert self._opened is not None  # noqa: S101 - of the first actor alone
-            return dataclasses.replace(self._opened.encoder().encode(values, _no_batch), result=None)
+            assert self._opened is not None  # noqa: S101 - only the first actor is asked, after `open`
+            return dataclasses.replace(self._opened.encoder().encode(values, ignore_batch), result=None)
 
     def begin(self, plan: Plan, store: Store) -> str:
         """Loads the model if need be, and takes the job; the answer is the node's id."""
@@ -238,7 +250,7 @@ class _Actor:
                 with self._turns:
                     self._turn += 1
                     self._turns.notify_all()
-            return self._worker.encode(part, rows, _no_batch)
+            return self._worker.encode(part, rows, ignore_batch)
 
     def stop(self) -> None:
         """Has parts that are being encoded raise Stopped."""
@@ -252,6 +264,11 @@ class _FirstActor:
         self._actor = actor
 
     def encode(self, values: Sequence[Value], on_batch: BatchProgress) -> Encoded:
+        """Has the actor encode values; only the counts come back, and `on_batch` is not called.
+
+        Raises:
+            RuntimeError: The actor cannot encode them, or died.
+        """
         try:
             encoded: Encoded = ray.get(self._actor.encode.remote(values))
         except RayTaskError as error:
@@ -265,10 +282,6 @@ class _FirstActor:
 
     def close(self) -> None:
         """The actor ends with the job."""
-
-
-def _no_batch(rows: int, tokens: int, padded_tokens: int) -> None:
-    """Ignores the batch: the driver counts parts."""
 
 
 @contextmanager

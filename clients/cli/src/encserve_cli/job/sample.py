@@ -1,5 +1,6 @@
 """How long a job will take, from a short sample of its rows."""
 
+import heapq
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ import numpy as np
 
 from encserve_cli.job.inputs import PartReader
 from encserve_cli.job.plan import Plan
-from encserve_cli.job.types import Encoder, Part, Value
+from encserve_cli.job.types import Encoder, Part, Value, ignore_batch
 
 _MOST_ROWS = 512
 _ENOUGH_SECONDS = 1.5  # the next batch would take about as long as all before it, and a little
@@ -31,21 +32,27 @@ class Sample:
     tokens: int
     seconds: float
 
+    def seconds_of(self, text_bytes: int) -> float:
+        """How long inputs of so many bytes take."""
+        return self.seconds * text_bytes / self.text_bytes
+
     def tokens_of(self, text_bytes: int) -> float:
         """How many tokens inputs of so many bytes have."""
         return self.tokens * text_bytes / self.text_bytes
 
 
-def estimated_seconds(plan: Plan, missing: Sequence[Part], sample: Sample, workers: int) -> float:
-    """How long so many workers need for parts, if each is as fast as the one that encoded the sample.
+def shared_out(plan: Plan, missing: Sequence[Part], workers: int) -> list[int]:
+    """The bytes of text of each worker that has something to do, if parts are shared out as evenly as possible.
 
     One worker alone does a part, and all parts of a file that can only be read from its beginning.
     """
     alone: Counter[tuple[int, int]] = Counter()
     for it in missing:
         alone[it.input, 0 if plan.inputs[it.input].in_order else it.number] += it.text_bytes
-    text_bytes = max(alone.total() / workers, *alone.values()) if alone else 0
-    return sample.seconds * text_bytes / sample.text_bytes
+    shares = [0] * min(workers, len(alone))
+    for text_bytes in sorted(alone.values(), reverse=True):
+        heapq.heapreplace(shares, shares[0] + text_bytes)
+    return shares
 
 
 def take_sample(
@@ -79,7 +86,7 @@ def _evenly(values: Sequence[Value], count: int) -> list[Value]:
 def _timed(values: Sequence[Value], scale: float, encoder: Encoder, clock: Callable[[], float]) -> Sample | None:
     text_bytes = round(sum(map(_size, values)) * scale)
     began = clock()
-    encoded = encoder.encode(values, lambda rows, tokens, padded_tokens: None)
+    encoded = encoder.encode(values, ignore_batch)
     seconds = clock() - began
     return Sample(len(values), text_bytes, encoded.tokens, seconds) if text_bytes else None
 

@@ -8,7 +8,7 @@ from encserve_cli.job.output import REJECTED
 from encserve_cli.job.plan import Plan, row_bytes
 from encserve_cli.job.progress import duration
 from encserve_cli.job.run import JobSummary
-from encserve_cli.job.sample import Sample, estimated_seconds
+from encserve_cli.job.sample import Sample, shared_out
 from encserve_cli.job.types import MIB, Part
 
 
@@ -16,7 +16,7 @@ def plan_record(plan: Plan, output: str, missing: list[Part], sample: Sample | N
     """A plan as what JSON can hold, with what is expected of it: None where that is not known."""
     seconds = None if missing else 0.0
     if sample is not None:
-        seconds = estimated_seconds(plan, missing, sample, workers)
+        seconds = sample.seconds_of(max(shared_out(plan, missing, workers)))
     return {
         "output": output,
         "inputs": [asdict(it) for it in plan.inputs],
@@ -62,8 +62,9 @@ def plan_lines(plan: Plan, output: str, missing: list[Part], sample: Sample | No
     elif sample is None:
         yield _line("time", "not known")
     else:
-        where, of_one = (f" on {workers:,} actors", " on one") if workers > 1 else ("", "")
-        seconds = duration(estimated_seconds(plan, missing, sample, workers))
+        shares = shared_out(plan, missing, workers)
+        where, of_one = (f" on {len(shares):,} actors", " on one") if len(shares) > 1 else ("", "")
+        seconds = duration(sample.seconds_of(max(shares)))
         took = f"{_count(sample.rows, 'row')} took {sample.seconds:.2f} s"
         yield _line("time", f"about {seconds}{where}, as {took}{of_one}")
 

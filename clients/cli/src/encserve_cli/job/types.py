@@ -163,6 +163,10 @@ class Stopped(Exception):
     """The job is being stopped, so nothing more is encoded."""
 
 
+def ignore_batch(rows: int, tokens: int, padded_tokens: int) -> None:
+    """A `BatchProgress` for callers that show no progress within a part."""
+
+
 class Encoder(Protocol):
     """Makes vectors of values: an offline model, or a client. Several threads may use it at a time."""
 
