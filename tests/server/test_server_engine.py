@@ -100,7 +100,7 @@ import os
 from pathlib import Path
 from encserve_server.repository.bundle import read_bundle
 from encserve_server.engine.base import BatchResult
-from encserve_server.engine.onnx import OnnxEngine, _session_options
+from encserve_server.engine.onnx import OnnxEngine
 engine = OnnxEngine(read_bundle(Path({str(bundle.graph.path.parent)!r})).graph, device="cpu", intra_op_threads=1)
 """
 
