@@ -77,11 +77,10 @@ def test_both_clients_have_the_same_methods() -> None:
 
 
 def test_channel_options() -> None:
-    """Ours switch gRPC's retries off and raise its limits; the caller's go before them."""
+    """The library's raise gRPC's limits; the caller's go before them."""
     options = dict(
         channel_options("encoder:1", 5, Tls(server_name="encoder"), {"grpc.max_send_message_length": 7, "x": "y"})
     )
-    assert options["grpc.enable_retries"] == 0
     assert options["grpc.max_receive_message_length"] == 5
     assert options["grpc.max_send_message_length"] == 7
     assert (options["grpc.ssl_target_name_override"], options["x"]) == ("encoder", "y")

@@ -48,7 +48,6 @@ class Connection:
         options: list[tuple[str, str | int]] = [
             ("grpc.max_receive_message_length", -1),
             ("grpc.max_send_message_length", -1),
-            ("grpc.enable_retries", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
             ("grpc.use_local_subchannel_pool", 1),
         ]

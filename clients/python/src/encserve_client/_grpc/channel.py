@@ -110,12 +110,13 @@ def channel_options(
     target: str, max_message_bytes: int, tls: Tls | None, extra: Mapping[str, str | int] | None
 ) -> list[ChannelOption]:
     """The options of a channel to a gRPC target; `extra` has the last word."""
+    # There is no retry policy: gRPC's own retries stop without a word for requests above
+    # grpc.per_rpc_retry_buffer_size (256 KiB), which a batch of texts easily is, and know nothing of splitting.
+    # `_logic.dispatch` retries every size. gRPC still resends a call that no server has seen (transparent retries, gRFC
+    # A6), as when a connection is renewed at that moment.
     options: dict[str, str | int] = {
         "grpc.max_receive_message_length": max_message_bytes,
         "grpc.max_send_message_length": max_message_bytes,
-        # gRPC's own retries stop without a word for requests above grpc.per_rpc_retry_buffer_size (256 KiB), which a
-        # batch of texts easily is, and know nothing of splitting. `_logic.dispatch` does it for every size.
-        "grpc.enable_retries": 0,
         # While a connection is down gRPC fails calls at once and tries to connect again only after 1, 1.6, … 120 s: by
         # then our retries would be used up, or a server that is back would go unnoticed for minutes.
         "grpc.initial_reconnect_backoff_ms": 100,
