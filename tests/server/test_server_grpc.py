@@ -31,7 +31,10 @@ async def test_a_flood_that_does_not_end_gets_answers_or_refusals(start_server: 
         for _ in range(2):
             call = channel.unary_unary(f"/{SERVICE}/Encode")(data)
             codes[await call.code()] += 1
+            if grpc.StatusCode.RESOURCE_EXHAUSTED in codes:
+                server.engine.let_go()
 
+    server.engine.hold()  # until the queue is full
     async with AsyncExitStack() as stack:
         own = [("grpc.use_local_subchannel_pool", 1)]  # a connection for each
         channels = [await stack.enter_async_context(grpc.aio.insecure_channel(target, options=own)) for _ in range(8)]
