@@ -1,7 +1,6 @@
 """Several servers behind one client: who gets calls, and who gets none. Real servers with a fake engine."""
 
 import asyncio
-import socket
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -176,61 +175,42 @@ async def test_a_server_that_is_added_gets_calls_when_connections_are_renewed(st
 @pytest.mark.parametrize("kind", ["sync", "async"])
 async def test_a_call_that_meets_a_renewal_is_not_lost(start: Start, kind: str) -> None:
     """The server gives the connection up while the call is on its way, and says that it has not seen the call."""
-    server = await start()
-    first, second = socket.create_server(("127.0.0.1", 0)), server.app.grpc_port
-    connections = 0
+    port = free_port()
+    servers: list[FakeServer] = []
 
-    async def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
-        connections += 1
-        if connections == 1:
-            await renew_at_first_call(reader, writer)
-        else:
-            await pass_on(reader, writer, second)
+    async def renew_at_first_call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Speaks HTTP/2 until a call begins; then a real server takes over the port, and the call gets GOAWAY."""
+        settings, headers, goaway = 4, 1, 7
+        writer.write(frame(settings, b""))
+        await reader.readexactly(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
+        kind = None
+        while kind != headers:
+            header = await reader.readexactly(9)
+            kind = header[3]
+            await reader.readexactly(int.from_bytes(header[:3]))
+        listener.close()
+        servers.append(await start(grpc_port=port))
+        last_stream, error_code = bytes(4), bytes(4)
+        writer.write(frame(goaway, last_stream + error_code + b"max_age"))
+        await reader.read()
+        writer.close()
 
-    async with await asyncio.start_server(connected, sock=first):
-        target = f"127.0.0.1:{first.getsockname()[1]}"
+    def ask() -> None:
+        with EncoderClient(f"127.0.0.1:{port}", retry=RetryPolicy(max_attempts=1)) as client:
+            client.encode([IDS])
+
+    async with await asyncio.start_server(renew_at_first_call, "127.0.0.1", port) as listener:
         if kind == "sync":
-            with EncoderClient(target, retry=RetryPolicy(max_attempts=1)) as client:
-                await asyncio.to_thread(client.encode, [IDS])
+            await asyncio.to_thread(ask)
         else:
-            async with AsyncEncoderClient(target, retry=RetryPolicy(max_attempts=1)) as its:
-                await its.encode([IDS])
-    assert (connections, answered(server)) == (2, 1)
-
-
-async def renew_at_first_call(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Speaks HTTP/2 until a call begins; answers it with GOAWAY, which says that no call was seen."""
-    settings, headers, goaway = 4, 1, 7
-    writer.write(frame(settings, b""))
-    await reader.readexactly(len(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"))
-    kind = None
-    while kind != headers:
-        header = await reader.readexactly(9)
-        kind = header[3]
-        await reader.readexactly(int.from_bytes(header[:3]))
-    last_stream, error_code = bytes(4), bytes(4)
-    writer.write(frame(goaway, last_stream + error_code + b"max_age"))
-    await writer.drain()
-    await reader.read()
-    writer.close()
+            async with AsyncEncoderClient(f"127.0.0.1:{port}", retry=RetryPolicy(max_attempts=1)) as client:
+                await client.encode([IDS])
+    assert [answered(server) for server in servers] == [1]
 
 
 def frame(kind: int, payload: bytes) -> bytes:
     """A frame of HTTP/2 about the whole connection (RFC 9113, section 4.1)."""
     return len(payload).to_bytes(3) + bytes([kind, 0]) + bytes(4) + payload
-
-
-async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, port: int) -> None:
-    """Joins a connection to a port of this machine, until one side ends it."""
-
-    async def copy(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        while data := await source.read(65536):
-            target.write(data)
-        target.close()
-
-    from_server, to_server = await asyncio.open_connection("127.0.0.1", port)
-    await asyncio.gather(copy(reader, to_server), copy(from_server, writer))
 
 
 async def test_a_stream_goes_on_with_another_server(start: Start) -> None:

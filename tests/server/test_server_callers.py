@@ -482,10 +482,10 @@ async def test_slow_calls_without_a_key_leave_room_for_others(
     codes = [asyncio.ensure_future(it.code()) for it in slow]
     room = server.app._receiving.places // 8
     await until(lambda: sum(it.done() for it in codes) >= len(slow) - room)
+    assert await server.call("Check", health_pb2.HealthCheckRequest(), HEALTH)
     done = [it for it in codes if it.done()]
     assert {it.result() for it in done} == {grpc.StatusCode.RESOURCE_EXHAUSTED}
     assert len(slow) - len(done) == room
-    assert await server.call("Check", health_pb2.HealthCheckRequest(), HEALTH)
     for it in slow:
         it.cancel()
     await asyncio.wait(codes)
