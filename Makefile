@@ -15,7 +15,7 @@ SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
 MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
 # The tests that `make test` leaves to `make test-all`, by marker. Each of so many workers takes a file of tests at a time.
-TIERS := system or browser or operate or packaging or bench or models or judges or bulk or hostile
+TIERS := system or weekly or browser or operate or packaging or bench or models or judges or bulk or hostile
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
