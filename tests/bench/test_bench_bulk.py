@@ -11,7 +11,7 @@ from real_server import cpu_has_bfloat16
 
 from encserve_export import Target, export_hf
 
-pytestmark = pytest.mark.bench
+pytestmark = pytest.mark.system
 
 
 def test_a_job_is_measured_beside_the_model_alone_and_sentence_transformers(

@@ -311,7 +311,7 @@ def test_the_share_of_others_is_a_share() -> None:
 # That it runs.
 
 
-@pytest.mark.bench
+@pytest.mark.system
 def test_it_runs_and_writes_what_it_found(tmp_path: Path) -> None:
     checkpoint, other = ROOT / "tests/data/hf-bert", tmp_path / "before"
     models = str(tmp_path / "models")

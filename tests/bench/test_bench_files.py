@@ -9,7 +9,7 @@ from checkpoints import minilm_directory
 
 from encserve_export import Target, export_hf
 
-pytestmark = pytest.mark.bench
+pytestmark = pytest.mark.system
 
 
 def test_a_file_is_embedded_beside_callers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

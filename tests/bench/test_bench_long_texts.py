@@ -5,7 +5,7 @@ import re
 import long_texts
 import pytest
 
-pytestmark = pytest.mark.bench
+pytestmark = pytest.mark.weekly
 
 SMALL = ["--tokens", "1100", "--layers", "1", "--width", "64", "--heads", "4", "--callers", "2"]
 

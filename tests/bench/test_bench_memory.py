@@ -5,7 +5,7 @@ import re
 import memory
 import pytest
 
-pytestmark = pytest.mark.bench
+pytestmark = pytest.mark.weekly
 
 SMALL = ["--servers", "2", "--layers", "2", "--width", "512", "--heads", "4", "--calls", "4"]
 

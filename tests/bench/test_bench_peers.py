@@ -152,7 +152,7 @@ def test_the_setting_with_the_best_round_takes_part_and_the_others_are_ended(mon
 # Environments and programs.
 
 
-@pytest.mark.bench
+@pytest.mark.system
 def test_what_cannot_be_installed_is_said_with_pips_own_words(tmp_path: Path) -> None:
     requirements = tmp_path / "wanted.txt"
     requirements.write_text("./no-such-folder\n")

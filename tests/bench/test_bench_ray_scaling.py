@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.bench
+pytestmark = pytest.mark.system
 
 PROGRAM = Path(__file__).parent.parent.parent / "bench/ray_scaling.py"
 

@@ -8,7 +8,7 @@ import refusals
 from tiny_bundle import write_bundle
 from tiny_heads import words
 
-pytestmark = pytest.mark.bench
+pytestmark = pytest.mark.system
 
 
 def test_a_short_run_has_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

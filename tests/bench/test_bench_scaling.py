@@ -54,7 +54,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0)
 
 
-@pytest.mark.bench
+@pytest.mark.system
 @pytest.mark.usefixtures("hasty")
 def test_it_measures_and_keeps_what_was_measured_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models, file = write_bundle(tmp_path / "models").parents[1], tmp_path / "found.json"
@@ -168,7 +168,7 @@ def test_overload_is_three_times_what_64_callers_get(tmp_path: Path, asked: list
     }
 
 
-@pytest.mark.bench
+@pytest.mark.system
 @pytest.mark.usefixtures("hasty")
 def test_load_and_overload_of_a_real_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = write_bundle(tmp_path / "models").parents[1]

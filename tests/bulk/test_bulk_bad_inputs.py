@@ -15,8 +15,6 @@ from pyarrow import parquet
 SOME_REJECTED = 3
 MOUNT, UNMOUNT = (shutil.which(it) or it for it in ("mount", "umount"))
 
-pytestmark = pytest.mark.bulk
-
 
 def truncated(path: Path) -> None:
     whole = path.read_bytes()

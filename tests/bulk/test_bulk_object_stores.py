@@ -19,8 +19,6 @@ from pyarrow import fs, parquet
 ROWS, FILES = 6000, 12
 SOME_REJECTED = 3
 
-pytestmark = pytest.mark.bulk
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:

@@ -18,7 +18,6 @@ from encserve_cli.job import PartLimits, embed_files
 TEXTS = [text(5, 6, 7), text(8), None, text(9, 9), text(*[5] * 100), *(text(3 + i) for i in range(20))]
 REJECTED = (2, 4)
 PART_ROWS = 10  # so that there are several files
-pytestmark = pytest.mark.bulk
 
 Rows = list[dict[str, Any]]
 

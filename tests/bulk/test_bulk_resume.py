@@ -33,7 +33,7 @@ KILLS = 5
 MIB = 1024 * 1024
 SOME_REJECTED = 3
 
-pytestmark = [pytest.mark.bulk, pytest.mark.timeout(300 + ROWS // 500)]
+pytestmark = pytest.mark.timeout(300 + ROWS // 500)
 
 
 @dataclass(frozen=True)

@@ -38,8 +38,6 @@ REFUSAL_SECONDS = float(os.environ.get("ENCSERVE_BULK_REFUSAL_SECONDS", "4"))
 SOME_REJECTED = 3
 TOLERANCE = 1e-5  # of a sequence among some neighbours against the same among others
 
-pytestmark = pytest.mark.bulk
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:

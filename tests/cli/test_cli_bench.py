@@ -58,6 +58,7 @@ def computed(server: RealServer) -> tuple[float, float]:
     return server.metric("encserve_batch_sequences_sum"), server.metric("encserve_tokens_total")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("stream", [False, True])
 def test_closed_loop(server: RealServer, stream: bool) -> None:
     """Everything is answered, by several processes; the server has seen as much, some of it between two readings."""
@@ -82,6 +83,7 @@ def test_closed_loop(server: RealServer, stream: bool) -> None:
     assert result.server.compute_seconds
 
 
+@pytest.mark.system
 def test_open_loop(server: RealServer) -> None:
     """Pooled, at a rate that the server can stand; what was due is answered."""
     work = calls(server.target, [3] * 10, Request(pooling="mean", dtype="float16"))
@@ -91,6 +93,7 @@ def test_open_loop(server: RealServer) -> None:
     assert (result.server, result.server_missing) == (None, "no metrics page was named")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_refused_is_counted(server: RealServer, stream: bool) -> None:
     """And is in no latency."""
@@ -125,6 +128,7 @@ async def test_too_many_calls_out(service: FakeEncoder) -> None:
     assert len(service.requests) == 1
 
 
+@pytest.mark.system
 async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -> None:
     """Well-formed, but of another length. What it was is said below the table, and the exit status is 1."""
 
@@ -142,6 +146,7 @@ async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -
     assert "x WRONG_ANSWER: the sequences have (4,) tokens; wanted (3,)" in " ".join(printed.stdout.split())
 
 
+@pytest.mark.system
 async def test_several_servers_take_turns(service: FakeEncoder) -> None:
     other = FakeEncoder()
     await other.start()
@@ -154,6 +159,7 @@ async def test_several_servers_take_turns(service: FakeEncoder) -> None:
     assert other.requests
 
 
+@pytest.mark.system
 async def test_a_server_that_fails(service: FakeEncoder) -> None:
     """Callers pause after an error, so they do not ask thousands of times."""
 
@@ -168,6 +174,7 @@ async def test_a_server_that_fails(service: FakeEncoder) -> None:
     assert len(service.requests) <= 2 * (SECONDS + 0.1) / 0.01 + 2
 
 
+@pytest.mark.system
 def test_ctrl_c_keeps_what_was_measured(server: RealServer) -> None:
     def press(share: float) -> None:
         if share > 0.02:
@@ -203,6 +210,7 @@ def fields(value: Any, name: str = "") -> Iterator[str]:
         yield name
 
 
+@pytest.mark.system
 def test_json(server: RealServer, tmp_path: Path) -> None:
     """Its fields are those of docs/bench.md, no more and no less; the file is the same as what is printed."""
     lengths, out = tmp_path / "lengths.json", tmp_path / "out.json"
@@ -220,6 +228,7 @@ def test_json(server: RealServer, tmp_path: Path) -> None:
     assert "NaN" not in result.stdout
 
 
+@pytest.mark.system
 def test_tables(server: RealServer) -> None:
     """They fit 80 columns; what was cut, refused or missing is said below."""
     load = ["--rate", "30", "--rate", "50", "--stream", "--pooling", "mean"]
@@ -236,6 +245,7 @@ def test_tables(server: RealServer) -> None:
     assert "the server's own view is missing: http://127.0.0.1:1/metrics: " in " ".join(elsewhere.stdout.split())
 
 
+@pytest.mark.system
 async def test_texts(service: FakeEncoder, tmp_path: Path) -> None:
     """Their tokens are those that the server counted."""
     texts = tmp_path / "texts.txt"
@@ -249,6 +259,7 @@ async def test_texts(service: FakeEncoder, tmp_path: Path) -> None:
     assert service.requests[0].options.truncation == pb.TRUNCATION_END
 
 
+@pytest.mark.system
 async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that takes them; the answers are right."""
     info = service.info()
@@ -261,6 +272,7 @@ async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) ->
     assert service.requests[0].inputs[0].HasField("embeddings")
 
 
+@pytest.mark.system
 async def test_encryption_and_a_token(service: FakeEncoder, tmp_path: Path) -> None:
     """The generators are other processes; they trust whom the command trusts, and send what it sends."""
     authority = trustme.CA()
@@ -317,6 +329,7 @@ def test_a_result_may_be_made_by_hand() -> None:
     assert result.latency_percentile_seconds(50) == pytest.approx(0.25)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("says_something", [True, False])
 def test_a_parent_that_goes_when_all_is_done_is_no_news(says_something: bool) -> None:
     """A generator's thread outlives its event loop by a moment; it has nobody to tell, and must not say so."""

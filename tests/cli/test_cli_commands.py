@@ -342,6 +342,7 @@ async def test_the_target_may_come_from_the_environment(service: FakeEncoder) ->
     assert result.exit_code == 0
 
 
+@pytest.mark.system
 def test_version() -> None:
     """By either way of calling it."""
     done = subprocess.run(
@@ -352,6 +353,7 @@ def test_version() -> None:
     )
 
 
+@pytest.mark.system
 def test_help_is_quick() -> None:
     """Nothing that takes long to import is imported for it, nor what a server or an exporter needs."""
     unwanted = "{'plotly', 'pandas', 'onnxruntime', 'torch', 'tokenizers'}"

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser
 from encserve_cli.report.numbers import cosine_similarity
 from encserve_cli.report.page import build_page
 
-pytestmark = pytest.mark.browser
+pytestmark = pytest.mark.system
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",

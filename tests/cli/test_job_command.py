@@ -702,6 +702,7 @@ def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyP
         embed_files([write_texts(tmp_path / "texts.txt")], tmp_path / "vectors", bundle="b", ray=RayOptions())
 
 
+@pytest.mark.system
 def test_jobs_import_neither_a_server_nor_ray() -> None:
     unwanted = "{'ray', 'encserve_server', 'onnxruntime', 'pandas', 'tokenizers'}"
     code = f"import sys, encserve_cli.job, encserve_cli.job.command; print(sorted({unwanted} & set(sys.modules)))"

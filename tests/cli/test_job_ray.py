@@ -21,7 +21,7 @@ from encserve_cli.job.sample import take_sample
 from encserve_cli.job.store import open_store
 from encserve_cli.job.types import PartLimits, ReadOptions, Stopped
 
-pytestmark = pytest.mark.bulk
+pytestmark = pytest.mark.system
 
 WORDS = ("a cat", "a dog sat", "the cat", "on the mat", "a mat")
 

@@ -16,8 +16,6 @@ from encserve_client import EncoderClient
 from encserve_export.cli import main
 from encserve_proto.bundle.v1 import manifest_pb2
 
-pytestmark = pytest.mark.models
-
 DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
 LENGTHS = (1, 60, 3, 9, 60, 2, 17)
 OUR_OWN = [its for its in ARCHITECTURES if its.name in ("ModernBERT", "NomicBERT", "GTE")]

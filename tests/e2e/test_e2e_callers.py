@@ -6,14 +6,11 @@ import time
 from pathlib import Path
 
 import httpx
-import pytest
 from real_server import RealServer, real_server
 from tiny_bundle import write_bundle
 
 from encserve_client import EncoderClient, UnauthenticatedError
 from encserve_server.callers.keys import digest_of, make_key
-
-pytestmark = pytest.mark.system
 
 EFFECT_SECONDS = 2.0
 

@@ -23,8 +23,6 @@ from real_server import RealServer
 from encserve_client import AsyncEncoderClient, DeadlineError, EncoderClient, RetryPolicy, ServerUnavailableError
 from encserve_proto.v1 import encoder_pb2 as pb
 
-pytestmark = pytest.mark.system
-
 SERVICE = "encserve.v1.EncoderService"
 ONCE = RetryPolicy(max_attempts=1)
 

@@ -23,8 +23,6 @@ from ports import free_port
 
 from encserve_client import AccessDeniedError, AsyncEncoderClient, Tls
 
-pytestmark = pytest.mark.system
-
 CONFIG = Path(__file__).parent.parent.parent / "deploy/envoy/envoy-tls.yaml"
 PROXY_KEY = "encserve-proxy-key"
 CALLERS = f"""

@@ -92,7 +92,6 @@ def test_callers_that_go_at_any_moment_leave_no_traceback(server: RealServer) ->
     assert server.metric("encserve_in_flight_requests") == 0
 
 
-@pytest.mark.system
 async def test_sigterm_loses_nothing(models: Path) -> None:
     """What has come is answered, and callers who go on calling are sent elsewhere, each with an answer."""
     with real_server(models, "--model", MODEL, "--http-port", "0") as server:

@@ -27,8 +27,6 @@ from encserve_client import AccessDeniedError, EncoderClient, EncserveError, Ret
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.callers.keys import digest_of, make_key
 
-pytestmark = pytest.mark.system
-
 ENCODE = pb.EncodeRequest(inputs=[make_input("w3 w4")]).SerializeToString()
 STREAM = pb.EncodeStreamRequest(request_id="1", request=pb.EncodeRequest.FromString(ENCODE)).SerializeToString()
 INFER = "inference.GRPCInferenceService"

@@ -53,7 +53,7 @@ class ModelInfer:
         return np.frombuffer(response.raw_output_contents[0], "<f4").reshape(response.outputs[0].shape[1:])
 
 
-PROTOCOLS = pytest.mark.parametrize("protocol", [Encode, pytest.param(ModelInfer, marks=pytest.mark.system)])
+PROTOCOLS = pytest.mark.parametrize("protocol", [Encode, ModelInfer])
 
 
 def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[int]]:

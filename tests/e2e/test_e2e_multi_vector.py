@@ -22,8 +22,6 @@ from encserve_cli.commands import cli
 from encserve_client import AsyncEncoderClient, EncoderClient, Task, TruncationWarning, maxsim
 from encserve_export.cli import main
 
-pytestmark = pytest.mark.models
-
 Vectors = npt.NDArray[np.float32]
 Ask = Callable[..., list[Vectors]]
 TOLERANCE = 1e-4

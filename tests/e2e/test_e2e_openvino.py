@@ -55,7 +55,6 @@ def test_golden_cases_in_float32(float32_client: EncoderClient, name: str) -> No
         assert max(map(worst_relative_error, rows, want)) <= PYTORCH
 
 
-@pytest.mark.models
 def test_real_text_in_float32(float32_client: EncoderClient, client: EncoderClient, texts: list[list[int]]) -> None:
     """As ONNX Runtime gives it, and independent of neighbours."""
     together = float32_client.encode(texts)
@@ -79,7 +78,6 @@ def test_vectors_in_float32(tmp_path: Path) -> None:
     assert max(map(worst_relative_error, *rows)) <= PYTORCH, exported
 
 
-@pytest.mark.models
 def test_real_text_in_bfloat16(bfloat16_client: EncoderClient, client: EncoderClient, texts: list[list[int]]) -> None:
     """Every token's row points where it does in float32, and does so alone and among neighbours."""
     want = client.encode(texts)

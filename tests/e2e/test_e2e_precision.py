@@ -13,7 +13,6 @@ from encserve_client import EncoderClient
 from encserve_export import Target, export_hf
 from encserve_export.ground.precision import Precision
 
-pytestmark = pytest.mark.models  # exports of the real model in two precisions
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
 ROUNDED = ("float16", "int8")
 ALONE = 0.999

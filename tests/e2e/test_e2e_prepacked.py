@@ -12,8 +12,6 @@ from encserve_server.engine.onnx import OnnxEngine, OnnxInspector
 from encserve_server.engine.prepacked import PrepackedWeights
 from encserve_server.repository.bundle import read_bundle
 
-pytestmark = pytest.mark.models
-
 LENGTHS = ([1], [7], [3, 40, 40, 9] * 4, [100], [64, 1])
 
 

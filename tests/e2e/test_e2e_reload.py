@@ -21,8 +21,6 @@ from real_server import RealServer, real_server
 from encserve_client import AsyncEncoderClient, EncoderClient, FingerprintError
 from encserve_export import EncoderConfig, Target, export_init
 
-pytestmark = pytest.mark.system
-
 N_CALLERS, N_SWITCHES, N_MODELS = 32, 20, 3
 # 30 MB of weights: a version that was kept would be seen in the server's memory.
 CONFIG = EncoderConfig(vocab_size=10_000, d_model=384, n_heads=12, d_ff=1536, n_layers=2, max_sequence_tokens=128)

@@ -16,8 +16,6 @@ from real_server import RealServer, real_server
 
 from encserve_client import EncoderClient
 
-pytestmark = pytest.mark.system
-
 TEXTS = [f"{word} {'new ' * (n % 7)}world {'brave ' * n}".strip() for n in range(24) for word in ("hello", "world")]
 # A server's end and a client's notice of it are not the same moment.
 NOTICE_SECONDS = 3.0

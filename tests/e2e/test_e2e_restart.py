@@ -18,8 +18,6 @@ from waiting import PATIENCE_SECONDS
 from encserve_cli.commands import cli
 from encserve_client import EncoderClient
 
-pytestmark = pytest.mark.system
-
 TEXTS = [f"hello {'new ' * (n % 7)}world {'brave ' * (n % 40)}".strip() for n in range(5000)]
 
 

@@ -14,8 +14,6 @@ from sparse_models import write_trained_splade
 from encserve_client import EncoderClient, maxsim
 from encserve_export import Target, export_hf
 
-pytestmark = pytest.mark.models
-
 QUERIES = ["where do cats sleep", "how long does bread rise", "the fastest train in Japan", "tax on a second flat"]
 DOCUMENTS = [
     "The cat sleeps on the warm windowsill while it rains.",

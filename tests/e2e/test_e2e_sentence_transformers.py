@@ -17,8 +17,6 @@ from encserve_client import AsyncEncoderClient, EncoderClient, InvalidRequestErr
 from encserve_export import Target, export_hf
 from encserve_export.ground.errors import TokenizerError
 
-pytestmark = pytest.mark.models
-
 TOLERANCE = 1e-4
 TEXTS = ["", "the cat", "the [MASK]cat[SEP]", *(text_of(n, seed=n) for n in (1, 3, 17, 60, 93, 94, 95, 130, 600))]
 TANH, GELU = "torch.nn.modules.activation.Tanh", "torch.nn.modules.activation.GELU"

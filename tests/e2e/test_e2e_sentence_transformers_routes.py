@@ -18,8 +18,6 @@ from encserve_export.ground.precision import BOUNDS
 from encserve_export.models import pretrained
 from encserve_export.source.weights import read_weights
 
-pytestmark = pytest.mark.models
-
 TEXTS = ["", "   ", "the cat", "🌍 東京 и Москва", *(text_of(n, seed=n) for n in (1, 17, 93, 95, 600))]
 PROMPTS = {"query": "Query: ", "instruction": "Represent this passage: "}
 TANH, IDENTITY = "torch.nn.modules.activation.Tanh", "torch.nn.modules.linear.Identity"

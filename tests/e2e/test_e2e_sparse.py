@@ -18,8 +18,6 @@ from encserve_client import AsyncEncoderClient, EncoderClient, SparseVector, Tru
 from encserve_client.options import TrainedKind
 from encserve_export import Target, export_hf
 
-pytestmark = pytest.mark.models
-
 Array = npt.NDArray[Any]
 TEXTS = [sparse_text(n) for n in (0, 1, 2, 17, 38, 39, 40, 61, 62, 63, 130, 600)]
 SPLADE: dict[str, dict[str, Any]] = {

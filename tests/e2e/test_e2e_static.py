@@ -13,8 +13,6 @@ from static_models import WIDTH, static_text, write_model2vec, write_static
 from encserve_client import EncoderClient, InvalidRequestError, Output
 from encserve_export import Target, export_hf
 
-pytestmark = pytest.mark.models
-
 TEXTS = ["", "東京 🌍", "a", "A cat in Köln", *(static_text(n) for n in (3, 40, 700))]
 WRITE = {"static": write_static, "dense": lambda folder: write_static(folder, dense=True), "model2vec": write_model2vec}
 

@@ -19,8 +19,6 @@ from tiny_heads import words
 
 from encserve_client import AsyncEncoderClient, RetryPolicy, Tls
 
-pytestmark = pytest.mark.system
-
 CHANGES, CALLERS = 100, 32
 # The command, which looks for changes sooner than every second.
 PROGRAM = f"""#!{sys.executable}

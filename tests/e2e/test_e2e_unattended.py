@@ -16,8 +16,6 @@ from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.repository.bundle import read_bundle
 
-pytestmark = pytest.mark.models
-
 # A window that reaches from the end of a short query to its tokens: beyond it a token sees nothing, and what
 # transformers gives it depends on the padding.
 WINDOW = {"local_attention": 64}
