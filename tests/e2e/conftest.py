@@ -7,6 +7,7 @@ import pytest
 from checkpoints import DATA, GOLDENS, MODEL, export_golden, export_minilm, minilm_directory
 from real_server import RealServer, real_server
 from tokenizers import Tokenizer
+from zoo import Zoo
 
 from encserve_client import EncoderClient
 from encserve_export import Encoder
@@ -55,3 +56,9 @@ def real_ids() -> list[int]:
     ids = tokenizer.encode((DATA.parent.parent / "LICENSE").read_text(), add_special_tokens=False).ids
     assert len(ids) > 1600
     return list(ids)
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """The tiny models of all kinds, each written and exported when a test first asks for it."""
+    return Zoo(tmp_path_factory.mktemp("zoo"))
