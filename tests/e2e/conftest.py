@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import DATA, GOLDENS, MODEL, export_golden, export_minilm, minilm_directory
@@ -10,9 +11,6 @@ from tokenizers import Tokenizer
 from zoo import Zoo
 
 from encserve_client import EncoderClient
-from encserve_export import Encoder
-from encserve_export.models.own.layouts import hf_bert
-from encserve_export.source.weights import read_json, read_weights
 
 
 @pytest.fixture(scope="session")
@@ -40,11 +38,11 @@ def client(server: RealServer) -> Iterator[EncoderClient]:
 
 
 @pytest.fixture(scope="session")
-def torch_encoder() -> Encoder:
-    """all-MiniLM-L6-v2 in PyTorch."""
-    directory = minilm_directory()
-    layout = hf_bert.read_layout(read_json(directory / "config.json"))
-    return layout.load(hf_bert.plain_names(read_weights(directory).tensors)).eval()
+def minilm() -> Any:
+    """all-MiniLM-L6-v2 in transformers."""
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(minilm_directory(), add_pooling_layer=False).eval()
 
 
 @pytest.fixture(scope="session")
