@@ -25,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(models: Path) -> Iterator[RealServer]:
-    """One server of all of them, for the tests that leave it as it was."""
+    """One server of all models, for tests that do not change the server."""
     flags = [flag for name in (MODEL, *GOLDENS) for flag in ("--model", name)]
     with real_server(models, *flags) as server:
         yield server

@@ -29,13 +29,13 @@ from encserve_export import Target, export_hf
 
 Array = npt.NDArray[Any]
 LENGTHS = (1, 60, 3, 9, 60, 2, 17)
-# A row for each kind of model, for the other engine: what the models' rows become is the same code on both engines.
+# One row for each kind of model: the code after the engine is the same on both engines.
 ON_OPENVINO = ["all-of-it", "gemma", "modernbert", "sum-log1p", "ModernBERT", "GTE"]
 
 
 @pytest.fixture(scope="module")
 def models(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of all of them."""
+    """A repository of all rows and all architectures."""
     repository, directories = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("directories")
     for name in (*MODELS, "bge-m3"):
         zoo.export(name, repository)

@@ -36,7 +36,7 @@ REAL_TEXTS = ("", "the cat", "Grüße aus Köln, 東京 и Москва 🌍", "
 
 # The largest distance from the library's vector, relative to the vector's length; issue "Agreement" of the design.
 TOLERANCE = 1e-4
-# A weight of a sparse vector may differ by this much, whatever the weight is.
+# A weight of a sparse vector may differ by this much.
 WEIGHT_TOLERANCE = 1e-5
 
 
@@ -236,7 +236,7 @@ class Zoo:
         return path
 
     def export(self, name: str, models: Path | None = None, served_as: str | None = None, **options: Any) -> Exported:
-        """The bundle of a row in a model repository, by default the one of all rows."""
+        """The bundle of a row in a model repository, by default the zoo's own."""
         target = Target(model_repository=models or self._folder / "models", name=served_as or name)
         return export_once(export_hf, self.directory(name), target=target, **options)
 
