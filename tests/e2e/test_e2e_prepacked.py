@@ -1,4 +1,4 @@
-"""Real models give the same bits with shared weights as without, in every session."""
+"""Real models give the same bits with and without shared weights, in every session."""
 
 import contextlib
 from pathlib import Path
