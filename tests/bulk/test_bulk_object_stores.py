@@ -103,7 +103,7 @@ class Alone:
     """A job that was left alone.
 
     Attributes:
-        contents: What it put into the bucket.
+        contents: The objects in the bucket.
         passed: How many bytes it sent and got.
     """
 

@@ -1,4 +1,4 @@
-"""A large job in one process: all of it is there whatever ends it, in memory that does not grow with it."""
+"""A large job in one process is complete after any interruption, in memory that does not grow."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""`encserve bench` and its library against a real server of a tiny model, and against one whose answers are rubbish."""
+"""`encserve bench` and its library against a real server of a tiny model, and against recorded answers."""
 
 import asyncio
 import json
@@ -54,14 +54,14 @@ def bench(server: RealServer, *arguments: str) -> Result:
 
 
 def computed(server: RealServer) -> tuple[float, float]:
-    """Sequences and tokens, since it was started; while nobody calls."""
+    """Sequences and tokens since the start, while no call runs."""
     return server.metric("encserve_batch_sequences_sum"), server.metric("encserve_tokens_total")
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("stream", [False, True])
 def test_closed_loop(server: RealServer, stream: bool) -> None:
-    """Everything is answered, by several processes; the server has seen as much, some of it between two readings."""
+    """Several processes get all answers; the server counts the same, a part between two readings."""
     work = calls(server.target, [3, 5], Request(sequences_per_call=2))
     before = computed(server)
     result = closed_loop(
@@ -85,7 +85,7 @@ def test_closed_loop(server: RealServer, stream: bool) -> None:
 
 @pytest.mark.system
 def test_open_loop(server: RealServer) -> None:
-    """Pooled, at a rate that the server can stand; what was due is answered."""
+    """Pooled, at a rate that the server sustains: all due requests are answered."""
     work = calls(server.target, [3] * 10, Request(pooling="mean", dtype="float16"))
     result = open_loop(server.target, work, rate_per_second=40, seed=1, **SHORT)
     assert (result.mode, result.rate_per_second, result.errors) == ("open", 40, {})
@@ -130,7 +130,7 @@ async def test_too_many_calls_out(service: FakeEncoder) -> None:
 
 @pytest.mark.system
 async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -> None:
-    """Well-formed, but of another length. What it was is said below the table, and the exit status is 1."""
+    """Well-formed answers of another length: a line below the table names the length, and the exit status is 1."""
 
     async def shorter(request: pb.EncodeRequest) -> pb.EncodeResponse:
         request.inputs[0].token_ids.ids.append(3)
@@ -139,7 +139,7 @@ async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -
     service.before = shorter
     lengths = tmp_path / "lengths.json"
     lengths.write_text("[3]")
-    # At a rate, what is due counts however late its answer comes.
+    # At a rate, a due request counts even if its answer comes late.
     arguments = ["--rate", "20", "--lengths", str(lengths), "--seconds", str(SECONDS), "--warmup-seconds", "0"]
     printed = await asyncio.to_thread(CliRunner().invoke, cli, ["--target", service.target, "bench", *arguments])
     assert printed.exit_code == 1
@@ -212,7 +212,7 @@ def fields(value: Any, name: str = "") -> Iterator[str]:
 
 @pytest.mark.system
 def test_json(server: RealServer, tmp_path: Path) -> None:
-    """Its fields are those of docs/bench.md, no more and no less; the file is the same as what is printed."""
+    """The fields are exactly those in docs/bench.md; the file equals the printed text."""
     lengths, out = tmp_path / "lengths.json", tmp_path / "out.json"
     lengths.write_text(json.dumps([LONGEST, LONGEST + 6]))
     load = ["--concurrency", "1", "--concurrency", "16", "--lengths", str(lengths), "--sequences-per-call", "2"]
@@ -230,7 +230,7 @@ def test_json(server: RealServer, tmp_path: Path) -> None:
 
 @pytest.mark.system
 def test_tables(server: RealServer) -> None:
-    """They fit 80 columns; what was cut, refused or missing is said below."""
+    """They fit 80 columns. Lines below the table count cut, refused and missing answers."""
     load = ["--rate", "30", "--rate", "50", "--stream", "--pooling", "mean"]
     result = bench(server, *load, "--metrics-url", metrics(server))
     assert (result.exit_code, result.stderr) == (0, "")
@@ -247,7 +247,7 @@ def test_tables(server: RealServer) -> None:
 
 @pytest.mark.system
 async def test_texts(service: FakeEncoder, tmp_path: Path) -> None:
-    """Their tokens are those that the server counted."""
+    """Their token counts equal the server's."""
     texts = tmp_path / "texts.txt"
     texts.write_text("one text\n\nand another one\n")
     command = ["bench", "--texts", str(texts), "--concurrency", "2", "--seconds", str(SECONDS), "--warmup-seconds", "0"]
@@ -274,7 +274,7 @@ async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.system
 async def test_encryption_and_a_token(service: FakeEncoder, tmp_path: Path) -> None:
-    """The generators are other processes; they trust whom the command trusts, and send what it sends."""
+    """The generators are other processes with the command's certificates and headers."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     server = grpc.aio.server()
@@ -332,7 +332,7 @@ def test_a_result_may_be_made_by_hand() -> None:
 @pytest.mark.system
 @pytest.mark.parametrize("says_something", [True, False])
 def test_a_parent_that_goes_when_all_is_done_is_no_news(says_something: bool) -> None:
-    """A generator's thread outlives its event loop by a moment; it has nobody to tell, and must not say so."""
+    """A generator's thread ends a moment after its event loop, without a message."""
     loop = asyncio.new_event_loop()
     loop.close()
     near, far = multiprocessing.Pipe()

@@ -1,4 +1,4 @@
-"""What the package is: its public names, what it imports, its settings, encryption."""
+"""The package: public names, imports, settings, encryption."""
 
 import asyncio
 import inspect
