@@ -19,7 +19,7 @@ TIERS := system or weekly or browser or operate or packaging or bench or models 
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
 
-.PHONY: help install demo serve test test-all lint format types proto contract check-proto unit lock test-containers bench bench-bulk bench-peers bench-scaling dashboards docs screenshots wheels clean
+.PHONY: help install demo serve test test-all lint format types proto contract check-proto unit lock test-containers bench bench-bulk bench-peers bench-scaling docs screenshots wheels clean
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -97,9 +97,6 @@ bench-peers: $(BUNDLE)  ## Compare the server with Triton, infinity and sentence
 bench-scaling: $(BUNDLE)  ## Measure how cost grows and draw it, into docs/; BENCH="--only load" for a part.
 	$(BIN)/python bench/scaling.py measure $(MODEL_REPOSITORY) docs/performance.json --model $(MODEL) $(BENCH)
 	$(BIN)/python bench/scaling.py draw docs/performance.json docs/images
-
-dashboards: $(VENV)/.installed  ## Make the Grafana dashboards anew, into deploy/grafana/dashboards.
-	$(BIN)/python scripts/make_dashboards.py
 
 docs: $(VENV)/.installed  ## Make the pages that are made from the code anew: docs/settings.md, docs/metrics.md.
 	$(BIN)/python scripts/make_settings_page.py
