@@ -21,8 +21,6 @@ from tiny_bundle import write_bundle
 
 from encserve_proto.v1 import encoder_pb2 as pb
 
-pytestmark = pytest.mark.system
-
 SERVICE = "/encserve.v1.EncoderService/"
 # Time for a few scrapes and two evaluations of rules that read other rules.
 WAIT_SECONDS = 40
