@@ -1,4 +1,4 @@
-"""The programs of bench/, each for a moment from its command line to its figures. The figures themselves are not tested.
+"""The programs of bench/, each for a moment from its command line to its figures. The figures are not tested.
 
 In its place, a peer is sentence-transformers of this environment.
 """

@@ -39,9 +39,9 @@ with cohere.ClientV2(**api) as client:
     vectors["v2_inputs"] = np.array(client.embed(inputs=inputs, **options).embeddings.float_)
     cut = client.embed(texts=texts, output_dimension=3, max_tokens=4, truncate="END", **options)
     vectors["cut"] = np.array(cut.embeddings.float_)
-    for name, fields in {"model": {"texts": texts, "model": "embed-v4.0"}, "start": {"truncate": "START"}}.items():
+    for name, field, value in (("unknown_model", "model", "embed-v4.0"), ("start", "truncate", "START")):
         try:
-            client.embed(**options | {"texts": texts} | fields)
+            client.embed(**options | {"texts": texts, field: value})
         except ApiError as error:
             facts[name] = error.status_code
 with cohere.Client(**api) as first:

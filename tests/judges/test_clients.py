@@ -185,7 +185,7 @@ def test_cohere(minilm: RealServer, unit_vectors: Array, bin_of: BinOf, tmp_path
     np.testing.assert_array_equal(got["ubinary"], np.packbits(unit_vectors > 0, axis=1))
     np.testing.assert_array_equal(got["binary"], got["ubinary"] - 128)
     assert got["cut"].shape == (len(TEXTS), 3)
-    assert (facts["texts"], facts["version"], facts["model"], facts["start"]) == (TEXTS, "2", 404, 400)
+    assert (facts["texts"], facts["version"], facts["unknown_model"], facts["start"]) == (TEXTS, "2", 404, 400)
     assert facts["id"]
     assert facts["tokens"] > len(TEXTS)
 

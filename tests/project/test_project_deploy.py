@@ -190,10 +190,10 @@ def test_files_are_mounted(name: str, deployment: Any) -> None:
     assert "subPath" not in mount  # such a mount never changes
     paths = {
         "models": [f"{settings['model_repository']}/x"],
-        "callers": [settings.get("callers")],
-        "tls": [settings.get("tls_cert_file"), settings.get("tls_key_file")],
-    }[name]
-    assert {str(Path(path).parent) for path in paths if path} == {mount["mountPath"]}
+        "callers": [settings.get("callers", "")],
+        "tls": [settings.get("tls_cert_file", ""), settings.get("tls_key_file", "")],
+    }
+    assert {str(Path(path).parent) for path in paths[name]} == {mount["mountPath"]}
 
 
 def test_probes_and_ports_with_tls() -> None:

@@ -31,7 +31,7 @@ def need(program: str) -> str:
 def promtool(*arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
     """Run promtool and return its result."""
     return subprocess.run(
-        [need("promtool"), *arguments], input=stdin, capture_output=True, text=True, timeout=60, check=False
+        [need("promtool"), *arguments], input=stdin, capture_output=True, text=True, timeout=240, check=False
     )
 
 
