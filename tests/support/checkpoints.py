@@ -22,6 +22,7 @@ BARE_GOLDENS = (
     "per-head-linears",
     "raw-matrices",
     "fused-qkv",
+    "fused-qkv-transposed",
     "attention-only",
     "split-qkv",
     "torch-native-post",
