@@ -87,10 +87,7 @@ def test_any_size_survives_the_way_through_a_layout(
     encoder = random_weights(**fields | VARIANTS.get(layout, {}))
     table = Table("weight", encoder.embeddings.tokens.weight)
     state = {root + name: tensor for name, tensor in state_dict(layout, encoder).items()}
-    choices = {
-        name: getattr(encoder.config, name)
-        for name in (*CHOICES, "merge_heads", "residual", "n_heads", "max_sequence_tokens")
-    }
+    choices = {name: getattr(encoder.config, name) for name in (*CHOICES, "residual", "n_heads", "max_sequence_tokens")}
     found = find_encoder(state, choices, embeddings=table)
     assert found.layout == layout
     assert found.encoder.config == encoder.config

@@ -22,7 +22,6 @@ BARE_GOLDENS = (
     "per-head-linears",
     "raw-matrices",
     "fused-qkv",
-    "fused-qkv-transposed",
     "attention-only",
     "split-qkv",
     "torch-native-post",

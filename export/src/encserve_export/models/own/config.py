@@ -12,7 +12,6 @@ Input = Literal["token_ids", "embeddings"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Norm = Literal["post", "pre", "none"]
 Position = Literal["sinusoidal", "learned", "rotary", "none"]
-MergeHeads = Literal["transpose", "reshape"]
 
 _POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens", "global_every")
 # Positions take memory too, that of tables and of attention.
@@ -22,7 +21,6 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "activation": get_args(Activation),
     "norm": get_args(Norm),
     "position": get_args(Position),
-    "merge_heads": get_args(MergeHeads),
 }
 
 
@@ -48,9 +46,6 @@ class EncoderConfig:
         inner_bias: Whether the first feed-forward layer adds a bias.
         outer_bias: Whether the second does.
         attention_bias: Whether the four projections of attention add a bias.
-        merge_heads: How the heads' results (heads, seq, d_k) become one row per token. "transpose" puts a token's heads
-            side by side, as in Vaswani et al. 2017. "reshape" reads the array as (seq, d_model) without a transpose, so
-            a row mixes tokens, and depends on the length of its sequence.
         residual: Whether x is added to f(x), around attention and around the feed-forward part.
         norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)); "none" has none.
         norm_bias: Whether LayerNorms add a bias.
@@ -86,7 +81,6 @@ class EncoderConfig:
     inner_bias: bool = True
     outer_bias: bool = True
     attention_bias: bool = True
-    merge_heads: MergeHeads = "transpose"
     residual: bool = True
     norm: Norm = "post"
     norm_bias: bool = True

@@ -74,8 +74,6 @@ class Padding:
             (1 in the mask), the lowest finite number for padding (0) and for a token that is not to be seen (2). After
             softmax that gives exactly 0, as -∞ would, but where a sequence is all padding it does not turn into NaN.
         places: (tokens), where in its sequence each token stands.
-        starts: (tokens), the place in (batch·seq) where the token's sequence begins.
-        lengths: (tokens), the number of tokens in the token's sequence.
     """
 
     def __init__(self, attention_mask: Tensor, dtype: torch.dtype) -> None:
@@ -86,9 +84,6 @@ class Padding:
         flat = is_token.reshape(-1).long()  # (batch·seq)
         self._tokens = flat.nonzero().squeeze(1)  # (tokens)
         self.places = self._tokens % attention_mask.shape[1]  # (tokens)
-        self.starts = self._tokens - self.places  # (tokens)
-        counts = is_token.sum(dim=1, keepdim=True).expand_as(attention_mask)  # (batch, seq)
-        self.lengths = counts.reshape(-1).index_select(0, self._tokens)  # (tokens)
         self._at = (flat.cumsum(0) - 1).clamp(min=0)  # (batch·seq)
 
     def remove(self, x: Tensor) -> Tensor:
@@ -197,8 +192,8 @@ class Positions(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head self-attention, Vaswani et al. 2017, section 3.2.
 
-    head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h. The heads are merged into one row per token, which goes through one linear
-    layer. The projections to Q, K and V are one layer with the three after one another in its output.
+    head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h, and the heads, side by side, go through one linear layer. The projections to
+    Q, K and V are one layer whose output holds the three after one another.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -206,7 +201,6 @@ class SelfAttention(nn.Module):
         self.n_heads = config.n_heads
         self.d_k = config.d_k
         self.d_model = config.d_model
-        self.merge_heads = config.merge_heads
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.attention_bias)
         self.output = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
 
@@ -239,21 +233,9 @@ class SelfAttention(nn.Module):
             heads = weights @ v  # (batch, heads, seq, d_k)
         else:
             heads = functional.scaled_dot_product_attention(q, k, v, bias)  # (batch, heads, seq, d_k)
-        y: Tensor = self.output(self._merge(heads, padding))  # (tokens, d_model)
+        rows = heads.transpose(1, 2).reshape(-1, self.d_model)  # (batch·seq, d_model)
+        y: Tensor = self.output(padding.remove(rows))  # (tokens, d_model)
         return y, weights
-
-    def _merge(self, heads: Tensor, padding: Padding) -> Tensor:
-        """The heads of each token as one row: (batch, heads, seq, d_k) -> (tokens, d_model); see `merge_heads`."""
-        side_by_side = heads.transpose(1, 2)  # (batch, seq, heads, d_k)
-        if self.merge_heads == "transpose":
-            return padding.remove(side_by_side.reshape(-1, self.d_model))  # (tokens, d_model)
-        # Row r of a sequence of n tokens holds the parts r·heads … r·heads + heads - 1 of (heads, n), each d_k wide.
-        part = padding.places[:, None] * self.n_heads + torch.arange(self.n_heads)  # (tokens, heads)
-        length = padding.lengths[:, None]  # (tokens, 1)
-        head, place = part // length, part % length  # (tokens, heads) both
-        at = (padding.starts[:, None] + place) * self.n_heads + head  # (tokens, heads)
-        parts = side_by_side.reshape(-1, self.d_k).index_select(0, at.reshape(-1))  # (tokens·heads, d_k)
-        return parts.reshape(-1, self.d_model)  # (tokens, d_model)
 
 
 class FeedForward(nn.Module):

@@ -64,11 +64,13 @@ class Found:
         encoder: The encoder.
         layout: The name of its layout.
         remarks: What was decided on the way, for people.
+        formula: Where the encoder computes something else than the code that such checkpoints come from, for people.
     """
 
     encoder: Encoder
     layout: str
     remarks: tuple[str, ...]
+    formula: str = ""
 
 
 def find_encoder(
@@ -127,9 +129,9 @@ def find_encoder(
     longest = fields.get("max_sequence_tokens") if max_sequence_tokens is None else max_sequence_tokens
     fields["max_sequence_tokens"] = _longest(longest, positions, fields)
     config = EncoderConfig.from_mapping(fields)
-    if stack.layout.merge_heads == "reshape":
-        remarks.append(f"the heads are merged by {config.merge_heads}; merge_heads in --config says otherwise")
-    return Found(_build(tensors, stack, config, table, positions), stack.layout.name, tuple(remarks))
+    return Found(
+        _build(tensors, stack, config, table, positions), stack.layout.name, tuple(remarks), stack.layout.formula
+    )
 
 
 def _build(
@@ -307,7 +309,7 @@ def _settle(layout: StackLayout, told: Mapping[str, Any], given: Mapping[str, An
             f"the weights, in the layout {layout.name}, do not tell {'; '.join(missing)}: give each in the JSON file "
             "that --config names"
         )
-    return {"merge_heads": layout.merge_heads, **given, **own}
+    return {**given, **own}
 
 
 def _longest(wanted: Any, positions: Table | None, fields: Mapping[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """One `nn.Linear` to Q, K and V whose rows run head by head: `layers.0.attention.qkv_layer.weight`.
 
-The notebook's code reshapes (batch, heads, seq, d_k) to (batch, seq, d_model) without a transpose, so weights trained
-with the code need "merge_heads": "reshape", the default. Models with a transpose need "merge_heads": "transpose".
+Code of this family reshapes (batch, heads, seq, d_k) straight to (batch, seq, d_model), which mixes up heads and
+positions. Its own text says that the heads are put side by side, and so it is done here.
 """
 
 from encserve_export.models.own.layouts.stack import Part, StackLayout, linear
@@ -20,5 +20,6 @@ LAYOUT = StackLayout(
     },
     final_norm=Part(("norm.gamma",), ("norm.beta",)),
     interleaved=True,
-    merge_heads="reshape",
+    formula="the heads are concatenated, as the text of this layout's code says; the code reshapes (batch, heads, "
+    "seq, d_k) to (batch, seq, d_model) without a transpose, which mixes heads and positions and gives other rows",
 )
