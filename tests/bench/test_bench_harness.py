@@ -48,7 +48,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bundle_with(words: list[str], folder: Path) -> Any:
-    """A model with a WordPiece tokenizer, whose file asks for truncation to 4 tokens and padding to 8."""
+    """A model with a WordPiece tokenizer; the tokenizer's file asks for truncation to 4 tokens and padding to 8."""
     tokenizer = Tokenizer(WordPiece({word: token for token, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])

@@ -152,6 +152,7 @@ def test_a_full_temporary_folder_is_named(models: Path, monkeypatch: pytest.Monk
     assert not folder.exists()
 
 
+@pytest.mark.system
 def test_a_file_system_that_is_really_full(tmp_path: Path) -> None:
     """Where the test may mount one of 2 MiB."""
     program = """

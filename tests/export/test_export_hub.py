@@ -56,7 +56,7 @@ def test_an_id_is_downloaded(data: Path, models: Path, tmp_path: Path) -> None:
     assert (manifest.source.kind, manifest.source.route) == ("hf", "own")
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_a_multi_vector_model_of_the_hub_is_what_its_directory_is(models: Path, tmp_path: Path) -> None:
     """Stanford's layout has lengths and expansion in a file of a kind of its own."""
     stanford(tmp_path / "colbert")
@@ -108,7 +108,7 @@ def test_the_onnx_file_is_fetched_where_there_are_no_other_weights(tmp_path: Pat
     assert download_files(tmp_path, *names) == {"config.json", "onnx/model.onnx", "onnx/model.onnx_data"}
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_an_onnx_file_with_its_weights_in_another(models: Path, tmp_path: Path) -> None:
     """The cache holds both as links to a folder of contents."""
     folder = tmp_path / "files"

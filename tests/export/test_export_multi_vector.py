@@ -14,7 +14,7 @@ from encserve_export.ground.errors import ConfigError, ParityError
 from encserve_export.ground.precision import BOUNDS, Precision
 from encserve_export.routes.hf import Route
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.system
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)

@@ -148,14 +148,14 @@ OTHER: dict[str, Callable[[Path], None]] = {
 }  # fmt: skip
 
 
-@pytest.mark.models
+@pytest.mark.system
 @pytest.mark.parametrize("what", SAME)
 def test_what_is_nothing_to_a_vector(directory: Path, tmp_path: Path, space: str, what: str) -> None:
     SAME[what](directory)
     assert space_of(directory, tmp_path) == space
 
 
-@pytest.mark.models
+@pytest.mark.system
 @pytest.mark.parametrize("what", OTHER)
 def test_what_changes_a_vector(directory: Path, tmp_path: Path, space: str, what: str) -> None:
     OTHER[what](directory)
@@ -174,7 +174,7 @@ def test_every_route(directory: Path, tmp_path: Path, space: str) -> None:
     assert space_of(directory, tmp_path, via="onnx") != space
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_options_and_precision(tmp_path: Path) -> None:
     """float16 rounds, as servers do; 8 bits are other weights."""
     asked: list[dict[str, Any]] = [

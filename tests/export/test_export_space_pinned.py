@@ -135,7 +135,7 @@ def test_the_texts_of_this_version() -> None:
     assert hashlib.sha256(json.dumps(space.texts()).encode()).hexdigest() == TEXTS
 
 
-@pytest.mark.packaging
+@pytest.mark.system
 @pytest.mark.parametrize("which", ["oldest", "newest"])
 def test_the_libraries_that_are_allowed_give_the_same(which: str, tmp_path: Path) -> None:
     """sentence-transformers and transformers by themselves in a folder that comes first; the rest is as installed."""

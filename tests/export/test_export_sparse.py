@@ -69,7 +69,7 @@ def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision
     assert {"sparse.onnx", "sparse.onnx.data"} <= {file.path for file in manifest.files}
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> None:
     change(directory / "sentence_bert_config.json", query_length=8, document_length=LONGEST)
     manifest = export(directory, tmp_path).manifest
@@ -78,7 +78,7 @@ def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> No
     assert export_hf(directory, shorter, max_sequence_tokens=6).manifest.query.max_tokens == 0
 
 
-@pytest.mark.models
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["ModernBert", "MPNet", "XLMRoberta", "Electra", "Albert"])
 def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
     """The gate compares them with sentence-transformers."""
@@ -119,7 +119,7 @@ def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monke
     assert not (tmp_path / "models").exists()
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
     """Of the rows that a head is tried with hardly any has a weight."""
     assert export(write_trained_splade(tmp_path / "model", active=10), tmp_path).manifest.parity.pipeline_texts == 16
@@ -213,7 +213,7 @@ def test_texts_that_are_cut_at_their_beginning_are_refused(where: str, directory
     assert export(directory, tmp_path).manifest.parity.pipeline_texts == 16
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_another_tokenizer_of_a_table_is_another_space(static: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(static, tmp_path / "model")
     (path,) = directory.glob("query*/tokenizer.json")
@@ -223,7 +223,7 @@ def test_another_tokenizer_of_a_table_is_another_space(static: Path, tmp_path: P
     assert export(directory, tmp_path / "lower").manifest.space_id != export(static, tmp_path / "not").manifest.space_id
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_other_heads_are_another_space(bge_m3: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(bge_m3, tmp_path / "model")
     torch.save(torch.nn.Linear(D_MODEL, 1).state_dict(), directory / "sparse_linear.pt")

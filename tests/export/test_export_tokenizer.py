@@ -154,7 +154,7 @@ def served_ids(exported: Exported, texts: list[str]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "modules", [pytest.param(True, marks=pytest.mark.models), False], ids=["modules", "no modules"]
+    "modules", [pytest.param(True, marks=pytest.mark.system), False], ids=["modules", "no modules"]
 )
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_ids_and_vectors_are_those_of_transformers(name: str, modules: bool, tmp_path: Path) -> None:

@@ -260,6 +260,7 @@ HARM: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
+@pytest.mark.system
 def test_files_made_to_harm_are_refused_with_little_memory(tmp_path: Path) -> None:
     """In a process that may take 1 GB more than it has after its imports."""
     for name, (harm, _) in HARM.items():

@@ -73,8 +73,6 @@ from real_server import COMMAND, RealServer, real_server
 
 from encserve_proto.v1 import encoder_pb2 as pb
 
-pytestmark = pytest.mark.hostile
-
 IN_FLIGHT, QUEUED = "encserve_in_flight_requests", "encserve_queue_sequences"
 
 

@@ -20,7 +20,7 @@ from tiny_bundle import write_bundle
 from tiny_heads import every_kind, loader
 from tiny_heads import words as tokenizer_of_words
 
-pytestmark = [pytest.mark.hostile, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.timeout(1200)
 
 BODIES, AT_ONCE = 10_000, 16
 HEADER_LENGTH = "Inference-Header-Content-Length"

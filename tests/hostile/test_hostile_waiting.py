@@ -3,13 +3,10 @@
 import time
 from pathlib import Path
 
-import pytest
 from hostile_attacks import attack, hold
 from hostile_calls import PATHS, non_readers, slow_senders
 from hostile_measure import hostile_server, wait_for_metric
 from hostile_models import write_wide
-
-pytestmark = pytest.mark.hostile
 
 CALLERS, N_TOKENS = 12, 64
 # 30 s, a second for each MiB of a reply, and a few more for the server to notice.

@@ -15,7 +15,7 @@ from real_server import RealServer, real_server
 from tiny_bundle import write_bundle
 from tiny_heads import words
 
-pytestmark = [pytest.mark.judges, pytest.mark.timeout(900)]  # the first run installs the judges
+pytestmark = pytest.mark.timeout(900)  # the first run installs the judges
 
 MODEL = "all-MiniLM-L6-v2"
 

@@ -24,7 +24,7 @@ from scipy.stats import spearmanr
 from encserve_client import EncoderClient
 from encserve_export import Target, export_hf
 
-pytestmark = [pytest.mark.judges, pytest.mark.timeout(900)]  # the first run installs the judges
+pytestmark = pytest.mark.timeout(900)  # the first run installs the judges
 
 Array = npt.NDArray[Any]
 PAGE = ROOT / "docs/http.md"

@@ -22,8 +22,6 @@ from real_server import RealServer, real_server
 
 from encserve_client import EncoderClient
 
-pytestmark = pytest.mark.judges
-
 Array = npt.NDArray[Any]
 WIDTH, LONGEST = 384, 256
 TEXT = "An encoder turns a sentence into a list of numbers that says what it means"

@@ -22,7 +22,7 @@ from tiny_bundle import write_bundle
 
 from encserve_proto.v1 import encoder_pb2 as pb
 
-pytestmark = pytest.mark.operate
+pytestmark = pytest.mark.system
 
 SERVICE = "/encserve.v1.EncoderService/"
 # How long everything may take to come up in Prometheus: a few scrapes, and two evaluations of rules that read rules.

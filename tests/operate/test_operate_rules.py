@@ -18,7 +18,7 @@ TESTS = sorted(PROMETHEUS.glob("tests/*.yml"))
 OPERATIONS = (ROOT / "docs/operations.md").read_text()
 
 
-@pytest.mark.operate
+@pytest.mark.system
 def test_prometheus_takes_the_configuration_and_the_rules() -> None:
     checked = promtool("check", "config", str(PROMETHEUS / "prometheus.yml"))
     assert checked.returncode == 0, checked.stdout + checked.stderr
@@ -26,14 +26,14 @@ def test_prometheus_takes_the_configuration_and_the_rules() -> None:
     assert "duplicate" not in checked.stdout + checked.stderr
 
 
-@pytest.mark.operate
+@pytest.mark.system
 @pytest.mark.parametrize("path", TESTS, ids=lambda path: path.stem)
 def test_every_alert_fires_where_it_should_and_nowhere_else(path: Path) -> None:
     tested = promtool("test", "rules", str(path))
     assert tested.returncode == 0, tested.stdout + tested.stderr
 
 
-@pytest.mark.operate
+@pytest.mark.system
 def test_a_rule_that_is_wrong_fails_its_test(tmp_path: Path) -> None:
     """The tests above can fail: here a queue counts as nearly full only when it is."""
     shutil.copytree(PROMETHEUS, tmp_path, dirs_exist_ok=True)

@@ -22,7 +22,7 @@ PARTS = {
 }
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
-pytestmark = pytest.mark.packaging
+pytestmark = pytest.mark.system
 
 
 def run(*command: str | Path) -> str:

@@ -16,7 +16,7 @@ from sparse_models import sparse_text, write_bge_m3, write_splade
 
 from encserve_export.cli import main
 
-pytestmark = pytest.mark.models
+pytestmark = pytest.mark.system
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "retrieval.md"
 # Words of each model's vocabulary; of the second no token counts for the late interaction.

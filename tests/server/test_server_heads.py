@@ -552,7 +552,7 @@ async def test_a_server_that_cannot_join_vectors_says_so(serve: Serve, monkeypat
         await server.encode([5, 6], options=options(spec))
 
 
-@pytest.mark.models  # importing sentence-transformers takes seconds
+@pytest.mark.system  # importing sentence-transformers takes seconds
 @pytest.mark.parametrize("pooling", ["max", "sum"])
 async def test_the_memory_of_a_large_vocabulary_is_bounded(serve: Serve, pooling: str) -> None:
     """XLM-R's, for eight texts of 512 tokens at once: all of it would be 4 GiB."""

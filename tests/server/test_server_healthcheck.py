@@ -26,6 +26,7 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
     return done.returncode, done.stdout.strip()
 
 
+@pytest.mark.system
 def test_of_a_real_server(tmp_path: Path) -> None:
     """It finds the server by the server's own settings, or by an argument; gone, it is not healthy."""
     write_bundle(tmp_path)
@@ -90,6 +91,7 @@ def test_where_the_server_listens(monkeypatch: pytest.MonkeyPatch, host: str, po
     assert healthcheck.own_target() == target
 
 
+@pytest.mark.system
 def test_it_is_light() -> None:
     """It runs every few seconds: nothing of the model, the arrays or the command line is loaded for it."""
     code = "import sys, encserve_server.healthcheck; print(*{name.partition('.')[0] for name in sys.modules})"

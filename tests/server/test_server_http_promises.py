@@ -345,6 +345,7 @@ async def test_a_taken_port_is_said(server: FakeServer) -> None:
     await second.stop()
 
 
+@pytest.mark.system
 def test_without_its_extra_it_says_what_to_install() -> None:
     program = """
 import sys

@@ -35,6 +35,7 @@ raise RuntimeError("at last")
 """
 
 
+@pytest.mark.system
 def test_what_nobody_catches_is_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
@@ -61,6 +62,7 @@ NONSENSE = [
 ]
 
 
+@pytest.mark.system
 def test_clients_that_talk_nonsense_or_hang_up(tmp_path: Path) -> None:
     """On either port. `RealServer` reads every line as JSON."""
     write_bundle(tmp_path)

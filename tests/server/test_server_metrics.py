@@ -241,6 +241,7 @@ def test_a_page_of_three_models_stays_small() -> None:
     assert len(generate_latest(registry).splitlines()) < 1200
 
 
+@pytest.mark.system
 async def test_promtool_has_nothing_to_say_of_the_page(server: FakeServer) -> None:
     await server.encode("hello")
     checked = promtool("check", "metrics", stdin=await asyncio.to_thread(page, server))

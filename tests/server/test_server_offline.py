@@ -451,6 +451,7 @@ def test_a_batch_ends_only_at_a_bound(lengths: list[int], policy: BatchPolicy) -
         assert not (fits and padded - sum(more) <= policy.max_padding_fraction * padded)
 
 
+@pytest.mark.system
 def test_no_server_is_imported() -> None:
     program = """
 import sys

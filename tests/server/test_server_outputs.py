@@ -702,7 +702,7 @@ def test_joining_keeps_what_is_protected_and_as_many_clusters(
         np.testing.assert_allclose(found[-1], vectors[protected:].mean(axis=0), atol=1e-6)
 
 
-@pytest.mark.models  # importing sentence-transformers takes seconds
+@pytest.mark.system  # importing sentence-transformers takes seconds
 @given(st.integers(0, 2**32), st.integers(0, 40), st.floats(1, 8), st.integers(0, 3), st.booleans())
 def test_clusters_are_those_of_sentence_transformers(
     seed: int, count: int, factor: float, protected: int, l2_normalize: bool

@@ -132,6 +132,7 @@ print(*mapped)
 """
 
 
+@pytest.mark.system
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_two_processes_that_start_at_once_map_one_file(bundle: Bundle, folder: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(bundle.graph.path.parent), str(folder)]
@@ -360,6 +361,7 @@ def test_what_another_user_wrote_is_not_used(folder: Path) -> None:
     assert (Cache(folder).entry({"a": "b"}, make("own again")) / "file").read_text() == "own again"
 
 
+@pytest.mark.system
 def test_what_a_killed_process_left_is_removed_and_never_used(folder: Path) -> None:
     program = """
 import os, signal, sys

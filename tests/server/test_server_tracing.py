@@ -468,6 +468,7 @@ async def test_the_end_sends_what_is_left(
     assert len(receiver.spans) == 5
 
 
+@pytest.mark.system
 def test_without_tracing_opentelemetry_is_not_even_imported(tmp_path: Path) -> None:
     code = """
 import asyncio, pathlib, sys
@@ -488,6 +489,7 @@ print(sorted(name for name in sys.modules if name.startswith("opentelemetry")))
     assert done.stdout.strip() == "[]"
 
 
+@pytest.mark.system
 def test_tracing_without_its_extra_says_what_to_install(tmp_path: Path) -> None:
     code = "import sys; sys.modules['opentelemetry'] = None; from encserve_server.__main__ import main; main()"
     flags = ["--model-repository", str(tmp_path), "--trace-endpoint", "http://127.0.0.1:4317", "--grpc-port", "0"]

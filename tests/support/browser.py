@@ -19,7 +19,7 @@ FLAGS = (
 
 
 def find_chromium() -> str | None:
-    """The path of a Chromium that is installed; None where there is none."""
+    """The path of an installed Chromium, or None."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 
@@ -77,7 +77,7 @@ class OpenPage:
             self.complaints.append(f"{message.type}: {message.text}")
 
     def hover(self, box: str, x: float, y: float) -> str:
-        """Moves the mouse to a place in a figure, each of 0 to 1 of its map's size; gives what the page says then."""
+        """Moves the mouse to a place in a figure, each of 0 to 1 of its map's size; returns the page's text then."""
         area = self.page.locator(f"{box} .nsewdrag").first
         area.scroll_into_view_if_needed()
         self.page.wait_for_timeout(150)  # the page hides what it said when it scrolls, a frame later

@@ -40,7 +40,7 @@ def minilm_directory() -> Path:
 
 
 def golden_fields(name: str) -> dict[str, Any]:
-    """The configuration of a golden checkpoint that is no directory, by the names of EncoderConfig."""
+    """The configuration of a golden state dict, by the names of EncoderConfig."""
     fields: dict[str, Any] = json.loads((DATA / name / "golden.json").read_text())["config"]
     return {"scale_embedding" if field == "embed_scale" else field: value for field, value in fields.items()}
 

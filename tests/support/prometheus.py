@@ -52,7 +52,7 @@ class Prometheus:
         return data
 
     def values(self, expr: str) -> list[float]:
-        """What an expression gives now: the value of each series."""
+        """The current value of each series of an expression."""
         return [float(series["value"][1]) for series in self.get("query", query=expr)["result"]]
 
     def ready(self) -> bool:
@@ -68,7 +68,7 @@ class Prometheus:
 def running_prometheus(committed: Path, folder: Path, target: str, *, interval: str) -> Iterator[Prometheus]:
     """Runs Prometheus on loopback with a committed configuration, and ends it.
 
-    Changed in it are only what it scrapes, and how often it scrapes and evaluates.
+    Only the scrape target and the intervals differ from the committed file.
     """
     program = need("prometheus")
     config = yaml.safe_load(committed.read_text())

@@ -1,4 +1,4 @@
-"""Waiting for what is about to happen."""
+"""Waits for conditions."""
 
 import asyncio
 import time
