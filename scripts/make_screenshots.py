@@ -60,8 +60,7 @@ def main(model_repository: Path, model: str | None, text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
         with real_server(model_repository, *flags) as server:
-            command = [COMMAND, "--target", server.target, "inspect", text, "--html", page, *flags]
-            subprocess.run(command, check=True)
+            subprocess.run([COMMAND, "--target", server.target, "inspect", text, "--html", page, *flags], check=True)
         take_pictures(page, ROOT / "docs/images")
 
 

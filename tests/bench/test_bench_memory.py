@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.weekly, pytest.mark.timeout(3600)]
 
 EXPORT = Path(sys.executable).parent / "encserve-export"
 VOCABULARY = 30_522
-BERT_BASE = {"vocab_size": VOCABULARY, "d_model": 768, "n_heads": 12, "d_ff": 3072, "n_layers": 12}
+BERT_BASE: dict[str, object] = {"vocab_size": VOCABULARY, "d_model": 768, "n_heads": 12, "d_ff": 3072, "n_layers": 12}
 BERT_BASE |= {"activation": "gelu", "position": "learned"}
 SERVERS = 8
 LONGEST_TOKENS = 8192
