@@ -10,7 +10,7 @@ from fake_server import FakeServer
 
 
 def connect(server: FakeServer) -> httpx.AsyncClient:
-    """A client of a server's HTTP port, without proxies and certificates, which take longer to read than an answer."""
+    """A client of a server's HTTP port. It reads no proxies and no certificates, because that is slow."""
     url = f"http://127.0.0.1:{server.app.http_port}"
     return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=30)  # noqa: S501
 
@@ -31,7 +31,7 @@ async def get(server: FakeServer, path: str) -> httpx.Response:
 
 @contextlib.asynccontextmanager
 async def raw(server: FakeServer) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection, to say on it what no library would."""
+    """A plain TCP connection, for bytes that no HTTP library sends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.app.http_port)
     try:
         yield reader, writer
