@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import numpy as np
 from fake_server import FakeServer
+
+from encserve_proto.v1 import encoder_pb2 as pb
 
 
 def connect(server: FakeServer) -> httpx.AsyncClient:
@@ -39,3 +42,19 @@ async def raw(server: FakeServer) -> AsyncIterator[tuple[asyncio.StreamReader, a
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+async def vectors_over_grpc(
+    server: FakeServer,
+    *inputs: Any,
+    kind: pb.OutputKind = pb.OUTPUT_KIND_MODEL_POOLING,
+    l2_normalize: bool = True,
+    dimensions: int = 0,
+    data_type: pb.DataType = pb.DATA_TYPE_FLOAT32,
+) -> Any:
+    """The rows that Encode gives for these inputs, cut at the end where too long: (rows, width)."""
+    outputs = [pb.OutputSpec(kind=kind, l2_normalize=l2_normalize, dimensions=dimensions)]
+    options = pb.EncodeOptions(outputs=outputs, truncation=pb.TRUNCATION_END, data_type=data_type)
+    (tensor,) = (await server.encode(*inputs, options=options)).outputs
+    dtype = {pb.DATA_TYPE_INT8: "i1", pb.DATA_TYPE_BINARY: "u1"}.get(data_type, "<f4")
+    return np.frombuffer(tensor.data, dtype).reshape(sum(tensor.lengths), -1)
