@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tickets import ticket_of
@@ -108,7 +108,7 @@ def test_every_sequence_is_in_one_place(calls: list[Call], policy: BatchPolicy) 
 
 
 @given(QUEUES, POLICIES)
-def test_only_live_sequences_run_and_none_is_kept(calls: list[Call], policy: BatchPolicy) -> None:
+def test_only_live_sequences_run(calls: list[Call], policy: BatchPolicy) -> None:
     queue, sequences = queued(calls)
     ran, expired = [], []
     while len(queue):
@@ -118,9 +118,17 @@ def test_only_live_sequences_run_and_none_is_kept(calls: list[Call], policy: Bat
         expired += taken.expired
     assert set(ran) == {it for it in sequences if is_live(it)}
     assert set(expired) == {it for it in sequences if it.deadline <= NOW and not it.ticket.done.done()}
+
+
+@given(QUEUES, POLICIES)
+@settings(max_examples=5)
+def test_a_queue_keeps_nothing_of_the_sequences_that_left(calls: list[Call], policy: BatchPolicy) -> None:
+    queue, sequences = queued(calls)
     inputs = [weakref.ref(it.input) for it in sequences]
-    ran, expired, batch, taken, sequences = [], [], [], Taken(None, []), []
-    gc.collect(1)
+    while len(queue):
+        queue.take(policy, NOW)
+    del sequences
+    gc.collect()
     assert not [it for it in inputs if it() is not None]
 
 
