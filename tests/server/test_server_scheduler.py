@@ -578,6 +578,14 @@ async def test_a_broken_engine_is_unhealthy_until_a_probe_succeeds(bench: Bench)
     assert (bench.health_changes, bench.seen.busy_seconds) == (2, 20)
 
 
+async def test_an_engine_without_finite_numbers_is_unhealthy(bench: Bench) -> None:
+    bench.engine.nan_id = 0  # the probe's id too
+    for _ in range(3):
+        with pytest.raises((InferenceFailed, EngineUnhealthy)):
+            await bench.encode(ids(0))
+    await until(lambda: bench.scheduler.not_ready_reason() != "")
+
+
 @pytest.mark.parametrize("lanes", [1, 4])
 async def test_a_broken_engine_fails_all_waiting_calls_at_once(lanes: int) -> None:
     """Every lane holds a batch when the first one finds out; only the two failures before the probe are its own."""
