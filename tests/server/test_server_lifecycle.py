@@ -394,6 +394,8 @@ async def test_waiting_text_is_bounded(start_server: StartServer, tokenized: tup
     with pytest.raises(Failed, match="bytes of text") as caught:
         await server.encode(*[LONG] * 4, options=CUT)
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+    with pytest.raises(Failed, match="bytes of text"):
+        await server.call("Tokenize", pb.TokenizeRequest(texts=[LONG]))
     await server.encode([1])
     tokenized[1].set()
     assert len((await first).sequences) == 4
