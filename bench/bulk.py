@@ -11,8 +11,8 @@ and planning. The ceiling runs one sorted batch at a time with the best budget o
 timed. sentence-transformers' `encode` gets all texts at once, which it sorts by length, with the best batch size of a
 sweep. Tokenizing is timed; reading and writing are not.
 
-If the CPU computes in bfloat16, OpenVINO runs the same sides in bfloat16. The vectors of all sides are compared with
-those of the first ceiling before the rounds.
+If the CPU computes in bfloat16, OpenVINO runs the same sides in bfloat16. Before the rounds, the vectors of all sides
+are compared with the first ceiling's.
 """
 
 import argparse
@@ -106,7 +106,7 @@ class Sides:
     """The ceiling, the job and sentence-transformers, in one or two precisions.
 
     Attributes:
-        sides: All of them; the first ceiling comes first.
+        sides: All sides; the first ceiling comes first.
         sweeps: Tokens/s by budget or by batch size, for each side with a sweep.
         agreement: The difference and the cosine to the first ceiling's vectors, by side.
     """
@@ -240,7 +240,7 @@ def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
 
 
 def job_targets(found: Found) -> list[Target]:
-    """All targets with sides that ran; each job is compared with the sides of its own precision."""
+    """All targets with sides that ran; each job is compared with sides of the same precision."""
     return [
         target
         for suffix, bounds in BOUNDS.items()

@@ -5,7 +5,7 @@
 Without a server: the scheduler's batches of 1,024 waiting sequences, with the lengths of real texts, run by the
 server's engine in one thread for each lane. Settings take turns in random order. The first part measures the budget of
 a batch with two lanes, the second part the number of lanes at the best budget. Before, the rows of every model are
-compared with those of the first model on the CPU. A setting that fails, for example because the device's memory is
+compared with the first model's rows on the CPU. A setting that fails, for example because the device's memory is
 full, is left out. Needs encserve-server[gpu], or [cpu] with --device cpu.
 """
 

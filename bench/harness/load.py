@@ -1,4 +1,4 @@
-"""encserve servers, and their callers: the load generator of `encserve bench`, in processes of its own."""
+"""encserve servers, and their callers: the load generator of `encserve bench`, in separate processes."""
 
 import dataclasses
 import itertools

@@ -91,12 +91,12 @@ def summarize(sides: Sequence[Side], found: Found) -> dict[str, Any]:
 
 
 def ratios_between(found: Found, sides: Sequence[str], bases: Sequence[str]) -> Ratios:
-    """Tokens/s of each side divided by those of each base: a row for each base, a column for each side."""
+    """Ratios of tokens/s: a row for each base, a column for each side."""
     return {base: {side: _ratio(found, side, base) for side in sides} for base in bases}
 
 
 def ratios_to_against(found: Found) -> Ratios:
-    """The figures of this server divided by those of the other checkout's, by side."""
+    """Ratios of this server's figures to the other checkout's, by side."""
     figures: dict[str, Figure] = {
         "tokens_per_second": lambda run: run.tokens_per_second,
         "p50_seconds": lambda run: run.p50_seconds(),

@@ -1,6 +1,7 @@
 """The figures of bench/: workloads, rounds, ratios, targets, and what counts as the same result."""
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import subprocess
@@ -21,7 +22,7 @@ from harness.load import LARGE, MANY, ONE, Served
 from harness.machine import OtherWork, cpu_seconds, process_tree
 from harness.peers import DEFAULT, INFINITY, SENTENCES, TRITON, Setting
 from harness.programs import FOLDER, PeerUnavailable, Program, ensure_environment
-from harness.report import AGAINST, check_targets, ratios_to_against, warnings
+from harness.report import check_targets, warnings
 from harness.rounds import Measurement, Patience, Side, Spread, measure, ratios, spread
 from harness.sides import BARE, CEILING, NAIVE
 from harness.workload import choose_lengths, random_workload, sorted_batches, text_workload
@@ -48,7 +49,7 @@ def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def bundle_with(words: list[str], folder: Path) -> Any:
-    """A model with a WordPiece tokenizer, whose file asks for truncation to 4 tokens and padding to 8."""
+    """A model with a WordPiece tokenizer; the tokenizer's file asks for truncation to 4 tokens and padding to 8."""
     tokenizer = Tokenizer(WordPiece({word: token for token, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.post_processor = TemplateProcessing(single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)])
@@ -182,22 +183,6 @@ def test_targets_of_jobs_and_peers_depend_on_the_precision() -> None:
     ]
 
 
-def test_another_checkout_is_compared_round_by_round() -> None:
-    def run(tokens: int, p50: float, cpu_ms: float | None) -> Measurement:
-        return Measurement(tokens, 1.0, [(0, p50)], cpu_ms)
-
-    found = {
-        MANY: [run(110, 0.2, 3.0), run(22, 1.0, 9.0)],
-        MANY + AGAINST: [run(100, 0.4, 2.0), run(20, 2.0, 6.0)],
-        ONE: [run(1, 0.1, None)] * 2,
-        ONE + AGAINST: [run(2, 0.1, 5.0)] * 2,
-    }
-    table = ratios_to_against(found)
-    medians = {name: figure and round(figure["median"], 3) for name, figure in table[MANY].items()}
-    assert medians == {"tokens_per_second": 1.1, "p50_seconds": 0.5, "server_cpu_ms": 1.5}
-    assert table[ONE]["server_cpu_ms"] is None
-
-
 def test_a_busy_machine_gives_warnings() -> None:
     assert warnings(0.1, {CEILING: rates(100, 101, 99)}) == []
     disturbed = [Measurement(1, 1.0, others=share) for share in (0.01, 0.3, None)]
@@ -218,21 +203,12 @@ def test_the_fastest_setting_takes_part_and_the_others_are_closed() -> None:
     assert (best.name, found, closed) == ("b", {"a": 7, "b": 9, "c": 1}, ["a"])
 
 
-def test_the_best_budget_is_the_models_own() -> None:
-    found = {
-        gpu.Setting("one@1", 64): rates(1, 9, 2),
-        gpu.Setting("one@1", 128): rates(3, 3, 3),
-        gpu.Setting("two@1", 64): rates(50),
-    }
-    assert [gpu.best_budget(found, model) for model in ("one@1", "two@1")] == [128, 64]
-
-
 def test_a_load_with_errors_or_without_replies_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     view = SimpleNamespace(tokens=700, sequences=40, seconds=0.7, cpu_seconds=0.2)
     answer = {"tokens": 120, "seconds": 0.5, "errors": {}, "error_examples": {}, "server": view, "server_missing": ""}
     answer["latency_seconds"] = np.array([0.1, 0.2, 0.3])
     client = SimpleNamespace(model=lambda: SimpleNamespace(pooling=None))
-    monkeypatch.setattr(load, "EncoderClient", lambda _: __import__("contextlib").nullcontext(client))
+    monkeypatch.setattr(load, "EncoderClient", lambda _: contextlib.nullcontext(client))
     monkeypatch.setattr(load, "make_calls", lambda lengths, *_, **__: [SimpleNamespace(tokens=it) for it in lengths])
     monkeypatch.setattr(load, "closed_loop", lambda *_, **__: SimpleNamespace(**answer))
     server: Any = SimpleNamespace(target="localhost:1", metrics_port=1)

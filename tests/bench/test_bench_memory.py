@@ -22,8 +22,9 @@ from encserve_client import EncoderClient
 pytestmark = [pytest.mark.weekly, pytest.mark.timeout(3600)]
 
 EXPORT = Path(sys.executable).parent / "encserve-export"
-BERT_BASE = {"vocab_size": 30_522, "d_model": 768, "n_heads": 12, "d_ff": 3072, "n_layers": 12, "activation": "gelu"}
-BERT_BASE |= {"position": "learned"}
+VOCABULARY = 30_522
+BERT_BASE: dict[str, object] = {"vocab_size": VOCABULARY, "d_model": 768, "n_heads": 12, "d_ff": 3072, "n_layers": 12}
+BERT_BASE |= {"activation": "gelu", "position": "learned"}
 SERVERS = 8
 LONGEST_TOKENS = 8192
 MIB = 2**20
@@ -54,7 +55,7 @@ def encode_at_once(server: RealServer, sequences: Sequence[TokenIds], callers: i
 def memory_and_load_seconds(models: Path, cache_dir: str) -> tuple[float, list[float]]:
     """The proportional set sizes of all servers together, in MiB, and the load time of each."""
     lengths = range(1, 257, 17)
-    sequences = random_workload(list(lengths), vocab_size=BERT_BASE["vocab_size"], seed=0).sequences  # type: ignore[arg-type]
+    sequences = random_workload(list(lengths), vocab_size=VOCABULARY, seed=0).sequences
     load_seconds, servers = [], []
     with ExitStack() as stack:
         for _ in range(SERVERS):
@@ -72,8 +73,7 @@ def test_servers_of_one_model_share_its_weights(tmp_path: Path) -> None:
     weights, _ = export_random_weights(tmp_path)
     alone_mib, alone_seconds = memory_and_load_seconds(tmp_path / "models", "off")
     shared_mib, shared_seconds = memory_and_load_seconds(tmp_path / "models", str(tmp_path / "cache"))
-    print(f"{SERVERS} servers: {alone_mib:,.0f} MiB with own weights, {shared_mib:,.0f} MiB with shared weights")
-    assert shared_mib <= 1.5 * weights / MIB + 200 * SERVERS
+    assert shared_mib <= 1.5 * weights / MIB + 200 * SERVERS, f"{alone_mib:,.0f} MiB without sharing"
     # A server that finds prepared weights loads in about half the time.
     assert statistics.median(shared_seconds[1:]) <= statistics.median(alone_seconds)
 
@@ -81,14 +81,13 @@ def test_servers_of_one_model_share_its_weights(tmp_path: Path) -> None:
 def test_long_texts_take_at_most_2_5_gb_beyond_the_weights(tmp_path: Path) -> None:
     fields = {"max_sequence_tokens": LONGEST_TOKENS, "n_heads": 16}
     weights, exported = export_random_weights(tmp_path, **fields)
-    sequences = random_workload([LONGEST_TOKENS] * 4, vocab_size=BERT_BASE["vocab_size"], seed=0).sequences  # type: ignore[arg-type]
+    sequences = random_workload([LONGEST_TOKENS] * 4, vocab_size=VOCABULARY, seed=0).sequences
     with real_server(tmp_path / "models", start_seconds=900) as server:
         encode_at_once(server, sequences[:1], callers=1)
         one = peak_bytes(server.process.pid)
         encode_at_once(server, sequences, callers=4)
         four = peak_bytes(server.process.pid)
     beyond = {name: (peak - weights) / 1e9 for name, peak in (("export", exported), ("one", one), ("four", four))}
-    print(f"GB beyond weights of {weights / 1e9:.2f}: {beyond}")
     assert max(beyond.values()) <= 2.5, beyond
 
 

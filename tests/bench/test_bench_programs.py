@@ -1,6 +1,6 @@
 """The programs of bench/, each for a moment from its command line to its figures. The figures are not tested.
 
-In its place, a peer is sentence-transformers of this environment.
+bench/peers.py compares with the sentence-transformers of this environment.
 """
 
 import json
@@ -16,7 +16,6 @@ import gpu
 import peers
 import pytest
 import scaling
-from checkpoints import minilm_directory
 from click.testing import CliRunner
 from harness import programs
 from harness.load import LARGE, MANY, ONE, POOLED
@@ -24,6 +23,7 @@ from harness.peers import SENTENCES
 from harness.report import AGAINST
 from harness.sides import BARE, CEILING, NAIVE, TORCH, TORCH_BATCHED
 from real_server import COMMAND, cpu_has_bfloat16
+from sentence_models import write_model
 from tiny_bundle import write_bundle
 
 from encserve_export import Target, export_hf
@@ -33,12 +33,25 @@ pytestmark = [pytest.mark.system, pytest.mark.filterwarnings("ignore::Deprecatio
 SHORT = ["--rounds", "1", "--patience", "0"]
 
 
+@pytest.fixture(autouse=True)
+def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.rounds.PAUSE_SECONDS", 0)
+    monkeypatch.setattr(scaling, "PAUSE_SECONDS", 0)
+
+
 @pytest.fixture(scope="module")
-def minilm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository with all-MiniLM-L6-v2."""
-    models = tmp_path_factory.mktemp("bench") / "models"
-    export_hf(minilm_directory(), Target(model_repository=models, name="m"))
-    return models
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small directory of sentence-transformers."""
+    folder = tmp_path_factory.mktemp("bench") / "directory"
+    write_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(directory: Path) -> Path:
+    """A repository with the model of the directory."""
+    export_hf(directory, Target(model_repository=directory.parent / "models", name="m"))
+    return directory.parent / "models"
 
 
 @pytest.fixture
@@ -54,16 +67,16 @@ def figures(file: Path) -> Any:
 
 
 def test_compare_runs_every_side_and_another_checkout(
-    minilm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Path, directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = tmp_path / "before"
     with pytest.raises(SystemExit):
-        compare.read_arguments([str(minilm), "--against", str(other)])
+        compare.read_arguments([str(models), "--against", str(other)])
     assert "before has no .venv/bin/encserve-server; run `make install` there" in capsys.readouterr().err
     (other / ".venv/bin").mkdir(parents=True)
     (other / ".venv/bin/encserve-server").symlink_to(COMMAND)
-    command = [str(minilm), "--checkpoint", str(minilm_directory()), "--against", str(other), *SHORT]
-    command += ["--sequences", "70", "--seconds", "1", "--json", str(tmp_path / "found.json")]
+    command = [str(models), "--checkpoint", str(directory), "--against", str(other), *SHORT]
+    command += ["--sequences", "70", "--seconds", "0.5", "--json", str(tmp_path / "found.json")]
     compare.main([*command, "--only", ONE, LARGE, MANY, POOLED, CEILING, BARE, NAIVE, TORCH, TORCH_BATCHED])
     found = figures(tmp_path / "found.json")
     ours = {ONE, LARGE, MANY, POOLED}
@@ -76,10 +89,12 @@ def test_compare_runs_every_side_and_another_checkout(
     assert "ratio to ceiling" in capsys.readouterr().out
 
 
-def test_bulk_compares_a_job_in_each_precision(minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bulk_compares_a_job_in_each_precision(
+    models: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(bulk, "SWEEP_TEXTS", 10)
     monkeypatch.setattr(bulk, "BATCH_SIZES", (4, 8))
-    command = [str(minilm), "--checkpoint", str(minilm_directory()), "--texts", "40", "--part-rows", "15", *SHORT]
+    command = [str(models), "--checkpoint", str(directory), "--texts", "40", "--part-rows", "15", *SHORT]
     bulk.main([*command, "--json", str(tmp_path / "found.json")])
     suffixes = ("", "-bfloat16") if cpu_has_bfloat16() else ("",)
     names = (CEILING, "job", SENTENCES)
@@ -87,11 +102,11 @@ def test_bulk_compares_a_job_in_each_precision(minilm: Path, tmp_path: Path, mon
 
 
 def test_peers_compares_a_peer_in_its_best_and_its_default_setting(
-    minilm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: Path, directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(programs, "ensure_environment", lambda _: Path(sys.executable).parent)
     monkeypatch.setattr(peers, "IDLE_SECONDS", 0.1)
-    command = [str(minilm), "--checkpoint", str(minilm_directory()), "--sequences", "20", "--seconds", "1", *SHORT]
+    command = [str(models), "--checkpoint", str(directory), "--sequences", "20", "--seconds", "0.5", *SHORT]
     peers.main([*command, "--peers", SENTENCES, "--server", "again=", "--json", str(tmp_path / "found.json")])
     found = figures(tmp_path / "found.json")
     assert {CEILING, MANY, POOLED, "encserve-again", SENTENCES, f"{SENTENCES}-pooled"} <= set(found["sides"])

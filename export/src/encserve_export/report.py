@@ -54,7 +54,6 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         ("model size", f"{size / 2**20:,.1f} MiB, {manifest.graph.precision}, opset {manifest.graph.opset}"),
         ("parity", _parity(manifest)),
         *([("expected", _expected(exported))] if exported.expected or manifest.source.kind == "checkpoint" else []),
-        *([("formula", exported.formula)] if exported.formula else []),
         ("padding", _padding(parity)),
         *([("pipeline", _pipeline(exported))] if exported.compared_with else []),
         ("cases", f"{len(parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),

@@ -58,7 +58,6 @@ class Exported:
         text: Why it takes no text, where it does not, and what would help.
         left_behind: The parts of the checkpoint that make no rows, such as heads; not known of ONNX files.
         replaced_space_id: The model's own id of its vector space where `Target.keep_space_id` gave another; else empty.
-        formula: Where what is computed differs from the code that such a checkpoint comes from, for people.
         expected: With what the caller's own rows were compared, for people; empty where none were given.
         compared_with: The library whose ids and vectors of texts were compared, "sentence-transformers" or
             "transformers"; empty where none was.
@@ -72,7 +71,6 @@ class Exported:
     text: str = ""
     left_behind: tuple[str, ...] = ()
     replaced_space_id: str = ""
-    formula: str = ""
     expected: str = ""
     compared_with: str = ""
     remarks: tuple[str, ...] = ()
