@@ -108,7 +108,9 @@ def test_checkpoint(models: Path, tmp_path: Path, write_tokenizer: Callable[...,
 
 def test_module(models: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
-    arguments = ("--name", "mine", "--vocab-size", 50, "--max-sequence-tokens", 12, "--model-repository", models)
+    (tmp_path / "settings.json").write_text('{"activation": "tanh"}')
+    arguments = ("--name", "mine", "--vocab-size", 50, "--max-sequence-tokens", 12, "--model-repository", models,
+                 "--config", tmp_path / "settings.json")  # fmt: skip
     run_well("module", f"{tmp_path / 'mine.py'}:make", *arguments, "--pooling", "mean")
     manifest = read_manifest(models / "mine" / "1")
     assert (manifest.source.kind, manifest.encoder.d_model) == ("module", 16)

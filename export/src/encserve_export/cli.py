@@ -242,8 +242,9 @@ def checkpoint(
     "--config",
     "config_path",
     type=_FILE,
-    help="JSON that tells this model from others with the same weights, such as its activation. It is part of the "
-    "space_id.",
+    required=True,
+    help="JSON with the settings of the module that its weights do not show, such as its activation. They are part of "
+    "the space_id.",
 )
 @_tokenizer_option
 @_input_option
