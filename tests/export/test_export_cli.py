@@ -3,6 +3,7 @@
 import json
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,12 +21,13 @@ TINY = {"vocab_size": 50, "d_model": 16, "n_heads": 2, "d_ff": 32, "n_layers": 1
 GOLDEN = DATA / "fused-qkv"
 MODULE = """
 import torch
+from sizes import WIDTH
 
 class Mine(torch.nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.table = torch.nn.Embedding(50, 16)
+        self.table = torch.nn.Embedding(50, WIDTH)
 
     def forward(self, ids, mask):
         return torch.tanh(self.table(ids))
@@ -106,8 +108,10 @@ def test_checkpoint(models: Path, tmp_path: Path, write_tokenizer: Callable[...,
     assert "expected     no rows given" in result.stdout
 
 
-def test_module(models: Path, tmp_path: Path) -> None:
+def test_module(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "sizes.py").write_text("WIDTH = 16")
+    monkeypatch.setattr(sys, "path", sys.path.copy())
     (tmp_path / "settings.json").write_text('{"activation": "tanh"}')
     arguments = ("--name", "mine", "--vocab-size", 50, "--max-sequence-tokens", 12, "--model-repository", models,
                  "--config", tmp_path / "settings.json")  # fmt: skip

@@ -5,13 +5,14 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import huggingface_hub
 import pytest
 from fake_hub import COMMIT, fake_hub
 from google.protobuf import json_format
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
 from encserve_export.ground.errors import HubError
 from encserve_export.source import hub
@@ -79,9 +80,11 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return remote
 
 
-def download(repository: Path, *names: str, with_onnx: bool = False, **contents: str) -> set[str]:
+def download(
+    repository: Path, *names: str, contents: Mapping[str, str] | None = None, with_onnx: bool = False
+) -> set[str]:
     """Put files on the hub, and return the names of the downloaded ones."""
-    for name, content in {**dict.fromkeys(names, "{}"), **contents}.items():
+    for name, content in {**dict.fromkeys(names, "{}"), **(contents or {})}.items():
         (repository / name).parent.mkdir(parents=True, exist_ok=True)
         (repository / name).write_text(content)
     directory = hub.download("owner/tiny", with_onnx=with_onnx).directory
@@ -90,18 +93,19 @@ def download(repository: Path, *names: str, with_onnx: bool = False, **contents:
 
 def test_files_in_other_folders_are_not_downloaded(repository: Path) -> None:
     names = ["config.json", "model.safetensors", "chat_template.jinja", "1_Pooling/config.json", "2_Dense/config.json"]
-    names += ["2_Dense/model.safetensors"]
+    names += ["2_Dense/model.safetensors", "artifact.metadata", "colbert_linear.pt", "sparse_linear.pt", "vocab.txt"]
+    names += ["spiece.model"]
     others = ["checkpoint-500/model.safetensors", "checkpoint-500/config.json", "runs/1/a.json", "openvino/model.json"]
     others += ["2_Dense/old/model.safetensors", "4_Dense/model.safetensors", "modeling.py", "README.md", "tf_model.h5"]
     others += ["onnx/model.onnx", "checkpoint-500/pytorch_model.bin", "fp16/model.safetensors"]
-    found = download(repository, *names, *others, **{"modules.json": MODULES})
+    found = download(repository, *names, *others, contents={"modules.json": MODULES})
     assert found == {*names, "modules.json"}
 
 
 def test_pickles_are_downloaded_for_folders_without_safetensors(repository: Path) -> None:
     pickles = ["pytorch_model.bin", "2_Dense/pytorch_model.bin", "3_Dense/pytorch_model.bin"]
     safetensors = ["model.safetensors", "3_Dense/model.safetensors"]
-    found = download(repository, *pickles, *safetensors, **{"modules.json": MODULES})
+    found = download(repository, *pickles, *safetensors, contents={"modules.json": MODULES})
     assert found == {"modules.json", *safetensors, "2_Dense/pytorch_model.bin"}
 
 
@@ -109,15 +113,15 @@ def test_the_folders_of_a_router_are_downloaded(repository: Path) -> None:
     router = '{"types": {"query_0_Static": "x", "document_0_Transformer": "y"}}'
     weights = ["query_0_Static/model.safetensors", "document_0_Transformer/model.safetensors"]
     contents = {"modules.json": '[{"path": ""}]', "router_config.json": router}
-    assert download(repository, *weights, "query_1/model.safetensors", **contents) == {*contents, *weights}
+    assert download(repository, *weights, "query_1/model.safetensors", contents=contents) == {*contents, *weights}
     contents = {"modules.json": '[{"path": "0_Router"}]', "0_Router/router_config.json": router}
     inner = {f"0_Router/{name}" for name in weights}
-    assert inner < download(repository, *inner, **contents)
+    assert inner < download(repository, *inner, contents=contents)
 
 
 @pytest.mark.parametrize("modules", ["{", "[]", "{}", "[1]", '[{"path": "../x"}]', '[{"path": "[a"}]'])
 def test_broken_modules_are_left_to_the_exporter(repository: Path, modules: str) -> None:
-    assert download(repository, "model.safetensors", **{"modules.json": modules}) == {
+    assert download(repository, "model.safetensors", contents={"modules.json": modules}) == {
         "modules.json",
         "model.safetensors",
     }

@@ -195,7 +195,7 @@ def test_a_tokenizer_counts_without_its_settings_for_batches(tmp_path: Path) -> 
     older = {"type": "BPE", "vocab": {"ab": 2, "a": 0, "b": 1}, "merges": ["a b"]}
     assert tokenizer_space(tmp_path, model=older, padding={"pad_id": 0}, truncation=None, version="1.1") == plain
     assert tokenizer_space(tmp_path, decoder={"type": "ByteLevel"}) == plain
-    others = [
+    others: list[dict[str, Any]] = [
         {"normalizer": {"type": "NFC"}},
         {"model": older | {"merges": []}},
         {"model": older | {"vocab": {"a": 1, "b": 0, "ab": 2}}},

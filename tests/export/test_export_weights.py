@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +113,11 @@ def test_a_pickle_of_other_objects_is_not_loaded(
     monkeypatch.chdir(tmp_path)
     torch.save(content, tmp_path / "pytorch_model.bin")
     message = "could run code, so they are never loaded: save the state dict alone: torch.save"
-    for read in (lambda: read_weights(tmp_path), lambda: read_checkpoint(tmp_path / "pytorch_model.bin")):
+    reads: list[Callable[[], object]] = [
+        lambda: read_weights(tmp_path),
+        lambda: read_checkpoint(tmp_path / "pytorch_model.bin"),
+    ]
+    for read in reads:
         with pytest.raises(UnsafeWeightsError, match=message) as caught:
             read()
         assert not any(word in str(caught.value) for word in ("weights_only", "safe_globals", "trust"))

@@ -4,6 +4,7 @@ import functools
 import importlib.util
 import json
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -369,6 +370,7 @@ def _make_module(factory: str) -> nn.Module:
     assert specification is not None  # noqa: S101 - every .py file has one
     assert specification.loader is not None  # noqa: S101
     imported = importlib.util.module_from_spec(specification)
+    sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
     specification.loader.exec_module(imported)
     if not hasattr(imported, function):
         raise click.UsageError(f"{path} defines no {function}")
