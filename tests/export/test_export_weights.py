@@ -85,6 +85,18 @@ def test_an_unreadable_file_is_named(tmp_path: Path, name: str, content: bytes) 
         read_weights(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_file_that_is_cut_off_is_named(tmp_path: Path, name: str) -> None:
+    tensors = {"a": torch.ones(1000)}
+    if name.endswith(".bin"):
+        torch.save(tensors, tmp_path / name)
+    else:
+        save_file(tensors, tmp_path / name)
+    (tmp_path / name).write_bytes((tmp_path / name).read_bytes()[:2000])
+    with pytest.raises(CheckpointFileError, match=f"{name} is .*{AGAIN}"):
+        read_weights(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [(None, "is missing$"), ("{", "cannot be read as JSON: "), ("[]", "hold a JSON object; was list")],
