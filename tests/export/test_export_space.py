@@ -236,6 +236,19 @@ def test_tensors_count_by_name_type_shape_and_values(dtype: torch.dtype) -> None
     assert digest_model({"x": transposed}, {}) == digest_model({"x": tensor}, {})
 
 
+def test_indices_of_older_versions_do_not_count_unless_they_have_other_values() -> None:
+    plain = digest_model({"a": torch.ones(2)}, {})
+
+    def of(name: str, values: torch.Tensor) -> str:
+        return digest_model({"a": torch.ones(2), name: values}, {})
+
+    assert of("embeddings.position_ids", torch.arange(5)[None]) == plain
+    assert of("embeddings.token_type_ids", torch.zeros(1, 5, dtype=torch.int64)) == plain
+    assert of("embeddings.position_ids", torch.arange(5)[None] + 1) != plain
+    assert of("embeddings.token_type_ids", torch.ones(1, 5, dtype=torch.int64)) != plain
+    assert of("rotary.inv_freq", torch.tensor([1.0, 0.1])) != of("rotary.inv_freq", torch.tensor([1.0, 0.2]))
+
+
 def onnx_space(model: onnx.ModelProto) -> str:
     return digest_onnx(model, INTERFACE)
 
@@ -303,6 +316,54 @@ def test_branches_count_and_names_in_them_do_not() -> None:
         onnx.checker.check_model(model, full_check=True)
     assert onnx_space(branching(names="_2")) == onnx_space(branching())
     assert len({onnx_space(it) for it in (branching(), branching(2.0), branching(swapped=True))}) == 3
+
+
+def splitting(outputs: int) -> onnx.ModelProto:
+    """rows = the first of some equal parts of the ids."""
+    nodes = [helper.make_node("Split", ["input_ids"], ["rows", *(f"rest_{i}" for i in range(1, outputs))])]
+    ids = helper.make_tensor_value_info(INTERFACE.input_ids, TensorProto.INT64, ["n"])
+    mask = helper.make_tensor_value_info(INTERFACE.attention_mask, TensorProto.INT64, ["n"])
+    output = helper.make_tensor_value_info("rows", TensorProto.INT64, ["m"])
+    graph = helper.make_graph(nodes, "g", [ids, mask], [output])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=9)
+
+
+def test_the_number_of_outputs_of_an_operator_counts() -> None:
+    for outputs in (2, 3):
+        onnx.checker.check_model(splitting(outputs))
+    assert onnx_space(splitting(2)) != onnx_space(splitting(3))
+
+
+def looping(added: str) -> onnx.ModelProto:
+    """rows = the sum of the inner or the outer counter in two nested loops."""
+    scalar: list[int] = []
+
+    def body(counter: str, total: str, nodes: list[onnx.NodeProto], made: str) -> onnx.GraphProto:
+        keep = helper.make_node("Identity", [f"go_{counter}"], [f"going_{counter}"])
+        ports = [(counter, TensorProto.INT64), (f"go_{counter}", TensorProto.BOOL), (total, TensorProto.INT64)]
+        inputs = [helper.make_tensor_value_info(name, kind, scalar) for name, kind in ports]
+        ends = [(f"going_{counter}", TensorProto.BOOL), (made, TensorProto.INT64)]
+        outputs = [helper.make_tensor_value_info(name, kind, scalar) for name, kind in ends]
+        return helper.make_graph([keep, *nodes], counter, inputs, outputs)
+
+    add = helper.make_node("Add", ["inner_total", added], ["inner_made"])
+    inner = body("inner", "inner_total", [add], "inner_made")
+    loop = helper.make_node("Loop", ["times", "", "outer_total"], ["outer_made"], body=inner)
+    outer = body("outer", "outer_total", [loop], "outer_made")
+    nodes = [
+        helper.make_node("ReduceSum", ["input_ids"], ["times"], keepdims=0),
+        helper.make_node("ReduceSum", ["attention_mask"], ["start"], keepdims=0),
+        helper.make_node("Loop", ["times", "", "start"], ["rows"], body=outer),
+    ]
+    ports = [helper.make_tensor_value_info(it, TensorProto.INT64, ["n"]) for it in ("input_ids", "attention_mask")]
+    graph = helper.make_graph(nodes, "g", ports, [helper.make_tensor_value_info("rows", TensorProto.INT64, scalar)])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+def test_the_inputs_of_nested_branches_count() -> None:
+    for counter in ("inner", "outer"):
+        onnx.checker.check_model(looping(counter), full_check=True)
+    assert onnx_space(looping("inner")) != onnx_space(looping("outer"))
 
 
 def calling(inputs: tuple[str, str] = ("a", "b"), output: str = "c", alpha: float = 1.0, opset: int = 17) -> Any:

@@ -39,7 +39,7 @@ DIRECTORIES: dict[str, tuple[Callable[[Path], Path], dict[str, Any], str]] = {
     "bge-m3": (space_models.write_bge_m3, {}, "s3-403d303ef08e3b119e784700b8c78b6a"),
 }
 STATE_DICT = "s3-a9cef04f49e14e9dcfa9a7ce97d56277"
-ONNX = "19b2e4f9a5137e049a7a41f12c49cb466a0cb4e715f23985716048aed96ea004"
+ONNX = "5c20f8bcfe97db960cb71070f887d676e98aa19f18cfde7feb95e107064892d9"
 TENSORS_AND_CONFIGURATION = "s3-134714750e47e1fe683d1e53b848e5d4"
 
 

@@ -37,7 +37,7 @@ from encserve_export.kinds.recipe import ModuleFacts
 from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.encoder import Encoder
 from encserve_export.onnx_graph.foreign import Interface
-from encserve_export.source.weights import INDICES, read_object
+from encserve_export.source.weights import read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 
 VERSION = "s3"
@@ -147,27 +147,29 @@ def digest_onnx(model: onnx.ModelProto, interface: Interface) -> str:
     attributes, branches, opset versions and weights count. Names, the order of nodes and unused nodes do not. The
     model's functions count as the file has them, names included.
     """
+    opsets = {it.domain: it.version for it in model.opset_import}
     inputs = {interface.input_ids: "ids", interface.attention_mask: "mask", interface.token_type_ids: "types"}
     values = {name: _digest(["input", use]) for name, use in inputs.items() if name}
-    values = _graph_values(model.graph, values, {it.domain: it.version for it in model.opset_import})
+    values = _graph_values(model.graph, values, opsets, depth=0)
     return _digest([values.get(interface.output), sorted(map(_digest_message, model.functions))])
 
 
-def _graph_values(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[str, int]) -> dict[str, str]:
+def _graph_values(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[str, int], depth: int) -> dict[str, str]:
     """Digest the values of a graph, by their names.
 
     Args:
         graph: The graph, or a branch of If, Loop or Scan.
         outer: The digests of its inputs and of the values that a branch can see.
         opsets: The opset version of each domain.
+        depth: The number of branches around the graph.
     """
     values = {**outer, "": ""}  # an omitted optional input has no name
     values |= {it.name: _digest(["constant", _onnx_tensor(it)]) for it in graph.initializer}
     values |= {it.values.name: _digest_message(it) for it in graph.sparse_initializer}
     for node in graph.node:
         facts = [
-            [node.domain, node.op_type, node.overload, opsets.get(node.domain)],
-            sorted(_attribute(it, values, opsets) for it in node.attribute),
+            [node.domain, node.op_type, node.overload, opsets.get(node.domain), len(node.output)],
+            sorted(_attribute(it, values, opsets, depth) for it in node.attribute),
             [values.get(name, f"unknown {name}") for name in node.input],  # the checker refuses it later
         ]
         digest = _digest(facts)
@@ -175,11 +177,11 @@ def _graph_values(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[s
     return values
 
 
-def _attribute(attribute: AttributeProto, outer: Mapping[str, str], opsets: Mapping[str, int]) -> str:
+def _attribute(attribute: AttributeProto, outer: Mapping[str, str], opsets: Mapping[str, int], depth: int) -> str:
     content: Any
     if attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
         branches = [attribute.g] if attribute.HasField("g") else attribute.graphs
-        content = [_branch(it, outer, opsets) for it in branches]
+        content = [_branch(it, outer, opsets, depth + 1) for it in branches]
     elif attribute.type in (AttributeProto.TENSOR, AttributeProto.TENSORS):
         content = [_onnx_tensor(it) for it in ([attribute.t] if attribute.HasField("t") else attribute.tensors)]
     else:
@@ -187,9 +189,9 @@ def _attribute(attribute: AttributeProto, outer: Mapping[str, str], opsets: Mapp
     return json.dumps([attribute.name, attribute.type, content])
 
 
-def _branch(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[str, int]) -> list[Any]:
-    inputs = {it.name: _digest(["input of a branch", i]) for i, it in enumerate(graph.input)}
-    values = _graph_values(graph, {**outer, **inputs}, opsets)
+def _branch(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[str, int], depth: int) -> list[Any]:
+    inputs = {it.name: _digest(["input of a branch", depth, i]) for i, it in enumerate(graph.input)}
+    values = _graph_values(graph, {**outer, **inputs}, opsets, depth)
     return [len(graph.input), [values.get(it.name) for it in graph.output]]
 
 
@@ -202,14 +204,20 @@ def _onnx_tensor(tensor: TensorProto) -> list[Any]:
 
 
 def _tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """Type, shape and bytes of each tensor, without the indices that older versions of transformers saved."""
+    """Type, shape and bytes of each tensor, without 0, 1, 2, … and zeros that older versions of transformers saved."""
     facts: dict[str, list[Any]] = {}
     for name, tensor in tensors.items():
-        if not name.endswith(INDICES):
+        if not _is_index(name, tensor):
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
             kind = str(tensor.dtype).removeprefix("torch.")
             facts[name] = [kind, list(tensor.shape), _digest_bytes(flat.numpy().data)]
     return facts
+
+
+def _is_index(name: str, tensor: Tensor) -> bool:
+    if name.endswith("position_ids"):
+        return torch.equal(tensor.flatten(), torch.arange(tensor.numel()))
+    return name.endswith("token_type_ids") and not tensor.any()
 
 
 def _digest_tokenizer(path: Path) -> str:
