@@ -97,7 +97,7 @@ def test_without_rows_the_report_says_that_the_description_was_not_checked(train
         *("--config", trained / "wrong.json", "--max-sequence-tokens", 16),
     )
     assert result.exit_code == 0, result.output
-    assert "expected     no rows given, so the description (norm, activation, positions, ...) was not" in result.stdout
+    assert "expected     no rows given: the configuration (norm, activation, positions, ...) was not" in result.stdout
 
 
 def test_rows_of_half_precision_are_named_as_such(trained: Path, models: Path) -> None:

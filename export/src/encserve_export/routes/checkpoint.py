@@ -6,7 +6,7 @@ from typing import Any
 
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_model
-from encserve_export.bundle.write import Exported, Progress, Target
+from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check.expected import read_expected
 from encserve_export.ground.precision import Precision
 from encserve_export.kinds.recipe import pooled
@@ -32,7 +32,7 @@ def export_checkpoint(
     pooling: str | None = None,
     l2_normalize: bool = False,
     expect: Path | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports a bare state dict in one of the layouts of `known_layouts`.
 
@@ -94,7 +94,7 @@ def export_init(
     precision: Precision = "float32",
     pooling: str | None = None,
     l2_normalize: bool = False,
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports an encoder with random weights.
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, get_args
 
 from encserve_export.ground.errors import ConfigError
-from encserve_export.source.weights import MOST_LAYERS
 
 Input = Literal["token_ids", "embeddings"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
@@ -16,7 +15,7 @@ MergeHeads = Literal["transpose", "reshape"]
 
 _POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens", "global_every")
 # Positions take memory too, that of tables and of attention.
-_MOST = {"n_layers": MOST_LAYERS, "max_sequence_tokens": 2**20}
+_MOST = {"n_layers": 1024, "max_sequence_tokens": 2**20}
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "input": get_args(Input),
     "activation": get_args(Activation),
