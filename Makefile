@@ -15,10 +15,10 @@ SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
 MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
 # A suite is one folder of tests and one pytest process. The longest suites and checks start first.
-SUITES := test-export test-server test-cli test-e2e test-client test-bench test-operate test-project
+SUITES := test-export test-server test-cli test-e2e test-client test-bench test-project
 CHECKS := types lint check-proto
 # These suites have no fast tests. The hostile tests measure latencies, so they run alone.
-SLOW_SUITES := test-bulk test-judges
+SLOW_SUITES := test-judges test-bulk test-operate
 ALONE := test-hostile
 # Which tests of a suite run: fast, system or weekly (tests/conftest.py); for example `make test-server TIER=system`.
 TIER ?= fast

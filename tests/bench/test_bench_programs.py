@@ -1,4 +1,4 @@
-"""The programs of bench/, each for a moment from its command line to its figures; the values are not tested.
+"""The programs of bench/, each for a moment from its command line to its figures. The figures are not tested.
 
 bench/peers.py compares with the sentence-transformers of this environment.
 """
