@@ -1,4 +1,4 @@
-"""An OTLP receiver in this process: it keeps every span, with what its resource says of the sender."""
+"""An OTLP receiver in this process. It keeps every span with the attributes of its resource."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ ERROR = trace_pb2.Status.STATUS_CODE_ERROR
 
 
 class ReceivedSpan:
-    """One span as it was received.
+    """One received span.
 
     Attributes:
         name: Its name.
@@ -25,11 +25,11 @@ class ReceivedSpan:
         parent_id: 16 hexadecimal digits; empty for none.
         start_ns: When it started, in nanoseconds since 1970.
         end_ns: When it ended.
-        attributes: By name.
+        attributes: Values by name.
         links: (trace id, span id) of each.
         status: Its status code, a number of the protobuf enum.
         resource: The sender's attributes, by name.
-        schema_url: Of its names.
+        schema_url: The schema of the attribute names.
     """
 
     def __init__(self, span: Any, resource: dict[str, Any], schema_url: str) -> None:
@@ -55,7 +55,7 @@ class OtlpReceiver:
     """A receiver that is running.
 
     Attributes:
-        endpoint: Where it listens, as a URL.
+        endpoint: Its URL.
         headers: The metadata of every call so far.
     """
 
@@ -71,18 +71,18 @@ class OtlpReceiver:
 
     @property
     def spans(self) -> list[ReceivedSpan]:
-        """Those received so far."""
+        """The spans received so far."""
         with self._changed:
             return list(self._spans)
 
     def wait_for(self, enough: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
-        """The spans received, once they are enough; blocks. Fails if they are not within a minute."""
+        """Blocks until `enough` is true of the received spans, and returns them; fails after a minute."""
         with self._changed:
             assert self._changed.wait_for(lambda: enough(self._spans), timeout=60), self._spans
             return list(self._spans)
 
     def receive(self, request: Any, headers: dict[str, str]) -> None:
-        """Keeps what was sent."""
+        """Keeps the spans and the headers of a call."""
         received = [
             ReceivedSpan(span, _values(of_resource.resource.attributes), of_scope.schema_url)
             for of_resource in request.resource_spans
