@@ -132,7 +132,10 @@ async def change(server: FakeServer, file: CallersFile, text: str, outcome: str 
     ],
 )
 async def test_a_right_key_is_accepted(shared_callers: FakeServer, metadata: Any) -> None:
-    calls, tokens = by_caller(shared_callers, "search", "OK"), shared_callers.sample("encserve_caller_tokens_total", caller="search")
+    calls, tokens = (
+        by_caller(shared_callers, "search", "OK"),
+        shared_callers.sample("encserve_caller_tokens_total", caller="search"),
+    )
     await shared_callers.encode("hello", metadata=metadata)
     async with connect(shared_callers) as client:
         assert (await client.post("/v1/embeddings", json=EMBEDDINGS, headers=dict(metadata))).status_code == 200

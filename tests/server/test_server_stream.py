@@ -85,9 +85,7 @@ async def test_an_error_ends_one_request_only(start_server: StartServer) -> None
     assert server.sample("encserve_refused_total", reason="INVALID_FIELD") == 2
 
 
-async def test_bytes_that_are_not_a_message_end_it(
-    server: FakeServer, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_bytes_that_are_not_a_message_end_it(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
     """At once, also while a reply is on its way, when gRPC cannot send a status."""
     for good in [0, 1] * 20:
         stream = Stream(server)

@@ -207,9 +207,7 @@ def test_wrong_files_are_refused_by_name(made: Certificates, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("key", ["rsa:2048", "ec -pkeyopt ec_paramgen_curve:P-384", "ed25519"])
-async def test_every_port_shows_the_certificate(
-    start_server: StartServer, tmp_path: Path, key: str
-) -> None:
+async def test_every_port_shows_the_certificate(start_server: StartServer, tmp_path: Path, key: str) -> None:
     pair = certificates.self_signed(tmp_path, "it", key)
     server = await start_server(**flags(pair))
     context = context_of(pair.cert)
