@@ -499,7 +499,7 @@ async def test_a_caller_may_use_its_models_only(serve: Serve) -> None:
 
 @pytest.mark.parametrize("accept_any_model", [False, True])
 async def test_errors_hide_models_that_a_caller_may_not_use(serve: Serve, accept_any_model: bool) -> None:
-    """They show no version, no id and no real name, also of a model whose name the caller guesses."""
+    """They show no version, no id and no real name, also of a model with a guessed name."""
     settings = {"served_model_name": ("alias=tiny", "old=tiny@7"), "accept_any_model_name": accept_any_model}
     server = await serve(entry("other", OTHER, models='["else"]'), model=("tiny@2",), **settings)
     metadata = bearer(OTHER)

@@ -692,7 +692,8 @@ async def test_a_stop_refuses_new_calls(start_server: StartServer) -> None:
     ):
         failed = await refusal(call)
         assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-    await server.call("ServerLive", b"", INFER_SERVICE)
+    live = infer_pb.ServerLiveResponse.FromString(await server.call("ServerLive", b"", INFER_SERVICE))
+    assert live.live
     await server.call("Check", b"", "grpc.health.v1.Health")
     server.engine.let_go()
     await running

@@ -25,10 +25,12 @@ ROUTES = {
     "/embed_sparse": "inputs",
     "/similarity": "inputs",
     "/tokenize": "inputs",
+    "/v1/embed": "texts",
+    "/v2/embed": "texts",
 }
-N_EXAMPLES = 150
+N_EXAMPLES = 200
 PROMPTS = {"query": "w7 "}
-OPENAI = ("/v1/embeddings", "/pooling")
+OPENAI, COHERE = ("/v1/embeddings", "/pooling"), ("/v1/embed", "/v2/embed")
 
 words = st.text(max_size=8) | st.sampled_from(["w5", "w5 w6 w7 w8", "w5 " * 80, "\x00", "🌍", "w2"])
 numbers = st.integers(0, 49) | st.sampled_from([-1, 50, 2**31, 2**63, 2**64 - 1, 2**70, 0.5, 1e300])
@@ -46,7 +48,7 @@ fields: dict[str, st.SearchStrategy[Any]] = {
     "pooling": st.sampled_from(["mean", "cls", "MAX", "sum"]),
     "prompt_name": st.sampled_from(["", "query", "other"]),
     "task": st.sampled_from(["query", "document", "rank", "embed", "token_embed"]),
-    "input_type": st.sampled_from(["query", "passage", "classification"]),
+    "input_type": st.sampled_from(["query", "passage", "classification", "search_query", "clustering", "image"]),
     "truncate_prompt_tokens": st.integers(-2, 40),
     "truncation_side": st.sampled_from(["right", "left"]),
     "use_activation": st.booleans(),
@@ -54,7 +56,12 @@ fields: dict[str, st.SearchStrategy[Any]] = {
     "parameters": st.dictionaries(
         st.sampled_from(["truncate", "truncation_direction", "prompt_name", "other"]), st.booleans() | words, max_size=2
     ),
-    "truncate": st.booleans(),
+    "truncate": st.booleans() | st.sampled_from(["NONE", "END", "START"]),
+    "embedding_types": st.lists(st.sampled_from(["float", "int8", "uint8", "ubinary", "base64", "int4"]), max_size=4),
+    "output_dimension": st.integers(-1, D_MODEL + 1),
+    "max_tokens": st.integers(-1, 40),
+    "images": st.just([]) | st.just(["data:image/png;base64,"]),
+    "inputs": st.just([{"content": [{"type": "text", "text": "w5"}]}]),
     "other": wild,
     "truncation_direction": st.sampled_from(["Right", "left"]),
     "add_special_tokens": st.booleans(),
@@ -68,7 +75,7 @@ def requests(draw: st.DrawFn, paths: Sequence[str]) -> tuple[str, bytes]:
     if draw(st.integers(0, 9)) == 0:
         return path, draw(st.binary(max_size=40))
     is_pair = path == "/similarity" or (path == "/" and draw(st.booleans()))
-    sent = sentences if is_pair else inputs
+    sent = sentences if is_pair else st.lists(words, max_size=4) if path in COHERE else inputs
     body: Any = draw(wild) if draw(st.integers(0, 9)) == 0 else {ROUTES[path]: draw(sent)}
     if isinstance(body, dict):
         if draw(st.integers(0, 19)) == 0:  # long bodies are counted first and decoded in turns
@@ -109,6 +116,9 @@ def check_refusal(path: str, status: int, reply: Any) -> None:
         assert status in (400, 404)
         assert set(reply["error"]) == {"message", "type", "param", "code"}
         assert reply["error"]["type"] == "invalid_request_error"
+    elif path in COHERE:
+        assert status in (400, 404)
+        assert set(reply) == {"id", "message"}
     else:
         assert status in (400, 404, 413, 422)
         assert set(reply) == {"error", "error_type"}

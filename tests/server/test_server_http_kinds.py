@@ -185,7 +185,7 @@ async def test_a_dense_model_has_token_rows(shared: FakeServer) -> None:
     assert "POST /v1/embeddings or POST /embed" in refused.json()["error"]
 
 
-BAD = [  # a body, the field that the error names, and what it says of the field
+BAD = [  # a body, the field that the error names, and its problem
     ({}, "input", "null"),
     ({"input": "hello", "task": "classify"}, "task", "'classify'"),
     ({"input": "hello", "encoding_format": "bytes"}, "encoding_format", "'bytes'"),

@@ -73,7 +73,7 @@ async def test_every_limit_has_a_metric(start_server: StartServer) -> None:
 
 
 async def test_a_device_with_three_lanes_is_busy_once() -> None:
-    """Two batches run for 2 s, then one of them for 3 s more. Before and after the device is idle."""
+    """Two batches run for 2 s, then only one for 3 s more. Before and after the device is idle."""
     clock, registry = FakeClock(), CollectorRegistry()
     engine = FakeEngine(D_MODEL, max_parallel_runs=3, widens=False)
     model = Metrics(registry).for_model("tiny", "2")

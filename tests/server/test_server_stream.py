@@ -116,7 +116,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(server: FakeServer)
     server.engine.hold()
     stream = Stream(server)
     await stream.send("first", 1)
-    await asyncio.to_thread(server.engine.started.acquire)  # only then: a batch takes whatever has come
+    await asyncio.to_thread(server.engine.started.acquire)  # before the next request, which would join its batch
     for i in range(9):
         await stream.send(str(i), 1)
     while server.sample("encserve_queue_sequences", model="tiny", version="2") < 9:

@@ -419,7 +419,7 @@ async def test_files_are_looked_at_by_themselves(
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
     server = await start_server(**flags(mount.pair, mount.ca))
-    (tmp_path / "mount" / "..data").unlink()  # what a look finds then is refused, and the next one goes on
+    (tmp_path / "mount" / "..data").unlink()  # this look fails, the next one succeeds
     await until(lambda: server.sample("encserve_tls_reloads_total", outcome="refused") == 1)
     mount.put(made.authority.issue("third"), made.ca)
     await until(lambda: server.sample("encserve_tls_reloads_total", outcome="loaded") == 2)

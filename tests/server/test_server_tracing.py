@@ -224,7 +224,7 @@ async def test_the_trace_of_a_request_in_parts_is_bounded(receiver: OtlpReceiver
 async def test_an_unsampled_request_makes_no_spans(traced: Traced) -> None:
     server, receiver = traced
     await server.encode("hello", metadata=UNSAMPLED)
-    await server.encode([1], metadata=SAMPLED)  # its spans come after those of the first call
+    await server.encode([1], metadata=SAMPLED)  # its spans arrive last
     got = await received(receiver, has(ENCODE, "batch"))
     assert len(named(got, ENCODE)) == len(named(got, "batch")) == 1
     assert not named(got, "tokenize")

@@ -24,7 +24,7 @@ class Entry:
         ahead: Waiting entries before it at its arrival.
         running_until: The earliest start of the next batch, seen at its arrival.
         batches_before: Batches that began between its arrival and its own.
-        started_at: The start of its own batch; NaN if it did not run.
+        started_at: The start of its batch; NaN if it did not run.
     """
 
     arrives_at: float

@@ -1,4 +1,4 @@
-"""Certificates: an authority, those of a server and of a caller, and all that may be wrong with one."""
+"""An authority, and right and wrong certificates of a server and of a caller."""
 
 import datetime
 import socket
@@ -20,7 +20,7 @@ class Pair:
     key: Path
 
     def der(self) -> bytes:
-        """The certificate as `served` gives it."""
+        """The certificate in the form of `served`."""
         return ssl.PEM_cert_to_DER_cert(self.cert.read_text())
 
 
@@ -58,7 +58,7 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What the tests of TLS need.
+    """The certificates of the TLS tests.
 
     Attributes:
         ca: The file of the authority of the server and of the callers.
@@ -96,7 +96,7 @@ def make_certificates(directory: Path) -> Certificates:
 
 
 def self_signed(directory: Path, name: str, key: str) -> Pair:
-    """Writes a certificate for localhost without an authority; `key` as openssl's -newkey and -pkeyopt have it."""
+    """Writes a certificate for localhost without an authority; `key` is openssl's -newkey and -pkeyopt."""
     pair = Pair(directory / f"{name}.pem", directory / f"{name}.key")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "30"]
     command = ["openssl", "req", "-x509", "-nodes", *subject, "-newkey", *key.split()]

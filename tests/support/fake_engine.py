@@ -1,4 +1,4 @@
-"""An engine for tests: its rows are a formula of the ids, it fails when told to, and it waits when told to."""
+"""An engine for tests. Its rows are a formula of the ids; a test can make it fail or wait."""
 
 import math
 import threading
@@ -29,7 +29,7 @@ class FakeEngine:
     Attributes:
         batches: The lengths of every batch that was run or tried, in order.
         poison: An id that makes any batch holding it fail.
-        nan_id: An id whose sequence comes out as NaN.
+        nan_id: An id that makes the rows of its sequence NaN.
         broken: Makes every batch fail while set.
         alone: For every batch that was run or tried, whether it had the whole device.
     """
@@ -43,7 +43,7 @@ class FakeEngine:
         max_parallel_runs: int = 1,
         widens: bool = True,
     ) -> None:
-        """Takes the width of its rows, the ids that misbehave, and what it says of running several batches at once."""
+        """Takes the width of its rows, the ids that fail, and its number of parallel batches."""
         self.max_parallel_runs = max_parallel_runs
         self.widens = widens
         self.alone: list[bool] = []
@@ -56,7 +56,7 @@ class FakeEngine:
         self.started = threading.Semaphore(0)  # released once for every batch that begins
         self._gate = threading.Condition()
         self._held = False
-        self._passes = 0  # held runs that may finish all the same
+        self._passes = 0  # held runs that may finish
 
     @property
     def info(self) -> EngineInfo:
@@ -113,7 +113,7 @@ def fake_numbers(kind: InspectKind, layer: int, shape: tuple[int, ...]) -> Numbe
 
 
 class FakeInspector:
-    """Looks into nothing: every number tells its kind and layer, unless `hold` was called it answers at once.
+    """An inspector: each number shows its kind and layer. It answers at once unless `hold` was called.
 
     Attributes:
         lengths: The length of every sequence that was run, in order.
