@@ -1,4 +1,4 @@
-"""Many callers who never stop calling, with either client, and a record of every call."""
+"""Many callers that call without a pause, with either client, and a record of every call."""
 
 import asyncio
 import itertools
@@ -55,7 +55,7 @@ class Callers:
     """32 callers of one client, each with its next call as soon as it has the answer, and two endless streams beside.
 
     Attributes:
-        calls: Those that were answered, by `encode`'s whole.
+        calls: The answered calls.
         n_streamed: How many answers came over streams.
         failed: What went wrong: an exception's text, or an answer that was not right.
     """

@@ -1,4 +1,4 @@
-"""What a tiny bundle makes of its rows: hand-made heads, the manifest's parts about them, and NumPy's own answer."""
+"""Heads of tiny bundles, their parts of the manifest, and the expected outputs in NumPy."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -44,7 +44,7 @@ def text(*ids: int) -> str:
 
 
 def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
-    """For each sequence its (n, width) rows and their (n,) indices, None where there are none."""
+    """For each sequence its (n, width) rows and their (n,) indices, or None."""
     dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[tensor.data_type]
     rows = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
     assert len(rows) == sum(tensor.lengths)
@@ -172,7 +172,7 @@ def every_kind() -> dict[str, Any]:
 
 
 def loader(bundle: Path, engine: Any = "onnxruntime") -> Loader:
-    """Loads one bundle, whatever a server is to serve."""
+    """A loader of this bundle for every model name."""
 
     def load(_: Path, settings: Settings, pool: TurnPool, served: str) -> LoadedModel:
         return load_model(bundle, replace(settings, engine=engine), pool)
