@@ -154,7 +154,7 @@ def served_ids(exported: Exported, texts: list[str]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "modules", [pytest.param(True, marks=pytest.mark.models), False], ids=["modules", "no modules"]
+    "modules", [pytest.param(True, marks=pytest.mark.system), False], ids=["modules", "no modules"]
 )
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_ids_and_vectors_are_those_of_transformers(name: str, modules: bool, tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_a_chat_template_without_a_pooling(tmp_path: Path) -> None:
     exported = export(directory)
     assert exported.manifest.text.template.before == "<|im_start|>user\n"
     assert exported.manifest.parity.pipeline_texts >= 8
-    assert exported.compared_with == "sentence-transformers"
+    assert exported.notes["compared with"] == "sentence-transformers"
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_many_batches_at_once_keep_their_own_rows(bundle: Bundle) -> None:
                 np.testing.assert_allclose(rows, expected_rows(ids), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.system
 def test_what_a_long_sequence_took_is_given_back(bundle: Bundle) -> None:
     """Its two tensors are 128 MB each; the place of the rows, which leave later, may be kept, and some of others'."""
     program = f"""
@@ -213,6 +214,7 @@ def test_a_run_that_fails_writes_nothing_itself(engine: OnnxEngine, capfd: pytes
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.system
 def test_nothing_is_reported_to_anybody(bundle: Bundle, tmp_path: Path) -> None:
     """ONNX Runtime by itself would leave an identifier in the home directory and report from this machine."""
     passed_on = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")  # and nothing that makes it believe it is being tested

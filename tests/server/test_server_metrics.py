@@ -225,6 +225,7 @@ def test_a_page_of_three_models_stays_small() -> None:
     assert len(generate_latest(registry).splitlines()) < 1200
 
 
+@pytest.mark.system
 async def test_promtool_accepts_the_page(shared: FakeServer) -> None:
     await shared.encode("hello")
     checked = promtool("check", "metrics", stdin=await asyncio.to_thread(page, shared))

@@ -229,6 +229,7 @@ print([thread.name for thread in threading.enumerate()])
 """
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("engine", "provider", "module"),
     [("onnxruntime", "CPUExecutionProvider", "onnxruntime"), ("openvino", "OpenVINO", "openvino")],
@@ -240,6 +241,7 @@ def test_only_the_engine_that_is_asked_for_is_imported(tmp_path: Path, engine: s
     assert not (tmp_path / "intel").exists()
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("engine", "package", "said"),
     [
