@@ -12,13 +12,13 @@ from tiny_heads import Serve, loader, words
 
 @pytest.fixture(autouse=True)
 def _stop_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers refuse new calls for a moment before they stop; most tests have nobody to refuse."""
+    """Servers stop without a pause in which they refuse new calls."""
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
 
 
 @pytest.fixture
 async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
-    """Starts servers; keyword arguments are settings. All are stopped at the end."""
+    """Starts servers, which stop after the test; keyword arguments are settings."""
     servers: list[FakeServer] = []
 
     async def start(*args: Any, **settings: Any) -> FakeServer:
@@ -41,7 +41,7 @@ async def server(start_server: StartServer) -> FakeServer:
 
 @pytest.fixture
 def serve(start_server: StartServer, tmp_path: Path) -> Serve:
-    """Serves a tiny bundle with these files and parts of its manifest; `settings` are the server's."""
+    """Serves a tiny bundle with these files and parts of its manifest; `settings` are those of the server."""
 
     async def start(
         files: Mapping[str, bytes], settings: Mapping[str, Any] | None = None, engine: Any = "onnxruntime", **parts: Any

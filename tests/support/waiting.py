@@ -1,15 +1,15 @@
-"""Waiting for what is about to happen."""
+"""Waiting for a condition."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
-# Nothing takes so long, however little of its CPUs a machine gets; less than a test may take.
+# More than any test needs on a busy machine, and less than the timeout of a test.
 PATIENCE_SECONDS = 60.0
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Waits for something that is about to happen; fails if it does not."""
+    """Waits for a condition; fails after a minute."""
     ends = time.monotonic() + PATIENCE_SECONDS
     while not condition():
         assert time.monotonic() < ends, f"did not happen within {PATIENCE_SECONDS:g} s"
