@@ -41,7 +41,7 @@ async def server(start_server: StartServer) -> FakeServer:
 
 @pytest.fixture
 def serve(start_server: StartServer, tmp_path: Path) -> Serve:
-    """Serves a tiny bundle with these files and parts of its manifest; `settings` are those of the server."""
+    """Serves a tiny bundle with these files and parts of its manifest; `settings` are server settings."""
 
     async def start(
         files: Mapping[str, bytes], settings: Mapping[str, Any] | None = None, engine: Any = "onnxruntime", **parts: Any

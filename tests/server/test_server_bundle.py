@@ -21,7 +21,7 @@ from encserve_server.types.requests import OutputKind
 
 
 def edit(directory: Path, **fields: Any) -> None:
-    """Sets top-level fields of a manifest, and a fingerprint that fits unless it is one of them."""
+    """Sets top-level fields of a manifest, and a fingerprint that fits unless one is given."""
     path = directory / "manifest.json"
     changed = json.loads(path.read_text()) | fields
     fitting = fingerprint(json_format.ParseDict(changed, m.Manifest()))

@@ -196,9 +196,6 @@ def test_a_failed_run_writes_nothing_to_the_terminal(bundle: Bundle, capfd: pyte
     assert capfd.readouterr() == ("", "")
 
 
-# Each in a process of its own
-
-
 PROGRAM = """
 import os, sys
 from pathlib import Path

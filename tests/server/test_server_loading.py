@@ -1,4 +1,4 @@
-"""Loading of bundles with right checksums whose parts do not fit together."""
+"""Loading of bundles with right checksums and parts that do not fit together."""
 
 from pathlib import Path
 from typing import Any
@@ -92,7 +92,7 @@ def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path: Path, tokeni
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE + 1, FAR])
 def test_a_vocabulary_larger_than_the_graphs_table_is_refused(tmp_path: Path, vocab_size: int) -> None:
-    """The last id is run, whatever the manifest says."""
+    """The last id is run, so that the manifest need not be trusted."""
     directory = write_bundle(tmp_path, encoder__vocab_size=vocab_size, tokenizer=words(VOCAB_SIZE + 1))
     with pytest.raises(BundleError, match=rf"\[1\] tokens: .*idx={vocab_size - 1}"):
         load(directory)

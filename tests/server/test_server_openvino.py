@@ -78,7 +78,7 @@ def test_weights_in_another_file_and_token_types(tmp_path: Path) -> None:
 
 def test_vectors(tmp_path: Path) -> None:
     model = build()
-    del model.graph.node[0]  # the look-up of the ids, whose output becomes an input
+    del model.graph.node[0]  # the look-up of the ids: its output becomes an input
     model.graph.node[0].input[0] = "attention_mask"  # Shape only wants a (batch, seq)
     del model.graph.input[0]
     model.graph.input.append(value("words", TensorProto.FLOAT, ["batch", "seq", 8]))

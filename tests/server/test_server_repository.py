@@ -29,7 +29,7 @@ def test_versions_are_ordered() -> None:
 
 
 def test_only_bundles_are_found(tmp_path: Path) -> None:
-    """Not drafts, whose names begin with a dot, nor empty folders and files."""
+    """Not drafts, which have names with a leading dot, nor empty folders and files."""
     write_bundle(tmp_path, "b")
     write_bundle(tmp_path, "a")
     (tmp_path / "a" / ".2.partial").mkdir()

@@ -113,7 +113,7 @@ def test_a_gpu_is_measured_on_full_batches(bundle: Bundle, tmp_path: Path, limit
 
 
 def small(padded: int, most: int) -> float:
-    """The seconds of a device whose memory holds so many tokens."""
+    """The seconds of a run on a device with memory for so many tokens."""
     if padded > most:
         raise RuntimeError(f"out of memory for {padded} tokens")
     return 1e-3 + padded * 1e-7

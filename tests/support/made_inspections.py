@@ -1,4 +1,4 @@
-"""Inspections from a seed that look like those of a trained model."""
+"""Random inspections that resemble a trained model."""
 
 import numpy as np
 import numpy.typing as npt
