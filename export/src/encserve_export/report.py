@@ -62,7 +62,6 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
         ("model size", f"{size / 2**20:,.1f} MiB, {manifest.graph.precision}, opset {manifest.graph.opset}"),
         ("parity", _parity(manifest.parity)),
         ("expected", _expected(exported)),
-        ("formula", notes.get("formula", "")),
         ("padding", _padding(manifest.parity)),
         ("pipeline", _pipeline(manifest.parity, notes.get("compared with", ""))),
         ("cases", f"{len(manifest.parity.cases)} batches, lengths 1 to {manifest.encoder.max_sequence_tokens}"),

@@ -8,7 +8,6 @@ from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check.expected import read_expected
-from encserve_export.ground.errors import ExpectedRowsError
 from encserve_export.ground.precision import Precision
 from encserve_export.kinds.recipe import pooled
 from encserve_export.models.own.config import EncoderConfig, Input
@@ -83,11 +82,7 @@ def export_checkpoint(
         expected=expected,
     )
     del weights, tensors, table  # the encoder has what it needs of them
-    try:
-        exported = export_encoder(found.encoder, source, target, precision=precision, progress=progress)
-    except ExpectedRowsError as error:
-        raise ExpectedRowsError("; ".join(it for it in (str(error), found.formula) if it)) from error
-    return exported.with_notes({"formula": found.formula})
+    return export_encoder(found.encoder, source, target, precision=precision, progress=progress)
 
 
 def export_init(
