@@ -39,8 +39,8 @@ _CHECKS = {
     "rows in PyTorch, with float64": ("check/agreement.py", "_reference"),
     "rows in ONNX Runtime": ("check/agreement.py", "_check"),
     "inspection": ("check/agreement.py", "check_inspection"),
-    "texts": ("check/texts.py", "check_pipeline"),
-    "the tokenizer's ids": ("source/tokenizer.py", "write_tokenizer"),
+    "texts in sentence-transformers": ("check/pipeline.py", "prepare_comparison"),
+    "texts": ("check/pipeline.py", "_compare"),
     "space_id": ("bundle/space.py", "digest_model"),
 }
 

@@ -7,8 +7,9 @@ import pytest
 from tiny_bundle import VOCAB_SIZE, write_bundle
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from encserve_server.errors import BundleError
+from encserve_server.errors import BundleError, InvalidField
 from encserve_server.models.turns import TurnPool
+from encserve_server.offline import Embedder
 from encserve_server.repository import loading
 from encserve_server.repository.loaded import LoadedModel, ServedAlready
 from encserve_server.repository.loading import load_model
@@ -73,7 +74,6 @@ def test_a_tokenizer_that_fits(tmp_path: Path, tokenizer: Tokenizer) -> None:
     ("tokenizer", "largest"),
     [
         (words(VOCAB_SIZE + 1), VOCAB_SIZE),
-        (with_a_token(words(VOCAB_SIZE)), VOCAB_SIZE),
         (words(7, around(VOCAB_SIZE, 1)), VOCAB_SIZE),
         (words(7, around(1, FAR)), FAR),
         (words(7, processors.BertProcessing(("E", 99), ("B", 0))), 99),
@@ -84,11 +84,22 @@ def test_a_tokenizer_that_fits(tmp_path: Path, tokenizer: Tokenizer) -> None:
 def test_a_tokenizer_that_gives_ids_which_the_model_does_not_have(
     tmp_path: Path, tokenizer: Tokenizer, largest: int
 ) -> None:
-    """Of its vocabulary, its added tokens, or what it puts around a text, which is in neither."""
+    """Ids in its vocabulary, or ids of the special tokens around a text, which are not in the vocabulary."""
     directory = write_bundle(tmp_path, tokenizer=tokenizer)
     problem = rf"tokenizer.json: it gives ids up to {largest}, but the model's end at 49; it belongs to another model"
     with pytest.raises(BundleError, match=problem):
         load(directory)
+
+
+def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(tmp_path: Path) -> None:
+    directory = write_bundle(tmp_path, tokenizer=with_a_token(words(VOCAB_SIZE)))
+    with Embedder(directory, tune_batches=False) as embedder:
+        assert len(embedder.embed(["w5 w6"], output="mean")) == 1
+        refused = r"holds '\[X\]', token 50; the vocabulary of \S+ ends at 49: leave that token out"
+        with pytest.raises(InvalidField, match=refused):
+            embedder.embed(["w5", "w5 [X]"], output="mean")
+        ids, reason = embedder.tokenize(["w5 w6", "[X]"])
+        assert (list(ids), str(reason)[:5]) == ([5, 6], "holds")
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE + 1, FAR])

@@ -18,7 +18,7 @@ from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.ground import names
 from encserve_export.ground.errors import ConfigError, ExportError, printable
 from encserve_export.ground.precision import Precision
-from encserve_export.kinds.recipe import POOLING_ALIASES, POOLINGS, pooled
+from encserve_export.kinds.spec import POOLING_ALIASES, POOLINGS, spec_from_options
 from encserve_export.models.own.config import EncoderConfig, Input
 from encserve_export.models.own.layouts import known_layouts
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -158,6 +158,11 @@ _expect_option = click.option(
     is_flag=True,
     help="Export a directory without a tokenizer: the model takes token ids and no text.",
 )
+@click.option(
+    "--ignore-head",
+    is_flag=True,
+    help="Export the encoder of a classifier or a cross-encoder, without its head.",
+)
 @_expect_option
 def hf(
     source: str,
@@ -169,6 +174,7 @@ def hf(
     via: Route | None,
     pooling: str | None,
     ids_only: bool,
+    ignore_head: bool,
     expect: Path | None,
 ) -> Exported:
     """Exports the Hugging Face checkpoint in DIRECTORY, or the one of that name on the hub.
@@ -195,6 +201,7 @@ def hf(
         via=via,
         pooling=pooling,
         ids_only=ids_only,
+        ignore_head=ignore_head,
         expect=expect,
         origin=origin,
         progress=progress,
@@ -292,7 +299,7 @@ def onnx(
         max_sequence_tokens=max_sequence_tokens,
         pad_token_id=pad_token_id,
         vocab_size=vocab_size,
-        vector=pooled(pooling, l2_normalize=l2_normalize),
+        vector=spec_from_options(pooling, l2_normalize=l2_normalize),
         tokenizer=_read_tokenizer(tokenizer_path),
     )
     return export_onnx(file, target, options, expect=expect, progress=progress)

@@ -10,10 +10,10 @@ from typing import Any
 from encserve_export.bundle.space import space_id
 from encserve_export.check import agreement
 from encserve_export.check.expected import Agreement, Expected
-from encserve_export.check.texts import Compared
+from encserve_export.check.pipeline import Compared
 from encserve_export.ground import names
 from encserve_export.ground.errors import ConfigError
-from encserve_export.kinds.recipe import Recipe
+from encserve_export.kinds.spec import ModelSpec
 from encserve_export.models.own import trace
 from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.encoder import Encoder
@@ -42,7 +42,7 @@ class Source:
             commands.
         repository: Where on the Hugging Face hub it came from, OWNER/NAME; empty where it did not.
         revision: The commit there, in hex.
-        pipeline: Compares a bundle's files with sentence-transformers' own reading, see `check.texts`; None
+        pipeline: Compares a bundle's files with sentence-transformers' own reading, see `check.pipeline`; None
             where there is none.
         model_digest: What identifies its weights and configuration, see `space`; empty for those of the encoder.
         expected: Rows that the caller's own module made, which the bundle must give; None where there are none.
@@ -51,7 +51,7 @@ class Source:
     kind: str
     description: str
     weights_sha256: str = ""
-    vector: Recipe = dataclasses.field(default_factory=Recipe)
+    vector: ModelSpec = dataclasses.field(default_factory=ModelSpec)
     tokenizer: TokenizerFile | None = None
     route: str = ""
     repository: str = ""
@@ -162,7 +162,7 @@ def build_manifest(
     return manifest
 
 
-def _task(vector: Recipe, name: str, longest: int) -> manifest_pb2.TaskSettings | None:
+def _task(vector: ModelSpec, name: str, longest: int) -> manifest_pb2.TaskSettings | None:
     """The settings of a task, as far as the longest sequence allows them."""
     settings = vector.tasks.get(name)
     if settings is None:
@@ -178,7 +178,7 @@ def _task(vector: Recipe, name: str, longest: int) -> manifest_pb2.TaskSettings 
     return its
 
 
-def pooled_width(shape: manifest_pb2.EncoderShape, vector: Recipe) -> int:
+def pooled_width(shape: manifest_pb2.EncoderShape, vector: ModelSpec) -> int:
     """The numbers of a vector that comes from pooling."""
     return shape.d_model * (1 + len(vector.more_poolings))
 
@@ -223,7 +223,7 @@ def _tools(source: Source) -> list[str]:
 
 
 def _text(
-    shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None, vector: Recipe
+    shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None, vector: ModelSpec
 ) -> manifest_pb2.TextInput | None:
     if tokenizer is None:
         return None

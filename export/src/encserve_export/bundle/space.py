@@ -25,7 +25,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 from encserve_export.ground.errors import ConfigError
-from encserve_export.kinds.recipe import TASKS, ModuleFacts
+from encserve_export.kinds.spec import TASKS, ModuleFacts
 from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.encoder import Encoder
 from encserve_export.onnx_graph.foreign import Interface
@@ -109,7 +109,7 @@ def space_id(manifest: manifest_pb2.Manifest, model: str, modules: Sequence[Modu
     Args:
         manifest: What a bundle says of itself.
         model: What `digest_model`, `digest_encoder` or `digest_onnx` gave.
-        modules: What comes after the encoder, see `Recipe.modules`.
+        modules: What comes after the encoder, see `ModelSpec.modules`.
         folder: Where the tokenizers lie that the manifest names.
     """
     precision = manifest.graph.precision

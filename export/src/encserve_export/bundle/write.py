@@ -11,7 +11,7 @@ from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import check_form
 from encserve_export.check import agreement
 from encserve_export.check.expected import check_expected
-from encserve_export.kinds.recipe import Recipe
+from encserve_export.kinds.spec import ModelSpec
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
 
@@ -127,10 +127,13 @@ def complete(
         replaced_space_id=own if described.space_id != own else "",
         expected="" if expected is None else expected.path.name,
         compared_with="" if compared is None else compared.library,
+        remarks=() if source.tokenizer is None else source.tokenizer.remarks(model.shape.vocab_size),
     )
 
 
-def _write_heads(vector: Recipe, shape: manifest_pb2.EncoderShape, folder: Path) -> tuple[dict[str, Any], list[Path]]:
+def _write_heads(
+    vector: ModelSpec, shape: manifest_pb2.EncoderShape, folder: Path
+) -> tuple[dict[str, Any], list[Path]]:
     """Writes what comes after the encoder; its interfaces, and which files those are."""
     there, heads = set(folder.iterdir()), dict[str, Any]()
     if vector.head is not None:
