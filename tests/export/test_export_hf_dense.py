@@ -292,15 +292,15 @@ def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None
         (directory / name).unlink()
     exported = export(directory, ids_only=True)
     assert not exported.manifest.HasField("text")
-    assert "going on without tokenizer.json" in exported.text
-    assert exported.compared_with == "transformers"
+    assert "going on without tokenizer.json" in exported.notes["text"]
+    assert exported.notes["compared with"] == "transformers"
 
 
 def test_modules_without_a_pooling(tmp_path: Path) -> None:
     """sentence-transformers has the rows alone, also if the user names a pooling."""
     exported = export(write_model(tmp_path / "directory", []), pooling="mean")
     assert exported.manifest.pooling == manifest_pb2.POOLING_MEAN
-    assert exported.compared_with == "sentence-transformers"
+    assert exported.notes["compared with"] == "sentence-transformers"
 
 
 def test_sentence_transformers_is_loaded_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,7 +379,7 @@ def test_the_encoder_of_a_classifier_is_exported_without_its_head(
     with pytest.raises(UnsupportedModelError, match="scores .*For the rows of the encoder alone, give --ignore-head"):
         export(directory)
     exported = export(directory, ignore_head=True, pooling="mean")
-    assert "classifier" in exported.left_behind
+    assert "classifier" in exported.unused_parts
     assert exported.manifest.encoder.vocab_size == len(SPECIAL) + len(WORDS)
     made = AutoTokenizer.from_pretrained(directory)("the cat", return_tensors="pt")
     with torch.no_grad():

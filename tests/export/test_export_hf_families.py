@@ -161,4 +161,7 @@ def test_ours_takes_what_it_is_better_at(tmp_path: Path) -> None:
 
     short, long = export(20), export(1025)
     assert (short.manifest.source.route, long.manifest.source.route) == ("transformers", "own")
-    assert "our own encoder is no faster for it up to 1024 tokens; with --via own it can be inspected" in short.route
+    assert (
+        "our own encoder is no faster for it up to 1024 tokens; with --via own it can be inspected"
+        in short.notes["route"]
+    )

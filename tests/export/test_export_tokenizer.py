@@ -183,7 +183,7 @@ def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(modules: b
     exported = export(tmp_path / "directory", pooling=None if modules else "mean")
     vocab_size = exported.manifest.encoder.vocab_size
     assert vocab_size == len(SPECIAL) + len(WORDS)
-    assert any("no row for the added tokens '<image>'" in it for it in exported.remarks)
+    assert "no row for the added tokens '<image>'" in exported.notes["remark"]
     with Embedder(exported.path, tune_batches=False) as embedder:
         assert embedder.embed(["the cat", "< image >"]).shape == (2, 24)
         with pytest.raises(InvalidField, match=f"holds '<image>', token {vocab_size}; the vocabulary of m ends at"):
@@ -300,7 +300,7 @@ def test_rows_behind_a_chat_template_are_compared(tmp_path: Path) -> None:
     exported = export(directory)
     assert exported.manifest.text.template.before == "<|im_start|>user\n"
     assert exported.manifest.parity.pipeline_texts >= 8
-    assert exported.compared_with == "sentence-transformers"
+    assert exported.notes["compared with"] == "sentence-transformers"
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch
 
 from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_model
-from encserve_export.bundle.write import Exported, Progress, Target
+from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check import agreement
 from encserve_export.check.expected import Expected, read_expected
 from encserve_export.check.pipeline import LONGEST_BY_DEFAULT, Comparison, prepare_comparison
@@ -48,7 +48,7 @@ from encserve_export.routes.encoder import export_encoder
 from encserve_export.routes.onnx import OnnxOptions, export_onnx, export_traced
 from encserve_export.source.hub import Snapshot
 from encserve_export.source.tokenizer import TokenizerFile, tokenizer_source, write_tokenizer
-from encserve_export.source.weights import Weights, check_harmless, holds_weights, read_object, read_weights
+from encserve_export.source.weights import Weights, holds_weights, read_object, read_weights
 
 # How the graph is made, in the order of preference. Our own encoder can be inspected, and for BERT's kind is fastest.
 Route = Literal["own", "onnx", "transformers", "static"]
@@ -169,7 +169,7 @@ def export_hf(
     ignore_head: bool = False,
     expect: Path | None = None,
     origin: Snapshot | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports a checkpoint in the layout of Hugging Face.
 
@@ -192,7 +192,6 @@ def export_hf(
     """
     expected = None if expect is None else read_expected(expect)
     progress("reading the directory")
-    check_harmless(directory)
     recipe = read(directory, "" if origin is None else origin.repository, ignore_head=ignore_head)
     with store.temporary_folder() as folder:
         tokenizer, text = _make_tokenizer(recipe, folder)
@@ -225,14 +224,12 @@ def export_hf(
         build = _Build(planned, target, tokenizer, max_sequence_tokens, precision, origin, progress, pipeline, expected)
         exported = _try_routes(build) if via is None or recipe.table is not None else _build_as_asked(build, via)
     # The head of a language model makes no rows, but weights of them.
-    used = exported.left_behind if exported.manifest.sparse.mask_name else recipe.used_parts
-    left_behind = tuple(part for part in exported.left_behind if part not in used)
-    if _has_language_model(planned.settings, recipe) and set(left_behind) - {"pooler"}:
-        left_behind += (_LANGUAGE_MODEL,)
-    remark = "; ".join(it for it in (exported.remark, recipe.remark) if it)
-    return dataclasses.replace(
-        exported, text=text, remark=remark, left_behind=left_behind, remarks=(*exported.remarks, *planned.remarks)
-    )
+    used = exported.unused_parts if exported.manifest.sparse.mask_name else recipe.used_parts
+    unused_parts = tuple(part for part in exported.unused_parts if part not in used)
+    if _has_language_model(planned.settings, recipe) and set(unused_parts) - {"pooler"}:
+        unused_parts += (_LANGUAGE_MODEL,)
+    remark = "; ".join(it for it in (exported.notes.get("remark"), recipe.remark, *planned.remarks) if it)
+    return dataclasses.replace(exported, unused_parts=unused_parts).with_notes({"text": text, "remark": remark})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -293,7 +290,7 @@ def _build_as_asked(build: _Build, via: Route) -> Exported:
         exported = _build_by(via, build)
     except _REFUSALS[via] as error:
         raise type(error)(f"{error}. Without --via {via}, every way is tried") from error
-    return dataclasses.replace(exported, route=f"{_NAMES[via]}, as --via asks")
+    return exported.with_notes({"route": f"{_NAMES[via]}, as --via asks"})
 
 
 def _try_routes(build: _Build) -> Exported:
@@ -320,7 +317,7 @@ def _try_routes(build: _Build) -> Exported:
             build.progress(said[-1])
         else:
             reasons = [planned.reason] if planned.reason and not failed else []
-            return dataclasses.replace(exported, route="; ".join([_NAMES[route], *said, *reasons]))
+            return exported.with_notes({"route": "; ".join([_NAMES[route], *said, *reasons])})
     raise AssertionError("the last route returns or raises")
 
 
@@ -462,7 +459,7 @@ def _build_own(build: _Build) -> Exported:
     _compare_with_transformers(encoder, wanted)
     del weights, tensors, wanted  # the encoder has what it needs of them
     exported = export_encoder(encoder, source, build.target, precision=build.precision, progress=build.progress)
-    return dataclasses.replace(exported, remark=remark, left_behind=tuple(heads))
+    return dataclasses.replace(exported, unused_parts=tuple(heads)).with_notes({"longest": remark})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -530,7 +527,7 @@ def _build_onnx(build: _Build) -> Exported:
     source = build.source("onnx", str(ONNX_FILE), weights)
     del weights  # the reference has what it needs of them
     exported = _export_file(planned.directory / ONNX_FILE, build, facts, source, reference)
-    return dataclasses.replace(exported, left_behind=() if reference is None else reference.left_behind)
+    return dataclasses.replace(exported, unused_parts=() if reference is None else reference.left_behind)
 
 
 def _build_transformers(build: _Build) -> Exported:
@@ -557,7 +554,7 @@ def _build_transformers(build: _Build) -> Exported:
         )
     except (UnsupportedModelError, OnnxModelError, ParityError) as error:
         raise type(error)(f"{error}; {pretrained.OWN_ONNX}") from error
-    return dataclasses.replace(exported, left_behind=model.left_behind)
+    return dataclasses.replace(exported, unused_parts=model.left_behind)
 
 
 def _build_static(build: _Build) -> Exported:
@@ -620,4 +617,4 @@ def _export_file(
         precision=build.precision,
     )
     exported = export_onnx(path, build.target, options, source=source, reference=reference, progress=build.progress)
-    return dataclasses.replace(exported, remark=remark)
+    return exported.with_notes({"longest": remark})

@@ -67,13 +67,13 @@ class TokenizerFile:
                 f"is {vocab_size}: the tokenizer belongs to another model. Put the model's own tokenizer there"
             )
 
-    def remarks(self, vocab_size: int) -> tuple[str, ...]:
-        """Name the added tokens without a row in the model's table: the server refuses texts that hold one."""
+    def remark(self, vocab_size: int) -> str:
+        """Name the added tokens without a row in the model's table, if any: the server refuses texts that hold one."""
         tokens = [repr(token) for i, token in sorted(self.added_tokens.items()) if i >= vocab_size]
         if not tokens:
-            return ()
+            return ""
         listed = ", ".join([*tokens[:5], f"and {len(tokens) - 5} more"] if len(tokens) > 5 else tokens)
-        return (f"the model has no row for the added tokens {listed}: a text that holds one is refused",)
+        return f"the model has no row for the added tokens {listed}: a text that holds one is refused"
 
 
 def read_tokenizer(path: Path, *, split_special_tokens: bool = False, made_of: Path | None = None) -> TokenizerFile:
@@ -188,22 +188,3 @@ def write_tokenizer(tokenizer: Any, path: Path, *, made_of: Path | None, add_spe
     written.save(str(path))
     split = bool(getattr(tokenizer, "split_special_tokens", False))
     return read_tokenizer(path, split_special_tokens=split, made_of=made_of)
-
-
-class BundleTokenizer:
-    """A bundle's tokenizer for `encserve-export inspect`."""
-
-    def __init__(self, folder: Path, text: Any) -> None:
-        """Load the tokenizer of the bundle in a folder.
-
-        Raises:
-            TokenizerError: As in `open_tokenizer`.
-        """
-        self._tokenizer = open_tokenizer(folder / text.tokenizer_file, split_special_tokens=text.split_special_tokens)
-        self._template = text.template if text.HasField("template") else None
-
-    def ids(self, text: str) -> list[int]:
-        """The ids of a text."""
-        if self._template is not None:
-            text = self._template.before + text + self._template.after
-        return list(self._tokenizer.encode(text).ids)
