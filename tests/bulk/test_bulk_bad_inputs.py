@@ -15,8 +15,6 @@ from pyarrow import parquet
 SOME_REJECTED = 3
 MOUNT, UNMOUNT = (shutil.which(it) or it for it in ("mount", "umount"))
 
-pytestmark = pytest.mark.bulk
-
 
 def truncated(path: Path) -> None:
     whole = path.read_bytes()
@@ -80,7 +78,7 @@ def mount(folder: Path, options: str) -> None:
 
 @contextlib.contextmanager
 def small_disk(folder: Path, size: str) -> Iterator[Path]:
-    """A file system of its own in this folder."""
+    """A separate file system in this folder."""
     folder.mkdir()
     try:
         mount(folder, f"size={size}")
@@ -95,7 +93,7 @@ def small_disk(folder: Path, size: str) -> Iterator[Path]:
 
 
 def test_a_full_disk(encoder: Path, tmp_path: Path) -> None:
-    """What was finished stays, and with more room the job goes on."""
+    """Finished parts stay. With more room the job goes on."""
     corpus = write_corpus(tmp_path / "texts", 12_000, files=12)
     with small_disk(tmp_path / "disk", "700k") as disk:
         command = ("embed", *corpus, "--keep", "id", "--output", f"{disk}/vectors/", "--bundle", encoder)

@@ -19,8 +19,6 @@ from pyarrow import fs, parquet
 ROWS, FILES = 6000, 12
 SOME_REJECTED = 3
 
-pytestmark = pytest.mark.bulk
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
@@ -105,7 +103,7 @@ class Alone:
     """A job that was left alone.
 
     Attributes:
-        contents: What it put into the bucket.
+        contents: The objects in the bucket.
         passed: How many bytes it sent and got.
     """
 

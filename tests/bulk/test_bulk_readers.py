@@ -1,4 +1,4 @@
-"""What a job writes is read by pandas, polars, DuckDB and PyArrow as it is, with the same types and numbers."""
+"""pandas, polars, DuckDB and PyArrow read a job's files with the same types and numbers."""
 
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from encserve_cli.job import PartLimits, embed_files
 TEXTS = [text(5, 6, 7), text(8), None, text(9, 9), text(*[5] * 100), *(text(3 + i) for i in range(20))]
 REJECTED = (2, 4)
 PART_ROWS = 10  # so that there are several files
-pytestmark = pytest.mark.bulk
 
 Rows = list[dict[str, Any]]
 
@@ -41,7 +40,7 @@ def with_duckdb(folder: Path) -> Rows:
 
 
 READERS = {"pyarrow": with_pyarrow, "pandas": with_pandas, "polars": with_polars, "duckdb": with_duckdb}
-# For each what is asked for, and the columns with their types and the numbers of each row.
+# For each output: the request, the columns with their types, and the numbers of each row.
 MADE: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
     **{
         dtype: ({"kind": "model", "dtype": dtype}, {"vector": pa.list_(number, size)})
@@ -77,7 +76,7 @@ MADE: dict[str, tuple[dict[str, Any], dict[str, pa.DataType]]] = {
 
 
 def plain(value: Any) -> Any:
-    """A cell as Python's lists and numbers, whatever a reader makes of it."""
+    """A cell as Python lists and numbers, from any reader."""
     if isinstance(value, np.ndarray | list):
         return [plain(it) for it in value]
     if isinstance(value, float) and np.isnan(value):  # pandas' null

@@ -38,8 +38,6 @@ REFUSAL_SECONDS = float(os.environ.get("ENCSERVE_BULK_REFUSAL_SECONDS", "4"))
 SOME_REJECTED = 3
 TOLERANCE = 1e-5  # of a sequence among some neighbours against the same among others
 
-pytestmark = pytest.mark.bulk
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
@@ -48,7 +46,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def want(corpus: list[Path], encoder: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What a job without a server makes of the corpus."""
+    """The rows of a job without a server."""
     output = tmp_path_factory.mktemp("want") / "vectors"
     done = run("embed", *corpus, "--keep", "id", "--output", f"{output}/", "--bundle", encoder)
     assert done.returncode == SOME_REJECTED, done.stderr

@@ -1,4 +1,4 @@
-"""`encserve bench` and its library against a real server of a tiny model, and against one whose answers are rubbish."""
+"""`encserve bench` and its library against a real server of a tiny model, and against recorded answers."""
 
 import asyncio
 import json
@@ -54,13 +54,14 @@ def bench(server: RealServer, *arguments: str) -> Result:
 
 
 def computed(server: RealServer) -> tuple[float, float]:
-    """Sequences and tokens, since it was started; while nobody calls."""
+    """Sequences and tokens since the start, while no call runs."""
     return server.metric("encserve_batch_sequences_sum"), server.metric("encserve_tokens_total")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("stream", [False, True])
 def test_closed_loop(server: RealServer, stream: bool) -> None:
-    """Everything is answered, by several processes; the server has seen as much, some of it between two readings."""
+    """Several processes get all answers; the server counts the same, a part between two readings."""
     work = calls(server.target, [3, 5], Request(sequences_per_call=2))
     before = computed(server)
     result = closed_loop(
@@ -82,8 +83,9 @@ def test_closed_loop(server: RealServer, stream: bool) -> None:
     assert result.server.compute_seconds
 
 
+@pytest.mark.system
 def test_open_loop(server: RealServer) -> None:
-    """Pooled, at a rate that the server can stand; what was due is answered."""
+    """Pooled, at a rate that the server sustains: all due requests are answered."""
     work = calls(server.target, [3] * 10, Request(pooling="mean", dtype="float16"))
     result = open_loop(server.target, work, rate_per_second=40, seed=1, **SHORT)
     assert (result.mode, result.rate_per_second, result.errors) == ("open", 40, {})
@@ -91,6 +93,7 @@ def test_open_loop(server: RealServer) -> None:
     assert (result.server, result.server_missing) == (None, "no metrics page was named")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_is_refused_is_counted(server: RealServer, stream: bool) -> None:
     """And is in no latency."""
@@ -125,8 +128,9 @@ async def test_too_many_calls_out(service: FakeEncoder) -> None:
     assert len(service.requests) == 1
 
 
+@pytest.mark.system
 async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -> None:
-    """Well-formed, but of another length. What it was is said below the table, and the exit status is 1."""
+    """Well-formed answers of another length: a line below the table names the length, and the exit status is 1."""
 
     async def shorter(request: pb.EncodeRequest) -> pb.EncodeResponse:
         request.inputs[0].token_ids.ids.append(3)
@@ -135,13 +139,14 @@ async def test_a_wrong_answer_is_noticed(service: FakeEncoder, tmp_path: Path) -
     service.before = shorter
     lengths = tmp_path / "lengths.json"
     lengths.write_text("[3]")
-    # At a rate, what is due counts however late its answer comes.
+    # At a rate, a due request counts even if its answer comes late.
     arguments = ["--rate", "20", "--lengths", str(lengths), "--seconds", str(SECONDS), "--warmup-seconds", "0"]
     printed = await asyncio.to_thread(CliRunner().invoke, cli, ["--target", service.target, "bench", *arguments])
     assert printed.exit_code == 1
     assert "x WRONG_ANSWER: the sequences have (4,) tokens; wanted (3,)" in " ".join(printed.stdout.split())
 
 
+@pytest.mark.system
 async def test_several_servers_take_turns(service: FakeEncoder) -> None:
     other = FakeEncoder()
     await other.start()
@@ -154,6 +159,7 @@ async def test_several_servers_take_turns(service: FakeEncoder) -> None:
     assert other.requests
 
 
+@pytest.mark.system
 async def test_a_server_that_fails(service: FakeEncoder) -> None:
     """Callers pause after an error, so they do not ask thousands of times."""
 
@@ -168,6 +174,7 @@ async def test_a_server_that_fails(service: FakeEncoder) -> None:
     assert len(service.requests) <= 2 * (SECONDS + 0.1) / 0.01 + 2
 
 
+@pytest.mark.system
 def test_ctrl_c_keeps_what_was_measured(server: RealServer) -> None:
     def press(share: float) -> None:
         if share > 0.02:
@@ -203,8 +210,9 @@ def fields(value: Any, name: str = "") -> Iterator[str]:
         yield name
 
 
+@pytest.mark.system
 def test_json(server: RealServer, tmp_path: Path) -> None:
-    """Its fields are those of docs/bench.md, no more and no less; the file is the same as what is printed."""
+    """The fields are exactly those in docs/bench.md; the file equals the printed text."""
     lengths, out = tmp_path / "lengths.json", tmp_path / "out.json"
     lengths.write_text(json.dumps([LONGEST, LONGEST + 6]))
     load = ["--concurrency", "1", "--concurrency", "16", "--lengths", str(lengths), "--sequences-per-call", "2"]
@@ -220,8 +228,9 @@ def test_json(server: RealServer, tmp_path: Path) -> None:
     assert "NaN" not in result.stdout
 
 
+@pytest.mark.system
 def test_tables(server: RealServer) -> None:
-    """They fit 80 columns; what was cut, refused or missing is said below."""
+    """They fit 80 columns. Lines below the table count cut, refused and missing answers."""
     load = ["--rate", "30", "--rate", "50", "--stream", "--pooling", "mean"]
     result = bench(server, *load, "--metrics-url", metrics(server))
     assert (result.exit_code, result.stderr) == (0, "")
@@ -236,8 +245,9 @@ def test_tables(server: RealServer) -> None:
     assert "the server's own view is missing: http://127.0.0.1:1/metrics: " in " ".join(elsewhere.stdout.split())
 
 
+@pytest.mark.system
 async def test_texts(service: FakeEncoder, tmp_path: Path) -> None:
-    """Their tokens are those that the server counted."""
+    """Their token counts equal the server's."""
     texts = tmp_path / "texts.txt"
     texts.write_text("one text\n\nand another one\n")
     command = ["bench", "--texts", str(texts), "--concurrency", "2", "--seconds", str(SECONDS), "--warmup-seconds", "0"]
@@ -249,6 +259,7 @@ async def test_texts(service: FakeEncoder, tmp_path: Path) -> None:
     assert service.requests[0].options.truncation == pb.TRUNCATION_END
 
 
+@pytest.mark.system
 async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a model that takes them; the answers are right."""
     info = service.info()
@@ -261,8 +272,9 @@ async def test_vectors(service: FakeEncoder, monkeypatch: pytest.MonkeyPatch) ->
     assert service.requests[0].inputs[0].HasField("embeddings")
 
 
+@pytest.mark.system
 async def test_encryption_and_a_token(service: FakeEncoder, tmp_path: Path) -> None:
-    """The generators are other processes; they trust whom the command trusts, and send what it sends."""
+    """The generators are other processes with the command's certificates and headers."""
     authority = trustme.CA()
     authority.cert_pem.write_to_path(tmp_path / "ca.pem")
     server = grpc.aio.server()
@@ -317,9 +329,10 @@ def test_a_result_may_be_made_by_hand() -> None:
     assert result.latency_percentile_seconds(50) == pytest.approx(0.25)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("says_something", [True, False])
 def test_a_parent_that_goes_when_all_is_done_is_no_news(says_something: bool) -> None:
-    """A generator's thread outlives its event loop by a moment; it has nobody to tell, and must not say so."""
+    """A generator's thread ends a moment after its event loop, without a message."""
     loop = asyncio.new_event_loop()
     loop.close()
     near, far = multiprocessing.Pipe()

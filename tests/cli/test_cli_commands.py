@@ -171,7 +171,7 @@ async def test_embed_weights(service: FakeEncoder, tmp_path: Path) -> None:
 async def test_similarity_is_a_ranking(
     service: FakeEncoder, model: pb.ModelInfo, compared_by: str, score: float
 ) -> None:
-    """The first text is a query and the others are documents, the best first; a model without tasks is told none."""
+    """The first text is a query, the others are documents, best first. A model without tasks gets no task."""
     service.model_info = model
     kind = ["--kind", "sparse"] if model is WHICHEVER else []
     texts = ["one", "four", "two", ""]
@@ -210,7 +210,7 @@ async def test_similarity_of_texts_of_one_task(service: FakeEncoder) -> None:
 
 
 async def test_a_page_of_what_met(service: FakeEncoder, tmp_path: Path) -> None:
-    """The best document first; the page's words are those that the model saw."""
+    """The best document first. The page shows the model's tokens."""
     service.model_info, path = LATE, tmp_path / "met.html"
     result = await encserve(service, "similarity", "two words", "one", "four five", "--html", str(path))
     assert result.exit_code == 0, result.output
@@ -275,7 +275,7 @@ async def test_tokens_are_named_only_where_they_are_shown(service: FakeEncoder, 
 
 
 async def test_models_of_other_kinds(service: FakeEncoder) -> None:
-    """What a model makes of a text, and the longest text of each task."""
+    """The model's outputs, and the longest text of each task."""
     service.model_info.CopyFrom(WHICHEVER)
     service.model_info.tasks.extend(TASKS)
     lines = [line.split() for line in (await encserve(service, "models", **TERMINAL)).stdout.splitlines()]
@@ -342,6 +342,7 @@ async def test_the_target_may_come_from_the_environment(service: FakeEncoder) ->
     assert result.exit_code == 0
 
 
+@pytest.mark.system
 def test_version() -> None:
     """By either way of calling it."""
     done = subprocess.run(
@@ -352,8 +353,9 @@ def test_version() -> None:
     )
 
 
+@pytest.mark.system
 def test_help_is_quick() -> None:
-    """Nothing that takes long to import is imported for it, nor what a server or an exporter needs."""
+    """Help imports no slow package, and no package of a server or an exporter."""
     unwanted = "{'plotly', 'pandas', 'onnxruntime', 'torch', 'tokenizers'}"
     code = f"import sys, encserve_cli.commands; print(sorted({unwanted} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -79,7 +79,7 @@ async def test_progress_is_shown_on_a_terminal(service: FakeEncoder, tmp_path: P
 
 @pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".csv", ".tsv", ".parquet", ".csv.gz", ".jsonl.zst"])
 async def test_files_in_and_one_vector_each_out(service: FakeEncoder, tmp_path: Path, suffix: str) -> None:
-    """Whatever the file: the vectors of its texts, in their order, an empty text too."""
+    """For each format: the vectors of the texts in their order, an empty text too."""
     (tmp_path / "inputs").mkdir()
     path, output = write_texts(tmp_path / "inputs", suffix), tmp_path / "vectors.npy"
     result = await encserve(service, "embed", path, "--output", output)
@@ -196,7 +196,7 @@ async def test_arguments_files_and_standard_input_together(service: FakeEncoder,
 async def test_an_argument_is_a_file_or_a_text_but_never_a_text_by_mistake(
     service: FakeEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --text every argument is a text, whatever it looks like."""
+    """With --text each argument is a text, even one that looks like a file."""
     (tmp_path / "folder").mkdir()
     (tmp_path / "x.dat").write_text("text")
     monkeypatch.chdir(tmp_path)
@@ -305,7 +305,7 @@ async def test_options_are_the_servers(service: FakeEncoder, tmp_path: Path) -> 
 async def test_what_cannot_be_read(
     service: FakeEncoder, tmp_path: Path, name: str, text: str | None, flags: list[str], problem: str
 ) -> None:
-    """One line that names the file and the line; nothing is written, and what was there stays."""
+    """One line names the file and the line. No file is written or changed."""
     path, output = tmp_path / name, tmp_path / "v.npz"
     output.write_text("before")
     if text is not None:
@@ -352,7 +352,7 @@ async def test_a_server_without_room_is_asked_again(service: FakeEncoder, tmp_pa
 
 
 async def test_nobody_waits_for_room_once_an_input_has_failed(service: FakeEncoder, tmp_path: Path) -> None:
-    """The calls beside the one that fails have been told to come back in 100 s."""
+    """The calls beside the failed call wait for a retry in 100 s."""
     others_wait = asyncio.Event()
 
     async def refuse(request: pb.EncodeRequest) -> None:
@@ -386,7 +386,7 @@ def test_no_more_is_read_than_a_few_calls_ahead_of_what_is_written() -> None:
 
 
 def test_reading_is_a_stream(tmp_path: Path) -> None:
-    """What is wrong further down does not hold up what comes before."""
+    """A problem further down does not delay the texts before it."""
     (tmp_path / "t.jsonl").write_text('"one"\n{')
     found = read_inputs([str(tmp_path / "t.jsonl")], None, ids=False)
     assert next(found).value == "one"

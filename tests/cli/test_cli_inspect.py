@@ -1,4 +1,4 @@
-"""`encserve inspect` with a client that stands in for the real one: what it asks for, prints and writes."""
+"""`encserve inspect` with a stand-in for the client: requests, output and files."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from encserve_client.results import InspectResult, ModelInfo
 
 
 class StubClient:
-    """Answers with what it was given, and keeps what it was asked."""
+    """Answers as given, and records the requests."""
 
     def __init__(self, result: InspectResult, model: ModelInfo) -> None:
         self.result, self.info = result, model

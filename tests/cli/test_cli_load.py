@@ -73,7 +73,7 @@ def test_other_lengths_are_refused(wrong: Any, tmp_path: Path) -> None:
 
 @given(st.dictionaries(st.integers(1, 500), st.integers(1, 1000), min_size=1), st.integers(1, 500), st.integers(0, 9))
 def test_sampled_lengths_have_the_distribution(histogram: dict[int, int], count: int, seed: int) -> None:
-    """Each length comes as often as its share says, to within one, whatever the seed."""
+    """For each seed, each length comes as often as its share says, to within one."""
     found = sample_lengths(histogram, count, seed)
     assert len(found) == count
     for length, texts in histogram.items():
@@ -208,7 +208,7 @@ def test_calls_for_what_retrieval_models_make() -> None:
 
 
 class ScriptedStream:
-    """A channel whose one stream answers its first request with some bytes and then says no more."""
+    """A channel with one stream, which answers the first request with some bytes and then stops."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
@@ -250,7 +250,7 @@ class ScriptedStream:
     ],
 )
 async def test_what_is_wrong_on_a_stream_is_said(data: bytes, label: str, text: str, ends: bool) -> None:
-    """To whom it concerns; a stream that answers what nobody asked is ended."""
+    """Errors go to their callers. A stream that answers an unknown request is ended."""
     [call] = make_calls([3], INFO)
     stream = ScriptedStream(data)
     sender = StreamSender(stream, {}, 1)  # type: ignore[arg-type]
@@ -327,7 +327,7 @@ def test_an_open_loop_counts_from_when_calls_were_due() -> None:
     assert result.lateness_seconds.tolist() == [0.25, 0.0]
     assert (result.held_calls, result.errors) == (2, {NOT_SENT: 1})
     assert len(result.error_latency_seconds) == 0, "what was never sent did not fail at any speed"
-    assert result.calls == 3  # those answered from 10 to 20, the one of the warm-up among them
+    assert result.calls == 3  # answered from 10 to 20, with one of the warm-up
     assert result.error_examples == {NOT_SENT: f"about {NOT_SENT}"}
 
 
@@ -407,7 +407,7 @@ def test_where_the_metrics_are(target: str, url: str | None) -> None:
 
 
 def test_a_call_may_be_made_by_hand() -> None:
-    """What a script needs of a Call is in its fields."""
+    """The fields of Call hold all that a script needs."""
     request = pb.EncodeRequest(inputs=[pb.Input(token_ids=pb.TokenIds(ids=[3, 4]))])
     call = Call(request.SerializeToString(), 1, 2, (2,), Expected("f", 4))
     assert call.check(answer([2])) == 2

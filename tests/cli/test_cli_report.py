@@ -1,4 +1,4 @@
-"""The numbers of a report, how they are packed, and what the page says; no browser is needed."""
+"""The numbers of a report, their packing, and the page's text; no browser is needed."""
 
 import base64
 import dataclasses
@@ -22,7 +22,7 @@ from encserve_client.scoring import Similarity
 
 
 def data_of(page: str) -> dict[str, Any]:
-    """What the page's script draws from."""
+    """The data that the page's script draws."""
     found = re.search(r'<script type="application/json" id="report">(.*?)</script>', page, re.DOTALL)
     assert found
     data: dict[str, Any] = json.loads(found[1])
@@ -77,7 +77,7 @@ def test_spread(count: int, at_most: int, indices: list[int]) -> None:
 
 
 def test_quantise() -> None:
-    """Ends are exact, the rest is off by half a step at most, and what is no number stays within the scale."""
+    """Ends are exact, other values are off by half a step at most, and NaN stays within the scale."""
     values = np.linspace(-1, 1, 1001)
     packed = numbers.quantise(values, -1, 1)
     assert (packed[0], packed[-1]) == (0, 65535)
@@ -88,7 +88,7 @@ def test_quantise() -> None:
 
 
 def test_a_page_holds_the_numbers() -> None:
-    """What the script unpacks is what the model did, to 3 digits and more."""
+    """The script unpacks the model's numbers to 3 digits and more."""
     result, model = make_inspection(n_layers=2, n_heads=3, d_model=16, tokens=5, max_sequence_tokens=20)
     assert result.attention is not None
     assert result.hidden_states is not None
@@ -176,7 +176,7 @@ def test_positions_are_cut_not_thinned() -> None:
 
 
 def test_pages_stay_small() -> None:
-    """plotly is 4.8 MB of them; a number of a map takes 2.7 bytes."""
+    """plotly takes 4.8 MB of the page; a number of a map takes 2.7 bytes."""
     usual = build_page(*make_inspection(n_layers=6, n_heads=12, d_model=384, tokens=8))
     assert len(usual) < 6e6
     large = build_page(*make_inspection(n_layers=12, n_heads=12, d_model=32, tokens=128, position="none"))
@@ -233,7 +233,7 @@ def test_a_query_against_documents(by: Similarity) -> None:
 
 
 def test_of_long_documents_what_is_like_the_query_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No frame is lost, and what is left out is said, as is a document that no picture is made of."""
+    """No frame is lost. The page names omitted rows and documents without a picture."""
     monkeypatch.setattr(matches, "MOST_COLUMNS", 6)
     monkeypatch.setattr("encserve_cli.report.page.MOST_COLUMNS", 6)
     monkeypatch.setattr(matches, "_MOST_NUMBERS", 4 * 6)

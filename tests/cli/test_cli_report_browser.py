@@ -13,7 +13,7 @@ from playwright.sync_api import Browser
 from encserve_cli.report.numbers import cosine_similarity
 from encserve_cli.report.page import build_page
 
-pytestmark = pytest.mark.browser
+pytestmark = pytest.mark.system
 
 HOSTILE = (
     "<img src=x onerror=alert(1)>",
@@ -26,7 +26,7 @@ HOSTILE = (
     "%{z}",
     "$x$",
 )
-# A figure's box, what it drew into, and how large that is.
+# A figure's box, its drawing area, and their sizes.
 DRAWN = """() => [...document.querySelectorAll(".plot")].map((box) => {
     const drawn = [...box.querySelectorAll("svg.main-svg")].map((it) => it.getBoundingClientRect());
     const marks = box.querySelectorAll(".hm image, .trace.scatter path, .trace.bars path").length;
@@ -146,7 +146,7 @@ def test_a_query_against_documents(browser: Browser, tmp_path: Path, width: int)
 
 
 def test_a_hostile_text_is_only_text(browser: Browser, tmp_path: Path) -> None:
-    """Markup in the text and its tokens is shown as it stands; nothing of it becomes an element or runs."""
+    """Markup in texts and tokens is shown as text. It creates no element and runs no script."""
     path = _write(tmp_path, " ".join(HOSTILE), n_layers=2, n_heads=2, tokens=HOSTILE)
     it = OpenPage(browser, path, 390)
     said = it.hover("#large", 0.5 / 9, 1.5 / 9)

@@ -84,7 +84,7 @@ def events_of(result: Result) -> list[dict[str, Any]]:
 
 
 async def test_a_folder_as_output_makes_a_job(service: FakeEncoder, tmp_path: Path) -> None:
-    """Its parts, sorted by name, have every row in the order of the inputs; calls are those of a bulk job."""
+    """The parts, sorted by name, hold all rows in the order of the inputs. The calls have bulk priority."""
     one = write_texts(tmp_path / "one.txt")
     two = tmp_path / "two.csv"
     two.write_text("n,text\n" + "".join(f"{i},more {i}\n" for i in range(12)))
@@ -144,7 +144,7 @@ async def test_columns_come_along(service: FakeEncoder, tmp_path: Path) -> None:
 
 
 async def test_run_again_nothing_is_done_twice(service: FakeEncoder, tmp_path: Path) -> None:
-    """And of what is missing, no more than that."""
+    """Only missing parts are made."""
     command = ("embed", write_texts(tmp_path / "texts.txt"), "--output", f"{tmp_path}/vectors/")
     await encserve(service, *command)
     before, requests = files_in(tmp_path / "vectors"), len(service.requests)
@@ -672,7 +672,7 @@ def test_python_callers_name_a_bundle_or_a_client(tmp_path: Path) -> None:
 
 
 async def test_a_job_goes_on_with_its_version_while_that_is_served(service: FakeEncoder) -> None:
-    """Also when the default version is another one by then; otherwise the new one is told, and refused."""
+    """Also if the default version is another one by then. Without a version, the new version is refused by name."""
     with EncoderClient(service.target) as client:
         old = await asyncio.to_thread(client.model)
     new = replace(old, version="2", fingerprint="e" * 16)
@@ -702,6 +702,7 @@ def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyP
         embed_files([write_texts(tmp_path / "texts.txt")], tmp_path / "vectors", bundle="b", ray=RayOptions())
 
 
+@pytest.mark.system
 def test_jobs_import_neither_a_server_nor_ray() -> None:
     unwanted = "{'ray', 'encserve_server', 'onnxruntime', 'pandas', 'tokenizers'}"
     code = f"import sys, encserve_cli.job, encserve_cli.job.command; print(sorted({unwanted} & set(sys.modules)))"

@@ -90,7 +90,7 @@ def test_parts_have_every_row_once_and_in_order(
     row_group_size: int,
     shuffler: random.Random,
 ) -> None:
-    """Whatever the limits, and in whatever order parts are read; an empty text has a problem and no value."""
+    """The parts have these sizes for any limits and any order of reading. An empty text has a problem, no value."""
     path = write(tmp_path_factory.getbasetemp() / f"law{suffix}", texts, row_group_size)
     found = scan([str(path)], ReadOptions(), limits)
     [file] = found.inputs
@@ -118,7 +118,7 @@ def test_parts_have_every_row_once_and_in_order(
 def test_a_part_of_more_than_one_row_keeps_every_limit(
     tmp_path_factory: pytest.TempPathFactory, suffix: str, texts: list[str], limits: PartLimits
 ) -> None:
-    """And the next row would break one, as far as sizes are known: those of lines are upper bounds."""
+    """The next row would break a limit, as far as sizes are known. Sizes of lines are upper bounds."""
     path = write(tmp_path_factory.getbasetemp() / f"limits{suffix}", texts)
     found = scan([str(path)], ReadOptions(), limits)
 
@@ -319,7 +319,7 @@ def test_parts_of_token_ids_keep_every_limit(
 
 
 def test_vectors(tmp_path: Path) -> None:
-    """(seq, d_model) of each row, float32 whatever the type; what is ragged, empty, null or not finite is a problem."""
+    """(seq, d_model) of each row, float32 from any type. Ragged, empty, null and not finite arrays are problems."""
     good = np.arange(6, dtype=np.float32).reshape(3, 2)
     rows: list[Any] = [good.tolist(), [[1.0, 2.0], [3.0]], [], None, [[7.0, 8.0]], [[]], [[float("nan")]]]
     problems = {
@@ -377,7 +377,7 @@ def test_columns_of_every_type_of_text(tmp_path: Path, texts: Any) -> None:
 
 
 def test_columns_come_along(tmp_path: Path) -> None:
-    """Those of Parquet with their types; of a row with a problem too."""
+    """Parquet's columns keep their types, also in a row with a problem."""
     columns = {
         "text": ["a", None, "c"],
         "id": pa.array([1, 2, None], pa.int16()),
@@ -412,7 +412,7 @@ def test_columns_come_along(tmp_path: Path) -> None:
     ],
 )
 def test_fields_of_json_lines_get_one_type(tmp_path: Path, values: list[Any], its: str, want: list[Any]) -> None:
-    """Also those of several files, lines without the field, and lines that are no objects."""
+    """Also of several files, of lines without the field, and of lines that are not objects."""
     lines = [json.dumps({"text": "t", "x": value}) for value in values]
     first = one_file(tmp_path / "a.jsonl", lines[0], '"no object"', "{")
     second = one_file(tmp_path / "b.jsonl", *lines[1:], '{"text": "t"}')

@@ -21,7 +21,7 @@ from encserve_cli.job.sample import take_sample
 from encserve_cli.job.store import open_store
 from encserve_cli.job.types import PartLimits, ReadOptions, Stopped
 
-pytestmark = pytest.mark.bulk
+pytestmark = pytest.mark.system
 
 WORDS = ("a cat", "a dog sat", "the cat", "on the mat", "a mat")
 
@@ -54,7 +54,7 @@ def corpus(tmp_path: Path) -> list[str]:
 def embed(
     inputs: list[str], output: Path, source: Source, on_parts: Callable[[int, EmbedJob], None] | None = None
 ) -> JobSummary:
-    """Runs a job with parts of 5 rows; `on_parts` is told how many are done."""
+    """Runs a job with parts of 5 rows; `on_parts` gets the number of finished parts."""
     job = EmbedJob(
         inputs, str(output), source, read=ReadOptions(), make=MakeOptions(), kind="mean", limits=PartLimits(max_rows=5)
     )
@@ -97,7 +97,7 @@ def test_a_node_is_lost_and_another_one_comes(tmp_path: Path, corpus: list[str],
     summary = embed(corpus, tmp_path / "ray", OnRay(source, RayOptions(cluster.address)), on_parts)
     embed(corpus, tmp_path / "alone", FakeSource())
     assert summary.rows == 230
-    open_store(str(tmp_path / "ray"))  # as the next run does: removes what the node was writing when it was killed
+    open_store(str(tmp_path / "ray"))  # like the next run: removes the killed node's unfinished file
     assert files(tmp_path / "ray") == files(tmp_path / "alone")
 
 

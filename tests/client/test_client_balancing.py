@@ -106,7 +106,7 @@ async def test_whoever_is_not_serving_gets_no_calls(start: Start) -> None:
 
 
 async def _calls_reach_only(client: AsyncEncoderClient, chosen: FakeServer, shunned: FakeServer) -> None:
-    """The client learns of it within moments; then a hundred calls in a row go to one."""
+    """The client notices within moments. Then a hundred calls in a row go to one server."""
 
     async def a_hundred_in_a_row() -> bool:
         before = answered(chosen), answered(shunned)
@@ -120,7 +120,7 @@ async def _calls_reach_only(client: AsyncEncoderClient, chosen: FakeServer, shun
 
 
 async def test_one_address_has_its_calls_whatever_its_health_says(start: Start) -> None:
-    """There is nobody else to ask, and the server itself knows best what it refuses."""
+    """The client has no other server, and the server decides what to refuse."""
     server = await start()
     async with AsyncEncoderClient(address(server), retry=RetryPolicy(max_attempts=1)) as client:
         set_health(server, serving=False)
@@ -136,7 +136,7 @@ async def test_one_that_stops_and_comes_back_costs_no_call(start: Start) -> None
         stopping = asyncio.ensure_future(stop(one))
         await call_until(client, stopping.done)
         again = await start(grpc_port=port)
-        await stop(other)  # nobody called meanwhile, so nothing told the client but its own looking
+        await stop(other)  # no call ran meanwhile, so the client found out by itself
         await call_until(client, lambda: answered(again) > 20)
 
 

@@ -1,4 +1,4 @@
-"""Both clients against a real server: what comes back, what was sent, what fails how."""
+"""Both clients against a real server: results, requests, failures."""
 
 import asyncio
 import random
@@ -196,7 +196,7 @@ async def test_a_share_that_is_used_up_is_waited_for_as_long_as_it_takes(caller:
 
 @pytest.mark.parametrize("priority", [None, "interactive", "bulk"])
 async def test_the_priority_reaches_the_server(caller: Caller, service: FakeEncoder, priority: Priority | None) -> None:
-    """Calls of many messages are bulk, unless the client says what its calls are."""
+    """Calls of many messages are bulk, unless the client sets a priority."""
     service.max_request_sequences = 1
     client = caller.connect(priority=priority)
     await caller(client.encode, [[5]] * 2)
@@ -249,7 +249,7 @@ async def test_a_slow_server_meets_the_deadline(caller: Caller, service: FakeEnc
     client = caller.connect()
     await caller(client.model)
     text = f"Deadline Exceeded.*: {service.target} did not answer within 1 s"
-    with pytest.raises(DeadlineError, match=text) as caught:  # time enough for the server to hear of it
+    with pytest.raises(DeadlineError, match=text) as caught:  # time for the server to notice
         await caller(client.encode, [[5]], timeout_seconds=1.0)
     assert (caught.value.code, caught.value.attempts) == (Code.DEADLINE_EXCEEDED, 1)
     await until(lambda: service.n_cancelled == 1)
@@ -353,7 +353,7 @@ async def test_a_closed_client_says_so(caller: Caller) -> None:
 
 
 async def test_closing_ends_calls_that_are_going_on(caller: Caller, service: FakeEncoder) -> None:
-    """One message, several messages, and a stream: what is cancelled here is not sent again, nor is that waited for."""
+    """One message, several messages, and a stream: a cancelled call is not repeated, and does not wait."""
     service.before = lambda _: asyncio.sleep(30)
     service.before_stream = lambda *_: asyncio.sleep(30)
     service.max_request_sequences = 2
@@ -374,7 +374,7 @@ async def test_closing_ends_calls_that_are_going_on(caller: Caller, service: Fak
 
 
 async def test_a_bug_below_does_not_hang_the_call(caller: Caller, service: FakeEncoder) -> None:
-    """Whatever gRPC raises besides its statuses: here for metadata that it cannot take."""
+    """Errors of gRPC that are not statuses, here for invalid metadata."""
     client = caller.connect()
     client._metadata = (("Bad Key", "x"),)
     for call in (client.models, client.encode):

@@ -85,7 +85,7 @@ async def test_the_async_client_can_be_made_outside_a_loop(service: FakeEncoder)
 
 
 async def test_an_async_client_in_another_loop_says_so(service: FakeEncoder) -> None:
-    """As with one `asyncio.run` after another; the one that it belongs to is not disturbed."""
+    """Like one `asyncio.run` after another. The loop of the client is not disturbed."""
     async with AsyncEncoderClient(service.target) as client:
         await client.encode([[1]])
         with pytest.raises(InvalidInputError, match="the event loop of its first use: make one in each loop"):

@@ -50,7 +50,7 @@ def echo(request: pb.EncodeRequest) -> pb.EncodeResponse:
 
 
 class Server:
-    """Scripts a `FakeWire`: what GetModel says, and what a function says of each Encode."""
+    """Scripts a `FakeWire`: the answer to GetModel, and a function for the answers to Encode."""
 
     def __init__(self, encode: Encode, **limits: Any) -> None:
         self.encode = encode
@@ -144,7 +144,7 @@ def test_attempts_while_the_server_is_away_do_not_count() -> None:
 
 
 def test_a_messages_time_is_over_all_its_attempts() -> None:
-    """An attempt gets what is left of the message's time, not the whole of it again."""
+    """An attempt has the rest of the message's time."""
     answers = iter([(4.0, DOWN), (99.0, None)])
     server = Server(lambda _: next(answers))
     text = r"^Deadline Exceeded: host:1 did not answer within 6 s \(sent 2 times\)$"
@@ -155,7 +155,7 @@ def test_a_messages_time_is_over_all_its_attempts() -> None:
 
 
 def test_a_wait_past_the_deadline_is_not_begun() -> None:
-    """The caller learns at once what is wrong, with the delay to wait himself."""
+    """The caller gets the error at once, with the delay to wait."""
     server = Server(failing([FULL]))
     with pytest.raises(OverloadedError) as caught:
         encode(core_of(timeout_seconds=2.5), server, [[5]])
@@ -199,7 +199,7 @@ def test_messages_are_small_enough_for_a_slow_server() -> None:
 
 
 def test_a_messages_time_begins_when_it_is_sent() -> None:
-    """Not when the call does; and what is too slow says so, however long the call has gone well."""
+    """The message's time counts, not the call's. A slow message fails even late in a good call."""
     answers = iter([9.0, 9.0, 11.0])
     server = Server(lambda request: (next(answers), echo(request)), max_request_sequences=1)
     with pytest.raises(DeadlineError, match="host:1 did not answer within 10 s"):
@@ -320,7 +320,7 @@ def test_more_outputs_than_a_server_takes_are_refused_before_inputs_are_sent(inp
 
 
 def test_a_server_that_takes_more_outputs_than_before_gets_them() -> None:
-    """What is remembered of a model does not refuse a call."""
+    """A remembered description of a model does not refuse a call."""
     core, server = core_of(), Server(echo_thrice, max_outputs=2)
     with pytest.raises(InvalidInputError):
         encode(core, server, [[1]], options=THREE_OUTPUTS)

@@ -1,4 +1,4 @@
-"""Answers to arrays: what the wire carries comes out; what does not fit together is refused with the numbers."""
+"""Answers become arrays; contradictory answers are refused with their numbers."""
 
 from collections.abc import Callable
 from typing import Any

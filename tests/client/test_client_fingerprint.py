@@ -1,4 +1,4 @@
-"""Vectors of different models never meet: in one call, in one stream, or in one client that says what it expects."""
+"""Vectors of different models never mix in a call, in a stream, or in a client that expects a model."""
 
 import itertools
 
@@ -27,7 +27,7 @@ def switch_after(service: FakeEncoder, *counts: int) -> None:
 
 
 async def test_a_call_that_a_switch_cuts_in_two_is_made_again(caller: Caller, service: FakeEncoder) -> None:
-    """All of it: what was answered by the old version is of no use."""
+    """The whole call is repeated: answers of the old version are useless."""
     service.max_request_sequences = 1
     switch_after(service, 2)
     client = caller.connect(max_concurrent_messages=1)

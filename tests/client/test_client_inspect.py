@@ -1,4 +1,4 @@
-"""`inspect` of both clients: what is asked for, what comes back, what fails how, and answers that are no answers."""
+"""`inspect` of both clients: requests, results, failures, and malformed answers."""
 
 import asyncio
 import time
@@ -52,7 +52,7 @@ def request_of(**wanted: Any) -> pb.InspectRequest:
 
 
 def gathered(request: pb.InspectRequest, parts: list[pb.InspectResponse]) -> InspectResult:
-    """What comes of an answer; as with a wire, nothing is added after what is wrong."""
+    """The result of an answer; like the wire, nothing follows an error."""
     gathering = Gathering(request)
     for part in parts:
         if not gathering.add(part):
@@ -64,7 +64,7 @@ def chunk(tensor: int, n_bytes: int) -> pb.InspectResponse:
     return pb.InspectResponse(chunk=pb.TensorChunk(tensor=tensor, data=b"\0" * n_bytes))
 
 
-# What is asked for.
+# Requests.
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ async def test_only_one_input_is_taken(caller: Caller, service: FakeEncoder, ite
     assert service.inspect_requests == []
 
 
-# What comes back.
+# Results.
 
 
 async def test_an_inspection(caller: Caller, service: FakeEncoder) -> None:
@@ -225,7 +225,7 @@ def peak_bytes(work: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize(("n_chunks", "copies"), [(1, 1), (16, 2)])
 def test_numbers_are_copied_once_at_most(n_chunks: int, copies: int) -> None:
-    """Two tensors of 16 MiB: what came of the one that is not complete is all there ever is twice."""
+    """Two tensors of 16 MiB. Only the incomplete tensor is in memory twice."""
     request, size = request_of(), 2**24
     header, *_ = inspection(request, 1)
     header.header.sequence.ClearField("tokens")
@@ -266,7 +266,7 @@ def test_nothing_is_allocated_on_a_headers_word() -> None:
     assert peak_bytes(gather) < 2**22
 
 
-# Answers that are no answers.
+# Malformed answers.
 
 
 def header_with(**changes: Any) -> Callable[[list[pb.InspectResponse]], None]:
@@ -369,7 +369,7 @@ def test_positions_are_as_wide_as_hidden_states_and_have_no_layers() -> None:
 
 
 async def test_an_endless_answer_is_read_no_further_than_announced(caller: Caller, service: FakeEncoder) -> None:
-    """Nor does the server go on for nobody."""
+    """The server stops too."""
 
     async def endless(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
         for part in inspection(request, N_TOKENS):

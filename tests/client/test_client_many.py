@@ -1,4 +1,4 @@
-"""Calls of many inputs: one text by itself, errors in their places, progress, read-only arrays, what is handed on."""
+"""Calls of many inputs: one text, errors in their places, progress, read-only arrays, options."""
 
 import json
 from collections.abc import Callable
@@ -33,7 +33,7 @@ LATE = pb.ModelInfo(multi_vector_width=8, multi_vector_similarity="maxsim")
 
 
 async def test_a_text_is_one_input(caller: Caller, service: FakeEncoder) -> None:
-    """What comes back is its own, without a list around it."""
+    """The result has no list around it."""
     client = caller.connect()
     np.testing.assert_array_equal(await caller(client.encode, "two words"), WORDS)
     np.testing.assert_allclose(await caller(client.embed, "two words"), WORDS.mean(axis=0), rtol=1e-6)
@@ -72,7 +72,7 @@ async def test_arrays_are_read_only(caller: Caller, service: FakeEncoder, n: int
 
 @pytest.mark.parametrize("size", [4, 256])
 async def test_one_bad_input_does_not_lose_the_others(caller: Caller, service: FakeEncoder, size: int) -> None:
-    """Those that are no inputs, that the server refuses and that it cannot compute are errors in their places."""
+    """Inputs that are invalid, refused or not computable are errors in their places."""
     service.max_request_sequences = size
 
     async def poisoned(request: pb.EncodeRequest) -> None:
@@ -137,7 +137,7 @@ async def test_without_return_exceptions_the_error_has_the_index(caller: Caller,
 
 
 async def test_progress(caller: Caller, service: FakeEncoder) -> None:
-    """It grows to the number of inputs, those that failed included; what it raises ends the call."""
+    """The count grows to the number of inputs, failed ones included. An exception of the callback ends the call."""
     service.max_request_sequences = 3
     client = caller.connect()
     inputs = [[i + 1] for i in range(10)]
@@ -224,7 +224,7 @@ NEW_KIND = 77  # of a server of tomorrow
 
 
 async def test_a_kind_of_tomorrow_is_handed_on(caller: Caller, service: FakeEncoder) -> None:
-    """In what is asked for, in answers, and in what a model says of itself."""
+    """In requests, in answers, and in the description of a model."""
     service.model_info = pb.ModelInfo(pooling=NEW_KIND, input_kind=NEW_KIND)  # type: ignore[arg-type]
 
     async def of_two_rows(request: pb.EncodeRequest) -> pb.EncodeResponse:
@@ -309,7 +309,7 @@ def test_sentences(text: str, sentences: list[str]) -> None:
 
 
 def test_so_many_tokens_at_a_time() -> None:
-    """Special tokens are left out, wherever they stand; the last range has what is left."""
+    """Special tokens are left out at any place. The last range has the rest."""
     offsets = np.array([(0, 0), (0, 3), (3, 5), (6, 9), (10, 11), (11, 12), (0, 0)])
     info = SequenceInfo(7, 7, False, None, offsets, None, None)
     assert token_spans(info, 2) == [(0, 5), (6, 11), (11, 12)]

@@ -1,4 +1,4 @@
-"""What the package is: its public names, what it imports, its settings, encryption."""
+"""The package: public names, imports, settings, encryption."""
 
 import asyncio
 import inspect
@@ -31,6 +31,7 @@ def in_a_new_process(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.system
 def test_importing_needs_only_what_is_declared() -> None:
     """Neither click nor rich, nor anything of the server's; not even where they are installed."""
     unwanted = "{'click', 'rich', 'google.rpc', 'grpc_status', 'onnxruntime', 'torch', 'tokenizers'}"

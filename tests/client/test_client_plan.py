@@ -93,7 +93,7 @@ def test_halves_are_the_whole(inputs: list[Input]) -> None:
 
 
 def test_messages_are_made_when_they_are_asked_for() -> None:
-    """A bad id late in the list does not stop what comes before; it is found when its turn comes."""
+    """A bad id late in the list does not stop the inputs before it. It is found in its turn."""
     limits = Limits(1, 2**31, 2**31, 2**31, 512, 8)
     messages = plan_messages([[1], [2], [2**63]], TEMPLATE, Options(), limits)
     assert next(messages).first_index == 0
@@ -119,7 +119,7 @@ def test_texts_are_not_planned_for_the_worst_case() -> None:
 
 
 def test_a_message_gets_its_share_of_the_servers_queue() -> None:
-    """Four messages at a time together are no more than the queue holds. What a server does not say is no limit."""
+    """Four messages together fit into the queue. A limit that the server does not name does not apply."""
     info = model_info(pb.ModelInfo(d_model=8, max_request_tokens=1000, max_request_bytes=10**6))
     limits = Limits.of(info, max_message_bytes=10**9, max_concurrent_messages=4)
     assert (limits.max_tokens, limits.max_sequences) == (250, 2**31)

@@ -1,4 +1,4 @@
-"""Queries and documents: what is asked for, what comes back of each kind of model, and how the two are compared."""
+"""Queries and documents: requests, results of each kind of model, and scores."""
 
 from collections.abc import Callable
 from typing import Any

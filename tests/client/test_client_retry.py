@@ -70,7 +70,7 @@ def test_only_what_time_may_mend_is_retried(failure: Failure, expected: bool) ->
 
 @pytest.mark.parametrize("code", [Code.UNKNOWN, Code.INTERNAL])
 def test_a_call_that_a_proxy_cuts_off_is_sent_again(code: grpc.StatusCode) -> None:
-    """All that gRPC has to say of it is a text; an error of the server's has a reason."""
+    """gRPC's own errors have a text only; the server's errors have a reason."""
     text = "Stream removed (RST_STREAM (Received RST_STREAM with error code 2))"
     cut_off = failure_of_status(code, text, ())
     assert cut_off.code is Code.UNAVAILABLE
@@ -90,7 +90,7 @@ def test_backoff_doubles_up_to_its_bound_then_ends() -> None:
 
 
 def test_the_servers_delay_is_the_least() -> None:
-    """Jitter only adds to what the server asked for."""
+    """Jitter only adds to the server's delay."""
     assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(0.0)) == pytest.approx(1.55)
     assert seconds_until_retry(POLICY, FULL, 1, 100.0, always(1.0)) == pytest.approx(1.6)
 

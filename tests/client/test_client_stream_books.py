@@ -80,7 +80,7 @@ def results(run: StreamRun) -> Iterator[tuple[int, Any]]:
 
 
 def counting(n: int, read: list[int]) -> Iterator[list[int]]:
-    """The inputs [1], [2], …; notes what was read."""
+    """The inputs [1], [2], …; records each input that is read."""
     for i in range(1, n + 1):
         read.append(i)
         yield [i]
@@ -213,7 +213,7 @@ def test_a_stream_that_breaks_in_other_ways_is_not_opened_again() -> None:
 
 @pytest.mark.parametrize("max_in_flight", [3, 64])
 def test_an_input_that_brings_down_every_stream_is_given_up(max_in_flight: int) -> None:
-    """The others, which are answered in between, do not keep it alive for ever."""
+    """Answers to the others do not keep the input alive."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
         return (0.5, BROKEN) if 1 in ids_in(request) else (0.1, echo(request))
@@ -304,7 +304,7 @@ def test_a_stream_does_not_mix_vector_spaces() -> None:
 @pytest.mark.parametrize("wrong", [5, [], [1.5], None, np.array([[0.0, np.nan]])])
 @pytest.mark.parametrize("ordered", [True, False])
 def test_a_wrong_input_is_an_error_in_its_place(wrong: object, ordered: bool) -> None:
-    """It is named, nothing of it is sent, and the inputs around it are answered as if it were not there."""
+    """The error names the input, nothing is sent for it, and the inputs around it are answered."""
     wire = FakeWire(answer_stream=lambda _, request: (1.0, echo(request)), inputs=[[7], wrong, [9]])
     found = list(results(run_of(wire, ordered=ordered)))
     assert [index for index, _ in found] == ([0, 1, 2] if ordered else [1, 0, 2])
@@ -340,7 +340,7 @@ def test_a_stream_that_fails_names_the_server() -> None:
 
 
 def packs_of(wire_answer: Answer, inputs: list[Any], **settings: Any) -> tuple[list[list[int]], dict[int, Any]]:
-    """What was sent together, and what came of it."""
+    """The inputs that were sent together, and their results."""
     sent: list[list[int]] = []
 
     def answer(stream: int, request: pb.EncodeStreamRequest) -> Outcome | None:
@@ -352,7 +352,7 @@ def packs_of(wire_answer: Answer, inputs: list[Any], **settings: Any) -> tuple[l
 
 
 def test_short_inputs_that_come_fast_share_messages() -> None:
-    """The first few go at once; while as many are out as may be, what is read waits for the next message."""
+    """The first inputs leave at once. While the limit is reached, later inputs gather for the next message."""
     inputs = [[i] for i in range(1, 1001)]
     sent, found = packs_of(lambda _, request: (1.0, echo(request)), inputs, max_in_flight=64)
     assert found == {i: i + 1 for i in range(1000)}
@@ -392,7 +392,7 @@ def test_long_inputs_do_not_share_messages() -> None:
 
 
 def test_one_bad_input_does_not_fail_its_neighbours() -> None:
-    """The message is sent again without it, and that is no attempt of the others."""
+    """The message is sent again without the bad input. This does not count as an attempt of the others."""
 
     def answer(_: int, request: pb.EncodeStreamRequest) -> Outcome:
         bad = [place for place, token in enumerate(ids_in(request)) if token % 3 == 0]

@@ -21,7 +21,7 @@ Code = grpc.StatusCode
 
 
 def counting(n: int, read: list[int]) -> Iterator[list[int]]:
-    """The inputs [1], [2], …; notes what was read."""
+    """The inputs [1], [2], …; records each input that is read."""
     for i in range(1, n + 1):
         read.append(i)
         yield [i]
@@ -261,7 +261,7 @@ async def test_an_input_that_is_never_answered_is_given_up(caller: Caller, servi
     ("text", "expected"), [("Internal error from Core", Code.UNAVAILABLE), ("not finite", Code.INTERNAL)]
 )
 def test_the_status_that_grpc_makes_up_is_no_reason_to_give_up(text: str, expected: Code) -> None:
-    """grpc.aio says so when a write meets a stream that has just ended, whatever the server said."""
+    """grpc.aio raises this if a write meets a stream that has just ended."""
     error = grpc.aio.AioRpcError(Code.INTERNAL, grpc.aio.Metadata(), grpc.aio.Metadata(), text)
     assert failure_of_stream(error).code is expected
 

@@ -1,4 +1,4 @@
-"""What the client says of a connection that does not come about, and that it follows its files."""
+"""The client names the cause of a failed connection, and follows changes of its files."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 
 def credentials(pair: Pair, client_ca: Path | None) -> grpc.ServerCredentials:
-    """Those of a server."""
+    """A server's files."""
     ca = None if client_ca is None else client_ca.read_bytes()
     return grpc.ssl_server_credentials([(pair.key.read_bytes(), pair.cert.read_bytes())], ca, client_ca is not None)
 
@@ -236,7 +236,7 @@ async def test_files_that_change(
 async def test_a_stream_goes_on_while_files_change(
     start: Start, made: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is under way stays on its connection, which is closed when the last of it has ended."""
+    """Running calls stay on their connection, which is closed after the last call."""
     monkeypatch.setattr(channels, "_LOOK_SECONDS", 0.0)
     mount = Mount(tmp_path / "mount")
     mount.put(made.client, made.ca)

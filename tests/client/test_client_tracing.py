@@ -54,6 +54,7 @@ def test_baggage_goes_along() -> None:
         detach(token)
 
 
+@pytest.mark.system
 def test_nobody_imports_opentelemetry_for_the_caller() -> None:
     code = """
 import sys

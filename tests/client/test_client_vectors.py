@@ -1,4 +1,4 @@
-"""Vectors as inputs: what is sent for them, how they are cut into messages, and what is refused."""
+"""Vectors as inputs: the message, its division, and refusals."""
 
 import itertools
 import sys
@@ -30,12 +30,12 @@ def vectors(n_tokens: int, width: int = 8, dtype: Any = np.float32) -> npt.NDArr
 
 
 def pack(array: npt.NDArray[Any]) -> pb.TokenEmbeddings:
-    """What is sent for an array."""
+    """The message for an array."""
     return pack_input(check_input(array, "inputs[0]"), "inputs[0]").embeddings
 
 
 def read(message: pb.TokenEmbeddings) -> npt.NDArray[Any]:
-    """What a server reads of it."""
+    """The array that a server reads."""
     dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[message.data_type]
     return np.frombuffer(message.data, dtype).reshape(-1, message.width)
 

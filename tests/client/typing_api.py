@@ -1,4 +1,4 @@
-"""Checked by mypy, never run: what a caller's type checker sees."""
+"""Checked by mypy, never run: the types that a caller's type checker sees."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Generator

@@ -2,16 +2,15 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoints import DATA, GOLDENS, MODEL, export_golden, export_minilm, minilm_directory
 from real_server import RealServer, real_server
 from tokenizers import Tokenizer
+from zoo import Zoo
 
 from encserve_client import EncoderClient
-from encserve_export import Encoder
-from encserve_export.models.own.layouts import hf_bert
-from encserve_export.source.weights import read_json, read_weights
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +25,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(models: Path) -> Iterator[RealServer]:
-    """One server of all of them, for the tests that leave it as it was."""
+    """One server of all models, for tests that do not change the server."""
     flags = [flag for name in (MODEL, *GOLDENS) for flag in ("--model", name)]
     with real_server(models, *flags) as server:
         yield server
@@ -39,11 +38,11 @@ def client(server: RealServer) -> Iterator[EncoderClient]:
 
 
 @pytest.fixture(scope="session")
-def torch_encoder() -> Encoder:
-    """all-MiniLM-L6-v2 in PyTorch."""
-    directory = minilm_directory()
-    layout = hf_bert.read_layout(read_json(directory / "config.json"))
-    return layout.load(hf_bert.plain_names(read_weights(directory).tensors)).eval()
+def minilm() -> Any:
+    """all-MiniLM-L6-v2 in transformers."""
+    from transformers import AutoModel
+
+    return AutoModel.from_pretrained(minilm_directory(), add_pooling_layer=False).eval()
 
 
 @pytest.fixture(scope="session")
@@ -55,3 +54,9 @@ def real_ids() -> list[int]:
     ids = tokenizer.encode((DATA.parent.parent / "LICENSE").read_text(), add_special_tokens=False).ids
     assert len(ids) > 1600
     return list(ids)
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """The tiny models of all kinds, each written and exported when a test first asks for it."""
+    return Zoo(tmp_path_factory.mktemp("zoo"))

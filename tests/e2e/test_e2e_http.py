@@ -1,4 +1,4 @@
-"""HTTP on a real server process with a real model: gRPC's vectors to the bit, a flood, callers that go, SIGTERM."""
+"""HTTP on a real server with a real model: gRPC's vectors to the bit, a flood, lost callers, SIGTERM."""
 
 import asyncio
 import base64
@@ -56,7 +56,7 @@ async def test_tokens_are_where_they_stand_in_the_text(server: RealServer) -> No
 
 
 async def test_a_flood_is_answered_or_refused(server: RealServer) -> None:
-    """And callers that go away in the middle of it leave nothing behind."""
+    """Callers that leave during the flood hold nothing."""
     body = {"inputs": ["licence " * 100] * 4}
     async with connect(server) as http:
         calls = [asyncio.create_task(http.post("/embed", json=body)) for _ in range(60)]
@@ -75,26 +75,25 @@ async def test_a_flood_is_answered_or_refused(server: RealServer) -> None:
 
 
 def test_callers_that_go_at_any_moment_leave_no_traceback(server: RealServer) -> None:
-    """Neither uvloop nor aiohttp has anything to say of them."""
+    """uvloop and aiohttp log nothing about such callers."""
     lines = len(server.log)
     body = b'{"inputs": [[101, 102]]}'
     one = b"POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
     for i in range(60):
         with socket.create_connection((httpx.URL(server.url).host, httpx.URL(server.url).port or 0)) as caller:
             caller.sendall(one * 3)
-            caller.recv(64)  # the first of its answers, with two to come
+            caller.recv(64)  # the first of three answers
             time.sleep(i % 10 / 2000)
     with httpx.Client(base_url=server.url, trust_env=False) as http:
         assert http.post("/embed", json={"inputs": TEXTS}).status_code == 200
-    # The summary of refused calls is written some seconds later, here for the calls of an earlier test.
+    # The summary of refused calls appears some seconds later, here for an earlier test.
     said = [line for line in server.log[lines:] if line["logger"] != "encserve_server.telemetry.call_log"]
     assert said == []
     assert server.metric("encserve_in_flight_requests") == 0
 
 
-@pytest.mark.system
 async def test_sigterm_loses_nothing(models: Path) -> None:
-    """What has come is answered, and callers who go on calling are sent elsewhere, each with an answer."""
+    """Accepted requests are answered. Later requests get an answer that closes the connection."""
     with real_server(models, "--model", MODEL, "--http-port", "0") as server:
         async with connect(server) as http:
 

@@ -1,4 +1,4 @@
-"""Inspect, from checkpoint to client: the numbers inside are those of the references, and of Encode."""
+"""Inspect from checkpoint to client: attention and states are the references' and Encode's."""
 
 from pathlib import Path
 
@@ -100,11 +100,11 @@ def test_it_can_be_turned_off(models: Path) -> None:
 
 
 def test_a_bundle_that_was_replaced_is_not_mixed_with_the_one_that_runs(tmp_path: Path) -> None:
-    """The graph is loaded when it is first asked for: by then other weights may lie there."""
+    """The graph for inspections is loaded with the first request; other weights may lie there by then."""
     path = export_golden("raw-matrices", tmp_path).path
     with real_server(tmp_path) as server, EncoderClient(server.target) as client:
         before = client.encode([[1, 2, 3]])[0].copy()
-        # By rename, as encserve-export does it: the server has the old file mapped into memory.
+        # By rename, like encserve-export: the server has mapped the old file.
         data, kept = path / "model.onnx.data", tmp_path / "kept"
         data.rename(kept)
         data.write_bytes(bytes(kept.stat().st_size))
@@ -128,7 +128,7 @@ def fed_vectors(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_golden_cases_as_vectors(fed_vectors: Path) -> None:
-    """What the references take themselves: one vector per token; alone, in company, streamed, and looked into."""
+    """One vector per token: alone, in company, streamed and inspected."""
     flags = [flag for name in BARE_GOLDENS for flag in ("--model", f"{name}-vectors")]
     with real_server(fed_vectors, *flags) as server, EncoderClient(server.target) as client:
         for name in BARE_GOLDENS:

@@ -1,4 +1,4 @@
-"""Keys in every place where somebody may put one: nothing of a key is in what the server and the client say."""
+"""No part of a key is in the output of server and client, wherever a caller puts the key."""
 
 import base64
 import contextlib
@@ -27,17 +27,15 @@ from encserve_client import AccessDeniedError, EncoderClient, EncserveError, Ret
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.callers.keys import digest_of, make_key
 
-pytestmark = pytest.mark.system
-
 ENCODE = pb.EncodeRequest(inputs=[make_input("w3 w4")]).SerializeToString()
 STREAM = pb.EncodeStreamRequest(request_id="1", request=pb.EncodeRequest.FromString(ENCODE)).SerializeToString()
 INFER = "inference.GRPCInferenceService"
-# What is looked for: a part of so many characters would be something of a key.
+# So many characters in a row count as part of a key.
 PART = 10
 
 
 def headers_of(key: str) -> Iterator[tuple[str, str]]:
-    """Headers in which keys come, rightly or not."""
+    """Headers that carry keys, valid or not."""
     basic = base64.b64encode(f"user:{key}".encode()).decode()
     for scheme in ("Bearer ", "bearer ", "Basic ", "Token ", "ApiKey ", ""):
         yield "authorization", scheme + key
@@ -57,7 +55,7 @@ def headers_of(key: str) -> Iterator[tuple[str, str]]:
 
 
 def parts_of(key: str) -> list[str]:
-    """All that would be something of a key: its parts, its sum, and what Basic makes of it."""
+    """All texts that would reveal a key: its parts, its digest, its Basic encoding."""
     random = key.removeprefix("encserve-")
     basic = base64.b64encode(f"user:{key}".encode()).decode()
     sums = [digest_of(key).hex(), base64.b64encode(digest_of(key)).decode()]
@@ -65,7 +63,7 @@ def parts_of(key: str) -> list[str]:
 
 
 class Told:
-    """All that was said, by whom."""
+    """All outputs, by their source."""
 
     def __init__(self) -> None:
         self.texts: dict[str, list[str]] = {}
@@ -121,7 +119,7 @@ def call_http(server: RealServer, told: Told, key: str) -> None:
 
 
 def talk_nonsense(server: RealServer, key: str) -> None:
-    """Heads that are no HTTP, on every port; a head that is too large; and one that ends before its body."""
+    """Heads that are not HTTP, on every port; a head that is too large; a head without its body."""
     heads = [
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\napi-key: {key}\x00\r\n\r\n",
         f"POST /v1/embeddings HTTP/1.1\r\nhost: x\r\nauthorization Bearer {key}\r\n\r\n",
@@ -138,11 +136,11 @@ def talk_nonsense(server: RealServer, key: str) -> None:
                 connection.settimeout(0.2)
                 connection.sendall(head.encode())
                 with contextlib.suppress(OSError):
-                    connection.recv(65536)  # an answer may say what is wrong with a head, to the one who sent it
+                    connection.recv(65536)  # an answer may quote a wrong head to its sender
 
 
 def call_ours(server: RealServer, told: Told, key: str, *, is_right: bool) -> None:
-    """Our client, and our command."""
+    """Our client and our command."""
     with EncoderClient(server.target, token=key, retry=RetryPolicy(max_attempts=1)) as client:
         told.add("our client", repr(client), vars(client).keys())
         if is_right:
@@ -182,7 +180,7 @@ def repository(tmp_path: Path) -> Path:
 def server_that_tells(
     repository: Path, receiver: OtlpReceiver, keys: str, *flags: str
 ) -> Iterator[tuple[RealServer, Path]]:
-    """A server that says all that it can; its key is in its environment, and its standard output in a file."""
+    """A server with all logs on. Its key is in its environment, its standard output in a file."""
     program, output = repository.parent / "encserve-server", repository.parent / "output"
     program.write_text(f'#!/bin/sh\n{keys}\nexec "{COMMAND}" "$@" > "{output}"\n')
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
@@ -192,8 +190,8 @@ def server_that_tells(
 
 
 @pytest.mark.parametrize("has_file", [True, False])
-def test_nothing_of_a_key_is_anywhere(repository: Path, has_file: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """With a callers file, of which a caller is revoked by a file that holds a key by mistake; and with a variable."""
+def test_no_output_reveals_a_key(repository: Path, has_file: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """With a callers file, which is later replaced by a file with a key in the wrong place; and with a variable."""
     caplog.set_level(logging.DEBUG)
     right, wrong = make_key(), make_key()
     told, file = Told(), repository.parent / "callers.toml"

@@ -19,7 +19,7 @@ from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as triton
 
 
 class Encode:
-    """Our own protocol."""
+    """Our protocol."""
 
     method = "/encserve.v1.EncoderService/Encode"
 
@@ -53,7 +53,7 @@ class ModelInfer:
         return np.frombuffer(response.raw_output_contents[0], "<f4").reshape(response.outputs[0].shape[1:])
 
 
-PROTOCOLS = pytest.mark.parametrize("protocol", [Encode, pytest.param(ModelInfer, marks=pytest.mark.system)])
+PROTOCOLS = pytest.mark.parametrize("protocol", [Encode, ModelInfer])
 
 
 def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[int]]:
@@ -68,7 +68,7 @@ def sequences(real_ids: list[int], count: int, longest: int = 200) -> list[list[
 async def test_of_64_callers_one_cancels_and_one_is_in_a_hurry(
     server: RealServer, client: EncoderClient, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
-    """The other 62 all get right answers, and so does whoever comes next."""
+    """The other 62 and later callers get right answers."""
     callers = sequences(real_ids, 64, longest=60)
     want = [client.encode([ids])[0] for ids in callers]
     async with grpc.aio.insecure_channel(server.target) as channel:
@@ -77,8 +77,8 @@ async def test_of_64_callers_one_cancels_and_one_is_in_a_hurry(
         for round_number in range(20):
             calls = [rpc(protocol.request(ids), timeout=0.001 if i == 20 else 120) for i, ids in enumerate(callers)]
             answers = [asyncio.ensure_future(call) for call in calls]
-            # In mid-batch: some of this round's sequences have been run, most have not. Where this process was held up,
-            # all may have been.
+            # In mid-batch: some sequences of this round have run, most have not. If this process was slow,
+            # all may have run.
             await asyncio.wait(answers[:20] + answers[21:], return_when=asyncio.FIRST_COMPLETED)
             going = max((i for i, answer in enumerate(answers) if not answer.done() and i != 20), default=None)
             if going is not None:
@@ -104,7 +104,7 @@ async def test_of_64_callers_one_cancels_and_one_is_in_a_hurry(
 async def test_a_flood_of_ten_times_the_queue(
     models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]
 ) -> None:
-    """Every call ends as OK or RESOURCE_EXHAUSTED, memory stays bounded, and the server then serves as before."""
+    """Every call ends as OK or RESOURCE_EXHAUSTED, memory is bounded, and the server serves on."""
     limit_tokens = 4096
     with real_server(models, "--model", MODEL, "--max-queue-tokens", str(limit_tokens)) as server:
         async with grpc.aio.insecure_channel(server.target) as channel:
@@ -135,7 +135,7 @@ async def test_a_flood_of_ten_times_the_queue(
 
 @PROTOCOLS
 async def test_sigterm_under_load(models: Path, real_ids: list[int], protocol: type[Encode | ModelInfer]) -> None:
-    """Whatever was admitted before it is answered OK; whatever comes later is answered or refused; the exit is 0."""
+    """Calls admitted before the signal are answered; later calls are answered or refused; the exit status is 0."""
     with real_server(models, "--model", MODEL) as server:
         async with grpc.aio.insecure_channel(server.target) as channel:
             rpc: Any = channel.unary_unary(protocol.method)
@@ -165,7 +165,7 @@ def test_a_server_without_load_stops_at_once(models: Path) -> None:
 
 
 def test_the_batch_budget_is_measured_once_and_remembered(tmp_path: Path) -> None:
-    """Or, where the machine is too busy to tell, not remembered; either way the server serves."""
+    """On a machine too busy to measure, the budget is not remembered and the server serves."""
     directory = export_golden("split-qkv", tmp_path).path
     with real_server(tmp_path, "--tune-batches") as server, EncoderClient(server.target) as client:
         budget = server.metric("encserve_batch_limit_tokens")

@@ -1,4 +1,4 @@
-"""Bundles that older versions of the exporter wrote are served as they were: with their ids and their vectors."""
+"""Bundles of older exporters keep their ids and their vectors."""
 
 import json
 import zipfile
@@ -13,12 +13,12 @@ from real_server import real_server
 from encserve_client import EncoderClient, SpaceError
 from encserve_client.options import TrainedKind
 
-# Bundles of 337f60e, of the models of tests/support/space_models.py, and what its server and client gave.
+# Bundles of 337f60e of the models in tests/support/space_models.py, with the ids and vectors of that time.
 BUNDLES = DATA / "bundles-337f60e.zip"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((DATA / "bundles-337f60e.json").read_text())
 TEXTS = ["The cat sat on the warm mat", "query : w1 café", "W1"]
 KINDS: tuple[TrainedKind, ...] = ("model", "multi_vector", "sparse")
-# Of a vector's length; float16 is rounded elsewhere on other CPUs.
+# Relative to a vector's length. CPUs round float16 differently.
 TOLERANCE = {"m3": 2e-3}
 
 
@@ -38,7 +38,7 @@ def client(target: str) -> Iterator[EncoderClient]:
 
 
 def vectors(client: EncoderClient, model: str, kind: TrainedKind) -> list[list[float]]:
-    """A list of numbers for each text, first as queries, then as documents."""
+    """The numbers for each text, first as queries, then as documents."""
     asked = (client.encode_query, client.encode_document)
     made = [its for encode in asked for its in encode(TEXTS, model=model, kind=kind)]
     return [np.ravel(its if isinstance(its, np.ndarray) else its.dense()).tolist() for its in made]

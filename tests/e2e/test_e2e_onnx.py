@@ -1,4 +1,4 @@
-"""A stranger's ONNX file, exported and served, gives what ONNX Runtime gives for the file itself."""
+"""An ONNX file by another author gives the same rows through export and server as in ONNX Runtime."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +14,13 @@ from real_server import RealServer, real_server
 
 from encserve_client import EncoderClient
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
-from encserve_export.kinds.recipe import Recipe
+from encserve_export.kinds.spec import ModelSpec
 from encserve_export.onnx_graph import external
 from encserve_export.onnx_graph.foreign import Names
 from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# On the same runtime, and on another one.
+# The tolerance on the same runtime, and on another one.
 SAME = {"onnxruntime": 1e-6, "openvino": 5e-5}
 LENGTHS = (1, 24, 3, 9, 24, 2, 17)
 CONFIG = EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=24)
@@ -35,7 +35,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The files as somebody else has them."""
+    """The files as their authors made them."""
     folder = tmp_path_factory.mktemp("given")
     return {
         "by-hand": save(build(), folder / "by-hand.onnx"),
@@ -47,10 +47,10 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of all of them, and of the real model exported once more from its own ONNX file."""
+    """A repository of the files, and of the real model exported again from the bundle's ONNX file."""
     repository = tmp_path_factory.mktemp("onnx-models")
     with pytest.MonkeyPatch.context() as patch:
-        # So that the file with external data keeps them in a second one.
+        # So that the weights of a small file stay in a second file.
         patch.setattr(external, "MAX_FILE_BYTES", 1000)
         for name, path in given.items():
             ids, mask, types, _ = FILES[name]
@@ -61,7 +61,7 @@ def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.T
     options = OnnxOptions(
         max_sequence_tokens=256,
         tokenizer=read_tokenizer(minilm_directory() / "tokenizer.json"),
-        vector=Recipe(manifest_pb2.POOLING_MEAN, l2_normalize=True),
+        vector=ModelSpec(manifest_pb2.POOLING_MEAN, l2_normalize=True),
     )
     export_onnx(models / MODEL / "1" / "model.onnx", Target(model_repository=repository, name=MODEL), options)
     return repository
@@ -69,7 +69,7 @@ def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.T
 
 @pytest.fixture(scope="module", params=SAME)
 def engine(request: pytest.FixtureRequest) -> str:
-    """What serves them."""
+    """The engine that serves the files."""
     return str(request.param)
 
 
@@ -86,7 +86,7 @@ def onnx_client(onnx_server: RealServer) -> Iterator[EncoderClient]:
 
 
 def in_onnx_runtime(path: Path, names: tuple[str, str, str, str], sequence: Any) -> Any:
-    """The rows of one sequence, run alone in the file as it was given."""
+    """The rows of one sequence, alone, in the original file."""
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     ids, mask, types, rows = names
     feeds = {ids: sequence[None], mask: np.ones((1, len(sequence)), np.int64)}
@@ -105,14 +105,14 @@ def test_mixed_lengths_in_one_batch(onnx_client: EncoderClient, given: dict[str,
 
 
 def test_the_real_model_from_its_own_onnx(onnx_client: EncoderClient, client: EncoderClient, engine: str) -> None:
-    """The same texts, by the tokenizer and the pooling that were named, as from the checkpoint."""
+    """The same texts, with the named tokenizer and pooling, as from the checkpoint."""
     texts = ["I understand this", "", "a " * 240, "Grüße aus Köln"]
     for got, want in zip(onnx_client.encode(texts, model=MODEL), client.encode(texts), strict=True):
         assert worst_relative_error(got, want) <= SAME[engine]
     np.testing.assert_allclose(onnx_client.embed(texts, model=MODEL), client.embed(texts), atol=SAME[engine])
 
 
-def test_what_the_server_says_of_it(onnx_client: EncoderClient) -> None:
-    """What nobody knows is 0."""
+def test_unknown_sizes_are_zero(onnx_client: EncoderClient) -> None:
+    """Unknown sizes are 0."""
     info = onnx_client.model("torch")
     assert (info.d_model, info.n_layers, info.n_heads, info.precision) == (16, 0, 0, "float32")

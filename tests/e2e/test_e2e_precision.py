@@ -1,34 +1,56 @@
-"""Bundles in float16 and int8, exported, served and asked: their rows point where PyTorch's do."""
+"""Bundles in float16 and int8, and a server in bfloat16: rows, scores and weights stay near those of float32."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 from agreement import least_cosine
 from checkpoints import DATA, MODEL, export_minilm, golden_cases
 from exporting import export_once
-from real_server import RealServer, real_server
+from real_server import RealServer, cpu_has_bfloat16, real_server
+from zoo import Zoo
 
-from encserve_client import EncoderClient
+from encserve_client import EncoderClient, maxsim
 from encserve_export import Target, export_hf
 from encserve_export.ground.precision import Precision
 
-pytestmark = pytest.mark.models  # exports of the real model in two precisions
+# The least cosine similarity of a row with PyTorch's. An export in int8 must stay above the bar of its gate.
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}
-ROUNDED = ("float16", "int8")
+EACH = pytest.mark.parametrize("precision", LEAST)
+# A row alone and the same row in company.
 ALONE = 0.999
 LENGTHS = (1, 2, 5, 9, 17, 33, 64, 128, 150, 200, 256)
+QUERIES = ["where do cats sleep", "how long does bread rise", "the fastest train in Japan", "tax on a second flat"]
+DOCUMENTS = [
+    "The cat sleeps on the warm windowsill while it rains.",
+    "Let the dough rise for two hours at room temperature, or overnight in the fridge, before you shape the loaf.",
+    "The Shinkansen runs at up to 320 km/h between Tokyo and Shin-Aomori.",
+    "Landlords pay tax on the rent of a second flat, less repairs and interest of that year.",
+    "Dogs, unlike cats, rest on the floor.",
+    "A train from Kyoto to Osaka takes a quarter of an hour; the slow one costs half as much.",
+    "Yes.",
+]
+# The largest difference of a MaxSim score as a share of its query's best; the least cosine similarity of weights.
+RETRIEVAL = {"float16": (0.01, 0.999), "bfloat16": (0.02, 0.999), "int8": (0.05, 0.98)}
 
 
 @pytest.fixture(scope="module")
-def rounded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
-    """The real model and a small one, in each of the two."""
+def rounded_models(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
     repository = tmp_path_factory.mktemp("rounded")
     for precision in LEAST:
         export_minilm(repository, f"{MODEL}-{precision}", precision)
         small = Target(model_repository=repository, name=f"hf-bert-{precision}")
         export_once(export_hf, DATA / "hf-bert", target=small, precision=precision, ids_only=True)
-    with real_server(repository) as server:
+    for name in ("trained-late", "trained-splade"):
+        for rounded in ("float32", *LEAST):
+            zoo.export(name, repository, f"{name}-{rounded}", precision=rounded)
+    return repository
+
+
+@pytest.fixture(scope="module")
+def rounded_server(rounded_models: Path) -> Iterator[RealServer]:
+    with real_server(rounded_models) as server:
         yield server
 
 
@@ -38,8 +60,8 @@ def rounded(rounded_server: RealServer) -> Iterator[EncoderClient]:
         yield client
 
 
-@pytest.mark.parametrize("precision", ROUNDED)
-def test_real_text_alone_and_in_batches(
+@EACH
+def test_rows_of_real_text_alone_and_in_batches(
     rounded: EncoderClient, client: EncoderClient, real_ids: list[int], precision: Precision
 ) -> None:
     sequences = [[101, *real_ids[11 * i : 11 * i + length - 2], 102][:length] for i, length in enumerate(LENGTHS)]
@@ -50,22 +72,26 @@ def test_real_text_alone_and_in_batches(
     assert least_cosine(together, alone) >= ALONE
 
 
-@pytest.mark.parametrize("precision", ROUNDED)
-def test_golden_cases(rounded: EncoderClient, precision: Precision) -> None:
+@EACH
+def test_rows_of_golden_cases(rounded: EncoderClient, precision: Precision) -> None:
     ids, want = golden_cases("hf-bert")
     assert least_cosine(rounded.encode(ids, model=f"hf-bert-{precision}"), want) >= LEAST[precision]
 
 
-@pytest.mark.parametrize("precision", ROUNDED)
-def test_what_is_said_of_them(rounded: EncoderClient, rounded_server: RealServer, precision: Precision) -> None:
+@EACH
+def test_the_server_names_the_precision(
+    rounded: EncoderClient, rounded_server: RealServer, precision: Precision
+) -> None:
     assert rounded.model(f"{MODEL}-{precision}").precision == precision
     warned = {line["model"] for line in rounded_server.log if "a float16 bundle is for GPUs" in line["message"]}
-    assert warned == {f"{MODEL}-float16", "hf-bert-float16"}
+    assert {f"{MODEL}-float16", "hf-bert-float16"} <= warned
+    assert f"{MODEL}-int8" not in warned
 
 
-@pytest.mark.parametrize("precision", ROUNDED)
-def test_inspections(rounded: EncoderClient, client: EncoderClient, precision: Precision) -> None:
-    """What goes on inside belongs to the rows that are served."""
+@EACH
+def test_inspect_sees_the_rows_that_are_served(
+    rounded: EncoderClient, client: EncoderClient, precision: Precision
+) -> None:
     text, model = "I understand this", f"{MODEL}-{precision}"
     inspected, want = rounded.inspect(text, model=model), client.inspect(text)
     assert inspected.attention is not None
@@ -74,3 +100,45 @@ def test_inspections(rounded: EncoderClient, client: EncoderClient, precision: P
     assert np.abs(inspected.attention.sum(axis=-1) - 1).max() <= 2e-3
     assert least_cosine(list(inspected.hidden_states), list(want.hidden_states)) >= LEAST[precision]
     assert least_cosine([inspected.hidden_states[-1]], [rounded.encode([text], model=model)[0]]) >= ALONE
+
+
+def scores(client: EncoderClient, model: str) -> np.ndarray:
+    """MaxSim of each query with each document: (queries, documents)."""
+    documents = client.encode_document(DOCUMENTS, model=model)
+    return np.array([[maxsim(query, it) for it in documents] for query in client.encode_query(QUERIES, model=model)])
+
+
+def weights(client: EncoderClient, model: str) -> list[np.ndarray]:
+    return [it.dense()[None] for it in client.encode_document(DOCUMENTS, model=model)]
+
+
+@pytest.fixture(scope="module")
+def compare_retrieval(rounded: EncoderClient) -> Callable[[EncoderClient, str, str], None]:
+    """Compares scores and weights of a client's models with those of the models in float32."""
+    want, want_weights = scores(rounded, "trained-late-float32"), weights(rounded, "trained-splade-float32")
+
+    def compare(client: EncoderClient, served_as: str, precision: str) -> None:
+        largest, least = RETRIEVAL[precision]
+        differences = np.abs(scores(client, f"trained-late-{served_as}") - want)
+        assert (differences <= largest * want.max(axis=1, keepdims=True)).all()
+        assert least_cosine(weights(client, f"trained-splade-{served_as}"), want_weights) >= least
+
+    return compare
+
+
+@EACH
+def test_scores_and_weights(
+    rounded: EncoderClient, compare_retrieval: Callable[[EncoderClient, str, str], None], precision: str
+) -> None:
+    compare_retrieval(rounded, precision, precision)
+
+
+def test_scores_and_weights_in_bfloat16(
+    rounded_models: Path, compare_retrieval: Callable[[EncoderClient, str, str], None]
+) -> None:
+    if not cpu_has_bfloat16():
+        pytest.skip("THIS CPU HAS NO BFLOAT16: MaxSim in --precision bfloat16 is not tested here")
+    flags = [flag for name in ("late", "splade") for flag in ("--model", f"trained-{name}-float32")]
+    in_bfloat16 = ("--engine", "openvino", "--precision", "bfloat16")
+    with real_server(rounded_models, *flags, *in_bfloat16) as server, EncoderClient(server.target) as client:
+        compare_retrieval(client, "float32", "bfloat16")

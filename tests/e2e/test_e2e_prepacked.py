@@ -1,4 +1,4 @@
-"""Real models give the same bits with shared weights as without, in every session."""
+"""Real models give the same bits with and without shared weights, in every session."""
 
 import contextlib
 from pathlib import Path
@@ -11,8 +11,6 @@ from encserve_export.ground.precision import Precision
 from encserve_server.engine.onnx import OnnxEngine, OnnxInspector
 from encserve_server.engine.prepacked import PrepackedWeights
 from encserve_server.repository.bundle import read_bundle
-
-pytestmark = pytest.mark.models
 
 LENGTHS = ([1], [7], [3, 40, 40, 9] * 4, [100], [64, 1])
 

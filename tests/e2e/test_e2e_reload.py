@@ -1,4 +1,4 @@
-"""New versions of a model arrive while callers ask: nobody fails, and every answer is of the version that it names."""
+"""New versions of a model arrive under load: no call fails, and each answer comes from the version it names."""
 
 import asyncio
 import json
@@ -21,17 +21,15 @@ from real_server import RealServer, real_server
 from encserve_client import AsyncEncoderClient, EncoderClient, FingerprintError
 from encserve_export import EncoderConfig, Target, export_init
 
-pytestmark = pytest.mark.system
-
 N_CALLERS, N_SWITCHES, N_MODELS = 32, 20, 3
-# 30 MB of weights: a version that was kept would be seen in the server's memory.
+# 30 MB of weights, so that the server's memory shows a version that was not freed.
 CONFIG = EncoderConfig(vocab_size=10_000, d_model=384, n_heads=12, d_ff=1536, n_layers=2, max_sequence_tokens=128)
 INPUTS = [list(range(2, 2 + length)) for length in (1, 7, 30, 100)]
 
 
 @pytest.fixture(scope="module")
 def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models of the same shape with different weights, in turns as versions 0 to 20."""
+    """Three models of one shape with different weights, in turn as versions 0 to 20."""
     drafts = tmp_path_factory.mktemp("drafts")
     for number in range(N_MODELS):
         export_once(export_init, CONFIG, number, target=Target(model_repository=drafts, name="m", version=str(number)))
@@ -46,7 +44,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wanted(drafts: Path) -> dict[str, list[Any]]:
-    """By version, the rows of `INPUTS`, each run alone in ONNX Runtime."""
+    """The rows of `INPUTS` by version, each run alone in ONNX Runtime."""
     rows: dict[str, list[Any]] = {}
     for number in range(N_MODELS):
         session = InferenceSession(drafts / "m" / str(number) / "model.onnx", providers=["CPUExecutionProvider"])
@@ -58,7 +56,7 @@ def wanted(drafts: Path) -> dict[str, list[Any]]:
 
 @pytest.fixture
 def repository(drafts: Path, tmp_path: Path) -> Path:
-    """A repository that holds version 0."""
+    """A repository with version 0."""
     publish(drafts, tmp_path, "0")
     return tmp_path
 
@@ -70,20 +68,20 @@ def server(repository: Path) -> Iterator[RealServer]:
 
 
 def publish(drafts: Path, repository: Path, version: str) -> None:
-    """Puts a version into the repository in one step, as the exporter does."""
+    """Publish a version in one step, like the exporter."""
     (repository / "m").mkdir(exist_ok=True)
     shutil.copytree(drafts / "m" / version, repository / "m" / f".{version}", copy_function=os.link)
     (repository / "m" / f".{version}").rename(repository / "m" / version)
 
 
 def served(server: RealServer) -> list[str]:
-    """The versions that are loaded."""
+    """The loaded versions."""
     with EncoderClient(server.target) as client:
         return [model.version for model in client.models()]
 
 
 def only_loaded(server: RealServer, version: str) -> Callable[[], bool]:
-    """Whether this version serves and the one before it is gone from the metrics, which is when it is unloaded."""
+    """Whether this version serves and the version before it has left the metrics, so is unloaded."""
 
     def is_so() -> bool:
         return (
@@ -104,7 +102,7 @@ def until(condition: Callable[[], bool]) -> None:
 async def test_twenty_switches_under_load(
     server: RealServer, repository: Path, drafts: Path, wanted: dict[str, list[Any]]
 ) -> None:
-    """No error, the right rows, and no version kept in memory."""
+    """No error, right rows, and no version left in memory."""
     answered: Counter[str] = Counter()
     stop = asyncio.Event()
 
@@ -119,7 +117,7 @@ async def test_twenty_switches_under_load(
     async with AsyncEncoderClient(server.target) as client, asyncio.TaskGroup() as callers:
         for number in range(N_CALLERS):
             callers.create_task(call(client, number))
-        while answered["0"] < 10 * N_CALLERS:  # what stays for good is there: threads and their memory, Python's caches
+        while answered["0"] < 10 * N_CALLERS:  # threads and Python's caches have their memory now
             await asyncio.sleep(0.01)
         memory = [server.resident_bytes()]
         for version in map(str, range(1, N_SWITCHES + 1)):
@@ -142,7 +140,7 @@ def test_a_bad_version_is_refused_and_the_old_one_serves_on(server: RealServer, 
     path = repository / "m" / "1" / "model.onnx.data"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
-    path.unlink()  # it is a link to what the other tests use
+    path.unlink()  # a hard link to a file that other tests use
     path.write_bytes(data)
     server.process.send_signal(signal.SIGHUP)
     until(lambda: server.metric("encserve_model_loads_total", outcome="refused") == 1)
@@ -177,7 +175,7 @@ def test_a_client_that_expects_a_fingerprint_never_gets_another(
 
 
 def test_a_stream_never_mixes_versions(server: RealServer, repository: Path, drafts: Path) -> None:
-    """It says so instead; who wants to go on names the version, and the server keeps two."""
+    """The stream ends with an error. A caller who names a version goes on, and the server keeps two versions."""
     with EncoderClient(server.target) as client:
         results = client.encode_stream(iter(INPUTS * 100), max_in_flight=4)
         next(results)

@@ -1,4 +1,4 @@
-"""Two replicas, behind a real Envoy or with the client taking turns: they stop, die and come back under load."""
+"""Two replicas behind a real Envoy, or with the client's round robin: they stop, die and return under load."""
 
 import contextlib
 import signal
@@ -16,15 +16,13 @@ from real_server import RealServer, real_server
 
 from encserve_client import EncoderClient
 
-pytestmark = pytest.mark.system
-
 TEXTS = [f"{word} {'new ' * (n % 7)}world {'brave ' * n}".strip() for n in range(24) for word in ("hello", "world")]
-# A server's end and a client's notice of it are not the same moment.
+# A client notices some time later that a server has ended.
 NOTICE_SECONDS = 3.0
 
 
 class Replica:
-    """A server that is started on the same port every time."""
+    """A server that always starts on the same port."""
 
     def __init__(self, models: Path, stack: contextlib.ExitStack) -> None:
         self._models = models
@@ -33,31 +31,31 @@ class Replica:
         self.server = self.start()
 
     def start(self) -> RealServer:
-        """Returns when it says that it serves."""
+        """Return when the server says that it serves."""
         flags = ("--grpc-port", str(self._port), "--intra-op-threads", "1")
         self.server = self._stack.enter_context(real_server(self._models, *flags))
         return self.server
 
     @property
     def answered(self) -> float:
-        """How many Encode calls it has answered since it was started."""
+        """The number of Encode calls answered since the start."""
         return self.server.metric("grpc_server_handled_total", grpc_method="Encode", grpc_code="OK")
 
     def terminate(self) -> float:
-        """SIGTERM. Returns when it has ended, with the time; it answers whatever it has accepted."""
+        """Send SIGTERM; return the time at which the server has ended, after all accepted calls were answered."""
         self.server.terminate()
         assert self.server.wait() == 0
         return time.monotonic()
 
     def kill(self) -> float:
-        """SIGKILL. Returns when it has ended, with the time."""
+        """Send SIGKILL; return the time at which the server has ended."""
         self.server.process.kill()
         self.server.wait()
         return time.monotonic()
 
 
 class Replicas:
-    """Two of them, and where callers connect to reach both."""
+    """Two replicas, and the addresses that reach both."""
 
     def __init__(self, models: Path, stack: contextlib.ExitStack) -> None:
         self.one, self.other = Replica(models, stack), Replica(models, stack)
@@ -68,7 +66,7 @@ class Replicas:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model: servers come and go, and what they compute does not matter."""
+    """A small model, since servers start often here."""
     folder = tmp_path_factory.mktemp("small")
     return export_small_with_text(folder / "models", "small", folder / "checkpoint").path.parent.parent
 
@@ -81,7 +79,7 @@ def replicas(models: Path) -> Iterator[Replicas]:
 
 @pytest.fixture(params=["envoy", "round robin"])
 def target(request: pytest.FixtureRequest, replicas: Replicas, tmp_path: Path) -> Iterator[str | Sequence[str]]:
-    """What a caller names to reach both."""
+    """The address or addresses that reach both replicas."""
     if request.param == "round robin":
         yield replicas.targets
     else:
@@ -91,7 +89,7 @@ def target(request: pytest.FixtureRequest, replicas: Replicas, tmp_path: Path) -
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: str) -> None:
-    """32 callers and two streams, with the client's default settings: no call fails, every answer is right."""
+    """32 callers and two streams with the client's default settings: no call fails, every answer is right."""
     one, other = replicas.one, replicas.other
     with Callers(kind, target, TEXTS, replicas.want) as callers:
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer")
@@ -101,17 +99,17 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
         before = other.answered
         callers.wait_until(lambda: other.answered > before + 200, "the other answers alone")
         one.start()
-        callers.wait_until(lambda: one.answered > 100, "the one that was stopped gets calls again")
+        callers.wait_until(lambda: one.answered > 100, "the stopped replica gets calls again")
 
         killing = time.monotonic()
         killed = other.kill()
         before = one.answered
         callers.wait_until(lambda: one.answered > before + 200, "the other answers alone")
         other.start()
-        callers.wait_until(lambda: other.answered > 100, "the one that was killed gets calls again")
+        callers.wait_until(lambda: other.answered > 100, "the killed replica gets calls again")
         streamed, calm = callers.n_streamed, time.monotonic()
 
-        # And the worst time to stop one: the moment that the other says it serves.
+        # The worst moment to stop a replica: the other one says that it serves.
         one.kill()
         one.start()
         other.kill()
@@ -119,7 +117,7 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer again")
     assert callers.failed == []
     assert callers.n_streamed > streamed > 0
-    # Sent again was only what a server was stopping or dying under.
+    # Before that moment, calls were repeated only while a replica stopped or died.
     for call in callers.calls:
         if call.attempts > 1 and call.ended < calm:
             was_stopping = call.began < stopped + NOTICE_SECONDS and call.ended > stopping
@@ -128,16 +126,16 @@ def test_replicas_stop_die_and_come_back(replicas: Replicas, target: Any, kind: 
 
 
 def test_a_replica_that_hangs(replicas: Replicas, target: Any) -> None:
-    """It says nothing and keeps its connections, as a machine does that has lost its network. No call is lost."""
+    """The replica is silent and keeps its connections, like a machine without network. No call is lost."""
     one, other = replicas.one, replicas.other
     with Callers("async", target, TEXTS, replicas.want, n_callers=8) as callers:
         callers.wait_until(lambda: one.answered > 100 and other.answered > 100, "both answer")
         one.server.process.send_signal(signal.SIGSTOP)
-        hanging = time.monotonic() + 1  # by now everybody has called it
-        # Every caller that was with it is back, streams too: nobody waits for it any more.
+        hanging = time.monotonic() + 1  # by now each caller has called it
+        # Every caller of the silent replica, streams too, has an answer from the other.
         callers.wait_until(lambda: callers.all_answered_since(hanging), "every caller goes on with the other")
         one.server.process.send_signal(signal.SIGCONT)
         before = one.answered
         callers.wait_until(lambda: one.answered > before + 100, "it gets calls again")
     assert callers.failed == []
-    assert any(call.began < hanging < call.ended for call in callers.calls), "nobody was with it, so nothing was tested"
+    assert any(call.began < hanging < call.ended for call in callers.calls), "the silent replica had no call"

@@ -1,4 +1,4 @@
-"""A single server is killed and started again in the middle of a long call: nobody has to do anything about it."""
+"""A single server is killed and started again during a long call; the call ends well."""
 
 import contextlib
 import threading
@@ -18,14 +18,12 @@ from waiting import PATIENCE_SECONDS
 from encserve_cli.commands import cli
 from encserve_client import EncoderClient
 
-pytestmark = pytest.mark.system
-
 TEXTS = [f"hello {'new ' * (n % 7)}world {'brave ' * (n % 40)}".strip() for n in range(5000)]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model: it is loaded soon."""
+    """A small model, which loads soon."""
     folder = tmp_path_factory.mktemp("small")
     return export_small_with_text(folder / "models", "small", folder / "checkpoint").path.parent.parent
 
@@ -38,7 +36,7 @@ def want(models: Path) -> Any:
 
 @contextlib.contextmanager
 def killed_in_the_middle(models: Path) -> Iterator[str]:
-    """A server's target. It is killed once it has computed some texts; two seconds later it is started again."""
+    """The address of a server that is killed after some texts, and started again two seconds later."""
     flags = ("--grpc-port", str(free_port()), "--intra-op-threads", "1")
     servers: list[RealServer] = []
     with contextlib.ExitStack() as stack:

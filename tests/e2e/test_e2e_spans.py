@@ -1,4 +1,4 @@
-"""Ranges of a text on a real server: what a caller would make of its own rows, in one run; and what Tokenize tells."""
+"""Ranges of a text on a real server: pooled from the rows of one run, and what Tokenize returns."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +36,7 @@ def tensor_of(tensor: pb.RaggedTensor) -> Any:
 
 
 def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> None:
-    """Overlapping, empty, of white space, of all: each within 1e-6 of pooling the caller's own rows."""
+    """Overlapping, empty, white space, whole: each is within 1e-6 of the same pooling of the rows."""
     rng = np.random.default_rng(3)
     bounds = np.sort(rng.integers(0, len(TEXT) + 1, (1000, 2)), axis=1)
     bounds[0], bounds[1], bounds[2] = (0, len(TEXT)), (5, 6), (7, 7)
@@ -66,7 +66,7 @@ def test_a_thousand_ranges_are_pooled_from_the_rows_of_one_run(stub: Any) -> Non
 
 
 def test_tokenize_tells_what_encode_sees(stub: Any) -> None:
-    """And that is the whole text, in bytes as in characters, though it is too long for the model."""
+    """Tokenize returns the whole text in characters and in bytes, though the text is too long for the model."""
     texts = [TEXT, "", TEXT * 3]
     options = pb.EncodeOptions(truncation=pb.TRUNCATION_END, include_token_strings=True)
     request = pb.EncodeRequest(model=MODEL, inputs=[pb.Input(text=it) for it in texts], options=options)

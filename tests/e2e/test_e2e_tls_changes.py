@@ -19,10 +19,8 @@ from tiny_heads import words
 
 from encserve_client import AsyncEncoderClient, RetryPolicy, Tls
 
-pytestmark = pytest.mark.system
-
 CHANGES, CALLERS = 100, 32
-# The command, which looks for changes sooner than every second.
+# The command with a shorter poll than one second.
 PROGRAM = f"""#!{sys.executable}
 from encserve_server.__main__ import main
 from encserve_server.system import certificates
@@ -41,7 +39,7 @@ def program(tmp_path: Path) -> Path:
 
 
 async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
-    """Half of the callers make a connection for every call, half keep theirs; each call is sent once."""
+    """Half of the callers connect for every call, half keep a connection; no call is repeated."""
     made = make_certificates(tmp_path)
     pairs = [made.authority.issue(f"server-{i}") for i in range(4)]
     mount = Mount(tmp_path / "mount")
@@ -54,7 +52,7 @@ async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
         load = Load(server, made)
 
         async def shown() -> bytes:
-            # A machine that stands still for 10 s ends handshakes; that no call fails is for the callers to tell.
+            # A machine that stalls for 10 s ends handshakes; the callers decide whether a call failed.
             with contextlib.suppress(OSError):
                 return await asyncio.to_thread(served, server.http_port or 0, load.context)
             return b""
@@ -76,7 +74,7 @@ async def test_no_call_fails(tmp_path: Path, program: Path) -> None:
 
 
 class Load:
-    """Callers, and how many calls each kind of them has made."""
+    """Callers, and the number of calls of each kind."""
 
     def __init__(self, server: RealServer, made: Certificates) -> None:
         self.calls = dict.fromkeys(("HTTP, new", "HTTP, kept", "gRPC, new", "gRPC, kept"), 0)
@@ -88,7 +86,7 @@ class Load:
         self._numbers = itertools.count()
 
     async def run(self, change: Coroutine[Any, Any, None]) -> None:
-        """Calls until `change` has returned; raises what a call raises."""
+        """Call until `change` has returned. The first failed call raises."""
         async with asyncio.TaskGroup() as group:
             for kind in self.calls:
                 for _ in range(CALLERS // len(self.calls)):

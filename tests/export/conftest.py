@@ -14,6 +14,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from torch import Tensor
+from zoo import Zoo
 
 from encserve_export import EncoderConfig, Exported
 
@@ -100,3 +101,9 @@ def write_tokenizer() -> Callable[..., Path]:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def zoo(tmp_path_factory: pytest.TempPathFactory) -> Zoo:
+    """The tiny models of all kinds, each written and exported when a test first asks for it."""
+    return Zoo(tmp_path_factory.mktemp("zoo"))

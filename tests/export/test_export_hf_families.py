@@ -84,7 +84,7 @@ def test_rows_and_attention_are_transformers_own(family: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("precision", ["float16", "int8"])
-@pytest.mark.models
+@pytest.mark.system
 def test_other_precisions_pass_their_gates(family: str, precision: Precision, tmp_path: Path) -> None:
     _, encoder = make(family, tmp_path / "theirs")
     (tmp_path / "ours").mkdir()
@@ -150,7 +150,7 @@ def test_names_of_transformers_own_are_read_by_transformers(tmp_path: Path) -> N
     assert export_hf(directory, target, max_sequence_tokens=20, ids_only=True).manifest.source.route == "transformers"
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_ours_takes_what_it_is_better_at(tmp_path: Path) -> None:
     """Long texts; others it runs no faster."""
     save("gte", tmp_path / "theirs", max_position_embeddings=1025)
@@ -161,4 +161,7 @@ def test_ours_takes_what_it_is_better_at(tmp_path: Path) -> None:
 
     short, long = export(20), export(1025)
     assert (short.manifest.source.route, long.manifest.source.route) == ("transformers", "own")
-    assert "our own encoder is no faster for it up to 1024 tokens; with --via own it can be inspected" in short.route
+    assert (
+        "our own encoder is no faster for it up to 1024 tokens; with --via own it can be inspected"
+        in short.notes["route"]
+    )

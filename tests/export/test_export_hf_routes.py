@@ -50,7 +50,7 @@ def test_an_onnx_file_alone_is_taken(name: str, tmp_path: Path) -> None:
     shutil.copy(graph, directory / "onnx")
     exported = export(directory)
     assert exported.manifest.source.route == "onnx"
-    assert "our own encoder does not take it: the directory holds no weights" in exported.route
+    assert "our own encoder does not take it: the directory holds no weights" in exported.notes["route"]
     with pytest.raises(UnsupportedModelError, match="holds no weights. Without --via transformers, every way"):
         export(directory, via="transformers")
 
@@ -75,9 +75,9 @@ def test_our_own_encoder_is_compared_with_transformers(
 
 def test_positions_that_transformers_ignores_are_remarked(tmp_path: Path) -> None:
     directory = save(NAMED["BERT"], tmp_path)
-    assert export(directory).remarks == ()
+    assert "remark" not in export(directory).notes
     change_config(directory, position_embedding_type="alibi", auto_map={"AutoModel": "modeling.Mine"})
-    code, positions = export(directory).remarks
+    code, positions = export(directory).notes["remark"].split("; ")
     assert code.endswith("(auto_map) was not run: the model is read as transformers' own bert")
     assert (
         "position_embedding_type 'alibi', which transformers' own bert ignores: if the model was trained" in positions

@@ -86,7 +86,7 @@ def test_the_gate_reaches_the_longest_sequence(tmp_path: Path) -> None:
     assert (1300, 1299, 650) in [case.lengths for case in parity.cases]
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) -> None:
     """The scores of 8,192 tokens and 16 heads are 4.3 GB; what runs is a few blocks of 67 MB."""
     encoder = random_encoder(EncoderConfig.from_mapping(WIDE), 0)

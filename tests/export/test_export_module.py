@@ -83,7 +83,7 @@ def _without_the_fast_path() -> Any:
     torch.backends.mha.set_fastpath_enabled(before)
 
 
-@pytest.mark.models  # PyTorch's second exporter takes seconds
+@pytest.mark.system  # PyTorch's second exporter takes seconds
 @pytest.mark.usefixtures("_without_the_fast_path")
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_pytorchs_own_encoder(target: Target, norm_first: bool) -> None:

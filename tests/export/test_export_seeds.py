@@ -14,7 +14,7 @@ SEEDS, FEW_SEEDS = 10, 2
 PROGRAM = Path(__file__).parent.parent / "support" / "seed_exports.py"
 
 
-@pytest.mark.models
+@pytest.mark.weekly
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("capability", ["", "avx2", "default"])

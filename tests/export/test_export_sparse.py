@@ -1,4 +1,4 @@
-"""Directories of sparse encoders: what is read of them, and what is refused."""
+"""Directories of sparse encoders are exported, or refused with the reason."""
 
 import dataclasses
 import io
@@ -65,11 +65,11 @@ def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision
     assert manifest.parity.pipeline_texts == (16 if precision == "float32" else 14)  # without the empty one
     assert manifest.parity.min_pipeline_cosine >= (BOUNDS[precision].cosine or 0)
     assert manifest.encoder.max_sequence_tokens == LONGEST
-    assert exported.left_behind == ()
+    assert exported.unused_parts == ()
     assert {"sparse.onnx", "sparse.onnx.data"} <= {file.path for file in manifest.files}
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> None:
     change(directory / "sentence_bert_config.json", query_length=8, document_length=LONGEST)
     manifest = export(directory, tmp_path).manifest
@@ -78,7 +78,7 @@ def test_lengths_of_queries_and_documents(directory: Path, tmp_path: Path) -> No
     assert export_hf(directory, shorter, max_sequence_tokens=6).manifest.query.max_tokens == 0
 
 
-@pytest.mark.models
+@pytest.mark.system
 @pytest.mark.parametrize("kind", ["ModernBert", "MPNet", "XLMRoberta", "Electra", "Albert"])
 def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
     """The gate compares them with sentence-transformers."""
@@ -113,13 +113,13 @@ def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monke
     vector = read(splade)
     assert vector.sparse is not None
     vector.sparse.module.logarithms = 2  # type: ignore[assignment]
-    monkeypatch.setattr("encserve_export.routes.hf.read", lambda *_: vector)
+    monkeypatch.setattr("encserve_export.routes.hf.read", lambda *_, **__: vector)
     with pytest.raises(ParityError, match="gives other weights than sentence-transformers .* task query: one"):
         export(splade, tmp_path)
     assert not (tmp_path / "models").exists()
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
     """Of the rows that a head is tried with hardly any has a weight."""
     assert export(write_trained_splade(tmp_path / "model", active=10), tmp_path).manifest.parity.pipeline_texts == 16
@@ -130,7 +130,7 @@ def test_weights_that_a_precision_would_move_too_far_are_refused(
 ) -> None:
     """With the figures; the rows themselves pass."""
     bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
-    monkeypatch.setattr("encserve_export.check.texts.bounds_of", lambda _: bounds)
+    monkeypatch.setattr("encserve_export.check.pipeline.bounds_of", lambda _: bounds)
     figures = r"cosine similarity 0\.99\d\d, at least 0.99999 is required; int8 rounds too much here, float32 is exact"
     with pytest.raises(ParityError, match=f"gives another vector than sentence-transformers .* task query: {figures}"):
         export(splade, tmp_path, precision="int8")
@@ -154,7 +154,7 @@ def test_what_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
     csr = [Transformer(model), Pooling(D_MODEL), SparseAutoEncoder(D_MODEL, hidden_dim=48, k=4)]
     SparseEncoder(modules=csr).save(str(tmp_path / "csr"))
     with pytest.raises(
-        UnsupportedModelError, match="has a SparseAutoEncoder module, which .* its weights come of one pooled"
+        UnsupportedModelError, match="has a SparseAutoEncoder module, which .* its weights come from one pooled"
     ):
         read(tmp_path / "csr")
 
@@ -168,7 +168,7 @@ def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
     assert manifest.multi_vector.skips_first_token
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
     assert sorted(manifest.sparse.skipped_token_ids) == [0, 1, 2, 3]
-    assert "FlagEmbedding to 512 tokens" in exported.remark
+    assert "FlagEmbedding to 512 tokens" in exported.notes["remark"]
     # Dense vectors, those for MaxSim, and the weights of tokens.
     assert (manifest.parity.pipeline_texts, manifest.parity.maxsim_tolerance) == (24, 1e-4)
 
@@ -182,22 +182,22 @@ def facts(exported: Any) -> dict[str, str]:
 
 def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, tmp_path: Path) -> None:
     said = facts(export(bge_m3, tmp_path / "m3"))
-    assert said["pooling"] == f"cls, scaled to length 1, {D_MODEL} numbers"
-    assert said["vectors"] == f"one of {D_MODEL} numbers for each token that counts, compared by meanmaxsim"
-    assert said["weights"] == "over 1000 words, of each token under its own id"
+    assert said["pooling"] == f"cls, scaled to length 1, {D_MODEL} dimensions"
+    assert said["vectors"] == f"one of {D_MODEL} dimensions per token, compared by meanmaxsim"
+    assert said["weights"] == "over 1000 words, each token weighs its own id"
     assert said["document"] == "at most 640 tokens"
     said = facts(export(splade, tmp_path / "splade"))
-    assert said["weights"] == "over 1000 words, the largest of all tokens, no more than the 32 largest"
+    assert said["weights"] == "over 1000 words, the maximum over the tokens, only the 32 largest"
     assert "pooling" not in said
     said = facts(export(static, tmp_path / "static"))
-    assert said["query"].endswith("weights from a table of at most 40 tokens, without a run of the model")
+    assert said["query"].endswith("weights from a table, without running the encoder, at most 40 tokens")
 
 
 def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> None:
-    """And what is to be done about it makes a sparse model."""
+    """The advice in the report leads to a sparse model."""
     from sentence_transformers import SparseEncoder
 
-    left = facts(export(write_language_model(tmp_path / "bare"), tmp_path))["left behind"]
+    left = facts(export(write_language_model(tmp_path / "bare"), tmp_path))["unused parts"]
     assert left.startswith("cls, which is a language model's head. If that makes SPLADE's weights, save the directory")
     SparseEncoder(str(tmp_path / "bare"), device="cpu").save_pretrained(str(tmp_path / "other"))
     assert export(tmp_path / "other", tmp_path / "saved").manifest.HasField("sparse")
@@ -213,7 +213,7 @@ def test_texts_that_are_cut_at_their_beginning_are_refused(where: str, directory
     assert export(directory, tmp_path).manifest.parity.pipeline_texts == 16
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_another_tokenizer_of_a_table_is_another_space(static: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(static, tmp_path / "model")
     (path,) = directory.glob("query*/tokenizer.json")
@@ -223,7 +223,7 @@ def test_another_tokenizer_of_a_table_is_another_space(static: Path, tmp_path: P
     assert export(directory, tmp_path / "lower").manifest.space_id != export(static, tmp_path / "not").manifest.space_id
 
 
-@pytest.mark.models
+@pytest.mark.system
 def test_other_heads_are_another_space(bge_m3: Path, tmp_path: Path) -> None:
     directory = shutil.copytree(bge_m3, tmp_path / "model")
     torch.save(torch.nn.Linear(D_MODEL, 1).state_dict(), directory / "sparse_linear.pt")

@@ -53,8 +53,10 @@ def test_what_the_manifest_says(data2vec: Path, models: Path) -> None:
     assert (source.kind, source.route, source.description) == ("hf", "transformers", "Data2VecTextModel")
     assert {"torch", "transformers"} <= set(source.versions)
     assert 0 < exported.manifest.parity.max_relative_error <= exported.manifest.parity.tolerance == 5e-5
-    assert exported.route.startswith("transformers; our own encoder does not take it: model_type must be one of bert")
-    assert "there is no onnx/model.onnx" in exported.route
+    assert exported.notes["route"].startswith(
+        "transformers; our own encoder does not take it: model_type must be one of bert"
+    )
+    assert "there is no onnx/model.onnx" in exported.notes["route"]
 
 
 @pytest.mark.parametrize("name", ["ModernBERT", "Qwen3", "T5"])
@@ -75,7 +77,7 @@ def test_heads_are_left_behind_and_named(data2vec: Path, models: Path) -> None:
     own = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
     head = {"lm_head.dense.weight": next(iter(weights.values())).clone()}
     save_file({**own, **head}, data2vec / "model.safetensors", {"format": "pt"})
-    assert export(data2vec, models).left_behind == ("lm_head",), "the pooler makes no rows: it may be missing"
+    assert export(data2vec, models).unused_parts == ("lm_head",), "the pooler makes no rows: it may be missing"
 
 
 @pytest.mark.parametrize(
@@ -118,7 +120,9 @@ def test_a_missing_shard(data2vec: Path, models: Path) -> None:
     (data2vec / "model.safetensors").rename(data2vec / "model-00001-of-00002.safetensors")
     names = dict.fromkeys(weights, "model-00001-of-00002.safetensors") | {"x": "model-00002-of-00002.safetensors"}
     (data2vec / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(CheckpointFileError, match=r"model-00002-of-00002\.safetensors is missing; the index names it"):
+    with pytest.raises(
+        CheckpointFileError, match=r"model-00002-of-00002\.safetensors is missing, but the index names it"
+    ):
         export(data2vec, models)
     assert not models.exists()
 
@@ -157,7 +161,7 @@ def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkey
 def test_a_route_that_is_asked_for(bert: Any, models: Path) -> None:
     """Our own encoder would do; what is asked for is taken, or nothing is."""
     exported = export(bert.path, models, via="transformers")
-    assert (exported.manifest.source.route, exported.route) == ("transformers", "transformers, as --via asks")
+    assert (exported.manifest.source.route, exported.notes["route"]) == ("transformers", "transformers, as --via asks")
     target = Target(model_repository=models, name="other")
     with pytest.raises(UnsupportedModelError, match=r"there is no onnx/model\.onnx"):
         export_hf(bert.path, target, via="onnx", ids_only=True)
@@ -177,7 +181,7 @@ def test_an_onnx_file_in_the_directory(data2vec: Path, models: Path, tmp_path: P
     exported = export(data2vec, models)
     assert exported.manifest.source.route == ("onnx" if true else "transformers")
     assert exported.manifest.parity.tolerance == 5e-5
-    assert true or "onnx/model.onnx does not take it: the model differs from PyTorch" in exported.route
+    assert true or "onnx/model.onnx does not take it: the model differs from PyTorch" in exported.notes["route"]
 
 
 def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:

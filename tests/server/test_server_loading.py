@@ -11,8 +11,9 @@ from tiny_heads import multi_vector, npy, sparse
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from encserve_proto.bundle.v1 import manifest_pb2
-from encserve_server.errors import BundleError
+from encserve_server.errors import BundleError, InvalidField
 from encserve_server.models.turns import TurnPool
+from encserve_server.offline import Embedder
 from encserve_server.repository import loading
 from encserve_server.repository.loaded import LoadedModel, ServedAlready
 from encserve_server.repository.loading import load_model
@@ -75,7 +76,6 @@ def test_a_tokenizer_that_fits_is_loaded(tmp_path: Path, tokenizer: Tokenizer) -
     ("tokenizer", "largest"),
     [
         (words(VOCAB_SIZE + 1), VOCAB_SIZE),
-        (with_a_token(words(VOCAB_SIZE)), VOCAB_SIZE),
         (words(7, around(VOCAB_SIZE, 1)), VOCAB_SIZE),
         (words(7, around(1, FAR)), FAR),
         (words(7, processors.BertProcessing(("E", 99), ("B", 0))), 99),
@@ -84,10 +84,21 @@ def test_a_tokenizer_that_fits_is_loaded(tmp_path: Path, tokenizer: Tokenizer) -
     ],
 )
 def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path: Path, tokenizer: Tokenizer, largest: int) -> None:
-    """In its vocabulary, its added tokens, or around a text, which may be in neither."""
+    """In its vocabulary, or around a text, outside the vocabulary."""
     directory = write_bundle(tmp_path, tokenizer=tokenizer)
     with pytest.raises(BundleError, match=rf"tokenizer.json: .* {largest}, .* 49"):
         load(directory)
+
+
+def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(tmp_path: Path) -> None:
+    directory = write_bundle(tmp_path, tokenizer=with_a_token(words(VOCAB_SIZE)))
+    with Embedder(directory, tune_batches=False) as embedder:
+        assert len(embedder.embed(["w5 w6"], output="mean")) == 1
+        refused = r"holds '\[X\]', token 50; the vocabulary of \S+ ends at 49: leave that token out"
+        with pytest.raises(InvalidField, match=refused):
+            embedder.embed(["w5", "w5 [X]"], output="mean")
+        ids, reason = embedder.tokenize(["w5 w6", "[X]"])
+        assert (list(ids), str(reason)[:5]) == ([5, 6], "holds")
 
 
 @pytest.mark.parametrize("vocab_size", [VOCAB_SIZE + 1, FAR])

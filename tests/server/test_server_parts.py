@@ -213,7 +213,8 @@ def template_checker(tmp_path_factory: pytest.TempPathFactory, pool: TurnPool) -
     tokenizer.add_special_tokens(["[SEP]"])
     tokenizer.save(str(path))
     template = TextTemplate("new ", "hello ", "brave ", " world world", 2)
-    bundle: Any = SimpleNamespace(name="m", graph=SimpleNamespace(takes_vectors=False), special_token_ids=())
+    graph = SimpleNamespace(takes_vectors=False)
+    bundle: Any = SimpleNamespace(name="m", graph=graph, special_token_ids=(), vocab_size=100)
     return InputChecker(bundle, TextTokenizer(path, pool, 2**20, template=template), 2**20)
 
 

@@ -24,7 +24,7 @@ _DECODER = {**_SIZES, **_TOKENS, "num_key_value_heads": 2, "head_dim": 16}
 
 @dataclasses.dataclass(frozen=True)
 class Architecture:
-    """What a model is made of.
+    """A model type with its settings.
 
     Attributes:
         name: What people call it.

@@ -52,18 +52,18 @@ CLIENTS: dict[str, Callable[..., Any]] = {"sync": InThreads, "async": AsyncEncod
 
 
 class Callers:
-    """32 callers of one client, each with its next call as soon as it has the answer, and two endless streams beside.
+    """32 callers of one client, each calling again after each answer, and two endless streams.
 
     Attributes:
-        calls: Those that were answered, by `encode`'s whole.
-        n_streamed: How many answers came over streams.
-        failed: What went wrong: an exception's text, or an answer that was not right.
+        calls: The answered calls.
+        n_streamed: The number of answers over streams.
+        failed: The failures: an exception's text, or a wrong answer.
     """
 
     def __init__(
         self, kind: str, target: str | Sequence[str], texts: Sequence[str], want: Sequence[Any], n_callers: int = 32
     ) -> None:
-        """Takes the client's kind, sync or async, and texts with the rows that they must get."""
+        """Take the client's kind, sync or async, and texts with the rows to expect."""
         self._client = CLIENTS[kind]
         self._target, self._texts, self._want = target, texts, want
         self._n_callers = n_callers

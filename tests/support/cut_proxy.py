@@ -1,4 +1,4 @@
-"""A TCP proxy on a loopback port between a client and a server, whose connections can be cut."""
+"""A TCP proxy on a loopback port that can cut the connections between a client and a server."""
 
 import contextlib
 import socket
@@ -11,16 +11,16 @@ Direction = Literal["up", "down"]
 
 
 class CutProxy:
-    """Passes bytes on until it is cut; then it ends every connection, and each new one at once, until it is mended.
+    """Passes bytes on. While the proxy is cut, it ends all connections and each new connection at once.
 
     Attributes:
-        port: Where it listens.
-        passed: How many bytes went "up" to the server and "down" to the client since it was mended.
-        cut_after: It is cut before more than so many pass.
+        port: The port of the proxy.
+        passed: The bytes "up" to the server and "down" to the client since the proxy was last restored.
+        cut_after: The proxy cuts itself before more bytes than this pass.
     """
 
     def __init__(self, server_port: int) -> None:
-        """Listens; `server_port` is the server's, on the loopback address."""
+        """Listen for the server at `server_port` of the loopback address."""
         self.passed: dict[Direction, int] = {"up": 0, "down": 0}
         self.cut_after: dict[Direction, int] = {}
         self._is_cut = False

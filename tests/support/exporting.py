@@ -1,4 +1,4 @@
-"""Exports that several tests read, kept on disk for as long as what makes them is the same."""
+"""Exports that several tests read, kept on disk while the exporter's sources and the packages are the same."""
 
 import dataclasses
 import functools
@@ -23,9 +23,9 @@ KEPT_SECONDS = 24 * 3600
 
 
 def export_once(export: Callable[..., Exported], *source: Any, target: Target, **options: Any) -> Exported:
-    """What `export(*source, target, **options)` makes: a copy of what an earlier run made, if there was one.
+    """Return the result of `export(*source, target, **options)`, copied from an earlier run if there was one.
 
-    A file or folder counts by what is in it. Several processes may do this at once.
+    Files and folders are compared by content. Several processes may call this at once.
     """
     kept = _kept_by_this_exporter() / _digest(export.__name__, source, target.name, target.version, options)
     if not kept.exists():
@@ -43,7 +43,7 @@ def export_once(export: Callable[..., Exported], *source: Any, target: Target, *
 
 @functools.cache
 def _kept_by_this_exporter() -> Path:
-    """The folder for exports by these sources in this environment. Those of others go, a day after they were made."""
+    """The folder for exports by these sources in this environment; folders of others are removed after a day."""
     sources = [path for part in ("export", "proto") for path in (ROOT / part / "src").rglob("*.py")]
     packages = sorted(f"{it.name} {it.version}" for it in distributions())
     folder = KEPT / _digest(*sorted(sources), *packages, platform.python_version(), platform.processor())
@@ -62,7 +62,7 @@ def _digest(*parts: Any) -> str:
 
 
 def _flat(parts: Iterable[Any]) -> Iterable[bytes]:
-    """Everything that a call depends on, as bytes; of files their names and what is in them."""
+    """All inputs of a call as bytes; a file counts by its name and content."""
     for part in parts:
         if isinstance(part, dict):
             yield from _flat(sorted(part.items()))

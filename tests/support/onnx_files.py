@@ -1,4 +1,4 @@
-"""Small ONNX encoders as somebody else might have written them, node by node."""
+"""Small ONNX encoders as other authors may write them, node by node."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -89,7 +89,7 @@ def save(model: onnx.ModelProto, path: Path) -> Path:
 
 
 def save_with_data(model: onnx.ModelProto, path: Path, location: str = "weights.bin") -> Path:
-    """Writes a model whose tables lie in another file beside it."""
+    """Writes a model with its tables in a second file."""
     onnx.save(model, path, save_as_external_data=True, location=location, size_threshold=100)
     return path
 

@@ -1,4 +1,4 @@
-"""Ports for servers that are started anew on the port they had."""
+"""Ports for servers that start again on the same port."""
 
 import random
 import socket
@@ -7,8 +7,8 @@ import socket
 def free_port() -> int:
     """A TCP port that is free on every loopback address.
 
-    From below those that the system gives to outgoing connections: one of them could take it while its server is away,
-    or a client that tries to reach it could even meet itself.
+    The port lies below the range of outgoing connections. Otherwise a connection could take the port while its server
+    is away, or a client could connect to itself.
     """
     while True:
         port = random.randrange(10_000, 32_000)

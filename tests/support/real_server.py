@@ -25,7 +25,7 @@ class RealServer:
         target: Its gRPC address.
         url: Where it answers HTTP, if it does.
         tls: What to ask its metrics page with, of a server with TLS.
-        log: Its log lines so far, parsed; one that is no JSON fails the test.
+        log: The parsed log lines so far; a line that is not JSON fails the test.
     """
 
     def __init__(self, process: "subprocess.Popen[str]", start_seconds: float = 120) -> None:
@@ -81,7 +81,7 @@ class RealServer:
 
 
 def cpu_has_bfloat16() -> bool:
-    """What the system says of the CPU, not what OpenVINO says."""
+    """Whether the system, not OpenVINO, names bfloat16 instructions."""
     return bool({"avx512_bf16", "amx_bf16"} & set(Path("/proc/cpuinfo").read_text().split()))
 
 

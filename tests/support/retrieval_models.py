@@ -133,7 +133,7 @@ DIRECTORIES: dict[str, Callable[[Path], None]] = {
 
 
 def trained(folder: Path) -> None:
-    """Writes the real MiniLM as a multi-vector model, with a projection that nobody has trained."""
+    """Writes the real MiniLM as a multi-vector model, with an untrained projection."""
     from sentence_transformers import MultiVectorEncoder
     from sentence_transformers.base.modules import Dense, Normalize, Transformer
     from sentence_transformers.multi_vector_encoder.modules import MultiVectorMask

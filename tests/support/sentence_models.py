@@ -83,10 +83,10 @@ def write_model(
 
     Args:
         folder: Where to.
-        modules: What comes after the Transformer: the class of each and its config.json. Weights are random.
+        modules: The modules after the Transformer: class and config.json. Weights are random.
         settings: config_sentence_transformers.json.
         transformer: sentence_bert_config.json.
-        version: Whose module paths to write, 5 or 6.
+        version: The release of sentence-transformers that names the module paths, 5 or 6.
         transformer_folder: Where the encoder lies in it.
         encoder: Arguments of `write_encoder`.
     """

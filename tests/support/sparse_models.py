@@ -16,7 +16,7 @@ PROMPTS = {"query": "w1 w2 ", "document": "w3 "}
 
 
 def sparse_text(n_words: int) -> str:
-    """A text of so many words, some of them unknown."""
+    """A text of `n_words` words; some words are unknown."""
     picked = torch.randint(0, len(WORDS) + 20, (n_words,), generator=torch.Generator().manual_seed(n_words))
     return " ".join(f"w{i}" for i in picked.tolist())
 
@@ -137,7 +137,7 @@ def change(path: Path, **changed: Any) -> None:
 
 
 def write_trained_splade(folder: Path, active: int = 2000) -> Path:
-    """Writes the real MiniLM as a SPLADE model, with a head that nobody has trained, biased to so many words a text."""
+    """Writes the real MiniLM as a SPLADE model, with an untrained head, biased to `active` words a text."""
     import transformers
     from sentence_transformers import SparseEncoder
     from sentence_transformers.base.modules import Transformer

@@ -1,4 +1,4 @@
-"""A bundle with a graph of a few nodes: a row is its token's vector plus the mean of the sequence."""
+"""A bundle with a graph of a few nodes, made without PyTorch: a row is its token's vector plus the sequence's mean."""
 
 import hashlib
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def table() -> Any:
 
 
 def expected_rows(ids: Any) -> Any:
-    """The rows of the graph for (seq,) ids: (seq, d_model)."""
+    """The rows of the graph for (seq,) ids."""
     vectors = table()[ids]
     return vectors + vectors.mean(axis=0, keepdims=True)
 
@@ -36,7 +36,7 @@ def write_graph(path: Path) -> None:
     output = helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["batch", "seq", D_MODEL])
     nodes = [
         helper.make_node("Gather", ["table", "ids"], ["vectors"]),
-        helper.make_node("Equal", ["mask", "one"], ["seen"]),  # 2 marks a token that has a row and is not attended
+        helper.make_node("Equal", ["mask", "one"], ["seen"]),  # 2 is for a token that has a row and is not seen
         helper.make_node("Cast", ["seen"], ["real"], to=TensorProto.FLOAT),
         helper.make_node("Unsqueeze", ["real", "last"], ["column"]),
         helper.make_node("Mul", ["vectors", "column"], ["kept"]),
@@ -56,7 +56,7 @@ def write_graph(path: Path) -> None:
 
 
 def byte_products() -> tuple[bytes, Any, Any]:
-    """A graph that multiplies uint8 by int8, `A` to `Y`; an input (8, 64); and its output, int32 (8, 16).
+    """A graph that multiplies uint8 by int8, `A` to `Y`, with an input (8, 64) and its output, int32 (8, 16).
 
     Sums of two products do not fit 16 bits.
     """
@@ -74,7 +74,7 @@ def byte_products() -> tuple[bytes, Any, Any]:
 
 
 def inspect_parts(directory: Path) -> dict[str, Any]:
-    """Arguments of `write_bundle` for a bundle with inspection: hidden states, and no real attention."""
+    """What `write_bundle` needs for a bundle that can be inspected: hidden states, and no real attention."""
     write_graph(directory / "inspect.onnx")
     model = onnx.load(directory / "inspect.onnx")
     for name in ("vectors", "column"):

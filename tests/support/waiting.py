@@ -1,16 +1,16 @@
-"""Waiting for a condition."""
+"""Waits for conditions."""
 
 import asyncio
 import time
 from collections.abc import Callable
 
-# More than any test needs on a busy machine, and less than the timeout of a test.
+# Longer than any condition takes on a busy machine, shorter than the timeout of a test.
 PATIENCE_SECONDS = 60.0
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Waits for a condition; fails after a minute."""
+    """Wait until a condition holds; fail after PATIENCE_SECONDS."""
     ends = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert time.monotonic() < ends, f"did not happen within {PATIENCE_SECONDS:g} s"
+        assert time.monotonic() < ends, f"the condition did not hold within {PATIENCE_SECONDS:g} s"
         await asyncio.sleep(0.01)

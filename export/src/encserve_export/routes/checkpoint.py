@@ -1,17 +1,15 @@
 """The export of a bare state dict, and of random weights."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_model
-from encserve_export.bundle.write import Exported, Progress, Target
+from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check.expected import read_expected
-from encserve_export.ground.errors import ExpectedRowsError
 from encserve_export.ground.precision import Precision
-from encserve_export.kinds.recipe import pooled
+from encserve_export.kinds.spec import spec_from_options
 from encserve_export.models.own.config import EncoderConfig, Input
 from encserve_export.models.own.init import random_encoder
 from encserve_export.models.own.state_dict import Table, find_encoder
@@ -34,7 +32,7 @@ def export_checkpoint(
     pooling: str | None = None,
     l2_normalize: bool = False,
     expect: Path | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports a bare state dict in one of the layouts of `known_layouts`.
 
@@ -57,7 +55,7 @@ def export_checkpoint(
     Raises:
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
-    vector = pooled(pooling, l2_normalize=l2_normalize)
+    vector = spec_from_options(pooling, l2_normalize=l2_normalize)
     expected = None if expect is None else read_expected(expect)
     progress("reading the weights")
     weights = read_checkpoint(path, embeddings)
@@ -84,11 +82,7 @@ def export_checkpoint(
         expected=expected,
     )
     del weights, tensors, table  # the encoder has what it needs of them
-    try:
-        exported = export_encoder(found.encoder, source, target, precision=precision, progress=progress)
-    except ExpectedRowsError as error:
-        raise ExpectedRowsError("; ".join(it for it in (str(error), found.formula) if it)) from error
-    return dataclasses.replace(exported, formula=found.formula)
+    return export_encoder(found.encoder, source, target, precision=precision, progress=progress)
 
 
 def export_init(
@@ -100,7 +94,7 @@ def export_init(
     precision: Precision = "float32",
     pooling: str | None = None,
     l2_normalize: bool = False,
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports an encoder with random weights.
 
@@ -117,7 +111,7 @@ def export_init(
     Raises:
         ExportError: One of its kinds, by cause. Nothing is left on the disk.
     """
-    vector = pooled(pooling, l2_normalize=l2_normalize)
+    vector = spec_from_options(pooling, l2_normalize=l2_normalize)
     progress("making the weights")
     source = Source("init", f"random weights, seed {seed}", vector=vector, tokenizer=tokenizer)
     return export_encoder(random_encoder(config, seed), source, target, precision=precision, progress=progress)

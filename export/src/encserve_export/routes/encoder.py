@@ -5,7 +5,7 @@ import dataclasses
 from encserve_export.bundle import manifest, store
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_encoder
-from encserve_export.bundle.write import Exported, Progress, Target, complete
+from encserve_export.bundle.write import Exported, Progress, Target, complete, show_progress
 from encserve_export.check import agreement
 from encserve_export.ground.errors import TokenizerError
 from encserve_export.ground.precision import Precision
@@ -19,7 +19,7 @@ def export_encoder(
     target: Target,
     *,
     precision: Precision = "float32",
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Traces an encoder, compares the graph with it, and writes the bundle.
 

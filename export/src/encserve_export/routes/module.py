@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from encserve_export.bundle import store
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_model
-from encserve_export.bundle.write import Exported, Progress, Target
+from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check import agreement
 from encserve_export.ground import names
 from encserve_export.ground.arrays import Input as Inputs
@@ -24,7 +24,7 @@ from encserve_export.ground.errors import (
     first_line,
 )
 from encserve_export.ground.precision import Precision
-from encserve_export.kinds.recipe import pooled
+from encserve_export.kinds.spec import spec_from_options
 from encserve_export.models.module import example, refuse_control_flow, write_module
 from encserve_export.models.own.config import Input
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -93,7 +93,7 @@ def export_module(
     pooling: str | None = None,
     l2_normalize: bool = False,
     precision: Precision = "float32",
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports any PyTorch module that turns a padded batch into rows.
 
@@ -130,7 +130,7 @@ def export_module(
         max_sequence_tokens=max_sequence_tokens,
         pad_token_id=pad_token_id,
         vocab_size=vocab_size,
-        vector=pooled(pooling, l2_normalize=l2_normalize),
+        vector=spec_from_options(pooling, l2_normalize=l2_normalize),
         tokenizer=tokenizer,
         precision=precision,
     )

@@ -8,7 +8,7 @@ import onnx
 
 from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_onnx, is_quantized
-from encserve_export.bundle.write import Exported, Progress, Target, complete
+from encserve_export.bundle.write import Exported, Progress, Target, complete, show_progress
 from encserve_export.check import agreement
 from encserve_export.check.expected import read_expected
 from encserve_export.ground import names
@@ -22,7 +22,7 @@ from encserve_export.ground.errors import (
     VocabularyError,
 )
 from encserve_export.ground.precision import Precision
-from encserve_export.kinds.recipe import Recipe
+from encserve_export.kinds.spec import ModelSpec
 from encserve_export.models.module import EXPORTERS, Exporter
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.onnx_graph import convert, external, foreign
@@ -51,7 +51,7 @@ class OnnxOptions:
     max_sequence_tokens: int = DEFAULT_LONGEST
     pad_token_id: int = 0
     vocab_size: int | None = None
-    vector: Recipe = dataclasses.field(default_factory=Recipe)
+    vector: ModelSpec = dataclasses.field(default_factory=ModelSpec)
     tokenizer: TokenizerFile | None = None
     precision: Precision | None = None
 
@@ -64,7 +64,7 @@ def export_onnx(
     source: manifest.Source | None = None,
     reference: agreement.Reference | None = None,
     expect: Path | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports an encoder from an ONNX file: ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model).
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from encserve_server.engine.aligned import ALIGNMENT_BYTES, align_weights
 from encserve_server.engine.base import BatchResult, EngineInfo, cpu_parallel_runs
 from encserve_server.engine.padding import check_interface, check_shape, lay_out
 from encserve_server.engine.prepacked import PrepackedWeights
@@ -34,7 +35,12 @@ _PREPACKED_OPTIONS = {
     "session.save_external_prepacked_constant_initializers": "1",
 }
 # What the files depend on, beside the graph and the CPU.
-_PREPACKED_FOR = {"runtime": f"{ort.__version__} {ort.get_build_info()}", **_PREPACKED_OPTIONS, **_EXACT_BYTES}
+_PREPACKED_FOR = {
+    "runtime": f"{ort.__version__} {ort.get_build_info()}",
+    "alignment": str(ALIGNMENT_BYTES),
+    **_PREPACKED_OPTIONS,
+    **_EXACT_BYTES,
+}
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +251,7 @@ def _write_prepacked(graph: Path, path: Path) -> None:
     for name, value in _PREPACKED_OPTIONS.items():
         options.add_session_config_entry(name, value)
     ort.InferenceSession(graph, options, providers=[CPU_PROVIDER])
+    align_weights(path)
     _open_prepacked(path, _session_options(threads=1))  # what cannot be opened is not kept
 
 

@@ -1,0 +1,100 @@
+"""Moves the weights of a model that ONNX Runtime saved to addresses that the CPU's kernels can load from.
+
+ONNX Runtime writes tensors and prepacked weights one directly after another. Kernels with AVX-512 load prepacked
+weights by instructions for aligned memory: at an address that is not a multiple of 64 the process ends with SIGSEGV.
+"""
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+# The widest register of an x86 or ARM CPU, and the alignment of ONNX Runtime's allocators.
+ALIGNMENT_BYTES = 64
+
+_PREPACKED = "prepacked_"
+_Field = descriptor_pb2.FieldDescriptorProto
+# The part of onnx.proto that leads to external data, with ONNX's field numbers; other fields are kept as they are.
+_MESSAGES: dict[str, dict[str, tuple[int, str]]] = {
+    "Model": {"graph": (7, "Graph")},
+    "Graph": {"node": (1, "Node"), "initializer": (5, "Tensor")},
+    "Node": {"attribute": (5, "Attribute")},
+    "Attribute": {"g": (6, "Graph"), "graphs": (11, "Graph")},
+    "Tensor": {"external_data": (13, "Entry")},
+    "Entry": {"key": (1, ""), "value": (2, "")},
+}
+_SINGULAR = ("graph", "g", "key", "value")
+
+
+def align_weights(model_path: Path) -> None:
+    """Rewrites a saved model and its one file of weights so that all offsets are multiples of `ALIGNMENT_BYTES`.
+
+    Args:
+        model_path: The ONNX file. The weights lie in the file of the same folder that the model names.
+
+    Raises:
+        OSError: A file cannot be read or written.
+    """
+    model = _model_type()()
+    model.ParseFromString(model_path.read_bytes())
+    tensors = [tensor for tensor in _tensors(model.graph) if tensor.external_data]
+    if not tensors:
+        return
+    (name,) = {entry.value for tensor in tensors for entry in tensor.external_data if entry.key == "location"}
+    data_path = model_path.with_name(name)
+    aligned_path = model_path.with_name(f"{name}.aligned")
+    with (
+        data_path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
+        aligned_path.open("wb") as aligned,
+    ):
+
+        def move(offset: str, length: str) -> str:
+            aligned.write(bytes(-aligned.tell() % ALIGNMENT_BYTES))
+            moved = aligned.tell()
+            aligned.write(data[int(offset) : int(offset) + int(length)])
+            return str(moved)
+
+        for tensor in tensors:
+            entries = {entry.key: entry for entry in tensor.external_data}
+            entries["offset"].value = move(entries["offset"].value, entries["length"].value)
+            for key, entry in entries.items():
+                if key.startswith(_PREPACKED):  # "KERNEL+KEY|OFFSET;LENGTH;HASH|OFFSET;LENGTH;HASH…"
+                    kernel, *blocks = entry.value.split("|")
+                    parts = [block.split(";") for block in blocks]
+                    moved = [";".join((move(offset, length), length, *rest)) for offset, length, *rest in parts]
+                    entry.value = "|".join((kernel, *moved))
+    model_path.write_bytes(model.SerializeToString())
+    aligned_path.replace(data_path)
+
+
+def _tensors(graph: Any) -> Iterator[Any]:
+    yield from graph.initializer
+    for node in graph.node:
+        for attribute in node.attribute:
+            for inner in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+                yield from _tensors(inner)
+
+
+def _model_type() -> Any:
+    """The message class of an ONNX model, as far as `_MESSAGES` knows the model."""
+    file = descriptor_pb2.FileDescriptorProto(name="encserve/saved_model.proto", package="encserve.saved_model")
+    for message, fields in _MESSAGES.items():
+        described = file.message_type.add(name=message)
+        for name, (number, kind) in fields.items():
+            label = _Field.LABEL_OPTIONAL if name in _SINGULAR else _Field.LABEL_REPEATED
+            if kind:
+                described.field.add(
+                    name=name,
+                    number=number,
+                    label=label,
+                    type=_Field.TYPE_MESSAGE,
+                    type_name=f".{file.package}.{kind}",
+                )
+            else:
+                described.field.add(name=name, number=number, label=label, type=_Field.TYPE_STRING)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{file.package}.Model"))

@@ -1,0 +1,45 @@
+"""Each row of the zoo: the bundle's vectors are the library's, for each prompt and task, alone and in company."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from zoo import MODELS, Zoo, assert_same, embedded, least_cosine_of
+
+from encserve_server.offline import Embedder
+
+# The least cosine similarity with the library's vectors, as the gate of each precision asks.
+LEAST_COSINE = {"float16": 0.999, "int8": 0.99}
+
+
+def open_bundle(path: Path) -> Embedder:
+    return Embedder(path, tune_batches=False, intra_op_threads=1, device="cpu")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_bundle_gives_the_vectors_of_the_library(zoo: Zoo, name: str) -> None:
+    row, exported = MODELS[name], zoo.export(name)
+    assert exported.manifest.parity.pipeline_texts >= 5
+    with open_bundle(exported.path) as embedder:
+        for way in row.ways:
+            want = zoo.vectors(name, way)
+            assert_same(row.kind, embedded(embedder, way, row.texts), want, way)
+        for text, vectors in zip(row.texts[:4], want[:4], strict=True):
+            assert_same(row.kind, embedded(embedder, way, [text]), [vectors], f"{way}, alone")
+
+
+@pytest.mark.parametrize("precision", LEAST_COSINE)
+@pytest.mark.parametrize("name", ["all-of-it", "gemma"])
+def test_a_rounded_bundle_points_where_the_library_points(zoo: Zoo, name: str, precision: str) -> None:
+    row, exported = MODELS[name], zoo.export(name, served_as=f"{name}-{precision}", precision=precision)
+    with open_bundle(exported.path) as embedder:
+        for way in row.ways:
+            got = embedded(embedder, way, row.texts)
+            assert least_cosine_of(got, zoo.vectors(name, way)) >= LEAST_COSINE[precision], way
+
+
+def test_static_vectors_do_not_depend_on_their_batch(zoo: Zoo) -> None:
+    with open_bundle(zoo.export("static").path) as embedder:
+        texts = MODELS["static"].texts
+        alone = np.concatenate([embedder.embed([text]) for text in texts])
+        np.testing.assert_array_equal(alone, embedder.embed(texts))
