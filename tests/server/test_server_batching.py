@@ -197,6 +197,7 @@ def reference_plan(lengths: Sequence[int], policy: BatchPolicy) -> Plan:
 @example([900, 900], BatchPolicy(512, 64, 1.0))
 @example([38, 38, 40, 30], BatchPolicy(115, 64, 1.0))  # 40 does not fit, 30 does
 @example([10] * 4, BatchPolicy(512, 2, 1.0))
+@example([10] * 4, BatchPolicy(30, 64, 1.0))  # a batch may fill its budget exactly
 def test_the_decision_is_that_of_the_reference(lengths: list[int], policy: BatchPolicy) -> None:
     waiting = Counter(lengths)
     plan = plan_batch(lengths[0], sorted(waiting), waiting, policy)

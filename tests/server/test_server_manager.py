@@ -47,12 +47,17 @@ class Repository:
         self._free = False
         self._find_slots = find_slots
         monkeypatch.setattr(manager, "find_slots", self._wait_and_find)
+        self.collections = 0  # runs of the cycle collector, which take long in a process with many tests
+        monkeypatch.setattr("encserve_server.system.memory.give_back", self._count_collection)
 
     def _wait_and_find(self, *args: Any) -> Any:
         self._looks += 1
         if not self._free:
             self._permits.acquire()
         return self._find_slots(*args)
+
+    def _count_collection(self) -> None:
+        self.collections += 1
 
     async def look(self, times: int = 2) -> None:
         """Lets the server look so many times. A new version is loaded at the second look that finds it."""
@@ -183,6 +188,7 @@ async def test_a_new_version_replaces_the_old_one_in_replies_and_metrics(reposit
     assert await version_of(server) == "tiny@2 b"
     assert await listed(server) == "tiny@2*"
     await until(lambda: repository.closed == [True, False])
+    await until(lambda: repository.collections == 1)
     with pytest.raises(Failed, match="'1' of tiny; there are 2") as caught:
         await version_of(server, model_version="1")
     assert caught.value.code is grpc.StatusCode.NOT_FOUND

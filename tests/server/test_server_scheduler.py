@@ -809,14 +809,6 @@ async def test_parallel_runs_count_as_busy_once(two_narrow_lanes: Bench) -> None
     assert bench.seen.busy_seconds == 10
 
 
-async def test_time_between_runs_is_not_busy(bench: Bench) -> None:
-    for _ in range(50):
-        await bench.encode(ids(1))
-        bench.clock.advance(10)
-    await until(lambda: bench.seen.counts["batches"] == 50)
-    assert bench.seen.busy_seconds == 0
-
-
 # The end
 
 
