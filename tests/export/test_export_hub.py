@@ -53,7 +53,7 @@ def test_an_id_is_downloaded(data: Path, models: Path, tmp_path: Path) -> None:
     assert found.returncode == 0, found.stderr
     manifest = json_format.Parse((models / "tiny-bert" / "1" / "manifest.json").read_text(), manifest_pb2.Manifest())
     assert (manifest.source.repository, manifest.source.revision) == ("somebody/tiny-bert", COMMIT)
-    assert (manifest.source.kind, manifest.source.route) == ("hf", "own")
+    assert (manifest.source.kind, manifest.source.route) == ("hf", "transformers")
 
 
 @pytest.mark.system

@@ -68,7 +68,7 @@ class OnnxModelError(ExportError):
 
 
 class OnnxFileError(OnnxModelError):
-    """The file is unreadable, no valid ONNX, empty, or made for training."""
+    """The file is unreadable, not valid, empty, or made for training, or ONNX Runtime lacks an operator or version."""
 
 
 class ExternalDataError(OnnxModelError):
@@ -77,10 +77,6 @@ class ExternalDataError(OnnxModelError):
 
 class OnnxInterfaceError(OnnxModelError):
     """The inputs or outputs are not those of an encoder; the text lists what there is."""
-
-
-class OnnxOperatorError(OnnxModelError):
-    """The model needs an operator, an opset or an IR version that ONNX Runtime does not know."""
 
 
 class OnnxRunError(OnnxModelError):

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from encserve_export.ground.errors import ConfigError
 from encserve_export.models.own.config import EncoderConfig
 
 # Tables are computed even where a module is made without memory for its weights: see `encoder_of`.
@@ -390,30 +389,3 @@ def encoder_of(config: EncoderConfig, weights: Callable[[str, tuple[int, ...]], 
     given = {name: weights(name, tuple(weight.shape)) for name, weight in encoder.state_dict().items()}
     encoder.load_state_dict(given, assign=True)
     return encoder.eval().requires_grad_(False)
-
-
-def shortened_config(config: EncoderConfig, max_sequence_tokens: int) -> EncoderConfig:
-    """The same configuration for shorter sequences.
-
-    Raises:
-        ConfigError: The encoder does not reach `max_sequence_tokens`, or the number is not positive.
-    """
-    allowed = config.max_sequence_tokens
-    if max_sequence_tokens > allowed:
-        raise ConfigError(f"max_sequence_tokens must be at most {allowed} for this model; was {max_sequence_tokens}")
-    return dataclasses.replace(config, max_sequence_tokens=max_sequence_tokens)
-
-
-def shortened(encoder: Encoder, max_sequence_tokens: int) -> Encoder:
-    """The same encoder for shorter sequences; a learned position table loses the rows that nothing can reach.
-
-    Raises:
-        ConfigError: As `shortened_config` does.
-    """
-    config = shortened_config(encoder.config, max_sequence_tokens)
-    if config == encoder.config:
-        return encoder
-    state = encoder.state_dict()
-    if config.position == "learned":
-        state["embeddings.positions"] = state["embeddings.positions"][: config.n_positions]
-    return encoder_of(config, lambda name, _: state[name])
