@@ -15,10 +15,10 @@ SOURCES := proto/src export/src server/src clients/python/src clients/cli/src
 CHECKED := $(SOURCES) tests scripts bench
 MANIFESTS := $(filter-out %/kustomization.yaml %/prometheus-adapter.yaml,$(wildcard deploy/kubernetes/*.yaml))
 # A suite is one folder of tests and one pytest process. The longest suites and checks start first.
-SUITES := test-export test-server test-cli test-e2e test-client test-bench test-operate test-project
+SUITES := test-export test-server test-cli test-e2e test-client test-bench test-project
 CHECKS := types lint check-proto
 # These suites have no fast tests. The hostile tests measure latencies, so they run alone.
-SLOW_SUITES := test-bulk test-judges
+SLOW_SUITES := test-judges test-bulk test-operate
 ALONE := test-hostile
 # Which tests of a suite run: fast, system or weekly (tests/conftest.py); for example `make test-server TIER=system`.
 TIER ?= fast
@@ -29,7 +29,7 @@ STAMPS := .cache/checks
 PROTO_FILES := proto/buf.yaml proto/contract.binpb $(shell find proto/encserve $(TRITON) -name '*.proto')
 STUBS := $(shell find proto/src $(TRITON) -name '*_pb2*.py*' -not -path '*/__pycache__/*')
 
-.PHONY: help install demo serve test test-system test-weekly lint format types proto contract check-proto lock test-containers bench bench-bulk bench-peers bench-scaling dashboards docs screenshots wheels clean $(SUITES) $(SLOW_SUITES) $(ALONE)
+.PHONY: help install demo serve test test-system test-weekly lint format types proto contract check-proto lock test-containers bench bench-bulk bench-peers bench-scaling docs screenshots wheels clean $(SUITES) $(SLOW_SUITES) $(ALONE)
 
 help:  ## Say what there is.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -123,9 +123,6 @@ bench-peers: $(BUNDLE)  ## Compare the server with Triton, infinity and sentence
 bench-scaling: $(BUNDLE)  ## Measure how cost grows and draw it, into docs/; BENCH="--only load" for a part.
 	$(BIN)/python bench/scaling.py measure $(MODEL_REPOSITORY) docs/performance.json --model $(MODEL) $(BENCH)
 	$(BIN)/python bench/scaling.py draw docs/performance.json docs/images
-
-dashboards: $(VENV)/.installed  ## Regenerate the Grafana dashboards in deploy/grafana/dashboards.
-	$(BIN)/python scripts/make_dashboards.py
 
 docs: $(VENV)/.installed  ## Regenerate docs/settings.md and docs/metrics.md from the code.
 	$(BIN)/python scripts/make_settings_page.py

@@ -1,28 +1,27 @@
-"""Compares an embed job in this process with what the model can do at best, and with sentence-transformers.
+"""Compares an embed job in this process with the best that the model can do, and with sentence-transformers.
 
     python bench/bulk.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 7] [--texts 3000]
                          [--part-rows 750] [--max-batch-tokens TOKENS] [--json FILE]
 
-Every side is given the same texts, of lengths that real ones have, in interleaved rounds as those of bench/compare.py.
+All sides get the same texts, with the lengths of real ones, in interleaved rounds as in bench/compare.py.
 
-The job is that of `encserve embed texts.parquet --output FOLDER/ --bundle MODEL`. Its model is loaded once, and each
-round plans a job into a new folder and runs it: what is timed is reading Parquet, tokenizing, computing, and writing
-Parquet; loading and planning are not. The ceiling is one batch at a time, all sorted, with the best budget of a sweep:
-only the model's own run is timed. sentence-transformers' `encode` is given all texts at once, which it sorts by length,
-in batches of the size that a sweep has found to be best: tokenizing is timed, reading and writing are not.
+The job is `encserve embed texts.parquet --output FOLDER/ --bundle MODEL`. The model is loaded once. Each round plans a
+job into a new folder and runs it. Timed: reading Parquet, tokenizing, computing, writing Parquet. Not timed: loading
+and planning. The ceiling runs one sorted batch at a time with the best budget of a sweep; only the model's run is
+timed. sentence-transformers' `encode` gets all texts at once, which it sorts by length, with the best batch size of a
+sweep. Tokenizing is timed; reading and writing are not.
 
-Where the CPU computes in bfloat16, the same sides take part in bfloat16 too, with OpenVINO as the engine. The vectors
-of all sides are compared with those of the first ceiling before anything is measured.
+If the CPU computes in bfloat16, OpenVINO runs the same sides in bfloat16. Before the rounds, the vectors of all sides
+are compared with the first ceiling's.
 """
 
 import argparse
 import dataclasses
-import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -32,17 +31,15 @@ from unittest import mock
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as parquet
-from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
-from compare import stop_servers_on_sigterm
-from harness.agreement import TOLERANCE, lowest_cosine, some_places, worst_difference
-from harness.machine import OtherWork, describe_machine, load_average
-from harness.report import Found, Target, print_report, ratio_target, ratios_table, summarise, warnings
-from harness.rounds import NO_PATIENCE, Measurement, Patience, Side, measure, ratios, spread
+from harness.agreement import compare_rows, probe_indices
+from harness.command import Comparison, console, make_parser, run_comparison
+from harness.report import Found, Target, ratio_target, ratios_between
+from harness.rounds import Measurement, Side, best_rates
 from harness.sides import CEILING, SWEEP_ROUNDS, ceiling_side, run_batches, sweep_budgets
-from harness.workload import Workload, choose_lengths, open_tokenizer, read_newest, sorted_batches, text_workload
+from harness.workload import Workload, choose_lengths, read_newest, sorted_batches, text_workload
 
 from encserve_cli.job.job import EmbedJob, Opened
 from encserve_cli.job.local import EngineOptions, LocalSource
@@ -54,25 +51,22 @@ from encserve_server.engine.opening import open_engine
 from encserve_server.errors import DeviceError, EngineMissing
 from encserve_server.outputs.rows import pool
 from encserve_server.system.cpus import usable_cpus
-from encserve_server.types.bundles import Bundle
 
 JOB, SENTENCES = "job", "sentence-transformers"
-BFLOAT16 = "-bfloat16"  # behind the name of a side that computes in it
-# What is wanted of the job, as a ratio to another side.
-WANTED = {"": {CEILING: 0.95, SENTENCES: 1.5}, BFLOAT16: {CEILING: 0.90, SENTENCES: 2.5}}
+BFLOAT16 = "-bfloat16"  # suffix of a side's name
+# Targets for the job, as a ratio to another side.
+BOUNDS = {"": {CEILING: 0.95, SENTENCES: 1.5}, BFLOAT16: {CEILING: 0.90, SENTENCES: 2.5}}
 ENGINES = {
     "": EngineOptions("onnxruntime", "float32", "cpu"),
     BFLOAT16: EngineOptions("openvino", "bfloat16", "cpu"),
 }
-COSINE = 0.99  # of a vector in bfloat16 with that in float32
+LEAST_COSINE = 0.99  # between a vector in bfloat16 and the vector in float32
 BATCH_SIZES = (8, 16, 32, 64, 128)
-SWEPT = 600  # texts, as many as `make bench` sweeps
-
-console = Console(width=None if sys.stdout.isatty() else 150, highlight=False)
+SWEEP_TEXTS = 600
 
 
 class Job:
-    """A job whose model is loaded once for all rounds. As a source of vectors it hands that model out.
+    """A job with a model that is loaded once for all rounds; also the source of that model.
 
     Attributes:
         opened: The model.
@@ -80,7 +74,7 @@ class Job:
     """
 
     def __init__(self, directory: Path, engine: EngineOptions, file: Path, part_rows: int) -> None:
-        """Loads the bundle in a directory, for texts in a Parquet file."""
+        """Load the bundle in `directory`, for the texts of a Parquet file."""
         self.opened = LocalSource(directory, engine).open(MakeOptions(), None, None)
         self.budget = self.opened.model.max_batch_tokens
         self._file = file
@@ -89,17 +83,17 @@ class Job:
     def open(self, make: MakeOptions, kind: str | None, before: ModelFacts | None) -> Opened:
         """See `Source`."""
         del make, kind, before
-        return dataclasses.replace(self.opened, close=lambda: None)  # the next round needs it
+        return dataclasses.replace(self.opened, close=lambda: None)  # stays open for the next round
 
     def run(self, tokens: int) -> tuple[Measurement, Any]:
-        """Runs a job of so many tokens; gives what it took, and the table that it wrote."""
+        """Run a job of `tokens` tokens; return the measurement and the written table."""
         with (
             tempfile.TemporaryDirectory() as folder,
             EmbedJob(
                 [str(self._file)], folder, self, read=ReadOptions(), make=MakeOptions(), limits=self._limits
             ) as job,
         ):
-            runner = self.opened.runner(job.plan, job.store)  # stays open: to close it would close the model
+            runner = self.opened.runner(job.plan, job.store)  # never closed, because that would close the model
             began = time.perf_counter()
             done = run_parts(job.plan, job.store, runner)
             seconds = time.perf_counter() - began
@@ -108,73 +102,73 @@ class Job:
             return Measurement(tokens, seconds), parquet.read_table(folder)
 
 
-class Comparison:
-    """Who is compared.
+class Sides:
+    """The ceiling, the job and sentence-transformers, in one or two precisions.
 
     Attributes:
-        sides: All of them, the first ceiling first.
-        sweeps: Tokens/s by budget or by batch size, by side.
-        agreement: How far the vectors of a side are from the first ceiling's, by side.
+        sides: All sides; the first ceiling comes first.
+        sweeps: Tokens/s by budget or by batch size, for each side with a sweep.
+        agreement: The difference and the cosine to the first ceiling's vectors, by side.
     """
 
-    def __init__(self, options: argparse.Namespace, bundle: Bundle, workload: Workload, stack: ExitStack) -> None:
-        """Writes the texts to a file; what must be closed goes onto `stack`."""
-        self._options, self._bundle, self._workload, self._stack = options, bundle, workload, stack
-        self._swept = Workload(workload.sequences[:SWEPT], workload.texts[:SWEPT])
-        self._places = some_places(workload.lengths)
+    def __init__(self, comparison: Comparison, stack: ExitStack) -> None:
+        """Write the texts to a Parquet file."""
+        self._options, self._bundle, self._workload = comparison.options, comparison.bundle, comparison.workload
+        self._stack = stack
+        self._sweep_workload = Workload(self._workload.sequences[:SWEEP_TEXTS], self._workload.texts[:SWEEP_TEXTS])
+        self._indices = probe_indices(self._workload.lengths)
+        self._reference: list[Any] = []
         self._file = Path(stack.enter_context(tempfile.TemporaryDirectory()), "texts.parquet")
-        self._wanted: list[Any] = []
         self.sides: list[Side] = []
-        self.sweeps: dict[str, dict[int, float]] = {}
+        self.sweeps: dict[str, dict[str, float]] = {}
         self.agreement: dict[str, dict[str, float]] = {}
-        parquet.write_table(pa.table({"text": workload.texts}), self._file)
+        parquet.write_table(pa.table({"text": self._workload.texts}), self._file)
 
     def add(self, suffix: str) -> None:
-        """Adds the ceiling, the job and sentence-transformers in one precision.
+        """Add the three sides in one precision.
 
         Raises:
-            DeviceError, EngineMissing: This machine cannot compute so.
-            SystemExit: A side computes something else.
+            DeviceError: This CPU does not have the precision.
+            EngineMissing: The engine is not installed.
+            SystemExit: A side computes other vectors.
         """
-        given = dataclasses.replace(ENGINES[suffix], max_batch_tokens=self._options.max_batch_tokens)
-        self._add_ceiling(suffix, given)
+        engine = dataclasses.replace(ENGINES[suffix], max_batch_tokens=self._options.max_batch_tokens)
+        self._add_ceiling(suffix, engine)
         directory = self._options.model_repository / self._bundle.name / self._bundle.version
-        job = Job(directory, given, self._file, self._options.part_rows)
+        job = Job(directory, engine, self._file, self._options.part_rows)
         self._stack.callback(job.opened.close)
         table = job.run(self._workload.tokens)[1]
         if table["text"].to_pylist() != self._workload.texts:
-            raise SystemExit("the job's rows are not the texts, in their order")
-        self._check(JOB + suffix, [np.array(table["vector"][it].as_py(), np.float32) for it in self._places])
-        label = f"job, Parquet to Parquet, {given.engine}, {given.precision}, {job.budget} padded tokens"
-        self.sides.append(Side(JOB + suffix, label, lambda: job.run(self._workload.tokens)[0]))
-        self._add_sentences(suffix, given.precision)
+            raise SystemExit("the job's rows are not the texts in their order")
+        vectors = [np.array(table["vector"][index].as_py(), np.float32) for index in self._indices]
+        label = f"job, Parquet to Parquet, {engine.engine}, {engine.precision}, {job.budget} padded tokens"
+        self._add(Side(JOB + suffix, label, lambda: job.run(self._workload.tokens)[0]), vectors)
+        self._add_sentences(suffix, engine.precision)
 
-    def _add_ceiling(self, suffix: str, given: EngineOptions) -> None:
-        opened: Engine = open_engine(
+    def _add_ceiling(self, suffix: str, options: EngineOptions) -> None:
+        engine: Engine = open_engine(
             self._bundle.graph,
-            engine=given.engine,
-            precision=given.precision,
+            engine=options.engine,
+            precision=options.precision,
             device="cpu",
             intra_op_threads=usable_cpus(),
         )
-        self._stack.callback(opened.close)
-        rates = sweep_budgets(opened, self._swept, self._options.seed)
-        self._show_sweep(CEILING + suffix, "budget", rates)
-        best = max(rates, key=lambda it: rates[it])
-        run_batches(opened, sorted_batches(self._workload.sequences, best))  # shapes that the sweep has not had
-        side = ceiling_side(opened, self._workload, best)
-        label = f"{given.engine} alone, {given.precision}, all sorted, {best} padded tokens"
-        self.sides.append(dataclasses.replace(side, name=CEILING + suffix, label=label))
-        vectors = [self._vector(opened, it) for it in self._places]
-        self._wanted = self._wanted or vectors
-        self._check(CEILING + suffix, vectors)
+        self._stack.callback(engine.close)
+        rates = sweep_budgets(engine, self._sweep_workload, self._options.seed)
+        best = int(self._best(CEILING + suffix, "budget", {str(budget): rate for budget, rate in rates.items()}))
+        run_batches(engine, sorted_batches(self._workload.sequences, best))  # includes shapes that the sweep lacks
+        vectors = [self._vector(engine, index) for index in self._indices]
+        self._reference = self._reference or vectors
+        label = f"{options.engine} alone, {options.precision}, all sorted, {best} padded tokens"
+        side = dataclasses.replace(ceiling_side(engine, self._workload, best), name=CEILING + suffix, label=label)
+        self._add(side, vectors)
 
-    def _vector(self, engine: Engine, place: int) -> Any:
-        """What the model makes of a text, of an engine's rows: (width,)."""
+    def _vector(self, engine: Engine, index: int) -> Any:
+        """The pooled vector of a text, from an engine's rows: (d_model,)."""
         pooling = self._bundle.pooling
         if pooling is None or not pooling.is_plain or pooling.dimensions:
-            raise SystemExit(f"{self._bundle.name}: this compares models whose vector is one pooling of all tokens")
-        vector = pool(engine.run([self._workload.sequences[place]]), pooling.kinds[0])[0]  # (d_model,)
+            raise SystemExit(f"{self._bundle.name}: this program compares models with one pooling over all tokens")
+        vector = pool(engine.run([self._workload.sequences[index]]), pooling.kinds[0])[0]  # (d_model,)
         return vector / np.linalg.norm(vector) if pooling.l2_normalize else vector
 
     def _add_sentences(self, suffix: str, precision: str) -> None:
@@ -195,108 +189,61 @@ class Comparison:
             encode(workload.texts, size)
             return Measurement(workload.tokens, time.perf_counter() - began)
 
-        self._check(SENTENCES + suffix, list(encode([self._workload.texts[it] for it in self._places], 1)))
-        tried = [Side(str(size), "", partial(run, self._swept, size)) for size in BATCH_SIZES]
-        run(self._swept, max(BATCH_SIZES))  # memory is taken now
-        found = measure(tried, SWEEP_ROUNDS, self._options.seed, lambda *_: None, NO_PATIENCE)
-        rates = {int(name): max(it.tokens_per_second for it in its) for name, its in found.items()}
-        self._show_sweep(SENTENCES + suffix, "batch size", rates)
-        best = max(rates, key=lambda it: rates[it])
+        run(self._sweep_workload, max(BATCH_SIZES))  # PyTorch allocates its memory now
+        sizes = [Side(str(size), "", partial(run, self._sweep_workload, size)) for size in BATCH_SIZES]
+        rates = best_rates(sizes, SWEEP_ROUNDS, self._options.seed)
+        best = int(self._best(SENTENCES + suffix, "batch size", rates))
         label = f"sentence-transformers' encode, {precision}, batches of {best}"
-        self.sides.append(Side(SENTENCES + suffix, label, partial(run, self._workload, best)))
+        vectors = list(encode([self._workload.texts[index] for index in self._indices], 1))
+        self._add(Side(SENTENCES + suffix, label, partial(run, self._workload, best)), vectors)
 
-    def _show_sweep(self, name: str, what: str, rates: dict[int, float]) -> None:
-        self.sweeps[name] = rates
-        console.print(f"{name}, tokens/s by {what}: " + ", ".join(f"{it}: {rate:,.0f}" for it, rate in rates.items()))
+    def _best(self, side: str, setting: str, rates: dict[str, float]) -> str:
+        self.sweeps[side] = rates
+        console.print(f"{side}, tokens/s by {setting}: " + ", ".join(f"{it}: {rates[it]:,.0f}" for it in rates))
+        return max(rates, key=lambda it: rates[it])
 
-    def _check(self, name: str, vectors: Sequence[Any]) -> None:
-        """Compares (width,) vectors with the first ceiling's.
-
-        Raises:
-            SystemExit: They are others.
-        """
-        got, wanted = ([it[None] for it in its] for its in (vectors, self._wanted))
-        difference, cosine = worst_difference(got, wanted), lowest_cosine(got, wanted)
-        self.agreement[name] = {"difference": difference, "cosine": cosine}
-        if cosine < COSINE or (not name.endswith(BFLOAT16) and difference > TOLERANCE):
-            raise SystemExit(f"{name} does not compute the same: cosine {cosine:.5f}, difference {difference:.1e}")
+    def _add(self, side: Side, vectors: Sequence[Any]) -> None:
+        """Add a side with its (d_model,) vectors, which must agree with the first ceiling's."""
+        least_cosine = LEAST_COSINE if side.name.endswith(BFLOAT16) else None
+        got, want = ([vector[None] for vector in its] for its in (vectors, self._reference))  # (1, d_model) each
+        self.agreement[side.name] = compare_rows(side.name, got, want, least_cosine=least_cosine)
+        self.sides.append(side)
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_repository", type=Path, help="a model repository")
-    parser.add_argument("--model", help="NAME or NAME@VERSION; the first one without it")
-    checkpoint_help = "the model's own directory, for sentence-transformers"
-    parser.add_argument("--checkpoint", type=Path, required=True, metavar="DIRECTORY", help=checkpoint_help)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = make_parser(__doc__, checkpoint_for="sentence-transformers", needs_checkpoint=True, rounds=7, patience=300)
     parser.add_argument("--texts", type=int, default=3000)
     parser.add_argument("--part-rows", type=int, default=750, help="the most rows of a part of the job")
-    budget_help = "the budget of the jobs' batches; what they take by themselves without it"
+    budget_help = "the budget of the job's batches; default: the job chooses it"
     parser.add_argument("--max-batch-tokens", type=int, metavar="TOKENS", help=budget_help)
-    parser.add_argument("--seed", type=int, default=0)
-    patience_help = "how much longer to take, in all, for running again what others disturbed"
-    parser.add_argument("--patience", type=float, default=300, metavar="SECONDS", help=patience_help)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
     return parser.parse_args(arguments)
 
 
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
-    """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
-    load_before, machine, others = load_average(), describe_machine(), OtherWork()
+    """Start all sides, run the rounds, and return the report."""
     bundle = read_newest(options.model_repository, options.model)
-    if bundle.tokenizer_file is None:
-        raise SystemExit(f"{bundle.name} has no tokenizer; this compares models that take text")
     lengths = choose_lengths(options.texts, seed=options.seed, longest=bundle.max_sequence_tokens)
-    workload = text_workload(lengths, open_tokenizer(bundle.tokenizer_file), seed=options.seed)
-    console.print(f"{bundle.name}@{bundle.version}: {len(lengths):,} texts, {workload.tokens:,} tokens")
-    console.print(f"{machine['cpu']} ({machine['family']}), {machine['cpus']} CPUs, {' '.join(machine['flags'])}")
-    comparison = Comparison(options, bundle, workload, stack)
-    comparison.add("")
+    comparison = Comparison(options, bundle, text_workload(bundle, lengths, seed=options.seed))
+    sides = Sides(comparison, stack)
+    sides.add("")
     try:
-        comparison.add(BFLOAT16)
+        sides.add(BFLOAT16)
     except (DeviceError, EngineMissing) as error:
         console.print(f"bfloat16 is left out: {error}")
-    patience = Patience(options.patience, lambda: OtherWork().share)
-    found = measure(comparison.sides, options.rounds, options.seed, show_round, patience)
-    return {
-        "model": {"name": bundle.name, "version": bundle.version, "fingerprint": bundle.fingerprint},
-        "machine": machine,
-        "load_average": {"before": load_before, "after": load_average()},
-        "used_by_others": others.share(),
-        "workload": {"texts": len(lengths), "tokens": workload.tokens, "seed": options.seed},
-        "part_rows": options.part_rows,
-        "sweeps": comparison.sweeps,
-        "agreement": comparison.agreement,
-        "rounds": options.rounds,
-        "warnings": warnings(load_before, found),
-        "sides": summarise(comparison.sides, found),
-        "ratios": ratios_of_jobs(found),
-        "targets": [dataclasses.asdict(it) for it in job_targets(found)],
-    }
-
-
-def show_round(number: int, found: Mapping[str, Measurement]) -> None:
-    """Says how a round went, so that nobody has to wait in the dark."""
-    shown = ", ".join(f"{name} {it.tokens_per_second:,.0f} ({it.seconds:.1f} s)" for name, it in found.items())
-    console.print(f"round {number + 1}, tokens/s: {shown}")
-
-
-def ratios_of_jobs(found: Found) -> dict[str, dict[str, Any]]:
-    """Tokens/s of each job as a ratio to each other side's; round by round, then the median and quartiles."""
-    jobs = [it for it in found if it.startswith(JOB)]
-    return {
-        other: {job: dataclasses.asdict(spread(ratios(found[job], found[other]))) for job in jobs}
-        for other in found
-        if other not in jobs
-    }
+    found = comparison.measure(sides.sides)
+    jobs = [name for name in found if name.startswith(JOB)]
+    ratios = ratios_between(found, jobs, [name for name in found if name not in jobs])
+    return comparison.report(
+        sides.sides, found, job_targets(found), ratios, agreement=sides.agreement, sweeps=sides.sweeps
+    )
 
 
 def job_targets(found: Found) -> list[Target]:
-    """The targets whose sides were all run."""
+    """All targets with sides that ran; each job is compared with sides of the same precision."""
     return [
         target
-        for suffix, bounds in WANTED.items()
+        for suffix, bounds in BOUNDS.items()
         for other, bound in bounds.items()
         for target in ratio_target(
             found, JOB + suffix, other + suffix, f"{JOB}{suffix}, ratio to {other}{suffix}", bound
@@ -305,17 +252,8 @@ def job_targets(found: Found) -> list[Target]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the comparison, prints it, and writes it down if asked."""
-    options = read_arguments(arguments)
-    stop_servers_on_sigterm()
-    began = time.monotonic()
-    with ExitStack() as stack:
-        report = compare(options, stack)
-    print_report(console, report)
-    console.print(ratios_table("tokens/s as a ratio to", report["ratios"]))
-    console.print(f"{options.rounds} rounds, {time.monotonic() - began:.0f} s in all")
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    """Compare, print the report, and write it to the file of --json."""
+    run_comparison(compare, read_arguments(arguments))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Measures what a GPU does best: the budget of a batch, batches at once, float32 or float16.
+"""Measures the best settings of a GPU: tokens of a batch, and batches at the same time.
 
     python bench/gpu.py MODEL_REPOSITORY [--model NAME[@VERSION] ...] [--device cuda] [--rounds 5] [--json FILE]
 
-No server and no gRPC: batches as the scheduler makes them of 1,024 sequences that wait, of lengths that real texts
-have, run by the server's own engine in as many threads as it has lanes. Sides take turns within a round, in random
-order; medians over rounds. The budget is measured first, and the others at the best one. Every model's rows are
-compared with those that the first one gives on the CPU.
-Needs encserve-server[gpu], or [cpu] with --device cpu.
+Without a server: the scheduler's batches of 1,024 waiting sequences, with the lengths of real texts, run by the
+server's engine in one thread for each lane. Settings take turns in random order. The first part measures the budget of
+a batch with two lanes, the second part the number of lanes at the best budget. Before, the rows of every model are
+compared with the first model's rows on the CPU. A setting that fails, for example because the device's memory is
+full, is left out. Needs encserve-server[gpu], or [cpu] with --device cpu.
 """
 
 import argparse
@@ -14,40 +14,45 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from engines import as_batches
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
+
 from harness.agreement import lowest_cosine
 from harness.machine import describe_machine
-from harness.workload import Sequence64, choose_lengths, random_workload, read_newest
+from harness.rounds import Measurement, Side, measure, ratios
+from harness.workload import TokenIds, choose_lengths, random_workload, read_newest, windows
 from rich.console import Console
 from rich.table import Table
 
 from encserve_server.engine.onnx import OnnxEngine
+from encserve_server.scheduling.batching import BatchPolicy, plan_batch
 from encserve_server.system.cpus import usable_cpus
 from encserve_server.types.bundles import Bundle
 
-WAITING = 1024  # sequences
-COMPARED = 64  # sequences whose rows are compared
+WAITING_SEQUENCES = 1024
+COMPARED_SEQUENCES = 64
 USUAL_LANES = 2
 
 console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
-    """One way to run the workload.
+class Setting:
+    """A way to run the workload.
 
     Attributes:
-        model: The bundle's name and version.
-        budget: Padded tokens of a batch, at most.
-        lanes: Batches at once.
+        model: NAME@VERSION.
+        budget: The most padded tokens of a batch.
+        lanes: Batches at the same time.
     """
 
     model: str
@@ -55,163 +60,145 @@ class Side:
     lanes: int = USUAL_LANES
 
 
-@dataclass(slots=True)
-class Found:
-    """What a side gave, round by round.
+def scheduler_batches(sequences: Sequence[TokenIds], budget: int, waiting: int) -> list[list[TokenIds]]:
+    """The batches that the scheduler makes while `waiting` sequences are in its queue."""
+    batches = []
+    policy = BatchPolicy(budget, 256, max_padding_fraction=0.5)
+    for window in windows(sequences, waiting):
+        while window:
+            lengths = Counter(map(len, window))
+            counts = Counter(plan_batch(len(window[0]), sorted(lengths), lengths, policy).counts)
+            batch: list[TokenIds] = []
+            rest: list[TokenIds] = []
+            for sequence in window:  # of one length, the oldest first
+                (batch if counts[len(sequence)] > 0 else rest).append(sequence)
+                counts[len(sequence)] -= 1
+            batches.append(sorted(batch, key=len))
+            window = rest
+    return batches
 
-    Attributes:
-        tokens_per_second: From the first batch to the last.
-        stages: Mean seconds of a batch's laying out, computing (copies included) and cutting.
-        batches: How many there were.
-    """
 
-    tokens_per_second: list[float] = field(default_factory=list)
-    stages: list[tuple[float, float, float]] = field(default_factory=list)
-    batches: int = 0
-
-
-class Gpu:
-    """The engines, each opened when it is first needed, and the workload."""
+class Device:
+    """The models on a device, and the workload."""
 
     def __init__(self, bundles: Sequence[Bundle], device: str, sequences: int, seed: int) -> None:
-        """Draws the sequences."""
-        self._device = device
-        self._random = np.random.default_rng(seed)
-        self.bundles = {f"{it.name}@{it.version}": it for it in bundles}
-        self._made: dict[int, list[list[Sequence64]]] = {}
+        """Draw the sequences; engines open when they are needed."""
+        self._device, self._seed = device, seed
         self._engines: dict[tuple[str, int], OnnxEngine] = {}
-        longest, size = (min(getattr(it, name) for it in bundles) for name in ("max_sequence_tokens", "vocab_size"))
+        self.bundles = {f"{bundle.name}@{bundle.version}": bundle for bundle in bundles}
+        longest = min(bundle.max_sequence_tokens for bundle in bundles)
+        vocab_size = min(bundle.vocab_size for bundle in bundles)
         lengths = choose_lengths(sequences, seed=seed, longest=longest)
-        self.work = random_workload(lengths, vocab_size=size, seed=seed)
+        self.workload = random_workload(lengths, vocab_size=vocab_size, seed=seed)
 
     def close(self) -> None:
-        """Closes the engines."""
+        """Close all engines."""
         for engine in self._engines.values():
             engine.close()
         self._engines.clear()
 
     def engine(self, model: str, lanes: int = USUAL_LANES) -> OnnxEngine:
-        """A model on the device."""
-        key = (model, lanes)
-        if key not in self._engines:
-            engine = OnnxEngine(
-                self.bundles[model].graph,
-                device=self._device,
-                intra_op_threads=usable_cpus(),
-                parallel_runs=lanes,
+        """A model on the device, for a number of lanes."""
+        if (model, lanes) not in self._engines:
+            graph = self.bundles[model].graph
+            self._engines[model, lanes] = OnnxEngine(
+                graph, device=self._device, intra_op_threads=usable_cpus(), parallel_runs=lanes
             )
-            self._engines[key] = engine
-        return self._engines[key]
+        return self._engines[model, lanes]
 
-    def compare(self, title: str, sides: Sequence[Side], rounds: int) -> dict[Side, Found]:
-        """Runs all sides in turns and prints a table; the first round warms up and does not count.
-
-        What other comparisons have opened is closed first, since a device may not hold everything at once.
-        """
+    def compare(self, title: str, settings: Sequence[Setting], rounds: int) -> dict[Setting, list[Measurement]]:
+        """Measure settings in turns and print a table. First closes all engines, because the device may be full."""
         self.close()
-        found = {side: Found() for side in sides}
-        for number in range(rounds + 1):
-            for i in self._random.permutation(len(sides)):
-                if (side := sides[i]) in found:
-                    try:
-                        self._run(side, found[side], counts=number > 0)
-                    except Exception as error:  # whatever the runtime raises: the device is full, mostly
-                        console.print(f"left out: {side}: {error}")
-                        del found[side]
-        if not found:
-            raise SystemExit(f"{title}: nothing could be measured")
-        table = Table("model", "budget", "lanes", "batches", "tokens/s", "ratio", "ms laid out", "run")
-        first = next(iter(found.values())).tokens_per_second
-        for side, it in found.items():
-            ratio = np.median(np.array(it.tokens_per_second) / np.array(first))
-            stages = (f"{1000 * seconds:.2f}" for seconds in np.median(it.stages, axis=0))
-            speed = f"{np.median(it.tokens_per_second):,.0f}"
-            what = (side.model, f"{side.budget:,}", str(side.lanes), f"{it.batches:,}")
-            table.add_row(*what, speed, f"{ratio:.2f}", *stages)
-        console.print(title)
+        usable: dict[str, Setting] = {}
+        for setting in settings:
+            try:
+                self._run(setting)  # warm-up
+                usable[str(setting)] = setting
+            except Exception as error:  # any error of the runtime
+                console.print(f"left out: {setting}: {error}")
+        if not usable:
+            raise SystemExit(f"{title}: every setting failed")
+        sides = [Side(name, name, partial(self._run, setting)) for name, setting in usable.items()]
+        by_name = measure(sides, rounds, self._seed)
+        found = {setting: by_name[name] for name, setting in usable.items()}
+        first = next(iter(found.values()))
+        table = Table("model", "budget", "lanes", "tokens/s", "ratio", title=title)
+        for setting, runs in found.items():
+            cells = (setting.model, f"{setting.budget:,}", str(setting.lanes), f"{median_rate(runs):,.0f}")
+            table.add_row(*cells, f"{np.median(ratios(runs, first)):.2f}")
         console.print(table)
         return found
 
-    def _batches(self, budget: int) -> list[list[Sequence64]]:
-        """The batches of a budget, made when they are first needed."""
-        if budget not in self._made:
-            self._made[budget] = as_batches(self.work.sequences, budget, waiting=WAITING, most_padding=0.5)
-        return self._made[budget]
-
-    def _run(self, side: Side, found: Found, *, counts: bool) -> None:
-        engine = self.engine(side.model, side.lanes)
-        batches = self._batches(side.budget)
-
-        def run(batch: list[Sequence64]) -> tuple[float, float]:
-            result = engine.run(batch, alone=False)
-            return result.collate_seconds, result.compute_seconds
-
-        with ThreadPoolExecutor(side.lanes) as threads:
+    def _run(self, setting: Setting) -> Measurement:
+        engine = self.engine(setting.model, setting.lanes)
+        batches = scheduler_batches(self.workload.sequences, setting.budget, WAITING_SEQUENCES)
+        with ThreadPoolExecutor(setting.lanes) as threads:
             began = time.perf_counter()
-            stages = list(threads.map(run, batches))
-            seconds = time.perf_counter() - began
-        if counts:
-            found.tokens_per_second.append(self.work.tokens / seconds)
-            found.stages.append(tuple(np.mean(stages, axis=0)))
-            found.batches = len(batches)
+            list(threads.map(partial(engine.run, alone=False), batches))
+            return Measurement(self.workload.tokens, time.perf_counter() - began)
 
     def print_agreement(self) -> None:
-        """How far each model's rows on the device are from the first one's on the CPU."""
-        (_, first), *_ = self.bundles.items()
-        texts = self.work.sequences[:COMPARED]
+        """Print the least cosines between each model's rows on the device and the first model's rows on the CPU."""
+        first = next(iter(self.bundles.values()))
+        sequences = self.workload.sequences[:COMPARED_SEQUENCES]
         with contextlib.closing(OnnxEngine(first.graph, device="cpu", intra_op_threads=usable_cpus())) as engine:
-            want = [engine.run([it]).rows[0] for it in texts]
+            reference = [engine.run([sequence]).rows[0] for sequence in sequences]
         table = Table("model", "least cosine with the CPU, alone", "in batches", "alone with in batches")
         for model in self.bundles:
-            alone = [self.engine(model).run([it]).rows[0] for it in texts]
-            together = self.engine(model).run(texts).rows
-            pairs = ((alone, want), (together, want), (together, alone))
-            table.add_row(model, *(f"{lowest_cosine(*it):.6f}" for it in pairs))
+            alone = [self.engine(model).run([sequence]).rows[0] for sequence in sequences]
+            together = self.engine(model).run(sequences).rows
+            pairs = ((alone, reference), (together, reference), (together, alone))
+            table.add_row(model, *(f"{lowest_cosine(got, want):.6f}" for got, want in pairs))
         console.print(table)
 
 
-def best_budget(found: dict[Side, Found], model: str) -> int:
-    """The budget that gave a model most tokens/s."""
-    speeds = {side.budget: float(np.median(it.tokens_per_second)) for side, it in found.items() if side.model == model}
-    return max(speeds, key=lambda budget: speeds[budget])
+def median_rate(runs: Sequence[Measurement]) -> float:
+    """The median tokens/s over rounds."""
+    return float(np.median([run.tokens_per_second for run in runs]))
+
+
+def best_budget(found: Mapping[Setting, Sequence[Measurement]], model: str) -> int:
+    """The budget with the highest median tokens/s of a model."""
+    rates = {setting.budget: median_rate(runs) for setting, runs in found.items() if setting.model == model}
+    return max(rates, key=lambda budget: rates[budget])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model_repository", type=Path, help="a model repository")
-    parser.add_argument("--model", action="append", help="may be repeated; without it the first one")
+    parser.add_argument("--model", action="append", help="may be repeated; default: the first model")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=4096)
     parser.add_argument("--seed", type=int, default=0)
-    tried = [1024, 2048, 4096, 8192, 16384, 32768]
-    parser.add_argument("--budgets", type=int, nargs="+", default=tried, metavar="TOKENS")
+    budgets = [1024, 2048, 4096, 8192, 16384, 32768]
+    parser.add_argument("--budgets", type=int, nargs="+", default=budgets, metavar="TOKENS")
     parser.add_argument("--lanes", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--json", type=Path, metavar="FILE", help="writes all figures there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to a file")
     options = parser.parse_args(arguments)
-    bundles = [read_newest(options.model_repository, it) for it in options.model or [None]]
-    gpu = Gpu(bundles, options.device, options.sequences, options.seed)
-    with contextlib.closing(gpu):
-        info = gpu.engine(next(iter(gpu.bundles))).info
-        console.print(
-            f"{info.provider}, {info.runtime}; {len(gpu.work.sequences):,} sequences, {gpu.work.tokens:,} tokens"
-        )
-        gpu.print_agreement()
-        compare: Callable[[str, Sequence[Side]], dict[Side, Found]] = partial(gpu.compare, rounds=options.rounds)
-        content: dict[str, Any] = {"machine": describe_machine(), "engine": asdict(info)}
+    bundles = [read_newest(options.model_repository, model) for model in options.model or [None]]
+    content: dict[str, Any] = {"machine": describe_machine()}
 
-        def keep(section: str, found: dict[Side, Found]) -> dict[Side, Found]:
-            """Writes down what there is so far."""
-            content[section] = [asdict(side) | asdict(its) for side, its in found.items()]
-            if options.json:
-                options.json.write_text(json.dumps(content, indent=1) + "\n")
-            return found
+    def save(part: str, found: Mapping[Setting, Sequence[Measurement]]) -> None:
+        content[part] = [
+            asdict(setting) | {"tokens_per_second": [run.tokens_per_second for run in runs]}
+            for setting, runs in found.items()
+        ]
+        if options.json:
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
 
-        budgets = [Side(it, budget) for it in gpu.bundles for budget in options.budgets]
-        found = keep("budget", compare("The budget", budgets))
-        best = {model: best_budget(found, model) for model in {side.model: None for side in found}}
-        keep("lanes", compare("Batches at once", [Side(it, best[it], lanes) for it in best for lanes in options.lanes]))
+    with contextlib.closing(Device(bundles, options.device, options.sequences, options.seed)) as device:
+        info = device.engine(next(iter(device.bundles))).info
+        content["engine"] = asdict(info)
+        console.print(f"{info.provider}, {info.runtime}; {device.workload.tokens:,} tokens")
+        device.print_agreement()
+        by_budget = [Setting(model, budget) for model in device.bundles for budget in options.budgets]
+        found = device.compare("Budget of a batch", by_budget, options.rounds)
+        save("budget", found)
+        best = {model: best_budget(found, model) for model in {setting.model: None for setting in found}}
+        by_lanes = [Setting(model, best[model], lanes) for model in best for lanes in options.lanes]
+        save("lanes", device.compare("Batches at the same time", by_lanes, options.rounds))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,10 @@
     python bench/peers.py MODEL_REPOSITORY --checkpoint DIRECTORY [--model NAME] [--rounds 4]
                           [--server NAME="FLAGS" ...]
 
-The peers are Triton (through pytriton), infinity and sentence-transformers, each in an environment of its own under
-.venv-peers, made when it is first needed. Whoever cannot be installed or started is named at the end, and the exit
-status is 1 then. Each peer is tried in several settings first, and the fastest takes part. All are started before
-anything is measured and asked in interleaved rounds, as in `bench/compare.py`. See docs/performance.md.
+The peers are Triton (through pytriton), infinity and sentence-transformers. Each has a virtual environment under
+.venv-peers, which is created at first use. A peer that cannot be installed or started is named at the end, and the
+exit status is 1. First each peer runs in several settings, and the fastest takes part. All sides start before the
+rounds, which are interleaved as in bench/compare.py. See docs/performance.md.
 """
 
 import argparse
@@ -17,298 +17,247 @@ import shlex
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
-from compare import common_parser, stop_servers_on_sigterm
-from harness.agreement import TOLERANCE, lowest_cosine, some_places, worst_difference
+from harness.agreement import TOLERANCE, compare_rows, probe_indices, worst_difference
+from harness.command import Comparison, add_server_options, console, make_parser, run_comparison
 from harness.load import CALLERS, MANY, POOLED, Served, served
-from harness.machine import OtherWork, cpu_seconds, describe_machine, load_average
-from harness.peers import AS_IT_COMES, INFINITY, PEERS_BY_NAME, TRITON, VECTORS, Given, Setting, opened
+from harness.machine import cpu_seconds
+from harness.peers import DEFAULT, INFINITY, PEERS, TRITON, VECTORS, PeerInput, Setting, opened
 from harness.programs import PeerUnavailable
-from harness.report import Found, Target, print_report, ratio_target, ratios_table, summarise, warnings
-from harness.rounds import NO_PATIENCE, Measurement, Patience, Side, Spread, measure, ratios, spread
-from harness.sides import ceiling_side, sweep_budgets
-from harness.workload import Workload, choose_lengths, open_tokenizer, read_newest, text_workload
+from harness.report import Found, Target, ratio_target, ratios_between
+from harness.rounds import Side, best_rates
+from harness.sides import SWEEP_ROUNDS, ceiling_side, sweep_budgets
+from harness.workload import choose_lengths, read_newest, text_workload
 
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.system.cpus import usable_cpus
-from encserve_server.types.bundles import Bundle
 
-# What is wanted of encserve in float32 and in bfloat16, 64 callers, as a ratio to a peer.
-WANTED = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}
-COSINE = 0.999  # of a row, for servers with further flags: a lower precision may be what they are about
-SWEEP_ROUNDS = 2
+# Targets for 64 callers of encserve, as a ratio to a peer, by precision.
+BOUNDS = {"float32": {TRITON: 1.6, INFINITY: 4.5}, "bfloat16": {TRITON: 3.0, INFINITY: 8.0}}
+LEAST_COSINE = 0.999  # of a row, for servers with further flags, which may lower the precision
 IDLE_SECONDS = 3.0
-IDLE_SHARE = 0.05  # of one CPU; a server that takes more while nobody asks disturbs the others
-
-console = Console(width=None if sys.stdout.isatty() else 150)
+IDLE_SHARE = 0.05  # of one CPU; idle servers that take more disturb the other sides
 
 
 def read_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = common_parser(__doc__, "the peers", needs_checkpoint=True)
-    parser.add_argument("--peers", nargs="*", choices=sorted(PEERS_BY_NAME), default=list(PEERS_BY_NAME))
+    parser = make_parser(__doc__, checkpoint_for="the peers", needs_checkpoint=True, rounds=4, patience=120)
+    add_server_options(parser)
+    parser.add_argument("--peers", nargs="*", choices=sorted(PEERS), default=list(PEERS))
+    server_help = "another encserve-server with these flags; may be repeated"
     parser.add_argument(
-        "--server",
-        action="append",
-        default=[],
-        type=read_server,
-        metavar='NAME="FLAGS"',
-        help="one more encserve-server with these flags, as a side of its own; may be repeated",
+        "--server", action="append", default=[], type=read_server, metavar='NAME="FLAGS"', help=server_help
     )
     return parser.parse_args(arguments)
 
 
 def read_server(text: str) -> tuple[str, str]:
-    """NAME=FLAGS as a side's name and flags."""
+    """NAME=FLAGS as the name of a side and its flags."""
     name, equals, flags = text.partition("=")
     if not name or not equals or f"encserve-{name}" in {MANY, POOLED}:
         raise argparse.ArgumentTypeError(f'{text!r} is not NAME="FLAGS"')
     return f"encserve-{name}", flags
 
 
-def read_texts(bundle: Bundle, options: argparse.Namespace) -> Workload:
-    """Texts whose lengths are those of real ones."""
-    if bundle.tokenizer_file is None:
-        raise SystemExit(f"{bundle.name} has no tokenizer; the peers take texts")
-    lengths = choose_lengths(options.sequences, seed=options.seed, longest=bundle.max_sequence_tokens)
-    return text_workload(lengths, open_tokenizer(bundle.tokenizer_file), seed=options.seed)
-
-
 class Servers:
-    """The encserve servers, each with its callers.
+    """The encserve servers with their callers.
 
     Attributes:
-        first: The one without further flags.
-        sides: What is measured of them.
-        precisions: Which targets a side is held to, by its name.
+        first: The server without further flags.
+        sides: The sides of all servers.
+        precisions: The precision of each side with targets, by the side's name.
+        agreement: The difference and the cosine of each server's rows.
     """
 
-    def __init__(self, options: argparse.Namespace, bundle: Bundle, workload: Workload, stack: ExitStack) -> None:
-        """Starts them."""
+    def __init__(self, comparison: Comparison, indices: Sequence[int], rows: Sequence[Any], stack: ExitStack) -> None:
+        """Start the servers and compare the rows at `indices` with `rows`."""
+        options, bundle = comparison.options, comparison.bundle
         self.sides: list[Side] = []
         self.precisions: dict[str, str] = {}
-        self._servers: dict[str, Served] = {}
+        self.agreement: dict[str, dict[str, float]] = {}
+        servers: dict[str, Served] = {}
         base = f"--model {bundle.name}@{bundle.version} --device cpu --tune-batches {options.server_flags}"
         for name, flags in ((MANY, ""), *options.server):
-            of_server = shlex.split(f"{base} {flags}")
-            server = stack.enter_context(served(options.model_repository, of_server, workload, options.seconds))
-            self._servers[name] = server
+            command = shlex.split(f"{base} {flags}")
+            server = served(options.model_repository, command, comparison.workload, options.seconds)
+            servers[name] = stack.enter_context(server)
+            least_cosine = None if name == MANY else LEAST_COSINE
+            self.agreement[name] = compare_rows(name, servers[name].rows(indices), rows, least_cosine=least_cosine)
             self.precisions[name] = "bfloat16" if "bfloat16" in flags else "float32"
-            sides = {it.name: it for it in server.sides()}
+            sides = {side.name: side for side in servers[name].sides()}
             if name == MANY:
                 self.sides += [sides[MANY], sides[POOLED]]
             else:
                 label = f"encserve, {CALLERS} callers, {flags}"
                 self.sides.append(dataclasses.replace(sides[MANY], name=name, label=label))
-        self.first = self._servers[MANY]
-
-    def check(self, places: Sequence[int], rows: Sequence[Any]) -> dict[str, Any]:
-        """Compares their rows with the engine's.
-
-        Raises:
-            SystemExit: A server computes something else.
-        """
-        found = {}
-        for name, server in self._servers.items():
-            its = server.rows(places)
-            difference, cosine = worst_difference(its, rows), lowest_cosine(its, rows)
-            found[name] = {"difference": difference, "cosine": cosine}
-            if cosine < COSINE or (name == MANY and difference > TOLERANCE):
-                raise SystemExit(f"{name} does not compute the same: cosine {cosine:.5f}, difference {difference:.1e}")
-        return found
+        self.first = servers[MANY]
 
 
 def check_peer(
-    peer: str, setting: Setting, places: Sequence[int], rows: list[Any], vectors: list[Any]
+    peer: str, setting: Setting, indices: Sequence[int], rows: list[Any], vectors: list[Any]
 ) -> dict[str, float]:
-    """Makes sure that a peer computes what encserve does; gives the differences by side.
+    """Check that a peer computes the same as encserve; return the differences by side.
 
     Raises:
-        PeerUnavailable: It does not.
+        PeerUnavailable: The peer computes other rows or vectors.
     """
-    found = {}
-    for side, (kind, its) in setting.computed(places).items():
-        wanted = vectors if kind == VECTORS else rows
-        if [it.shape for it in its] != [it.shape for it in wanted]:
-            raise PeerUnavailable(peer, f"{side} gives other shapes: it has cut texts off, or takes other tokens")
-        found[side] = worst_difference(its, wanted)
-        if found[side] > TOLERANCE:
-            raise PeerUnavailable(peer, f"{side} does not compute the same: off by {found[side]:.1e} of the norm")
-    return found
+    differences = {}
+    for side, (kind, got) in setting.compute(indices).items():
+        want = vectors if kind == VECTORS else rows
+        if [array.shape for array in got] != [array.shape for array in want]:
+            raise PeerUnavailable(peer, f"{side} gives other shapes: it truncates texts, or tokenizes differently")
+        differences[side] = worst_difference(got, want)
+        if differences[side] > TOLERANCE:
+            raise PeerUnavailable(peer, f"{side} computes other values: off by {differences[side]:.1e} of the norm")
+    return differences
 
 
 def fastest(peer: str, settings: Sequence[Setting], seed: int) -> tuple[Setting, dict[str, float]]:
-    """Runs a peer in all its settings, interleaved; gives the one with the best round, and tokens/s by setting.
+    """Run a peer in all its settings, and close all but the fastest and the default one.
+
+    Returns:
+        The setting with the best round, and tokens/s by setting.
 
     Raises:
-        PeerUnavailable: It fails under load.
+        PeerUnavailable: The peer fails under load.
     """
-    tried = {setting.name: setting for setting in settings}
-    sides = [Side(name, "", setting.sides[0].run) for name, setting in tried.items()]
+    sides = [Side(setting.name, "", setting.sides[0].run) for setting in settings]
     try:
         for side in sides:
-            side.run()  # memory is taken now
-        found = measure(sides, SWEEP_ROUNDS, seed, lambda *_: None, NO_PATIENCE)
+            side.run()  # the peer allocates its memory now
+        rates = best_rates(sides, SWEEP_ROUNDS, seed)
     except RuntimeError as error:
         raise PeerUnavailable(peer, f"fails under load: {error}") from error
-    rates = {name: max(it.tokens_per_second for it in its) for name, its in found.items()}
-    best = max(rates, key=lambda it: rates[it])
-    for name, setting in tried.items():
-        if name != best and not setting.as_it_comes:
+    best = max(settings, key=lambda setting: rates[setting.name])
+    for setting in settings:
+        if setting is not best and not setting.is_default:
             setting.close()
-    console.print(f"{peer}, tokens/s: " + "; ".join(f"{it}: {rate:,.0f}" for it, rate in rates.items()))
-    return tried[best], rates
+    console.print(f"{peer}, tokens/s: " + "; ".join(f"{name}: {rate:,.0f}" for name, rate in rates.items()))
+    return best, rates
 
 
-def open_peers(
-    options: argparse.Namespace, given: Given, check: Callable[[str, Setting], dict[str, float]], stack: ExitStack
-) -> tuple[dict[str, Any], list[Side], dict[str, str]]:
-    """Starts the peers: what is known of each, their sides, and why others are missing."""
-    opened_peers: dict[str, Any] = {}
-    sides: list[Side] = []
-    missing: dict[str, str] = {}
-    for peer in options.peers:
+class Peers:
+    """The peers that could be started.
+
+    Attributes:
+        sides: The sides of all peers, in the fastest setting and in the default one.
+        found: By peer: versions, setting, tokens/s by setting, agreement.
+        missing: By peer, the reason why it does not take part.
+    """
+
+    def __init__(self) -> None:
+        """Start with no peer."""
+        self.sides: list[Side] = []
+        self.found: dict[str, Any] = {}
+        self.missing: dict[str, str] = {}
+
+    def add(
+        self, peer: str, given: PeerInput, indices: Sequence[int], references: tuple[list[Any], list[Any]],
+        seed: int, stack: ExitStack,
+    ) -> None:  # fmt: skip
+        """Start a peer; `references` are encserve's rows and vectors at `indices`."""
         own = stack.enter_context(ExitStack())
         console.print(f"starting {peer} …")
         try:
             settings = own.enter_context(opened(peer, given))
-            best, rates = fastest(peer, settings, options.seed)
-            differences = check(peer, best)
+            best, rates = fastest(peer, settings, seed)
+            agreement = check_peer(peer, best, indices, *references)
         except PeerUnavailable as error:
             own.close()
-            missing[peer] = error.reason
+            self.missing[peer] = error.reason
             print_missing({peer: error.reason})
-            continue
-        sides += best.sides
+            return
+        self.sides += best.sides
         for setting in settings:
-            if setting.as_it_comes and setting is not best:
-                sides += [dataclasses.replace(it, name=it.name + AS_IT_COMES) for it in setting.sides]
-        opened_peers[peer] = {
+            if setting.is_default and setting is not best:
+                self.sides += [dataclasses.replace(side, name=side.name + DEFAULT) for side in setting.sides]
+        self.found[peer] = {
             "versions": best.versions,
             "setting": best.name,
             "tokens_per_second_by_setting": rates,
-            "agreement": differences,
+            "agreement": agreement,
         }
-    return opened_peers, sides, missing
 
 
 def idle_share() -> float:
-    """How much of one CPU all of the benchmark's processes take while nobody asks."""
+    """CPU time of all processes of the benchmark without any load, as a share of one CPU."""
     time.sleep(1)
     before = cpu_seconds(os.getpid())
     time.sleep(IDLE_SECONDS)
     return (cpu_seconds(os.getpid()) - before) / IDLE_SECONDS
 
 
-def ratios_to_peers(found: Found, ours: Sequence[str], peers: Sequence[str]) -> dict[str, dict[str, Spread]]:
-    """Encserve : peer in tokens/s, by peer and by side of ours; round by round, then the median and quartiles."""
-    return {peer: {mine: spread(ratios(found[mine], found[peer])) for mine in ours} for peer in peers}
-
-
 def peer_targets(found: Found, precisions: Mapping[str, str]) -> list[Target]:
-    """The targets whose sides were all run; `precisions` are those of our sides that have any, by name.
+    """All targets with sides that ran, for each peer in its default setting and at its best.
 
-    Each is told twice, of a peer as it comes and of a peer at its best, where those are two.
+    Args:
+        found: The measurements.
+        precisions: The precision of each side of encserve with targets, by the side's name.
     """
     return [
         target
-        for mine, precision in precisions.items()
-        for peer, bound in WANTED[precision].items()
-        for side in (peer + AS_IT_COMES, peer)
-        for target in ratio_target(found, mine, side, f"{mine} ({precision}), ratio to {side}", bound)
+        for side, precision in precisions.items()
+        for peer, bound in BOUNDS[precision].items()
+        for base in (peer + DEFAULT, peer)
+        for target in ratio_target(found, side, base, f"{side} ({precision}), ratio to {base}", bound)
     ]
 
 
 def print_missing(missing: Mapping[str, str]) -> None:
-    """Says which peers could not take part, and why."""
+    """Print the peers that do not take part, with the reasons."""
     for peer, reason in missing.items():
         console.print(f"[bold red]Missing: {peer}[/]")
         console.print(reason, markup=False)
 
 
 def compare(options: argparse.Namespace, stack: ExitStack) -> dict[str, Any]:
-    """Opens everything, runs the rounds and gives the report; what must be closed goes onto `stack`."""
-    load_before, machine = load_average(), describe_machine()
+    """Start all sides, run the rounds, and return the report."""
     bundle = read_newest(options.model_repository, options.model)
-    workload = read_texts(bundle, options)
-    places = some_places(workload.lengths)
-    console.print(f"{bundle.name}@{bundle.version}: {len(workload.texts)} texts, {workload.tokens:,} tokens")
+    lengths = choose_lengths(options.sequences, seed=options.seed, longest=bundle.max_sequence_tokens)
+    workload = text_workload(bundle, lengths, seed=options.seed)
+    comparison = Comparison(options, bundle, workload)
+    indices = probe_indices(workload.lengths)
     engine = OnnxEngine(bundle.graph, device="cpu", intra_op_threads=usable_cpus())
     stack.callback(engine.close)
-    rows = [engine.run([workload.sequences[it]]).rows[0] for it in places]
-    servers = Servers(options, bundle, workload, stack)
-    agreement = servers.check(places, rows)
-    vectors = servers.first.vectors(places)
+    rows = [engine.run([workload.sequences[index]]).rows[0] for index in indices]
+    servers = Servers(comparison, indices, rows, stack)
+    references = rows, servers.first.vectors(indices)
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     file = folder / "workload.json"
-    file.write_text(json.dumps({"texts": workload.texts, "ids": [it.tolist() for it in workload.sequences]}))
+    file.write_text(json.dumps({"texts": workload.texts, "ids": [ids.tolist() for ids in workload.sequences]}))
     checkpoint = options.checkpoint.resolve()
-    given = Given(workload, file, bundle.graph, checkpoint, usable_cpus(), options.seconds, folder)
-    peers, peer_sides, missing = open_peers(
-        options, given, lambda peer, setting: check_peer(peer, setting, places, rows, vectors), stack
-    )
+    given = PeerInput(workload, file, bundle.graph, checkpoint, usable_cpus(), options.seconds, folder)
+    peers = Peers()
+    for peer in options.peers:
+        peers.add(peer, given, indices, references, options.seed, stack)
     budgets = sweep_budgets(engine, workload, options.seed)
-    ceiling = ceiling_side(engine, workload, max(budgets, key=lambda it: budgets[it]))
+    ceiling = ceiling_side(engine, workload, max(budgets, key=lambda budget: budgets[budget]))
     idle = idle_share()
-    sides = [ceiling, *servers.sides, *peer_sides]
-    patience = Patience(options.patience, lambda: OtherWork().share)
-    found = measure(sides, options.rounds, options.seed, show_round, patience)
-    texts_of_warning = warnings(load_before, found)
+    sides = [ceiling, *servers.sides, *peers.sides]
+    found = comparison.measure(sides)
+    ratios = ratios_between(found, [side.name for side in servers.sides], [side.name for side in peers.sides])
+    report = comparison.report(
+        sides, found, peer_targets(found, servers.precisions), ratios,
+        agreement=servers.agreement, peers=peers.found, missing=peers.missing, idle_share_of_a_cpu=idle,
+    )  # fmt: skip
     if idle > IDLE_SHARE:
-        texts_of_warning.append(f"while nobody asked, all the servers together took {idle:.0%} of a CPU")
-    table = ratios_to_peers(found, [it.name for it in servers.sides], [it.name for it in peer_sides])
-    return {
-        "model": {"name": bundle.name, "version": bundle.version, "fingerprint": bundle.fingerprint},
-        "machine": machine,
-        "load_average": {"before": load_before, "after": load_average()},
-        "idle_share_of_a_cpu": idle,
-        "workload": {"sequences": len(workload.texts), "tokens": workload.tokens, "seed": options.seed},
-        "agreement": agreement,
-        "peers": peers,
-        "missing": missing,
-        "rounds": options.rounds,
-        "seconds": options.seconds,
-        "warnings": texts_of_warning,
-        "sides": summarise(sides, found),
-        "ratios": {peer: {mine: dataclasses.asdict(it) for mine, it in row.items()} for peer, row in table.items()},
-        "targets": [dataclasses.asdict(it) for it in peer_targets(found, servers.precisions)],
-    }
-
-
-def show_round(number: int, found: Mapping[str, Measurement]) -> None:
-    """Says how a round went, so that nobody has to wait in the dark."""
-    shown = ", ".join(f"{name} {it.tokens_per_second:,.0f}" for name, it in found.items())
-    console.print(f"round {number + 1}, tokens/s: {shown}")
+        report["warnings"].append(f"without any load, all servers together took {idle:.0%} of a CPU")
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs the comparison, prints it, and writes it down if asked."""
-    options = read_arguments(arguments)
-    stop_servers_on_sigterm()
-    began = time.monotonic()
-    with ExitStack() as stack:
-        report = compare(options, stack)
-    print_report(console, report)
-    if report["ratios"]:
-        console.print(ratios_table("tokens/s as a ratio to", report["ratios"]))
+    """Compare, print the report, write it to the file of --json, and exit with 1 if a peer is missing."""
+    report = run_comparison(compare, read_arguments(arguments))
     print_missing(report["missing"])
-    for peer, its in report["peers"].items():
-        packages = ", ".join(f"{name} {version}" for name, version in its["versions"].items())
-        console.print(f"{peer}: {its['setting']}; {packages}")
-    console.print(
-        f"{options.rounds} rounds, {time.monotonic() - began:.0f} s in all; while nobody asked, the servers took "
-        f"{report['idle_share_of_a_cpu']:.1%} of a CPU",
-    )
-    if options.json:
-        options.json.write_text(json.dumps(report, indent=2) + "\n")
+    for peer, found in report["peers"].items():
+        packages = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+        console.print(f"{peer}: {found['setting']}; {packages}")
     if report["missing"]:
         sys.exit(1)
 

@@ -1,7 +1,6 @@
-"""Serves the demo's model, encodes a sentence, compares a few, shows the server's own latency figures, and stops.
+"""Serves the demo's model, encodes a sentence, compares four sentences, prints the server's latencies, and stops.
 
-Everything is the real thing: the server is a process of its own, the calls go over gRPC, the figures come from its
-metrics page.
+The server is a real process, the calls go over gRPC, and the latencies come from the server's metrics page.
 """
 
 import json
@@ -21,7 +20,7 @@ from rich.table import Table
 
 BIN = Path(sys.executable).parent
 SENTENCE = "I understand this"
-RELATED = [
+SENTENCES = [
     "The cat sleeps on the warm windowsill.",
     "A kitten is napping by the sunny window.",
     "Stock markets fell sharply on Monday.",
@@ -33,18 +32,9 @@ console = Console()
 
 @contextmanager
 def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
-    """Runs a server; gives its gRPC and metrics ports once it serves, and stops it at the end."""
-    command: list[str | Path] = [
-        BIN / "encserve-server",
-        "--model-repository",
-        model_repository,
-        "--model",
-        model,
-        "--grpc-port",
-        "0",
-        "--metrics-port",
-        "0",
-    ]
+    """Run a server until the end of the block; yield its gRPC and metrics ports when it serves."""
+    command: list[str | Path] = [BIN / "encserve-server", "--model-repository", model_repository, "--model", model]
+    command += ["--grpc-port", "0", "--metrics-port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None  # noqa: S101 - it is a pipe
         try:
@@ -55,24 +45,26 @@ def server(model_repository: Path, model: str) -> Iterator[tuple[int, int]]:
             yield serving["grpc_port"], serving["metrics_port"]
         finally:
             process.send_signal(signal.SIGTERM)
-            process.stderr.read()  # so that its last lines do not fill the pipe
+            process.stderr.read()  # empties the pipe, so that the server can write its last lines
             status = process.wait(timeout=60)
-    console.print(f"The server was told to stop (SIGTERM), finished its work and left with exit status {status}.")
+    console.print(f"The server got SIGTERM, finished its work and ended with exit status {status}.")
     if status:
         raise click.ClickException("the server did not stop cleanly")
 
 
 def client(port: int, *arguments: str) -> None:
-    """Runs the client's command as a user would."""
+    """Print a command of the client, and run it."""
     console.print(f"\n[bold]$ encserve {' '.join(repr(it) if ' ' in it else it for it in arguments)}[/]")
     sys.stdout.flush()
     subprocess.run([BIN / "encserve", "--target", f"127.0.0.1:{port}", *arguments], check=True)
 
 
 def quantile_ms(buckets: list[tuple[float, float]], q: float) -> float:
-    """A quantile in milliseconds from cumulative histogram buckets (upper bound in seconds, count), interpolated.
+    """A quantile of a cumulative histogram in milliseconds, interpolated as Prometheus' histogram_quantile does.
 
-    It is what Prometheus' histogram_quantile gives.
+    Args:
+        buckets: The upper bound in seconds and the count of each bucket.
+        q: From 0 to 1.
     """
     rank, low, below = q * buckets[-1][1], 0.0, 0.0
     for high, count in buckets:
@@ -85,20 +77,22 @@ def quantile_ms(buckets: list[tuple[float, float]], q: float) -> float:
 
 
 def latency_table(port: int) -> Table:
-    """The server's own latency figures by stage, from its metrics page."""
+    """The server's latency by stage, from its metrics page."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
         families = text_string_to_metric_families(page.read().decode())
     samples = next(family for family in families if family.name == "encserve_stage_seconds").samples
-    table = Table(title="Where the time went, from the server's metrics (ms)", box=box.SIMPLE, title_justify="left")
+    table = Table(title="Latency by stage, from the server's metrics (ms)", box=box.SIMPLE, title_justify="left")
     for heading in ("stage", "count", "mean", "p50", "p99"):
         table.add_column(heading, justify="left" if heading == "stage" else "right")
     for stage in STAGES:
-        mine = [sample for sample in samples if sample.labels["stage"] == stage]
-        value = {sample.name.rpartition("_")[2]: sample.value for sample in mine}
-        buckets = [(float(s.labels["le"]), s.value) for s in mine if s.name.endswith("_bucket")]
-        quantiles = [f"{quantile_ms(buckets, q):.2f}" for q in (0.5, 0.99)] if value["count"] else ["-", "-"]
-        mean = f"{value['sum'] / value['count'] * 1000:.2f}" if value["count"] else "-"
-        table.add_row(stage, f"{value['count']:.0f}", mean, *quantiles)
+        of_stage = [sample for sample in samples if sample.labels["stage"] == stage]
+        value = {sample.name.rpartition("_")[2]: sample.value for sample in of_stage}
+        buckets = [(float(it.labels["le"]), it.value) for it in of_stage if it.name.endswith("_bucket")]
+        figures = ["-", "-", "-"]
+        if value["count"]:
+            milliseconds = (1000 * value["sum"] / value["count"], *(quantile_ms(buckets, q) for q in (0.5, 0.99)))
+            figures = [f"{figure:.2f}" for figure in milliseconds]
+        table.add_row(stage, f"{value['count']:.0f}", *figures)
     return table
 
 
@@ -106,11 +100,11 @@ def latency_table(port: int) -> Table:
 @click.option("--model-repository", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--model", required=True)
 def main(model_repository: Path, model: str) -> None:
-    """Shows encserve at work."""
+    """Show encserve at work."""
     with server(model_repository, model) as (grpc_port, metrics_port):
         client(grpc_port, "models")
         client(grpc_port, "encode", SENTENCE)
-        client(grpc_port, "similarity", *RELATED)
+        client(grpc_port, "similarity", *SENTENCES)
         console.print()
         console.print(latency_table(metrics_port))
 

@@ -1,4 +1,4 @@
-"""Writes docs/metrics.md, from what the server registers."""
+"""Writes docs/metrics.md from the server's registered metrics."""
 
 import argparse
 from collections.abc import Iterable
@@ -12,9 +12,9 @@ PAGE = Path(__file__).parent.parent / "docs/metrics.md"
 HEAD = f"""\
 # Metrics
 
-Every metric of `encserve-server`, made from the code by `make docs`. The server has them on
+Every metric of `encserve-server`, written from the code by `make docs`. The server has them on
 `http://HOST:METRICS_PORT/metrics`, for Prometheus or OpenMetrics. Every label set exists at zero before the first
-request, and no label's value comes from a caller: `model` and `version` are of what is served. Histograms of requests
+request. Label values never come from a caller: `model` and `version` name served models. Histograms of requests
 and stages have buckets that end at {", ".join(f"{it:g}" for it in SECONDS_BUCKETS)} s.
 Dashboards, objectives and alerts: [operations.md](operations.md#metrics-and-dashboards).
 
@@ -25,7 +25,7 @@ TABLE = """
 | metric | type | unit | labels | meaning |
 |---|---|---|---|---|
 """
-# Each topic begins with this metric and goes on until the next one's.
+# The first metric of each topic; a topic ends before the next one.
 TOPICS = {
     "grpc_server_started": "RPCs",
     "encserve_queue_requests": "The queue",
@@ -34,23 +34,23 @@ TOPICS = {
     "encserve_ready": "Models and versions",
     "encserve_event_loop_lag_seconds": "The process",
 }
-UNITS = {"seconds", "bytes", "tokens", "sequences", "requests"}  # as a name's last word
+UNITS = {"seconds", "bytes", "tokens", "sequences", "requests"}  # the last word of a metric's name
 
 
 def page() -> str:
     """The whole page.
 
     Raises:
-        ValueError: A topic's first metric is gone.
+        ValueError: The first metric of a topic does not exist.
     """
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     labels = {it._name: it._labelnames for it in vars(metrics).values() if hasattr(it, "_labelnames")}
-    for collector in (ProcessCollector, PlatformCollector, GCCollector):  # as `App` does
+    for collector in (ProcessCollector, PlatformCollector, GCCollector):  # as in `App`
         collector(registry=registry)
     families = list(registry.collect())
-    if gone := TOPICS.keys() - {it.name for it in families}:
-        raise ValueError(f"TOPICS: there is no metric {', '.join(sorted(gone))}")
+    if unknown := TOPICS.keys() - {it.name for it in families}:
+        raise ValueError(f"TOPICS: unknown metrics: {', '.join(sorted(unknown))}")
     text = HEAD
     for family in families:
         if family.name in TOPICS:

@@ -1,7 +1,6 @@
-"""Makes the pictures of `encserve inspect` in docs/images: runs the real command, opens its page, takes the pictures.
+"""Writes the pictures of `encserve inspect` into docs/images: runs the command and opens its page in Chromium.
 
-    scripts/make_screenshots.py --target localhost:50051             # from a server that runs
-    scripts/make_screenshots.py --model-repository models            # from one that is started for it
+    scripts/make_screenshots.py --model-repository models [--model NAME]
 
 Needs Chromium; see CONTRIBUTING.md.
 """
@@ -14,72 +13,55 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).parent.parent
-# The tests' own helpers drive the browser and start the server; they are no package.
+# The tests' helpers drive the browser and start the server.
 sys.path.insert(0, str(ROOT / "tests/support"))
 
 from browser import OpenPage, chromium, find_chromium  # noqa: E402
-from made_inspections import make_inspection  # noqa: E402
 from real_server import real_server  # noqa: E402
 
-from encserve_cli.report.page import build_page  # noqa: E402
-
-BIN = Path(sys.executable).parent
-TEXT = "I understand this"
-LAST_SECTIONS = {1400: "similarity", 390: "attention"}  # the window's width in pixels, and where its picture ends
-LARGEST = 300_000  # bytes of a picture
-EDGE = 16  # pixels below the last section
+COMMAND = Path(sys.executable).parent / "encserve"
+LAST_SECTIONS = {1400: "similarity", 390: "attention"}  # by width of the window in pixels, the end of its picture
+MAX_BYTES = 300_000  # of a picture
+MARGIN = 16  # pixels below the last section
 
 
-def ask(target: str, model: str | None, text: str, page: Path) -> None:
-    """Runs the command as a user would."""
-    command: list[str | Path] = [BIN / "encserve", "--target", target, "inspect", text, "--html", page]
-    subprocess.run([*command, *(["--model", model] if model else [])], check=True)
+def take_pictures(page: Path, folder: Path) -> None:
+    """Write a picture of the page's first sections for each width.
 
-
-def take(page: Path, folder: Path) -> None:
-    """Writes a picture of the page's first sections for each width. ClickException where something is wrong with it."""
-    folder.mkdir(parents=True, exist_ok=True)
+    Raises:
+        click.ClickException: The page has errors or lacks a section, or a picture is too large.
+    """
     with chromium() as browser:
         for width, section in LAST_SECTIONS.items():
-            it = OpenPage(browser, page, width)
-            box = it.page.locator(f"#{section}").bounding_box()
-            if it.complaints or box is None:
-                raise click.ClickException(f"the page is not as it should be: {it.complaints}")
+            opened = OpenPage(browser, page, width)
+            box = opened.page.locator(f"#{section}").bounding_box()
+            if opened.complaints or box is None:
+                raise click.ClickException(f"the page has errors or no section {section!r}: {opened.complaints}")
             path = folder / f"inspect-{width}.png"
-            height = box["y"] + box["height"] + EDGE
-            it.page.screenshot(path=path, full_page=True, clip={"x": 0, "y": 0, "width": width, "height": height})
-            it.close()
+            height = box["y"] + box["height"] + MARGIN
+            clip: dict[str, float] = {"x": 0, "y": 0, "width": width, "height": height}
+            opened.page.screenshot(path=path, full_page=True, clip=clip)  # type: ignore[arg-type]
+            opened.close()
             size = path.stat().st_size
-            if size > LARGEST:
-                raise click.ClickException(f"{path} has {size} bytes, more than {LARGEST}: choose a shorter --text")
+            if size > MAX_BYTES:
+                raise click.ClickException(f"{path} has {size} bytes, more than {MAX_BYTES}: choose a shorter --text")
             print(f"wrote {path}: {width} × {height:.0f}, {size / 1000:.0f} kB")
 
 
 @click.command()
-@click.option("--target", help="A server that runs, host:port.")
-@click.option("--model-repository", type=click.Path(path_type=Path, exists=True), help="Starts a server with it.")
+@click.option("--model-repository", type=click.Path(path_type=Path, exists=True), required=True)
 @click.option("--model", help="Default: the server's default model.")
-@click.option("--text", default=TEXT, show_default=True, help="What to inspect.")
-@click.option("--output", type=click.Path(path_type=Path), default=ROOT / "docs/images", help="Default: docs/images.")
-@click.option("--synthetic", is_flag=True, hidden=True, help="Made-up numbers, to try this script without a server.")
-def main(
-    target: str | None, model_repository: Path | None, model: str | None, text: str, output: Path, synthetic: bool
-) -> None:
-    """Makes the pictures of `encserve inspect`."""
+@click.option("--text", default="I understand this", show_default=True, help="The text to inspect.")
+def main(model_repository: Path, model: str | None, text: str) -> None:
+    """Write the pictures of `encserve inspect`."""
     if find_chromium() is None:
-        raise click.ClickException("this needs Chromium: apt-get install chromium")
-    if [target is not None, model_repository is not None, synthetic].count(True) != 1:
-        raise click.UsageError("give either --target or --model-repository")
+        raise click.ClickException("needs Chromium: apt-get install chromium")
+    flags = ["--model", model] if model else []
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "report.html"
-        if synthetic:
-            page.write_text(build_page(*make_inspection(), text), encoding="utf-8", newline="\n")
-        elif model_repository is not None:
-            with real_server(model_repository, *(["--model", model] if model else [])) as server:
-                ask(server.target, model, text, page)
-        else:
-            ask(str(target), model, text, page)
-        take(page, output)
+        with real_server(model_repository, *flags) as server:
+            subprocess.run([COMMAND, "--target", server.target, "inspect", text, "--html", page, *flags], check=True)
+        take_pictures(page, ROOT / "docs/images")
 
 
 if __name__ == "__main__":

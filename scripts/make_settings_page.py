@@ -1,4 +1,4 @@
-"""Writes docs/settings.md, from the fields of the server's `Settings`."""
+"""Writes docs/settings.md from the fields of the server's `Settings`."""
 
 import argparse
 import dataclasses
@@ -13,9 +13,9 @@ PAGE = Path(__file__).parent.parent / "docs/settings.md"
 HEAD = """\
 # Settings
 
-Every setting of `encserve-server`, made from the code by `make docs`. A flag beats its environment variable, and the
-variable beats the default. A bad value stops the start with an error that names the setting, its bounds and the value.
-`encserve-server --help` prints the same.
+Every setting of `encserve-server`, written from the code by `make docs`. A flag beats its environment variable, and the
+variable beats the default. After a bad value the server does not start; the error names the setting, its bounds and the
+value. `encserve-server --help` prints the same.
 
 | flag and environment variable | values | default | meaning |
 |---|---|---|---|

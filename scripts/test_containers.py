@@ -1,8 +1,8 @@
-"""Builds the images, brings docker-compose.yml up, uses it as people would, breaks it a little, and takes it all down.
+"""Builds the images, starts docker-compose.yml, calls the servers, restarts them under load, and removes everything.
 
-Needs docker with compose, or podman with podman-compose; without either it says SKIPPED, and fails if
-ENCSERVE_REQUIRE_CONTAINERS=1. Containers, networks and volumes are of a project of their own, on free ports. Grafana
-and Envoy are left out, with a word, where their images cannot be had.
+Needs docker with compose, or podman with podman-compose. Without them it prints SKIPPED, and fails if
+ENCSERVE_REQUIRE_CONTAINERS=1. Containers, networks and volumes belong to a new project on free ports. Grafana and Envoy
+are left out, with a message, if their images cannot be pulled.
 """
 
 import json
@@ -31,9 +31,7 @@ BUILT = {  # image: Dockerfile, target
     "encserve-export:demo": ("deploy/export.Dockerfile", "demo"),
 }
 STOP_SECONDS = 40
-DEFAULT = RetryPolicy()
-# What sentence-transformers gives for the demo's model: the ids and the norms of a text's tokens, and which sentences
-# are alike.
+# From sentence-transformers with the demo's model: the ids and the norms of a text's tokens, and cosines of sentences.
 TEXT = "I understand this"
 IDS = [101, 1045, 3305, 2023, 102]
 NORMS = [6.521, 9.838, 11.576, 8.945, 11.774]
@@ -44,7 +42,7 @@ SENTENCES = [
     "Shares dropped at the start of the week.",
 ]
 COSINES = [[1, 0.657, -0.054, -0.053], [0.657, 1, 0.016, -0.009], [-0.054, 0.016, 1, 0.589], [-0.053, -0.009, 0.589, 1]]
-# Fails if the container is not confined, and says in what.
+# Runs in the server's container; prints to stderr how the container is not confined.
 CONFINED = """
 import importlib.util, os, shutil
 status = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
@@ -65,33 +63,34 @@ raise SystemExit("; ".join(wrong) or 0)
 
 
 class Failed(Exception):
-    """What was wrong."""
+    """A check failed; the message says which."""
 
 
-def expect(condition: bool, what: str) -> None:
-    """Fails with a text unless a condition holds."""
+def expect(condition: bool, message: str) -> None:
+    """Raise Failed with a message unless a condition holds."""
     if not condition:
-        raise Failed(what)
+        raise Failed(message)
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float) -> None:
-    """Waits for a condition; fails if it takes longer."""
+def until(condition: Callable[[], bool], description: str, seconds: float) -> None:
+    """Wait for a condition; raise Failed after `seconds`."""
     ends = time.monotonic() + seconds
     while not condition():
-        expect(time.monotonic() < ends, f"{what}: not within {seconds:g} s")
+        expect(time.monotonic() < ends, f"{description}: not within {seconds:g} s")
         time.sleep(0.5)
 
 
 def step(text: str) -> None:
-    """Says what is done next."""
+    """Print the next step."""
     print(f"--- {text}", flush=True)
 
 
 @contextmanager
 def torch_wheel() -> Iterator[bool]:
-    """Puts PyTorch's CPU build where the image's build finds it, if pip's settings name a folder that has it.
+    """Put PyTorch's CPU build into deploy/wheels, if pip's settings name a folder with it.
 
-    Gives whether it is there. If not, the build takes it from PyTorch's own index, or from TORCH_INDEX_URL.
+    Yields:
+        Whether it is there. If not, the build uses PyTorch's index, or TORCH_INDEX_URL.
     """
     before = set(WHEELS.glob("*.whl"))
     lock = ROOT / "deploy/requirements/torch.txt"
@@ -108,30 +107,29 @@ def torch_wheel() -> Iterator[bool]:
 
 
 def build(engine: Engine) -> None:
-    """Builds the images of the profiles cpu and replicas."""
+    """Build the images of the profiles cpu and replicas."""
     common = ["--network", "host"] + (["--format", "docker"] if engine.is_podman else [])
     indexes = {name: os.environ[name] for name in ("PIP_INDEX_URL", "TORCH_INDEX_URL") if name in os.environ}
-    with torch_wheel() as have_torch:
+    with torch_wheel() as has_torch:
+        indexes |= {"TORCH_INDEX_URL": ""} if has_torch else {}
         for image, (dockerfile, target) in BUILT.items():
             began = time.monotonic()
             flags = ["--target", target] if target else []
-            known = indexes | ({"TORCH_INDEX_URL": ""} if have_torch else {})
-            for name in (name for name in known if f"ARG {name}=" in (ROOT / dockerfile).read_text()):
-                flags += ["--build-arg", f"{name}={known[name]}"]
+            for name in (name for name in indexes if f"ARG {name}=" in (ROOT / dockerfile).read_text()):
+                flags += ["--build-arg", f"{name}={indexes[name]}"]
             engine.run("build", *common, *flags, "--file", dockerfile, "--tag", image, ".", timeout=1200)
             mib = int(engine.run("image", "inspect", "--format", "{{.Size}}", image).stdout) / 2**20
             step(f"built {image}: {mib:.0f} MiB in {time.monotonic() - began:.0f} s")
 
 
 def check_rows(port: int) -> None:
-    """Real text gives the known ids, norms and cosines."""
+    """Check ids, norms and cosines of real text."""
     with EncoderClient(f"127.0.0.1:{port}") as client:
         result = client.run([TEXT], outputs=["tokens"])
         vectors = client.embed(SENTENCES)
     (rows,) = result.outputs[0].arrays()
-    expect(
-        np.array_equal(np.asarray(result.sequences[0].token_ids), IDS), f"token ids are {result.sequences[0].token_ids}"
-    )
+    ids = np.asarray(result.sequences[0].token_ids)
+    expect(np.array_equal(ids, IDS), f"token ids are {ids}")
     expect(rows.shape == (len(IDS), 384), f"rows are {rows.shape}")
     norms = np.linalg.norm(rows, axis=1)
     expect(np.allclose(norms, NORMS, atol=2e-3), f"norms are {norms}")
@@ -140,7 +138,7 @@ def check_rows(port: int) -> None:
 
 
 def query(engine: Engine, promql: str) -> dict[str, float]:
-    """What Prometheus says now, by instance."""
+    """The current values of a Prometheus query, by instance."""
     url = f"http://127.0.0.1:{engine.ports['prometheus']}/api/v1/query?" + urllib.parse.urlencode({"query": promql})
     try:
         with urllib.request.urlopen(url, timeout=10) as page:
@@ -151,38 +149,38 @@ def query(engine: Engine, promql: str) -> dict[str, float]:
 
 
 class Load:
-    """Callers of single texts, until told to stop; what became of each call.
+    """Callers that encode one text after another until the end of the block.
 
     Attributes:
-        answered: How many calls were answered with rows of the right shape.
-        failed: How many were not, by the kind of error.
+        answered: The number of replies with rows of the right shape.
+        failed: The number of other outcomes, by the kind of error.
     """
 
-    def __init__(self, port: int, callers: int, retry: RetryPolicy = DEFAULT) -> None:
-        """Not yet begun."""
+    def __init__(self, port: int, callers: int, retry: RetryPolicy | None = None) -> None:
+        """Callers of a port, with the client's default retries or others."""
         self.answered = 0
         self.failed: Counter[str] = Counter()
-        self._port, self._retry = port, retry
+        self._port, self._retry = port, retry or RetryPolicy()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._threads = [threading.Thread(target=self._call) for _ in range(callers)]
 
     def __enter__(self) -> "Load":
-        """Begins."""
+        """Start the callers."""
         for thread in self._threads:
             thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Ends, once the last calls are answered."""
+        """Stop the callers and wait for the last replies."""
         self._stop.set()
         for thread in self._threads:
             thread.join(timeout=60)
 
     def more(self, calls: int, seconds: float = 60) -> None:
-        """Waits until so many more have been answered."""
-        wanted = self.answered + calls
-        until(lambda: self.answered >= wanted, f"{calls} more answers", seconds)
+        """Wait for a number of further replies."""
+        total = self.answered + calls
+        until(lambda: self.answered >= total, f"{calls} more replies", seconds)
 
     def _call(self) -> None:
         with EncoderClient(f"127.0.0.1:{self._port}", retry=self._retry) as client:
@@ -199,64 +197,66 @@ class Load:
                         self.answered += 1
 
 
+def start(engine: Engine, profile: str, services: list[str]) -> None:
+    """Start services and wait until they are healthy; `export` ends by itself."""
+    step(f"docker compose --profile {profile} up: {', '.join(services)}")
+    engine.compose(profile, "up", "--detach", "--no-build", *services, timeout=400)
+    for service in services:
+        if service != "export":
+            until(partial(engine.healthy, service), f"{service} is healthy", 120)
+
+
 def restart(engine: Engine, service: str) -> None:
-    """Stops a service with SIGTERM and starts it again; returns when it is healthy."""
+    """Stop a service with SIGTERM, start it again, and wait until it is healthy."""
     container = engine.container(service)
     engine.run("stop", "-t", str(STOP_SECONDS), container, timeout=STOP_SECONDS + 30)
     state = engine.inspect(service)["State"]
-    expect(state["ExitCode"] == 0, f"{service} left with exit status {state['ExitCode']}")
+    expect(state["ExitCode"] == 0, f"{service} ended with exit status {state['ExitCode']}")
     engine.run("start", container)
     until(lambda: engine.healthy(service), f"{service} is healthy again", 120)
 
 
-def check_alone(engine: Engine, services: list[str]) -> None:
-    """One server, with Prometheus."""
-    step(f"docker compose --profile cpu up: {', '.join(services)}")
-    engine.compose("cpu", "up", "--detach", "--no-build", *services, timeout=400)
-    for service in services:
-        if service != "export":
-            until(partial(engine.healthy, service), f"{service} is healthy", 120)
-    step("real text: token ids, norms and cosines are the known ones")
+def check_one_server(engine: Engine, services: list[str]) -> None:
+    """One server with Prometheus."""
+    start(engine, "cpu", services)
+    step("real text has the known token ids, norms and cosines")
     check_rows(engine.ports["grpc"])
     step("the server's container is confined: user, file system, capabilities, no torch, no compiler")
     done = engine.run("exec", engine.container("server"), "python", "-c", CONFINED, check=False)
     expect(done.returncode == 0, f"the container {done.stderr}")
-    step("Prometheus has scraped it")
+    step("Prometheus has scraped the server")
     until(lambda: query(engine, "up{job='encserve'}") == {"server:9464": 1}, "up", 60)
     until(lambda: sum(query(engine, "encserve_tokens_total").values()) > 0, "encserve_tokens_total", 60)
-    step("up again: the model is there, so nothing is exported")
+    step("up again: the model exists, so nothing is exported")
     began = engine.inspect("export")["State"]["StartedAt"]
     engine.compose("cpu", "up", "--detach", "--no-build", "export")
     until(lambda: not engine.inspect("export")["State"]["Running"], "export has ended", 60)
-    said = engine.run("logs", engine.container("export")).stdout
+    log = engine.run("logs", engine.container("export")).stdout
     expect(engine.inspect("export")["State"]["StartedAt"] != began, "export did not run again")
-    expect(said.endswith("is there\n"), f"export said {said}")
-    step("the server is restarted under load: 8 callers with the client's defaults, 8 patient ones")
+    expect(log.endswith("is there\n"), f"export printed {log}")
+    step("the server restarts under load: 8 callers with default retries, 8 with many retries")
     patient = RetryPolicy(max_attempts=1000, max_backoff_seconds=0.5)
-    with Load(engine.ports["grpc"], 8) as usual, Load(engine.ports["grpc"], 8, patient) as waiting:
-        usual.more(50)
-        expect(not usual.failed, f"calls failed before anything was done: {usual.failed}")
+    with Load(engine.ports["grpc"], 8) as default, Load(engine.ports["grpc"], 8, patient) as waiting:
+        default.more(50)
+        expect(not default.failed, f"calls failed before the restart: {default.failed}")
         restart(engine, "server")
-        failed = usual.failed.copy()
-        usual.more(50)
+        failed = default.failed.copy()
+        default.more(50)
         waiting.more(50)
-    print(f"    defaults: {usual.answered} answered, failed while it was away: {dict(failed)}")
-    print(f"    patient:  {waiting.answered} answered, failed: {dict(waiting.failed)}")
-    # One server that is away is away: what matters is that callers are told so, and that nothing is lost by waiting.
-    expect(set(usual.failed) <= {ServerUnavailableError.__name__}, f"failures of other kinds: {usual.failed}")
-    expect(usual.failed == failed, f"calls failed after it was back: {usual.failed}")
-    expect(not waiting.failed, f"patient calls failed: {waiting.failed}")
+    print(f"    default retries: {default.answered} answered, failed during the restart: {dict(failed)}")
+    print(f"    many retries: {waiting.answered} answered, failed: {dict(waiting.failed)}")
+    # Without a second server, calls may fail during the restart. They must fail with the right error, and a caller
+    # that retries must lose nothing.
+    expect(set(default.failed) <= {ServerUnavailableError.__name__}, f"failures of other kinds: {default.failed}")
+    expect(default.failed == failed, f"calls failed after the restart: {default.failed}")
+    expect(not waiting.failed, f"calls with many retries failed: {waiting.failed}")
 
 
 def check_replicas(engine: Engine) -> None:
-    """Two servers behind Envoy, restarted one after the other: nobody notices."""
-    step("docker compose --profile replicas up: two servers behind Envoy")
-    services = ["export", "prometheus-replicas", "server-a", "server-b", "envoy"]
-    engine.compose("replicas", "up", "--detach", "--no-build", *services, timeout=400)
-    for service in services[1:]:
-        until(partial(engine.healthy, service), f"{service} is healthy", 120)
+    """Two servers behind Envoy restart one after the other, and no call fails."""
+    start(engine, "replicas", ["export", "prometheus-replicas", "server-a", "server-b", "envoy"])
     both = {"server-a:9464": 1.0, "server-b:9464": 1.0}
-    # What the other Prometheus saw in the same volume counts for five more minutes: so at least these.
+    # For five minutes, series of the other Prometheus in the same volume also count.
     until(lambda: query(engine, "up{job='encserve'}").items() >= both.items(), "up", 60)
     balanced = "envoy_cluster_membership_healthy{envoy_cluster_name='encserve'}"
     until(lambda: query(engine, balanced) == {"envoy:9902": 2.0}, "Envoy has two healthy servers", 60)
@@ -264,7 +264,7 @@ def check_replicas(engine: Engine) -> None:
     with Load(engine.ports["grpc"], 16) as load:
         load.more(100)
         for service in ("server-a", "server-b"):
-            step(f"{service} is restarted under load: 16 callers with the client's defaults")
+            step(f"{service} restarts under load: 16 callers with default retries")
             restart(engine, service)
             load.more(100)
     print(f"    {load.answered} answered, failed: {dict(load.failed)}")
@@ -275,47 +275,44 @@ def check_replicas(engine: Engine) -> None:
 
 
 def check(engine: Engine) -> list[str]:
-    """Does it all; gives what was left out."""
+    """Run all checks; return the services without an image."""
     services = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"]
-    left_out = []
-    for service in ("prometheus", "grafana", "envoy"):
-        if not engine.has(services[service]["image"]):
-            left_out.append(f"{service} ({services[service]['image']} cannot be had here)")
-            step(f"left out: {left_out[-1]}")
-    missing = " ".join(left_out)
-    expect("prometheus" not in missing, "Prometheus' image is needed")
+    missing = [name for name in ("prometheus", "grafana", "envoy") if not engine.has(services[name]["image"])]
+    for name in missing:
+        step(f"left out: {name} (cannot pull {services[name]['image']})")
+    expect("prometheus" not in missing, "the image of Prometheus is required")
     build(engine)
-    check_alone(engine, ["export", "server", "prometheus"] + ([] if "grafana" in missing else ["grafana"]))
+    check_one_server(engine, ["export", "server", "prometheus"] + ([] if "grafana" in missing else ["grafana"]))
     engine.compose("cpu", "down")
     if "envoy" not in missing:
         check_replicas(engine)
-    return left_out
+    return missing
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Run all checks and return the exit status."""
     engine = Engine.find()
     if engine is None:
-        print("SKIPPED, not passed: there is neither docker with compose nor podman with podman-compose here.")
+        print("SKIPPED, not passed: needs docker with compose, or podman with podman-compose.")
         return 1 if os.environ.get("ENCSERVE_REQUIRE_CONTAINERS") == "1" else 0
     step(f"with {engine.command}, as the project {engine.project}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that it is taken down then too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` runs
     began = time.monotonic()
     try:
-        left_out = check(engine)
+        missing = check(engine)
     except (Failed, EngineFailed, EncserveError, subprocess.TimeoutExpired) as error:
         print(f"FAILED: {error}")
         print(engine.logs())
         return 1
     finally:
-        step("all of it is taken down, with its volumes")
+        step("remove containers, networks and volumes")
         for profile in ("cpu", "replicas"):
             engine.compose(profile, "down", "--volumes", "--timeout", "10")
     leftovers = engine.leftovers()
     if leftovers:
         print(f"FAILED: left behind: {leftovers}")
         return 1
-    print(f"PASSED in {time.monotonic() - began:.0f} s" + "".join(f"\n  but left out: {it}" for it in left_out))
+    print(f"PASSED in {time.monotonic() - began:.0f} s" + "".join(f"\n  without {name}" for name in missing))
     return 0
 
 

@@ -18,7 +18,7 @@ TIERS = {
     "system": "tests of `make test-system`: they start processes, or take seconds",
     "weekly": "tests of `make test-weekly`: they take minutes, or bound memory and latencies",
 }
-FOLDERS = {"bulk": "system", "e2e": "system", "hostile": "weekly", "judges": "system"}
+FOLDERS = {"bulk": "system", "e2e": "system", "hostile": "weekly", "judges": "system", "operate": "system"}
 
 # torch reads this when it is imported. Two suites share two CPUs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

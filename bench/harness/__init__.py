@@ -1,6 +1,7 @@
-"""What the commands of this folder share.
+"""Shared by the programs of this folder.
 
-workload: what is asked; load: encserve servers and their callers; sides: the same model in this process; rounds: in
-which order, and ratios; report: figures, targets and tables; agreement: whether all compute the same; machine: what it
-is, and whether it was quiet. peers and programs are for bench/peers.py, plots for bench/scaling.py.
+workload: the sequences; load: encserve servers under load; sides: the same model in this process; rounds: order and
+ratios; agreement: whether all sides compute the same; report: figures, targets and tables; command: options and the
+report of a comparison; machine: the CPUs and other work on them. peers and programs serve bench/peers.py, plots serves
+bench/scaling.py.
 """

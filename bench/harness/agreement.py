@@ -1,45 +1,58 @@
 """Whether all sides compute the same."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-AGREEING = 8  # sequences whose rows are compared before anything is measured
-TOLERANCE = 5e-5  # of a row's norm, as everywhere in this project
+COMPARED_SEQUENCES = 8
+TOLERANCE = 5e-5  # relative to a row's norm
 
 
-def worst_difference(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """The largest ‖got − want‖₂ / ‖want‖₂ of a token's row; both are (seq, d_model) arrays."""
+def worst_difference(got: Sequence[Any], want: Sequence[Any]) -> float:
+    """The largest ‖got − want‖₂ / ‖want‖₂ over all rows; both are lists of (rows, d_model) arrays."""
     norm = np.linalg.norm
-    pairs = zip(ours, theirs, strict=True)
-    return max(float((norm(a - b, axis=1) / norm(b, axis=1)).max()) for a, b in pairs)
+    return max(float((norm(a - b, axis=1) / norm(b, axis=1)).max()) for a, b in zip(got, want, strict=True))
 
 
-def lowest_cosine(ours: Sequence[Any], theirs: Sequence[Any]) -> float:
-    """The lowest cosine of a token's row with the other side's; both are (seq, d_model) arrays."""
+def lowest_cosine(got: Sequence[Any], want: Sequence[Any]) -> float:
+    """The lowest cosine between rows at the same place; both are lists of (rows, d_model) arrays."""
     norm = np.linalg.norm
-    pairs = zip(ours, theirs, strict=True)
-    return min(float(((a * b).sum(axis=1) / (norm(a, axis=1) * norm(b, axis=1))).min()) for a, b in pairs)
+    return min(
+        float(((a * b).sum(axis=1) / (norm(a, axis=1) * norm(b, axis=1))).min()) for a, b in zip(got, want, strict=True)
+    )
 
 
-def check_agreement(others: Mapping[str, Sequence[Any]], wanted: Sequence[Any]) -> dict[str, float]:
-    """Makes sure that all compute the same: a side that is fast and wrong is none. All are (seq, d_model) arrays.
+def compare_rows(
+    side: str, got: Sequence[Any], want: Sequence[Any], *, least_cosine: float | None = None
+) -> dict[str, float]:
+    """Compare the rows of a side with the reference; both are lists of (rows, d_model) arrays.
+
+    Args:
+        side: The name for the error.
+        got: Rows of the side.
+        want: Rows of the reference.
+        least_cosine: The bound for a side with a lower precision. Without it the bound is `TOLERANCE`.
+
+    Returns:
+        The worst `difference` and the lowest `cosine`.
 
     Raises:
-        SystemExit: One of them differs.
+        SystemExit: The rows have other shapes, or differ by more than the bound.
     """
-    differences = {name: worst_difference(rows, wanted) for name, rows in others.items()}
-    for name, difference in differences.items():
-        if difference > TOLERANCE:
-            raise SystemExit(f"{name} does not compute the same: a row differs by {difference:.1e} of its norm")
-    return differences
+    shapes = [[array.shape for array in arrays] for arrays in (got, want)]
+    if shapes[0] != shapes[1]:
+        raise SystemExit(f"{side}: rows have the shapes {shapes[0]}; the reference has {shapes[1]}")
+    difference, cosine = worst_difference(got, want), lowest_cosine(got, want)
+    if least_cosine is None and difference > TOLERANCE:
+        raise SystemExit(f"{side}: a row differs by {difference:.1e} of its norm; at most {TOLERANCE:g} is allowed")
+    if least_cosine is not None and cosine < least_cosine:
+        raise SystemExit(f"{side}: a row has a cosine of {cosine:.5f}; at least {least_cosine:g} is required")
+    return {"difference": difference, "cosine": cosine}
 
 
-def some_places(lengths: Sequence[int]) -> list[int]:
-    """Where the sequences lie that are compared: evenly spread over the lengths, the shortest and the longest too.
-
-    Whoever cuts off long texts is found out by the longest.
-    """
-    order = sorted(range(len(lengths)), key=lambda it: lengths[it])
-    return [order[round(it)] for it in np.linspace(0, len(order) - 1, min(AGREEING, len(order)))]
+def probe_indices(lengths: Sequence[int]) -> list[int]:
+    """Indices of the sequences to compare, from the shortest to the longest, which shows a side that truncates."""
+    order = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    count = min(COMPARED_SEQUENCES, len(order))
+    return [order[round(rank)] for rank in np.linspace(0, len(order) - 1, count)]

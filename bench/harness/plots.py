@@ -1,4 +1,4 @@
-"""Plots of what was measured: medians over rounds, with the quartiles as bars."""
+"""Plots of medians over rounds, with bars between the quartiles."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,13 +12,13 @@ from matplotlib.axes import Axes
 Points = Sequence[Mapping[str, Any]]
 
 mpl.use("Agg")
-# Figures are committed: the same numbers must give the same file.
+# The figures are in git, so the same numbers must give the same file.
 mpl.rcParams.update({"svg.hashsalt": "encserve", "svg.fonttype": "none", "font.size": 10, "axes.grid": True})
 _SIZE_INCHES = (6.4, 3.6)
 
 
 def spread_by(points: Points, x: str, y: str) -> tuple[list[float], np.ndarray]:
-    """The different x in ascending order, and the quartiles of their y, (3, x); points without a y are left out."""
+    """The distinct x in ascending order, and the quartiles of y for each, (3, x); points without a y are left out."""
     known = [point for point in points if point[y] is not None]
     xs = sorted({point[x] for point in known})
     quartiles = [np.quantile([point[y] for point in known if point[x] == it], (0.25, 0.5, 0.75)) for it in xs]
@@ -47,19 +47,19 @@ def _load(axes: Axes, points: Points) -> None:
         _line(axes, points, "load", y, label=label, scale=1000)
     _line(axes, points, "load", "alone_p50_seconds", label="p50 of one caller", scale=1000)
     axes.set_yscale("log")
-    axes.set_xlabel("offered load, as a share of what 64 callers get")
+    axes.set_xlabel("offered load, relative to the throughput of 64 callers")
     axes.set_ylabel("ms")
     axes.legend()
 
 
 def draw(found: Mapping[str, Points], folder: Path) -> list[Path]:
-    """Draws a figure for each part that was measured, and gives their paths."""
+    """Draw a figure for each measured part, and return the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     kinds: dict[str, Any] = {
-        "sequence_tokens": lambda axes, its: _throughput(axes, its, "sequence_tokens", "tokens of every sequence"),
-        "batch_tokens": lambda axes, its: _throughput(axes, its, "max_batch_tokens", "--max-batch-tokens"),
-        "callers": lambda axes, its: _throughput(axes, its, "callers", "callers"),
-        "threads": lambda axes, its: _throughput(axes, its, "threads", "--intra-op-threads"),
+        "sequence_tokens": lambda axes, points: _throughput(axes, points, "sequence_tokens", "tokens of each sequence"),
+        "batch_tokens": lambda axes, points: _throughput(axes, points, "max_batch_tokens", "--max-batch-tokens"),
+        "callers": lambda axes, points: _throughput(axes, points, "callers", "callers"),
+        "threads": lambda axes, points: _throughput(axes, points, "threads", "--intra-op-threads"),
         "load": _load,
     }
     paths = []

@@ -1,4 +1,4 @@
-"""Environments for peers, and the programs that run in them."""
+"""Virtual environments for peers, and the programs that run in them."""
 
 import contextlib
 import hashlib
@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent.parent
-PEERS = ROOT / "bench/peer_environments"
+FOLDER = ROOT / "bench/peer_environments"
 ENVIRONMENTS = ROOT / ".venv-peers"
 START_SECONDS = 240.0
 ANSWER_SECONDS = 600.0
-SHOWN = 1500  # characters of a log that tell why something failed
+LOG_CHARACTERS = 1500  # from the end of a log, in an error
 
 
 class PeerUnavailable(Exception):
-    """A peer cannot be installed, started or asked.
+    """A peer cannot be installed, started or called.
 
     Attributes:
-        peer: Its name.
-        reason: Why, in a few lines.
+        peer: The peer's name.
+        reason: The reason, in a few lines.
     """
 
     def __init__(self, peer: str, reason: str) -> None:
@@ -42,44 +42,43 @@ class PeerUnavailable(Exception):
 def ensure_environment(
     peer: str, requirements: Path | None = None, environments: Path = ENVIRONMENTS, python: str = sys.executable
 ) -> Path:
-    """Makes the environment of a peer unless it is there, as `requirements` (PEER.txt without any) wants it.
+    """Create the virtual environment of a peer, unless it exists with the same requirements.
+
+    Args:
+        peer: The peer's name.
+        requirements: The file for pip; default: PEER.txt.
+        environments: The folder of all environments.
+        python: The interpreter for `-m venv`.
 
     Returns:
-        The folder of its commands.
+        The folder of the environment's commands.
 
     Raises:
-        PeerUnavailable: pip cannot install it.
+        PeerUnavailable: pip fails.
     """
-    requirements = requirements or PEERS / f"{peer}.txt"
+    requirements = requirements or FOLDER / f"{peer}.txt"
     folder = environments / peer
-    stamp, wanted = folder / ".installed", hashlib.sha256(requirements.read_bytes()).hexdigest()
-    if not stamp.exists() or stamp.read_text() != wanted:
+    stamp, digest = folder / ".installed", hashlib.sha256(requirements.read_bytes()).hexdigest()
+    if not stamp.exists() or stamp.read_text() != digest:
         shutil.rmtree(folder, ignore_errors=True)
-        make: list[str | Path] = [python, "-m", "venv", folder]
-        pip: list[str | Path] = [
-            folder / "bin/python",
-            "-m",
-            "pip",
-            "--disable-pip-version-check",
-            "install",
-            "--quiet",
-        ]
-        for command in (make, [*pip, "-r", requirements]):
+        create: list[str | Path] = [python, "-m", "venv", folder]
+        install: list[str | Path] = [folder / "bin/python", "-m", "pip", "install", "--quiet", "-r", requirements]
+        for command in (create, install):
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
             if done.returncode:
-                raise PeerUnavailable(peer, f"cannot be installed:\n{done.stdout.strip()[-SHOWN:]}")
-        stamp.write_text(wanted)
+                raise PeerUnavailable(peer, f"cannot be installed:\n{done.stdout.strip()[-LOG_CHARACTERS:]}")
+        stamp.write_text(digest)
     return folder / "bin"
 
 
 def peer_environment() -> dict[str, str]:
-    """The variables of a peer's processes: none of ours, no network, no reports of use, and the right libpython."""
-    kept = {key: value for key, value in os.environ.items() if key not in {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}}
-    # Triton's stub loads libpython by its name alone. Another Python's of the same version may be on the loader's path,
-    # and would not fit the standard library of this one.
+    """Environment variables for a peer: without ours, without network and usage reports, with this libpython."""
+    ours = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
+    # Triton's stub loads libpython by name. The loader's path may hold a libpython of another Python with the same
+    # version, which does not fit the standard library of this one.
     libraries = [sysconfig.get_config_var("LIBDIR"), os.environ.get("LD_LIBRARY_PATH")]
     return {
-        **kept,
+        **{key: value for key, value in os.environ.items() if key not in ours},
         "LD_LIBRARY_PATH": ":".join(filter(None, libraries)),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "true",
@@ -89,7 +88,7 @@ def peer_environment() -> dict[str, str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports of the loopback interface that nobody has just now."""
+    """Different free ports of the loopback interface."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for it in sockets:
@@ -101,7 +100,7 @@ class Program:
     """A process of a peer, with its log in a file."""
 
     def __init__(self, peer: str, command: Sequence[Any], log: Path) -> None:
-        """Starts it."""
+        """Start the process."""
         self.peer = peer
         self._log = log
         with log.open("wb") as file:
@@ -114,15 +113,16 @@ class Program:
                 start_new_session=True,
             )
 
-    def failure(self, what: str) -> PeerUnavailable:
-        """What to raise, with the end of the log."""
-        return PeerUnavailable(self.peer, f"{what}; its log ends:\n{self._log.read_text(errors='replace')[-SHOWN:]}")
+    def failure(self, reason: str) -> PeerUnavailable:
+        """An error with the end of the log."""
+        log = self._log.read_text(errors="replace")[-LOG_CHARACTERS:]
+        return PeerUnavailable(self.peer, f"{reason}; its log ends:\n{log}")
 
     def read(self, seconds: float) -> dict[str, Any]:
-        """Waits for the next answer.
+        """Wait for the next answer.
 
         Raises:
-            PeerUnavailable: It has ended, or does not answer.
+            PeerUnavailable: The process ended, or does not answer in time.
         """
         assert self.process.stdout is not None  # noqa: S101 - it is a pipe
         with selectors.DefaultSelector() as selector:
@@ -136,7 +136,7 @@ class Program:
         return answer
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Asks a question of `bench/peer_environments/lines.py`'s kind and waits for its answer."""
+        """Send a question in the format of `bench/peer_environments/lines.py`, and wait for the answer."""
         assert self.process.stdin is not None  # noqa: S101 - it is a pipe
         try:
             self.process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -146,7 +146,7 @@ class Program:
         return self.read(ANSWER_SECONDS)
 
     def wait_for_page(self, url: str, seconds: float = START_SECONDS) -> None:
-        """Waits until a page can be read."""
+        """Wait until a page answers."""
         until = time.monotonic() + seconds
         while True:
             if self.process.poll() is not None:
@@ -158,12 +158,12 @@ class Program:
             time.sleep(0.2)
 
     def stop(self) -> None:
-        """Ends it and what it has started."""
+        """End the process and its children."""
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
                 with contextlib.suppress(OSError):
                     pipe.close()
-        for sign in (None, signal.SIGTERM, signal.SIGKILL):  # first it may end by itself, since nobody asks any more
+        for sign in (None, signal.SIGTERM, signal.SIGKILL):  # at the end of its input, the process may end by itself
             with contextlib.suppress(ProcessLookupError):
                 if sign is not None:
                     os.killpg(self.process.pid, sign)
@@ -174,7 +174,7 @@ class Program:
 
 @contextlib.contextmanager
 def running(peer: str, command: Sequence[Any], log: Path) -> Iterator[Program]:
-    """Runs a program until the end of the block."""
+    """Run a program until the end of the block."""
     program = Program(peer, command, log)
     try:
         yield program
@@ -183,8 +183,8 @@ def running(peer: str, command: Sequence[Any], log: Path) -> Iterator[Program]:
 
 
 def script(peer: str, name: str, flags: Mapping[str, Any]) -> list[Any]:
-    """The command of one of our programs in a peer's environment; a flag may have several values."""
-    command: list[Any] = [ensure_environment(peer) / "python", PEERS / name]
+    """The command of a program of `bench/peer_environments` in a peer's environment; a flag may have several values."""
+    command: list[Any] = [ensure_environment(peer) / "python", FOLDER / name]
     for flag, value in flags.items():
         command += [flag, *(value if isinstance(value, list | tuple) else (value,))]
     return command

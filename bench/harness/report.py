@@ -1,4 +1,4 @@
-"""What was found, as numbers for programs and as tables for people, and whether it is what was wanted."""
+"""The figures of a comparison, as data and as tables, and whether they reach the targets."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,45 +10,46 @@ from rich.console import Console
 from rich.table import Table
 
 from harness.load import LARGE, MANY, ONE
-from harness.rounds import QUIET_SHARE, Figure, Measurement, Side, Spread, latencies, ratios, spread
+from harness.rounds import QUIET_SHARE, Figure, Measurement, Side, Spread, median_latencies, ratios, spread
 from harness.sides import BARE, CEILING, NAIVE
 
-QUARTILES = r"\[quartiles]"  # a bracket that rich does not read as markup
-NOISY_LOAD = 0.5  # processes that ran before we began
-NOISY_CEILING = 0.10  # from the first to the third quartile, as a share of the median
+QUARTILES = r"\[quartiles]"  # escaped, because rich reads brackets as markup
+NOISY_LOAD = 0.5  # processes before the run
+NOISY_CEILING = 0.10  # distance between the quartiles, relative to the median
 LONG_TOKENS = 64
-AGAINST = "-against"  # behind a side's name: the same of another checkout's server
+AGAINST = "-against"  # suffix of a side that calls the server of another checkout
 
 Found = Mapping[str, Sequence[Measurement]]  # by side, by round
+Ratios = Mapping[str, Mapping[str, Mapping[str, float] | None]]  # by row, by column
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One target.
+    """A target and its result.
 
     Attributes:
-        text: What is compared.
-        wanted: The bound with its unit.
-        measured: The median over rounds and its quartiles, in the bound's unit.
-        met: Whether the median keeps the bound.
+        text: The compared figures.
+        bound: The bound with its unit.
+        measured: The median and quartiles over rounds, in the unit of the bound.
+        met: Whether the median is within the bound.
     """
 
     text: str
-    wanted: str
+    bound: str
     measured: Spread
     met: bool
 
 
-def ratio_target(found: Found, mine: str, base: str, text: str, bound: float) -> list[Target]:
-    """That tokens/s are at least so many times another side's; none where one of both was not run."""
-    if not (found.get(mine) and found.get(base)):
+def ratio_target(found: Found, side: str, base: str, text: str, bound: float) -> list[Target]:
+    """The target "side's tokens/s are at least `bound` times the base's"; empty if one of the two did not run."""
+    if not (found.get(side) and found.get(base)):
         return []
-    measured = spread(ratios(found[mine], found[base]))
+    measured = spread(ratios(found[side], found[base]))
     return [Target(text, f"≥ {bound:g}", measured, measured.median >= bound)]
 
 
 def check_targets(found: Found) -> list[Target]:
-    """The targets whose sides were all run."""
+    """All targets of bench/compare.py with sides that ran."""
     return [
         *ratio_target(found, MANY, CEILING, "64 callers, ratio to the ceiling", 0.88),
         *ratio_target(found, LARGE, CEILING, "4 callers of 256 sequences, ratio to the ceiling", 0.95),
@@ -57,14 +58,15 @@ def check_targets(found: Found) -> list[Target]:
     ]
 
 
-def _latency_targets(mine: Sequence[Measurement], bare: Sequence[Measurement]) -> list[Target]:
+def _latency_targets(one_caller: Sequence[Measurement], bare: Sequence[Measurement]) -> list[Target]:
     """One caller against `session.run` alone, on the same sequences."""
     targets = []
-    pairs = list(zip(latencies(mine), latencies(bare), strict=False))
+    pairs = list(zip(median_latencies(one_caller), median_latencies(bare), strict=False))
     if pairs:
         added = spread([1000 * (a - b) for a, b in pairs])
         targets.append(Target("1 caller, p50 above session.run alone", "≤ 1 ms", added, added.median <= 1))
-    pairs = list(zip(latencies(mine, LONG_TOKENS), latencies(bare, LONG_TOKENS), strict=False))
+    long_latencies = (median_latencies(runs, LONG_TOKENS) for runs in (one_caller, bare))
+    pairs = list(zip(*long_latencies, strict=False))
     if pairs:
         ratio = spread([a / b for a, b in pairs])
         text = f"1 caller, p50 from {LONG_TOKENS} tokens on, ratio to session.run alone"
@@ -72,29 +74,33 @@ def _latency_targets(mine: Sequence[Measurement], bare: Sequence[Measurement]) -
     return targets
 
 
-def summarise(sides: Sequence[Side], found: Found) -> dict[str, Any]:
-    """The figures of each side, by name. Ratios are taken round by round, then their median and quartiles."""
-    summary = {}
-    for side in sides:
-        mine = found[side.name]
-        summary[side.name] = {
+def summarize(sides: Sequence[Side], found: Found) -> dict[str, Any]:
+    """The figures of each side by name; ratios are taken within a round, then their median and quartiles."""
+    return {
+        side.name: {
             "label": side.label,
-            "tokens_per_second": [it.tokens_per_second for it in mine],
-            "ratio_to_ceiling": _ratio(mine, found.get(CEILING)),
-            "ratio_to_naive": _ratio(mine, found.get(NAIVE)),
-            "p50_seconds": _spread_of(latencies(mine)),
-            "server_cpu_ms": _spread_of([it.server_cpu_ms for it in mine if it.server_cpu_ms is not None]),
-            "others": [it.others for it in mine],
+            "tokens_per_second": [run.tokens_per_second for run in found[side.name]],
+            "ratio_to_ceiling": _ratio(found, side.name, CEILING),
+            "ratio_to_naive": _ratio(found, side.name, NAIVE),
+            "p50_seconds": _spread_of(median_latencies(found[side.name])),
+            "server_cpu_ms": _spread_of([ms for run in found[side.name] if (ms := run.server_cpu_ms) is not None]),
+            "others": [run.others for run in found[side.name]],
         }
-    return summary
+        for side in sides
+    }
 
 
-def ratios_to_against(found: Found) -> dict[str, dict[str, dict[str, float] | None]]:
-    """This server's figures as ratios to those of the other checkout's, by side."""
+def ratios_between(found: Found, sides: Sequence[str], bases: Sequence[str]) -> Ratios:
+    """Ratios of tokens/s: a row for each base, a column for each side."""
+    return {base: {side: _ratio(found, side, base) for side in sides} for base in bases}
+
+
+def ratios_to_against(found: Found) -> Ratios:
+    """Ratios of this server's figures to the other checkout's, by side."""
     figures: dict[str, Figure] = {
-        "tokens_per_second": lambda it: it.tokens_per_second,
-        "p50_seconds": lambda it: it.p50_seconds(),
-        "server_cpu_ms": lambda it: it.server_cpu_ms,
+        "tokens_per_second": lambda run: run.tokens_per_second,
+        "p50_seconds": lambda run: run.p50_seconds(),
+        "server_cpu_ms": lambda run: run.server_cpu_ms,
     }
     return {
         name: {key: _spread_of(ratios(found[name], found[name + AGAINST], it)) for key, it in figures.items()}
@@ -103,8 +109,8 @@ def ratios_to_against(found: Found) -> dict[str, dict[str, dict[str, float] | No
     }
 
 
-def _ratio(mine: Sequence[Measurement], base: Sequence[Measurement] | None) -> dict[str, float] | None:
-    return _spread_of(ratios(mine, base)) if base else None
+def _ratio(found: Found, side: str, base: str) -> dict[str, float] | None:
+    return _spread_of(ratios(found[side], found[base])) if base in found else None
 
 
 def _spread_of(values: Sequence[float]) -> dict[str, float] | None:
@@ -112,41 +118,41 @@ def _spread_of(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def warnings(load_before: float, found: Found) -> list[str]:
-    """Why the figures may be worth little.
+    """Reasons to distrust the figures.
 
     Args:
-        load_before: The load average before anything was run.
+        load_before: The load average before the run.
         found: The measurements.
     """
     texts = []
     if load_before > NOISY_LOAD:
-        texts.append(f"the machine was not quiet: its load average was {load_before:.2f} before the run")
-    every = [it for its in found.values() for it in its]
-    disturbed = [it for it in every if it.others is not None and it.others > QUIET_SHARE]
+        texts.append(f"the machine was busy: its load average was {load_before:.2f} before the run")
+    runs = [run for measurements in found.values() for run in measurements]
+    disturbed = [run for run in runs if run.others is not None and run.others > QUIET_SHARE]
     if disturbed:
         texts.append(
-            f"the machine was not quiet: in {len(disturbed)} of {len(every)} measurements others used more than "
+            f"the machine was busy: in {len(disturbed)} of {len(runs)} measurements other processes used more than "
             f"{QUIET_SHARE:.0%} of its CPUs"
         )
-    its = spread([it.tokens_per_second for it in found[CEILING]])
-    width = (its.high - its.low) / its.median
+    ceiling = spread([run.tokens_per_second for run in found[CEILING]])
+    width = (ceiling.high - ceiling.low) / ceiling.median
     if width > NOISY_CEILING:
-        texts.append(f"the ceiling's own tokens/s differ by {width:.0%} from the first to the third quartile of rounds")
+        texts.append(f"the ceiling's tokens/s differ by {width:.0%} between the quartiles of its rounds")
     return texts
 
 
 def print_report(console: Console, report: Mapping[str, Any]) -> None:
-    """Prints the sides, the targets and the warnings."""
-    console.print(sides_table(report["sides"]))
-    targets = [Target(**{**it, "measured": Spread(**it["measured"])}) for it in report["targets"]]
-    if targets:
-        console.print(targets_table(targets))
+    """Print the sides, the targets, the ratios and the warnings."""
+    console.print(_sides_table(report["sides"]))
+    if report["targets"]:
+        console.print(_targets_table(report["targets"]))
+    if report["ratios"]:
+        console.print(_ratios_table(report["ratios"]))
     for warning in report["warnings"]:
         console.print(f"[bold yellow]Warning:[/] {warning}")
 
 
-def sides_table(sides: Mapping[str, Any]) -> Table:
-    """What each side did, and how that is to the ceiling and to the naive batcher."""
+def _sides_table(sides: Mapping[str, Any]) -> Table:
     columns = ("tokens/s", "best round", "ratio to ceiling", QUARTILES, "ratio to naive", "p50 ms", "server CPU ms")
     table = _table("side", columns)
     for side in sides.values():
@@ -166,21 +172,20 @@ def sides_table(sides: Mapping[str, Any]) -> Table:
     return table
 
 
-def targets_table(targets: Sequence[Target]) -> Table:
-    """What was wanted and what came of it."""
-    table = _table("target", ("wanted", "measured", QUARTILES, "met"))
-    for it in targets:
-        quartiles = f"{it.measured.low:.3f}–{it.measured.high:.3f}"
-        table.add_row(it.text, it.wanted, f"{it.measured.median:.3f}", quartiles, "yes" if it.met else "no")
+def _targets_table(targets: Sequence[Target]) -> Table:
+    table = _table("target", ("bound", "measured", QUARTILES, "met"))
+    for target in targets:
+        measured = target.measured
+        quartiles = f"{measured.low:.3f}–{measured.high:.3f}"
+        table.add_row(target.text, target.bound, f"{measured.median:.3f}", quartiles, "yes" if target.met else "no")
     return table
 
 
-def ratios_table(title: str, rows: Mapping[str, Mapping[str, Mapping[str, float] | None]]) -> Table:
-    """Ratios with their quartiles, by row and by column."""
-    table = _table(title, list(next(iter(rows.values()), {})))
+def _ratios_table(rows: Ratios) -> Table:
+    table = _table("ratio to", list(next(iter(rows.values()))))
     for name, row in rows.items():
-        shown = (rf"{it['median']:.3f} \[{it['low']:.3f}–{it['high']:.3f}]" if it else "" for it in row.values())
-        table.add_row(name, *shown)
+        cells = (rf"{it['median']:.3f} \[{it['low']:.3f}–{it['high']:.3f}]" if it else "" for it in row.values())
+        table.add_row(name, *cells)
     return table
 
 

@@ -1,7 +1,7 @@
-"""Interleaved rounds, and ratios taken round by round, so that a slow moment of the machine hits all sides.
+"""Interleaved rounds, with ratios taken within a round, so that a slow moment of the machine affects all sides.
 
-A moment shorter than a round hits some sides only. So where others used the CPUs while a side ran, it is run again.
-What decides that is what others did, never how the side came out.
+A slow moment shorter than a round affects only some sides. So a side runs again if other processes used the CPUs
+meanwhile. Only that share decides; the speed of the side does not.
 """
 
 import dataclasses
@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-# Threads that spin after their last run, as OpenMP's do, are asleep after this.
-PAUSE_SECONDS = 0.2
-QUIET_SHARE = 0.05  # of the CPUs, used by others: no more than this is taken as quiet
-TRIES = 4  # of one side in one round
+PAUSE_SECONDS = 0.2  # until threads that spin after their last run, such as OpenMP's, are asleep
+QUIET_SHARE = 0.05  # the largest share of the CPUs that other processes may use in a quiet run
+MAX_TRIES = 4  # for one side in one round
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +22,11 @@ class Measurement:
     """One side in one round.
 
     Attributes:
-        tokens: Real tokens that were computed, no padding.
-        seconds: How long that took.
-        latencies: (tokens, seconds) of each call, where calls are what is timed; 0 tokens where they are not known.
-        server_cpu_ms: CPU time of the server for a sequence, the model included; None where it is not known.
-        others: The share of the CPUs that others used meanwhile, from 0 to 1; None if not known.
+        tokens: Computed tokens, without padding.
+        seconds: The duration.
+        latencies: (tokens, seconds) of each timed call; 0 tokens if the length is unknown.
+        server_cpu_ms: CPU time of the server for each sequence, model included; None if unknown.
+        others: The share of the CPUs that other processes used meanwhile, from 0 to 1; None if unknown.
     """
 
     tokens: int
@@ -41,9 +40,9 @@ class Measurement:
         """The throughput."""
         return self.tokens / self.seconds
 
-    def p50_seconds(self, at_least_tokens: int = 0) -> float | None:
-        """The median latency of calls of at least so many tokens; None where there are none."""
-        seconds = [it for tokens, it in self.latencies if tokens >= at_least_tokens]
+    def p50_seconds(self, min_tokens: int = 0) -> float | None:
+        """The median latency of calls with at least `min_tokens`; None without such calls."""
+        seconds = [latency for tokens, latency in self.latencies if tokens >= min_tokens]
         return float(np.median(seconds)) if seconds else None
 
 
@@ -52,12 +51,12 @@ Figure = Callable[[Measurement], float | None]
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One of those who are compared.
+    """A participant of a comparison.
 
     Attributes:
-        name: What `--only` and the JSON call it.
-        label: What the table calls it.
-        run: Handles the whole workload once and says how long it took.
+        name: The name for `--only` and for the JSON.
+        label: The name in the tables.
+        run: Processes the whole workload once.
     """
 
     name: str
@@ -67,7 +66,7 @@ class Side:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """A median and its quartiles over rounds."""
+    """The median and the quartiles over rounds."""
 
     low: float
     median: float
@@ -75,32 +74,36 @@ class Spread:
 
 
 def orders(names: Sequence[str], rounds: int, seed: int) -> Iterator[list[str]]:
-    """For each round all names in a random order of its own."""
+    """For each round, all names in random order."""
     rng = random.Random(seed)
     for _ in range(rounds):
         yield rng.sample(list(names), len(names))
 
 
 class Patience:
-    """How much longer a run may take for the sake of quiet."""
+    """Repeats disturbed runs, as long as a total time allows."""
 
     def __init__(self, seconds: float, watch: Callable[[], Callable[[], float | None]]) -> None:
-        """`watch` begins to watch and gives what tells the share of the CPUs that others have used since."""
+        """Allow `seconds` of repeated runs in total.
+
+        Args:
+            seconds: The total.
+            watch: Starts to watch, and returns a function for the share of the CPUs that others used since.
+        """
         self._seconds = seconds
         self._watch = watch
 
     def run(self, side: Side) -> Measurement:
-        """Runs a side, again while it was disturbed and there is patience left; gives the least disturbed run."""
+        """Run a side until a run was quiet or patience ends; return the least disturbed run."""
         tries: list[Measurement] = []
         while True:
             time.sleep(PAUSE_SECONDS)
             began, others = time.monotonic(), self._watch()
             measurement = side.run()
             tries.append(dataclasses.replace(measurement, others=(share := others())))
-            if share is None or share <= QUIET_SHARE or len(tries) == TRIES or self._seconds <= 0:
-                return min(tries, key=lambda it: it.others or 0.0)
-            # What the next try will cost.
-            self._seconds -= time.monotonic() - began
+            if share is None or share <= QUIET_SHARE or len(tries) == MAX_TRIES or self._seconds <= 0:
+                return min(tries, key=lambda run: run.others or 0.0)
+            self._seconds -= time.monotonic() - began  # the cost of another run
 
 
 NO_PATIENCE = Patience(0, lambda: lambda: None)
@@ -110,17 +113,34 @@ def measure(
     sides: Sequence[Side],
     rounds: int,
     seed: int,
-    on_round: Callable[[int, Mapping[str, Measurement]], None],
-    patience: Patience,
+    patience: Patience = NO_PATIENCE,
+    on_round: Callable[[int, Mapping[str, Measurement]], None] = lambda *_: None,
 ) -> dict[str, list[Measurement]]:
-    """Runs every side once a round and tells `on_round` of each round; gives the measurements by side, by round."""
+    """Run every side once a round, in random order.
+
+    Args:
+        sides: The participants.
+        rounds: The number of rounds.
+        seed: For the order.
+        patience: Repeats disturbed runs.
+        on_round: Gets the number of each round, from 0, and its measurements by side.
+
+    Returns:
+        By side, one measurement a round.
+    """
     by_name = {side.name: side for side in sides}
     found: dict[str, list[Measurement]] = {side.name: [] for side in sides}
     for number, order in enumerate(orders(list(by_name), rounds, seed)):
         for name in order:
             found[name].append(patience.run(by_name[name]))
-        on_round(number, {name: its[-1] for name, its in found.items()})
+        on_round(number, {name: measurements[-1] for name, measurements in found.items()})
     return found
+
+
+def best_rates(sides: Sequence[Side], rounds: int, seed: int) -> dict[str, float]:
+    """Tokens/s of each side's best round, by name, to choose a setting: noise only ever takes speed away."""
+    found = measure(sides, rounds, seed)
+    return {name: max(run.tokens_per_second for run in runs) for name, runs in found.items()}
 
 
 def spread(values: Sequence[float]) -> Spread:
@@ -134,14 +154,13 @@ def _tokens_per_second(measurement: Measurement) -> float:
 
 
 def ratios(
-    mine: Sequence[Measurement], base: Sequence[Measurement], figure: Figure = _tokens_per_second
+    numerator: Sequence[Measurement], denominator: Sequence[Measurement], figure: Figure = _tokens_per_second
 ) -> list[float]:
-    """A figure of mine, tokens/s or another, as a ratio to the other side's, round by round; not where one has none."""
-    pairs = [(figure(a), figure(b)) for a, b in zip(mine, base, strict=True)]
+    """A figure of one side divided by the other side's, round by round; rounds without the figure are left out."""
+    pairs = [(figure(a), figure(b)) for a, b in zip(numerator, denominator, strict=True)]
     return [a / b for a, b in pairs if a is not None and b]
 
 
-def latencies(mine: Sequence[Measurement], at_least_tokens: int = 0) -> list[float]:
-    """My median latencies in seconds, round by round; empty where nothing of that length is timed."""
-    found = [it.p50_seconds(at_least_tokens) for it in mine]
-    return [it for it in found if it is not None]
+def median_latencies(runs: Sequence[Measurement], min_tokens: int = 0) -> list[float]:
+    """The median latency in seconds of each round that has timed calls with at least `min_tokens`."""
+    return [p50 for run in runs if (p50 := run.p50_seconds(min_tokens)) is not None]

@@ -1,4 +1,4 @@
-"""What every side is given: the same sequences, of lengths that real texts have, in the same order of arrival."""
+"""The sequences that every side gets: the same ones, with the lengths of real texts, in the same order of arrival."""
 
 import itertools
 from collections.abc import Sequence
@@ -14,110 +14,113 @@ from encserve_server.repository.bundle import read_bundle
 from encserve_server.repository.scan import find_slots, require
 from encserve_server.types.bundles import Bundle
 
-Sequence64 = npt.NDArray[np.int64]  # (seq,) token ids
+TokenIds = npt.NDArray[np.int64]  # (seq,)
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The sequences in order of arrival.
+    """Sequences in order of arrival.
 
     Attributes:
-        sequences: (seq,) ids each, special tokens included.
-        texts: The same as texts; empty where nobody takes them.
+        sequences: Token ids with special tokens, (seq,) each.
+        texts: The same sequences as texts; empty if the ids are random.
     """
 
-    sequences: list[Sequence64]
+    sequences: list[TokenIds]
     texts: list[str] = field(default_factory=list)
 
     @property
     def lengths(self) -> list[int]:
-        """In tokens, without any padding."""
-        return [len(it) for it in self.sequences]
+        """Tokens of each sequence, without padding."""
+        return [len(sequence) for sequence in self.sequences]
 
     @property
     def tokens(self) -> int:
-        """All of them."""
+        """Tokens of all sequences."""
         return sum(self.lengths)
 
 
 def read_newest(model_repository: Path, model: str | None) -> Bundle:
-    """The bundle of one model's newest version, or of NAME@VERSION; without a model of the first by name.
+    """The bundle of a model's newest version, or of NAME@VERSION; without a name, of the first model.
 
     Raises:
-        BundleError: It is not there, or is not usable.
+        BundleError: The bundle is missing or not usable.
     """
     slots = require(model_repository, find_slots(model_repository, (model,) if model else ()))
     return read_bundle(slots[0].candidates[0].directory)
 
 
 def choose_lengths(count: int, *, seed: int, longest: int, given: Sequence[int] = ()) -> list[int]:
-    """So many lengths in tokens, none over `longest`: those that are given, in turn, or else those of real texts."""
+    """Lengths in tokens, at most `longest`: the `given` ones in a cycle, or a sample of the lengths of real texts."""
     lengths = itertools.cycle(given) if given else sample_lengths(real_text_lengths(), count, seed)
-    return [min(int(it), longest) for it in itertools.islice(lengths, count)]
+    return [min(int(length), longest) for length in itertools.islice(lengths, count)]
 
 
 def random_workload(lengths: Sequence[int], *, vocab_size: int, seed: int) -> Workload:
-    """Sequences of random ids: which they are does not matter to the time that a dense encoder takes."""
+    """Sequences of random ids; the time of a dense encoder does not depend on the ids."""
     rng = np.random.default_rng(seed)
     return Workload([rng.integers(0, vocab_size, length) for length in lengths])
 
 
-def text_workload(lengths: Sequence[int], tokenizer: Tokenizer, *, seed: int) -> Workload:
-    """Texts of these lengths, special tokens counted, made of random words that are one token each.
+def text_workload(bundle: Bundle, lengths: Sequence[int], *, seed: int) -> Workload:
+    """Texts of random words that are one token each, so that each text has its length with special tokens.
 
     Raises:
-        ValueError: A length leaves no room for a word; or the tokenizer does not see the words one by one.
+        ValueError: The model has no tokenizer, the vocabulary has no such words, or a length leaves no room for a word.
     """
-    special = len(tokenizer.encode("").ids)
-    words = single_words(tokenizer)
+    if bundle.tokenizer_file is None:
+        raise ValueError(f"{bundle.name} has no tokenizer, so it does not take texts")
+    tokenizer = open_tokenizer(bundle.tokenizer_file)
+    words = single_token_words(tokenizer)
     if not words:
-        raise ValueError("no word of the vocabulary is one token of its own")
+        raise ValueError(f"{bundle.name}: the vocabulary has no word that is a single token")
+    special = len(tokenizer.encode("").ids)
     rng = np.random.default_rng(seed)
     texts, sequences = [], []
     for length in lengths:
         if length <= special:
-            raise ValueError(f"a text of {length} tokens has no room for a word beside {special} special ones")
-        texts.append(" ".join(words[it] for it in rng.integers(0, len(words), length - special)))
-        ids: Sequence64 = np.array(tokenizer.encode(texts[-1]).ids, np.int64)  # (seq,)
+            raise ValueError(f"a text of {length} tokens has no room for a word beside {special} special tokens")
+        texts.append(" ".join(words[index] for index in rng.integers(0, len(words), length - special)))
+        ids: TokenIds = np.array(tokenizer.encode(texts[-1]).ids, np.int64)  # (seq,)
         if len(ids) != length:
-            raise ValueError(f"a text of {length} words and special tokens has {len(ids)} tokens: {texts[-1][:60]!r}")
+            raise ValueError(f"expected {length} tokens but the tokenizer made {len(ids)} of {texts[-1][:60]!r}")
         sequences.append(ids)
     return Workload(sequences, texts)
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """The model's own tokenizer, without what its file may say of truncation and padding."""
+    """A tokenizer from its file, with truncation and padding turned off."""
     tokenizer = Tokenizer.from_file(str(path))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
 
 
-def single_words(tokenizer: Tokenizer) -> list[str]:
-    """Words of a vocabulary, of ASCII letters, that are one token between two other words; in alphabetical order."""
-    # Some vocabularies mark a word's beginning, so that a word is found under another name.
+def single_token_words(tokenizer: Tokenizer) -> list[str]:
+    """Words of ASCII letters that are one token alone and after another word, in alphabetical order."""
+    # Some vocabularies mark the beginning of a word.
     names = {name.lstrip("Ġ▁") for name in tokenizer.get_vocab()}
     words = sorted(name for name in names if name.isascii() and name.isalpha())
     once, twice = (
-        [len(it.ids) for it in tokenizer.encode_batch(texts, add_special_tokens=False)]
+        [len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
         for texts in (words, [f"{word} {word}" for word in words])
     )
     return [word for word, one, two in zip(words, once, twice, strict=True) if (one, two) == (1, 2)]
 
 
-def windows(sequences: Sequence[Sequence64], size: int) -> list[list[Sequence64]]:
-    """Cuts into runs of `size` in order of arrival; the last may be shorter."""
+def windows(sequences: Sequence[TokenIds], size: int) -> list[list[TokenIds]]:
+    """Consecutive groups of `size` sequences; the last group may be smaller."""
     return [list(sequences[start : start + size]) for start in range(0, len(sequences), size)]
 
 
-def sorted_batches(sequences: Sequence[Sequence64], max_padded_tokens: int) -> list[list[Sequence64]]:
-    """Sorts by length and cuts into batches of at most so many padded tokens (longest × count).
+def sorted_batches(sequences: Sequence[TokenIds], max_padded_tokens: int) -> list[list[TokenIds]]:
+    """Batches of sequences sorted by length, each with at most `max_padded_tokens` (longest × count).
 
-    A sequence that is longer than that runs alone.
+    A sequence that is longer than the limit is alone in its batch.
     """
-    batches: list[list[Sequence64]] = []
+    batches: list[list[TokenIds]] = []
     for sequence in sorted(sequences, key=len):
-        # In ascending order the newest is the longest.
+        # In ascending order the newest sequence is the longest.
         if batches and len(sequence) * (len(batches[-1]) + 1) <= max_padded_tokens:
             batches[-1].append(sequence)
         else:

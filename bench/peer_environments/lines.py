@@ -1,6 +1,6 @@
-"""How a program in a peer's environment talks to the benchmark: one line of JSON for a question, one for its answer.
+"""The protocol between the benchmark and a program in a peer's environment: lines of JSON, a question and an answer.
 
-Runs in the environments of the peers, so it imports nothing that they might not have.
+Runs in the environments of the peers, so it imports the standard library only.
 """
 
 import json
@@ -17,13 +17,13 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def answer_lines(prepare: Callable[[], tuple[dict[str, Any], Mapping[str, Callable[..., dict[str, Any]]]]]) -> None:
-    """Answers until standard input ends.
+    """Answer questions until standard input ends.
 
     Args:
-        prepare: Makes everything ready; gives the first answer, which nobody asks for, and what answers a question by
-            the name in its field `do`. Its other fields are the arguments.
+        prepare: Loads everything. Returns the first answer, which has no question, and a handler for each name in the
+            field `do` of a question. The other fields of a question are the handler's arguments.
     """
-    # Libraries print what they like; the answers alone go where they are read.
+    # Standard output carries answers only; all prints of libraries go to standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

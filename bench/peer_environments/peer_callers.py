@@ -1,8 +1,7 @@
-"""Callers of a peer's server, in a process of their own. Runs in that peer's environment.
+"""Callers of a peer's server. Runs in a separate process, in the peer's environment.
 
-infinity is asked by HTTP, one text a request; vectors come in base64, the faster of the two ways in which it writes
-them. Triton is asked by gRPC, one sequence of ids a request in its natural shape. Requests are made beforehand, and
-replies are read and not parsed.
+infinity gets one text a request over HTTP and returns the vector in base64, the faster of its two formats. Triton gets
+one sequence of ids a request over gRPC. The requests exist before the load, and the replies are not parsed.
 """
 
 import argparse
@@ -23,14 +22,14 @@ Ask = Callable[[bytes], Awaitable[bytes]]
 
 
 class Protocol(NamedTuple):
-    """How a peer is asked.
+    """The requests and replies of a peer.
 
     Attributes:
-        given: What of the workload it takes: "texts" or "ids".
-        packages: Whose versions are told.
-        request: Makes a request of one of those.
-        connect: Opens connections to an address, and gives what makes one call.
-        rows: What a reply holds, (seq, d_model) or (1, d_model).
+        given: The field of the workload: "texts" or "ids".
+        packages: The packages to report the versions of.
+        request: Makes a request from one text or one list of ids.
+        connect: Opens connections to an address and yields a function that makes one call.
+        rows: Reads the array in a reply, (seq, d_model) or (1, d_model).
     """
 
     given: str
@@ -41,13 +40,13 @@ class Protocol(NamedTuple):
 
 
 def infinity_request(text: str) -> bytes:
-    """JSON of OpenAI's kind."""
+    """A request of OpenAI's embeddings API."""
     return json.dumps({"model": "encoder", "input": [text], "encoding_format": "base64"}).encode()
 
 
 @asynccontextmanager
 async def infinity_connection(address: str) -> AsyncIterator[Ask]:
-    """As many connections as there are callers, which stay open."""
+    """One open connection for each caller."""
     import aiohttp
 
     async with aiohttp.ClientSession(
@@ -114,29 +113,30 @@ PROTOCOLS = {
 async def closed_loop(
     ask: Ask, requests: list[bytes], *, callers: int, warmup_seconds: float, seconds: float
 ) -> dict[str, Any]:
-    """Callers who send the next request when they have the last reply; after the warm-up, what was answered in time.
+    """Run callers that send the next request after each reply.
 
     Returns:
-        `answered`: the place of each request among `requests`, and the seconds until its reply was there.
+        `answered`: for each reply after the warm-up and before the end, the index of the request and the seconds until
+            the reply.
     """
-    order = itertools.cycle(range(len(requests)))  # shared by the callers
+    order = itertools.cycle(range(len(requests)))  # shared by all callers
     begin = time.perf_counter() + warmup_seconds
     end = begin + seconds
     answered: list[tuple[int, float]] = []
 
     async def caller() -> None:
         while (sent := time.perf_counter()) < end:
-            place = next(order)
-            await ask(requests[place])
+            index = next(order)
+            await ask(requests[index])
             if begin <= (done := time.perf_counter()) < end:
-                answered.append((place, done - sent))
+                answered.append((index, done - sent))
 
     await asyncio.gather(*(caller() for _ in range(callers)))
     return {"answered": answered}
 
 
 def main() -> None:
-    """Asks when told to."""
+    """Send load and check requests until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=sorted(PROTOCOLS), required=True)
     parser.add_argument("--address", required=True, metavar="HOST:PORT")
@@ -145,20 +145,20 @@ def main() -> None:
     protocol = PROTOCOLS[options.peer]
 
     def prepare() -> tuple[dict[str, Any], dict[str, Any]]:
-        requests = [protocol.request(it) for it in json.loads(options.workload.read_text())[protocol.given]]
+        requests = [protocol.request(item) for item in json.loads(options.workload.read_text())[protocol.given]]
 
-        async def run(**how: Any) -> dict[str, Any]:
+        async def run(**settings: Any) -> dict[str, Any]:
             async with protocol.connect(options.address) as ask:
-                return await closed_loop(ask, requests, **how)
+                return await closed_loop(ask, requests, **settings)
 
-        async def check(places: list[int], file: str) -> dict[str, Any]:
+        async def check(indices: list[int], file: str) -> dict[str, Any]:
             async with protocol.connect(options.address) as ask:
-                np.savez(file, *[protocol.rows(await ask(requests[it])) for it in places])
+                np.savez(file, *[protocol.rows(await ask(requests[index])) for index in indices])
             return {}
 
         handlers = {
-            "run": lambda **how: asyncio.run(run(**how)),
-            "check": lambda **what: asyncio.run(check(**what)),
+            "run": lambda **settings: asyncio.run(run(**settings)),
+            "check": lambda **settings: asyncio.run(check(**settings)),
         }
         return versions(*protocol.packages), handlers
 

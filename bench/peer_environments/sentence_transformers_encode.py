@@ -1,6 +1,6 @@
 """Encodes texts with sentence-transformers in this process. Runs in sentence-transformers' environment.
 
-It is given all texts at once and sorts them itself; only `encode` is timed.
+The library gets all texts at once and sorts them by length; only `encode` is timed.
 """
 
 import argparse
@@ -18,7 +18,7 @@ OUTPUTS = {"tokens": "token_embeddings", "pooled": "sentence_embedding"}
 
 
 def main() -> None:
-    """Encodes when told to."""
+    """Encode until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--checkpoint", required=True)
     parser.add_argument("--workload", type=Path, required=True)
@@ -30,9 +30,9 @@ def main() -> None:
         texts = json.loads(options.workload.read_text())["texts"]
         model = SentenceTransformer(options.checkpoint, device="cpu")
 
-        def encode(some: list[str], output: str, batch_size: int) -> Any:
+        def encode(chosen: list[str], output: str, batch_size: int) -> Any:
             return model.encode(
-                some,
+                chosen,
                 output_value=OUTPUTS[output],
                 batch_size=batch_size,
                 show_progress_bar=False,
@@ -44,9 +44,11 @@ def main() -> None:
             encode(texts[:count], output, batch_size)
             return {"seconds": time.perf_counter() - began}
 
-        def check(places: list[int], file: str, output: str) -> dict[str, Any]:
-            found = encode([texts[it] for it in places], output, 32)
-            np.savez(file, *(np.atleast_2d(np.asarray(it)) for it in found))  # (seq, d_model) or (1, d_model) each
+        def check(indices: list[int], file: str, output: str) -> dict[str, Any]:
+            found = encode([texts[index] for index in indices], output, 32)
+            np.savez(
+                file, *(np.atleast_2d(np.asarray(array)) for array in found)
+            )  # (seq, d_model) or (1, d_model) each
             return {}
 
         return versions("sentence-transformers", "torch", "transformers"), {"run": run, "check": check}

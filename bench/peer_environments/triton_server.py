@@ -1,7 +1,7 @@
 """Serves a bundle's graph with Triton, through pytriton, until standard input ends. Runs in Triton's environment.
 
-Requests have natural shapes: INT64 [1, seq] in, FP32 [1, seq, d_model] out. Triton's dynamic batcher is on; it joins
-requests of the same length only.
+A request is INT64 [1, seq], a reply FP32 [1, seq, d_model]. Triton's dynamic batcher is on; it joins only requests of
+the same length.
 """
 
 import argparse
@@ -20,7 +20,7 @@ MAX_BATCH = 64
 
 
 def make_instance(options: argparse.Namespace) -> Callable[..., Any]:
-    """One instance of the model: a function of (batch, seq) ids in a session of its own, as encserve opens it."""
+    """One instance of the model: a function of (batch, seq) ids, with one session and encserve's session options."""
     session_options = ort.SessionOptions()
     session_options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     session_options.intra_op_num_threads = options.threads // options.instances
@@ -31,7 +31,7 @@ def make_instance(options: argparse.Namespace) -> Callable[..., Any]:
     ids_name, mask_name, *type_names = options.inputs
 
     def infer(ids: Any) -> dict[str, Any]:
-        # (batch, seq); all of a batch are of one length
+        # (batch, seq); all sequences of a batch have the same length
         feeds = {ids_name: ids, mask_name: np.ones_like(ids), **{name: np.zeros_like(ids) for name in type_names}}
         (rows,) = session.run([options.output], feeds)
         return {"rows": rows}  # (batch, seq, d_model)
@@ -41,10 +41,10 @@ def make_instance(options: argparse.Namespace) -> Callable[..., Any]:
 
 
 def main() -> None:
-    """Serves."""
+    """Serve until standard input ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--graph", required=True)
-    parser.add_argument("--inputs", nargs="+", required=True, help="ids, mask, and token types if any")
+    parser.add_argument("--inputs", nargs="+", required=True, help="ids, mask, and token types if the graph has them")
     parser.add_argument("--output", required=True)
     parser.add_argument("--d-model", type=int, required=True)
     parser.add_argument("--ports", type=int, nargs=3, required=True, metavar=("GRPC", "HTTP", "METRICS"))

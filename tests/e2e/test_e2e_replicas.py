@@ -138,6 +138,4 @@ def test_a_replica_that_hangs(replicas: Replicas, target: Any) -> None:
         before = one.answered
         callers.wait_until(lambda: one.answered > before + 100, "it gets calls again")
     assert callers.failed == []
-    assert any(call.began < hanging < call.ended for call in callers.calls), (
-        "the silent replica had no call"
-    )
+    assert any(call.began < hanging < call.ended for call in callers.calls), "the silent replica had no call"

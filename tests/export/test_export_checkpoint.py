@@ -8,14 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import BARE_GOLDENS, DATA, golden_cases, golden_embeddings, golden_fields
+from checkpoints import BARE_GOLDENS, golden_cases, golden_checkpoint, golden_embeddings, golden_fields
 from hypothesis import given
 from hypothesis import strategies as st
+from onnxruntime import InferenceSession
 from safetensors.torch import load_file
 from state_dicts import LAYOUTS, VARIANTS, state_dict
 from torch import Tensor, nn
 
-from encserve_export import Encoder, EncoderConfig, ExportError
+from encserve_export import Encoder, EncoderConfig, ExportError, Source, Target, export_encoder
+from encserve_export.check.agreement import least_cosine
 from encserve_export.ground.errors import (
     CheckpointError,
     ConfigError,
@@ -26,6 +28,7 @@ from encserve_export.ground.errors import (
     WeightShapeError,
     WeightValueError,
 )
+from encserve_export.ground.precision import Precision
 from encserve_export.models.own import layouts
 from encserve_export.models.own.encoder import sinusoids
 from encserve_export.models.own.init import random_encoder
@@ -63,11 +66,46 @@ def same_weights(found: Found, encoder: Encoder) -> bool:
 def test_rows_are_those_of_the_original_implementation(name: str) -> None:
     path = golden_embeddings(name)
     table = Table(*read_table(path)) if path else None
-    found = find_encoder(load_file(DATA / name / "checkpoint.safetensors"), golden_fields(name), embeddings=table)
+    found = find_encoder(load_file(golden_checkpoint(name)), golden_fields(name), embeddings=table)
     assert name.startswith(found.layout)
     for sequence, want in zip(*golden_cases(name), strict=True):
         ids = torch.from_numpy(sequence)[None]
         torch.testing.assert_close(found.encoder(ids, torch.ones_like(ids))[0], torch.from_numpy(want))
+
+
+def test_fused_qkv_merges_heads_as_its_own_code_does() -> None:
+    name = "fused-qkv-as-written"
+    fields = {key: value for key, value in golden_fields(name).items() if key != "merge_heads"}
+    path = golden_embeddings(name)
+    assert path is not None
+    found = find_encoder(load_file(golden_checkpoint(name)), fields, embeddings=Table(*read_table(path)))
+    assert found.encoder.config.merge_heads == "reshape"
+    assert any('"merge_heads": "transpose"' in remark for remark in found.remarks)
+    sequences, rows = golden_cases(name)
+    lengths = torch.tensor([len(sequence) for sequence in sequences])
+    ids = nn.utils.rnn.pad_sequence([torch.from_numpy(sequence) for sequence in sequences], batch_first=True)
+    mask = (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+    for got, want in zip(found.encoder(ids, mask), rows, strict=True):
+        torch.testing.assert_close(got[: len(want)], torch.from_numpy(want))
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("longest", [40, 1100])
+def test_heads_that_are_reshaped_reach_the_bundle(models: Path, precision: Precision, longest: int) -> None:
+    """Of a sequence alone and in company, with and without blocks of queries."""
+    sizes = {"vocab_size": 11, "d_model": 32, "n_heads": 4, "d_ff": 64, "n_layers": 2, "max_sequence_tokens": longest}
+    encoder = random_encoder(EncoderConfig.from_mapping({**sizes, **VARIANTS["fused-qkv"]}), 0)
+    target = Target(model_repository=models, name="reshaped")
+    exported = export_encoder(encoder, Source("init", "reshaped"), target, precision=precision)
+    assert exported.manifest.parity.max_padding_error < (1e-4 if precision == "float32" else 0.1)
+    lengths = [longest, 7, 1, longest // 2]
+    ids = torch.randint(11, (4, longest), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(longest) < torch.tensor(lengths)[:, None]).long()
+    feeds = {"input_ids": ids.numpy(), "attention_mask": mask.numpy()}
+    (rows,) = InferenceSession(exported.path / "model.onnx").run(None, feeds)
+    for got, sequence, length in zip(rows, ids, lengths, strict=True):
+        want = encoder(sequence[None, :length], torch.ones(1, length, dtype=torch.int64))[0].numpy()
+        assert least_cosine(got[:length], want) > (1 - 1e-6 if precision == "float32" else 0.99)
 
 
 @given(

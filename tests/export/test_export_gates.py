@@ -235,7 +235,7 @@ def test_the_report_says_if_float32_itself_is_far_off(encoder: Encoder, models: 
     assert re.search(figures, said)
     assert re.search(r"padding +max error \S+, tolerance 1\.0e-05\n", said)
     exported.manifest.parity.float32_error = 1.1e-4
-    assert "own float32 1.1e-04. float32 itself is off by more than 1e-04 for this model" in reported()
+    assert "own float32 1.1e-04. float32 is off by more than 1e-04 for this model" in reported()
 
 
 def test_the_types_of_a_module_come_back_bit_by_bit() -> None:

@@ -84,7 +84,7 @@ def test_the_length_has_had_several_files(directory: Path, name: str) -> None:
         ({"max_seq_length": "256"}, "must give max_seq_length as a number of tokens from 1; was '256'"),
         ({"max_seq_length": 0}, "from 1; was 0"),
         ({"max_seq_length": True}, "from 1; was True"),
-        (5, "must hold an object"),
+        (5, "must hold a JSON object"),
     ],
 )
 def test_a_length_that_is_no_number_of_tokens(directory: Path, content: object, problem: str) -> None:
@@ -245,8 +245,8 @@ def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path, tmp_pat
         (directory / name).unlink()
     exported = export_hf(directory, Target(model_repository=tmp_path / "models", name="m"), ids_only=True)
     assert not exported.manifest.HasField("text")
-    assert "going on without tokenizer.json" in exported.text
-    assert exported.compared_with == "transformers"
+    assert "going on without tokenizer.json" in exported.notes["text"]
+    assert exported.notes["compared with"] == "transformers"
 
 
 def test_modules_without_a_pooling(tmp_path: Path) -> None:
@@ -254,4 +254,4 @@ def test_modules_without_a_pooling(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "directory", [])
     exported = export_hf(directory, Target(model_repository=tmp_path / "models", name="m"), pooling="mean")
     assert exported.manifest.pooling == manifest_pb2.POOLING_MEAN
-    assert exported.compared_with == "sentence-transformers"
+    assert exported.notes["compared with"] == "sentence-transformers"

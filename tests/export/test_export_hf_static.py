@@ -20,7 +20,7 @@ def test_a_table_is_exported_and_compared(write: Callable[[Path], Path], tmp_pat
     exported = export_hf(write(tmp_path / "m"), Target(model_repository=tmp_path / "models", name="m"))
     its = exported.manifest
     assert (its.pooling, its.l2_normalize) == (manifest_pb2.POOLING_MEAN, True)
-    assert (its.source.route, exported.route) == ("static", "a table, without an encoder")
+    assert (its.source.route, exported.notes["route"]) == ("static", "a table, without an encoder")
     assert (its.encoder.d_model, its.encoder.max_sequence_tokens, its.text.takes_empty) == (WIDTH, 8192, True)
     assert its.parity.pipeline_texts >= 5
     assert its.parity.max_pipeline_error <= 1e-6

@@ -1,180 +1,157 @@
-"""A model's id on the hub is as good as its directory: downloaded at one commit, which the manifest keeps."""
+"""A model on the hub is downloaded at one commit: the files that the exporter reads, and no others."""
 
 import errno
-import json
 import os
+import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
+import huggingface_hub
 import pytest
-from click.testing import CliRunner
 from fake_hub import COMMIT, fake_hub
 from google.protobuf import json_format
-from onnx_files import POSITIONS, VOCAB_SIZE, build, save_with_data
-from retrieval_models import stanford
+from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-from encserve_export.cli import main
 from encserve_export.ground.errors import HubError
 from encserve_export.source import hub
 from encserve_proto.bundle.v1 import manifest_pb2
 
 COMMAND = Path(sys.executable).parent / "encserve-export"
+MODULES = '[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense"}, {"path": "3_Dense"}]'
 
 
 def run(endpoint: str, cache: Path, *arguments: object, offline: bool = False) -> "subprocess.CompletedProcess[str]":
-    """The command `hf`."""
-    return in_a_process([str(COMMAND), "hf", *map(str, arguments)], endpoint, cache, offline=offline)
-
-
-def in_a_process(
-    command: list[str], endpoint: str, cache: Path, *, offline: bool = False
-) -> "subprocess.CompletedProcess[str]":
-    """In a process of its own: huggingface_hub reads its environment when it is imported."""
+    """Run `encserve-export hf` in a process, because huggingface_hub reads its environment at import."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1",
                     "HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_OFFLINE": str(int(offline))}  # fmt: skip
+    command = [str(COMMAND), "hf", *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
 @pytest.mark.system
-def test_an_id_is_downloaded(data: Path, models: Path, tmp_path: Path) -> None:
-    with fake_hub("somebody/tiny-bert", data / "hf-bert", ("main", "v2")) as endpoint:
-        found = run(
-            endpoint,
-            tmp_path / "hf",
-            "somebody/tiny-bert",
-            "--revision",
-            "v2",
-            "--ids-only",
-            "--model-repository",
-            models,
-        )
+def test_a_model_is_downloaded_and_found_again_offline(data: Path, models: Path, tmp_path: Path) -> None:
+    arguments = ("owner/tiny-bert", "--revision", "v2", "--ids-only", "--model-repository", models)
+    with fake_hub("owner/tiny-bert", data / "hf-bert", ("main", "v2")) as endpoint:
+        found = run(endpoint, tmp_path / "hf", *arguments)
     assert found.returncode == 0, found.stderr
     manifest = json_format.Parse((models / "tiny-bert" / "1" / "manifest.json").read_text(), manifest_pb2.Manifest())
-    assert (manifest.source.repository, manifest.source.revision) == ("somebody/tiny-bert", COMMIT)
-    assert (manifest.source.kind, manifest.source.route) == ("hf", "transformers")
+    assert (manifest.source.repository, manifest.source.revision) == ("owner/tiny-bert", COMMIT)
+    assert manifest.source.kind == "hf"
+    again = run(endpoint, tmp_path / "hf", *arguments, "--overwrite", offline=True)
+    assert again.returncode == 0, again.stderr
 
 
 @pytest.mark.system
-def test_a_multi_vector_model_of_the_hub_is_what_its_directory_is(models: Path, tmp_path: Path) -> None:
-    """Stanford's layout has lengths and expansion in a file of a kind of its own."""
-    stanford(tmp_path / "colbert")
-    with fake_hub("somebody/colbert", tmp_path / "colbert") as endpoint:
-        found = run(endpoint, tmp_path / "hf", "somebody/colbert", "--model-repository", models, "--version", "2")
-    assert found.returncode == 0, found.stderr
-    result = CliRunner().invoke(main, ["hf", str(tmp_path / "colbert"), "--model-repository", str(models)])
-    assert result.exit_code == 0, result.output
-    here, there = (
-        json_format.Parse((models / "colbert" / version / "manifest.json").read_text(), manifest_pb2.Manifest())
-        for version in "12"
-    )
-    assert there.query == here.query
-    assert there.query.max_tokens == there.query.expansion.min_tokens == 24
-    assert there.space_id == here.space_id
-
-
-def fetched(cache: Path) -> set[str]:
-    """What was downloaded, by its path in the repository."""
-    (snapshot,) = cache.glob("hub/models--*/snapshots/*")
-    return {path.relative_to(snapshot).as_posix() for path in snapshot.rglob("*") if path.is_file()}
-
-
-def download_files(tmp_path: Path, *names: str) -> set[str]:
-    """What is downloaded of a model of these files."""
-    for name in names:
-        (tmp_path / "files" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "files" / name).write_text("x")
-    program = "from encserve_export.source.hub import download; download('somebody/tiny')"
-    with fake_hub("somebody/tiny", tmp_path / "files") as endpoint:
-        in_a_process([sys.executable, "-c", program], endpoint, tmp_path / "hf").check_returncode()
-    return fetched(tmp_path / "hf")
-
-
-@pytest.mark.system
-def test_pickles_are_fetched_for_the_folders_without_safetensors(tmp_path: Path) -> None:
-    names = ["config.json", "model.safetensors", "pytorch_model.bin", "2_Dense/pytorch_model.bin"]
-    names += ["3_Dense/model.safetensors", "3_Dense/pytorch_model.bin", "1_Pooling/config.json"]
-    names += ["chat_template.jinja", "onnx/model.onnx", "modeling.py", "README.md", "tf_model.h5"]
-    assert download_files(tmp_path, *names) == {
-        "config.json", "model.safetensors", "2_Dense/pytorch_model.bin", "3_Dense/model.safetensors",
-        "1_Pooling/config.json", "chat_template.jinja",
-    }  # fmt: skip
-
-
-@pytest.mark.system
-def test_the_onnx_file_is_fetched_where_there_are_no_other_weights(tmp_path: Path) -> None:
-    names = ["config.json", "onnx/model.onnx", "onnx/model.onnx_data", "onnx/model_quantized.onnx"]
-    assert download_files(tmp_path, *names) == {"config.json", "onnx/model.onnx", "onnx/model.onnx_data"}
-
-
-@pytest.mark.system
-def test_an_onnx_file_with_its_weights_in_another(models: Path, tmp_path: Path) -> None:
-    """The cache holds both as links to a folder of contents."""
-    folder = tmp_path / "files"
-    (folder / "onnx").mkdir(parents=True)
-    save_with_data(build(), folder / "onnx" / "model.onnx", "model.onnx_data")
-    config = {"model_type": "new", "vocab_size": VOCAB_SIZE, "max_position_embeddings": POSITIONS, "pad_token_id": 0}
-    (folder / "config.json").write_text(json.dumps(config))
-    with fake_hub("somebody/tiny", folder) as endpoint:
-        found = run(
-            endpoint, tmp_path / "hf", "somebody/tiny", "--via", "onnx", "--ids-only", "--model-repository", models
-        )
-    assert found.returncode == 0, found.stderr
-    assert (models / "tiny" / "1" / "model.onnx").is_file()
-
-
-def test_a_typing_error_in_a_directory_is_no_model_of_the_hub(
-    models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "checkpoints" / "right").mkdir(parents=True)
-    result = CliRunner().invoke(main, ["hf", "checkpoints/wrong", "--model-repository", str(models)])
-    assert result.exit_code == 1
-    assert "there is no directory checkpoints/wrong, though there is a directory checkpoints. If you" in result.stderr
-    assert "--revision main" in result.stderr
-
-
-@pytest.mark.system
-def test_what_the_hub_does_not_have(data: Path, models: Path, tmp_path: Path) -> None:
-    with fake_hub("somebody/tiny-bert", data / "hf-bert") as endpoint:
+def test_a_model_that_cannot_be_downloaded(data: Path, models: Path, tmp_path: Path) -> None:
+    with fake_hub("owner/tiny-bert", data / "hf-bert") as endpoint:
         for arguments, message in (
-            (("somebody/other",), "there is neither a directory somebody/other here nor a model of that name on the"),
-            (("somebody/tiny-bert", "--revision", "v9"), "somebody/tiny-bert has no revision 'v9'"),
+            (("owner/other",), "no directory owner/other, and no such model on the hub that you can read"),
+            (("owner/tiny-bert", "--revision", "v9"), "owner/tiny-bert has no revision 'v9'"),
         ):
             refused = run(endpoint, tmp_path / "hf", *arguments, "--model-repository", models)
             assert refused.returncode == 1
             assert f"Error: {message}" in refused.stderr
             assert "Traceback" not in refused.stderr
-        unreached = run(endpoint, tmp_path / "hf", "somebody/other", "--model-repository", models, offline=True)
-    assert "Error: somebody/other cannot be had from the hub, and there is no such directory: " in unreached.stderr
+        unreached = run(endpoint, tmp_path / "hf", "owner/other", "--model-repository", models, offline=True)
+    assert "Error: no directory owner/other, and its download from the hub to " in unreached.stderr
     assert not models.exists()
 
 
-@pytest.mark.parametrize(
-    "error",
-    [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("Data processing error: No space left on device")],
-)
-def test_a_full_disk_is_named(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """huggingface_hub's parts tell of it in their own ways."""
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The files of owner/tiny on a hub in this process."""
+    remote, snapshot = tmp_path / "remote", tmp_path / "snapshots" / COMMIT
 
-    def fill(*_: object, **__: object) -> str:
+    def snapshot_download(
+        repository: str, *, revision: str | None, allow_patterns: list[str], ignore_patterns: list[str]
+    ) -> str:
+        assert (repository, revision) in (("owner/tiny", None), ("owner/tiny", COMMIT))
+        names = [path.relative_to(remote).as_posix() for path in remote.rglob("*") if path.is_file()]
+        for name in filter_repo_objects(names, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(remote / name, snapshot / name)
+        return str(snapshot)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    remote.mkdir()
+    return remote
+
+
+def download(
+    repository: Path, *names: str, contents: Mapping[str, str] | None = None, with_onnx: bool = False
+) -> set[str]:
+    """Put files on the hub, and return the names of the downloaded ones."""
+    for name, content in {**dict.fromkeys(names, "{}"), **(contents or {})}.items():
+        (repository / name).parent.mkdir(parents=True, exist_ok=True)
+        (repository / name).write_text(content)
+    directory = hub.download("owner/tiny", with_onnx=with_onnx).directory
+    return {path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file()}
+
+
+def test_files_in_other_folders_are_not_downloaded(repository: Path) -> None:
+    names = ["config.json", "model.safetensors", "chat_template.jinja", "1_Pooling/config.json", "2_Dense/config.json"]
+    names += ["2_Dense/model.safetensors", "artifact.metadata", "colbert_linear.pt", "sparse_linear.pt", "vocab.txt"]
+    names += ["spiece.model"]
+    others = ["checkpoint-500/model.safetensors", "checkpoint-500/config.json", "runs/1/a.json", "openvino/model.json"]
+    others += ["2_Dense/old/model.safetensors", "4_Dense/model.safetensors", "modeling.py", "README.md", "tf_model.h5"]
+    others += ["onnx/model.onnx", "checkpoint-500/pytorch_model.bin", "fp16/model.safetensors"]
+    found = download(repository, *names, *others, contents={"modules.json": MODULES})
+    assert found == {*names, "modules.json"}
+
+
+def test_pickles_are_downloaded_for_folders_without_safetensors(repository: Path) -> None:
+    pickles = ["pytorch_model.bin", "2_Dense/pytorch_model.bin", "3_Dense/pytorch_model.bin"]
+    safetensors = ["model.safetensors", "3_Dense/model.safetensors"]
+    found = download(repository, *pickles, *safetensors, contents={"modules.json": MODULES})
+    assert found == {"modules.json", *safetensors, "2_Dense/pytorch_model.bin"}
+
+
+def test_the_folders_of_a_router_are_downloaded(repository: Path) -> None:
+    router = '{"types": {"query_0_Static": "x", "document_0_Transformer": "y"}}'
+    weights = ["query_0_Static/model.safetensors", "document_0_Transformer/model.safetensors"]
+    contents = {"modules.json": '[{"path": ""}]', "router_config.json": router}
+    assert download(repository, *weights, "query_1/model.safetensors", contents=contents) == {*contents, *weights}
+    contents = {"modules.json": '[{"path": "0_Router"}]', "0_Router/router_config.json": router}
+    inner = {f"0_Router/{name}" for name in weights}
+    assert inner < download(repository, *inner, contents=contents)
+
+
+@pytest.mark.parametrize("modules", ["{", "[]", "{}", "[1]", '[{"path": "../x"}]', '[{"path": "[a"}]'])
+def test_broken_modules_are_left_to_the_exporter(repository: Path, modules: str) -> None:
+    assert download(repository, "model.safetensors", contents={"modules.json": modules}) == {
+        "modules.json",
+        "model.safetensors",
+    }
+
+
+def test_the_onnx_file_is_downloaded_without_other_weights_or_on_request(repository: Path) -> None:
+    onnx = ["onnx/model.onnx", "onnx/model.onnx_data"]
+    found = download(repository, "config.json", *onnx, "onnx/model_quantized.onnx")
+    assert found == {"config.json", *onnx}
+    shutil.rmtree(repository.parent / "snapshots")
+    assert download(repository, "model.safetensors") == {"config.json", "model.safetensors"}
+    assert download(repository, with_onnx=True) == {"config.json", "model.safetensors", *onnx}
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("a\nb")])
+def test_a_failed_download_names_the_folder(error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> str:
         raise error
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fill)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    with pytest.raises(HubError, match=rf"the disk of {tmp_path} is full: .*Make room there, or name another.*HF_HUB_"):
-        hub.download("somebody/tiny")
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(HubError, match=rf"download from the hub to {tmp_path} failed: (.*No space left.*|a b)$"):
+        hub.download("owner/tiny")
 
 
-@pytest.mark.parametrize(
-    ("source", "more", "message"),
-    [
-        ("nowhere", (), "there is no directory nowhere; a model of the hub is named OWNER/NAME"),
-        (".", ("--revision", "main"), "--revision is of the hub; . is a directory"),
-    ],
-)
-def test_what_is_no_id(models: Path, source: str, more: tuple[str, ...], message: str) -> None:
-    result = CliRunner().invoke(main, ["hf", source, *more, "--model-repository", str(models)])
-    assert result.exit_code == 2
-    assert message in result.stderr
+def test_a_typing_error_in_a_directory_is_not_a_model_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "checkpoints" / "right").mkdir(parents=True)
+    message = "no directory checkpoints/wrong, but a directory checkpoints. .*--revision main$"
+    with pytest.raises(HubError, match=message):
+        hub.download("checkpoints/wrong")

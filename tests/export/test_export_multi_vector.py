@@ -74,11 +74,11 @@ def test_the_report_says_what_is_served(tmp_path: Path) -> None:
     DIRECTORIES["stanford"](tmp_path / "m")
     result = CliRunner().invoke(main, ["hf", str(tmp_path / "m"), "--model-repository", str(tmp_path / "models")])
     said = {line[:13].strip(): line[13:] for line in result.output.splitlines()}
-    assert said["vectors"] == f"one of {WIDTH} numbers for each token that counts, compared by maxsim"
-    assert said["query"] == "prompt '[unused0] ', at most 24 tokens, made 24 with token 4, not seen by others"
+    assert said["vectors"] == f"one of {WIDTH} dimensions per token, compared by maxsim"
+    assert said["query"] == "prompt '[unused0] ', at most 24 tokens, expanded to 24 with token 4, not attended"
     assert said["document"].startswith("prompt '[unused1] ', at most 60 tokens, ")
-    assert said["left behind"] == "pooler"
-    assert "of its query's best, tolerance 0.0001" in said["pipeline"]
+    assert said["unused parts"] == "pooler"
+    assert "of the query's best, tolerance 0.0001" in said["pipeline"]
     assert "pooling" not in said
 
 
@@ -121,7 +121,8 @@ def test_a_model_of_images_is_refused_with_its_reason(tmp_path: Path, monkeypatc
 def test_a_model_that_is_cut_shorter_than_its_queries(tmp_path: Path) -> None:
     DIRECTORIES["fixed-unattended"](tmp_path / "m")
     with pytest.raises(
-        ConfigError, match=r"max_sequence_tokens must be at least 32, to which a query is made longer; was 20"
+        ConfigError,
+        match=r"max_sequence_tokens must be at least 32, the length to which each query is expanded; was 20",
     ):
         export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m"), max_sequence_tokens=20)
 

@@ -1,4 +1,4 @@
-"""space_id is the model's: however that is saved and exported it stays; with all that changes a vector it goes."""
+"""space_id: the same for every form of one model, another for every change of a vector."""
 
 import json
 import re
@@ -11,32 +11,37 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from checkpoints import DATA
-from onnx import numpy_helper
+from google.protobuf.message import Message
+from onnx import TensorProto, helper, numpy_helper
 from onnx_files import build, node_of, tensor_of
 from safetensors.torch import load_file, save_file
 from sentence_models import LONGEST, write_model
 
-from encserve_export import EncoderConfig, OnnxOptions, Target, export_checkpoint, export_hf, export_init, export_onnx
-from encserve_export.bundle.space import COUNTED, digest_model
+from encserve_export import EncoderConfig, Target, export_hf, export_init
+from encserve_export.bundle.space import MANIFEST_IGNORED, MESSAGE_IGNORED, digest_model, digest_onnx, space_id
 from encserve_export.ground.errors import ConfigError
+from encserve_export.kinds.recipe import ModuleFacts
+from encserve_export.onnx_graph.foreign import Interface
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
-
-pytest.importorskip("transformers", reason="needs encserve-export[transformers]")
 
 MODULES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("Pooling", {"pooling_mode": "mean"}),
     ("Dense", {"in_features": 24, "out_features": 16}),
     ("Normalize", {}),
 )
-SETTINGS = {"prompts": {"query": "Query: ", "passage": ""}, "default_prompt_name": "passage"}
-SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+SETTINGS = {"prompts": {"query": "Query: ", "passage": ""}, "default_prompt_name": "query"}
+INTERFACE = Interface("input_ids", "attention_mask", "", "rows")
 
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("original") / "model", MODULES, settings=SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def original_space(original: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    return space_of(original, tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture
@@ -45,71 +50,57 @@ def directory(original: Path, tmp_path: Path) -> Path:
     return shutil.copytree(original, tmp_path / "model")
 
 
-@pytest.fixture(scope="module")
-def space(original: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The original's, by transformers."""
-    return space_of(original, tmp_path_factory.mktemp("models"))
-
-
 def space_of(directory: Path, folder: Path, **options: Any) -> str:
     target = Target(model_repository=folder / "models", name="m", overwrite=True)
     manifest = export_hf(directory, target, **options).manifest
-    assert re.fullmatch("s2-[0-9a-f]{32}", manifest.space_id)
+    assert re.fullmatch("s3-[0-9a-f]{32}", manifest.space_id)
     return manifest.space_id
 
 
-def change_json(name: str, **changed: Any) -> Callable[[Path], None]:
-    """Changes fields of a JSON file; None takes one out."""
-
-    def change(directory: Path) -> None:
-        fields = json.loads((directory / name).read_text()) | changed
-        gone = {key for key, it in changed.items() if it is None}
-        (directory / name).write_text(json.dumps({key: it for key, it in fields.items() if key not in gone}))
-
-    return change
+def change_json(path: Path, **changed: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed, indent=7))
 
 
-def change_tensors(name: str, change: Callable[[dict[str, Any]], None]) -> Callable[[Path], None]:
-    def changed(directory: Path) -> None:
-        path = directory / name
-        tensors = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
-        change(tensors)
-        if path.suffix == ".safetensors":
-            save_file(tensors, path, {"format": "pt"})
-        else:
-            torch.save(tensors, path)
-
-    return changed
-
-
-def add_to_one(name: str) -> Callable[[dict[str, Any]], None]:
-    def change(tensors: dict[str, Any]) -> None:
-        tensors[name].view(-1)[-1] += 1e-3
-
-    return change
-
-
-def into_shards(directory: Path) -> None:
+def save_in_shards(directory: Path) -> None:
+    shards = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
     tensors = load_file(directory / "model.safetensors")
+    tensors["embeddings.position_ids"] = torch.arange(LONGEST)[None]
     (directory / "model.safetensors").unlink()
-    names = sorted(tensors)
-    placed = {name: SHARDS[i % 2] for i, name in enumerate(names)}
-    for shard in SHARDS:
-        save_file({name: tensors[name] for name in names if placed[name] == shard}, directory / shard, {"format": "pt"})
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": placed}))
+    files = {name: shards[i % 2] for i, name in enumerate(sorted(tensors))}
+    for shard in shards:
+        save_file({name: tensors[name] for name in tensors if files[name] == shard}, directory / shard)
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-def into_pickle(directory: Path) -> None:
-    torch.save(load_file(directory / "model.safetensors"), directory / "pytorch_model.bin")
+def test_the_form_of_a_model_does_not_count(directory: Path, tmp_path: Path, original_space: str) -> None:
+    save_in_shards(directory)
+    change_json(
+        directory / "config.json", transformers_version="4.1.0", torch_dtype="float32", _name_or_path="/home/x",
+        architectures=["BertForMaskedLM"], attention_probs_dropout_prob=0.5, use_cache=False,
+    )  # fmt: skip
+    truncation = {"direction": "Right", "max_length": 9, "strategy": "LongestFirst", "stride": 0}
+    change_json(directory / "tokenizer.json", padding=None, truncation=truncation)
+    change_json(directory / "config_sentence_transformers.json", similarity_fn_name="dot")
+    assert space_of(directory, tmp_path, precision="float16") == original_space
+
+
+@pytest.mark.system
+def test_the_route_does_not_count(directory: Path, tmp_path: Path, original_space: str) -> None:
+    assert space_of(directory, tmp_path, via="transformers") == original_space
+    (directory / "onnx").mkdir()
+    for file in (tmp_path / "models" / "m" / "1").glob("model.onnx*"):
+        shutil.copy(file, directory / "onnx")
+    assert space_of(directory, tmp_path, via="onnx") == original_space
     (directory / "model.safetensors").unlink()
+    (directory / "modules.json").unlink()
+    assert space_of(directory, tmp_path, via="onnx") != original_space
 
 
-def rewrite_tokenizer(directory: Path) -> None:
-    path = directory / "tokenizer.json"
-    settings = json.loads(path.read_text())
-    settings |= {"padding": None, "truncation": {"direction": "Right", "max_length": 9, "strategy": "LongestFirst",
-                                                 "stride": 0}}  # fmt: skip
-    path.write_text(json.dumps(dict(reversed(settings.items())), indent=7))
+def change_head(directory: Path) -> None:
+    path = directory / "2_Dense" / "pytorch_model.bin"
+    tensors = torch.load(path, weights_only=True)
+    tensors["linear.bias"][-1] += 1e-3
+    torch.save(tensors, path)
 
 
 def reorder_modules(directory: Path) -> None:
@@ -118,106 +109,103 @@ def reorder_modules(directory: Path) -> None:
     path.write_text(json.dumps([*modules[:2], modules[3], modules[2]]))
 
 
-SAME: dict[str, Callable[[Path], None]] = {
-    "shards": into_shards,
-    "a pickle": into_pickle,
-    "indices of older versions": change_tensors(
-        "model.safetensors", lambda its: its.update({"embeddings.position_ids": torch.arange(LONGEST)[None]})
-    ),
-    "where config.json comes from": change_json(
-        "config.json", transformers_version="4.1.0", torch_dtype="float32", dtype=None, _name_or_path="/home/x",
-        architectures=["BertForMaskedLM"], attention_probs_dropout_prob=0.5, use_cache=False,
-    ),
-    "how tokenizer.json is written": rewrite_tokenizer,
-    "how vectors are compared": change_json("config_sentence_transformers.json", similarity_fn_name="dot"),
-}  # fmt: skip
 OTHER: dict[str, Callable[[Path], None]] = {
-    "a weight": change_tensors("model.safetensors", add_to_one("encoder.layer.1.output.dense.weight")),
-    "the configuration": change_json("config.json", layer_norm_eps=1e-5),
-    "the tokenizer": change_json("tokenizer.json", normalizer={"type": "Lowercase"}),
-    "lower case": change_json("sentence_bert_config.json", do_lower_case=True),
-    "the longest text": change_json("sentence_bert_config.json", max_seq_length=20),
-    "pooling": change_json("1_Pooling/config.json", pooling_mode="cls"),
-    "pooling of the prompt": change_json("1_Pooling/config.json", include_prompt=False),
-    "a weight of the head": change_tensors("2_Dense/pytorch_model.bin", add_to_one("linear.bias")),
-    "an activation": change_json("2_Dense/config.json", activation_function="torch.nn.modules.activation.ReLU"),
-    "the order of modules": reorder_modules,
-    "a prompt": change_json("config_sentence_transformers.json", prompts={"query": "query: ", "passage": ""}),
-    "the default prompt": change_json("config_sentence_transformers.json", default_prompt_name="query"),
-    "dimensions": change_json("config_sentence_transformers.json", truncate_dim=8),
-}  # fmt: skip
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("what", SAME)
-def test_what_is_nothing_to_a_vector(directory: Path, tmp_path: Path, space: str, what: str) -> None:
-    SAME[what](directory)
-    assert space_of(directory, tmp_path) == space
+    "a weight of the head": change_head,
+    "the activation of the head": lambda it: change_json(
+        it / "2_Dense" / "config.json", activation_function="torch.nn.modules.activation.ReLU"
+    ),
+    "the order of the modules": reorder_modules,
+    "the tokenizer": lambda it: change_json(it / "tokenizer.json", normalizer={"type": "Lowercase"}),
+    "a prompt": lambda it: change_json(it / "config_sentence_transformers.json", prompts={"query": "query: "}),
+}
 
 
 @pytest.mark.system
 @pytest.mark.parametrize("what", OTHER)
-def test_what_changes_a_vector(directory: Path, tmp_path: Path, space: str, what: str) -> None:
+def test_a_change_of_the_directory_counts(directory: Path, tmp_path: Path, original_space: str, what: str) -> None:
     OTHER[what](directory)
-    assert space_of(directory, tmp_path) != space
+    assert space_of(directory, tmp_path) != original_space
 
 
-def test_every_route(directory: Path, tmp_path: Path, space: str) -> None:
-    """The directory's own ONNX file too, which is compared with its weights."""
-    assert space_of(directory, tmp_path) == space
-    (directory / "onnx").mkdir()
-    for file in (tmp_path / "models" / "m" / "1").glob("model.onnx*"):
-        shutil.copy(file, directory / "onnx")
-    assert space_of(directory, tmp_path, via="onnx") == space
-    for name in ("model.safetensors", "modules.json"):
-        (directory / name).unlink()
-    assert space_of(directory, tmp_path, via="onnx") != space
+def set_field(message: Message, name: str) -> None:
+    """Give a field another value than its default."""
+    field = message.DESCRIPTOR.fields_by_name[name]
+    value = getattr(message, name)
+    if name == "prompts":
+        value["query"] = "Query: "
+    elif field.message_type is not None:
+        value.SetInParent()
+    elif field.is_repeated:
+        value.append(7)
+    else:
+        setattr(message, name, {field.CPPTYPE_STRING: "a", field.CPPTYPE_BOOL: True}.get(field.cpp_type, 1))
 
 
-@pytest.mark.system
-def test_options_and_precision(tmp_path: Path) -> None:
-    """float16 rounds, as servers do; 8 bits are other weights."""
-    asked: list[dict[str, Any]] = [
-        {},
-        {"precision": "float16"},
-        {"precision": "float16", "via": "transformers"},
-        {"precision": "int8"},
-        {"precision": "int8", "via": "transformers"},
-        {"max_sequence_tokens": 30},
+def test_a_field_of_the_manifest_counts_unless_it_is_listed(tmp_path: Path) -> None:
+    """So a field that is added to the manifest counts."""
+    plain = manifest_pb2.Manifest()
+    spaces = {space_id(plain, "", (), tmp_path)}
+    for name in set(manifest_pb2.Manifest.DESCRIPTOR.fields_by_name) - MANIFEST_IGNORED:
+        changed = manifest_pb2.Manifest()
+        set_field(changed, name)
+        spaces.add(space_id(changed, "", (), tmp_path))
+    assert len(spaces) == len(manifest_pb2.Manifest.DESCRIPTOR.fields) - len(MANIFEST_IGNORED) + 1
+    for inner in ("text", "query", "document", "multi_vector", "sparse"):
+        names = set(getattr(plain, inner).DESCRIPTOR.fields_by_name) - MESSAGE_IGNORED
+        for name in names:
+            changed = manifest_pb2.Manifest()
+            set_field(getattr(changed, inner), name)
+            spaces.add(space_id(changed, "", (), tmp_path))
+        assert names
+
+
+def test_prompts_count_by_name_and_text_unless_they_are_empty(tmp_path: Path) -> None:
+    def of(**prompts: str) -> str:
+        return space_id(manifest_pb2.Manifest(prompts=prompts), "", (), tmp_path)
+
+    assert of(query="q: ", passage="") == of(query="q: ")
+    assert len({of(), of(query="q: "), of(query="Q: "), of(passage="q: "), of(name="q: ")}) == 5
+
+
+def test_int8_counts_and_float16_does_not(tmp_path: Path) -> None:
+    def of(precision: str) -> str:
+        return space_id(manifest_pb2.Manifest(graph=manifest_pb2.Graph(precision=precision)), "", (), tmp_path)
+
+    assert of("float32") == of("float16") == of("bfloat16")
+    assert len({of("float32"), of("int8"), of("int4")}) == 3
+
+
+def test_modules_count_in_their_order(tmp_path: Path) -> None:
+    dense = ModuleFacts("Dense", {}, {"linear.weight": torch.ones(2, 2)})
+    relu = ModuleFacts("Dense", {"activation_function": "ReLU"}, {"linear.weight": torch.ones(2, 2)})
+    other = ModuleFacts("Dense", {}, {"linear.weight": torch.zeros(2, 2)})
+    normalize = ModuleFacts("Normalize", {}, {})
+    lists = [(), (dense,), (relu,), (other,), (dense, normalize), (normalize, dense)]
+    assert len({space_id(manifest_pb2.Manifest(), "", it, tmp_path) for it in lists}) == len(lists)
+
+
+def tokenizer_space(folder: Path, **fields: Any) -> str:
+    model = {"type": "BPE", "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": [["a", "b"]]}
+    (folder / "tokenizer.json").write_text(json.dumps({"model": model, "normalizer": None, "version": "1.0"} | fields))
+    text = manifest_pb2.TextInput(tokenizer_file="tokenizer.json")
+    return space_id(manifest_pb2.Manifest(text=text), "", (), folder)
+
+
+def test_a_tokenizer_counts_without_its_settings_for_batches(tmp_path: Path) -> None:
+    plain = tokenizer_space(tmp_path)
+    older = {"type": "BPE", "vocab": {"ab": 2, "a": 0, "b": 1}, "merges": ["a b"]}
+    assert tokenizer_space(tmp_path, model=older, padding={"pad_id": 0}, truncation=None, version="1.1") == plain
+    assert tokenizer_space(tmp_path, decoder={"type": "ByteLevel"}) == plain
+    others: list[dict[str, Any]] = [
+        {"normalizer": {"type": "NFC"}},
+        {"model": older | {"merges": []}},
+        {"model": older | {"vocab": {"a": 1, "b": 0, "ab": 2}}},
+        {"added_tokens": [{"id": 0, "content": "a", "special": True}]},
     ]
-    plain, *spaces = [space_of(DATA / "hf-bert", tmp_path, ids_only=True, **options) for options in asked]
-    assert spaces[:2] == [plain, plain]
-    assert spaces[2] == spaces[3]
-    assert len({plain, *spaces}) == 3
+    assert len({plain, *(tokenizer_space(tmp_path, **it) for it in others)}) == 5
 
 
-def test_onnx_alone(tmp_path: Path) -> None:
-    """By its initializers and its nodes, not by what is said beside them or where the numbers lie."""
-
-    def space(model: onnx.ModelProto, **how: Any) -> str:
-        path = tmp_path / "model.onnx"
-        path.unlink(missing_ok=True)
-        onnx.save(model, path, **how)
-        target = Target(model_repository=tmp_path / "models", name="m", overwrite=True)
-        return export_onnx(path, target, OnnxOptions(max_sequence_tokens=20)).manifest.space_id
-
-    plain = space(build())
-    assert space(build(), save_as_external_data=True, location="data", size_threshold=0) == plain
-    renamed = build()
-    for node in renamed.graph.node:
-        node.name, node.doc_string = f"{node.name} renamed", "line 7"
-    assert space(renamed) == plain
-    listed, table = build(), numpy_helper.to_array(tensor_of(build(), "table"))
-    tensor_of(listed, "table").ClearField("raw_data")
-    tensor_of(listed, "table").float_data.extend(table.ravel().tolist())
-    assert space(listed) == plain
-    weight, computed = build(), build()
-    tensor_of(weight, "table").CopyFrom(numpy_helper.from_array(table + np.float32(1e-3), "table"))
-    node_of(computed, "rows").op_type = "Sub"
-    assert len({plain, space(weight), space(computed)}) == 3
-
-
-def test_a_key_that_is_not_known_counts_and_one_of_training_does_not() -> None:
+def test_an_unknown_setting_counts_and_a_training_setting_does_not() -> None:
     plain = digest_model({}, {"a": 1})
     assert digest_model({}, {"a": 1, "b": None}) != plain
     assert digest_model({}, {"a": 1, "hidden_dropout_prob": 0.1, "classifier_dropout": None}) == plain
@@ -225,107 +213,216 @@ def test_a_key_that_is_not_known_counts_and_one_of_training_does_not() -> None:
     assert digest_model({}, nested) == digest_model({}, {"a": 1, "text_config": {"b": 1}}) != plain
 
 
-def test_numbers_by_their_value_and_texts_as_they_are() -> None:
+def test_numbers_count_by_value() -> None:
     plain = digest_model({}, {"a": 1, "b": [10000.0, "1", None, True, 0.1]})
     assert digest_model({}, {"b": (1e4, "1", None, True, 0.1), "a": 1.0}) == plain
     others = [[10000.5, "1", None, True, 0.1], [1e4, 1, None, True, 0.1], [1e4, "1", None, 1, 0.1]]
     assert len({plain, *(digest_model({}, {"a": 1, "b": it}) for it in others)}) == 4
 
 
-@pytest.mark.parametrize("configuration", [{"dtype_of": torch.float32}, {"a": {1: 2}}, {"a": [{1, 2}]}])
-def test_a_configuration_that_json_cannot_say_is_refused(configuration: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"configuration must be .*; (it holds|was) "):
+@pytest.mark.parametrize("configuration", [{"dtype_of": torch.float32}, {"a": {(1, 2): 2}}, {"a": [{1, 2}]}])
+def test_a_configuration_that_json_cannot_express_is_refused(configuration: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="the configuration must hold JSON values only: "):
         digest_model({}, configuration)
 
 
-def test_copies_that_transformers_ties_do_not_count() -> None:
-    """A .bin file holds them, safetensors leaves them out."""
-    words, bias = torch.arange(6.0).reshape(3, 2), torch.arange(3.0)
-    saved = {"bert.embeddings.word_embeddings.weight": words, "cls.predictions.bias": bias}
-    copies = {"cls.predictions.decoder.weight": words, "cls.predictions.decoder.bias": bias}
-    plain = digest_model(saved, {})
-    assert digest_model({**copies, **saved}, {}) == plain
-    assert digest_model({**saved, "cls.predictions.decoder.weight": words + 1}, {}) != plain
-    assert digest_model({**saved, "another.weight": words}, {}) != plain
-    shared = {"lm_head.weight": words, "encoder.embed_tokens.weight": words, "decoder.embed_tokens.weight": words}
-    assert digest_model({"decoder.embed_tokens.weight": words}, {}) == digest_model(shared, {}), "one of them stays"
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_tensors_count_by_name_type_shape_and_values(dtype: torch.dtype) -> None:
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    tensors = [tensor, tensor.reshape(3, 2), tensor[:, :2], tensor[0, 0], tensor[:0], tensor.flip(0)]
+    others = [{"x": it} for it in (*tensors, tensor.to(torch.float16))]
+    assert len({digest_model(it, {}) for it in (*others, {"y": tensor})}) == 8
+    transposed = tensor.T.contiguous().T
+    assert not transposed.is_contiguous()
+    assert digest_model({"x": transposed}, {}) == digest_model({"x": tensor}, {})
 
 
-def test_each_field_of_the_manifest_counts_or_not_by_decision() -> None:
-    """A new field needs one: in `COUNTED` and docs/models.md, or here."""
-    of_files = {"file", "input_name", "output_name", "rows_name", "mask_name", "width"}
-    beside: dict[str, set[str]] = {
-        "Manifest": {
-            *(
-                "format_version",
-                "name",
-                "version",
-                "fingerprint",
-                "space_id",
-                "source",
-                "files",
-                "parameters",
-                "parity",
-            ),
-            *("inspect_graph", "similarity"),
-            *("encoder", "graph", "head"),  # by the model, its precision and longest sequence, and its modules
-        },
-        "MultiVector": {*of_files, "similarity"},
-        "Sparse": of_files,
-        "StaticSparse": {"tokenizer_file", "weights_file"},
-        # By the tokenizer itself; a text without tokens has a vector or none.
-        "TextInput": {"tokenizer_file", "special_token_ids", "takes_empty"},
-    }
-    for name, message in manifest_pb2.DESCRIPTOR.message_types_by_name.items():
-        if name in COUNTED:
-            undecided = {it.name for it in message.fields} - {*COUNTED[name]} - beside.get(name, set())
-            assert not undecided, f"{name}: does {undecided} change vectors?"
-            nested = {it.message_type.name for it in message.fields if it.name in COUNTED[name] and it.message_type}
-            assert nested <= {*COUNTED, "PromptsEntry"}
+def test_indices_of_older_versions_do_not_count_unless_they_have_other_values() -> None:
+    plain = digest_model({"a": torch.ones(2)}, {})
+
+    def of(name: str, values: torch.Tensor) -> str:
+        return digest_model({"a": torch.ones(2), name: values}, {})
+
+    assert of("embeddings.position_ids", torch.arange(5)[None]) == plain
+    assert of("embeddings.token_type_ids", torch.zeros(1, 5, dtype=torch.int64)) == plain
+    assert of("embeddings.position_ids", torch.arange(5)[None] + 1) != plain
+    assert of("embeddings.token_type_ids", torch.ones(1, 5, dtype=torch.int64)) != plain
+    assert of("rotary.inv_freq", torch.tensor([1.0, 0.1])) != of("rotary.inv_freq", torch.tensor([1.0, 0.2]))
+
+
+def onnx_space(model: onnx.ModelProto) -> str:
+    return digest_onnx(model, INTERFACE)
+
+
+def test_names_and_order_in_an_onnx_file_do_not_count() -> None:
+    plain, renamed = build(), build()
+    for node in renamed.graph.node:
+        node.name, node.doc_string = f"{node.name} renamed", "line 7"
+        node.input[:] = [it if it in ("input_ids", "attention_mask") else f"{it}_2" for it in node.input]
+        node.output[:] = [it if it == "rows" else f"{it}_2" for it in node.output]
+    for tensor in renamed.graph.initializer:
+        tensor.name += "_2"
+    count = node_of(renamed, "count renamed")
+    renamed.graph.node.insert(7, count)
+    renamed.graph.node.remove(renamed.graph.node[10])
+    renamed.graph.node.append(helper.make_node("Identity", ["rows"], ["unused"]))
+    onnx.checker.check_model(renamed)
+    assert onnx_space(renamed) == onnx_space(plain)
+
+
+def test_the_field_of_an_onnx_tensor_does_not_count() -> None:
+    listed, table = build(), numpy_helper.to_array(tensor_of(build(), "table"))
+    tensor_of(listed, "table").ClearField("raw_data")
+    tensor_of(listed, "table").float_data.extend(table.ravel().tolist())
+    assert onnx_space(listed) == onnx_space(build())
+
+
+def test_weights_operators_attributes_and_opsets_of_an_onnx_file_count() -> None:
+    weight, operator, attribute = build(), build(), build()
+    table = numpy_helper.to_array(tensor_of(weight, "table"))
+    tensor_of(weight, "table").CopyFrom(numpy_helper.from_array(table + np.float32(1e-3), "table"))
+    node_of(operator, "rows").op_type = "Sub"
+    node_of(attribute, "real").attribute[0].i = TensorProto.DOUBLE
+    models = [build(), weight, operator, attribute, build(opset=18)]
+    assert len({onnx_space(it) for it in models}) == len(models)
+
+
+def branching(add: float = 1.0, names: str = "", *, swapped: bool = False) -> onnx.ModelProto:
+    """rows = ids + add if the condition holds, else ids - add."""
+
+    def branch(operator: str) -> onnx.GraphProto:
+        made, constant = f"made{names}", f"constant{names}"
+        number = numpy_helper.from_array(np.array(add, np.float32), constant)
+        node = helper.make_node(operator, ["real", constant], [made], name=f"node{names}")
+        output = helper.make_tensor_value_info(made, TensorProto.FLOAT, ["n"])
+        return helper.make_graph([node], f"branch{names}", [], [output], [number])
+
+    operators = ("Sub", "Add") if swapped else ("Add", "Sub")
+    nodes = [
+        helper.make_node("Cast", ["input_ids"], ["real"], to=TensorProto.FLOAT),
+        helper.make_node("Cast", ["attention_mask"], ["condition"], to=TensorProto.BOOL),
+        helper.make_node(
+            "If", ["condition"], ["rows"], then_branch=branch(operators[0]), else_branch=branch(operators[1])
+        ),
+    ]
+    inputs = [helper.make_tensor_value_info(INTERFACE.input_ids, TensorProto.INT64, ["n"])]
+    inputs.append(helper.make_tensor_value_info(INTERFACE.attention_mask, TensorProto.INT64, [1]))
+    output = helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["n"])
+    graph = helper.make_graph(nodes, "g", inputs, [output])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+def test_branches_count_and_names_in_them_do_not() -> None:
+    for model in (branching(), branching(names="_2")):
+        onnx.checker.check_model(model, full_check=True)
+    assert onnx_space(branching(names="_2")) == onnx_space(branching())
+    assert len({onnx_space(it) for it in (branching(), branching(2.0), branching(swapped=True))}) == 3
+
+
+def splitting(outputs: int) -> onnx.ModelProto:
+    """rows = the first of some equal parts of the ids."""
+    nodes = [helper.make_node("Split", ["input_ids"], ["rows", *(f"rest_{i}" for i in range(1, outputs))])]
+    ids = helper.make_tensor_value_info(INTERFACE.input_ids, TensorProto.INT64, ["n"])
+    mask = helper.make_tensor_value_info(INTERFACE.attention_mask, TensorProto.INT64, ["n"])
+    output = helper.make_tensor_value_info("rows", TensorProto.INT64, ["m"])
+    graph = helper.make_graph(nodes, "g", [ids, mask], [output])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 13)], ir_version=9)
+
+
+def test_the_number_of_outputs_of_an_operator_counts() -> None:
+    for outputs in (2, 3):
+        onnx.checker.check_model(splitting(outputs))
+    assert onnx_space(splitting(2)) != onnx_space(splitting(3))
+
+
+def looping(added: str) -> onnx.ModelProto:
+    """rows = the sum of the inner or the outer counter in two nested loops."""
+    scalar: list[int] = []
+
+    def body(counter: str, total: str, nodes: list[onnx.NodeProto], made: str) -> onnx.GraphProto:
+        keep = helper.make_node("Identity", [f"go_{counter}"], [f"going_{counter}"])
+        ports = [(counter, TensorProto.INT64), (f"go_{counter}", TensorProto.BOOL), (total, TensorProto.INT64)]
+        inputs = [helper.make_tensor_value_info(name, kind, scalar) for name, kind in ports]
+        ends = [(f"going_{counter}", TensorProto.BOOL), (made, TensorProto.INT64)]
+        outputs = [helper.make_tensor_value_info(name, kind, scalar) for name, kind in ends]
+        return helper.make_graph([keep, *nodes], counter, inputs, outputs)
+
+    add = helper.make_node("Add", ["inner_total", added], ["inner_made"])
+    inner = body("inner", "inner_total", [add], "inner_made")
+    loop = helper.make_node("Loop", ["times", "", "outer_total"], ["outer_made"], body=inner)
+    outer = body("outer", "outer_total", [loop], "outer_made")
+    nodes = [
+        helper.make_node("ReduceSum", ["input_ids"], ["times"], keepdims=0),
+        helper.make_node("ReduceSum", ["attention_mask"], ["start"], keepdims=0),
+        helper.make_node("Loop", ["times", "", "start"], ["rows"], body=outer),
+    ]
+    ports = [helper.make_tensor_value_info(it, TensorProto.INT64, ["n"]) for it in ("input_ids", "attention_mask")]
+    graph = helper.make_graph(nodes, "g", ports, [helper.make_tensor_value_info("rows", TensorProto.INT64, scalar)])
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9)
+
+
+def test_the_inputs_of_nested_branches_count() -> None:
+    for counter in ("inner", "outer"):
+        onnx.checker.check_model(looping(counter), full_check=True)
+    assert onnx_space(looping("inner")) != onnx_space(looping("outer"))
+
+
+def calling(inputs: tuple[str, str] = ("a", "b"), output: str = "c", alpha: float = 1.0, opset: int = 17) -> Any:
+    """rows = f(ids, mask) with f(a, b) = a - b by default."""
+    function = helper.make_function(
+        "mine",
+        "f",
+        list(inputs),
+        [output],
+        [
+            helper.make_node("Sub", ["a", "b"], ["c"]),
+            helper.make_node("Neg", ["c"], ["d"]),
+            helper.make_node("Elu", ["c"], ["e"], alpha=alpha),
+        ],
+        [helper.make_opsetid("", opset)],
+    )
+    nodes = [
+        helper.make_node("Cast", ["input_ids"], ["x"], to=TensorProto.FLOAT),
+        helper.make_node("Cast", ["attention_mask"], ["y"], to=TensorProto.FLOAT),
+        helper.make_node("f", ["x", "y"], ["rows"], domain="mine"),
+    ]
+    ports = [helper.make_tensor_value_info(it, TensorProto.INT64, ["n"]) for it in ("input_ids", "attention_mask")]
+    graph = helper.make_graph(nodes, "g", ports, [helper.make_tensor_value_info("rows", TensorProto.FLOAT, ["n"])])
+    opsets = [helper.make_opsetid("", 17), helper.make_opsetid("mine", 1)]
+    return helper.make_model(graph, opset_imports=opsets, functions=[function], ir_version=9)
+
+
+def test_functions_count_with_inputs_outputs_attributes_and_opsets() -> None:
+    """With other inputs or another output, a function gives 7 8 9 10 or -7 -8 -9 -10."""
+    models = [
+        calling(),
+        calling(inputs=("b", "a")),
+        calling(output="d"),
+        calling(alpha=2.0),
+        calling(opset=16),
+    ]
+    for model in models:
+        onnx.checker.check_model(model)
+    assert len({onnx_space(it) for it in models}) == len(models)
 
 
 def test_a_given_id_is_kept(tiny: EncoderConfig, tmp_path: Path) -> None:
-    target = Target(model_repository=tmp_path, name="m")
-    own = export_init(tiny, 1, target)
-    for given in ("0123456789abcdef" * 2, f"s2-{'5' * 32}"):
+    """Ids of this version, of s2, and of bundles without a version."""
+    computed = export_init(tiny, 1, Target(model_repository=tmp_path, name="m"))
+    assert computed.replaced_space_id == ""
+    for given in ("0123456789abcdef" * 2, f"s2-{'5' * 32}", f"s3-{'5' * 32}"):
         kept = export_init(tiny, 1, Target(model_repository=tmp_path, name="m", overwrite=True, keep_space_id=given))
-        assert (kept.manifest.space_id, kept.replaced_space_id) == (given, own.manifest.space_id)
-        assert kept.manifest.fingerprint == fingerprint(kept.manifest) != own.manifest.fingerprint
-    assert own.replaced_space_id == ""
+        assert (kept.manifest.space_id, kept.replaced_space_id) == (given, computed.manifest.space_id)
+        assert kept.manifest.fingerprint == fingerprint(kept.manifest) != computed.manifest.fingerprint
 
 
-@pytest.mark.parametrize("given", ["5" * 31, f"s2-{'5' * 33}", f"s3-{'5' * 32}", "A" * 32, f"{'5' * 32}\n"])
-def test_what_is_no_id_is_not_kept(given: str, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match="a space_id is s2- and 32 hex digits, or 32 hex digits in older bundles; was"
-    ):
+@pytest.mark.parametrize("given", ["5" * 31, f"s2-{'5' * 33}", f"s4-{'5' * 32}", "A" * 32, f"{'5' * 32}\n"])
+def test_a_text_that_is_not_an_id_is_refused(given: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="a space_id is s3- and 32 hex digits, or s2- or no prefix in older bundles"):
         Target(model_repository=tmp_path, name="m", keep_space_id=given)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_tensors_by_name_type_shape_and_bytes(dtype: torch.dtype) -> None:
-    tensor = torch.arange(6).reshape(2, 3).to(dtype)
-    shapes = [tensor, tensor.reshape(3, 2), tensor[:, :2], tensor[0, 0], tensor[:0], tensor.flip(0)]
-    others = [{"x": it} for it in (*shapes, tensor.to(torch.float16))]
-    spaces = {digest_model(tensors, {}) for tensors in (*others, {"y": tensor})}
-    assert len(spaces) == 8
-    transposed = tensor.T.contiguous().T
-    assert not transposed.is_contiguous()
-    assert digest_model({"x": transposed}, {}) == digest_model({"x": tensor}, {}), "strides are how it lies in memory"
-
-
-def test_our_own_encoder(tiny: EncoderConfig, tmp_path: Path) -> None:
-    """By its weights; a state dict, whatever is around it, by its own names."""
+def test_random_weights_count(tiny: EncoderConfig, tmp_path: Path) -> None:
     target = Target(model_repository=tmp_path, name="m", overwrite=True)
     first = export_init(tiny, 1, target).manifest.space_id
     assert export_init(tiny, 1, target).manifest.space_id == first != export_init(tiny, 2, target).manifest.space_id
-    stack = torch.nn.TransformerEncoder(torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 1)
-    tensors = {**stack.state_dict(), "embedding.weight": torch.randn(50, 16)}
-    path = tmp_path / "weights.pt"
-    spaces = []
-    for content, heads in ((tensors, 2), ({"model": {f"module.{k}": v for k, v in tensors.items()}}, 2), (tensors, 4)):
-        torch.save(content, path)
-        fields = {"n_heads": heads, "activation": "relu", "norm": "post", "position": "sinusoidal",
-                  "scale_embedding": False, "max_sequence_tokens": 24}  # fmt: skip
-        spaces.append(export_checkpoint(path, target, fields=fields).manifest.space_id)
-    assert spaces[0] == spaces[1] != spaces[2]

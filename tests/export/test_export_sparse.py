@@ -65,7 +65,7 @@ def test_splade_is_exported_and_compared(splade: Path, tmp_path: Path, precision
     assert manifest.parity.pipeline_texts == (16 if precision == "float32" else 14)  # without the empty one
     assert manifest.parity.min_pipeline_cosine >= (BOUNDS[precision].cosine or 0)
     assert manifest.encoder.max_sequence_tokens == LONGEST
-    assert exported.left_behind == ()
+    assert exported.unused_parts == ()
     assert {"sparse.onnx", "sparse.onnx.data"} <= {file.path for file in manifest.files}
 
 
@@ -168,7 +168,7 @@ def test_bge_m3_has_three_kinds(bge_m3: Path, tmp_path: Path) -> None:
     assert manifest.multi_vector.skips_first_token
     assert manifest.sparse.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
     assert sorted(manifest.sparse.skipped_token_ids) == [0, 1, 2, 3]
-    assert "FlagEmbedding to 512 tokens" in exported.remark
+    assert "FlagEmbedding to 512 tokens" in exported.notes["remark"]
     # Dense vectors, those for MaxSim, and the weights of tokens.
     assert (manifest.parity.pipeline_texts, manifest.parity.maxsim_tolerance) == (24, 1e-4)
 
@@ -182,22 +182,22 @@ def facts(exported: Any) -> dict[str, str]:
 
 def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, tmp_path: Path) -> None:
     said = facts(export(bge_m3, tmp_path / "m3"))
-    assert said["pooling"] == f"cls, scaled to length 1, {D_MODEL} numbers"
-    assert said["vectors"] == f"one of {D_MODEL} numbers for each token that counts, compared by meanmaxsim"
-    assert said["weights"] == "over 1000 words, of each token under its own id"
+    assert said["pooling"] == f"cls, scaled to length 1, {D_MODEL} dimensions"
+    assert said["vectors"] == f"one of {D_MODEL} dimensions per token, compared by meanmaxsim"
+    assert said["weights"] == "over 1000 words, each token weighs its own id"
     assert said["document"] == "at most 640 tokens"
     said = facts(export(splade, tmp_path / "splade"))
-    assert said["weights"] == "over 1000 words, the largest of all tokens, no more than the 32 largest"
+    assert said["weights"] == "over 1000 words, the maximum over the tokens, only the 32 largest"
     assert "pooling" not in said
     said = facts(export(static, tmp_path / "static"))
-    assert said["query"].endswith("weights from a table of at most 40 tokens, without a run of the model")
+    assert said["query"].endswith("weights from a table, without running the encoder, at most 40 tokens")
 
 
 def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> None:
     """And what is to be done about it makes a sparse model."""
     from sentence_transformers import SparseEncoder
 
-    left = facts(export(write_language_model(tmp_path / "bare"), tmp_path))["left behind"]
+    left = facts(export(write_language_model(tmp_path / "bare"), tmp_path))["unused parts"]
     assert left.startswith("cls, which is a language model's head. If that makes SPLADE's weights, save the directory")
     SparseEncoder(str(tmp_path / "bare"), device="cpu").save_pretrained(str(tmp_path / "other"))
     assert export(tmp_path / "other", tmp_path / "saved").manifest.HasField("sparse")

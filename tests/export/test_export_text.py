@@ -112,16 +112,16 @@ def test_the_longest_text_is_read_from_the_checkpoint(bert: "Checkpoint", models
     write_length(bert.path, {"max_seq_length": 40, "do_lower_case": False})
     exported = export_hf(bert.path, Target(model_repository=models, name="bert"), ids_only=True)
     assert exported.manifest.encoder.max_sequence_tokens == 40
-    assert "the checkpoint's max_seq_length is 40" in exported.remark
+    assert "the checkpoint's max_seq_length is 40" in exported.notes["longest"]
 
 
 def test_a_length_that_only_the_tokenizer_says_is_said(bert: "Checkpoint", models: Path) -> None:
     (bert.path / "tokenizer_config.json").write_text('{"model_max_length": 40}')
     exported = export_hf(bert.path, Target(model_repository=models, name="bert"), ids_only=True)
     assert exported.manifest.encoder.max_sequence_tokens == 40
-    assert exported.remark.endswith("the checkpoint's max_seq_length is 40, its positions are 66")
+    assert exported.notes["longest"].endswith("the checkpoint's max_seq_length is 40, its positions are 66")
     longer = export_hf(bert.path, Target(model_repository=models, name="longer"), max_sequence_tokens=50, ids_only=True)
-    assert "for texts of more than 40 tokens sentence-transformers gives other vectors" in longer.remark
+    assert "for texts of more than 40 tokens sentence-transformers gives other vectors" in longer.notes["longest"]
 
 
 def test_a_length_beyond_the_positions_is_refused_whatever_the_checkpoint_says(

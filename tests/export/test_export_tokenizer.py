@@ -267,7 +267,7 @@ def test_a_chat_template_without_a_pooling(tmp_path: Path) -> None:
     exported = export(directory)
     assert exported.manifest.text.template.before == "<|im_start|>user\n"
     assert exported.manifest.parity.pipeline_texts >= 8
-    assert exported.compared_with == "sentence-transformers"
+    assert exported.notes["compared with"] == "sentence-transformers"
 
 
 @pytest.mark.parametrize(

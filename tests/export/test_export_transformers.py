@@ -79,7 +79,7 @@ def test_rows_hidden_states_and_attention_are_those_of_transformers(name: str, t
     inspect = read_bundle(exported.path).inspect_graph  # as the server reads it
     if name in NOT_INSPECTED:
         assert inspect is None
-        assert "the model cannot be inspected: PyTorch cannot write" in "".join(exported.remarks)
+        assert exported.notes["inspection"].startswith("not possible: PyTorch cannot write")
         return
     assert inspect is not None
     assert (InspectKind.POSITIONS in inspect.names) == (name in WITH_POSITIONS)
@@ -127,7 +127,8 @@ def test_what_the_manifest_says(data2vec: Path, models: Path) -> None:
     assert (source.kind, source.route, source.description) == ("hf", "transformers", "Data2VecTextModel")
     assert {"torch", "transformers"} <= set(source.versions)
     assert 0 < exported.manifest.parity.max_relative_error <= exported.manifest.parity.tolerance == 5e-5
-    assert (exported.route, exported.remarks) == ("transformers", ())
+    assert exported.notes["route"] == "transformers"
+    assert "inspection" not in exported.notes
 
 
 def test_the_longest_sequence(data2vec: Path, models: Path) -> None:
@@ -157,7 +158,7 @@ def test_heads_are_left_behind_and_named(data2vec: Path, models: Path) -> None:
     own = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
     head = {"lm_head.dense.weight": next(iter(weights.values())).clone()}
     save_file({**own, **head}, data2vec / "model.safetensors", {"format": "pt"})
-    assert export(data2vec, models).left_behind == ("lm_head",), "the pooler makes no rows: it may be missing"
+    assert export(data2vec, models).unused_parts == ("lm_head",), "the pooler makes no rows: it may be missing"
 
 
 def test_other_names_and_types_of_weights_give_the_same_rows(tmp_path: Path) -> None:
@@ -229,7 +230,9 @@ def test_a_missing_shard(data2vec: Path, models: Path) -> None:
     (data2vec / "model.safetensors").rename(data2vec / "model-00001-of-00002.safetensors")
     names = dict.fromkeys(weights, "model-00001-of-00002.safetensors") | {"x": "model-00002-of-00002.safetensors"}
     (data2vec / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
-    with pytest.raises(CheckpointFileError, match=r"model-00002-of-00002\.safetensors is missing; the index names it"):
+    with pytest.raises(
+        CheckpointFileError, match=r"model-00002-of-00002\.safetensors is missing, but the index names it"
+    ):
         export(data2vec, models)
     assert not models.exists()
 
@@ -278,7 +281,7 @@ def test_a_model_that_hides_its_inside_is_exported_without_inspection(
     monkeypatch.setattr(Data2VecTextModel, "forward", closed)
     exported = export(data2vec, models)
     assert not exported.manifest.HasField("inspect_graph")
-    assert exported.remarks == ("the model cannot be inspected: it gives no hidden states and attention weights",)
+    assert exported.notes["inspection"] == "not possible: it gives no hidden states and attention weights"
 
 
 @pytest.mark.parametrize("true", [True, False])
@@ -298,7 +301,7 @@ def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
         return
     assert export(data2vec, tmp_path / "other").manifest.source.route == "transformers"
     exported = export(data2vec, models, via="onnx")
-    assert (exported.manifest.source.route, exported.route) == ("onnx", "onnx/model.onnx, as --via asks")
+    assert (exported.manifest.source.route, exported.notes["route"]) == ("onnx", "onnx/model.onnx, as --via asks")
     assert exported.manifest.parity.tolerance == 5e-5
 
 
@@ -315,7 +318,7 @@ def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models:
         shutil.copy(file, directory / "onnx")
     exported = export(directory, models)
     assert exported.manifest.source.route == "onnx"
-    assert exported.route == "onnx/model.onnx; the directory holds no weights for transformers"
+    assert exported.notes["route"] == "onnx/model.onnx; the directory holds no weights for transformers"
 
 
 def test_an_onnx_file_of_a_model_that_transformers_does_not_know_is_used(
@@ -328,7 +331,7 @@ def test_an_onnx_file_of_a_model_that_transformers_does_not_know_is_used(
     change_config(data2vec, model_type="unheard")
     exported = export(data2vec, models)
     assert exported.manifest.source.route == "onnx"
-    assert "transformers does not take it: transformers" in exported.route
+    assert "transformers does not take it: transformers" in exported.notes["route"]
     assert exported.manifest.parity.tolerance == 0, "nothing to compare with"
 
 
@@ -348,13 +351,11 @@ def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:
 def test_settings_that_transformers_ignores_are_remarked(tmp_path: Path, models: Path) -> None:
     directory = save(NAMED["BERT"], tmp_path)
     change_config(directory, position_embedding_type="alibi", auto_map={"AutoModel": "modeling.Mine"})
-    code, positions = export(directory, models).remarks
-    assert code.endswith("(auto_map) was not run: the model is read as transformers' own bert")
-    assert (
-        "position_embedding_type 'alibi', which transformers' own bert ignores: if the model was trained" in positions
-    )
+    remark = export(directory, models).notes["remark"]
+    assert "(auto_map) was not run: the model is read as transformers' own bert" in remark
+    assert "position_embedding_type 'alibi', which transformers' own bert ignores: if the model was trained" in remark
 
 
 def test_positions_that_transformers_reads_are_not_remarked(tmp_path: Path, models: Path) -> None:
     sizes = {**NAMED["BERT"].settings, "pad_token_id": 0, "mask_token_id": 4, "position_embedding_type": "rotary"}
-    assert export(save(Architecture("ESM", "esm", sizes), tmp_path), models).remarks == ()
+    assert "remark" not in export(save(Architecture("ESM", "esm", sizes), tmp_path), models).notes

@@ -1,99 +1,90 @@
-"""Runs in the environment of gateways.txt: KServe's clients over gRPC and over REST, as its users write them.
+"""KServe's clients, gRPC and REST, in the environment of gateways.txt. ADDRESS is `GRPC_TARGET,HTTP_URL`.
 
-The address is that of gRPC and that of HTTP with a comma between them; for the rest see triton_judge.py. It needs an
-environment of its own: the stubs of tritonclient.grpc and of kserve clash (kserve#3099).
+The environment has no tritonclient: the gRPC stubs of the two packages clash (kserve#3099).
 """
 
 import asyncio
-import json
-import sys
 from typing import Any
 
 import grpc
 import httpx
 import numpy as np
+from judge_io import address, ids, mask, model, texts, write
 from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
 from kserve.protocol.infer_type import RequestedOutput
 
-addresses, model, requests_file, results_file = sys.argv[1:]
-target, url = addresses.split(",")
-with open(requests_file, encoding="utf-8") as file:  # noqa: PTH123 - a program of few imports
-    requests = json.load(file)
-texts, ids, mask = requests["texts"], np.array(requests["ids"]), np.array(requests["mask"])
+target, url = address.split(",")
+vectors: dict[str, Any] = {}
+facts: dict[str, Any] = {}
 
 
-def text_input(**how: Any) -> Any:
-    made = InferInput(name="text", shape=[len(texts)], datatype="BYTES")
-    made.set_data_from_numpy(np.array([text.encode() for text in texts], object), **how)
+def tensor(name: str, data: Any, datatype: str, **options: Any) -> Any:
+    made = InferInput(name=name, shape=list(data.shape), datatype=datatype)
+    made.set_data_from_numpy(data, **options)
     return made
 
 
-def column() -> Any:
-    return InferInput(name="text", shape=[len(texts), 1], datatype="BYTES", data=[[text] for text in texts])
+def text_tensor(**options: Any) -> Any:
+    return tensor("text", np.array([text.encode() for text in texts], object), "BYTES", **options)
 
 
-def id_inputs(**how: Any) -> list[Any]:
-    made = []
-    for name, data in {"input_ids": ids, "attention_mask": mask}.items():
-        made.append(InferInput(name=name, shape=list(data.shape), datatype="INT64"))
-        made[-1].set_data_from_numpy(data, **how)
-    return made
+def id_tensors() -> list[Any]:
+    return [tensor("input_ids", ids, "INT64"), tensor("attention_mask", mask, "INT64")]
 
 
 def request(*inputs: Any, parameters: Any = None, outputs: Any = None) -> Any:
     return InferRequest(model, list(inputs), parameters=parameters, request_outputs=outputs)
 
 
-def embedding(answer: Any) -> Any:
-    (found,) = [it for it in answer.outputs if it.name == "embedding"]
+def embedding(reply: Any) -> Any:
+    (found,) = [output for output in reply.outputs if output.name == "embedding"]
     return found.as_numpy()
 
 
-async def over_grpc(results: dict[str, Any], told: dict[str, Any]) -> None:
-    """With its defaults, which send `binary_data_size`."""
+async def use_grpc() -> None:
     async with InferenceGRPCClient(url=target) as client:
-        told["grpc_ready"] = [
+        facts["grpc_ready"] = [
             await client.is_server_live(),
             await client.is_server_ready(),
             await client.is_model_ready(model),
         ]
-        results["grpc"] = embedding(await client.infer(request(text_input())))
-        listed = InferInput(name="text", shape=[len(texts)], datatype="BYTES", data=texts)
-        results["grpc_list"] = embedding(await client.infer(request(listed)))
-        wanted = [RequestedOutput("embedding", {"binary_data": True})]
-        results["grpc_typed"] = embedding(await client.infer(request(text_input(binary_data=False), outputs=wanted)))
-        of_ids = request(*id_inputs(), parameters={"binary_data_output": True})
-        results["grpc_ids"] = embedding(await client.infer(of_ids))
+        vectors["grpc"] = embedding(await client.infer(request(text_tensor())))  # by default with `binary_data_size`
+        as_list = InferInput(name="text", shape=[len(texts)], datatype="BYTES", data=texts)
+        vectors["grpc_list"] = embedding(await client.infer(request(as_list)))
+        outputs = [RequestedOutput("embedding", {"binary_data": True})]
+        vectors["grpc_typed"] = embedding(await client.infer(request(text_tensor(binary_data=False), outputs=outputs)))
+        binary = request(*id_tensors(), parameters={"binary_data_output": True})
+        vectors["grpc_ids"] = embedding(await client.infer(binary))
         try:
-            await client.infer(InferRequest("nobody", [text_input()]))
+            await client.infer(InferRequest("unknown", [text_tensor()]))
         except grpc.RpcError as error:
-            told["grpc_error"] = [str(error.code()), error.details()]
+            facts["grpc_error"] = str(error.code())
 
 
-async def over_rest(results: dict[str, Any], told: dict[str, Any]) -> None:
-    """Data as bytes, which is the default, and as JSON."""
+async def use_rest() -> None:
+    """Tensors as bytes, the default, and as JSON."""
     async with InferenceRESTClient(RESTConfig(protocol="v2")) as client:
-        told["rest_ready"] = [
+        facts["rest_ready"] = [
             await client.is_server_live(url),
             await client.is_server_ready(url),
             await client.is_model_ready(url, model),
         ]
-        told["rest_unknown_ready"] = await client.is_model_ready(url, "nobody")
-        results["rest"] = embedding(await client.infer(url, request(text_input()), model_name=model))
-        in_json = request(text_input(binary_data=False))
-        results["rest_json"] = embedding(await client.infer(url, in_json, model_name=model))
-        results["rest_column"] = embedding(await client.infer(url, request(column()), model_name=model))
-        as_bytes = request(*id_inputs(), parameters={"binary_data_output": True})
-        results["rest_ids"] = embedding(await client.infer(url, as_bytes, model_name=model))
+        facts["rest_unknown_ready"] = await client.is_model_ready(url, "unknown")
+        column = InferInput(name="text", shape=[len(texts), 1], datatype="BYTES", data=[[text] for text in texts])
+        requests = {
+            "rest": request(text_tensor()),
+            "rest_json": request(text_tensor(binary_data=False)),
+            "rest_column": request(column),
+            "rest_ids": request(*id_tensors(), parameters={"binary_data_output": True}),
+        }
+        for name, sent in requests.items():
+            vectors[name] = embedding(await client.infer(url, sent, model_name=model))
         try:
-            await client.infer(url, request(text_input()), model_name="nobody")
+            await client.infer(url, request(text_tensor()), model_name="unknown")
         except httpx.HTTPStatusError as error:
-            told["rest_error"] = [error.response.status_code, str(error)]
+            facts["rest_error"] = error.response.status_code
 
 
-all_results: dict[str, Any] = {}
-all_told: dict[str, Any] = {}
-asyncio.run(over_grpc(all_results, all_told))
-asyncio.run(over_rest(all_results, all_told))
-np.savez(results_file, **all_results)
-sys.stdout.write(json.dumps(all_told))
+asyncio.run(use_grpc())
+asyncio.run(use_rest())
+write(vectors, facts)

@@ -1,7 +1,7 @@
-"""Runs in the environment of mteb.txt: the lines that docs/http.md shows for MTEB, on a task that needs no download.
+"""The lines of docs/http.md for MTEB, on a task without a download: `PROGRAM REQUESTS BLOCK...`, with mteb.txt.
 
-Reads the file of requests, JSON with `pairs` of two texts and their likeness, and the files of the blocks, which find
-the task as `tasks` and make `results`; writes the score of each to stdout.
+REQUESTS is JSON with `pairs`, each two texts and their similarity. A block finds the task as `tasks` and sets
+`results`. Prints the score of each block.
 """
 
 import json
@@ -18,7 +18,7 @@ pairs = json.loads(requests_file.read_text(encoding="utf-8"))["pairs"]
 
 
 class Pairs(AbsTaskSTS):  # type: ignore[misc] # its types are in its own environment
-    """Spearman's correlation of cosines with the likeness."""
+    """Spearman's correlation of cosines and given similarities."""
 
     metadata = TaskMetadata(
         name="Pairs",
@@ -32,7 +32,7 @@ class Pairs(AbsTaskSTS):  # type: ignore[misc] # its types are in its own enviro
     min_score, max_score = 0, 5
 
     def load_data(self, *args: Any, **options: Any) -> None:
-        """There is nothing to load."""
+        """Build the data set."""
         del args, options
         first, second, score = map(list, zip(*pairs, strict=True))
         self.dataset = DatasetDict(test=Dataset.from_dict({"sentence1": first, "sentence2": second, "score": score}))
@@ -42,6 +42,6 @@ class Pairs(AbsTaskSTS):  # type: ignore[misc] # its types are in its own enviro
 scores = []
 for block in blocks:
     names: dict[str, Any] = {"tasks": [Pairs()]}
-    exec(compile(block.read_text(encoding="utf-8"), block, "exec"), names)  # noqa: S102 - what it is for
+    exec(compile(block.read_text(encoding="utf-8"), block, "exec"), names)  # noqa: S102 - runs lines of our docs
     scores.append(names["results"].task_results[0].get_score())
 sys.stdout.write(f"\n{json.dumps(scores)}")

@@ -1,7 +1,6 @@
-"""Runs in the environment of clients.txt: openai's client over TLS, with the files that httpx is given.
+"""openai's client over TLS, run as `PROGRAM URL CA [CERT KEY]` in the environment of clients.txt.
 
-Reads the server's URL, the authorities' file, and the files of a certificate and its key, or nothing; OPENAI_API_KEY is
-the server's key. Writes the length of a vector, or what went wrong.
+Prints the length of a vector, or the error. OPENAI_API_KEY is the key for the server.
 """
 
 import os
@@ -11,10 +10,10 @@ import sys
 import httpx
 import openai
 
-url, ca, *shown = sys.argv[1:]
+url, ca, *pair = sys.argv[1:]
 context = ssl.create_default_context(cafile=ca)
-if shown:
-    context.load_cert_chain(*shown)
+if pair:
+    context.load_cert_chain(*pair)
 with openai.OpenAI(
     base_url=f"{url}/v1",
     api_key=os.environ.get("OPENAI_API_KEY", "none"),
@@ -22,8 +21,8 @@ with openai.OpenAI(
     http_client=httpx.Client(verify=context, trust_env=False),
 ) as client:
     try:
-        answer = client.embeddings.create(model="tiny", input="w3 w4", encoding_format="float")
-        print(len(answer.data[0].embedding))  # noqa: T201
+        reply = client.embeddings.create(model="tiny", input="w3 w4", encoding_format="float")
+        print(len(reply.data[0].embedding))  # noqa: T201
     except openai.APIConnectionError as error:
         print(f"refused: {error.__cause__}")  # noqa: T201
     except openai.AuthenticationError as error:

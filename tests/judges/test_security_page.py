@@ -1,4 +1,4 @@
-"""The lines of docs/security.md and docs/callers.md, run as they stand, one after another."""
+"""The lines of docs/security.md and docs/callers.md, run unchanged, one block after another."""
 
 import contextlib
 import os
@@ -15,24 +15,24 @@ from real_server import RealServer, real_server
 from tiny_bundle import write_bundle
 from tiny_heads import words
 
-pytestmark = pytest.mark.timeout(900)  # the first run installs the judges
+pytestmark = pytest.mark.timeout(900)  # the first run installs openai
 
 MODEL = "all-MiniLM-L6-v2"
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """The language and the lines of each block of a page, in their order."""
+    """The language and the lines of each block of a page, in order."""
     text = (ROOT / "docs" / page).read_text()
     return re.findall(r"^```(sh|python|toml)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
 @contextlib.contextmanager
 def started(lines: str, folder: Path, variables: dict[str, str]) -> Iterator[RealServer]:
-    """The server of a block, on free ports."""
+    """The server of a block of the page, on free ports."""
     program, *flags = shlex.split(lines.replace("\\\n", " "))
     given = dict(zip(flags[::2], flags[1::2], strict=True))
     assert (program, given.pop("--model-repository"), given.pop("--http-port")) == ("encserve-server", "models", "8080")
-    files = [it for flag, name in given.items() for it in (flag, str(folder / name))]
+    files = [word for flag, name in given.items() for word in (flag, str(folder / name))]
     alias = ("--served-model-name", f"{MODEL}=tiny")
     with real_server(folder / "models", "--http-port", "0", *files, *alias, variables=variables) as server:
         yield server
@@ -55,7 +55,7 @@ def test_every_line(tmp_path: Path, page: str, expected: int) -> None:
         for language, lines in blocks(page):
             if language == "toml":
                 (tmp_path / "callers.toml").write_text(lines.replace(MODEL, "tiny"))
-                exported.clear()  # a server has either one key, or callers
+                exported.clear()  # a server has one key or callers, not both
                 continue
             if lines.startswith("encserve-server"):
                 stack.close()
@@ -79,7 +79,7 @@ def test_every_line(tmp_path: Path, page: str, expected: int) -> None:
             )
             assert done.returncode == 0, f"{lines}\n{done.stdout}\n{done.stderr}"
             if language == "sh":
-                after = dict(it.split("=", 1) for it in (tmp_path / "exported").read_text().split("\0") if it)
+                after = dict(line.split("=", 1) for line in (tmp_path / "exported").read_text().split("\0") if line)
                 exported |= {name: after[name] for name in after if name == "ENCSERVE_API_KEY"}
             ran += 1
     assert ran == expected

@@ -1,7 +1,6 @@
-"""Runs the lines that a page shows for a tool, as they stand but for the address, each block on its own.
+"""Runs lines of a docs page: `PROGRAM REQUESTS BLOCK...`, each block on its own.
 
-Reads the file of requests, JSON with `texts`, which the lines find as `texts`, and the files of the blocks; writes the
-`vectors` or `similarities` that block i makes into BLOCK.npy.
+REQUESTS is JSON with `texts`, a variable of the blocks. The `vectors` or `similarities` of a block go into BLOCK.npy.
 """
 
 import json
@@ -14,5 +13,5 @@ import numpy as np
 requests_file, *blocks = map(Path, sys.argv[1:])
 for block in blocks:
     names: dict[str, Any] = json.loads(requests_file.read_text(encoding="utf-8"))
-    exec(compile(block.read_text(encoding="utf-8"), block, "exec"), names)  # noqa: S102 - what it is for
+    exec(compile(block.read_text(encoding="utf-8"), block, "exec"), names)  # noqa: S102 - runs lines of our docs
     np.save(block.with_suffix(".npy"), np.array(names["vectors"] if "vectors" in names else names["similarities"]))

@@ -1,83 +1,74 @@
-"""Triton's HTTP clients, each as its users write it; see triton_judge.py. The address is that of the HTTP port."""
+"""Triton's HTTP clients, in the environment of clients.txt. ADDRESS is the URL."""
 
 import asyncio
-import json
-import sys
 from typing import Any
 
 import numpy as np
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
+from judge_io import address, ids, mask, model, texts, write
 from tritonclient.utils import InferenceServerException
 
-address, model, requests_file, results_file = sys.argv[1:]
-with open(requests_file, encoding="utf-8") as file:  # noqa: PTH123 - a program of few imports
-    requests = json.load(file)
-texts, ids, mask = requests["texts"], np.array(requests["ids"]), np.array(requests["mask"])
-address = address.removeprefix("http://")
+host = address.removeprefix("http://")
+vectors: dict[str, Any] = {}
+facts: dict[str, Any] = {}
 
 
-def tensor(module: Any, name: str, data: Any, datatype: str, **how: Any) -> Any:
+def tensor(module: Any, name: str, data: Any, datatype: str, **options: Any) -> Any:
     made = module.InferInput(name, list(data.shape), datatype)
-    made.set_data_from_numpy(data, **how)
+    made.set_data_from_numpy(data, **options)
     return made
 
 
-def text_input(module: Any, **how: Any) -> list[Any]:
-    return [tensor(module, "text", np.array([text.encode() for text in texts], object), "BYTES", **how)]
+def text_input(module: Any, **options: Any) -> list[Any]:
+    return [tensor(module, "text", np.array([text.encode() for text in texts], object), "BYTES", **options)]
 
 
-def sync(results: dict[str, Any], told: dict[str, Any]) -> None:
-    """infer with all ways of data, async_infer, metadata, and errors."""
-    client = triton.InferenceServerClient(address)
-    told["ready"] = [client.is_server_live(), client.is_server_ready(), client.is_model_ready(model)]
-    told["unknown_ready"] = client.is_model_ready("nobody")
-    told["server"] = client.get_server_metadata()
-    told["metadata"] = client.get_model_metadata(model)
-    told["config"] = client.get_model_config(model)
-    told["index"] = client.get_model_repository_index()
-    wanted = [triton.InferRequestedOutput("embedding")]
-    answer = client.infer(model, text_input(triton), outputs=wanted, request_id="an id")
-    told["request_id"] = answer.get_response()["id"]
-    results["sync"] = answer.as_numpy("embedding")
+def use_client() -> None:
+    client = triton.InferenceServerClient(host)
+    facts["ready"] = [client.is_server_live(), client.is_server_ready(), client.is_model_ready(model)]
+    facts["unknown_ready"] = client.is_model_ready("unknown")
+    facts["metadata"] = client.get_model_metadata(model)
+    facts["config"] = client.get_model_config(model)
+    facts["index"] = client.get_model_repository_index()
+    binary = [triton.InferRequestedOutput("embedding")]
     as_json = [triton.InferRequestedOutput("embedding", binary_data=False)]
-    results["json"] = client.infer(model, text_input(triton, binary_data=False), outputs=as_json).as_numpy("embedding")
-    results["mixed"] = client.infer(model, text_input(triton, binary_data=False), outputs=wanted).as_numpy("embedding")
-    half = client.infer(model, text_input(triton), outputs=wanted, parameters={"datatype": "FP16"})
-    results["half"] = half.as_numpy("embedding")
+    reply = client.infer(model, text_input(triton), outputs=binary, request_id="an id")
+    facts["request_id"] = reply.get_response()["id"]
+    vectors["sync"] = reply.as_numpy("embedding")
+    for name, outputs in {"json": as_json, "mixed": binary}.items():
+        reply = client.infer(model, text_input(triton, binary_data=False), outputs=outputs)
+        vectors[name] = reply.as_numpy("embedding")
+    half = client.infer(model, text_input(triton), outputs=binary, parameters={"datatype": "FP16"})
+    vectors["half"] = half.as_numpy("embedding")
     tokens = [tensor(triton, "input_ids", ids, "INT64"), tensor(triton, "attention_mask", mask, "INT64")]
     rows = client.infer(model, tokens, priority=1, timeout=60_000_000)  # all outputs, as bytes
     for name in ("last_hidden_state", "lengths"):
-        results[name] = rows.as_numpy(name)
-    results["embedding_of_ids"] = rows.as_numpy("embedding")
+        vectors[name] = rows.as_numpy(name)
+    vectors["embedding_of_ids"] = rows.as_numpy("embedding")
     tokens = [
         tensor(triton, "input_ids", ids.astype(np.int32), "INT32", binary_data=False),
         tensor(triton, "attention_mask", mask, "INT64"),
         tensor(triton, "token_type_ids", np.zeros_like(ids), "INT64", binary_data=False),
     ]
-    results["embedding_of_ids_32"] = client.infer(model, tokens, outputs=wanted).as_numpy("embedding")
-    results["async_infer"] = (
-        client.async_infer(model, text_input(triton), outputs=wanted).get_result().as_numpy("embedding")
-    )
+    vectors["embedding_of_ids_32"] = client.infer(model, tokens, outputs=binary).as_numpy("embedding")
+    reply = client.async_infer(model, text_input(triton), outputs=binary).get_result()
+    vectors["async_infer"] = reply.as_numpy("embedding")
     try:
         client.infer(model, [tensor(triton, "input_ids", -ids, "INT64")])
     except InferenceServerException as error:
-        told["error"] = [error.status(), error.message()]
-    told["statistics"] = client.get_inference_statistics(model)
+        facts["error"] = [error.status(), error.message()]
+    facts["statistics"] = client.get_inference_statistics(model)
     client.close()
 
 
-async def asynchronous(results: dict[str, Any]) -> None:
-    """asyncio's client: calls side by side."""
-    async with triton_aio.InferenceServerClient(address) as client:
-        wanted = [triton_aio.InferRequestedOutput("embedding")]
-        answers = await asyncio.gather(*(client.infer(model, text_input(triton_aio), outputs=wanted) for _ in range(2)))
-        results["aio"] = answers[0].as_numpy("embedding")
+async def use_async_client() -> None:
+    async with triton_aio.InferenceServerClient(host) as client:
+        outputs = [triton_aio.InferRequestedOutput("embedding")]
+        calls = (client.infer(model, text_input(triton_aio), outputs=outputs) for _ in range(2))
+        vectors["aio"] = (await asyncio.gather(*calls))[0].as_numpy("embedding")
 
 
-all_results: dict[str, Any] = {}
-all_told: dict[str, Any] = {}
-sync(all_results, all_told)
-asyncio.run(asynchronous(all_results))
-np.savez(results_file, **all_results)
-sys.stdout.write(json.dumps(all_told))
+use_client()
+asyncio.run(use_async_client())
+write(vectors, facts)

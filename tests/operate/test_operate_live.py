@@ -1,7 +1,6 @@
-"""Every expression of every dashboard and rule, asked of a real Prometheus that scrapes a real server under load."""
+"""Every expression of the dashboards and rules, evaluated by Prometheus while it scrapes a server under load."""
 
 import asyncio
-import contextlib
 import math
 import threading
 import time
@@ -22,35 +21,38 @@ from tiny_bundle import write_bundle
 
 from encserve_proto.v1 import encoder_pb2 as pb
 
-pytestmark = pytest.mark.system
-
 SERVICE = "/encserve.v1.EncoderService/"
-# How long everything may take to come up in Prometheus: a few scrapes, and two evaluations of rules that read rules.
-PATIENCE_S = 40
-# A window of several scrapes, as Grafana's $__rate_interval is.
+# Time for a few scrapes and two evaluations of rules that read other rules.
+WAIT_SECONDS = 40
+# Grafana's variables; a rate needs a window of several scrapes.
 VARIABLES = {"$__rate_interval": "5s", "$model": ".+", "$instance": ".+"}
-# What has no data on a machine without a GPU.
-WITHOUT_GPU = "encserve_gpu_memory"
-# How calls end, by method.
-CODES = {
-    "Encode": ("OK", "InvalidArgument", "ResourceExhausted"),
-    "EncodeStream": ("OK", "Canceled", "DeadlineExceeded"),
-    "Inspect": ("OK",),
-}
-# What is there only while its alert fires; here it is enough that the labels exist.
-CONDITIONS = {
-    f'encserve_model_info{{requested_device="{asked}", device!="cuda"}}': 'encserve_model_info{device!=""}'
-    for asked in ("cuda", "auto")
-}
-# What is there only with TLS.
-CONDITIONS["encserve_tls_certificate_expiry_timestamp_seconds"] = "encserve_tls_files_refused"
-# Made by Prometheus itself.
-BUILT_IN = {"up", "ALERTS", "scrape_duration_seconds"}
+WITHOUT_DATA = "encserve_gpu_memory"  # this machine has no GPU
+# Series that exist only while their alert fires, and a series with the same labels.
+SUBSTITUTES = {
+    f'encserve_model_info{{requested_device="{device}", device!="cuda"}}': 'encserve_model_info{device!=""}'
+    for device in ("cuda", "auto")
+} | {"encserve_tls_certificate_expiry_timestamp_seconds": "encserve_tls_files_refused"}  # needs TLS
+FROM_PROMETHEUS = {"up", "ALERTS", "scrape_duration_seconds"}
+LOAD = [  # series that prove that the load has calls of each kind
+    *(
+        ("grpc_server_handled_total", {"grpc_method": method, "grpc_code": code})
+        for method, codes in {
+            "Encode": ("OK", "InvalidArgument", "ResourceExhausted"),
+            "EncodeStream": ("OK", "Canceled", "DeadlineExceeded"),
+            "Inspect": ("OK",),
+        }.items()
+        for code in codes
+    ),
+    ("encserve_refused_total", {"reason": "QUEUE_FULL"}),
+    ("encserve_caller_calls_total", {"outcome": "SHARE_EXCEEDED"}),
+    ("encserve_answer_seconds_count", {"priority": "bulk"}),
+    *(("encserve_http_requests_total", {"status": status}) for status in ("200", "404")),
+    *(("encserve_tokens_total", {"model": model}) for model in ("bert", "tiny-1", "tiny-2")),
+]
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Three models: one that takes text and can be inspected, and two that are a few nodes."""
     folder = tmp_path_factory.mktemp("operate")
     export_small_with_text(folder / "models", "bert", folder / "checkpoint")
     for name in ("tiny-1", "tiny-2"):
@@ -59,7 +61,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Load:
-    """Callers of every kind, in a thread of their own, until they are stopped: some right, some wrong, some gone."""
+    """Calls of all kinds from a second thread until the context ends: valid, invalid, too many, cancelled, late."""
 
     def __init__(self, target: str, url: str) -> None:
         self._target = target
@@ -80,22 +82,19 @@ class Load:
             encode: Any = channel.unary_unary(f"{SERVICE}Encode")
             while not self._over.is_set():
                 texts = pb.EncodeRequest(model="bert", inputs=[pb.Input(text="hello brave new world")] * 3)
-                wrong = pb.EncodeRequest(model="bert", inputs=[ids(1000)])
-                many = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)
-                bulk = pb.EncodeRequest(model="bert", inputs=many.inputs, priority=pb.PRIORITY_BULK)  # two are a share
-                calls = [
-                    encode(it.SerializeToString())
-                    for it in (texts, wrong, bulk, bulk, bulk, *(tiny(i) for i in range(20)))
-                ]
-                calls += [encode(many.SerializeToString()) for _ in range(8)]  # more than may wait
+                invalid = pb.EncodeRequest(model="bert", inputs=[ids(1000)])
+                large = pb.EncodeRequest(model="bert", inputs=[ids(*range(1, 61))] * 30)  # 8 of them fill the queue
+                bulk = pb.EncodeRequest(model="bert", inputs=large.inputs, priority=pb.PRIORITY_BULK)
+                requests = [texts, invalid, *[bulk] * 3, *map(tiny, range(20)), *[large] * 8]
                 stream: Any = channel.stream_stream(f"{SERVICE}EncodeStream")
-                gone, late = stream(), stream(timeout=0.1)  # neither ever sends anything
+                cancelled, late = stream(), stream(timeout=0.1)  # neither sends a message
                 others = [self._stream(stream), self._inspect(channel), late.read()]
                 others += [
-                    http.post("/embed_all", json={"model": name, "inputs": "hello"}) for name in ("bert", "nobody")
+                    http.post("/embed_all", json={"model": name, "inputs": "hello"}) for name in ("bert", "unknown")
                 ]
+                calls = [encode(request.SerializeToString()) for request in requests]
                 await asyncio.gather(*calls, *others, return_exceptions=True)
-                gone.cancel()
+                cancelled.cancel()
                 await asyncio.sleep(0.1)
 
     async def _stream(self, stream: Any) -> None:
@@ -127,28 +126,28 @@ def server(models: Path) -> Iterator[RealServer]:
 
 @pytest.fixture(scope="module")
 def prometheus(server: RealServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]:
-    """A Prometheus that scrapes a server under load."""
+    """Scrapes the server, which is under load of all kinds."""
     committed, folder = ROOT / "deploy/prometheus/prometheus.yml", tmp_path_factory.mktemp("prometheus")
     target = f"127.0.0.1:{server.metrics_port}"
     with Load(server.target, server.url), running_prometheus(committed, folder, target, interval="500ms") as prometheus:
+        ends = time.monotonic() + WAIT_SECONDS
+        while missing := [series for series in LOAD if not server.metric(series[0], **series[1])]:
+            assert time.monotonic() < ends, f"the load has no {missing}"
+            time.sleep(0.2)
         yield prometheus
 
 
 def without_data(prometheus: Prometheus, expressions: Iterable[tuple[str, str]]) -> list[str]:
-    """The places whose expressions give nothing but NaN, or nothing at all, however long one waits."""
-    left = dict(expressions)
-    ends = time.monotonic() + PATIENCE_S
+    """The expressions that still give no value, or NaN, after WAIT_SECONDS, with their places."""
+    left = {where: expr for where, expr in expressions if WITHOUT_DATA not in expr}
+    ends = time.monotonic() + WAIT_SECONDS
     while left and time.monotonic() < ends:
-        for where, expr in list(left.items()):
-            if not all(map(math.isnan, prometheus.values(expr))):
-                del left[where]
-        if all(WITHOUT_GPU in expr for expr in left.values()):
-            break
+        left = {where: expr for where, expr in left.items() if all(map(math.isnan, prometheus.values(expr)))}
         time.sleep(0.5)
-    return [f"{where}: {expr}" for where, expr in left.items() if WITHOUT_GPU not in expr]
+    return [f"{where}: {expr}" for where, expr in left.items()]
 
 
-def filled_in(expr: str) -> str:
+def with_variables(expr: str) -> str:
     """An expression as Grafana sends it."""
     for variable, value in VARIABLES.items():
         expr = expr.replace(variable, value)
@@ -156,37 +155,19 @@ def filled_in(expr: str) -> str:
     return expr
 
 
-def test_the_load_is_of_every_kind(server: RealServer, prometheus: Prometheus) -> None:
-    """Otherwise the tests below would ask for little."""
-    del prometheus  # the load comes with it
-    wanted = [
-        *(("grpc_server_handled_total", {"grpc_method": it, "grpc_code": code}) for it in CODES for code in CODES[it]),
-        ("encserve_refused_total", {"reason": "QUEUE_FULL"}),
-        ("encserve_caller_calls_total", {"outcome": "SHARE_EXCEEDED"}),
-        ("encserve_answer_seconds_count", {"priority": "bulk"}),
-        *(("encserve_http_requests_total", {"status": it}) for it in ("200", "404")),
-        *(("encserve_tokens_total", {"model": it}) for it in ("bert", "tiny-1", "tiny-2")),
-    ]
-    ends = time.monotonic() + PATIENCE_S
-    while (missing := [it for it in wanted if not server.metric(it[0], **it[1])]) and time.monotonic() < ends:
-        time.sleep(0.2)
-    assert missing == []
+def test_every_panel_has_data(prometheus: Prometheus) -> None:
+    expressions = [(where, with_variables(expr)) for where, expr in queries()]
+    assert len(expressions) > 90
+    assert without_data(prometheus, expressions) == []
 
 
-def test_every_query_of_every_panel_gives_data(prometheus: Prometheus) -> None:
-    asked = [(where, filled_in(expr)) for where, expr in queries()]
-    assert len(asked) > 90
-    assert without_data(prometheus, asked) == []
-
-
-def test_every_rule_works_on_real_data(prometheus: Prometheus) -> None:
-    """Every recording rule records; no alert fails to evaluate, and everything that one reads is there.
-
-    Not that an alert fires: promtool's tests show that.
-    """
+def test_every_rule_has_data(prometheus: Prometheus) -> None:
+    """Recording rules record, and alerts find each series that they read. promtool tests that alerts fire."""
     recorded = [(name, name) for name in RECORDED]
     read = [
-        (f"{alert['alert']} reads {it}", CONDITIONS.get(it, it)) for alert in ALERTS for it in selectors(alert["expr"])
+        (f"{alert['alert']} reads {selector}", SUBSTITUTES.get(selector, selector))
+        for alert in ALERTS
+        for selector in selectors(alert["expr"])
     ]
     assert without_data(prometheus, recorded + read) == []
     rules = [rule for group in prometheus.get("rules")["groups"] for rule in group["rules"]]
@@ -194,28 +175,28 @@ def test_every_rule_works_on_real_data(prometheus: Prometheus) -> None:
     assert [(rule["name"], rule.get("lastError")) for rule in rules if rule["health"] != "ok"] == []
 
 
-def test_what_an_alert_says_is_filled_in(prometheus: Prometheus) -> None:
-    """The load breaks every objective, so the alerts of that are pending soon."""
-    ends = time.monotonic() + PATIENCE_S
-    while not (alerts := prometheus.get("alerts")["alerts"]) and time.monotonic() < ends:
+def test_templates_of_alerts_have_values(prometheus: Prometheus) -> None:
+    """The load exceeds each objective, so alerts are pending soon."""
+    ends = time.monotonic() + WAIT_SECONDS
+    while not (alerts := prometheus.get("alerts")["alerts"]):
+        assert time.monotonic() < ends, "no alert is pending"
         time.sleep(0.5)
-    assert alerts, "nothing is even pending"
     for alert in alerts:
-        said = " ".join(alert["annotations"].values())
-        assert "{{" not in said, said
-        assert "error expanding template" not in said, said
-        assert "no value" not in said, said
-        assert alert["annotations"]["runbook_url"].startswith("docs/operations.md#"), said
+        text = " ".join(alert["annotations"].values())
+        for fault in ("{{", "error expanding template", "no value"):
+            assert fault not in text, text
+        assert alert["annotations"]["runbook_url"].startswith("docs/operations.md#"), text
 
 
-def test_every_metric_that_is_used_is_on_the_page(server: RealServer) -> None:
-    """And no other: a name that was mistyped, or is gone, is found even where `or` hides it."""
-    with contextlib.closing(urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics")) as page:
+def test_every_metric_name_exists(server: RealServer, prometheus: Prometheus) -> None:
+    """Also behind `or`, where a wrong name would not show. Every recorded series is read."""
+    del prometheus  # waits for the load
+    with urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics") as page:
         families = list(text_string_to_metric_families(page.read().decode()))
-    there = {sample.name for family in families for sample in family.samples}
+    exported = {sample.name for family in families for sample in family.samples}
     for family in families:
         if not family.samples:
-            there.add(f"{family.name}_total" if family.type == "counter" else family.name)
+            exported.add(f"{family.name}_total" if family.type == "counter" else family.name)
     used = set().union(*(metric_names(expr) for _, expr in queries()), *(metric_names(rule["expr"]) for rule in RULES))
-    assert used - there - RECORDED - BUILT_IN == set()
-    assert used >= RECORDED, "a rule records what nobody reads"
+    assert used - exported - RECORDED - FROM_PROMETHEUS == set()
+    assert used >= RECORDED

@@ -1,4 +1,4 @@
-"""The built wheels, installed into empty environments: each part has what it needs, and nothing it must not have."""
+"""The wheels, installed into empty environments: each has its requirements and no more."""
 
 import re
 import subprocess
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.system
 
 
 def run(*command: str | Path) -> str:
-    """A command's output; its error output is in the failure."""
+    """Run a command and return its stdout."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{command}: {done.stdout}\n{done.stderr}"
     return done.stdout
@@ -34,7 +34,7 @@ def run(*command: str | Path) -> str:
 
 @pytest.fixture(scope="session")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the five wheels."""
+    """The folder of the five wheels."""
     folder = tmp_path_factory.mktemp("dist")
     for part in PARTS:
         run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, ROOT / part)
@@ -42,7 +42,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def environment(folder: Path, wheels: Path, requirement: str) -> Path:
-    """An environment with one requirement from the wheels, and what that brings; gives its bin folder."""
+    """Make an environment with one wheel and its requirements, and return its bin folder."""
     venv.create(folder)
     pip = (*PIP, "--python", folder)
     run(*pip, "install", "--quiet", "--find-links", wheels, "-c", ROOT / "constraints.txt", requirement)
@@ -76,13 +76,13 @@ def test_the_server_has_no_torch(server_bin: Path) -> None:
     assert not packages & {"torch", "transformers", "onnx", "opentelemetry-api", "encserve-export", "encserve-client"}
 
 
-def test_the_client_has_grpc_protobuf_numpy_and_nothing_else(client_bin: Path) -> None:
+def test_the_client_needs_only_grpc_protobuf_and_numpy(client_bin: Path) -> None:
     ours = {"encserve-client", "encserve-proto"}
     assert installed(client_bin) == ours | {"grpcio", "numpy", "protobuf", "typing-extensions"}
 
 
 def test_they_talk_to_each_other(server_bin: Path, client_bin: Path, command_bin: Path, tmp_path: Path) -> None:
-    """The server's wheel serves, the client's and the command's ask, none from this checkout."""
+    """Server, client and command, each from its wheel and not from this checkout."""
     write_bundle(tmp_path)
     code = "import sys, encserve_client as e; print(e.EncoderClient(sys.argv[1]).encode([[1, 2, 3]])[0].shape)"
     with real_server(tmp_path, program=server_bin / "encserve-server") as server:
@@ -93,7 +93,7 @@ def test_they_talk_to_each_other(server_bin: Path, client_bin: Path, command_bin
 
 
 @pytest.mark.parametrize("part", PARTS.values())
-def test_a_wheel_holds_one_package_its_types_and_nothing_else(wheels: Path, part: str) -> None:
+def test_a_wheel_has_one_package_and_its_types(wheels: Path, part: str) -> None:
     (wheel,) = wheels.glob(f"{part}-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -102,7 +102,7 @@ def test_a_wheel_holds_one_package_its_types_and_nothing_else(wheels: Path, part
     assert f"{part}/py.typed" in names
 
 
-def test_the_command_brings_its_files(wheels: Path) -> None:
+def test_the_command_has_its_data_files(wheels: Path) -> None:
     (wheel,) = wheels.glob("encserve_cli-*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
@@ -110,7 +110,7 @@ def test_the_command_brings_its_files(wheels: Path) -> None:
     assert "encserve_cli/load/lengths.json" in names
 
 
-def test_all_parts_have_one_version_and_need_it_of_each_other(wheels: Path) -> None:
+def test_all_parts_require_the_same_version(wheels: Path) -> None:
     versions, needs = set(), {}
     for wheel in wheels.glob("*.whl"):
         with zipfile.ZipFile(wheel) as archive:

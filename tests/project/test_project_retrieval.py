@@ -1,4 +1,4 @@
-"""The code of docs/retrieval.md, as it stands there: what is found in an index is what `rank` gives."""
+"""The code of docs/retrieval.md, run unchanged: an index finds the same texts as `rank`."""
 
 import functools
 import re
@@ -19,7 +19,7 @@ from encserve_export.cli import main
 pytestmark = pytest.mark.system
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "retrieval.md"
-# Words of each model's vocabulary; of the second no token counts for the late interaction.
+# Words of each vocabulary. The late-interaction model ignores all tokens of the second text.
 TEXTS = [f"{text_of(i % 7 + 5, seed=i)} {sparse_text(i + 3)}" for i in range(30)]
 TEXTS[1] = "w1 w2"
 QUESTION = f"{text_of(4, seed=99)} {sparse_text(4)}"
@@ -27,7 +27,7 @@ QUESTION = f"{text_of(4, seed=99)} {sparse_text(4)}"
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """What the page's code leaves behind, run in one go against a server of small models, which is still there."""
+    """The variables of the page's code after a run against small models; the server still runs."""
     folder = tmp_path_factory.mktemp("search")
     DIRECTORIES["kept-in-documents"](folder / "late")
     write_splade(folder / "splade")
@@ -41,7 +41,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
     with pytest.MonkeyPatch.context() as patch, real_server(folder / "models") as server:
         patch.chdir(folder)
         for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S):
-            exec(block.replace("localhost:50051", server.target), names)  # noqa: S102 - it is our own page
+            exec(block.replace("localhost:50051", server.target), names)  # noqa: S102 - our own page
         yield names
         names["client"].close()
         names["searcher"].close()
@@ -52,19 +52,19 @@ def best_ten(ranking: list[tuple[int, float]]) -> tuple[list[int], Any]:
     return list(places), pytest.approx(scores, rel=1e-4)
 
 
-def test_qdrant_finds_what_rank_gives(names: dict[str, Any]) -> None:
+def test_qdrant_ranks_as_rank_does(names: dict[str, Any]) -> None:
     for found, best in (("found", "best"), ("found_by_words", "best_by_words")):
         points = names[found]
         assert ([it.id for it in points], tuple(it.score for it in points)) == best_ten(names[best])
 
 
-def test_lancedb_finds_what_rank_gives(names: dict[str, Any]) -> None:
+def test_lancedb_ranks_as_rank_does(names: dict[str, Any]) -> None:
     rows = names["rows"]
     scores = tuple(len(names["query"]) - it["_distance"] for it in rows)
     assert ([it["id"] for it in rows], scores) == best_ten(names["best"])
 
 
-def test_a_text_without_vectors_is_last_and_found_by_its_words(names: dict[str, Any]) -> None:
+def test_a_text_without_vectors_is_last_and_has_sparse_weights(names: dict[str, Any]) -> None:
     assert [i for i, its in enumerate(names["documents"]) if not len(its)] == [1]
     assert names["best"][-1] == (1, -1e9)
     (point,) = names["qdrant"].retrieve("texts", [1], with_vectors=True)
@@ -72,7 +72,7 @@ def test_a_text_without_vectors_is_last_and_found_by_its_words(names: dict[str, 
     assert names["table"].count_rows() == len(TEXTS)
 
 
-def test_one_run_gives_the_kinds_that_calls_of_their_own_give(names: dict[str, Any]) -> None:
+def test_one_run_has_the_same_outputs_as_three_calls(names: dict[str, Any]) -> None:
     encode = functools.partial(names["client"].encode_document, TEXTS, model="bge-m3")
     np.testing.assert_allclose(names["dense"].matrix(), encode(), atol=1e-5)
     for one, its in zip(names["sparse"].sparse_vectors(), encode(kind="sparse"), strict=True):
@@ -81,4 +81,4 @@ def test_one_run_gives_the_kinds_that_calls_of_their_own_give(names: dict[str, A
     for one, its in zip(late.arrays(), encode(kind="multi_vector"), strict=True):
         np.testing.assert_allclose(one, its, atol=1e-5)
     for places, text in zip(late.token_indices(), sequences, strict=True):
-        assert places.tolist() == list(range(1, text.token_count))  # all but the first
+        assert places.tolist() == list(range(1, text.token_count))  # without the first

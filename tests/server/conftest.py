@@ -1,19 +1,37 @@
 """Servers with a fake engine, for the tests of this folder."""
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_asyncio
 from fake_server import FakeServer, StartServer, start_fake_server
 from tiny_bundle import write_bundle
 from tiny_heads import Serve, loader, words
 
 
-@pytest.fixture(autouse=True)
-def _stop_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Servers refuse new calls for a moment before they stop; most tests have nobody to refuse."""
-    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Runs the tests of a shared server in that server's event loop."""
+    if {"shared", "guarded"} & {*getattr(item, "fixturenames", ())}:
+        item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _stop_at_once() -> Iterator[None]:
+    """A server refuses new calls for some seconds before it stops; most tests do not need this."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
+        yield
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
+    """One server for the tests of a file that do not change it. `SHARED_SETTINGS` of the file are its settings."""
+    settings = getattr(request.module, "SHARED_SETTINGS", {})
+    server = await start_fake_server(tmp_path_factory.mktemp("shared"), **settings)
+    yield server
+    await server.stop()
 
 
 @pytest.fixture
@@ -27,10 +45,7 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
 
     yield start
     for server in servers:
-        server.engine.let_go()
-        server.inspector.let_go()
-        await server.channel.close()
-        await server.app.stop()
+        await server.stop()
 
 
 @pytest.fixture
@@ -41,7 +56,7 @@ async def server(start_server: StartServer) -> FakeServer:
 
 @pytest.fixture
 def serve(start_server: StartServer, tmp_path: Path) -> Serve:
-    """Serves a tiny bundle with these files and parts of its manifest; `settings` are the server's."""
+    """Serves a tiny bundle; takes its files, the parts of its manifest, and the settings of the server."""
 
     async def start(
         files: Mapping[str, bytes], settings: Mapping[str, Any] | None = None, engine: Any = "onnxruntime", **parts: Any

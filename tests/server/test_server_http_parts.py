@@ -1,4 +1,4 @@
-"""Requests over HTTP of more inputs than are worked on at once: order, errors, callers that go, others meanwhile."""
+"""HTTP requests with more inputs than the server works on at once: order, errors, bounds, stops."""
 
 import asyncio
 from collections.abc import Collection
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_clock import FakeClock
 from fake_engine import FakeEngine, fake_rows
-from fake_server import D_MODEL, FakeServer, StartServer
+from fake_server import D_MODEL, StartServer
 from http_calls import connect, get, post
 from tiny_heads import Serve
 from waiting import until
@@ -28,13 +28,8 @@ OPENAI, TEI = "/v1/embeddings", "/embed"
 SMALL_QUEUE = {"http_port": 0, "max_queue_tokens": 8192}
 
 
-def queued(server: FakeServer) -> float:
-    """How many tokens wait."""
-    return server.sample("encserve_queue_tokens", model="tiny", version="2")
-
-
 def ids_of(i: int) -> list[int]:
-    """The ids of an input, which tell its place: 1 to 32 of them."""
+    """1 to 32 ids that differ for each place."""
     return [3 + i % 900] * (1 + i % 32)
 
 
@@ -45,105 +40,93 @@ async def test_many_inputs_are_answered_in_their_order(start_server: StartServer
     want = [fake_rows(np.array(ids), D_MODEL)[0] for ids in inputs]
     np.testing.assert_array_equal(np.array(got, np.float32), np.array(want, np.float32))
     tokens = sum(map(len, inputs))
-    told = (await post(server, OPENAI, {"input": inputs, "add_special_tokens": False})).json()
-    assert told["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
-    assert [it["index"] for it in told["data"]] == list(range(MANY))
+    reply = (await post(server, OPENAI, {"input": inputs, "add_special_tokens": False})).json()
+    assert reply["usage"] == {"prompt_tokens": tokens, "total_tokens": tokens}
+    assert [it["index"] for it in reply["data"]] == list(range(MANY))
 
 
-async def test_the_queue_holds_a_quarter_at_most(start_server: StartServer) -> None:
-    """Also of few inputs; what fits is queued at once."""
+@pytest.mark.parametrize("count", [400, 128])
+async def test_one_request_takes_at_most_a_quarter_of_the_queue(start_server: StartServer, count: int) -> None:
     server = await start_server(**SMALL_QUEUE)
-    for inputs in ([[7] * 32] * 400, [[7] * 32] * 128):
-        server.engine.hold()
-        call = asyncio.create_task(post(server, TEI, {"inputs": inputs}))
-        await asyncio.to_thread(server.engine.started.acquire)
-        most = 0.0
-        while not call.done():
-            most = max(most, queued(server))
-            server.engine.let_one_go()
-            await asyncio.sleep(0.001)
-        assert (await call).status_code == 200
-        assert 0 < most <= 2048
-        server.engine.let_go()
-        while server.engine.started.acquire(blocking=False):
-            pass
+    call = await server.start_held(post(server, TEI, {"inputs": [[7] * 32] * count}))
+    most = 0.0
+    while not call.done():
+        most = max(most, server.queued())
+        server.engine.let_one_go()
+        await asyncio.sleep(0.001)
+    assert (await call).status_code == 200
+    assert 0 < most <= 2048
 
 
 @pytest.mark.parametrize("at", [0, 256, MANY - 1])
 async def test_one_bad_input_is_named_by_its_place(start_server: StartServer, at: int) -> None:
     server = await start_server(FakeEngine(D_MODEL, poison=666, nan_id=777), **SMALL_QUEUE)
     bad: list[tuple[Any, str, str]] = [
-        ([1, 2000], f"[{at}][1]", "must be from 0 to 999"),
-        ([], f"[{at}]", "must hold at least 1 id"),
-        ([1] * 33, f"[{at}]", "must be at most 32 tokens"),
-        ([666], f"[{at}]", "the model could not compute it"),
-        ([777], f"[{at}]", "the model's numbers for it are not finite"),
-        ("x" * 300_000, f"[{at}]", "must be at most 262144 bytes"),
+        ([1, 2000], f"[{at}][1]", "from 0 to 999"),
+        ([], f"[{at}]", "at least 1 id"),
+        ([1] * 33, f"[{at}]", "at most 32 tokens"),
+        ([666], f"[{at}]", "could not compute"),
+        ([777], f"[{at}]", "not finite"),
+        ("x" * 300_000, f"[{at}]", "at most 262144 bytes"),
     ]
     async with connect(server) as client:
-        for wrong, field, text in bad:
+        for wrong, place, problem in bad:
             inputs: list[Any] = [[5, 6]] * MANY
             inputs[at] = wrong
-            told = (await client.post(TEI, json={"inputs": inputs, "truncate": False})).json()["error"]
-            assert told.startswith(f"inputs{field}: {text}"), told
+            error = (await client.post(TEI, json={"inputs": inputs, "truncate": False})).json()["error"]
+            assert error.startswith(f"inputs{place}: ")
+            assert problem in error
             sent = {"input": inputs, "truncate": False, "add_special_tokens": False}
             if not isinstance(wrong, str):
-                error = (await client.post(OPENAI, json=sent)).json()["error"]
-                assert (error["param"] or f"input{field}") == f"input{field}"
-                assert f"input{field}: {text}" in error["message"]
-    assert queued(server) == server.app._calls.held_bytes == server.sample("encserve_in_flight_requests") == 0
+                message = (await client.post(OPENAI, json=sent)).json()["error"]["message"]
+                assert f"input{place}: " in message
+                assert problem in message
+    assert server.queued() == server.app._calls.held_bytes == server.sample("encserve_in_flight_requests") == 0
 
 
 @pytest.mark.parametrize("texts", [1, 256])
-async def test_what_is_refused_of_all_inputs_does_not_depend_on_parts(serve: Serve, texts: int) -> None:
-    """A model that leaves its prompt out of pooling takes texts, or else ids, in one call."""
+async def test_texts_and_ids_in_one_request_of_several_parts(serve: Serve, texts: int) -> None:
+    """A model that leaves its prompt out of pooling takes texts or ids, never both in one call."""
     prompt = {"prompts": {"q": "w7 "}, "default_prompt_name": "q", "pooling_skips_prompt": True}
     server = await serve({}, {"http_port": 0}, **prompt)
     ids = [[5, 6]]
     for inputs in (["w5"] * texts + ids, ids * texts + ["w5"]):
-        refused = await post(server, TEI, {"inputs": inputs})
-        assert refused.status_code == 422
-        assert "must be texts, or else sequences of ids, in one call" in refused.text
+        assert (await post(server, TEI, {"inputs": inputs})).status_code == 422
     assert (await post(server, TEI, {"inputs": ids * texts})).status_code == 200
 
 
-async def test_an_input_that_no_queue_holds_is_named_by_its_place(start_server: StartServer) -> None:
+async def test_an_input_larger_than_the_queue_is_named_by_its_place(start_server: StartServer) -> None:
     server = await start_server(http_port=0, max_queue_tokens=24)
+    assert (await post(server, TEI, {"inputs": [[1] * 24] * 3})).status_code == 200
     refused = await post(server, TEI, {"inputs": [[5, 6], [7] * 25, [5, 6]]})
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "REQUEST_TOO_LARGE")
     assert refused.json()["error"].startswith("inputs[1]: must be at most 24 tokens")
 
 
 async def test_a_reply_that_is_too_large_is_refused(start_server: StartServer) -> None:
-    server = await start_server(**SMALL_QUEUE, max_response_mib=1)
+    server = await start_server(**SMALL_QUEUE, max_response_mib=1, max_http_inputs=20_000)
     refused = await post(server, "/embed_all", {"inputs": [[7] * 32] * MANY})
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "RESPONSE_TOO_LARGE")
-    assert f"of {MANY} inputs would take" in refused.text
-    assert "send fewer inputs" in refused.text
+    assert f"of {MANY} inputs" in refused.text
     assert server.app._calls.held_bytes == 0
-
-
-async def test_a_reply_of_vectors_is_measured_before_anything_is_computed(start_server: StartServer) -> None:
-    server = await start_server(**SMALL_QUEUE, max_response_mib=1, max_http_inputs=20_000)
+    server.engine.batches.clear()
     refused = await post(server, TEI, {"inputs": [[7]] * 14_000})
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "RESPONSE_TOO_LARGE")
-    assert "the first 13094 of 14000 inputs would fit" in refused.text
-    assert server.engine.batches == []
-    server.engine.hold()
-    call = asyncio.create_task(post(server, TEI, {"inputs": [[7]] * 13_000}))
-    await asyncio.to_thread(server.engine.started.acquire)
+    assert "first 13094 of 14000" in refused.text
+    assert server.engine.batches == []  # the size of vectors is known before they are computed
+    call = await server.start_held(post(server, TEI, {"inputs": [[7]] * 13_000}))
     held = server.app._calls.held_bytes
     server.engine.let_go()
     assert (await call).status_code == 200
     assert held > 13_000 * (4 * D_MODEL + 64) * 6
 
 
-async def test_others_are_served_meanwhile(start_server: StartServer) -> None:
-    """A small call has its answer while most of a large one is still to be done."""
+LARGE = {"inputs": [[7] * 32] * MANY}
+
+
+async def test_a_small_request_does_not_wait_for_a_large_one(start_server: StartServer) -> None:
     server = await start_server(**SMALL_QUEUE, parallel_batches=1)
-    server.engine.hold()
-    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
-    await asyncio.to_thread(server.engine.started.acquire)
+    large = await server.start_held(post(server, TEI, LARGE))
     small = asyncio.create_task(post(server, TEI, {"inputs": "hello"}))
     await until(lambda: server.sample("encserve_in_flight_requests") == 2)
     while not small.done():
@@ -155,25 +138,30 @@ async def test_others_are_served_meanwhile(start_server: StartServer) -> None:
     assert (await large).status_code == 200
 
 
-async def test_a_caller_that_goes_in_the_middle(start_server: StartServer) -> None:
+@pytest.mark.parametrize("ending", ["the caller goes", "the engine fails"])
+async def test_a_request_that_ends_in_the_middle_gives_everything_back(start_server: StartServer, ending: str) -> None:
     server = await start_server(**SMALL_QUEUE)
-    server.engine.hold()
-    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
-    for _ in range(6):  # some parts have been run
-        await asyncio.to_thread(server.engine.started.acquire)
+    large = await server.start_held(post(server, TEI, LARGE))
+    for _ in range(5):
         server.engine.let_one_go()
-    large.cancel()
-    await until(lambda: server.sample("encserve_in_flight_requests") == 0)
-    server.engine.let_go()
-    await until(lambda: queued(server) == 0)
-    ran = len(server.engine.batches)
+        await asyncio.to_thread(server.engine.started.acquire)
+    if ending == "the caller goes":
+        large.cancel()
+        await until(lambda: server.sample("encserve_in_flight_requests") == 0)
+        server.engine.let_go()
+    else:
+        server.engine.broken = True
+        server.engine.let_go()
+        assert (await large).status_code in (424, 503)
+    await until(lambda: server.queued() == 0)
     assert server.app._calls.held_bytes == 0
-    assert (await post(server, TEI, {"inputs": "hello"})).status_code == 200
-    assert sum(map(sum, server.engine.batches[: ran + 1])) < MANY * 32 / 4
+    assert sum(map(sum, server.engine.batches)) < MANY * 32 / 4
+    if ending == "the caller goes":
+        assert (await post(server, TEI, {"inputs": "hello"})).status_code == 200
 
 
 class Crowded:
-    """A model whose queue, or whose queue of texts, has no room for the calls of these numbers, from 0."""
+    """A model with full queues: the calls with these numbers, from 0, are refused."""
 
     def __init__(self, *, full_runs: Collection[int] = (), full_texts: Collection[int] = ()) -> None:
         self.limits = SimpleNamespace(max_tokens=40, max_response_bytes=2**20)
@@ -201,7 +189,7 @@ class Crowded:
 
 
 async def run_crowded(model: Crowded, clock: FakeClock, inputs: int) -> EncodeReply:
-    """A call of such a model, for which time passes."""
+    """Runs a call while time passes."""
     call = EncodeCall(["a"] * inputs, ())
     running = asyncio.create_task(PartedCall(model, call, lambda _: None, clock=clock).run())  # type: ignore[arg-type]
     while not running.done():
@@ -211,7 +199,6 @@ async def run_crowded(model: Crowded, clock: FakeClock, inputs: int) -> EncodeRe
 
 
 async def test_a_later_part_waits_for_room() -> None:
-    """What has been begun goes on when there is room again."""
     clock = FakeClock()
     model = Crowded(full_runs={1, 2, 4}, full_texts={1})
     reply = await run_crowded(model, clock, 300)
@@ -222,8 +209,8 @@ async def test_a_later_part_waits_for_room() -> None:
 
 
 @pytest.mark.parametrize("model", [Crowded(full_runs={0}), Crowded(full_texts={0}), Crowded(full_runs=range(1, 99))])
-async def test_the_first_part_is_refused_as_any_call_is(model: Crowded) -> None:
-    """And none waits for ever."""
+async def test_a_refused_first_part_ends_the_call(model: Crowded) -> None:
+    """So does a later part that finds no room for 30 seconds."""
     clock = FakeClock()
     with pytest.raises(QueueFull):
         await run_crowded(model, clock, 300)
@@ -231,16 +218,13 @@ async def test_the_first_part_is_refused_as_any_call_is(model: Crowded) -> None:
     assert clock.now() < 120
 
 
-async def test_what_has_been_begun_is_finished_by_the_model_that_began_it(start_server: StartServer) -> None:
-    """A new version takes over in the middle; the old one goes on until it is not used any more."""
+async def test_a_replaced_model_finishes_the_requests_it_began(start_server: StartServer) -> None:
     server = await start_server(**SMALL_QUEUE)
     old, new = server.app.catalog.resolve("tiny", "2"), server.app.catalog.resolve("tiny", "1")
-    server.engine.hold()
-    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
-    await asyncio.to_thread(server.engine.started.acquire)
+    large = await server.start_held(post(server, TEI, LARGE))
     server.app.catalog.publish([new])
     unused = asyncio.create_task(old.unused())
-    await asyncio.sleep(0.01)
+    await asyncio.sleep(0)
     assert not unused.done()
     server.engine.let_go()
     assert (await large).status_code == 200
@@ -248,39 +232,19 @@ async def test_what_has_been_begun_is_finished_by_the_model_that_began_it(start_
     assert [it["id"] for it in (await get(server, "/v1/models")).json()["data"]] == ["tiny"]
 
 
-async def test_what_has_been_begun_is_finished_when_the_server_stops(start_server: StartServer) -> None:
-    server = await start_server(**SMALL_QUEUE)
-    server.engine.hold()
-    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
-    await asyncio.to_thread(server.engine.started.acquire)
+@pytest.mark.parametrize("grace_seconds", [60.0, 0.2])
+async def test_a_request_in_parts_when_the_server_stops(start_server: StartServer, grace_seconds: float) -> None:
+    """It is finished in the grace period, or refused at its end."""
+    server = await start_server(**SMALL_QUEUE, grace_seconds=grace_seconds)
+    large = await server.start_held(post(server, TEI, LARGE))
     stopping = asyncio.create_task(server.app.stop())
     await until(server.app._calls.draining.is_set)
-    server.engine.let_go()
-    assert (await large).status_code == 200
-    assert await stopping
-
-
-async def test_it_is_ended_with_the_grace_period(start_server: StartServer) -> None:
-    server = await start_server(**SMALL_QUEUE, grace_seconds=0.2)
-    server.engine.hold()
-    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
-    await asyncio.to_thread(server.engine.started.acquire)
-    stopping = asyncio.create_task(server.app.stop())
-    refused = await large
-    assert (refused.status_code, refused.headers["encserve-error-reason"]) == (503, "DRAINING")
-    server.engine.let_go()
-    await stopping
-
-
-async def test_an_engine_that_fails_in_the_middle(start_server: StartServer) -> None:
-    server = await start_server(**SMALL_QUEUE)
-    server.engine.hold()
-    large = asyncio.create_task(post(server, TEI, {"inputs": [[7] * 32] * MANY}))
-    for _ in range(4):
-        await asyncio.to_thread(server.engine.started.acquire)
-        server.engine.let_one_go()
-    server.engine.broken = True
-    server.engine.let_go()
-    refused = await large
-    assert refused.status_code in (424, 503)
-    assert server.app._calls.held_bytes == 0
+    if grace_seconds == 60:
+        server.engine.let_go()
+        assert (await large).status_code == 200
+        assert await stopping
+    else:
+        refused = await large
+        assert (refused.status_code, refused.headers["encserve-error-reason"]) == (503, "DRAINING")
+        server.engine.let_go()
+        await stopping

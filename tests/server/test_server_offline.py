@@ -1,7 +1,6 @@
-"""Vectors made in this process: the same as a server's, whatever is asked for and whatever goes wrong."""
+"""Vectors computed in this process: equal to a server's, in order, and with a reason for each refused input."""
 
 import gc
-import io
 import itertools
 import json
 import math
@@ -21,7 +20,7 @@ from fake_server import D_MODEL, LONGEST, StartServer, fake_model, write_tokeniz
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_bundle import VOCAB_SIZE, write_bundle
-from tiny_heads import END, every_kind, loader, multi_vector, sparse, text, words
+from tiny_heads import END, every_kind, loader, multi_vector, npy, sparse, text, words
 
 from encserve_client.options import Options, Output
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -36,102 +35,121 @@ TEXTS = [text(5, 6, 7), text(8), text(*range(10, 40)), text(9, 9)]
 IDS = [[5, 6, 7], [1, 8, 2], [4] * 30]
 MASK, DOT = 3, 9
 LATE = {"files": {"multi_vector.onnx": tiny_heads.multi_vector_file()}, "multi_vector": multi_vector()}
-TASKS = {
-    **LATE,
-    "prompts": {"q": "w7 "},
-    "query": manifest_pb2.TaskSettings(
-        prompt_name="q", max_tokens=8, expansion=manifest_pb2.Expansion(min_tokens=8, token_id=MASK, attended=False)
-    ),
-    "document": manifest_pb2.TaskSettings(max_tokens=20, skipped_token_ids=[DOT, END]),
-}
-TABLE = io.BytesIO()
-np.save(TABLE, np.linspace(-1, 1, VOCAB_SIZE, dtype=np.float32))
 STATIC = {
     "files": {
         "sparse.onnx": tiny_heads.sparse_file("max"),
         "query.json": words(special=False).to_str().encode(),
-        "query.npy": TABLE.getvalue(),
+        "query.npy": npy(np.linspace(-1, 1, VOCAB_SIZE, dtype=np.float32)),
     },
     "sparse": sparse(),
     "query": manifest_pb2.TaskSettings(
         static_sparse=manifest_pb2.StaticSparse(tokenizer_file="query.json", weights_file="query.npy", max_tokens=6)
     ),
 }
-TEMPLATE = manifest_pb2.TextTemplate(before="w3 ", before_prompt="w4 ", after_prompt=" ", after=" w2", after_tokens=1)
-SKIPS = {"prompts": {"q": "w7 "}, "default_prompt_name": "q", "pooling_skips_prompt": True}
-WHITE = {"tokenizer": words(special=False), "text__takes_empty": True}
-# For each the bundle, the inputs, and what is asked for.
-CASES: dict[str, tuple[dict[str, Any], list[Any], dict[str, Any]]] = {
-    "the model's pooling": ({}, TEXTS, {}),
-    "ids": ({}, IDS, {}),
-    "texts and ids": ({}, [*TEXTS, *IDS, text(3)], {}),
-    **{
-        kind: ({}, TEXTS, {"output": kind})
-        for kind in ("mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length", "tokens")
-    },
-    "rows of ids": ({}, IDS, {"output": "tokens", "dtype": "float16"}),
-    "rows without special tokens": ({}, TEXTS, {"output": "tokens", "exclude_special_tokens": True}),
-    "rows without a template's tokens": (
-        {"tokenizer": words(special=False), "text__template": TEMPLATE},
-        TEXTS,
-        {"output": "tokens", "exclude_special_tokens": True},
+# For each bundle the inputs and options of several calls.
+CASES: dict[str, tuple[dict[str, Any], list[tuple[list[Any], dict[str, Any]]]]] = {
+    "plain": (
+        {},
+        [
+            (TEXTS, {}),
+            (IDS, {}),
+            ([*TEXTS, *IDS, text(3)], {}),
+            *[
+                (TEXTS, {"output": kind})
+                for kind in ("mean", "cls", "max", "last_token", "weighted_mean", "mean_sqrt_length", "tokens")
+            ],
+            (IDS, {"output": "tokens", "dtype": "float16"}),
+            (TEXTS, {"output": "tokens", "exclude_special_tokens": True}),
+            (TEXTS, {"output": "mean", "dimensions": 3, "l2_normalize": True, "dtype": "float16"}),
+            (TEXTS, {"dtype": "int8"}),
+            (TEXTS, {"dtype": "binary", "dimensions": 5}),
+            ([text(*[5] * 100), text(6)], {"truncate": True, "output": "mean"}),
+            ([[5] * 100], {"truncate": True, "output": "tokens"}),
+        ],
     ),
-    "rows without the ids that are special": (
+    "a template": (
+        {
+            "tokenizer": words(special=False),
+            "text__template": manifest_pb2.TextTemplate(
+                before="w3 ", before_prompt="w4 ", after_prompt=" ", after=" w2", after_tokens=1
+            ),
+        },
+        [(TEXTS, {"output": "tokens", "exclude_special_tokens": True})],
+    ),
+    "special ids": (
         {"text": manifest_pb2.TextInput(tokenizer_file="tokenizer.json", special_token_ids=[1, 2])},
-        IDS,
-        {"output": "tokens", "exclude_special_tokens": True},
+        [(IDS, {"output": "tokens", "exclude_special_tokens": True})],
     ),
-    "cut and normalised": ({}, TEXTS, {"output": "mean", "dimensions": 3, "l2_normalize": True, "dtype": "float16"}),
-    "int8": ({}, TEXTS, {"dtype": "int8"}),
-    "binary": ({}, TEXTS, {"dtype": "binary", "dimensions": 5}),
-    "cut texts": ({}, [text(*[5] * 100), text(6)], {"truncate": True, "output": "mean"}),
-    "cut ids": ({}, [[5] * 100], {"truncate": True, "output": "tokens"}),
-    "a prompt": ({"prompts": {"q": "w7 "}}, TEXTS, {"prompt_name": "q"}),
-    "no prompt": ({"prompts": {"q": "w7 "}, "default_prompt_name": "q"}, TEXTS, {"prompt_name": ""}),
-    "a prompt that pooling leaves out": ({**SKIPS, "pooling": manifest_pb2.POOLING_MEAN}, TEXTS, {}),
-    "texts without tokens": (WHITE, ["", text(5), ""], {}),
-    "rows of texts without tokens": (WHITE, ["", text(5), ""], {"output": "tokens"}),
-    "queries of MaxSim": (TASKS, [text(5), text(5, 6, 8)], {"task": "query", "output": "multi_vector"}),
-    "documents of MaxSim": (TASKS, [text(5, DOT), text(6)], {"task": "document", "output": "multi_vector"}),
-    "joined vectors": (LATE, TEXTS, {"output": "multi_vector", "pool_factor": 2.0}),
-    "weights of tokens": (every_kind(), TEXTS, {"output": "sparse"}),
-    "sparse weights": (
-        {"files": {"sparse.onnx": tiny_heads.sparse_file("max")}, "sparse": sparse()},
-        TEXTS,
-        {"output": "sparse", "max_active_dims": 4, "dtype": "float16"},
+    "prompts that pooling skips": (
+        {
+            "prompts": {"q": "w7 "},
+            "default_prompt_name": "q",
+            "pooling_skips_prompt": True,
+            "pooling": manifest_pb2.POOLING_MEAN,
+        },
+        [(TEXTS, {}), (TEXTS, {"prompt_name": "q"}), (TEXTS, {"prompt_name": ""})],
     ),
-    "sparse weights from a table": (
+    "texts without tokens": (
+        {"tokenizer": words(special=False), "text__takes_empty": True},
+        [(["", text(5), ""], {}), (["", text(5), ""], {"output": "tokens"})],
+    ),
+    "MaxSim": (
+        {
+            **LATE,
+            "prompts": {"q": "w7 "},
+            "query": manifest_pb2.TaskSettings(
+                prompt_name="q",
+                max_tokens=8,
+                expansion=manifest_pb2.Expansion(min_tokens=8, token_id=MASK, attended=False),
+            ),
+            "document": manifest_pb2.TaskSettings(max_tokens=40, skipped_token_ids=[DOT, END]),
+        },
+        [
+            ([text(5), text(5, 6, 8)], {"task": "query", "output": "multi_vector"}),
+            ([text(5, DOT), text(6)], {"task": "document", "output": "multi_vector"}),
+            (TEXTS, {"output": "multi_vector", "pool_factor": 2.0}),
+        ],
+    ),
+    "weights of tokens": (every_kind(), [(TEXTS, {"output": "sparse"})]),
+    "static weights": (
         STATIC,
-        [text(5, 40, 5, 6), "", text(9, 8, 7, 10)],
-        {"output": "sparse", "task": "query"},
+        [
+            (TEXTS, {"output": "sparse", "max_active_dims": 4, "dtype": "float16"}),
+            ([text(5, 40, 5, 6), "", text(9, 8, 7, 10)], {"output": "sparse", "task": "query"}),
+        ],
     ),
 }
 SPEC = ("l2_normalize", "dimensions", "max_active_dims", "pool_factor")
 
 
 @pytest.mark.parametrize("name", CASES)
-async def test_rows_are_those_of_a_server(start_server: StartServer, tmp_path: Path, name: str) -> None:
-    parts, inputs, asked = CASES[name]
+async def test_rows_have_the_bits_of_a_servers(start_server: StartServer, tmp_path: Path, name: str) -> None:
+    parts, calls = CASES[name]
     bundle = write_bundle(tmp_path / "bundles", **{"tokenizer": words(), **parts})
-    with Embedder(bundle, tune_batches=False, max_batch_tokens=64) as embedder:
-        made = embedder.run(inputs, **asked)
     server = await start_server(load=loader(bundle), model=("tiny@1",), tune_batches=False)
-    spec = Output(asked.get("output", "model"), **{key: asked[key] for key in SPEC if key in asked})
-    options = Options((spec,), **{key: value for key, value in asked.items() if key not in (*SPEC, "output")})
-    reply = await server.encode(*inputs, options=options.to_proto())
-    (tensor,) = reply.outputs
-    assert made.refused == {}
-    assert made.rows.tobytes() == tensor.data
-    assert made.rows.flags.c_contiguous
-    assert made.lengths.tolist() == list(tensor.lengths)
-    assert (b"" if made.indices is None else made.indices.tobytes()) == tensor.indices
-    assert made.l2_normalized == tensor.l2_normalized
-    assert made.token_counts.tolist() == [it.token_count for it in reply.sequences]
-    assert made.original_token_counts.tolist() == [it.original_token_count for it in reply.sequences]
+    with Embedder(bundle, tune_batches=False, max_batch_tokens=64) as embedder:
+        made = [embedder.run(inputs, **asked) for inputs, asked in calls]
+    for found, (inputs, asked) in zip(made, calls, strict=True):
+        spec = Output(asked.get("output", "model"), **{key: asked[key] for key in SPEC if key in asked})
+        options = Options((spec,), **{key: value for key, value in asked.items() if key not in (*SPEC, "output")})
+        reply = await server.encode(*inputs, options=options.to_proto())
+        (tensor,) = reply.outputs
+        assert found.refused == {}
+        assert found.rows.tobytes() == tensor.data, asked
+        assert found.rows.flags.c_contiguous
+        assert found.lengths.tolist() == list(tensor.lengths)
+        assert (b"" if found.indices is None else found.indices.tobytes()) == tensor.indices
+        assert found.l2_normalized == tensor.l2_normalized
+        assert found.token_counts.tolist() == [it.token_count for it in reply.sequences]
+        assert found.original_token_counts.tolist() == [it.original_token_count for it in reply.sequences]
 
 
-def test_of_budgets_that_are_as_good_the_greatest_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No caller waits for a batch of a job, and each batch has a cost of its own; a server takes the least."""
+# Loading
+
+
+@pytest.mark.system  # measures for two seconds
+def test_of_equally_good_budgets_the_greatest_is_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No caller waits for a batch of a job, and each batch has a fixed cost; a server takes the least."""
     monkeypatch.setattr(tuning, "_MAX_SPREAD", math.inf)  # a busy machine is remembered too
     bundle = write_bundle(tmp_path / "bundles")
     remembered = bundle.parent / f".{bundle.name}.tuned.json"
@@ -141,6 +159,47 @@ def test_of_budgets_that_are_as_good_the_greatest_is_taken(tmp_path: Path, monke
     remembered.write_text(json.dumps(content))
     with Embedder(bundle, tune_batches=True) as embedder:
         assert embedder.policy.max_batch_tokens == 768
+
+
+def test_the_newest_version_is_loaded(tmp_path: Path) -> None:
+    for version in ("1.9", "1.10", "1.10-rc1"):
+        write_bundle(tmp_path, version=version)
+    with Embedder(tmp_path / "tiny", tune_batches=False) as newest:
+        assert newest.bundle.version == "1.10"
+    with Embedder(str(tmp_path / "tiny/1.9"), tune_batches=False, intra_op_threads=2, parallel_batches=1) as pinned:
+        assert pinned.bundle.version == "1.9"
+        assert (pinned.intra_op_threads, pinned.parallel_batches, pinned.info.device) == (2, 1, "cpu")
+    with pytest.raises(BundleError, match="nowhere: "):
+        Embedder(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="max_batch_tokens .* was 0"):
+        Embedder(tmp_path / "tiny", max_batch_tokens=0)
+    with (tmp_path / "tiny/1.9/model.onnx").open("r+b") as file:
+        file.write(b"x")
+    with pytest.raises(BundleError, match="model.onnx: its sha256"):
+        Embedder(tmp_path / "tiny/1.9")
+
+
+@pytest.mark.parametrize(
+    ("parts", "kind"), [({}, "model"), (LATE, "multi_vector"), ({k: STATIC[k] for k in ("files", "sparse")}, "sparse")]
+)
+def test_the_default_output_is_the_trained_one(tmp_path: Path, parts: dict[str, Any], kind: str) -> None:
+    pooling: dict[str, Any] = {} if kind == "model" else {"pooling": manifest_pb2.POOLING_UNSPECIFIED}
+    with Embedder(write_bundle(tmp_path, **parts, **pooling), tune_batches=False) as embedder:
+        assert embedder.trained_kind == embedder.run(IDS).kind == kind
+
+
+@pytest.mark.system  # starts a process
+def test_no_library_of_a_server_is_imported() -> None:
+    program = """
+import sys
+import encserve_server.offline
+print(sorted({it.partition(".")[0] for it in sys.modules} & {"grpc", "aiohttp", "prometheus_client", "uvloop"}))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+# Running, with a fake engine
 
 
 @pytest.fixture
@@ -169,36 +228,39 @@ def make_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         embedder.close()
 
 
-def ids_of(count: int, seed: int = 0) -> list[list[int]]:
-    """Inputs of 1 to 32 ids, each of which tells its input."""
+def random_ids(count: int, seed: int = 0) -> list[list[int]]:
+    """Inputs of 1 to 32 equal ids; each input has another id."""
     lengths = np.random.default_rng(seed).integers(1, LONGEST, count, endpoint=True)
     return [[10 + i] * int(length) for i, length in enumerate(lengths)]
 
 
 def test_rows_are_in_the_order_of_the_inputs(make_fake: Any) -> None:
     embedder, engine = make_fake()
-    inputs = ids_of(100)
-    told: list[tuple[int, int, int]] = []
-    made = embedder.run(inputs, on_batch=lambda *numbers: told.append(numbers), output="tokens")
+    inputs = random_ids(100)
+    progress: list[tuple[int, int, int]] = []
+    made = embedder.run(inputs, on_batch=lambda *figures: progress.append(figures), output="tokens")
     want = [fake_rows(np.array(it), D_MODEL) for it in inputs]
     np.testing.assert_array_equal(made.rows, np.concatenate(want))
     assert made.token_ids.tolist() == [it for ids in inputs for it in ids]
     assert made.lengths.tolist() == made.token_counts.tolist() == list(map(len, inputs))
-    ran = [max(it) for it in engine.batches]
-    assert ran == sorted(ran, reverse=True)
-    assert [sum(it) for it in zip(*told, strict=True)] == [100, made.tokens, made.padded_tokens]
+    longest = [max(it) for it in engine.batches]
+    assert longest == sorted(longest, reverse=True)
+    assert [sum(it) for it in zip(*progress, strict=True)] == [100, made.tokens, made.padded_tokens]
     assert made.tokens == sum(map(len, inputs)) <= made.padded_tokens
     for rows, wanted in zip(embedder.embed(inputs, output="tokens"), want, strict=True):
         np.testing.assert_array_equal(rows, wanted)
+    empty = embedder.run([], dtype="float16")
+    assert (empty.rows.shape, empty.rows.dtype, empty.lengths.shape) == ((0, D_MODEL), np.float16, (0,))
+    assert embedder.embed([], output="tokens") == []
 
 
 def vectors(*marks: float) -> Any:
-    numbers = np.zeros((len(marks), D_MODEL), np.float32)
-    numbers[:, 0] = marks
-    return numbers
+    rows = np.zeros((len(marks), D_MODEL), np.float32)
+    rows[:, 0] = marks
+    return rows
 
 
-def test_vectors_are_taken(make_fake: Any) -> None:
+def test_a_model_of_embeddings_takes_vectors(make_fake: Any) -> None:
     embedder, _ = make_fake(takes_vectors=True)
     inputs = [vectors(5, 6), vectors(7).astype(np.float16), vectors(1, np.nan), vectors(8)[0], "text", [1, 2], []]
     made = embedder.run(inputs, output="tokens")
@@ -206,10 +268,10 @@ def test_vectors_are_taken(make_fake: Any) -> None:
     np.testing.assert_array_equal(made.rows, np.concatenate(want))
     assert made.token_ids is None
     assert made.refused[2] == "must be finite; was nan in row 1, column 0"
-    assert made.refused[3].startswith("must be a text, a list of ids of 64 bits, or a (seq, d_model) array of numbers")
+    assert made.refused[3].startswith("must be a text, a list of ids of 64 bits, or a (seq, d_model) array")
     assert made.refused[4] == made.refused[5] == "model tiny takes embeddings only"
-    assert made.refused[6] == "must hold at least 1 vector; was empty"
-    with pytest.raises(InvalidField, match="does not say how it was trained to pool"):
+    assert list(made.refused) == [2, 3, 4, 5, 6]
+    with pytest.raises(InvalidField):
         embedder.run(inputs)
 
 
@@ -223,12 +285,12 @@ BAD: list[tuple[Any, str]] = [
     ([1.5], "must be a text"),
     ([[1], [1, 2]], "must be a text"),
     (None, "must be a text"),
-    (vectors(1), "model tiny takes token ids or text; it was not exported for embeddings"),
+    (vectors(1), "model tiny takes token ids or text"),
     ("x" * 300_000, "must be at most 262144 bytes (max_text_bytes); was 300000"),
 ]
 
 
-def test_inputs_that_are_refused_keep_no_other_from_being_done(make_fake: Any) -> None:
+def test_a_refused_input_does_not_stop_the_others(make_fake: Any) -> None:
     embedder, _ = make_fake()
     good = [[5, 6], "hello world", [8] * 32]
     inputs = [good[0], *(bad for bad, _ in BAD), *good[1:]]
@@ -239,12 +301,12 @@ def test_inputs_that_are_refused_keep_no_other_from_being_done(make_fake: Any) -
     assert made.lengths.tolist() == [1, *[0] * len(BAD), 1, 1]
     assert made.token_counts.tolist() == [2, *[0] * len(BAD), 4, 32]
     np.testing.assert_array_equal(made.rows, embedder.embed(good))
-    with pytest.raises(RequestError, match=r"ids 1, place 1: must be from 0 to 999"):
+    with pytest.raises(RequestError, match="ids 1, place 1: must be from 0 to 999"):
         embedder.embed(inputs)
 
 
-def test_inputs_that_are_refused_leave_nothing_in_memory(make_fake: Any) -> None:
-    """Otherwise a job with many of them would hold whole parts until garbage is collected."""
+def test_refused_inputs_leave_nothing_in_memory(make_fake: Any) -> None:
+    """Otherwise a job with many of them would hold large parts until the cycle collector runs."""
     embedder, _ = make_fake()
     gc.collect()
     gc.disable()
@@ -257,7 +319,7 @@ def test_inputs_that_are_refused_leave_nothing_in_memory(make_fake: Any) -> None
 
 
 @pytest.mark.parametrize("output", ["mean", "tokens"])
-def test_only_the_culprit_of_a_batch_is_refused(make_fake: Any, output: Any) -> None:
+def test_a_failing_input_does_not_fail_its_batch(make_fake: Any, output: Any) -> None:
     embedder, _ = make_fake(FakeEngine(D_MODEL, poison=13, nan_id=15))
     inputs = [[10 + i] * 4 for i in range(8)]
     made = embedder.run(inputs, output=output)
@@ -265,59 +327,54 @@ def test_only_the_culprit_of_a_batch_is_refused(make_fake: Any, output: Any) -> 
     kept = [it for i, it in enumerate(inputs) if i not in made.refused]
     assert made.lengths.tolist() == [0 if i in (3, 5) else 4 if output == "tokens" else 1 for i in range(8)]
     np.testing.assert_array_equal(made.rows, embedder.run(kept, output=output).rows)
-    with pytest.raises(InferenceFailed, match="input 3: the model could not compute it"):
+    with pytest.raises(InferenceFailed, match="input 3"):
         embedder.embed(inputs, output=output)
 
 
-def test_an_engine_that_fails_for_everything_refuses_nothing(make_fake: Any) -> None:
+def test_an_engine_that_always_fails_refuses_no_input(make_fake: Any) -> None:
     embedder, engine = make_fake()
     engine.broken = True
     with pytest.raises(EngineUnhealthy, match="the device is lost"):
-        embedder.run(ids_of(20))
+        embedder.run(random_ids(20))
     engine.broken, engine.nan_id = False, 0  # the probe's id too
-    with pytest.raises(EngineUnhealthy, match="no finite numbers for anything"):
+    with pytest.raises(EngineUnhealthy, match="finite"):
         embedder.run([[0, 5], [0, 6]])
     engine.nan_id = None
-    assert embedder.run(ids_of(20)).refused == {}
-
-
-def test_no_batch_has_the_whole_device(make_fake: Any) -> None:
-    """What depends on that would depend on timing."""
-    embedder, engine = make_fake(FakeEngine(D_MODEL, max_parallel_runs=2))
-    embedder.run(ids_of(20))
-    assert set(engine.alone) == {False}
+    assert embedder.run(random_ids(20)).refused == {}
 
 
 def test_threads_share_the_engine(make_fake: Any) -> None:
-    embedder, _ = make_fake(FakeEngine(D_MODEL, max_parallel_runs=2))
-    calls = [ids_of(50, seed) for seed in range(6)]
+    """No batch has the whole device, since that would depend on timing."""
+    embedder, engine = make_fake(FakeEngine(D_MODEL, max_parallel_runs=2))
+    calls = [random_ids(50, seed) for seed in range(6)]
     with ThreadPoolExecutor(6) as pool:
         made = list(pool.map(lambda inputs: embedder.run(inputs, output="tokens"), calls))
-    for inputs, its in zip(calls, made, strict=True):
-        np.testing.assert_array_equal(its.rows, np.concatenate([fake_rows(np.array(it), D_MODEL) for it in inputs]))
+    for inputs, found in zip(calls, made, strict=True):
+        np.testing.assert_array_equal(found.rows, np.concatenate([fake_rows(np.array(it), D_MODEL) for it in inputs]))
+    assert set(engine.alone) == {False}
 
 
-def test_a_run_ends_after_the_batch_that_runs_when_it_is_stopped(make_fake: Any) -> None:
+def test_a_stopped_run_ends_after_the_current_batch(make_fake: Any) -> None:
     embedder, engine = make_fake()
     engine.hold()
-    told: list[int] = []
+    progress: list[int] = []
     with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(embedder.run, ids_of(50), lambda rows, *_: told.append(rows))
+        running = pool.submit(embedder.run, random_ids(50), lambda rows, *_: progress.append(rows))
         engine.started.acquire()
         embedder.stop()
         engine.let_go()
         with pytest.raises(Stopped):
             running.result()
-    assert len(engine.batches) == len(told) == 1
+    assert len(engine.batches) == len(progress) == 1
     with pytest.raises(Stopped):
         embedder.embed([[5]])
 
 
-def test_closing_waits_for_the_batch_that_runs(make_fake: Any) -> None:
+def test_closing_waits_for_the_current_batch(make_fake: Any) -> None:
     embedder, engine = make_fake()
     engine.hold()
     with ThreadPoolExecutor(2) as pool:
-        running = pool.submit(embedder.run, ids_of(50))
+        running = pool.submit(embedder.run, random_ids(50))
         engine.started.acquire()
         closing = pool.submit(embedder.close)
         assert not engine.closed
@@ -330,14 +387,14 @@ def test_closing_waits_for_the_batch_that_runs(make_fake: Any) -> None:
     assert not [it for it in threading.enumerate() if it.name.startswith(("encserve-engine", "encserve-tokenize"))]
 
 
-def test_what_fails_in_a_callback_ends_the_run(make_fake: Any) -> None:
+def test_an_error_of_a_callback_ends_the_run(make_fake: Any) -> None:
     embedder, engine = make_fake()
 
     def fail(*_: int) -> None:
         raise OSError("the disk is full")
 
     with pytest.raises(OSError, match="the disk is full"):
-        embedder.run(ids_of(50), fail)
+        embedder.run(random_ids(50), fail)
     ran = len(engine.batches)
     assert embedder.embed([[5]]).shape == (1, D_MODEL)
     assert len(engine.batches) == ran + 1
@@ -349,37 +406,26 @@ def test_what_fails_in_a_callback_ends_the_run(make_fake: Any) -> None:
         ({"output": "median"}, "output: must be one of 'model', .*; was 'median'"),
         ({"output": "sparse"}, "model tiny has no sparse"),
         ({"dtype": "float64"}, "dtype: must be one of 'float32', .*; was 'float64'"),
-        ({"task": "question"}, "task: must be one of None, 'query', 'document'; was 'question'"),
-        ({"task": "query"}, "model tiny does not know query"),
-        ({"prompt_name": "no"}, "model tiny has no prompt 'no'"),
-        ({"dimensions": 9}, "must be at most 4"),
-        ({"dimensions": -1}, "dimensions: must be at least 1, or left out; was -1"),
+        ({"task": "question"}, "task: must be one of None, .*; was 'question'"),
+        ({"task": "query"}, "tiny does not know query"),
+        ({"prompt_name": "no"}, "tiny has no prompt 'no'"),
+        ({"dimensions": 9}, "at most 4"),
+        ({"dimensions": -1}, "dimensions: .* was -1"),
     ],
 )
-def test_what_a_model_does_not_have_is_refused_before_there_are_inputs(
-    make_fake: Any, asked: dict[str, Any], problem: str
-) -> None:
-    embedder, _ = make_fake()
+def test_a_bad_option_is_refused_without_inputs(make_fake: Any, asked: dict[str, Any], problem: str) -> None:
     with pytest.raises(RequestError, match=problem):
-        embedder.run([], **asked)
+        make_fake()[0].run([], **asked)
 
 
-def test_a_single_text_is_no_list(make_fake: Any) -> None:
-    with pytest.raises(TypeError, match=r"for one text pass \['hello'\]"):
+def test_a_single_text_is_not_a_list(make_fake: Any) -> None:
+    with pytest.raises(TypeError, match=r"\['hello'\]"):
         make_fake()[0].embed("hello")
 
 
-def test_without_inputs_there_are_no_rows(make_fake: Any) -> None:
-    embedder, _ = make_fake()
-    made = embedder.run([], dtype="float16")
-    assert (made.rows.shape, made.rows.dtype, made.lengths.shape) == ((0, D_MODEL), np.float16, (0,))
-    assert embedder.embed([], output="tokens") == []
-
-
-def test_sparse_vectors_are_told_apart(tmp_path: Path) -> None:
+def test_each_sparse_vector_has_its_own_indices(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path, tokenizer=words(), **every_kind())
     with Embedder(bundle, tune_batches=False) as embedder:
-        assert embedder.trained_kind == "model"
         made = embedder.run(TEXTS, output="sparse")
         found = embedder.embed(TEXTS, output="sparse")
         refused = embedder.run([[VOCAB_SIZE], *TEXTS, []], output="sparse")
@@ -388,75 +434,25 @@ def test_sparse_vectors_are_told_apart(tmp_path: Path) -> None:
     assert {it.width for it in found} == {made.sparse_width} == {VOCAB_SIZE}
 
 
-@pytest.mark.parametrize(
-    ("parts", "kind"), [({}, "model"), (LATE, "multi_vector"), ({k: STATIC[k] for k in ("files", "sparse")}, "sparse")]
+# Batches
+
+
+@given(
+    st.lists(st.integers(1, 40), max_size=60),
+    st.builds(BatchPolicy, st.integers(1, 100), st.integers(1, 8), st.floats(0, 1)),
 )
-def test_a_model_makes_what_it_was_trained_for(tmp_path: Path, parts: dict[str, Any], kind: str) -> None:
-    pooling: dict[str, Any] = {} if kind == "model" else {"pooling": manifest_pb2.POOLING_UNSPECIFIED}
-    with Embedder(write_bundle(tmp_path, **parts, **pooling), tune_batches=False) as embedder:
-        assert embedder.trained_kind == embedder.run(IDS).kind == kind
-
-
-def test_the_newest_version_is_loaded(tmp_path: Path) -> None:
-    for version in ("1.9", "1.10", "1.10-rc1"):
-        write_bundle(tmp_path, version=version)
-    with Embedder(tmp_path / "tiny", tune_batches=False) as newest:
-        assert newest.bundle.version == "1.10"
-    with Embedder(str(tmp_path / "tiny/1.9"), tune_batches=False, intra_op_threads=2, parallel_batches=1) as pinned:
-        assert pinned.bundle.version == "1.9"
-        assert (pinned.intra_op_threads, pinned.parallel_batches, pinned.info.device) == (2, 1, "cpu")
-    with pytest.raises(BundleError, match=r"nowhere: no bundle in it; expected manifest.json or <version>/manifest"):
-        Embedder(tmp_path / "nowhere")
-
-
-def test_an_altered_bundle_is_refused(tmp_path: Path) -> None:
-    bundle = write_bundle(tmp_path)
-    with (bundle / "model.onnx").open("r+b") as file:
-        file.write(b"x")
-    with pytest.raises(BundleError, match=r"model.onnx: its sha256 is .*; its manifest says"):
-        Embedder(bundle)
-
-
-def test_an_option_out_of_its_bounds_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="max_batch_tokens must be >= 1; was 0"):
-        Embedder(write_bundle(tmp_path), max_batch_tokens=0)
-
-
-LENGTHS = st.lists(st.integers(1, 40), max_size=60)
-POLICIES = st.builds(BatchPolicy, st.integers(1, 100), st.integers(1, 8), st.floats(0, 1))
-
-
-@given(LENGTHS, POLICIES)
-def test_batches_hold_every_input_once_and_keep_every_bound(lengths: list[int], policy: BatchPolicy) -> None:
+def test_batches_hold_every_input_once_and_end_only_at_a_bound(lengths: list[int], policy: BatchPolicy) -> None:
     cut = batches(lengths, policy)
-    assert sorted(i for batch in cut for i in batch) == list(range(len(lengths)))
-    assert cut == batches(tuple(lengths), policy)
-    for batch in cut:
-        padded = lengths[batch[0]] * len(batch)
-        assert lengths[batch[0]] == max(lengths[i] for i in batch)
-        assert len(batch) <= policy.max_batch_sequences
-        assert padded <= policy.max_batch_tokens or len(batch) == 1
-        assert padded - sum(lengths[i] for i in batch) <= policy.max_padding_fraction * padded
     order = [i for batch in cut for i in batch]
     assert order == sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
+    assert cut == batches(tuple(lengths), policy)
 
+    def fits(batch: list[int]) -> bool:
+        real = [lengths[i] for i in batch]
+        padded = max(real) * len(real)
+        within = len(real) <= policy.max_batch_sequences and padded <= policy.max_batch_tokens
+        return within and padded - sum(real) <= policy.max_padding_fraction * padded
 
-@given(LENGTHS, POLICIES)
-def test_a_batch_ends_only_at_a_bound(lengths: list[int], policy: BatchPolicy) -> None:
-    cut = batches(lengths, policy)
+    assert all(fits(list(batch)) or len(batch) == 1 for batch in cut)
     for batch, following in itertools.pairwise(cut):
-        more = [lengths[i] for i in (*batch, following[0])]
-        padded = max(more) * len(more)
-        fits = len(more) <= policy.max_batch_sequences and padded <= policy.max_batch_tokens
-        assert not (fits and padded - sum(more) <= policy.max_padding_fraction * padded)
-
-
-@pytest.mark.system
-def test_no_server_is_imported() -> None:
-    program = """
-import sys
-import encserve_server.offline
-print(sorted({it.partition(".")[0] for it in sys.modules} & {"grpc", "aiohttp", "prometheus_client", "uvloop"}))
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+        assert not fits([*batch, following[0]])

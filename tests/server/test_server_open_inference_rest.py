@@ -1,4 +1,4 @@
-"""The Open Inference Protocol over HTTP on a server with a fake engine: what callers get for good input and bad."""
+"""The Open Inference Protocol over HTTP: replies, refusals, binary tensors and bounds."""
 
 import asyncio
 import json
@@ -11,23 +11,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from fake_engine import fake_rows
 from fake_server import D_MODEL, VOCAB_SIZE, FakeServer, StartServer
 from fuzzing import damaged
 from http_calls import connect, get, post
-from open_inference import DTYPES, LENGTH, arrays_of_rest, infer, text_tensor
+from open_inference import DATATYPES, DTYPES, IDS, LENGTH, MASK, PADDED, arrays_of_rest, infer, text_tensor
 from waiting import until
 
 from encserve_server.http.tensors import JsonData
 from encserve_server.open_inference.tensors import SentTensor
 
 PATH = "/v2/models/tiny/infer"
-IDS = np.array([[5, 6, 7], [8, 0, 0]])
-MASK = np.array([[1, 1, 1], [1, 0, 0]])
-PADDED = np.stack(
-    [fake_rows(np.array([5, 6, 7]), D_MODEL), np.pad(fake_rows(np.array([8]), D_MODEL), ((0, 2), (0, 0)))]
-)
-_DATATYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+SHARED_SETTINGS = {"http_port": 0}
 
 
 @pytest.fixture
@@ -36,12 +30,12 @@ async def server(start_server: StartServer) -> FakeServer:
 
 
 def tensor(name: str, array: Any, *, nested: bool = False) -> dict[str, Any]:
-    """A tensor with its data in JSON; of objects BYTES."""
+    """A tensor with its data in JSON; an array of objects is BYTES."""
     is_text = array.dtype == object
     data: Any = (array if nested else array.reshape(-1)).tolist()
     if is_text:
         data = json.loads(json.dumps(data, default=bytes.decode))
-    datatype = "BYTES" if is_text else _DATATYPES[array.dtype]
+    datatype = "BYTES" if is_text else DATATYPES[array.dtype]
     return {"name": name, "datatype": datatype, "shape": list(array.shape), "data": data}
 
 
@@ -53,7 +47,7 @@ def request(*, nested: bool = False, outputs: Any = None, parameters: Any = None
 
 
 def binary(body: dict[str, Any]) -> tuple[bytes, dict[str, str]]:
-    """The same with the data of tensors as bytes behind the JSON, and the header that says where they begin."""
+    """The same request with binary tensors after the JSON, and the header with the length of the JSON."""
     inputs, parts = [], []
     for it in body["inputs"]:
         if it["datatype"] == "BYTES":
@@ -79,77 +73,73 @@ async def ask_bytes(server: FakeServer, body: dict[str, Any]) -> dict[str, npt.N
 
 
 @pytest.mark.parametrize("nested", [True, False])
-async def test_ids_come_back_as_padded_rows(server: FakeServer, nested: bool) -> None:
-    got = await ask(server, request(nested=nested, input_ids=IDS, attention_mask=MASK))
-    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # all there are, since none is named
+async def test_ids_give_padded_rows(shared: FakeServer, nested: bool) -> None:
+    got = await ask(shared, request(nested=nested, input_ids=IDS, attention_mask=MASK))
+    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # a request without outputs gets all of them
     np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
     assert got["lengths"].tolist() == [3, 1]
 
 
-async def test_texts_vectors_and_ids_give_what_they_give_over_grpc(server: FakeServer) -> None:
-    texts = text_tensor("hello brave new world", "", '🌍 "data": [1, 2] \\', "data")
-    for inputs in (
-        {"text": texts},
-        {"text": texts.reshape(4, 1)},
-        {"input_ids": IDS, "attention_mask": MASK},
-        {"input_ids": IDS.astype("<i4"), "attention_mask": MASK.astype("<i4"), "token_type_ids": IDS * 0},
+TEXTS = text_tensor("hello brave new world", "", '🌍 "data": [1, 2] \\', "data")
+NARROW = {"input_ids": IDS.astype("<i4"), "attention_mask": MASK.astype("<i4"), "token_type_ids": IDS * 0}
+
+
+@pytest.mark.parametrize(
+    "inputs", [{"text": TEXTS}, {"text": TEXTS.reshape(4, 1)}, {"input_ids": IDS, "attention_mask": MASK}, NARROW]
+)
+async def test_every_form_of_a_request_gives_the_same_as_grpc(shared: FakeServer, inputs: Any) -> None:
+    want = await infer(shared, **inputs)
+    as_binary = request(parameters={"binary_data_output": True}, **inputs)
+    for got in (
+        await ask(shared, request(**inputs)),
+        await ask(shared, request(nested=True, **inputs)),
+        await ask_bytes(shared, request(**inputs)),
+        await ask(shared, as_binary),
+        await ask_bytes(shared, as_binary),
     ):
-        want = await infer(server, **inputs)
-        for got in (
-            await ask(server, request(**inputs)),
-            await ask(server, request(nested=True, **inputs)),
-            await ask_bytes(server, request(**inputs)),
-            await ask(server, request(parameters={"binary_data_output": True}, **inputs)),
-            await ask_bytes(server, request(parameters={"binary_data_output": True}, **inputs)),
-        ):
-            assert list(got) == list(want)
-            for name, array in want.items():
-                assert got[name].tobytes() == array.tobytes()
+        assert list(got) == list(want)
+        for name, array in want.items():
+            assert got[name].tobytes() == array.tobytes()
 
 
-async def test_vectors_go_in(start_server: StartServer) -> None:
+async def test_a_model_of_vectors(start_server: StartServer) -> None:
     server = await start_server(takes_vectors=True, http_port=0)
     vectors = np.random.default_rng(0).standard_normal((2, 3, D_MODEL)).astype("<f4")
     want = await infer(server, inputs_embeds=vectors, attention_mask=MASK)
     body = request(nested=True, inputs_embeds=vectors, attention_mask=MASK)
     for got in (await ask(server, body), await ask_bytes(server, body)):
         assert got["last_hidden_state"].tobytes() == want["last_hidden_state"].tobytes()
-
-
-async def test_what_is_too_large_for_32_bits_is_refused(start_server: StartServer) -> None:
-    server = await start_server(takes_vectors=True, http_port=0)
-    body = changed(request(inputs_embeds=np.zeros((1, 1, D_MODEL), "<f4")), data=[0, 1, 1e300, 2.5])
-    response = await post(server, PATH, body)
-    assert response.json()["error"].startswith("inputs_embeds[0]: must be finite; was inf in row 0, column 2")
+    too_large = changed(request(inputs_embeds=vectors[:1, :1]), data=[0, 1, 1e300, 2.5])  # for 32 bits
+    assert "inf in row 0, column 2" in (await post(server, PATH, too_large)).json()["error"]
 
 
 @pytest.mark.parametrize("datatype", ["FP32", "FP16", "INT8"])
-async def test_numbers_come_in_every_type(server: FakeServer, datatype: str) -> None:
-    """In JSON too, but for FP16, which has no form there."""
-    want = await infer(server, input_ids=IDS, outputs=["embedding"], parameters={"datatype": datatype})
-    asked = {"datatype": datatype, "binary_data_output": True}
-    for parameters in [asked] if datatype == "FP16" else [asked, {"datatype": datatype}]:
-        got = await ask(server, request(input_ids=IDS, outputs=["embedding"], parameters=parameters))
+async def test_numbers_of_every_type(shared: FakeServer, datatype: str) -> None:
+    """FP16 has no form in JSON."""
+    want = await infer(shared, input_ids=IDS, outputs=["embedding"], parameters={"datatype": datatype})
+    as_binary = {"datatype": datatype, "binary_data_output": True}
+    for parameters in [as_binary] if datatype == "FP16" else [as_binary, {"datatype": datatype}]:
+        got = await ask(shared, request(input_ids=IDS, outputs=["embedding"], parameters=parameters))
         assert got["embedding"].dtype == want["embedding"].dtype
         assert got["embedding"].tobytes() == want["embedding"].tobytes()
 
 
-async def test_each_output_comes_as_it_is_asked_for(server: FakeServer) -> None:
+async def test_each_output_is_json_or_binary(shared: FakeServer) -> None:
     outputs: list[Any] = [{"name": "embedding", "parameters": {"binary_data": True}}, {"name": "lengths"}]
-    response = await post(server, PATH, request(input_ids=IDS, outputs=outputs) | {"id": "a 🌍 id"})
-    told = json.loads(response.content[: int(response.headers[LENGTH])])
-    assert (told["model_name"], told["model_version"], told["id"]) == ("tiny", "2", "a 🌍 id")
-    assert told["outputs"] == [
+    response = await post(shared, PATH, request(input_ids=IDS, outputs=outputs) | {"id": "a 🌍 id"})
+    head = json.loads(response.content[: int(response.headers[LENGTH])])
+    assert (head["model_name"], head["model_version"], head["id"]) == ("tiny", "2", "a 🌍 id")
+    assert head["outputs"] == [
         {"name": "embedding", "datatype": "FP32", "shape": [2, D_MODEL], "parameters": {"binary_data_size": 32}},
         {"name": "lengths", "datatype": "INT64", "shape": [2], "data": [3, 3]},
     ]
     outputs[0]["parameters"] = {"binary_data": False}
     body = request(input_ids=IDS, outputs=outputs, parameters={"binary_data_output": True})
-    response = await post(server, PATH, body)
-    told = json.loads(response.content[: int(response.headers[LENGTH])])
-    assert ["data" in it for it in told["outputs"]] == [True, False]
+    response = await post(shared, PATH, body)
+    head = json.loads(response.content[: int(response.headers[LENGTH])])
+    assert ["data" in it for it in head["outputs"]] == [True, False]
     half = request(input_ids=IDS, outputs=outputs[1:], parameters={"binary_data_output": True, "datatype": "FP16"})
-    assert (await ask(server, half))["lengths"].tolist() == [3, 3]
+    assert (await ask(shared, half))["lengths"].tolist() == [3, 3]
 
 
 async def test_names_and_versions_in_the_path(start_server: StartServer) -> None:
@@ -163,19 +153,19 @@ async def test_names_and_versions_in_the_path(start_server: StartServer) -> None
         "org/alias": "1",
         "org%2Falias": "1",
     }.items():
-        told = (await post(server, f"/v2/models/{path}/infer", body)).json()
-        assert (told["model_name"], told["model_version"]) == ("tiny", version)
+        reply = (await post(server, f"/v2/models/{path}/infer", body)).json()
+        assert (reply["model_name"], reply["model_version"]) == ("tiny", version)
         about = (await get(server, f"/v2/models/{path}")).json()
         assert about["name"] == "tiny"
         assert (await get(server, f"/v2/models/{path}/ready")).json()["ready"] is True
-    for path in ("nobody", "tiny/versions/9", "tiny@9"):
+    for path in ("other", "tiny/versions/9", "tiny@9"):
         response = await post(server, f"/v2/models/{path}/infer", body)
         assert response.status_code == 404
         assert response.json()["error"].startswith(("model_name: no model", "model_version: no version"))
         assert (await get(server, f"/v2/models/{path}/ready")).status_code == 404
 
 
-async def test_what_the_server_and_its_models_say_of_themselves(server: FakeServer) -> None:
+async def test_metadata_configuration_statistics_and_index(server: FakeServer) -> None:
     assert (await get(server, "/v2")).json()["extensions"] == [
         "binary_tensor_data",
         "model_configuration",
@@ -193,12 +183,12 @@ async def test_what_the_server_and_its_models_say_of_themselves(server: FakeServ
     await infer(server, input_ids=IDS)
     for path in ("/v2/models/stats", "/v2/models/tiny/stats", "/v2/models/tiny/versions/2/stats"):
         stats = (await get(server, path)).json()["model_stats"][0]
-        assert stats["inference_stats"]["success"]["count"] == 2  # of both front ends
+        assert stats["inference_stats"]["success"]["count"] == 2  # of both protocols
     index = (await post(server, "/v2/repository/index", b"")).json()
     assert index[0] == {"name": "tiny", "version": "2", "state": "READY", "reason": ""}
     assert (await post(server, "/v2/repository/index", {"ready": True})).json() == index
     refused = await post(server, "/v2/repository/index", {"ready": 5})
-    assert (refused.status_code, refused.json()) == (400, {"error": "ready: must be true or false; was 5"})
+    assert (refused.status_code, refused.json()["error"].partition(":")[0]) == (400, "ready")
     assert (await post(server, "/v2/repository/index", b"[1]")).status_code == 400
     assert (await post(server, "/v2/repository/index", b" " * 2000 + b"{}")).status_code == 400
 
@@ -212,9 +202,7 @@ async def test_a_server_that_drains_or_fails_is_live_and_not_ready(
     assert (await get(server, "/v2/health/ready")).status_code == 503
     assert (await get(server, "/v2/models/tiny/versions/1/ready")).status_code == 503
     assert (await get(server, "/v2/models/tiny/ready")).status_code == 200
-    server.engine.hold()
-    running = asyncio.create_task(ask(server, request(input_ids=IDS)))
-    await asyncio.to_thread(server.engine.started.acquire)
+    running = await server.start_held(ask(server, request(input_ids=IDS)))
     stopping = asyncio.create_task(server.app.stop())
     await until(server.app._calls.draining.is_set)
     assert (await get(server, "/v2/health/live")).json() == {"live": True}
@@ -226,7 +214,7 @@ async def test_a_server_that_drains_or_fails_is_live_and_not_ready(
     assert await stopping
 
 
-async def test_it_can_be_turned_off(start_server: StartServer) -> None:
+async def test_the_protocol_can_be_turned_off(start_server: StartServer) -> None:
     server = await start_server(http_port=0, open_inference=False)
     assert (await get(server, "/v2/health/live")).status_code == 404
 
@@ -235,158 +223,133 @@ def ids(array: Any = IDS, **more: Any) -> dict[str, Any]:
     return request(input_ids=array, **more)
 
 
-def texts(*its: str, **more: Any) -> dict[str, Any]:
-    return request(text=text_tensor(*its), **more)
+def texts(*words: str, **more: Any) -> dict[str, Any]:
+    return request(text=text_tensor(*words), **more)
 
 
 def changed(body: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    """The request with fields of its first input changed; without those that are `...`."""
+    """Changes fields of the first input; a value of `...` removes the field."""
     first = {key: value for key, value in (body["inputs"][0] | fields).items() if value is not ...}
     return body | {"inputs": [first, *body["inputs"][1:]]}
 
 
-REFUSED: list[tuple[Any, str]] = [
-    (b"", "the body is not valid JSON"),
-    (b"[1]", "the body must be a JSON object with inputs: Expected `object`, got `array`"),
-    (b'{"raw": 1, "inputs": ', "the body is not valid JSON"),
-    (b'{"raw": 1, "id": "\xff", "inputs": []}', "the body is not valid JSON"),
-    (b'{"inputs": [' + b"{}," * 100_000, "the body must hold at most 200 JSON objects"),
-    ({}, "the body must be a JSON object with inputs: Object missing required field `inputs`"),
-    (b'{"inputs": [' + b'"data": [1],' * 10_000, "inputs: must hold at most 256 sequences (max_request_sequences)"),
-    ({"inputs": []}, "inputs: must hold input_ids or text; was empty"),
-    ({"inputs": 5, "raw": 1}, "inputs: Expected `array`, got `int`"),
-    ({"inputs": [5]}, "inputs[0]: Expected `object`, got `int`"),
-    ({"inputs": [{"name": "text"}]}, "inputs[0]: Object missing required field `datatype`"),
-    (ids() | {"outputs": {}}, "outputs: Expected `array | null`"),
-    (ids() | {"id": 5}, "id: Expected `str | null`"),
-    (ids() | {"id": "x" * 1025}, "id: must be at most 1024 characters; was 1025"),
-    (ids() | {"parameters": [1]}, "parameters: Expected `object | null`"),
-    (ids(parameters={"timeout": [1]}), "parameters.timeout: must be a string, a number of 64 bits or a boolean"),
-    (ids(parameters={"timeout": 2**70}), "parameters.timeout: must be a string, a number of 64 bits or a boolean"),
-    (ids(parameters={"timeout": -1}), "parameters.timeout: must be microseconds"),
-    (ids(parameters={"trunc": True}), "parameters: there are task"),
-    (ids(parameters={"datatype": "FP16"}), "parameters.datatype: must be FP32 where outputs are JSON"),
-    (ids(outputs=["logits"]), "outputs[0].name: model tiny has last_hidden_state, lengths, embedding; was 'logits'"),
-    (ids(outputs=[{"name": "lengths", "parameters": {"classification": 2}}]), "outputs[0].parameters: classification"),
-    (
-        ids(outputs=[{"name": "lengths", "parameters": {"binary_data": 1}}]),
-        "outputs[0].parameters.binary_data: must be",
-    ),
-    (request(logits=IDS), "inputs[0].name: model tiny takes input_ids, attention_mask, text; was 'logits'"),
-    (changed(ids(), datatype="FP64"), "input_ids.datatype: must be INT64 or INT32; was 'FP64'"),
-    (changed(ids(), shape=[6]), "input_ids.shape: must be [-1, -1]"),
-    (changed(ids(), shape=[-2, -3]), "input_ids.shape: must be [-1, -1]"),
-    (changed(ids(), shape=[2**62, 2**62]), "input_ids.shape: must be [-1, -1]"),
-    (changed(ids(), shape=[2**31 - 1, 2**31 - 1]), "inputs: must hold at most"),
-    (changed(ids(), shape="2, 3"), "inputs[0].shape: Expected `array`, got `str`"),
-    (changed(ids(), shape=[1] * 10_000), "input_ids.shape: must be [-1, -1]"),
-    (changed(ids(), shape=[2, 2**31 - 1]), "input_ids[0]: must be at most 32 tokens (max_sequence_tokens of tiny)"),
-    (changed(ids(parameters={"truncate": True}), shape=[2, 2**31 - 1]), "input_ids: must hold 4294967294 elements"),
-    (changed(ids(), shape=[2, 2]), "input_ids: must hold 4 elements for its shape [2, 2]; was 6"),
-    (changed(ids(), data=...), "input_ids.data: is required, unless binary_data_size"),
-    (changed(ids(), data=5), "input_ids.data: must be a list of numbers"),
-    (changed(ids(), data=["5"]), "input_ids[0, 0]: must be a whole number (INT64)"),
-    (changed(ids(), data=[[5, 6], [7, 8], [0, 0]]), "input_ids[0]: must hold 3 numbers for the shape [2, 3]; was 2"),
-    (changed(ids(), data=[[5, 6, 7, 8], [0, 0]]), "input_ids[0]: must hold 3 numbers for the shape [2, 3]; was 4"),
-    (changed(ids(), data=[[5, 6, 7], [8, 0]]), "input_ids[1]: must hold 3 numbers for the shape [2, 3]; was 2"),
-    (
-        changed(ids(), data=[[5, 6, 7]]),
-        "input_ids.data: must be nested as the shape [2, 3] says; input_ids[1] is no list",
-    ),
-    (
-        changed(ids(), data=[[5, 6, 7], 8]),
-        "input_ids.data: must be nested as the shape [2, 3] says; input_ids[1] is no",
-    ),
-    (
-        changed(ids(), data=[[5, 6, 7]] * 3),
-        "input_ids.data: must be nested as the shape [2, 3] says; input_ids.data holds",
-    ),
-    (
-        changed(ids(), data=[[5, 6, [7]], []]),
-        "input_ids[0, 2]: must be a whole number (INT64); Expected `int`, got `ar",
-    ),
-    (changed(ids(), data=[[5, 6, 7], [8, "]", 0]]), "input_ids.data: must be a list of numbers, or nested lists"),
-    (changed(ids(), data=[[[5, 6, 7], [8, 0, 0]]]), "input_ids.data: must be a list of numbers"),
-    (changed(ids(), data=[[5, 6, 7], [8, 0, 0.5]]), "input_ids[1, 2]: must be a whole number (INT64)"),
-    (changed(ids(), data=[5, 6, 7, 8, 2**63, 0]), "input_ids[1, 1]: must be a whole number (INT64)"),
-    (changed(ids(), datatype="INT32", data=[5, 6, 7, 8, 2**31, 0]), "input_ids[1, 1]: must be a whole number (INT32)"),
-    (changed(ids(), data=[]), "input_ids: must hold 6 elements for its shape [2, 3]; was 0"),
-    (changed(ids(), data=[[], []]), "input_ids[0]: must hold 3 numbers for the shape [2, 3]; was 0"),
-    (changed(ids(), parameters={"shared_memory_region": "x"}), "input_ids.parameters: shared memory is not served"),
-    (changed(ids(), parameters={"binary_data_size": 1}), "input_ids.parameters.binary_data_size: must be from 0 to 0"),
-    (changed(ids(), parameters={"binary_data_size": 0}), "input_ids.data: must be left out beside"),
-    (ids(np.array([[1], [VOCAB_SIZE]])), "input_ids[1, 0]: must be from 0 to 999 (the vocabulary of tiny); was 1000"),
-    (ids(np.ones((1, 40), np.int64)), "input_ids[0]: must be at most 32 tokens"),
-    (ids(token_type_ids=MASK), "token_type_ids[0, 0]: must be 0"),
-    (changed(texts("a"), data=[1]), "text[0]: must be a string"),
-    (changed(texts("a"), data=[["a", "b"]]), "text[0]: must be a string"),
-    (changed(texts("a"), data=["a", "b"]), "text: must hold 1 elements for its shape [1]; was 2"),
-    (changed(texts("a"), data=[]), "text: must hold 1 elements for its shape [1]; was 0"),
-    (texts("hello " * 40), "text[0]: must be at most 32 tokens"),
-    (texts(*["hello"] * 3000), "inputs: must hold at most 256 sequences (max_request_sequences); was 3000"),
-    (
-        texts(*["hello there, brave new world"] * 3000),
-        "inputs: must hold at most 256 sequences (max_request_sequences); was more",
-    ),
+SAYS = {"name": "lengths", "parameters": {}}
+REFUSED: list[tuple[Any, str, str]] = [  # JSON only: the gRPC tests have the fields and shapes of both protocols
+    (b"", "", "the body is not valid JSON"),
+    (b"[1]", "", "must be a JSON object"),
+    (b'{"raw": 1, "inputs": ', "", "the body is not valid JSON"),
+    (b'{"raw": 1, "id": "\xff", "inputs": []}', "", "the body is not valid JSON"),
+    (b'{"inputs": [' + b"{}," * 100_000, "", "at most 200 JSON objects"),
+    ({}, "", "`inputs`"),
+    (b'{"inputs": [' + b'"data": [1],' * 10_000, "inputs", "at most 256 sequences"),
+    ({"inputs": []}, "inputs", "was empty"),
+    ({"inputs": 5, "raw": 1}, "inputs", "`int`"),
+    ({"inputs": [5]}, "inputs[0]", "`int`"),
+    ({"inputs": [{"name": "text"}]}, "inputs[0]", "`datatype`"),
+    (ids() | {"outputs": {}}, "outputs", "`array | null`"),
+    (ids() | {"id": 5}, "id", "`str | null`"),
+    (ids() | {"id": "x" * 1025}, "id", "at most 1024 characters; was 1025"),
+    (ids() | {"parameters": [1]}, "parameters", "`object | null`"),
+    (ids(parameters={"timeout": [1]}), "parameters.timeout", "64 bits"),
+    (ids(parameters={"timeout": 2**70}), "parameters.timeout", "64 bits"),
+    (ids(parameters={"timeout": -1}), "parameters.timeout", "microseconds"),
+    (ids(parameters={"datatype": "FP16"}), "parameters.datatype", "FP32"),
+    (ids(outputs=["logits"]), "outputs[0].name", "'logits'"),
+    (ids(outputs=[SAYS | {"parameters": {"classification": 2}}]), "outputs[0].parameters", "classification"),
+    (ids(outputs=[SAYS | {"parameters": {"binary_data": 1}}]), "outputs[0].parameters.binary_data", "must be"),
+    (changed(ids(), shape=[2**31 - 1, 2**31 - 1]), "inputs", "at most"),
+    (changed(ids(), shape="2, 3"), "inputs[0].shape", "`str`"),
+    (changed(ids(), shape=[1] * 10_000), "input_ids.shape", "[-1, -1]"),
+    (changed(ids(), shape=[2, 2**31 - 1]), "input_ids[0]", "at most 32 tokens"),
+    (changed(ids(parameters={"truncate": True}), shape=[2, 2**31 - 1]), "input_ids", "4294967294 elements"),
+    (changed(ids(), shape=[2, 2]), "input_ids", "4 elements for its shape [2, 2]; was 6"),
+    (changed(ids(), data=...), "input_ids.data", "required"),
+    (changed(ids(), data=5), "input_ids.data", "list of numbers"),
+    (changed(ids(), data=["5"]), "input_ids[0, 0]", "whole number"),
+    (changed(ids(), data=[[5, 6], [7, 8], [0, 0]]), "input_ids[0]", "3 numbers for the shape [2, 3]; was 2"),
+    (changed(ids(), data=[[5, 6, 7, 8], [0, 0]]), "input_ids[0]", "was 4"),
+    (changed(ids(), data=[[5, 6, 7], [8, 0]]), "input_ids[1]", "was 2"),
+    (changed(ids(), data=[[5, 6, 7]]), "input_ids.data", "input_ids[1]"),
+    (changed(ids(), data=[[5, 6, 7], 8]), "input_ids.data", "input_ids[1]"),
+    (changed(ids(), data=[[5, 6, 7]] * 3), "input_ids.data", "[2, 3]"),
+    (changed(ids(), data=[[5, 6, [7]], []]), "input_ids[0, 2]", "whole number"),
+    (changed(ids(), data=[[5, 6, 7], [8, "]", 0]]), "input_ids.data", "list of numbers"),
+    (changed(ids(), data=[[[5, 6, 7], [8, 0, 0]]]), "input_ids.data", "list of numbers"),
+    (changed(ids(), data=[[5, 6, 7], [8, 0, 0.5]]), "input_ids[1, 2]", "(INT64)"),
+    (changed(ids(), data=[5, 6, 7, 8, 2**63, 0]), "input_ids[1, 1]", "(INT64)"),
+    (changed(ids(), datatype="INT32", data=[5, 6, 7, 8, 2**31, 0]), "input_ids[1, 1]", "(INT32)"),
+    (changed(ids(), data=[]), "input_ids", "was 0"),
+    (changed(ids(), data=[[], []]), "input_ids[0]", "was 0"),
+    (changed(ids(), parameters={"shared_memory_region": "x"}), "input_ids.parameters", "shared memory"),
+    (changed(ids(), parameters={"binary_data_size": 1}), "input_ids.parameters.binary_data_size", "from 0 to 0"),
+    (changed(ids(), parameters={"binary_data_size": 0}), "input_ids.data", "left out"),
+    (ids(np.array([[1], [VOCAB_SIZE]])), "input_ids[1, 0]", "was 1000"),
+    (changed(texts("a"), data=[1]), "text[0]", "string"),
+    (changed(texts("a"), data=[["a", "b"]]), "text[0]", "string"),
+    (changed(texts("a"), data=["a", "b"]), "text", "was 2"),
+    (changed(texts("a"), data=[]), "text", "was 0"),
+    (texts(*["hello"] * 3000), "inputs", "at most 256 sequences"),
+    (texts(*["hello there, brave new world"] * 3000), "inputs", "was more"),
 ]
 
 
-@pytest.mark.parametrize(("body", "text"), REFUSED, ids=[text[:40] for _, text in REFUSED])
-async def test_bad_input_is_named(server: FakeServer, body: Any, text: str) -> None:
-    response = await post(server, PATH, body)
+@pytest.mark.parametrize(("body", "field", "problem"), REFUSED)
+async def test_bad_input_is_named(shared: FakeServer, body: Any, field: str, problem: str) -> None:
+    response = await post(shared, PATH, body)
     assert response.status_code == 400, response.text
     assert set(response.json()) == {"error"}
-    assert response.json()["error"].startswith(text)
+    assert response.json()["error"].startswith(f"{field}: " if field else "the body ")
+    assert problem in response.json()["error"]
+
+
+SIZE = "input_ids.parameters.binary_data_size"
 
 
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("change", "field", "problem"),
     [
-        ({LENGTH: "x"}, f"{LENGTH}: must be from 1 to"),
-        ({LENGTH: "0"}, f"{LENGTH}: must be from 1 to"),
-        ({LENGTH: "-1"}, f"{LENGTH}: must be from 1 to"),
-        ({LENGTH: "9" * 5000}, f"{LENGTH}: must be from 1 to"),
-        ({LENGTH: "10"}, "the body is not valid JSON"),
-        ({"size": 8}, "inputs.parameters.binary_data_size: must add up to the 48 bytes behind the JSON; was 8"),
-        ({"size": 49}, "input_ids.parameters.binary_data_size: must be from 0 to 48"),
-        ({"size": -1}, "input_ids.parameters.binary_data_size: must be from 0 to 48"),
-        ({"size": True}, "input_ids.parameters.binary_data_size: must be from 0 to 48"),
-        ({"size": None}, "input_ids.data: is required"),
-        ({"text": b"\xff\xff\xff\x7f" + b"x" * 44}, "text: must be elements with their length in 4 bytes before each"),
-        (
-            {"text": b"\x20\0\0\0" + b"x" * 32 + b"\x08\0\0\0" + b"x" * 8},
-            "text: must hold 1 elements for its shape [1]; was 2",
-        ),
-        ({"text": b"\x2c\0\0\0\xff\xfe" + b"x" * 42}, "text[0]: must be UTF-8"),
-        ({"cut": 3}, "input_ids: must be whole numbers of 8 bytes; was 45 bytes"),
-        ({"cut": 8}, "input_ids: must hold 6 elements for its shape [2, 3]; was 5"),
+        ({LENGTH: "x"}, LENGTH, "from 1 to"),
+        ({LENGTH: "0"}, LENGTH, "from 1 to"),
+        ({LENGTH: "-1"}, LENGTH, "from 1 to"),
+        ({LENGTH: "9" * 5000}, LENGTH, "from 1 to"),
+        ({LENGTH: "10"}, "the body", "JSON"),
+        ({"size": 8}, "inputs.parameters.binary_data_size", "48 bytes"),
+        ({"size": 49}, SIZE, "from 0 to 48"),
+        ({"size": -1}, SIZE, "from 0 to 48"),
+        ({"size": True}, SIZE, "from 0 to 48"),
+        ({"size": None}, "input_ids.data", "required"),
+        ({"text": b"\xff\xff\xff\x7f" + b"x" * 44}, "text", "4 bytes"),
+        ({"text": b"\x20\0\0\0" + b"x" * 32 + b"\x08\0\0\0" + b"x" * 8}, "text", "was 2"),
+        ({"text": b"\x2c\0\0\0\xff\xfe" + b"x" * 42}, "text[0]", "UTF-8"),
+        ({"cut": 3}, "input_ids", "45 bytes"),
+        ({"cut": 8}, "input_ids", "was 5"),
     ],
 )
-async def test_bad_bytes_are_named(server: FakeServer, change: dict[str, Any], text: str) -> None:
-    its = {"name": "input_ids", "datatype": "INT64", "shape": [2, 3]}
+async def test_bad_bytes_are_named(shared: FakeServer, change: dict[str, Any], field: str, problem: str) -> None:
+    sent = {"name": "input_ids", "datatype": "INT64", "shape": [2, 3]}
     data = change.get("text", IDS.tobytes())
     if "text" in change:
-        its = {"name": "text", "datatype": "BYTES", "shape": [1]}
+        sent = {"name": "text", "datatype": "BYTES", "shape": [1]}
     data = data[: len(data) - change.get("cut", 0)]
-    head = json.dumps({"inputs": [its | {"parameters": {"binary_data_size": change.get("size", len(data))}}]}).encode()
+    head = json.dumps({"inputs": [sent | {"parameters": {"binary_data_size": change.get("size", len(data))}}]}).encode()
     headers = {LENGTH: change.get(LENGTH, str(len(head)))}
-    async with connect(server) as client:
+    async with connect(shared) as client:
         response = await client.post(PATH, content=head + data, headers=headers)
     assert response.status_code == 400
-    assert response.json()["error"].startswith(text)
+    assert response.json()["error"].startswith(field)
+    assert problem in response.json()["error"]
 
 
-async def test_fields_that_are_not_known_are_ignored_or_refused(start_server: StartServer) -> None:
+async def test_unknown_fields_are_ignored_by_default(shared: FakeServer) -> None:
     body = changed(ids(outputs=["lengths"]), content_type="np", data=IDS.tolist()) | {"model_name": "x", "raw": 1}
-    assert (await ask(await start_server(http_port=0), body))["lengths"].tolist() == [3, 3]
+    assert (await ask(shared, body))["lengths"].tolist() == [3, 3]
 
 
-async def test_strictly_read_they_are_refused(start_server: StartServer) -> None:
+async def test_a_strict_server_refuses_unknown_fields(start_server: StartServer) -> None:
     server = await start_server(http_port=0, strict_http=True)
-    response = await post(server, PATH, ids() | {"raw": 1})
-    assert response.json()["error"].startswith("raw: is not known; there are id, inputs, model_name")
-    response = await post(server, PATH, changed(ids(), content_type="np"))
-    assert response.json()["error"].startswith("inputs[0]: Object contains unknown field `content_type`")
+    for body, field in ((ids() | {"raw": 1}, "raw"), (changed(ids(), content_type="np"), "inputs[0]")):
+        response = await post(server, PATH, body)
+        assert (response.status_code, response.json()["error"].partition(":")[0]) == (400, field)
 
 
 async def test_errors_of_the_server_have_their_statuses(start_server: StartServer) -> None:
@@ -405,16 +368,16 @@ async def test_errors_of_the_server_have_their_statuses(start_server: StartServe
 
 async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_computed(start_server: StartServer) -> None:
     server = await start_server(http_port=0, max_response_mib=1, max_request_sequences=5000)
-    its = np.ones((4000, 30), np.int64)
-    mask = np.zeros_like(its)
+    array = np.ones((4000, 30), np.int64)
+    mask = np.zeros_like(array)
     mask[:, 0] = mask[0] = 1
     for parameters in ({}, {"binary_data_output": True}):
-        response = await post(server, PATH, request(input_ids=its, attention_mask=mask, parameters=parameters))
+        response = await post(server, PATH, request(input_ids=array, attention_mask=mask, parameters=parameters))
         assert response.headers["encserve-error-reason"] == "RESPONSE_TOO_LARGE"
     assert server.sample("encserve_batch_sequences_count", model="tiny", version="2") == 0
 
 
-MILLION = np.ones((250, 4000), np.int64)  # of which 8,000 are kept
+MILLION = np.ones((250, 4000), np.int64)  # truncation keeps 8,000 of them
 LARGE = json.dumps(request(input_ids=MILLION, outputs=["lengths"], parameters={"truncate": True})).encode()
 
 
@@ -434,7 +397,7 @@ def exceeds(server: FakeServer, size: int) -> bool:
     return server.app._calls.held_bytes > size
 
 
-async def test_what_a_large_body_decodes_to_is_held_in_the_byte_budget(start_server: StartServer) -> None:
+async def test_the_decoded_size_of_a_large_body_counts_against_the_byte_budget(start_server: StartServer) -> None:
     server = await start_server(http_port=0, max_queue_tokens=100_000)
     wide = texts(*["é" * 30_000] * 16)
     server.engine.hold()
@@ -451,7 +414,7 @@ async def test_what_a_large_body_decodes_to_is_held_in_the_byte_budget(start_ser
     server.engine.let_go()
 
 
-async def test_of_bodies_over_1_mib_one_is_decoded_at_a_time(start_server: StartServer) -> None:
+async def test_bodies_over_1_mib_are_decoded_one_at_a_time(start_server: StartServer) -> None:
     server = await start_server(http_port=0, max_queue_tokens=100_000)
     assert server.app._http is not None
     (handle,) = {route.handle for route, _ in server.app._http.app._all if route.path.endswith("/infer")}
@@ -488,14 +451,14 @@ async def test_calls_are_counted(server: FakeServer) -> None:
 
 
 def odd(rng: random.Random, good: Any, *others: Any) -> Any:
-    """The good value, and seldom another."""
+    """The good value, or now and then another."""
     if rng.random() > 0.02:
         return good
     return rng.choice([None, [], {}, True, -1, 2**70, 0.5, "", "x", [[1], "a"], *others])
 
 
 def wild_inputs(rng: random.Random) -> dict[str, Any]:
-    """Arrays by their names, which may go together."""
+    """Arrays by name; some sets of them are right."""
     rows, columns = rng.choice([0, 1, 1, 2, 5]), rng.choice([0, 1, 3, 3, 9, 40])
     words = ["hello", "", "brave \x00 new", "🌍" * 9, "world " * 50, '"data": [1]', "\\"]
     inputs: dict[str, Any] = {}
@@ -515,7 +478,7 @@ def wild_inputs(rng: random.Random) -> dict[str, Any]:
 
 
 def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
-    """A request whose every field may be anything that JSON allows; often a good one. In JSON or with bytes."""
+    """A random request, in JSON or with binary tensors, right or wrong in any field."""
     names = ["last_hidden_state", "lengths", "embedding"]
     outputs = [
         {"name": odd(rng, rng.choice(names)), "parameters": odd(rng, {"binary_data": odd(rng, rng.random() < 0.5)})}
@@ -557,8 +520,8 @@ def wild_body(rng: random.Random) -> tuple[bytes, dict[str, str]]:
     return (damaged(data, rng) if rng.random() < 0.2 else data), headers
 
 
-async def test_any_body_gets_a_reply_or_the_callers_error(server: FakeServer) -> None:
-    """Of these few are left after many changes; tests/hostile has many with few."""
+async def test_any_body_gets_a_reply_or_a_client_error(server: FakeServer) -> None:
+    """A short run; tests/hostile has a long one."""
     rng, count = random.Random(0), 300
     seen: Counter[tuple[bool, int]] = Counter()
     async with connect(server) as client:

@@ -1,48 +1,48 @@
-"""Threads that callers share by turns."""
+"""Threads that callers share by weight and priority."""
 
 import asyncio
 import threading
 from collections import Counter
 from functools import partial
+from itertools import pairwise
 
 import pytest
 
 from encserve_server.models.turns import TurnPool
 from encserve_server.types.callers import ANY_SENDER, Caller, Priority, Sender
 
+BULK = Sender(priority=Priority.BULK)
+
 
 class Bench:
-    """A pool of one thread, which is held until `release`, and what it has done."""
+    """A pool of one thread that is held until `release`, and the names of finished work."""
 
     def __init__(self) -> None:
         self.pool = TurnPool(1)
         self.done: list[str] = []
-        self._held = threading.Event()
+        self._released = threading.Event()
 
-    async def hold(self) -> list[asyncio.Task[bool]]:
-        """Takes all places; what comes then waits for its turn."""
-        tasks = [asyncio.create_task(self.pool.run(ANY_SENDER, 0, self._held.wait)) for _ in range(2)]
+    async def hold(self) -> list["asyncio.Task[bool]"]:
+        """Takes both places, the thread's and the one behind it, so that later work waits."""
+        tasks = [asyncio.create_task(self.pool.run(ANY_SENDER, 0, self._released.wait)) for _ in range(2)]
         await asyncio.sleep(0)
         return tasks
 
-    def send(self, name: str, sender: Sender, cost: float = 1) -> "asyncio.Task[None]":
+    def send(self, name: str, sender: Sender = ANY_SENDER, cost: float = 1) -> "asyncio.Task[None]":
         return asyncio.create_task(self.pool.run(sender, cost, partial(self.done.append, name)))
 
-    def release(self) -> None:
-        self._held.set()
+    async def release(self) -> None:
+        await asyncio.sleep(0)
+        self._released.set()
 
+    async def finish(self, *tasks: "asyncio.Task[None] | asyncio.Task[bool]") -> None:
+        """Releases the thread and waits for the work."""
+        await self.release()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
-async def test_interactive_work_goes_before_bulk_that_came_first() -> None:
-    bench = Bench()
-    held = await bench.hold()
-    bulk = [bench.send("bulk", Sender(priority=Priority.BULK)) for _ in range(20)]
-    await asyncio.sleep(0)
-    urgent = [bench.send("urgent", ANY_SENDER) for _ in range(5)]
-    await asyncio.sleep(0)
-    bench.release()
-    await asyncio.gather(*held, *bulk, *urgent)
-    assert bench.done.index("urgent") <= 1
-    assert bench.done[:8].count("urgent") == 5
+    async def assert_free(self) -> None:
+        for _ in range(3):
+            await asyncio.wait_for(self.send("later"), 60)
 
 
 @pytest.mark.parametrize(
@@ -54,29 +54,25 @@ async def test_interactive_work_goes_before_bulk_that_came_first() -> None:
         pytest.param([Caller("web")], [Caller("web")], id="one caller"),
     ],
 )
-async def test_bulk_has_one_turn_in_nine_whoever_waits(interactive: list[Caller], bulk: list[Caller]) -> None:
+async def test_bulk_gets_one_turn_in_nine(interactive: list[Caller], bulk: list[Caller]) -> None:
+    """Also if it came first."""
     bench = Bench()
     held = await bench.hold()
     tasks = []
-    for callers, priority in ((interactive, Priority.INTERACTIVE), (bulk, Priority.BULK)):
+    for callers, priority in ((bulk, Priority.BULK), (interactive, Priority.INTERACTIVE)):
         for caller in callers:
-            count = 160 // len(callers)
-            tasks += [bench.send(priority.name, Sender(caller, priority), cost=10) for _ in range(count)]
-    await asyncio.sleep(0)
-    bench.release()
-    await asyncio.gather(*held, *tasks)
+            tasks += [bench.send(priority.name, Sender(caller, priority), 10) for _ in range(160 // len(callers))]
+        await asyncio.sleep(0)
+    await bench.finish(*held, *tasks)
     assert bench.done[:90].count("BULK") == 10
     assert bench.done[0] == "INTERACTIVE"
 
 
-async def test_a_large_piece_of_bulk_work_waits_for_as_much_more_interactive_work() -> None:
+async def test_large_bulk_work_waits_for_more_interactive_work() -> None:
     bench = Bench()
     held = await bench.hold()
-    tasks = [bench.send("bulk", Sender(priority=Priority.BULK), cost=100) for _ in range(2)]
-    tasks += [bench.send("urgent", ANY_SENDER, cost=20) for _ in range(80)]
-    await asyncio.sleep(0)
-    bench.release()
-    await asyncio.gather(*held, *tasks)
+    tasks = [bench.send("bulk", BULK, 100) for _ in range(2)] + [bench.send("urgent", cost=20) for _ in range(80)]
+    await bench.finish(*held, *tasks)
     assert [i for i, name in enumerate(bench.done) if name == "bulk"] == [40, 81]
 
 
@@ -84,97 +80,70 @@ async def test_callers_are_served_by_their_weights() -> None:
     bench = Bench()
     held = await bench.hold()
     callers = [Caller("a", 1.0), Caller("b", 2.0), Caller("c", 4.0)]
-    tasks = [bench.send(it.name, Sender(it), cost=10) for it in callers for _ in range(70)]
-    await asyncio.sleep(0)
-    bench.release()
-    await asyncio.gather(*held, *tasks)
+    tasks = [bench.send(it.name, Sender(it), 10) for it in callers for _ in range(70)]
+    await bench.finish(*held, *tasks)
     first = Counter(bench.done[:70])
     assert [round(first[it.name] / 10) for it in callers] == [1, 2, 4]
+    a_turns = [i for i, name in enumerate(bench.done) if name == "a"][:10]
+    assert max(after - before for before, after in pairwise(a_turns)) <= 8, "not interleaved"
 
 
-async def test_who_goes_away_takes_no_place() -> None:
+async def test_cancelled_work_takes_no_place_and_no_turn() -> None:
+    """The caller's next work comes as soon as if it had never sent the cancelled work."""
     bench = Bench()
     held = await bench.hold()
-    gone = [bench.send("gone", ANY_SENDER) for _ in range(5)]
-    stays = bench.send("stays", ANY_SENDER)
+    others = [bench.send("other", Sender(Caller("other")), 10) for _ in range(20)]
+    cancelled = [bench.send("cancelled", Sender(Caller("b")), 10) for _ in range(300)]
     await asyncio.sleep(0)
-    for task in gone:
+    for task in cancelled:
         task.cancel()
-    bench.release()
-    await asyncio.gather(*held, *gone, stays, return_exceptions=True)
-    assert bench.done == ["stays"]
-    for _ in range(3):  # every place is free again
-        await bench.send("later", ANY_SENDER)
-
-
-async def test_work_that_is_given_up_moves_no_turn() -> None:
-    """One caller gives up what waits; its next work comes as soon as if it had never sent that."""
-    bench = Bench()
-    held = await bench.hold()
-    others = [bench.send("other", Sender(Caller("other")), cost=10) for _ in range(20)]
-    gone = [bench.send("gone", Sender(Caller("b")), cost=10) for _ in range(300)]
-    await asyncio.sleep(0)
-    for task in gone:
-        task.cancel()
-    await asyncio.gather(*gone, return_exceptions=True)
-    next_one = bench.send("next", Sender(Caller("b")), cost=10)
-    await asyncio.sleep(0)
-    bench.release()
-    await asyncio.gather(*held, *others, next_one)
+    await asyncio.gather(*cancelled, return_exceptions=True)
+    await bench.finish(*held, *others, bench.send("next", Sender(Caller("b")), 10))
     assert bench.done.index("next") <= 1
+    assert bench.done.count("other") == 20
+    assert "cancelled" not in bench.done
+    await bench.assert_free()
 
 
-async def test_work_that_goes_on_after_its_caller_has_gone_keeps_its_place() -> None:
-    """A thread cannot be stopped: what is handed over beside it would wait behind it, out of its turn."""
-    pool = TurnPool(1)
-    go_on, began, done = threading.Event(), threading.Event(), []
-
-    def work() -> None:
-        began.set()
-        go_on.wait(10)
-
-    running = asyncio.create_task(pool.run(ANY_SENDER, 1, work))
-    await asyncio.to_thread(began.wait, 10)
-    handed_over = asyncio.create_task(pool.run(ANY_SENDER, 1, lambda: done.append("handed over")))
-    await asyncio.sleep(0)
+async def test_running_work_keeps_its_place_after_its_caller_has_gone() -> None:
+    """A thread cannot be stopped. More work in its place would run out of turn."""
+    bench = Bench()
+    running, handed_over = await bench.hold()
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    low = [asyncio.create_task(pool.run(Sender(priority=Priority.BULK), 1, partial(done.append, "bulk"))) for _ in "ab"]
+    low = [bench.send("bulk", BULK) for _ in range(2)]
     await asyncio.sleep(0)
-    urgent = asyncio.create_task(pool.run(ANY_SENDER, 1, partial(done.append, "urgent")))
-    await asyncio.sleep(0)
-    go_on.set()
-    await asyncio.gather(handed_over, *low, urgent)
-    assert done == ["handed over", "urgent", "bulk", "bulk"]
+    urgent = bench.send("urgent")
+    await bench.finish(handed_over, *low, urgent)
+    assert bench.done == ["urgent", "bulk", "bulk"]
 
 
-async def test_work_that_was_handed_over_and_given_up_before_it_began_is_not_done() -> None:
+async def test_work_cancelled_before_its_thread_begins_is_not_done() -> None:
     bench = Bench()
-    held = await bench.hold()
-    held[1].cancel()
-    await asyncio.gather(held[1], return_exceptions=True)
-    bench.release()
-    await held[0]
-    for _ in range(3):  # every place is free again
-        await bench.send("later", ANY_SENDER)
-    assert bench.done == ["later"] * 3
+    running, handed_over = await bench.hold()
+    next_ = bench.send("next")
+    await asyncio.sleep(0)
+    handed_over.cancel()
+    await asyncio.gather(handed_over, return_exceptions=True)
+    await bench.finish(running, next_)
+    await bench.assert_free()
+    assert bench.done == ["next", "later", "later", "later"]
 
 
-async def test_what_fails_gives_its_place_back() -> None:
-    pool = TurnPool(1)
+async def test_failed_work_gives_its_place_back() -> None:
+    bench = Bench()
     for _ in range(5):
         with pytest.raises(ZeroDivisionError):
-            await pool.run(ANY_SENDER, 1, lambda: 1 / 0)
-    assert await pool.run(ANY_SENDER, 1, lambda: 7) == 7
+            await bench.pool.run(ANY_SENDER, 1, lambda: 1 / 0)
+    assert await bench.pool.run(ANY_SENDER, 1, lambda: 7) == 7
 
 
-async def test_what_waits_when_the_pool_closes_is_cancelled() -> None:
+async def test_closing_cancels_waiting_work() -> None:
     bench = Bench()
     held = await bench.hold()
-    waits = bench.send("waits", ANY_SENDER)
+    waiting = bench.send("waiting")
     await asyncio.sleep(0)
     bench.pool.close()
-    bench.release()
+    await bench.finish(*held)
     with pytest.raises(asyncio.CancelledError):
-        await waits
-    await asyncio.gather(*held, return_exceptions=True)
+        await waiting

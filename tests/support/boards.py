@@ -19,7 +19,7 @@ RULES = [
 ALERTS = [rule for rule in RULES if "alert" in rule]
 RECORDED = {rule["record"] for rule in RULES if "record" in rule}
 
-# A metric of ours, of a recording rule or of what Prometheus makes itself, with its matchers.
+# A metric of the server, of a recording rule or of Prometheus itself, with its matchers.
 _SELECTOR = re.compile(
     r"\b(?:(?:encserve_|encserve:|grpc_server_|instance:|job:|model:|process_|python_|scrape_)[\w:]+|up\b|ALERTS\b)"
     r"(?:\{[^}]*\})?"
@@ -27,13 +27,13 @@ _SELECTOR = re.compile(
 
 
 def panels(dashboard: Any) -> Iterator[Any]:
-    """Every panel that shows something; those in closed rows too."""
+    """All panels, also in collapsed rows."""
     for panel in dashboard["panels"]:
         yield from panel["panels"] if panel["type"] == "row" else [panel]
 
 
 def queries() -> list[tuple[str, str]]:
-    """Every expression of every panel, with where it is: dashboard, panel and letter."""
+    """All expressions, each with its place: dashboard, panel and letter."""
     return [
         (f"{name}: {panel['title']} {target['refId']}", target["expr"])
         for name, dashboard in DASHBOARDS.items()

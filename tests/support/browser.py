@@ -1,4 +1,4 @@
-"""Debian's Chromium, driven by playwright: pages from files, and nothing from a network."""
+"""Debian's Chromium, driven by playwright, for pages from files, without a network."""
 
 import os
 import shutil
@@ -25,7 +25,7 @@ def find_chromium() -> str | None:
 
 @contextmanager
 def chromium() -> Iterator[Browser]:
-    """A browser. Where none is installed the test is skipped, or fails if ENCSERVE_REQUIRE_CHROMIUM is 1."""
+    """A browser. Without Chromium the test is skipped, or fails if ENCSERVE_REQUIRE_CHROMIUM is 1."""
     path = find_chromium()
     if path is None:
         if os.environ.get("ENCSERVE_REQUIRE_CHROMIUM") == "1":
@@ -40,17 +40,17 @@ def chromium() -> Iterator[Browser]:
 
 
 class OpenPage:
-    """A page that was opened from a file, all of its figures drawn.
+    """A page from a file, with all figures drawn.
 
     Attributes:
         page: playwright's page.
-        complaints: What went wrong on it: errors, warnings, and requests that are not for the file itself.
+        complaints: Errors, warnings, dialogs, and requests over a network.
     """
 
     def __init__(
         self, browser: Browser, path: Path, width: int, *, scheme: Scheme = "light", height: int = 900
     ) -> None:
-        """Opens a file in a window of so many pixels."""
+        """Open a file in a window of `width` × `height` pixels."""
         self.complaints: list[str] = []
         self._context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
         self._context.route("**/*", self._only_files)
@@ -77,10 +77,10 @@ class OpenPage:
             self.complaints.append(f"{message.type}: {message.text}")
 
     def hover(self, box: str, x: float, y: float) -> str:
-        """Moves the mouse to a place in a figure, each of 0 to 1 of its map's size; returns the page's text then."""
+        """Move the mouse to a place in a figure, from 0 to 1 of its map's size; return the text of the tooltip."""
         area = self.page.locator(f"{box} .nsewdrag").first
         area.scroll_into_view_if_needed()
-        self.page.wait_for_timeout(150)  # the page hides what it said when it scrolls, a frame later
+        self.page.wait_for_timeout(150)  # one frame after a scroll the page hides its tooltip
         found = area.bounding_box()
         assert found is not None
         self.page.mouse.move(found["x"] + found["width"] * x, found["y"] + found["height"] * y)
@@ -88,9 +88,9 @@ class OpenPage:
         return " ".join((self.page.locator("#tip").text_content() or "").split())
 
     def wait(self) -> None:
-        """Waits until every figure is drawn."""
+        """Wait until every figure is drawn."""
         self.page.wait_for_selector("body[data-drawn]", timeout=60_000)
 
     def close(self) -> None:
-        """Closes the window."""
+        """Close the window."""
         self._context.close()

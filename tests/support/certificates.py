@@ -1,4 +1,4 @@
-"""Certificates: an authority, those of a server and of a caller, and all that may be wrong with one."""
+"""Certificates: of an authority, a server and a caller, and wrong certificates of several kinds."""
 
 import datetime
 import socket
@@ -20,7 +20,7 @@ class Pair:
     key: Path
 
     def der(self) -> bytes:
-        """The certificate as `served` gives it."""
+        """The certificate in DER, as `served` returns it."""
         return ssl.PEM_cert_to_DER_cert(self.cert.read_text())
 
 
@@ -41,7 +41,7 @@ class Authority:
         begins_in_days: float = -10,
         key_type: trustme.KeyType = trustme.KeyType.ECDSA,
     ) -> Pair:
-        """Writes NAME.pem and NAME.key for these DNS names and addresses, valid for so many days from now."""
+        """Write NAME.pem and NAME.key for DNS names and addresses, valid for `days` from now."""
         now = datetime.datetime.now(datetime.UTC)
         issued = self._authority.issue_cert(
             *(names or ("localhost", "127.0.0.1", "::1")),
@@ -58,16 +58,17 @@ class Authority:
 
 @dataclass(frozen=True, slots=True)
 class Certificates:
-    """What the tests of TLS need.
+    """The certificates of the TLS tests.
 
     Attributes:
-        ca: The file of the authority of the server and of the callers.
-        server: For localhost and 127.0.0.1.
-        client: A caller's.
-        expired: Of the authority, for the server's names, until yesterday.
-        other_name: Of the authority, for other.example.
-        stranger: Of another authority, for the server's names.
-        stranger_ca: That authority's file.
+        authority: The authority of the server and of the callers.
+        ca: The authority's file.
+        server: Valid for localhost and 127.0.0.1.
+        client: A caller's certificate.
+        expired: Valid for the server's names until yesterday.
+        other_name: Valid for other.example.
+        stranger: Valid for the server's names, from another authority.
+        stranger_ca: The other authority's file.
     """
 
     authority: Authority
@@ -81,7 +82,7 @@ class Certificates:
 
 
 def make_certificates(directory: Path) -> Certificates:
-    """Writes all files into a directory."""
+    """Write all files into a directory."""
     authority, stranger = Authority(directory), Authority(directory, "stranger-ca")
     return Certificates(
         authority,
@@ -96,7 +97,7 @@ def make_certificates(directory: Path) -> Certificates:
 
 
 def self_signed(directory: Path, name: str, key: str) -> Pair:
-    """Writes a certificate for localhost without an authority; `key` as openssl's -newkey and -pkeyopt have it."""
+    """Write a certificate for localhost without an authority; `key` has the options of openssl after -newkey."""
     pair = Pair(directory / f"{name}.pem", directory / f"{name}.key")
     subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost", "-days", "30"]
     command = ["openssl", "req", "-x509", "-nodes", *subject, "-newkey", *key.split()]
@@ -105,7 +106,7 @@ def self_signed(directory: Path, name: str, key: str) -> Pair:
 
 
 class Mount:
-    """Files as Kubernetes mounts them: links to a link to a directory, which a change replaces at once."""
+    """Files as Kubernetes mounts them: links through a link to a directory, which each change replaces."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -117,7 +118,7 @@ class Mount:
             (directory / name).symlink_to(Path("..data") / name)
 
     def put(self, pair: Pair, ca: Path) -> None:
-        """Changes all files."""
+        """Replace all files."""
         self._changes += 1
         new = self._directory / f"..{self._changes}"
         new.mkdir()
@@ -129,7 +130,7 @@ class Mount:
 
 
 def served(port: int, context: ssl.SSLContext) -> bytes:
-    """The certificate that a port shows."""
+    """The certificate of the server at a port."""
     with (
         socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
         context.wrap_socket(plain, server_hostname="localhost") as encrypted,

@@ -22,6 +22,7 @@ BARE_GOLDENS = (
     "per-head-linears",
     "raw-matrices",
     "fused-qkv",
+    "fused-qkv-as-written",
     "attention-only",
     "split-qkv",
     "torch-native-post",
@@ -45,9 +46,14 @@ def golden_fields(name: str) -> dict[str, Any]:
     return {"scale_embedding" if field == "embed_scale" else field: value for field, value in fields.items()}
 
 
+def golden_checkpoint(name: str) -> Path:
+    """The file of its weights; the two ways to merge the heads of fused-qkv share one."""
+    return DATA / name.removesuffix("-as-written") / "checkpoint.safetensors"
+
+
 def golden_embeddings(name: str) -> Path | None:
     """The file of its embedding table, where that is apart."""
-    path = DATA / name / "embeddings.safetensors"
+    path = golden_checkpoint(name).with_name("embeddings.safetensors")
     return path if path.exists() else None
 
 
@@ -58,7 +64,7 @@ def export_golden_for_embeddings(name: str, models: Path) -> Exported:
         for key, value in golden_fields(name).items()
         if key not in {"vocab_size", "scale_embedding", "pad_token_id"}
     }
-    path, target = DATA / name / "checkpoint.safetensors", Target(model_repository=models, name=f"{name}-vectors")
+    path, target = golden_checkpoint(name), Target(model_repository=models, name=f"{name}-vectors")
     # The longest case has 33 tokens: what takes the time is comparing sequences of the longest length.
     return export_once(
         export_checkpoint, path, target=target, fields=fields, model_input="embeddings", max_sequence_tokens=64
@@ -70,7 +76,7 @@ def export_golden(name: str, models: Path, precision: Precision = "float32") -> 
     target = Target(model_repository=models, name=name)
     if name in HF_GOLDENS:
         return export_once(export_hf, DATA / name, target=target, precision=precision, ids_only=True)
-    path, fields, table = DATA / name / "checkpoint.safetensors", golden_fields(name), golden_embeddings(name)
+    path, fields, table = golden_checkpoint(name), golden_fields(name), golden_embeddings(name)
     return export_once(export_checkpoint, path, target=target, fields=fields, embeddings=table, precision=precision)
 
 
@@ -98,7 +104,7 @@ def golden_cases(name: str) -> tuple[list[Any], list[Any]]:
 
 def golden_vectors(name: str) -> npt.NDArray[np.float32]:
     """A bare golden checkpoint's vectors for its tokens, scaled as its configuration says: (vocab, d_model)."""
-    path = golden_embeddings(name) or DATA / name / "checkpoint.safetensors"
+    path = golden_embeddings(name) or golden_checkpoint(name)
     (table,) = (tensor for key, tensor in load_file(path).items() if key in {"W_embed", "embedding.weight"})
     scale = math.sqrt(table.shape[1]) if golden_fields(name)["scale_embedding"] else 1
     return (table * scale).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Time that passes when a test says so."""
+"""A clock for tests: its time passes when a test says so."""
 
 import asyncio
 import heapq
@@ -6,7 +6,7 @@ import itertools
 
 
 class FakeClock:
-    """A clock that advances only when told to."""
+    """A clock that only `advance` moves."""
 
     def __init__(self, start: float = 0.0) -> None:
         """Starts at `start` seconds."""
@@ -14,8 +14,13 @@ class FakeClock:
         self._sleepers: list[tuple[float, int, asyncio.Future[None]]] = []
         self._order = itertools.count()
 
+    @property
+    def sleepers(self) -> int:
+        """The number of coroutines in `sleep`."""
+        return len(self._sleepers)
+
     def now(self) -> float:
-        """The seconds told so far."""
+        """The time in seconds."""
         return self._now
 
     async def sleep(self, seconds: float) -> None:
@@ -25,7 +30,7 @@ class FakeClock:
         await woken
 
     def advance(self, seconds: float) -> None:
-        """Moves time forward and wakes whoever slept until then."""
+        """Moves time forward and wakes the sleepers that are due."""
         self._now += seconds
         while self._sleepers and self._sleepers[0][0] <= self._now:
             _, _, woken = heapq.heappop(self._sleepers)

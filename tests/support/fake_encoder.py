@@ -1,6 +1,6 @@
-"""A small encoder service on a real grpc.aio server, and both clients to call it with.
+"""A small encoder service on a real grpc.aio server, and both clients.
 
-Tests are coroutines on one event loop. The client for threads runs beside it in a worker thread.
+Tests are coroutines on one event loop. The sync client runs in a worker thread.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Rows = npt.NDArray[np.float32]
 
 
 class Refused(Exception):
-    """What a `FakeEncoder.before` raises to refuse a request."""
+    """Raised by `FakeEncoder.before` to refuse a request."""
 
     def __init__(
         self, code: grpc.StatusCode, text: str = "refused", reason: str = "", pushback: str | None = None
@@ -43,21 +43,21 @@ class Refused(Exception):
 
 
 def ids_of(item: pb.Input) -> list[int]:
-    """A text has a token per word, whose id is the word's length, between two special ones."""
+    """The token ids: for a text, the length of each word, between two special tokens."""
     if item.HasField("text"):
         return [FIRST, *(len(word) for word in item.text.split()), LAST]
     return list(item.token_ids.ids)
 
 
 def rows_of(ids: Iterable[int]) -> Rows:
-    """(seq, d_model): every number says which token it belongs to, at which place."""
+    """(seq, d_model): each number depends on its token, its place and its column."""
     column = np.asarray(list(ids), np.float32)[:, None]
     places = np.arange(len(column), dtype=np.float32)[:, None] / 4
     return np.asarray(column + places + np.arange(D_MODEL, dtype=np.float32) / 64, np.float32)
 
 
 def rows_of_input(item: pb.Input) -> Rows:
-    """(seq, d_model): the rows of the ids; vectors come back as they are."""
+    """(seq, d_model): the rows of the ids; input vectors are returned unchanged."""
     if not item.HasField("embeddings"):
         return rows_of(ids_of(item))
     vectors = item.embeddings
@@ -120,7 +120,7 @@ def _tensor(spec: pb.OutputSpec, request: pb.EncodeRequest) -> pb.RaggedTensor:
 
 
 def _sparse_tensor(request: pb.EncodeRequest) -> pb.RaggedTensor:
-    """For every word its length, at the place of its length, halved."""
+    """The weight of an index is half the index; the indices are the lengths of the words."""
     words = [sorted(set(ids_of(item)) - {FIRST, LAST}) for item in request.inputs]
     flat = np.array([word for its in words for word in its], np.uint32)
     return pb.RaggedTensor(
@@ -135,9 +135,10 @@ def _sparse_tensor(request: pb.EncodeRequest) -> pb.RaggedTensor:
 
 @dataclass
 class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
-    """The service. `before` sees each request before it is answered: it may wait, raise `Refused`, or replace it.
+    """The service.
 
-    `inspect` answers Inspect in place of what `inspections.inspection` would; it may do the same.
+    `before` gets each request before its answer: it may wait, raise `Refused`, or return another answer. `inspect`
+    replaces `inspections.inspection`, and may also wait or raise `Refused`.
     """
 
     max_request_sequences: int = 256
@@ -148,7 +149,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
     before: Callable[[pb.EncodeRequest], Awaitable[pb.EncodeResponse | None]] | None = None
     before_stream: Callable[[pb.EncodeStreamRequest, Any], Awaitable[None]] | None = None
     inspect: Callable[[pb.InspectRequest], AsyncIterator[pb.InspectResponse]] | None = None
-    model_info: pb.ModelInfo = field(default_factory=pb.ModelInfo)  # what it has besides
+    model_info: pb.ModelInfo = field(default_factory=pb.ModelInfo)  # further fields of the model
     requests: list[pb.EncodeRequest] = field(default_factory=list)
     tokenize_requests: list[pb.TokenizeRequest] = field(default_factory=list)
     inspect_requests: list[pb.InspectRequest] = field(default_factory=list)
@@ -324,7 +325,7 @@ class FakeEncoder(EncoderServiceServicer):  # type: ignore[misc]
 
 
 class Caller:
-    """Calls either client from a coroutine: the one for threads in a worker thread."""
+    """Calls the sync or the async client from a coroutine; the sync client in a worker thread."""
 
     def __init__(self, kind: str, service: FakeEncoder) -> None:
         self.kind = kind
@@ -332,7 +333,7 @@ class Caller:
         self.clients: list[EncoderClient | AsyncEncoderClient] = []
 
     def connect(self, **settings: Any) -> Any:
-        """A client; its retries wait little unless the settings say otherwise."""
+        """A new client; by default its retries wait milliseconds."""
         settings.setdefault("retry", RetryPolicy(initial_backoff_seconds=0.01, max_backoff_seconds=0.05))
         settings.setdefault("timeout_seconds", 60.0)
         settings.setdefault("target", self.service.target)
@@ -341,24 +342,24 @@ class Caller:
         return client
 
     async def __call__(self, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Calls a method and waits for what it returns."""
+        """Call a method and return its result."""
         if inspect.iscoroutinefunction(method):
             return await method(*args, **kwargs)
         return await asyncio.to_thread(method, *args, **kwargs)
 
     async def all_of(self, client: Any, inputs: Any, method: str = "encode_stream", **options: Any) -> list[Any]:
-        """Everything that a stream yields."""
+        """All results of a stream."""
         stream = getattr(client, method)(inputs, **options)
         if self.kind == "async":
             return [it async for it in stream]
         return await asyncio.to_thread(list, stream)
 
     async def first_of(self, stream: Any) -> Any:
-        """The next thing that a stream yields."""
+        """The next result of a stream."""
         return await (anext(stream) if self.kind == "async" else asyncio.to_thread(next, stream))
 
     async def close(self, it: Any) -> None:
-        """Closes a client or a stream."""
+        """Close a client or a stream."""
         ended = it.aclose() if hasattr(it, "aclose") else it.close()
         if inspect.isawaitable(ended):
             await ended

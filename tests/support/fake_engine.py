@@ -1,4 +1,4 @@
-"""An engine for tests: its rows are a formula of the ids, it fails when told to, and it waits when told to."""
+"""An engine and an inspector for tests: their numbers are formulas; they fail or wait on request."""
 
 import math
 import threading
@@ -12,9 +12,9 @@ from encserve_server.types.inspections import InspectKind, InspectTensor
 
 
 def fake_rows(ids: ModelInput, d_model: int) -> Rows:
-    """The rows that `FakeEngine` gives for (seq,) ids: (seq, d_model), each row telling its id, place and length.
+    """The rows of `FakeEngine` for (seq,) ids: (seq, d_model). Each row depends on its id, place and length.
 
-    Of vectors the first component stands for the id.
+    The first component of a vector is used as its id.
     """
     marks = np.asarray(ids if ids.ndim == 1 else ids[:, 0], np.float64)  # (seq,)
     place = np.arange(len(ids))
@@ -24,12 +24,12 @@ def fake_rows(ids: ModelInput, d_model: int) -> Rows:
 
 
 class FakeEngine:
-    """Answers at once unless `hold` was called.
+    """Computes at once unless `hold` was called.
 
     Attributes:
         batches: The lengths of every batch that was run or tried, in order.
-        poison: An id that makes any batch holding it fail.
-        nan_id: An id whose sequence comes out as NaN.
+        poison: An id that makes any batch with it fail.
+        nan_id: An id that makes its sequence NaN.
         broken: Makes every batch fail while set.
         alone: For every batch that was run or tried, whether it had the whole device.
     """
@@ -43,7 +43,7 @@ class FakeEngine:
         max_parallel_runs: int = 1,
         widens: bool = True,
     ) -> None:
-        """Takes the width of its rows, the ids that misbehave, and what it says of running several batches at once."""
+        """Takes the width of the rows, the ids that fail, and the reported number of parallel runs."""
         self.max_parallel_runs = max_parallel_runs
         self.widens = widens
         self.alone: list[bool] = []
@@ -56,11 +56,11 @@ class FakeEngine:
         self.started = threading.Semaphore(0)  # released once for every batch that begins
         self._gate = threading.Condition()
         self._held = False
-        self._passes = 0  # held runs that may finish all the same
+        self._passes = 0  # held runs that may finish
 
     @property
     def info(self) -> EngineInfo:
-        """A provider that no real engine has."""
+        """Names that no real engine has."""
         return EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake")
 
     def hold(self) -> None:
@@ -81,7 +81,7 @@ class FakeEngine:
             self._gate.notify_all()
 
     def run(self, sequences: Sequence[ModelInput], *, attended: Sequence[int] = (), alone: bool = True) -> BatchResult:
-        """Runs one batch by formula."""
+        """Computes `fake_rows` for a batch."""
         self.batches.append([len(ids) for ids in sequences])
         self.alone.append(alone)
         self.started.release()
@@ -102,7 +102,7 @@ class FakeEngine:
         return BatchResult(output, lengths, collate_seconds=0.0001, compute_seconds=0.001)
 
     def close(self) -> None:
-        """Remembers that it was closed."""
+        """Sets `closed`."""
         self.closed = True
 
 
@@ -113,9 +113,10 @@ def fake_numbers(kind: InspectKind, layer: int, shape: tuple[int, ...]) -> Numbe
 
 
 class FakeInspector:
-    """Looks into nothing: every number tells its kind and layer, unless `hold` was called it answers at once.
+    """Computes numbers from their kind and layer, at once unless `hold` was called.
 
     Attributes:
+        n_heads: The heads of its attention weights.
         lengths: The length of every sequence that was run, in order.
         broken: Makes every run fail while set.
     """
@@ -123,7 +124,7 @@ class FakeInspector:
     def __init__(self, d_model: int = 4, n_heads: int = 2, n_positions: int = 32) -> None:
         """Takes the sizes of its arrays."""
         self._d_model = d_model
-        self._n_heads = n_heads
+        self.n_heads = n_heads
         self._n_positions = n_positions
         self.lengths: list[int] = []
         self.broken = False
@@ -143,7 +144,7 @@ class FakeInspector:
     def run(
         self, sequence: ModelInput, wanted: Sequence[tuple[InspectKind, tuple[int, ...]]], *, attended: int = 0
     ) -> tuple[list[InspectTensor], float]:
-        """Gives each layer's array the numbers of `fake_numbers`."""
+        """Computes `fake_numbers` for each layer."""
         self.lengths.append(len(sequence))
         self.started.release()
         if not self._go.wait(timeout=60):
@@ -152,7 +153,7 @@ class FakeInspector:
             raise RuntimeError("the device is lost")
         seq = len(sequence)
         shapes = {
-            InspectKind.ATTENTION_WEIGHTS: (self._n_heads, seq, seq),
+            InspectKind.ATTENTION_WEIGHTS: (self.n_heads, seq, seq),
             InspectKind.HIDDEN_STATES: (seq, self._d_model),
             InspectKind.POSITIONS: (self._n_positions, self._d_model),
         }
@@ -163,5 +164,5 @@ class FakeInspector:
         return tensors, 0.001
 
     def close(self) -> None:
-        """Remembers that it was closed."""
+        """Sets `closed`."""
         self.closed = True

@@ -1,8 +1,8 @@
-"""A whole server on a free loopback port with a fake engine: everything else is real."""
+"""A whole server on a free loopback port; only the engine is fake."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ page._STOP_SECONDS = 0.01  # tests stop hundreds of servers
 
 
 def write_tokenizer(path: Path, unknown: str = "[UNK]") -> Path:
-    """A tokenizer of eight words, with truncation and padding baked in as real files have them."""
+    """Writes a tokenizer of eight words, with truncation and padding in the file as real files have them."""
     tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -76,7 +76,7 @@ class FakeServer:
         self.channel = channel
 
     async def call(self, method: str, request: Any, service: str = SERVICE, **options: Any) -> bytes:
-        """Sends a message, or raw bytes, to a method of a service; gives the reply's bytes, raises Failed."""
+        """Sends a message or raw bytes to a method and returns the reply's bytes; raises Failed."""
         data = request if isinstance(request, bytes) else request.SerializeToString()
         rpc: Any = self.channel.unary_unary(f"/{service}/{method}")
         try:
@@ -91,22 +91,29 @@ class FakeServer:
         request = pb.EncodeRequest(inputs=map(make_input, inputs), options=options)
         return pb.EncodeResponse.FromString(await self.call("Encode", request, **call))
 
+    async def start_held(self, call: Coroutine[Any, Any, Any]) -> "asyncio.Task[Any]":
+        """Holds the engine and starts a call; returns when the engine has the call's first batch."""
+        while self.engine.started.acquire(blocking=False):
+            pass  # batches of earlier calls
+        self.engine.hold()
+        task = asyncio.create_task(call)
+        await asyncio.to_thread(self.engine.started.acquire)
+        return task
+
     @contextlib.asynccontextmanager
     async def queue_of(self, tokens: int) -> AsyncIterator[None]:
-        """Within this block the engine is held by one call, and another of so many tokens waits."""
-        self.engine.hold()
-        running = asyncio.create_task(self.encode([1]))
-        await asyncio.to_thread(self.engine.started.acquire)
+        """Within this block one call holds the engine, and another call of `tokens` tokens waits."""
+        running = await self.start_held(self.encode([1]))
         waiting = asyncio.create_task(self.encode([2] * tokens))
         try:
-            await until(lambda: self.sample("encserve_queue_tokens", model="tiny", version="2") == tokens)
+            await until(lambda: self.queued() == tokens)
             yield
         finally:
             self.engine.let_go()
             await asyncio.gather(running, waiting)
 
     async def inspect(self, request: Any, **options: Any) -> list[pb.InspectResponse]:
-        """Sends an inspection, a message or raw bytes; gives all messages of its answer, raises Failed."""
+        """Sends an inspection, a message or raw bytes, and returns all messages of the reply; raises Failed."""
         data = request if isinstance(request, bytes) else request.SerializeToString()
         rpc: Any = self.channel.unary_stream(f"/{SERVICE}/Inspect")
         try:
@@ -119,6 +126,28 @@ class FakeServer:
         value = self.app.registry.get_sample_value(name, labels)
         assert value is not None, f"no sample {name}{labels}"
         return value
+
+    def queued(self, unit: str = "tokens") -> float:
+        """The tokens, sequences, requests or text_bytes that wait for tiny@2."""
+        return self.sample(f"encserve_queue_{unit}", model="tiny", version="2")
+
+    async def stop(self) -> None:
+        """Lets all work end, then stops the server."""
+        self.engine.let_go()
+        self.inspector.let_go()
+        await self.channel.close()
+        await self.app.stop()
+
+
+async def refusal(call: Awaitable[Any]) -> Failed:
+    """Awaits a call that must fail, and returns its failure."""
+    try:
+        await call
+    except Failed as failed:
+        return failed
+    except grpc.aio.AioRpcError as error:
+        return Failed(error)
+    raise AssertionError("the call did not fail")
 
 
 def make_input(it: Any) -> pb.Input:
@@ -146,7 +175,7 @@ def fake_model(
     prompts: Mapping[str, str] | None = None,
     max_queue_text_mib: int = 16,
 ) -> LoadedModel:
-    """What a real loader would have made of a bundle, with a fake engine."""
+    """A loaded model with a fake engine."""
     graph = Graph(
         path=bundle_directory / "model.onnx",
         input_name="inputs",

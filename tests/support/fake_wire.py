@@ -1,4 +1,4 @@
-"""A wire without a network, on a clock of its own: for tests of everything above it. Never suspends, never sleeps."""
+"""A wire without a network and with a fake clock, for tests of the layers above. It never suspends and never sleeps."""
 
 import heapq
 import itertools
@@ -24,22 +24,22 @@ from encserve_client._logic.wire import (
 from encserve_proto.v1 import encoder_pb2 as pb
 
 Outcome = tuple[float, Any]
-"""After how many seconds, and what: a response, to Inspect a list of them, or a `Failure`."""
+"""The delay in seconds, and the outcome: a response, a list of responses to Inspect, or a `Failure`."""
 
 
 @dataclass
 class FakeWire:
-    """Does what two functions say. Its time passes only in `wait`.
+    """Answers with two functions of the test. Time passes only in `wait`.
 
     Attributes:
-        answer: Says what becomes of a message, given the RPC and the request.
-        answer_stream: Says what becomes of a request on a stream, given the stream's number; a `Failure` ends the
-            stream, None is never answered.
-        inputs: What `read_input` reads.
-        time: Now, in seconds.
-        sent: When each message or request was sent.
-        most_out: The most messages that were out at a time.
-        n_streams: How many streams were opened.
+        answer: Returns the outcome of a message, given the RPC and the request.
+        answer_stream: Returns the outcome of a request on a stream, given the stream's number. A `Failure` ends the
+            stream; a request with the outcome None gets no answer.
+        inputs: The inputs for `read_input`.
+        time: The time now, in seconds.
+        sent: The times at which messages and requests were sent.
+        most_out: The most messages without an answer at the same time.
+        n_streams: The number of opened streams.
         is_closed: Whether `aclose` was called.
     """
 
@@ -53,7 +53,7 @@ class FakeWire:
     is_closed: bool = False
 
     def __post_init__(self) -> None:
-        """Begins with nothing under way."""
+        """Start without events."""
         self._events: list[tuple[float, int, Event]] = []  # a heap of (time, order, event)
         self._order = itertools.count()
         self._inputs = iter(self.inputs)
@@ -89,9 +89,9 @@ class FakeWire:
         self.sent.append(self.time)
         outcome = self.answer_stream(stream, request) if stream not in self._over else None
         if outcome is not None:
-            delay, what = outcome
-            is_end = isinstance(what, Failure)
-            self._post(delay, StreamEnded(stream, what) if is_end else StreamAnswered(stream, what))
+            delay, result = outcome
+            is_end = isinstance(result, Failure)
+            self._post(delay, StreamEnded(stream, result) if is_end else StreamAnswered(stream, result))
 
     def finish(self, stream: int) -> None:
         """See `Wire`. The stream ends after its last answer."""
@@ -106,7 +106,7 @@ class FakeWire:
             self._post(0.0, InputsEnded())
 
     async def wait(self, seconds: float | None) -> Event | None:
-        """See `Wire`. Waiting for ever for nothing is an error."""
+        """See `Wire`. Fails without an event and without a time limit."""
         while self._events and (seconds is None or self._events[0][0] <= self.time + seconds):
             time, _, event = heapq.heappop(self._events)
             if seconds is not None:
@@ -115,7 +115,7 @@ class FakeWire:
             if not self._is_stale(event):
                 return event
         if seconds is None:
-            raise AssertionError("waits for ever: nothing is under way")
+            raise AssertionError("waits without a time limit, and no event is due")
         self.time += seconds
         return None
 
@@ -124,7 +124,7 @@ class FakeWire:
         self.is_closed = True
 
     def _is_stale(self, event: Event) -> bool:
-        """Whether nobody is to see an event: a broken stream's later answers. Counts what is out."""
+        """Whether an event is a later answer of an ended stream; also counts answered messages."""
         if isinstance(event, Answered | Failed):
             self._out -= 1
         if isinstance(event, StreamAnswered | StreamEnded) and event.stream in self._over:

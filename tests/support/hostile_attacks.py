@@ -1,6 +1,6 @@
-"""Hostile callers, each kind a function that runs in a process of its own until its input ends.
+"""Hostile callers: each kind is a function that runs in a second process until stdin ends.
 
-The processes have a lower priority than the server, so that what they compute takes nothing from the server.
+The processes have a lower priority than the server, so that they do not take its CPU time.
 """
 
 import asyncio
@@ -34,16 +34,16 @@ _NICENESS = 10
 _END_SECONDS = 30
 _READ_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 16
-# What a caller that sends slowly holds back, of which a byte is sent every so often.
+# A slow sender holds back the last bytes and sends one of them each second.
 _HELD_BACK_BYTES, _DRIP_SECONDS = 64 * 1024, 1.0
 Report = dict[str, Any]
 
 
 class Attack:
-    """An attack that is under way.
+    """A running attack.
 
     Attributes:
-        report: What the callers saw, once the attack has ended.
+        report: The replies to the callers, after the end.
     """
 
     def __init__(self, process: "subprocess.Popen[bytes]") -> None:
@@ -51,7 +51,7 @@ class Attack:
         self.report: Report = {}
 
     def stop(self) -> Report:
-        """Ends the attack, unless it has ended; an error of the attack fails the test."""
+        """End the attack and return its report; an error of the attack fails the test."""
         if not self.report:
             output, _ = self._process.communicate(timeout=_END_SECONDS)
             self.report = json.loads(output)
@@ -60,7 +60,7 @@ class Attack:
 
 @contextlib.contextmanager
 def attack(kind: "Callable[..., Report]", *args: Any) -> Iterator[Attack]:
-    """Runs one of the functions of this file in a process of its own."""
+    """Run a function of this file in a second process."""
     command = [sys.executable, __file__, kind.__name__]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdin is not None
@@ -75,7 +75,7 @@ def attack(kind: "Callable[..., Report]", *args: Any) -> Iterator[Attack]:
 
 
 def flood(over: threading.Event, port: int, head: bytes, block: bytes, connections: int) -> Report:
-    """Sends a head, and then a block again and again, as fast as the server takes them, and ignores every answer."""
+    """Send `head` once, then `block` again and again, as fast as possible, and ignore the replies."""
     counts = Counter[str]()
     with selectors.DefaultSelector() as selector:
         places: dict[socket.socket, tuple[bytes, int]] = {}
@@ -108,7 +108,7 @@ def flood(over: threading.Event, port: int, head: bytes, block: bytes, connectio
                     selector.unregister(opened)
                     del places[opened]
                     opened.close()
-                    with contextlib.suppress(ConnectionRefusedError):  # the server is there no more
+                    with contextlib.suppress(ConnectionRefusedError):  # the server has ended
                         connect()
         for opened in places:
             opened.close()
@@ -116,7 +116,7 @@ def flood(over: threading.Event, port: int, head: bytes, block: bytes, connectio
 
 
 def ask_http(over: threading.Event, port: int, request: bytes, connections: int) -> Report:
-    """Sends a request on each connection, reads the whole answer, and sends the request again."""
+    """Send a request on each connection, read the whole reply, repeat."""
     counts = Counter[str]()
 
     def ask() -> None:
@@ -134,7 +134,7 @@ def ask_http(over: threading.Event, port: int, request: bytes, connections: int)
 
 
 def _read_answer(opened: socket.socket) -> str:
-    """The status of an answer that has been read to its end.
+    """Read a reply to its end and return its status.
 
     Raises:
         OSError: The connection ended before that.
@@ -155,7 +155,7 @@ def _read_answer(opened: socket.socket) -> str:
 
 
 def ask_grpc(over: threading.Event, target: str, path: str, requests: Sequence[bytes], callers: int) -> Report:
-    """Each of so many callers sends the requests one after the other, again and again, and reads the answers."""
+    """Each caller sends the requests in turn, reads the replies, and repeats."""
     counts = Counter[str]()
 
     async def ask(call: Any) -> None:
@@ -189,7 +189,7 @@ async def _unary(call: Any, request: bytes) -> str:
 
 
 def stream_grpc(over: threading.Event, target: str, path: str, request: bytes, count: int) -> Report:
-    """Sends a request so many times in one stream, and reads every answer."""
+    """Send a request `count` times in one stream, and read all replies."""
 
     async def run() -> int:
         answers = 0
@@ -217,17 +217,16 @@ def stream_grpc(over: threading.Event, target: str, path: str, request: bytes, c
 
 @dataclass(frozen=True)
 class Holder:
-    """Callers that hold what they have: each on a connection of its own, by HTTP/2 for gRPC, or by HTTP/1.1.
+    """Callers that hold resources, each with its own connection.
 
     Attributes:
-        name: What the report calls them.
-        count: How many they are.
-        port: Of the server.
-        path: What they call.
-        messages: The messages of a call by gRPC, or one body.
-        is_grpc: Whether they speak gRPC.
-        is_slow: Whether they send all but the last 64 KiB, and of these a byte a second; else they send everything, and
-            read nothing.
+        name: Name in the report.
+        count: Number of callers.
+        port: The server's port.
+        path: Method or route.
+        messages: The messages of a gRPC call, or one HTTP body.
+        is_grpc: gRPC over HTTP/2, or HTTP/1.1.
+        is_slow: Send all but the last 64 KiB, then a byte a second; else send everything and read nothing.
     """
 
     name: str
@@ -239,14 +238,14 @@ class Holder:
     is_slow: bool
 
     def body(self) -> bytes:
-        """What is sent behind the head."""
+        """The bytes after the head."""
         if not self.is_grpc:
             return self.messages[0]
         return b"".join(b"\0" + len(message).to_bytes(4, "big") + message for message in self.messages)
 
 
 def hold(over: threading.Event, *holders: Holder) -> Report:
-    """Opens all calls and leaves them open; reports how many of each have been answered, and how."""
+    """Open all calls and leave them open; report the outcomes of each holder."""
     outcomes: dict[str, Counter[str]] = {holder.name: Counter() for holder in holders}
 
     async def call(holder: Holder, body: bytes) -> None:
@@ -267,7 +266,7 @@ def hold(over: threading.Event, *holders: Holder) -> Report:
 
 async def _connect(port: int) -> socket.socket:
     opened = socket.socket()
-    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # little of an answer fits in
+    opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _PACKET_BYTES)  # holds little of a reply
     opened.setblocking(False)
     await asyncio.get_running_loop().sock_connect(opened, ("127.0.0.1", port))
     return opened
@@ -295,7 +294,7 @@ async def _hold_http(over: threading.Event, holder: Holder, body: bytes) -> str:
 
 
 async def _hold_grpc(over: threading.Event, holder: Holder, body: bytes) -> str:
-    """One call, which sends what the server's windows let through and opens no window for the server."""
+    """One call that sends as the server's windows allow and opens no window for the reply."""
     loop = asyncio.get_running_loop()
     with contextlib.closing(await _connect(holder.port)) as opened:
         connection = h2.connection.H2Connection(h2.config.H2Configuration(header_encoding="utf-8"))
@@ -330,7 +329,7 @@ async def _hold_grpc(over: threading.Event, holder: Holder, body: bytes) -> str:
 
 
 def _send_data(connection: Any, body: bytes, place: int, end: int) -> int:
-    """Sends as much as the windows let through; returns up to where the body has been sent."""
+    """Send as much as the windows allow; return the position in the body."""
     while place < end and (window := connection.local_flow_control_window(1)):
         size = min(window, connection.max_outbound_frame_size, end - place)
         connection.send_data(1, body[place : place + size])
@@ -339,7 +338,7 @@ def _send_data(connection: Any, body: bytes, place: int, end: int) -> int:
 
 
 def _outcome(event: Any) -> str:
-    """How a call ended, if that is what happened."""
+    """How the call ended; empty if it goes on."""
     if isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):
         fields: dict[Any, Any] = dict(event.headers)
         if (status := fields.get("grpc-status")) is not None:
@@ -358,7 +357,7 @@ def _in_threads(function: Callable[[], None], count: int) -> None:
 
 
 def _main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test handles it, and then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test ends this process
     os.nice(_NICENESS)
     kind, args = globals()[sys.argv[1]], pickle.load(sys.stdin.buffer)  # noqa: S301 - the test's own
     over = threading.Event()
@@ -370,7 +369,7 @@ def _main() -> None:
     threading.Thread(target=wait, daemon=True).start()
     json.dump(kind(over, *args), sys.stdout)
     sys.stdout.flush()
-    os._exit(0)  # no caller waits for the calls that are left
+    os._exit(0)  # do not wait for open calls
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Requests that cost a server more than they cost the caller, and ordinary ones that are like them."""
+"""Requests that cost a server more than they cost the caller, and similar ordinary requests."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +14,7 @@ from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_
 HTTP = "/v1/embeddings"
 # One method of each protocol.
 PATHS = {"unary": ENCODE, "stream": ENCODE_STREAM, "open-inference": MODEL_INFER, "http": HTTP}
-# As much as a message may hold, less what stands around the field that is so long.
+# The largest message, less the bytes around its one long field.
 LONGEST_FIELD = 4 * 2**20 - 64
 MEAN, TOKENS, MULTI_VECTOR, SPARSE = (
     pb.OUTPUT_KIND_MEAN,
@@ -25,7 +25,7 @@ MEAN, TOKENS, MULTI_VECTOR, SPARSE = (
 
 
 def encode(inputs: Iterable[Sequence[int]], outputs: Iterable[pb.OutputSpec] = ()) -> bytes:
-    """A request by token ids."""
+    """An EncodeRequest of token ids, serialized."""
     request = pb.EncodeRequest()
     for ids in inputs:
         request.inputs.add().token_ids.ids.extend(ids)
@@ -34,19 +34,19 @@ def encode(inputs: Iterable[Sequence[int]], outputs: Iterable[pb.OutputSpec] = (
 
 
 def encode_text(text: str) -> pb.EncodeRequest:
-    """A request by one text."""
+    """An EncodeRequest of one text."""
     request = pb.EncodeRequest()
     request.inputs.add().text = text
     return request
 
 
 def in_stream(request_id: str, request: bytes) -> bytes:
-    """The same as a message of a stream."""
+    """A serialized EncodeRequest as a message of a stream."""
     return serialized(pb.EncodeStreamRequest(request_id=request_id, request=pb.EncodeRequest.FromString(request)))
 
 
 def infer(n_tokens: int, request_id: str = "") -> bytes:
-    """A request of the Open Inference Protocol for the rows of so many tokens."""
+    """An Open Inference request for the rows of `n_tokens` ids."""
     request = infer_pb.ModelInferRequest(id=request_id)
     request.inputs.add(name="input_ids", datatype="INT64", shape=[1, n_tokens])
     request.raw_input_contents.append(b"\1\0\0\0\0\0\0\0" * n_tokens)
@@ -55,7 +55,7 @@ def infer(n_tokens: int, request_id: str = "") -> bytes:
 
 
 def infer_text(text: str) -> bytes:
-    """A request of the Open Inference Protocol for the rows of one text."""
+    """An Open Inference request for the rows of a text."""
     request = infer_pb.ModelInferRequest()
     request.inputs.add(name="text", datatype="BYTES", shape=[1])
     request.raw_input_contents.append(len(text).to_bytes(4, "little") + text.encode())
@@ -64,25 +64,25 @@ def infer_text(text: str) -> bytes:
 
 
 def post(path: str, fields: object) -> bytes:
-    """A request over HTTP."""
+    """An HTTP request."""
     body = orjson.dumps(fields)
     return head(path, f"content-length: {len(body)}") + body
 
 
 def head(path: str, field: str) -> bytes:
-    """The head of a request over HTTP."""
+    """The head of an HTTP request."""
     return f"POST {path} HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\n{field}\r\n\r\n".encode()
 
 
 def serialized(message: Message) -> bytes:
-    """A message's bytes."""
+    """The bytes of a message."""
     data: bytes = message.SerializeToString()
     return data
 
 
 def wide_fields(n_tokens: int) -> dict[str, object]:
-    """The fields of a request over HTTP whose answer takes a little more than those rows of the wide model."""
-    return {"input": [[1]] * (n_tokens // 4), "pooling": "mean"}  # JSON has about 20 bytes for a number's 4
+    """An HTTP request whose reply is a little larger than `n_tokens` rows of the wide model."""
+    return {"input": [[1]] * (n_tokens // 4), "pooling": "mean"}  # a number takes about 20 bytes in JSON, 4 in a row
 
 
 def slow_senders(server: RealServer, protocol: str, count: int) -> Holder:
@@ -93,7 +93,7 @@ def slow_senders(server: RealServer, protocol: str, count: int) -> Holder:
 def non_readers(
     server: RealServer, protocol: str, count: int, calls: int = 1, *, n_tokens: int = WIDE_TOKENS
 ) -> Holder:
-    """Callers of the wide model that read nothing of what they are answered: 64 KiB for a token."""
+    """Callers of the wide model that do not read the reply, 64 KiB a token."""
     wide = encode([[1] * n_tokens])
     message = {
         "unary": wide,

@@ -1,7 +1,5 @@
-"""A server, a control and an attack: what the one and the other do to it, and whether that is within bounds."""
+"""Runs a control and an attack against a server, and checks memory, latency and replies."""
 
-import functools
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,31 +9,22 @@ from typing import Any
 
 from hostile_attacks import Report, attack
 from hostile_watch import MIB, SLACK_BYTES, Phase, Watch, logger, parse_seconds, watching
-from real_server import COMMAND, RealServer, real_server
+from real_server import RealServer, real_server
 
-# The default where there is enough memory; given, so that every machine tests the same.
+# The default of a machine with enough memory, set so that every machine tests the same.
 BUDGET_MIB = 1024
 WARM_UP_SECONDS, CONTROL_SECONDS, SETTLE_SECONDS, ATTACK_SECONDS = 2.0, 3.0, 1.0, 5.0
-# A batch of more than this is one that an attack made so long: the default of a minute takes a minute to see.
+# No ordinary batch takes longer. The default is a minute.
 SHORT_STALL = ("--stall-seconds", "3")
-# For replies of 64 MiB: the queue must not be what refuses the calls, and what the engine keeps for a batch not what is
-# measured, which is as much again for each batch that runs beside another.
+# For replies of 64 MiB: the queue must not refuse the calls, and memory of parallel batches must not be measured.
 LARGE_REPLIES = ("--max-queue-tokens", "1000000", "--parallel-batches", "1")
 Driver = tuple[Any, ...]
 
 
-@functools.cache
-def known_flags(*flags: str) -> list[str]:
-    """The pairs of a flag and its value whose flag the server knows."""
-    known = subprocess.run([COMMAND, "--help"], check=True, capture_output=True, text=True).stdout
-    pairs = zip(flags[::2], flags[1::2], strict=True)
-    return [part for flag, value in pairs if f"{flag} " in known for part in (flag, value)]
-
-
 @contextmanager
 def hostile_server(repository: Path, *flags: str) -> Iterator[RealServer]:
-    """A server with every protocol and a budget, killed afterwards: no caller is left that has a reply to come."""
-    budget = known_flags("--max-in-flight-mib", str(BUDGET_MIB))
+    """A server with every protocol and a memory budget, killed at the end."""
+    budget = ("--max-in-flight-mib", str(BUDGET_MIB))
     with real_server(repository, "--http-port", "0", *budget, *flags) as server:
         try:
             yield server
@@ -45,13 +34,13 @@ def hostile_server(repository: Path, *flags: str) -> Iterator[RealServer]:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a control and an attack did to one server.
+    """The effect of a control and an attack on one server.
 
     Attributes:
         control: The phase of the control.
         attacked: The phase of the attack.
         after_bytes: The server's memory a while after the attack.
-        report: What the attackers saw.
+        report: The replies that the attackers got.
     """
 
     control: Phase
@@ -61,19 +50,19 @@ class Outcome:
 
     @property
     def allowed_ms(self) -> float:
-        """How late health may be: as in the control, and as parsing three maximal messages makes it."""
+        """The bound of the health p99: that of the control, plus the time to parse three of the largest messages."""
         return self.control.health.p99_ms + 3 * parse_seconds() * 1000
 
     def check(self, *, is_latency_bound: bool = True) -> None:
-        """Fails unless the server went on as it should."""
+        """Fail if health, memory or ordinary calls were affected."""
         allowed_ms = self.allowed_ms
         level_bytes, health = self.attacked.level_bytes, self.attacked.health
         wrong = {
             "health is not SERVING": health.answers != {},
             "memory beyond the budget": self.attacked.peak_bytes > level_bytes + BUDGET_MIB * MIB + SLACK_BYTES,
-            "memory not given back": not 0 < self.after_bytes <= level_bytes + SLACK_BYTES,
+            "memory not freed": not 0 < self.after_bytes <= level_bytes + SLACK_BYTES,
             f"health p99 over {allowed_ms:.0f} ms": is_latency_bound and health.p99_ms > allowed_ms,
-            "ordinary calls are not answered": set(health.ordinary) != {"OK"},
+            "ordinary calls fail": set(health.ordinary) != {"OK"},
         }
         found = [name for name, is_wrong in wrong.items() if is_wrong]
         assert not found, "\n".join([*found, str(self)])
@@ -91,10 +80,10 @@ def measure(
     attack_seconds: float = ATTACK_SECONDS,
     is_latency_bound: bool = True,
 ) -> Outcome:
-    """Runs the control and then the attack, each for a while; both again if health was late and that counts.
+    """Run the warm-up, the control and the attack.
 
-    The second time tells what the server does from what the rest of the machine does. What the calls of the warm-up
-    leave in memory, which are those of the control unless said otherwise, is part of the level before the attack.
+    If health was late, run control and attack again: the second run excludes a busy machine as the cause. Memory that
+    the warm-up leaves counts as the level before the attack. By default the warm-up is the control.
     """
     with attack(*(warm_up or control)):
         time.sleep(WARM_UP_SECONDS)
@@ -122,7 +111,7 @@ def _drive(watch: Watch, name: str, driver: Driver, seconds: float) -> tuple[Pha
 
 
 def wait_for_metric(server: RealServer, name: str, value: float, tolerance: float = 0, seconds: float = 20) -> None:
-    """Returns once a metric of the server has about this value; fails if it has not after so many seconds."""
+    """Wait until a metric has about this value; fail after `seconds`."""
     ends = time.monotonic() + seconds
     while abs((now := server.metric(name)) - value) > tolerance:
         assert time.monotonic() < ends, f"{name} is {now}, not {value}"

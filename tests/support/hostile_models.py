@@ -1,4 +1,4 @@
-"""Bundles for the tests of hostile callers: quick to compute, and wide, long, slow or breakable as a test needs it."""
+"""Models for the hostile tests: cheap to compute, and wide, long, slow or breakable."""
 
 from pathlib import Path
 from typing import Any
@@ -13,32 +13,32 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from encserve_proto.bundle.v1 import manifest_pb2
 
 VOCAB_SIZE = 64
-# A row of the wide model is 64 KiB: so many tokens make a reply of 62.5 MiB, within the 64 MiB that a reply may have.
+# A row of the wide model is 64 KiB, so 1,000 tokens make a reply of 62.5 MiB; the limit is 64 MiB.
 WIDE, WIDE_TOKENS = 16_384, 1_000
 NARROW = 8
 LONGEST = 8_192
 MULTI_VECTOR_WIDTH = 16
 SPARSE_WIDTH, SPARSE_D_MODEL = 30_522, 384
-# The id for which the slow model computes for `SLOW_STEPS` products of matrices each time that it occurs.
+# For each SLOW_ID the slow model multiplies SLOW_STEPS matrices.
 SLOW_ID, SLOW_STEPS = 7, 100
-# The tokenizer's pattern fails on this text after 10 million attempts, and the library panics: a BaseException.
+# The tokenizer's pattern gives up on this text after 10 million attempts, and the library panics: a BaseException.
 PANIC_TEXT = "a" * 40 + "b"
 _INT64, _FLOAT = TensorProto.INT64, TensorProto.FLOAT
 Array = npt.NDArray[Any]
 
 
 def write_narrow(repository: Path) -> None:
-    """Writes a model of rows of 8 numbers."""
+    """Write a model with rows of 8 floats."""
     _write(repository, "narrow", NARROW)
 
 
 def write_wide(repository: Path) -> None:
-    """Writes a model of rows of 64 KiB."""
+    """Write a model with rows of 64 KiB."""
     _write(repository, "wide", WIDE, encoder__max_sequence_tokens=WIDE_TOKENS)
 
 
 def write_sparse(repository: Path) -> None:
-    """Writes a model with weights over a vocabulary of the usual size."""
+    """Write a sparse model with a vocabulary of common size."""
     head = _head(
         [
             helper.make_node("Unsqueeze", ["mask", "last"], ["column"]),
@@ -73,7 +73,7 @@ def write_sparse(repository: Path) -> None:
 
 
 def write_multi_vector(repository: Path) -> None:
-    """Writes a model with vectors for MaxSim, of texts of up to 8,192 tokens."""
+    """Write a multi-vector model of texts of up to 8,192 tokens."""
     head = _head(
         [
             helper.make_node("MatMul", ["rows", "w"], ["projected"]),
@@ -95,7 +95,7 @@ def write_multi_vector(repository: Path) -> None:
 
 
 def write_slow(repository: Path, steps_per_run: int = 0) -> None:
-    """Writes a model whose run takes `steps_per_run` products of matrices, and `SLOW_STEPS` more for each `SLOW_ID`."""
+    """Write a model that multiplies `steps_per_run` matrices in a run, and SLOW_STEPS more for each SLOW_ID."""
     files = {"model.onnx": _slow_graph(steps_per_run)}
     write_bundle(
         repository,
@@ -108,21 +108,21 @@ def write_slow(repository: Path, steps_per_run: int = 0) -> None:
 
 
 def write_panicking(repository: Path) -> None:
-    """Writes a model whose tokenizer panics at `PANIC_TEXT`."""
+    """Write a model whose tokenizer panics at PANIC_TEXT."""
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
     _write(repository, "panicking", NARROW, tokenizer=tokenizer)
 
 
 def write_words(repository: Path) -> None:
-    """Writes a model whose tokenizer knows a few words."""
+    """Write a model with a tokenizer of a few words."""
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "dog": 2, "cat": 3, "on": 4}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     _write(repository, "words", NARROW, tokenizer=tokenizer, encoder__max_sequence_tokens=512)
 
 
 def _write(repository: Path, name: str, d_model: int, *, files: dict[str, bytes] | None = None, **changes: Any) -> None:
-    """Writes a bundle whose row of a token is the token's vector alone."""
+    """Write a bundle in which a row depends on its token only."""
     shape = {
         "encoder__d_model": d_model,
         "encoder__vocab_size": VOCAB_SIZE,
@@ -140,7 +140,7 @@ def _inputs() -> list[Any]:
 
 
 def _lookup_graph(d_model: int, vocab_size: int = VOCAB_SIZE) -> bytes:
-    """Ids (batch, seq) to the rows of a table (batch, seq, d_model); the mask changes nothing."""
+    """Ids (batch, seq) to rows of a table (batch, seq, d_model); the mask is ignored."""
     rows = helper.make_tensor_value_info("rows", _FLOAT, ["batch", "seq", d_model])
     nodes = [helper.make_node("Gather", ["table", "ids"], ["rows"])]
     table = numpy_helper.from_array(_random(vocab_size, d_model), "table")
@@ -148,7 +148,7 @@ def _lookup_graph(d_model: int, vocab_size: int = VOCAB_SIZE) -> bytes:
 
 
 def _slow_graph(steps_per_run: int) -> bytes:
-    """The same, and a loop beside it whose number of steps depends on the ids, and whose result is 0."""
+    """The lookup plus a loop with the result 0; its number of steps depends on the ids."""
     scalar = helper.make_tensor_value_info
     body = helper.make_graph(
         [

@@ -1,7 +1,7 @@
-"""What a server does under attack: the latency of health checks, the answers of an ordinary caller, the memory.
+"""Watches a server under attack: latency of health checks, replies to an ordinary caller, and memory.
 
-The checks come from a process of their own, which this file is the program of: what an attack costs its driver must not
-be counted as the server's.
+This file is also the program that sends the checks, in a second process, so that the cost of the attack's driver does
+not count.
 """
 
 import contextlib
@@ -31,16 +31,16 @@ MIB = 2**20
 CHECK_SECONDS, ORDINARY_SECONDS, MEMORY_SECONDS = 0.01, 0.1, 0.2
 ANSWER_SECONDS = 10.0
 SLACK_BYTES = 100 * MIB
-# A server that takes so much more than it may is killed: the machine has other users.
+# A server that exceeds its bound by this much is killed, because the machine has other users.
 _KILLED_BEYOND_BYTES = 1024 * MIB
-# The ordinary caller's key, which servers that want none do not look at.
+# The ordinary caller's key; servers without keys ignore it.
 KEY = "encserve-ordinary"
 _CHECK, _ENCODE = "/grpc.health.v1.Health/Check", "/encserve.v1.EncoderService/Encode"
 _SERVING = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING).SerializeToString()
 
 
 def parse_seconds() -> float:
-    """How long protobuf takes for one message of 4 MiB that is dear to parse; the median of five times."""
+    """Seconds that protobuf takes to parse a costly message of 4 MiB, median of five."""
     data = b"\x1a\x00" * (2 * MIB)  # empty inputs
     return statistics.median(_parse_once(data) for _ in range(5))
 
@@ -52,7 +52,7 @@ def _parse_once(data: bytes) -> float:
 
 
 class Sample(NamedTuple):
-    """One call: when it began, in seconds of the monotonic clock; how long it took; and how it was answered."""
+    """One call: start on the monotonic clock in seconds, duration, and reply."""
 
     began: float
     seconds: float
@@ -60,15 +60,15 @@ class Sample(NamedTuple):
 
 
 class Health(NamedTuple):
-    """What the callers of one phase saw.
+    """Latencies and replies of one phase.
 
     Attributes:
-        p50_ms: The median latency of a health check.
-        p99_ms: The 99th percentile.
-        max_ms: The longest.
-        answers: The answers of health checks, other than SERVING, and how many there were of each.
-        ordinary: The answers of an ordinary caller, and how many there were of each.
-        ordinary_max_ms: The longest that an ordinary caller waited.
+        p50_ms: Median latency of health checks.
+        p99_ms: 99th percentile.
+        max_ms: Maximum.
+        answers: Number of health replies other than SERVING, by reply.
+        ordinary: Number of replies to the ordinary caller, by reply.
+        ordinary_max_ms: Longest call of the ordinary caller.
     """
 
     p50_ms: float
@@ -80,7 +80,7 @@ class Health(NamedTuple):
 
     @classmethod
     def of(cls, checks: Sequence[Sample], ordinary: Sequence[Sample]) -> "Health":
-        """The figures of some calls."""
+        """The figures of these calls."""
         latencies = sorted(_as_sent_in_time(checks))
         assert len(latencies) >= 100, "too few health checks"
         return cls(
@@ -94,7 +94,7 @@ class Health(NamedTuple):
 
 
 def _as_sent_in_time(checks: Sequence[Sample]) -> Iterator[float]:
-    """The latencies, with those of the checks that could not be sent because one before was not answered yet."""
+    """Latencies in seconds, including those of checks that a late reply kept from being sent."""
     for check in checks:
         left = check.seconds
         while left > 0:
@@ -103,12 +103,12 @@ def _as_sent_in_time(checks: Sequence[Sample]) -> Iterator[float]:
 
 
 class Phase:
-    """A part of a test: from when it is made until `end` is called.
+    """A part of a test.
 
     Attributes:
         level_bytes: The server's memory at the start.
-        peak_bytes: The most memory that was seen.
-        health: What callers saw; set when the watch has ended.
+        peak_bytes: The largest memory seen.
+        health: Latencies and replies; set when the watch ends.
     """
 
     def __init__(self, name: str, level_bytes: int) -> None:
@@ -125,15 +125,9 @@ class Phase:
 
 
 class Watch:
-    """Looks at a server until `end` is called.
-
-    Attributes:
-        killed: Whether the server took so much memory that it was killed.
-    """
+    """Watches a server from construction until `end`."""
 
     def __init__(self, server: RealServer, budget_bytes: int) -> None:
-        """Begins."""
-        self.killed = False
         self._pid = server.process.pid
         self._kill = server.process.kill
         self._bound_bytes = self.resident_bytes() + budget_bytes + SLACK_BYTES + _KILLED_BEYOND_BYTES
@@ -147,7 +141,7 @@ class Watch:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
-        """What happens inside belongs to this phase."""
+        """The time inside the context is this phase."""
         phase = Phase(name, self.resident_bytes())
         self._phases.append(phase)
         try:
@@ -156,7 +150,7 @@ class Watch:
             phase.ended = time.monotonic()
 
     def end(self) -> None:
-        """Ends the calls and the samples; now every phase has figures."""
+        """Stop the calls and the samples, and set the figures of all phases."""
         self._over.set()
         self._sampler.join()
         try:
@@ -169,7 +163,7 @@ class Watch:
             logger.info("%s", phase)
 
     def resident_bytes(self) -> int:
-        """The server's memory; 0 if the server has ended."""
+        """The server's memory; 0 after its end."""
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{self._pid}/status").read_text().splitlines():
                 if line.startswith("VmRSS:"):
@@ -177,7 +171,7 @@ class Watch:
         return 0
 
     def wait_for_level(self, level_bytes: int, seconds: float = ANSWER_SECONDS) -> int:
-        """The server's memory once that is at most this, or after so many seconds."""
+        """Wait until the memory is at most `level_bytes`, at most `seconds`; return the memory."""
         ends = time.monotonic() + seconds
         while (now := self.resident_bytes()) > level_bytes and time.monotonic() < ends:
             time.sleep(MEMORY_SECONDS)
@@ -189,7 +183,6 @@ class Watch:
             for phase in self._phases[-1:]:
                 phase.peak_bytes = max(phase.peak_bytes, now)
             if now > self._bound_bytes:
-                self.killed = True
                 self._kill()
 
 
@@ -199,7 +192,7 @@ def _within(phase: Phase, samples: Sequence[Sample]) -> list[Sample]:
 
 @contextlib.contextmanager
 def watching(server: RealServer, budget_mib: int) -> Iterator[Watch]:
-    """Looks at a server; the phases have their figures afterwards."""
+    """Watch a server; its phases have their figures after the context."""
     watch = Watch(server, budget_mib * MIB)
     try:
         yield watch
@@ -208,7 +201,7 @@ def watching(server: RealServer, budget_mib: int) -> Iterator[Watch]:
 
 
 class _Prober:
-    """Calls at a fixed pace until the process's input ends."""
+    """Sends calls at a fixed pace until stdin ends."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -226,7 +219,7 @@ class _Prober:
         ]
 
     def run(self) -> None:
-        """Calls until the input ends, and writes what came."""
+        """Call until stdin ends, and write the samples."""
         for thread in self._threads:
             thread.start()
         sys.stdin.read()
@@ -236,8 +229,8 @@ class _Prober:
         json.dump([self._checks, self._ordinary], sys.stdout)
 
     def _call(self, path: str, request: bytes, pause_seconds: float, samples: list[Sample]) -> None:
-        """Calls, one after the other, at the times that are multiples of the pause."""
-        options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        """Send one call after the other, at multiples of the pause."""
+        options = [("grpc.use_local_subchannel_pool", 1)]  # its own connection
         with grpc.insecure_channel(self._target, options=options) as channel:
             call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(path)
             while not self._over.is_set():
@@ -259,6 +252,6 @@ def _answer(call: "grpc.UnaryUnaryMultiCallable[bytes, bytes]", request: bytes) 
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test handles it, and then ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the test ends this process
     _Prober(*sys.argv[1:]).run()
     os._exit(0)

@@ -6,11 +6,14 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import numpy as np
 from fake_server import FakeServer
+
+from encserve_proto.v1 import encoder_pb2 as pb
 
 
 def connect(server: FakeServer) -> httpx.AsyncClient:
-    """A client of a server's HTTP port, without proxies and certificates, which take longer to read than an answer."""
+    """A client of a server's HTTP port. It reads no proxies and no certificates, because that is slow."""
     url = f"http://127.0.0.1:{server.app.http_port}"
     return httpx.AsyncClient(base_url=url, trust_env=False, verify=False, timeout=30)  # noqa: S501
 
@@ -31,7 +34,7 @@ async def get(server: FakeServer, path: str) -> httpx.Response:
 
 @contextlib.asynccontextmanager
 async def raw(server: FakeServer) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """A connection, to say on it what no library would."""
+    """A plain TCP connection, for bytes that no HTTP library sends."""
     reader, writer = await asyncio.open_connection("127.0.0.1", server.app.http_port)
     try:
         yield reader, writer
@@ -39,3 +42,19 @@ async def raw(server: FakeServer) -> AsyncIterator[tuple[asyncio.StreamReader, a
         writer.close()
         with contextlib.suppress(ConnectionError):
             await writer.wait_closed()
+
+
+async def vectors_over_grpc(
+    server: FakeServer,
+    *inputs: Any,
+    kind: pb.OutputKind = pb.OUTPUT_KIND_MODEL_POOLING,
+    l2_normalize: bool = True,
+    dimensions: int = 0,
+    data_type: pb.DataType = pb.DATA_TYPE_FLOAT32,
+) -> Any:
+    """The rows that Encode gives for these inputs, cut at the end where too long: (rows, width)."""
+    outputs = [pb.OutputSpec(kind=kind, l2_normalize=l2_normalize, dimensions=dimensions)]
+    options = pb.EncodeOptions(outputs=outputs, truncation=pb.TRUNCATION_END, data_type=data_type)
+    (tensor,) = (await server.encode(*inputs, options=options)).outputs
+    dtype = {pb.DATA_TYPE_INT8: "i1", pb.DATA_TYPE_BINARY: "u1"}.get(data_type, "<f4")
+    return np.frombuffer(tensor.data, dtype).reshape(sum(tensor.lengths), -1)

@@ -1,6 +1,10 @@
-"""Programs that nobody here wrote, each in an environment of its own under .venv-judges."""
+"""Other projects' clients, each in an environment under .venv-judges.
+
+Two versions of an environment exist: `pinned`, from tests/judges/NAME.txt, and `newest`, from tests/judges/NAME.in.
+"""
 
 import contextlib
+import datetime
 import fcntl
 import hashlib
 import os
@@ -19,23 +23,26 @@ from harness.programs import peer_environment
 ROOT = Path(__file__).parent.parent.parent
 ENVIRONMENTS = ROOT / ".venv-judges"
 JUDGES = ROOT / "tests/judges"
-_SECONDS = 480
-# Judges reach loopback alone: what looks something up elsewhere fails here, as it would where there is no network.
+DEBIAN_GO = (  # the same packages as in .ci/run
+    "golang-go golang-google-grpc-dev golang-github-golang-protobuf-1-5-dev protobuf-compiler protoc-gen-go "
+    "protoc-gen-go-grpc"
+)
+_TIMEOUT_SECONDS = 480
+# The clients may reach loopback only: a look-up elsewhere fails here as it would without a network.
 _OFFLINE = {"NO_PROXY": "localhost,127.0.0.1"} | dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
 _OFFLINE |= {name.lower(): value for name, value in _OFFLINE.items()}
 
 
 def missing(what: str) -> NoReturn:
-    """A judge cannot be had: in CI that is a failure."""
+    """Skip the test, or fail it if CI is set."""
     if os.environ.get("CI"):
         pytest.fail(f"no judge: {what}")
     pytest.skip(f"no judge: {what}")
 
 
 @contextlib.contextmanager
-def _installing(folder: Path, requirements: Path) -> Iterator[bool]:
-    """Whether a folder has yet to be made of what a file asks for; one process at a time makes it, from nothing."""
-    wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
+def _installing(folder: Path, wanted: str) -> Iterator[bool]:
+    """Yield whether `folder` must be filled. Locks out other processes; `wanted` identifies the content."""
     stamp = folder / ".installed"
     ENVIRONMENTS.mkdir(exist_ok=True)
     with folder.with_suffix(".lock").open("w") as lock:
@@ -48,27 +55,36 @@ def _installing(folder: Path, requirements: Path) -> Iterator[bool]:
         stamp.write_text(wanted)
 
 
-def python_environment(name: str, *, beside_this: bool = False) -> Path:
-    """The folder of commands of the environment that NAME.txt in tests/judges describes.
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
-    Nothing else is in it; `beside_this` has its Python look into this environment too, for what is large.
+
+def python_environment(name: str, versions: str = "pinned", *, with_ours: bool = False) -> Path:
+    """The bin folder of an environment; `with_ours` also makes this environment's packages importable in it.
+
+    The newest versions are looked up again each week.
     """
-    folder, requirements = ENVIRONMENTS / name, JUDGES / f"{name}.txt"
-    with _installing(folder, requirements) as needed:
+    uv = [sys.executable, "-m", "uv"]
+    if versions == "pinned":
+        folder, requirements = ENVIRONMENTS / name, JUDGES / f"{name}.txt"
+        install, wanted = [*uv, "pip", "sync"], _digest(requirements)
+    else:
+        folder, requirements = ENVIRONMENTS / f"{name}-newest", JUDGES / f"{name}.in"
+        year, week, _ = datetime.datetime.now(datetime.UTC).date().isocalendar()
+        install, wanted = [*uv, "pip", "install", "--upgrade", "-r"], f"{_digest(requirements)} {year}-{week}"
+    with _installing(folder, wanted) as needed:
         if needed:
-            uv = [sys.executable, "-m", "uv"]  # takes a tenth of pip's time
-            run([*uv, "venv", "--quiet", "--python", sys.executable, folder], may_fail_to_install=True)
-            install = [*uv, "pip", "sync", "--quiet", "--python", folder / "bin/python", requirements]
-            run(install, may_fail_to_install=True)
-            if beside_this:
+            run([*uv, "venv", "--quiet", "--python", sys.executable, folder], installs=True)
+            run([*install, requirements, "--quiet", "--python", folder / "bin/python"], installs=True)
+            if with_ours:
                 (packages,) = folder.glob("lib/python*/site-packages")
                 line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-                (packages / "beside.pth").write_text(line)
+                (packages / "ours.pth").write_text(line)
     return folder / "bin"
 
 
 def program(name: str, package: str) -> str:
-    """The path of a program of the system."""
+    """The path of a system program from a Debian package."""
     path = shutil.which(name)
     if path is None:
         missing(f"no {name} is on the path (apt-get install {package})")
@@ -80,34 +96,31 @@ def run(
     *,
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
-    may_fail_to_install: bool = False,
+    installs: bool = False,
 ) -> str:
-    """What a judge writes to stdout; AssertionError with all that it wrote if it ends otherwise than with 0.
-
-    Only what installs reaches the network.
-    """
+    """The stdout of a program; AssertionError with its output if it fails. Only `installs` reaches the network."""
     done = subprocess.run(
         list(map(str, command)),
         capture_output=True,
         text=True,
-        timeout=_SECONDS,
+        timeout=_TIMEOUT_SECONDS,
         cwd=cwd,
-        env=peer_environment() | ({} if may_fail_to_install else _OFFLINE) | dict(environment or {}),
+        env=peer_environment() | ({} if installs else _OFFLINE) | dict(environment or {}),
         check=False,
     )
-    if done.returncode and may_fail_to_install:
+    if done.returncode and installs:
         missing(f"{' '.join(map(str, command))}: {done.stderr[-1500:]}")
     assert not done.returncode, f"{command} ended with {done.returncode}:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     return done.stdout
 
 
 def source_folder(package: str) -> Path:
-    """The sources of a package, which PACKAGE-tests.txt in tests/judges pins."""
+    """The sources of a package, pinned in tests/judges/PACKAGE-tests.txt."""
     folder, requirements = ENVIRONMENTS / f"{package}-tests", JUDGES / f"{package}-tests.txt"
-    with _installing(folder, requirements) as needed:
+    with _installing(folder, _digest(requirements)) as needed:
         if needed:
             pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", package]
-            run([*pip, "--dest", folder, "-r", requirements], may_fail_to_install=True)
+            run([*pip, "--dest", folder, "-r", requirements], installs=True)
             (archive,) = folder.glob("*.tar.gz")
             with tarfile.open(archive) as file:
                 file.extractall(folder, filter="data")
@@ -116,13 +129,28 @@ def source_folder(package: str) -> Path:
 
 
 def npm_folder(source: Path) -> Path:
-    """A copy of a folder with what its package-lock.json pins beside it."""
+    """A copy of a folder, with the packages of its package-lock.json installed."""
     folder = ENVIRONMENTS / source.name
-    with _installing(folder, source / "package-lock.json") as needed:
+    with _installing(folder, _digest(source / "package-lock.json")) as needed:
         if needed:
             shutil.copytree(source, folder, ignore=shutil.ignore_patterns("node_modules"))
             npm = program("npm", "npm")
-            run([npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"], may_fail_to_install=True, cwd=folder)
+            run([npm, "ci", "--no-audit", "--no-fund", "--ignore-scripts"], installs=True, cwd=folder)
     for file in source.glob("*.js"):
         shutil.copy(file, folder)
     return folder
+
+
+def go_example(folder: Path) -> Path:
+    """The program of clients/examples/go, built in `folder` as its README says."""
+    go = program("go", DEBIAN_GO)
+    for plugin in ("protoc", "protoc-gen-go", "protoc-gen-go-grpc"):
+        program(plugin, DEBIAN_GO)
+    stubs = folder / "build"
+    (stubs / "src").mkdir(parents=True)
+    out = [f"--go_out={stubs}/src", f"--go-grpc_out={stubs}/src"]
+    run(["protoc", "-I", ROOT / "proto", *out, "encserve/v1/encoder.proto"])
+    shutil.copy(ROOT / "clients/examples/go/main.go", folder)
+    environment = {"GO111MODULE": "off", "GOPATH": f"{stubs}:/usr/share/gocode", "GOCACHE": str(ROOT / ".cache/go")}
+    run([go, "build", "-o", folder / "encode", "main.go"], cwd=folder, environment=environment)
+    return folder / "encode"

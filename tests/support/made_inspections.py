@@ -1,4 +1,4 @@
-"""Inspections that look like those of a trained model, made up from a seed."""
+"""Random inspections that look like a trained model's."""
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +12,7 @@ Floats = npt.NDArray[np.float32]
 
 
 def make_attention(n_layers: int, n_heads: int, seq: int, seed: int = 0) -> Floats:
-    """(n_layers, n_heads, seq, seq): heads that look at the token before, at the first, at all, at what is near."""
+    """(n_layers, n_heads, seq, seq): heads for the token before, the first token, near tokens, and all tokens."""
     random = np.random.default_rng(seed)
     places = np.arange(seq)
     distance = places[:, None] - places[None, :]  # (seq, seq)
@@ -31,7 +31,7 @@ def make_attention(n_layers: int, n_heads: int, seq: int, seed: int = 0) -> Floa
 
 
 def make_states(n_layers: int, seq: int, d_model: int, seed: int = 0) -> Floats:
-    """(n_layers + 1, seq, d_model): rows that grow, drift, and draw together from layer to layer."""
+    """(n_layers + 1, seq, d_model): rows that grow and become more alike from layer to layer."""
     random = np.random.default_rng(seed + 1)
     rows = random.normal(0, 0.3, (seq, d_model))
     shared = random.normal(0, 1, d_model)
@@ -62,7 +62,7 @@ def make_inspection(
     max_sequence_tokens: int = 512,
     seed: int = 0,
 ) -> tuple[InspectResult, ModelInfo]:
-    """A whole result and the model it came from; a number of tokens repeats the usual ones."""
+    """A whole result and its model; a number for `tokens` repeats the usual tokens."""
     if isinstance(tokens, int):
         tokens = tuple(TOKENS[i % len(TOKENS)] for i in range(tokens))
     seq = len(tokens)
@@ -100,7 +100,7 @@ def make_model(
     *,
     has_tokenizer: bool = True,
 ) -> ModelInfo:
-    """A served model of these sizes."""
+    """A served model with these sizes."""
     per_layer = d_model * d_model
     return ModelInfo(
         name="all-MiniLM-L6-v2",

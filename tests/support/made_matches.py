@@ -1,4 +1,4 @@
-"""Queries and documents with made-up vectors, and the page of what met."""
+"""Queries and documents with random vectors, and the page of their matches."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Requests of the Open Inference Protocol and what is in their answers, for tests of a `FakeServer`."""
+"""Requests and replies of the Open Inference Protocol, for tests of a `FakeServer`."""
 
 import json
 from collections.abc import Sequence
@@ -7,7 +7,8 @@ from typing import Any
 import httpx
 import numpy as np
 import numpy.typing as npt
-from fake_server import FakeServer
+from fake_engine import fake_rows
+from fake_server import D_MODEL, FakeServer
 
 from encserve_server.rpc.open_inference.service import SERVICE_NAME
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
@@ -15,7 +16,13 @@ from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
 LENGTH = "Inference-Header-Content-Length"
 DTYPES = {"INT64": "<i8", "INT32": "<i4", "UINT32": "<u4", "FP32": "<f4", "FP16": "<f2", "INT8": "i1"}
 _FIELDS = {"BYTES": "bytes_contents", "INT32": "int_contents", "INT64": "int64_contents", "FP32": "fp32_contents"}
-_DATATYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+DATATYPES = {np.dtype(dtype): name for name, dtype in DTYPES.items()}
+# Two sequences, of 3 tokens and of 1, and the rows that the fake engine gives for them.
+IDS = np.array([[5, 6, 7], [8, 0, 0]])
+MASK = np.array([[1, 1, 1], [1, 0, 0]])
+PADDED = np.stack(
+    [fake_rows(np.array([5, 6, 7]), D_MODEL), np.pad(fake_rows(np.array([8]), D_MODEL), ((0, 2), (0, 0)))]
+)
 
 
 def text_tensor(*texts: str) -> npt.NDArray[np.object_]:
@@ -32,11 +39,11 @@ def infer_request(
     model: str = "tiny",
     **inputs: Any,
 ) -> pb.ModelInferRequest:
-    """A request of arrays by their names; arrays of objects are BYTES."""
+    """A request with one input tensor for each array; arrays of objects are BYTES."""
     request = pb.ModelInferRequest(model_name=model, id=request_id)
     for name, array in inputs.items():
         is_bytes = array.dtype == object
-        datatype = "BYTES" if is_bytes else _DATATYPES[array.dtype]
+        datatype = "BYTES" if is_bytes else DATATYPES[array.dtype]
         tensor = request.inputs.add(name=name, datatype=datatype, shape=array.shape)
         flat = array.reshape(-1).tolist()
         if raw:
@@ -53,7 +60,7 @@ def infer_request(
 
 
 def arrays_of(response: pb.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
-    """The outputs by their names."""
+    """The output arrays by name."""
     assert len(response.raw_output_contents) == len(response.outputs)
     return {
         it.name: np.frombuffer(data, DTYPES[it.datatype]).reshape(it.shape)
@@ -62,11 +69,11 @@ def arrays_of(response: pb.ModelInferResponse) -> dict[str, npt.NDArray[Any]]:
 
 
 def arrays_of_rest(response: httpx.Response) -> dict[str, npt.NDArray[Any]]:
-    """The outputs of an answer by their names."""
+    """The output arrays of an HTTP reply by name."""
     assert response.status_code == 200, response.text
     size = int(response.headers.get(LENGTH, len(response.content)))
-    told, at, found = json.loads(response.content[:size]), size, {}
-    for it in told["outputs"]:
+    head, at, found = json.loads(response.content[:size]), size, {}
+    for it in head["outputs"]:
         dtype = DTYPES[it["datatype"]]
         if "data" in it:
             assert "parameters" not in it
@@ -87,5 +94,5 @@ async def ask(server: FakeServer, method: str, request: Any, response_type: Any)
 
 
 async def infer(server: FakeServer, **request: Any) -> dict[str, npt.NDArray[Any]]:
-    """The outputs of a ModelInfer by their names; raises Failed."""
+    """Calls ModelInfer and returns the output arrays by name; raises Failed."""
     return arrays_of(await ask(server, "ModelInfer", infer_request(**request), pb.ModelInferResponse))

@@ -1,4 +1,4 @@
-"""An OTLP receiver in this process: it keeps every span, with what its resource says of the sender."""
+"""An OTLP receiver in this process, which keeps every span with the attributes of its sender."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -15,21 +15,21 @@ ERROR = trace_pb2.Status.STATUS_CODE_ERROR
 
 
 class ReceivedSpan:
-    """One span as it was received.
+    """A received span.
 
     Attributes:
-        name: Its name.
-        kind: Its kind, a number of the protobuf enum.
+        name: The name.
+        kind: The number of the kind in the protobuf enum.
         trace_id: 32 hexadecimal digits.
         span_id: 16 hexadecimal digits.
-        parent_id: 16 hexadecimal digits; empty for none.
-        start_ns: When it started, in nanoseconds since 1970.
-        end_ns: When it ended.
-        attributes: By name.
-        links: (trace id, span id) of each.
-        status: Its status code, a number of the protobuf enum.
+        parent_id: 16 hexadecimal digits; empty without a parent.
+        start_ns: The start, in nanoseconds since 1970.
+        end_ns: The end, in nanoseconds since 1970.
+        attributes: The attributes, by name.
+        links: (trace id, span id) of each link.
+        status: The number of the status code in the protobuf enum.
         resource: The sender's attributes, by name.
-        schema_url: Of its names.
+        schema_url: The schema of the attributes' names.
     """
 
     def __init__(self, span: Any, resource: dict[str, Any], schema_url: str) -> None:
@@ -52,10 +52,10 @@ class ReceivedSpan:
 
 
 class OtlpReceiver:
-    """A receiver that is running.
+    """A running receiver.
 
     Attributes:
-        endpoint: Where it listens, as a URL.
+        endpoint: The URL of the receiver.
         headers: The metadata of every call so far.
     """
 
@@ -71,18 +71,18 @@ class OtlpReceiver:
 
     @property
     def spans(self) -> list[ReceivedSpan]:
-        """Those received so far."""
+        """The spans so far."""
         with self._changed:
             return list(self._spans)
 
     def wait_for(self, enough: Callable[[list[ReceivedSpan]], bool]) -> list[ReceivedSpan]:
-        """The spans received, once they are enough; blocks. Fails if they are not within a minute."""
+        """Wait until `enough` returns True for the spans, and return the spans; fail after a minute."""
         with self._changed:
             assert self._changed.wait_for(lambda: enough(self._spans), timeout=60), self._spans
             return list(self._spans)
 
     def receive(self, request: Any, headers: dict[str, str]) -> None:
-        """Keeps what was sent."""
+        """Keep the spans of a request."""
         received = [
             ReceivedSpan(span, _values(of_resource.resource.attributes), of_scope.schema_url)
             for of_resource in request.resource_spans
@@ -95,7 +95,7 @@ class OtlpReceiver:
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """Stops at once."""
+        """Stop at once."""
         self._server.stop(None).wait()
 
 
@@ -104,7 +104,7 @@ class _Servicer(trace_service_pb2_grpc.TraceServiceServicer):
         self._receiver = receiver
 
     def Export(self, request: Any, context: Any) -> Any:  # noqa: N802 - gRPC's name
-        """Takes spans."""
+        """Receive spans."""
         self._receiver.receive(request, {it.key: it.value for it in context.invocation_metadata()})
         return trace_service_pb2.ExportTraceServiceResponse()
 
@@ -115,7 +115,7 @@ def _values(attributes: Any) -> dict[str, Any]:
 
 @contextmanager
 def otlp_receiver() -> Iterator[OtlpReceiver]:
-    """Runs a receiver."""
+    """Run a receiver."""
     receiver = OtlpReceiver()
     try:
         yield receiver

@@ -19,7 +19,7 @@ import yaml
 
 
 def need(program: str) -> str:
-    """The path of a program. Where it is missing the test is skipped, or fails if ENCSERVE_REQUIRE_PROMETHEUS is 1."""
+    """The path of a program. Without it the test is skipped, or fails if ENCSERVE_REQUIRE_PROMETHEUS is 1."""
     path = shutil.which(program)
     if path is None:
         if os.environ.get("ENCSERVE_REQUIRE_PROMETHEUS") == "1":
@@ -29,20 +29,20 @@ def need(program: str) -> str:
 
 
 def promtool(*arguments: str, stdin: str = "") -> "subprocess.CompletedProcess[str]":
-    """Runs promtool to its end."""
+    """Run promtool and return its result."""
     return subprocess.run(
-        [need("promtool"), *arguments], input=stdin, capture_output=True, text=True, timeout=60, check=False
+        [need("promtool"), *arguments], input=stdin, capture_output=True, text=True, timeout=240, check=False
     )
 
 
 class Prometheus:
-    """A running Prometheus, asked through its HTTP interface."""
+    """The HTTP API of a running Prometheus."""
 
     def __init__(self, url: str) -> None:
         self._url = url
 
     def get(self, path: str, **parameters: str) -> Any:
-        """The data of an answer; AssertionError with Prometheus' own words where it is an error."""
+        """The data of a reply; AssertionError with the text of an error."""
         url = f"{self._url}/api/v1/{path}?{urllib.parse.urlencode(parameters)}"
         try:
             with urllib.request.urlopen(url, timeout=60) as answer:
@@ -56,7 +56,7 @@ class Prometheus:
         return [float(series["value"][1]) for series in self.get("query", query=expr)["result"]]
 
     def ready(self) -> bool:
-        """Whether it answers."""
+        """Whether Prometheus answers."""
         try:
             urllib.request.urlopen(f"{self._url}/-/ready", timeout=5).close()
         except OSError:

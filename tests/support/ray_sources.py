@@ -1,4 +1,4 @@
-"""Sources without a model for jobs on Ray, which actors can import, and a cluster of several nodes on this machine."""
+"""Sources without a model, which Ray actors can import, and a Ray cluster of several nodes on this machine."""
 
 import os
 import threading
@@ -24,7 +24,7 @@ FACTS = ModelFacts("fake", "1", "sha256:fake", "", "mean", WIDTH, 512)
 
 
 class FakeEncoder:
-    """Makes (values, 4) of the values' bytes; takes some seconds for a part, one part at a time."""
+    """Encodes values into (values, 4) arrays of their bytes, one part at a time, in a given time for each part."""
 
     def __init__(self, seconds: float, together: tuple[Path, int] | None) -> None:
         self._seconds = seconds
@@ -61,10 +61,10 @@ class FakeSource:
     """Opens a `FakeEncoder`.
 
     Attributes:
-        seconds: How long it takes for a part.
-        together: With a folder and a number, the first part begins once so many processes have opened the source;
-            each leaves a file in the folder.
-        fingerprint_of: A folder whose existing file "fingerprint" says which model there is.
+        seconds: The time for a part.
+        together: A folder and a number: the first part starts when this number of processes have opened the source.
+            Each process leaves a file in the folder.
+        fingerprint_of: A folder with a file "fingerprint", which has the model's fingerprint.
     """
 
     seconds: float = 0.0
@@ -101,15 +101,15 @@ class OnRay:
 
 
 class SmallCluster:
-    """A Ray cluster on this machine, without a dashboard; each node has a loopback address of its own.
+    """A Ray cluster on this machine, without a dashboard; the nodes have different loopback addresses.
 
     Attributes:
-        address: Where it is.
-        nodes: Its nodes; the first is the head.
+        address: The address of the cluster.
+        nodes: The nodes; the first is the head.
     """
 
     def __init__(self, nodes: int, cpus: int = 1) -> None:
-        """Starts it with nodes of so many CPUs."""
+        """Start nodes with `cpus` CPUs each."""
         from ray.cluster_utils import Cluster
 
         self._cpus = cpus
@@ -124,17 +124,17 @@ class SmallCluster:
             "num_cpus": self._cpus,
             "object_store_memory": 80 * 1024 * 1024,
             "include_dashboard": False,
-            "node_ip_address": f"127.0.0.{number + 2}",  # Ray takes 127.0.0.1 for the address of the machine
+            "node_ip_address": f"127.0.0.{number + 2}",  # Ray replaces 127.0.0.1 by the machine's address
         }
 
     def add(self) -> None:
-        """Starts a node."""
+        """Start another node."""
         self.nodes.append(self._cluster.add_node(**self._settings(len(self.nodes))))
 
     def kill(self, number: int) -> None:
-        """Kills a node with all that runs on it."""
+        """Kill a node with all its processes."""
         self._cluster.remove_node(self.nodes[number], allow_graceful=False)
 
     def close(self) -> None:
-        """Ends all nodes."""
+        """Stop all nodes."""
         self._cluster.shutdown()  # type: ignore[no-untyped-call]

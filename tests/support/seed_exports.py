@@ -33,7 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "attention_bias": False,
         "scale_embedding": True,
     },
-    "fused-qkv": {**_WIDE, "n_layers": 5},
+    "fused-qkv": {**_WIDE, "n_layers": 5, "merge_heads": "reshape"},
     "attention-only": {
         "d_model": 512,
         "n_heads": 8,

@@ -1,4 +1,4 @@
-"""Models whose every byte is fixed: written by hand, so that no version of a library has a part in them."""
+"""Models with fixed bytes. They are written by hand, without any library that could change them."""
 
 import json
 import math
@@ -76,7 +76,7 @@ def write_tokenizer(folder: Path, model: Mapping[str, Any], tokens: Mapping[str,
 
     Args:
         folder: Where to.
-        model: What the "model" of tokenizer.json is to say.
+        model: The "model" of tokenizer.json.
         tokens: The ids of `SPECIAL`.
     """
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
@@ -143,7 +143,7 @@ def write_dense(folder: Path) -> Path:
 
 
 def write_multi_vector(folder: Path) -> Path:
-    """Writes a BERT with a projection of each row, whose queries are made longer and whose documents skip a word."""
+    """Writes a BERT with a projection of each row. Queries are expanded, and documents skip a word."""
     write_encoder(folder)
     text = {"method": "forward", "method_output_name": "last_hidden_state"}
     settings = {
@@ -203,7 +203,7 @@ def write_sparse(folder: Path) -> Path:
 
 
 def write_static_queries(folder: Path) -> Path:
-    """Writes a SPLADE model whose queries take their weights from a table."""
+    """Writes a SPLADE model with a table for the weights of queries."""
     _write_language_model(folder / "document_0_Transformer")
     pooling = {"pooling_strategy": "max", "activation_function": "log1p_relu", "embedding_dimension": None}
     write_json(folder / "document_1_SpladePooling/config.json", pooling)

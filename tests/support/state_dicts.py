@@ -1,14 +1,18 @@
 """An encoder's weights as the code of each layout would have saved them; written without the exporter's own tables."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from encserve_export import Encoder
 
 LAYOUTS = ("per-head-linears", "raw-matrices", "fused-qkv", "attention-only", "split-qkv", "torch-native")
-# What each layout does not have.
-VARIANTS = {"raw-matrices": {"attention_bias": False}} | {
-    "attention-only": {"attention_bias": False, "norm": "none", "residual": False, "d_ff": 0, "n_layers": 1}
+# The fields of EncoderConfig that differ from their defaults.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "raw-matrices": {"attention_bias": False},
+    "fused-qkv": {"merge_heads": "reshape"},
+    "attention-only": {"attention_bias": False, "norm": "none", "residual": False, "d_ff": 0, "n_layers": 1},
 }
 
 State = dict[str, Tensor]

@@ -1,5 +1,6 @@
-"""What a tiny bundle makes of its rows: hand-made heads, the manifest's parts about them, and NumPy's own answer."""
+"""Hand-made heads of a tiny bundle, their parts of the manifest, and the expected outputs in NumPy."""
 
+import io
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,6 +29,13 @@ BEGIN, END = 1, 2  # ids around a text; a word "w7" has the id 7
 Serve = Callable[..., Awaitable[FakeServer]]  # see the fixture `serve`
 
 
+def npy(array: Array) -> bytes:
+    """The bytes of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, array)
+    return file.getvalue()
+
+
 def words(*, special: bool = True) -> Tokenizer:
     """A tokenizer of words named after their ids, with two around a text."""
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(VOCAB_SIZE)}, unk_token="w0"))
@@ -44,7 +52,7 @@ def text(*ids: int) -> str:
 
 
 def sets(tensor: pb.RaggedTensor) -> list[tuple[Any, Any]]:
-    """For each sequence its (n, width) rows and their (n,) indices, None where there are none."""
+    """For each sequence its (n, width) rows and their (n,) indices, or None without indices."""
     dtype = {pb.DATA_TYPE_FLOAT32: "<f4", pb.DATA_TYPE_FLOAT16: "<f2"}[tensor.data_type]
     rows = np.frombuffer(tensor.data, dtype).reshape(-1, tensor.width)
     assert len(rows) == sum(tensor.lengths)
@@ -86,7 +94,7 @@ def multi_vector_file(width: int = WIDTH) -> bytes:
 
 
 def expected_vectors(rows: Array, width: int = WIDTH) -> Array:
-    """What that gives."""
+    """The expected output of `multi_vector_file`."""
     projected: Array = rows @ weights(width)
     return np.asarray(projected / np.linalg.norm(projected, axis=1, keepdims=True))
 
@@ -122,7 +130,7 @@ def sparse_file(pooling: str, width: int = VOCAB_SIZE, table: Array | None = Non
 
 
 def expected_weights(rows: Array, pooling: str, width: int = VOCAB_SIZE) -> Array:
-    """What that gives for (seq, d_model) rows: (width,)."""
+    """The expected output of `sparse_file` for (seq, d_model) rows: (width,)."""
     y = np.log1p(np.maximum(rows @ weights(width, 2), 0))
     return np.asarray(y.max(axis=0) if pooling == "max" else y.sum(axis=0))
 
@@ -135,19 +143,19 @@ def own_id_file() -> bytes:
 
 def multi_vector(**changes: Any) -> manifest_pb2.MultiVector:
     """The manifest's part for `multi_vector_file`."""
-    its: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "file": "multi_vector.onnx",
         "input_name": "rows",
         "output_name": "out",
         "width": WIDTH,
         "similarity": "maxsim",
     }
-    return manifest_pb2.MultiVector(**its | changes)
+    return manifest_pb2.MultiVector(**fields | changes)
 
 
 def sparse(**changes: Any) -> manifest_pb2.Sparse:
     """The manifest's part for `sparse_file("max")`."""
-    its: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "file": "sparse.onnx",
         "rows_name": "rows",
         "mask_name": "mask",
@@ -155,11 +163,11 @@ def sparse(**changes: Any) -> manifest_pb2.Sparse:
         "width": VOCAB_SIZE,
         "pooling": manifest_pb2.SPARSE_POOLING_MAX,
     }
-    return manifest_pb2.Sparse(**its | changes)
+    return manifest_pb2.Sparse(**fields | changes)
 
 
 def every_kind() -> dict[str, Any]:
-    """What `write_bundle` needs for a bundle that makes every kind of output, as BGE-M3 does."""
+    """Arguments of `write_bundle` for a bundle with every kind of output, as BGE-M3."""
     return {
         "files": {"sparse.onnx": own_id_file(), "multi_vector.onnx": multi_vector_file()},
         "sparse": sparse(
@@ -172,7 +180,7 @@ def every_kind() -> dict[str, Any]:
 
 
 def loader(bundle: Path, engine: Any = "onnxruntime") -> Loader:
-    """Loads one bundle, whatever a server is to serve."""
+    """A loader that always loads this bundle."""
 
     def load(_: Path, settings: Settings, pool: TurnPool, served: str) -> LoadedModel:
         return load_model(bundle, replace(settings, engine=engine), pool)

@@ -4,13 +4,13 @@ import asyncio
 import time
 from collections.abc import Callable
 
-# Nothing takes so long, however little of its CPUs a machine gets; less than a test may take.
+# Longer than any condition takes on a busy machine, shorter than the timeout of a test.
 PATIENCE_SECONDS = 60.0
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Waits for something that is about to happen; fails if it does not."""
+    """Wait until a condition holds; fail after PATIENCE_SECONDS."""
     ends = time.monotonic() + PATIENCE_SECONDS
     while not condition():
-        assert time.monotonic() < ends, f"did not happen within {PATIENCE_SECONDS:g} s"
+        assert time.monotonic() < ends, f"the condition did not hold within {PATIENCE_SECONDS:g} s"
         await asyncio.sleep(0.01)

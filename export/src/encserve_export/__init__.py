@@ -1,7 +1,7 @@
-"""Turns a PyTorch encoder checkpoint into a verified model bundle.
+"""Exports a PyTorch or ONNX encoder as a verified model bundle.
 
-The command line is `encserve-export`; from Python, `export_hf`, `export_checkpoint`, `export_onnx`, `export_init`
-and `export_encoder` do the same, and `export_module` takes any PyTorch module.
+The command line is `encserve-export`. In Python, `export_hf`, `export_checkpoint`, `export_module`, `export_onnx`,
+`export_init` and `export_encoder` do the same.
 """
 
 from encserve_export.bundle.manifest import Source

@@ -1,18 +1,19 @@
-"""The command line: `encserve-export hf`, `checkpoint`, `onnx`, `init` and `inspect`."""
+"""The command line: `encserve-export hf`, `checkpoint`, `module`, `onnx` and `init`."""
 
 import functools
+import importlib.util
 import json
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
 import click
 from rich.console import Console
+from torch import nn
 
 from encserve_export import report
-from encserve_export.bundle.propagation import measure, read_sequence
-from encserve_export.bundle.read import read_bundle
 from encserve_export.bundle.store import check_target, name_from
 from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.ground import names
@@ -25,6 +26,7 @@ from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.onnx_graph.foreign import Names
 from encserve_export.routes.checkpoint import export_checkpoint, export_init
 from encserve_export.routes.hf import ROUTES, Route, export_hf
+from encserve_export.routes.module import export_module
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
 from encserve_export.source import hub
 from encserve_export.source.tokenizer import TokenizerFile, read_tokenizer
@@ -32,36 +34,38 @@ from encserve_export.source.tokenizer import TokenizerFile, read_tokenizer
 _DEFAULT_VOCAB_SIZE = 32000
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-_DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 
 
 @click.group()
 @click.version_option(package_name="encserve-export")
 def main() -> None:
-    """Turns a PyTorch encoder into a verified model bundle, NAME/VERSION/ in a model repository."""
+    """Export a PyTorch or ONNX encoder as a verified model bundle, NAME/VERSION/ in a model repository."""
 
 
 def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
-    """Makes a command of a function that exports to a `target` and tells `progress` what is being done.
+    """Turn an export function into a command.
 
-    The command has the options of the target, shows what is being done on stderr, and the result on stdout.
+    The function gets a `target` and a `progress` callback. The command adds the options of the target, prints each step
+    on stderr and the report on stdout, and shows an `ExportError` without a traceback.
     """
 
     @functools.wraps(command)
     def run(
         model_repository: Path, name: str | None, version: str, overwrite: bool, keep_space_id: str, **given: Any
     ) -> None:
-        _end_by_exception()
+        _raise_on_termination()
         console = Console(stderr=True)
         try:
             target = Target(
                 model_repository=model_repository,
-                name=name_from(Path(given["source"])) if name is None else name,  # None for `hf` alone
+                name=name_from(Path(given["source"])) if name is None else name,  # only `hf` has a default name
                 version=version,
                 overwrite=overwrite,
                 keep_space_id=keep_space_id,
             )
+            # A large model is downloaded and traced for minutes before the draft would find this out.
+            check_target(model_repository, target.name, version, overwrite=overwrite)
             with console.status("starting") as status:
 
                 def progress(step: str) -> None:
@@ -79,25 +83,24 @@ def _exports(command: Callable[..., Exported]) -> Callable[..., None]:
             "--keep-space-id",
             metavar="ID",
             default="",
-            help="The space_id to write, for an index of vectors from an older bundle of the same model; by default "
-            "the model's own. It is not checked.",
+            help="Write this space_id instead of the computed one, to go on using an index of vectors that has it. The "
+            "exporter cannot verify it.",
         ),
-        click.option("--overwrite", is_flag=True, help="Replace this version if it is there."),
+        click.option("--overwrite", is_flag=True, help="Replace this version if it exists."),
         click.option("--version", default="1", show_default=True, help="The model's version."),
         click.option(
             "--model-repository",
             required=True,
             type=click.Path(file_okay=False, path_type=Path),
-            help="Directory of model bundles, NAME/VERSION/ in it, as encserve-server takes it.",
+            help="The directory of all bundles, NAME/VERSION/ in it; give the same to encserve-server.",
         ),
     ):
         run = option(run)
     return run
 
 
-def _max_sequence_tokens_option(usually: str, default: int | None = None) -> Callable[[_Command], _Command]:
-    """The option that says the longest sequence, with its default in words."""
-    text = f"The longest sequence to serve, in tokens; by default {usually}."
+def _max_sequence_tokens_option(described: str, default: int | None = None) -> Callable[[_Command], _Command]:
+    text = f"The longest sequence to serve, in tokens. Default: {described}."
     return click.option("--max-sequence-tokens", type=int, default=default, help=text)
 
 
@@ -106,125 +109,108 @@ _precision_option = click.option(
     type=click.Choice(get_args(Precision)),
     default="float32",
     show_default=True,
-    help="What the bundle computes in: float16 for GPUs, int8 for CPUs.",
+    help="The precision of the weights and of the computation: float16 for GPUs, int8 for CPUs.",
 )
-
-
-# By the clients' names; sentence-transformers' are taken too.
+# The help lists the clients' names. The names of sentence-transformers are accepted too.
 _pooling_option = functools.partial(
     click.option,
     "--pooling",
     type=click.Choice([*POOLINGS, *POOLING_ALIASES]),
     metavar=f"[{'|'.join(POOLINGS)}]",
 )
-
-
-def _pooling_options(command: _Command) -> _Command:
-    """The options that say how the model was trained to make one vector."""
-    for option in (
-        click.option("--l2-normalize", is_flag=True, help="Scale pooled vectors to length 1."),
-        _pooling_option(help="How the model was trained to make one vector."),
-    ):
-        command = option(command)
-    return command
-
-
+_name_option = click.option("--name", required=True, help="The model's name.")
+_tokenizer_option = click.option(
+    "--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json. Without it the model takes token ids only."
+)
+_input_option = click.option(
+    "--input",
+    "model_input",
+    type=click.Choice(get_args(Input)),
+    default="token_ids",
+    show_default=True,
+    help="The input of the model: token ids, or embeddings, one vector per token.",
+)
+_pad_token_id_option = click.option(
+    "--pad-token-id", type=int, default=0, show_default=True, help="The token id that pads a batch."
+)
 _expect_option = click.option(
     "--expect",
     type=_FILE,
-    help="A .npz or .safetensors file of rows that your own module made, which the bundle must give: input_ids or "
-    "inputs_embeds, attention_mask, rows.",
+    help="A .npz or .safetensors file with input_ids or inputs_embeds, attention_mask, and rows. The bundle must give "
+    "these rows.",
 )
+
+
+def _pooling_options(command: _Command) -> _Command:
+    for option in (
+        click.option("--l2-normalize", is_flag=True, help="Scale pooled vectors to length 1."),
+        _pooling_option(help="The pooling that the model was trained with."),
+    ):
+        command = option(command)
+    return command
 
 
 @main.command()
 @click.argument("source", metavar="DIRECTORY|OWNER/NAME")
 @_exports
 @_precision_option
-@click.option("--name", help="The model's name; by default the directory's own.")
-@click.option("--revision", help="The hub's branch, tag or commit; by default the main branch.")
-@_max_sequence_tokens_option("the max_seq_length of sentence-transformers, or as many as there are positions")
+@click.option("--name", help="The model's name. Default: the name of the directory.")
+@click.option("--revision", help="The branch, tag or commit on the hub. Default: the main branch.")
+@_max_sequence_tokens_option("max_seq_length of sentence-transformers, or the number of positions")
 @click.option(
     "--via",
     type=click.Choice(ROUTES),
-    help="How the graph is made: our own encoder, the directory's onnx/model.onnx, or PyTorch's export of the model in "
-    "transformers; by default the first of them that takes it.",
+    help="The source of the graph: PyTorch's export of the transformers model, or the directory's onnx/model.onnx. "
+    "Default: transformers; the file if transformers does not take the model.",
 )
-@_pooling_option(
-    help="How the model was trained to make one vector, where the directory has no modules.json to say so."
-)
+@_pooling_option(help="The pooling that the model was trained with, for a directory without modules.json.")
 @click.option(
-    "--ids-only",
-    is_flag=True,
-    help="Export a directory without a tokenizer: the model takes token ids and no text.",
+    "--ids-only", is_flag=True, help="Export a directory without a tokenizer; the model takes token ids only."
 )
 @_expect_option
 def hf(
-    source: str,
-    target: Target,
-    progress: Progress,
-    max_sequence_tokens: int | None,
-    precision: Precision,
-    revision: str | None,
-    via: Route | None,
-    pooling: str | None,
-    ids_only: bool,
-    expect: Path | None,
+    source: str, target: Target, progress: Progress, revision: str | None, via: Route | None, **options: Any
 ) -> Exported:
-    """Exports the Hugging Face checkpoint in DIRECTORY, or the one of that name on the hub.
+    """Export the Hugging Face checkpoint in DIRECTORY, or OWNER/NAME on the hub.
 
-    BERT, RoBERTa, XLM-RoBERTa, CamemBERT, DistilBERT, NomicBERT, GTE and ModernBERT can be run by our own encoder;
-    every other encoder that transformers knows is exported from transformers.
+    Every encoder that transformers has can be exported, and models of sentence-transformers with their pooling, prompts
+    and heads.
     """
     is_directory = Path(source).is_dir()
     if not is_directory and not hub.is_id(source):
-        raise click.UsageError(f"there is no directory {source}; a model of the hub is named OWNER/NAME")
+        raise click.UsageError(f"no directory {source}; a model on the hub is OWNER/NAME")
     if is_directory and revision is not None:
-        raise click.UsageError(f"--revision is of the hub; {source} is a directory")
-    # A large checkpoint is downloaded and traced for minutes before the draft would say so.
-    check_target(target.model_repository, target.name, target.version, overwrite=target.overwrite)
+        raise click.UsageError(f"--revision is for a model on the hub; {source} is a directory")
     origin = None
     if not is_directory:
         progress(f"downloading {source}")
         origin = hub.download(source, revision, with_onnx=via == "onnx")
-    return export_hf(
-        Path(source) if origin is None else origin.directory,
-        target,
-        max_sequence_tokens=max_sequence_tokens,
-        precision=precision,
-        via=via,
-        pooling=pooling,
-        ids_only=ids_only,
-        expect=expect,
-        origin=origin,
-        progress=progress,
-    )
+    directory = Path(source) if origin is None else origin.directory
+    return export_hf(directory, target, via=via, origin=origin, progress=progress, **options)
 
 
 @main.command()
 @click.argument("file", type=_FILE)
 @_exports
 @_precision_option
-@click.option("--name", required=True, help="The model's name.")
-@click.option("--config", "config_path", type=_FILE, help="JSON of what the weights do not tell; an error lists it.")
-@click.option("--embeddings", "embeddings_path", type=_FILE, help="The embedding table, where FILE has none.")
-@click.option("--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json; without one, token ids only.")
+@_name_option
+@click.option(
+    "--config",
+    "config_path",
+    type=_FILE,
+    help="JSON with the settings that the weights do not show; an error lists them.",
+)
+@click.option("--embeddings", "embeddings_path", type=_FILE, help="The embedding table, if FILE has none.")
+@_tokenizer_option
 @click.option(
     "--layout",
     type=click.Choice(["auto", *known_layouts()]),
     default="auto",
     show_default=True,
-    help="How FILE names its weights; auto recognises it.",
+    help="The naming scheme of FILE's weights; auto detects it.",
 )
-@click.option(
-    "--input",
-    "model_input",
-    type=click.Choice(get_args(Input)),
-    default="token_ids",
-    show_default=True,
-    help="What callers send: token ids (and text), or embeddings, one vector per token, which need no table.",
-)
-@_max_sequence_tokens_option(f"{DEFAULT_LONGEST}, or as many as a position table has rows")
+@_input_option
+@_max_sequence_tokens_option(f"{DEFAULT_LONGEST}, or the rows of the position table")
 @_pooling_options
 @_expect_option
 def checkpoint(
@@ -236,11 +222,11 @@ def checkpoint(
     layout: str,
     **options: Any,
 ) -> Exported:
-    """Exports the state dict in FILE, safetensors or a PyTorch file of tensors, in one of the layouts of --layout."""
+    """Export the state dict in FILE: safetensors, or a file of torch.save, in one of the layouts of --layout."""
     return export_checkpoint(
         file,
         target,
-        fields={} if config_path is None else _read_fields(config_path),
+        fields=_read_fields(config_path),
         embeddings=embeddings_path,
         tokenizer=_read_tokenizer(tokenizer_path),
         layout=None if layout == "auto" else layout,
@@ -249,27 +235,67 @@ def checkpoint(
 
 
 @main.command()
+@click.argument("factory", metavar="FILE.py:FACTORY")
+@_exports
+@_precision_option
+@_name_option
+@click.option(
+    "--config",
+    "config_path",
+    type=_FILE,
+    required=True,
+    help="JSON with the settings of the module that its weights do not show, such as its activation. They are part of "
+    "the space_id.",
+)
+@_tokenizer_option
+@_input_option
+@click.option("--vocab-size", type=int, help="The number of token ids. Default: the tokenizer's.")
+@click.option("--d-model", type=int, help="The dimensions of the embeddings, with --input embeddings.")
+@_pad_token_id_option
+@_max_sequence_tokens_option(str(DEFAULT_LONGEST), default=DEFAULT_LONGEST)
+@_pooling_options
+def module(
+    factory: str,
+    target: Target,
+    config_path: Path | None,
+    tokenizer_path: Path | None,
+    model_input: Input,
+    **options: Any,
+) -> Exported:
+    """Export the PyTorch module that the function FACTORY in FILE.py returns. This runs your code in FILE.py.
+
+    The module is called with token ids, int64 (batch, seq), and a mask, bool (batch, seq). It returns rows, float32
+    (batch, seq, d_model).
+    """
+    return export_module(
+        _make_module(factory),
+        target,
+        configuration=_read_fields(config_path),
+        input=model_input,
+        tokenizer=_read_tokenizer(tokenizer_path),
+        **options,
+    )
+
+
+@main.command()
 @click.argument("file", type=_FILE)
 @_exports
-@click.option("--name", required=True, help="The model's name.")
-@click.option("--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json; without one, token ids only.")
-@_max_sequence_tokens_option(f"{DEFAULT_LONGEST}; it is tried", default=DEFAULT_LONGEST)
-@click.option("--pad-token-id", type=int, default=0, show_default=True, help="The id that fills a padded batch.")
-@click.option("--vocab-size", type=int, help="How many token ids there are; by default as many as FILE has rows for.")
+@_name_option
+@_tokenizer_option
+@_max_sequence_tokens_option(f"{DEFAULT_LONGEST}; the export runs it", default=DEFAULT_LONGEST)
+@_pad_token_id_option
+@click.option("--vocab-size", type=int, help="The number of token ids. Default: the rows of FILE's embedding table.")
 @_pooling_options
 @_expect_option
 @click.option("--input-ids-name", default=names.INPUT_IDS, show_default=True, help="FILE's input of token ids.")
 @click.option("--attention-mask-name", default=names.ATTENTION_MASK, show_default=True, help="FILE's attention mask.")
-@click.option("--token-type-ids-name", help="FILE's input to fill with zeros, where not token_type_ids.")
-@click.option("--output-name", help="FILE's output of rows; by default the only one, or last_hidden_state.")
+@click.option("--token-type-ids-name", help="FILE's input of token types, filled with zeros. Default: token_type_ids.")
+@click.option("--output-name", help="FILE's output of rows. Default: its only output, or last_hidden_state.")
 def onnx(
     file: Path,
     target: Target,
     progress: Progress,
     tokenizer_path: Path | None,
-    max_sequence_tokens: int,
-    pad_token_id: int,
-    vocab_size: int | None,
     pooling: str | None,
     l2_normalize: bool,
     expect: Path | None,
@@ -277,100 +303,89 @@ def onnx(
     attention_mask_name: str,
     token_type_ids_name: str | None,
     output_name: str | None,
+    **options: Any,
 ) -> Exported:
-    """Exports the encoder in FILE, which is ONNX already.
+    """Export the encoder in the ONNX file FILE.
 
-    Its inputs are ids and mask, int64 (batch, seq), its output is float32 (batch, seq, d_model).
+    Its inputs are token ids and a mask, int64 (batch, seq). Its output is float32 (batch, seq, d_model).
     """
-    options = OnnxOptions(
+    given = OnnxOptions(
         names=Names(
             input_ids=input_ids_name,
             attention_mask=attention_mask_name,
             token_type_ids=token_type_ids_name,
             output=output_name,
         ),
-        max_sequence_tokens=max_sequence_tokens,
-        pad_token_id=pad_token_id,
-        vocab_size=vocab_size,
         vector=pooled(pooling, l2_normalize=l2_normalize),
         tokenizer=_read_tokenizer(tokenizer_path),
+        **options,
     )
-    return export_onnx(file, target, options, expect=expect, progress=progress)
+    return export_onnx(file, target, given, expect=expect, progress=progress)
 
 
 @main.command()
 @_exports
 @_precision_option
-@click.option("--name", required=True, help="The model's name.")
-@click.option("--config", "config_path", type=_FILE, help="JSON of the encoder's sizes and choices.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Fixes the weights.")
-@click.option("--tokenizer", "tokenizer_path", type=_FILE, help="A tokenizer.json; without one, token ids only.")
+@_name_option
+@click.option("--config", "config_path", type=_FILE, help="JSON with the sizes and settings of the encoder.")
+@click.option("--seed", type=int, default=0, show_default=True, help="The seed of the weights.")
+@_tokenizer_option
 @_pooling_options
 def init(target: Target, config_path: Path | None, seed: int, tokenizer_path: Path | None, **options: Any) -> Exported:
-    """Exports an encoder with random weights, to try sizes: 8 layers of d_model 512 by default.
+    """Export an encoder with random weights, to measure sizes. Default: 8 layers, d_model 512.
 
-    The vocabulary is the tokenizer's, or 32000 token ids, unless the configuration gives a vocab_size.
+    The vocabulary is the vocab_size of --config, the tokenizer's, or 32000 token ids.
     """
     tokenizer = _read_tokenizer(tokenizer_path)
-    return export_init(_read_config(config_path, tokenizer), seed, target, tokenizer=tokenizer, **options)
-
-
-@main.command()
-@click.argument("bundle", type=_DIRECTORY)
-@click.option("--text", help="The text to run; needs the bundle's tokenizer.")
-@click.option("--ids", metavar="ID,ID,...", help="The token ids to run.")
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1),
-    default=32,
-    show_default=True,
-    help="How many tokens to run where neither is given; always the same ones.",
-)
-def inspect(bundle: Path, text: str | None, ids: str | None, tokens: int) -> None:
-    """Shows the parameters of the bundle in the folder BUNDLE, and how the signal fares through its layers."""
-    console = Console()
-    try:
-        found = read_bundle(bundle)
-        report.show_bundle(found, console)
-        if not found.manifest.HasField("inspect_graph"):
-            console.print("No signal propagation: this bundle has no graph for inspections.")
-            return
-        sequence = read_sequence(found, text, ids, tokens)
-        shown = f"text {text!r}" if text is not None else "the given ids" if ids is not None else "random tokens"
-        console.print()
-        report.show_propagation(measure(found, sequence), f"{len(sequence)} tokens of {shown}", console)
-    except ExportError as error:
-        raise click.ClickException(str(error)) from error
+    fields = _read_fields(config_path)
+    if fields.get("input") != "embeddings":
+        vocab_size = _DEFAULT_VOCAB_SIZE if tokenizer is None else tokenizer.largest_id + 1
+        fields = {"vocab_size": vocab_size, **fields}
+    return export_init(EncoderConfig.from_mapping(fields), seed, target, tokenizer=tokenizer, **options)
 
 
 def _read_tokenizer(path: Path | None) -> TokenizerFile | None:
     return None if path is None else read_tokenizer(path)
 
 
-def _read_config(path: Path | None, tokenizer: TokenizerFile | None) -> EncoderConfig:
-    vocab_size = _DEFAULT_VOCAB_SIZE if tokenizer is None else tokenizer.largest_id + 1
-    fields = {} if path is None else _read_fields(path)
-    if fields.get("input") != "embeddings":
-        fields = {"vocab_size": vocab_size, **fields}
-    return EncoderConfig.from_mapping(fields)
-
-
-def _read_fields(path: Path) -> dict[str, Any]:
+def _read_fields(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise ConfigError(f"{path} must hold an object of configuration fields")
-    return given
+    if not isinstance(fields, dict):
+        raise ConfigError(f"{path} must hold a JSON object of settings; was {type(fields).__name__}")
+    return fields
 
 
-def _end_by_exception() -> None:
-    """Has a signal that ends the process leave by way of an exception, as Ctrl-C does: nothing half written stays."""
+def _make_module(factory: str) -> nn.Module:
+    """Import FILE.py and call its FACTORY."""
+    file, _, function = factory.rpartition(":")
+    path = Path(file)
+    if not path.is_file() or path.suffix != ".py":
+        raise click.UsageError(f"give FILE.py:FACTORY with an existing Python file; was {factory!r}")
+    specification = importlib.util.spec_from_file_location(path.stem, path)
+    assert specification is not None  # noqa: S101 - every .py file has one
+    assert specification.loader is not None  # noqa: S101
+    imported = importlib.util.module_from_spec(specification)
+    sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
+    specification.loader.exec_module(imported)
+    if not hasattr(imported, function):
+        raise click.UsageError(f"{path} defines no {function}")
+    made = getattr(imported, function)()
+    if not isinstance(made, nn.Module):
+        raise click.UsageError(f"{function}() in {path} must return a torch.nn.Module; was {type(made).__name__}")
+    return made
+
+
+def _raise_on_termination() -> None:
+    """Turn SIGTERM and SIGHUP into an exception, as Python does for Ctrl-C, so that the draft is removed."""
 
     def leave(number: int, _: object) -> None:
         raise SystemExit(128 + number)
 
     for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one
+        if signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores SIGHUP
             signal.signal(number, leave)

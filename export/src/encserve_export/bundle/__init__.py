@@ -1,1 +1,1 @@
-"""The folder that a server reads: written complete or not at all, and read back."""
+"""Writes the folder of a bundle, complete or not at all."""

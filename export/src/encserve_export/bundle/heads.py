@@ -1,4 +1,4 @@
-"""Writes what a model makes of its rows, or of pooled ones, as ONNX."""
+"""Writes the modules that follow the encoder as ONNX: heads of pooled vectors, of MaxSim, and over the vocabulary."""
 
 import contextlib
 import warnings
@@ -20,15 +20,15 @@ from encserve_proto.bundle.v1 import manifest_pb2
 FILE = "head.onnx"
 MULTI_VECTOR_FILE, SPARSE_FILE = "multi_vector.onnx", "sparse.onnx"
 _POOLED, _ROWS, _MASK, _OUTPUT = "pooled", "rows", "mask", "vectors"
-# Of so few rows even weights over a vocabulary of 250,000 take little memory.
+# With so few rows, weights over a vocabulary of 250,000 take 32 MB.
 _ROWS_COMPARED = 32
 
 
 def write_head(head: nn.Module, pooled_width: int, folder: Path) -> manifest_pb2.Head:
-    """Writes what comes after pooling as ONNX: (batch, pooled_width) to (batch, width), in float32.
+    """Write the modules after pooling: float32 (batch, pooled_width) -> (batch, width).
 
     Raises:
-        CheckpointFileError: It does not take vectors of `pooled_width` numbers.
+        CheckpointFileError: The modules do not take vectors of `pooled_width` dimensions.
         ParityError: ONNX Runtime gives other vectors than PyTorch.
     """
     example = _example(_POOLED, _ROWS_COMPARED, pooled_width)  # (batch, pooled_width)
@@ -37,10 +37,10 @@ def write_head(head: nn.Module, pooled_width: int, folder: Path) -> manifest_pb2
 
 
 def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> manifest_pb2.MultiVector:
-    """Writes what makes the vectors of MaxSim as ONNX: (tokens, d_model) to (tokens, width), in float32.
+    """Write the modules that make MaxSim vectors: float32 (tokens, d_model) -> (tokens, width).
 
     Raises:
-        CheckpointFileError: It does not take rows of `d_model` numbers.
+        CheckpointFileError: The modules do not take rows of `d_model` dimensions.
         ParityError: ONNX Runtime gives other vectors than PyTorch.
     """
     example = _example(_ROWS, _ROWS_COMPARED, d_model)  # (tokens, d_model)
@@ -56,10 +56,10 @@ def write_multi_vector(head: MultiVectorHead, d_model: int, folder: Path) -> man
 
 
 def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Path) -> manifest_pb2.Sparse:
-    """Writes what makes weights over the vocabulary as ONNX, in float32, with its own weights in a file beside it.
+    """Write the modules that weigh the words of the vocabulary, in float32, with their own weights in a second file.
 
     Raises:
-        CheckpointFileError: It does not take rows of `d_model` numbers.
+        CheckpointFileError: The modules do not take rows of `d_model` dimensions.
         ParityError: ONNX Runtime gives other weights than PyTorch.
     """
     own_id = head.pooling == manifest_pb2.SPARSE_POOLING_OWN_ID
@@ -68,8 +68,7 @@ def write_sparse(head: SparseHead, shape: manifest_pb2.EncoderShape, folder: Pat
         example = _example(_ROWS, 2, _ROWS_COMPARED // 2, shape.d_model)  # (batch, seq, d_model)
         example[_MASK] = torch.ones(example[_ROWS].shape[:2])  # (batch, seq)
         example[_MASK][1, 2:] = 0
-    what = "what makes weights over the vocabulary"
-    width = _write(head.module, example, folder / SPARSE_FILE, what, weights=True)
+    width = _write(head.module, example, folder / SPARSE_FILE, "the modules over the vocabulary", sparse=True)
     return manifest_pb2.Sparse(
         file=SPARSE_FILE,
         rows_name=_ROWS,
@@ -86,25 +85,26 @@ def _example(name: str, *shape: int) -> dict[str, Tensor]:
     return {name: torch.randn(shape, generator=torch.Generator().manual_seed(0))}
 
 
-def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: str, *, weights: bool = False) -> int:
-    """Writes a module as ONNX, compares it with PyTorch, and tells the width of its output, (n, width).
+def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: str, *, sparse: bool = False) -> int:
+    """Write a module as ONNX and compare it with PyTorch in float64. Return the width of its output, (n, width).
 
     Args:
-        module: What is written.
-        example: Its inputs, in order: (n, width), or (n, seq, width) and (n, seq).
-        path: Where to.
-        what: What it is, for errors.
-        weights: Whether it makes weights over the vocabulary; its own then lie in a file beside the graph.
+        module: The module.
+        example: Its inputs in order: (n, width), or (n, seq, width) and (n, seq).
+        path: The file to write.
+        what: The name of the module in errors.
+        sparse: Whether the output is weights over the vocabulary. Then the module's weights go to a file beside the
+            graph.
     """
     rows = next(iter(example.values()))
     axes = dict(enumerate(("n", "seq")[: rows.dim() - 1]))
     try:
-        rounded = module(*example.values())  # (n, its width)
+        float32 = module(*example.values())  # (n, its width)
     except RuntimeError as error:
-        raise CheckpointFileError(f"{what} do not take {rows.shape[-1]} numbers: {error}") from None
+        raise CheckpointFileError(f"{what} do not take {rows.shape[-1]} dimensions: {error}") from None
     with in_float64(module):
-        exact = module(*(its.double() for its in example.values()))  # (n, its width)
-    with warnings.catch_warnings():  # what is told of transformers' code; the comparison judges
+        float64 = module(*(tensor.double() for tensor in example.values()))  # (n, its width)
+    with warnings.catch_warnings():  # tracing warns about transformers' code; the comparison below decides
         warnings.simplefilter("ignore")
         model = traced.trace(
             module,
@@ -114,25 +114,25 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
             outputs=[_OUTPUT],
             dynamic_axes={**dict.fromkeys(example, axes), _OUTPUT: {0: "n"}},
         )
-    with Path(f"{path}.data").open("wb") if weights else contextlib.nullcontext() as data:
+    with Path(f"{path}.data").open("wb") if sparse else contextlib.nullcontext() as data:
         traced.take_weights(model, traced.fold_weights(model, module), data)
     onnx.save_model(model, path)
     session = open_session(path)
-    (got,) = session.run([_OUTPUT], {name: its.numpy() for name, its in example.items()})
-    worst, float32_error = (_error(its, exact, weights=weights) for its in (torch.from_numpy(got), rounded))
-    tolerance = allowed(VOCABULARY_HEAD_TOLERANCE if weights else HEAD_TOLERANCE, float32_error)
+    (got,) = session.run([_OUTPUT], {name: tensor.numpy() for name, tensor in example.items()})
+    worst, float32_error = (_error(rows, float64, sparse=sparse) for rows in (torch.from_numpy(got), float32))
+    tolerance = allowed(VOCABULARY_HEAD_TOLERANCE if sparse else HEAD_TOLERANCE, float32_error)
     if not worst <= tolerance:
         raise ParityError(
             f"{what} differ from PyTorch: error {worst:.1e}, tolerance {tolerance:.1e}, PyTorch's own float32 "
             f"{float32_error:.1e}"
         )
-    return int(exact.shape[1])
+    return int(float64.shape[1])
 
 
-def _error(got: Tensor, want: Tensor, *, weights: bool) -> float:
-    """The largest error of a row, (n, width) both, or of a weight; infinite where one is not finite."""
+def _error(got: Tensor, want: Tensor, *, sparse: bool) -> float:
+    """The largest relative error of a row, (n, width) both; of sparse weights, the largest of one weight."""
     difference = got.double() - want  # (n, width)
-    if weights:  # there may be none that is not 0, or one that is nearly
+    if sparse:  # a row of weights may be all zeros, so the errors are relative to the largest weight
         error = difference.abs().max() / want.max().clamp(min=1)
     else:
         error = (difference.norm(dim=1) / want.norm(dim=1).clamp(min=1e-12)).max()

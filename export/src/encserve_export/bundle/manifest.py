@@ -1,4 +1,4 @@
-"""Fills the manifest of a bundle. The contract is `proto/encserve/bundle/v1/manifest.proto`."""
+"""Builds the manifest of a bundle. `proto/encserve/bundle/v1/manifest.proto` defines it."""
 
 import dataclasses
 import json
@@ -26,22 +26,20 @@ _TOOLS = ("encserve-export", "onnx", "onnxruntime", "tokenizers", "torch")
 
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """Where an encoder comes from, and all that a bundle holds besides its weights.
+    """The origin of a model, and the parts of its bundle besides the encoder's weights.
 
     Attributes:
-        kind: The export command, "hf", "checkpoint", "onnx" or "init"; "module" of `export_module`.
+        kind: The export command, "hf", "checkpoint", "onnx" or "init"; "module" for `export_module`.
         description: For people, e.g. "BertModel".
         weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
-        vector: How the model was trained to make one vector of a sequence.
-        tokenizer: The tokenizer, or None where the model takes token ids only.
-        route: How `hf` made the graph, "own", "onnx", "transformers" or "static"; empty for the other
-            commands.
-        repository: Where on the Hugging Face hub it came from, OWNER/NAME; empty where it did not.
-        revision: The commit there, in hex.
-        pipeline: Compares a bundle's files with sentence-transformers' own reading, see `check.texts`; None
-            where there is none.
-        model_digest: What identifies its weights and configuration, see `space`; empty for those of the encoder.
-        expected: Rows that the caller's own module made, which the bundle must give; None where there are none.
+        vector: How the model turns rows into vectors.
+        tokenizer: The tokenizer, or None if the model takes token ids only.
+        route: The route of `hf`, "own", "onnx", "transformers" or "static"; empty for the other commands.
+        repository: OWNER/NAME on the Hugging Face hub; empty for local files.
+        revision: The commit on the hub, in hex; empty for local files.
+        pipeline: Compares a bundle with sentence-transformers, see `check.texts`; None to compare nothing.
+        model_digest: The digest of weights and configuration, see `space`; empty to digest the encoder.
+        expected: Rows of the user's own module that the bundle must give, or None.
     """
 
     kind: str
@@ -59,13 +57,13 @@ class Source:
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """What a bundle says of its model, whether we traced it or it came as ONNX.
+    """The description of a bundle's encoder.
 
     Attributes:
-        shape: Its sizes and choices.
-        graph: The ONNX file's interface.
-        parameters: How many numbers it has, by part.
-        inspect_graph: The ONNX file that gives what happens inside; None where there is none.
+        shape: Its sizes and settings.
+        graph: The inputs and the output of the ONNX file.
+        parameters: The number of parameters by part.
+        inspect_graph: The ONNX file that also returns attention weights and hidden states, or None.
     """
 
     shape: manifest_pb2.EncoderShape
@@ -83,29 +81,28 @@ def build_manifest(
     files: Iterable[Path],
     heads: Mapping[str, Any],
 ) -> manifest_pb2.Manifest:
-    """Describes a bundle.
+    """Build the manifest, with its space_id and fingerprint.
 
     Args:
         name: The model's name.
         version: The model's version.
-        model: What is in the ONNX file.
-        source: Where it comes from.
-        parity: What was measured in ONNX Runtime.
-        files: All files of the bundle, which must lie directly in its folder.
-        heads: The interfaces of what comes after the encoder, by the manifest's names for them: "head", "multi_vector"
-            and "sparse".
+        model: The description of the encoder.
+        source: The origin of the model.
+        parity: The figures measured in ONNX Runtime.
+        files: All files of the bundle, which lie directly in its folder.
+        heads: The graphs that follow the encoder, by their manifest fields "head", "multi_vector" and "sparse".
 
     Raises:
-        ConfigError: The longest sequence is shorter than what queries are made longer to.
+        ConfigError: The longest sequence is shorter than the length to which queries are expanded.
     """
-    vector, listed = source.vector, sorted(files)
-    width = pooled_width(model.shape, vector) if "head" not in heads else heads["head"].width
+    vector, listed, shape = source.vector, sorted(files), model.shape
+    width = heads["head"].width if "head" in heads else pooled_width(shape, vector)
     manifest = manifest_pb2.Manifest(
         format_version=FORMAT_VERSION,
         name=name,
         version=version,
-        encoder=model.shape,
-        text=_text(model.shape, source.tokenizer, vector),
+        encoder=shape,
+        text=_text(shape, source.tokenizer, vector),
         pooling=vector.pooling,
         l2_normalize=vector.l2_normalize,
         more_poolings=vector.more_poolings,
@@ -114,8 +111,8 @@ def build_manifest(
         default_prompt_name=vector.default_prompt_name,
         dimensions=vector.dimensions if vector.pooling and vector.dimensions < width else 0,
         similarity=vector.similarity,
-        query=_task(vector, "query", model.shape.max_sequence_tokens),
-        document=_task(vector, "document", model.shape.max_sequence_tokens),
+        query=_task(vector, "query", shape.max_sequence_tokens),
+        document=_task(vector, "document", shape.max_sequence_tokens),
         graph=model.graph,
         source=manifest_pb2.Source(
             kind=source.kind,
@@ -126,7 +123,10 @@ def build_manifest(
             repository=source.repository,
             revision=source.revision,
         ),
-        files=[_bundle_file(path) for path in listed],
+        files=[
+            manifest_pb2.BundleFile(path=path.name, size_bytes=path.stat().st_size, sha256=sha256([path]))
+            for path in listed
+        ],
         parameters=[manifest_pb2.ParameterCount(part=part, count=count) for part, count in model.parameters.items()],
         parity=_parity(parity),
         inspect_graph=model.inspect_graph,
@@ -138,36 +138,35 @@ def build_manifest(
 
 
 def _task(vector: Recipe, name: str, longest: int) -> manifest_pb2.TaskSettings | None:
-    """The settings of a task, as far as the longest sequence allows them."""
     settings = vector.tasks.get(name)
     if settings is None:
         return None
     if settings.expansion.min_tokens > longest:
         raise ConfigError(
-            f"max_sequence_tokens must be at least {settings.expansion.min_tokens}, to which a {name} is made longer; "
-            f"was {longest}"
+            f"max_sequence_tokens must be at least {settings.expansion.min_tokens}, the length to which each {name} is "
+            f"expanded; was {longest}"
         )
-    its = manifest_pb2.TaskSettings()
-    its.CopyFrom(settings)
-    its.max_tokens = settings.max_tokens if settings.max_tokens < longest else 0
-    return its
+    task = manifest_pb2.TaskSettings()
+    task.CopyFrom(settings)
+    task.max_tokens = settings.max_tokens if settings.max_tokens < longest else 0
+    return task
 
 
 def pooled_width(shape: manifest_pb2.EncoderShape, vector: Recipe) -> int:
-    """The numbers of a vector that comes from pooling."""
+    """Return the dimensions of a pooled vector."""
     return shape.d_model * (1 + len(vector.more_poolings))
 
 
 def to_json(manifest: manifest_pb2.Manifest) -> str:
-    """The manifest in protobuf's JSON form, every field written out, always in the same order."""
+    """Write the manifest in protobuf's JSON form: every field, always in the same order."""
     fields = to_fields(manifest)
-    for of, name in ((fields["source"], "versions"), (fields, "prompts")):
-        of[name] = dict(sorted(of[name].items()))
+    for parent, name in ((fields["source"], "versions"), (fields, "prompts")):
+        parent[name] = dict(sorted(parent[name].items()))
     return json.dumps(fields, indent=2) + "\n"
 
 
 def _tools(source: Source) -> list[str]:
-    """The tools that wrote the bundle: PyTorch has no part in one of a model that came as ONNX."""
+    """The tools that wrote the bundle. PyTorch does not write the graph of a model that came as ONNX."""
     if "onnx" in (source.kind, source.route):
         return [tool for tool in _TOOLS if tool != "torch"]
     return [*_TOOLS, *(["transformers"] if source.route == "transformers" else [])]
@@ -186,10 +185,6 @@ def _text(
         template=vector.template,
         takes_empty=vector.kind == "static",
     )
-
-
-def _bundle_file(path: Path) -> manifest_pb2.BundleFile:
-    return manifest_pb2.BundleFile(path=path.name, size_bytes=path.stat().st_size, sha256=sha256([path]))
 
 
 def _parity(parity: agreement.Parity) -> manifest_pb2.Parity:
@@ -216,7 +211,7 @@ def _parity(parity: agreement.Parity) -> manifest_pb2.Parity:
 
 
 def add_pipeline(parity: manifest_pb2.Parity, compared: Compared) -> None:
-    """Adds what was found of texts' vectors."""
+    """Add the figures of the comparison with sentence-transformers."""
     parity.pipeline_texts = compared.texts
     parity.max_pipeline_error = _rounded(compared.max_relative_error)
     if compared.bounds.cosine is not None:
@@ -227,7 +222,7 @@ def add_pipeline(parity: manifest_pb2.Parity, compared: Compared) -> None:
 
 
 def add_expected(parity: manifest_pb2.Parity, found: Agreement) -> None:
-    """Adds what was found of the caller's own rows."""
+    """Add the figures of the comparison with the user's own rows."""
     parity.expected_rows = found.rows
     parity.max_expected_error = _rounded(found.max_relative_error)
     if found.bounds.cosine is not None:
@@ -235,10 +230,10 @@ def add_expected(parity: manifest_pb2.Parity, found: Agreement) -> None:
 
 
 def _rounded(error: float) -> float:
-    """Two digits: more would only say which thread added what first."""
+    """Two digits: the others depend on the order in which threads add, and the manifest would differ each time."""
     return float(f"{error:.1e}")
 
 
 def _rounded_cosine(cosine: float) -> float:
-    """Two digits of what it lacks of 1, for the same reason."""
+    """Two digits of the distance from 1, for the same reason."""
     return round(1 - _rounded(1 - cosine), 12)

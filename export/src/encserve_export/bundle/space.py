@@ -1,43 +1,50 @@
-"""What identifies a vector space: the same for every bundle of one model, by any exporter and any route.
+"""Computes the space_id, which identifies the vector space of a model.
 
-docs/models.md ("The name of a vector space") defines version s2 in words that another program can implement. What is
-written here follows that page. A change to what counts is a new version with a new prefix, because indexes keep the
-ids.
+Two bundles with equal ids give equal vectors, up to rounding to float16. The id is a hash of everything that makes a
+vector, taken from the model's own files:
+
+- the weights: name, type, shape and bytes of every tensor,
+- the configuration: config.json without settings that change no vector,
+- an ONNX model without other weights: the expression that its output computes,
+- the modules after the encoder: their settings and tensors,
+- the tokenizer: tokenizer.json without settings for padding, truncation and decoding,
+- the manifest's settings of pooling, prompts, tasks and lengths,
+- the precision, if it is int8: quantized weights are different weights.
+
+The exporter's version, the route, the names of ONNX nodes and values, and the number of weight files do not count.
+Equal vectors do not guarantee equal ids: an unknown setting counts, even if it has no effect. docs/models.md ("The name
+of a vector space") defines version s3. Indexes keep ids, so a change of the rule gets a new prefix.
 """
 
 import dataclasses
 import hashlib
 import json
 import re
-import struct
-from collections.abc import Collection, Mapping, Sequence
-from functools import cache
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
 import torch
-from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
-from onnx import NodeProto, TensorProto, numpy_helper
-from tokenizers import Tokenizer
+from onnx import AttributeProto, GraphProto, TensorProto, numpy_helper
 from torch import Tensor
 
 from encserve_export.ground.errors import ConfigError
-from encserve_export.kinds.recipe import TASKS, ModuleFacts
+from encserve_export.kinds.recipe import ModuleFacts
 from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.encoder import Encoder
 from encserve_export.onnx_graph.foreign import Interface
-from encserve_export.source.weights import INDICES, read_json, read_object
+from encserve_export.source.weights import read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 
-VERSION = "s2"
-# Ids of today, and those of bundles from before they had a version.
-_FORM = re.compile(rf"(?:{VERSION}-)?[0-9a-f]{{32}}")
-_TEXTS = Path(__file__).with_name("s2_texts.json")
-# Keys of config.json that change no row, at any depth; and parts of the names of those that only training reads.
-_HARMLESS = {
+VERSION = "s3"
+# s2 is read until 0.2; ids without a prefix are from before s2.
+_FORM = re.compile(r"(?:s[23]-)?[0-9a-f]{32}")
+# Keys of config.json, at any depth, that change no vector, and parts of the names of training settings.
+CONFIG_IGNORED = {
     "_attn_implementation_autoset", "_name_or_path", "architectures", "attn_implementation", "auto_map",
     "chunk_size_feed_forward", "dtype", "finetuning_task", "gradient_checkpointing", "id2label", "initializer_factor",
     "initializer_range", "label2id", "name_or_path", "num_labels", "output_attentions", "output_hidden_states",
@@ -45,264 +52,207 @@ _HARMLESS = {
     "transformers_version", "use_cache",
 }  # fmt: skip
 _TRAINING = ("dropout", "_pdrop")
-# Ends of the names of tensors that transformers ties to others: a .bin file holds the copy, safetensors leaves it out.
-_TIED = (
-    "lm_head.weight",
-    "decoder.weight",
-    "decoder.bias",
-    "vocab_projector.weight",
-    "generator_lm_head.weight",
-    "encoder.embed_tokens.weight",
-    "decoder.embed_tokens.weight",
-)
-# The fields of the manifest that count, by message; tests/export/test_export_space.py lists those that do not.
-COUNTED: Mapping[str, tuple[str, ...]] = {
-    "Manifest": (
-        *("pooling", "more_poolings", "l2_normalize", "pooling_skips_prompt", "prompts", "default_prompt_name"),
-        *("dimensions", "text", "query", "document", "multi_vector", "sparse"),
-    ),
-    "TextInput": ("split_special_tokens", "max_tokens", "template"),
-    "TextTemplate": ("before", "before_prompt", "after_prompt", "after", "after_tokens"),
-    "TaskSettings": (
-        *("prompt_name", "max_tokens", "expansion", "skipped_token_ids", "kept_token_ids", "token_pooling"),
-        "static_sparse",
-    ),
-    "Expansion": ("min_tokens", "token_id", "attended"),
-    "TokenPooling": ("factor", "protected_tokens", "l2_normalize"),
-    "MultiVector": ("skips_first_token",),
-    "Sparse": ("pooling", "skipped_token_ids", "max_active_dims"),
-    "StaticSparse": ("max_tokens",),
-}
-# The settings of modules that count, with their defaults. Sizes follow from the tensors.
-_SETTINGS: Mapping[str, Mapping[str, Any]] = {
-    "Dense": {"activation_function": "Tanh", "use_residual": False},
-    "LayerNorm": {},
-    "Normalize": {},
-    "SpladePooling": {"pooling_strategy": "max", "activation_function": "relu"},
-    "SparseStaticEmbedding": {},
-}
-# The types of weights that are only rounded.
-_ROUNDED = ("float64", "float32", "float16", "bfloat16")
+_TOKENIZER_IGNORED = {"version", "truncation", "padding", "decoder"}
+# Fields of the manifest that change no vector, or that the tensors, the configuration and the modules already cover.
+MANIFEST_IGNORED = {
+    "format_version", "name", "version", "fingerprint", "space_id", "source", "files", "parameters", "parity",
+    "encoder", "graph", "head", "inspect_graph", "similarity",
+}  # fmt: skip
+# The same for the messages in the manifest, at any depth.
+MESSAGE_IGNORED = {
+    "tokenizer_file", "weights_file", "file", "input_name", "output_name", "rows_name", "mask_name", "width",
+    "special_token_ids", "takes_empty", "similarity",
+}  # fmt: skip
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
 
 
 def is_quantized(precision: str) -> bool:
-    """Whether weights of a precision, in the words of `Graph.precision`, are other weights."""
-    return precision not in _ROUNDED
+    """Return whether a `Graph.precision` is not a floating-point type, such as "int8"."""
+    return precision not in _FLOATS
 
 
 def check_form(given: str) -> None:
-    """Refuses what no exporter has ever written as a `space_id`.
+    """Check that a text looks like a space_id of this or an earlier version.
 
     Raises:
-        ConfigError: It is neither "s2-" and 32 hex digits nor 32 hex digits.
+        ConfigError: It is not "s3-", "s2-" or nothing before 32 hex digits.
     """
     if not _FORM.fullmatch(given):
         raise ConfigError(
-            f"a space_id is {VERSION}- and 32 hex digits, or 32 hex digits in older bundles; was {given!r}. `encserve "
-            "models --json` and the bundle's manifest.json have it"
+            f"a space_id is {VERSION}- and 32 hex digits, or s2- or no prefix in older bundles; was {given!r}. Copy it "
+            "from the bundle's manifest.json or from `encserve models --json`"
         )
 
 
 def space_id(manifest: manifest_pb2.Manifest, model: str, modules: Sequence[ModuleFacts], folder: Path) -> str:
-    """Identifies a vector space: "s2-" and 32 hex digits.
+    """Compute a space_id: "s3-" and 32 hex digits.
 
     Args:
-        manifest: What a bundle says of itself.
-        model: What `digest_model`, `digest_encoder` or `digest_onnx` gave.
-        modules: What comes after the encoder, see `Recipe.modules`.
-        folder: Where the tokenizers lie that the manifest names.
+        manifest: The manifest of the bundle.
+        model: The result of `digest_model`, `digest_encoder` or `digest_onnx`.
+        modules: The modules after the encoder, see `Recipe.modules`.
+        folder: The folder of the tokenizer files that the manifest names.
     """
-    precision = manifest.graph.precision
-    tasks = {task: getattr(manifest, task) for task in TASKS}
+    fields = MessageToDict(manifest, preserving_proto_field_name=True)
+    settings = {
+        name: value if name == "prompts" else _plain(value, MESSAGE_IGNORED)
+        for name, value in fields.items()
+        if name not in MANIFEST_IGNORED
+    }
+    settings["prompts"] = {name: text for name, text in manifest.prompts.items() if text}
+    tokenizers = {"text": manifest.text.tokenizer_file}
+    for task in ("query", "document"):
+        tokenizers[task] = getattr(manifest, task).static_sparse.tokenizer_file
     facts = {
         "model": model,
         "max_sequence_tokens": manifest.encoder.max_sequence_tokens,
-        "vectors": _vector_facts(manifest),
-        "modules": [_module_facts(it) for it in modules],
-        "tokenizer": _digest_tokenizer(folder / manifest.text.tokenizer_file) if manifest.HasField("text") else None,
-        "static_tokenizers": {
-            task: _digest_tokenizer(folder / its.static_sparse.tokenizer_file)
-            for task, its in tasks.items()
-            if its.HasField("static_sparse")
-        },
-        "quantized": precision if is_quantized(precision) else None,
+        "settings": settings,
+        "modules": [[it.kind, _plain(it.settings, ()), _tensors(it.tensors)] for it in modules],
+        "tokenizers": {use: _digest_tokenizer(folder / file) for use, file in tokenizers.items() if file},
+        "quantized": manifest.graph.precision if is_quantized(manifest.graph.precision) else None,
     }
     return f"{VERSION}-{_digest(facts)[:32]}"
 
 
 def digest_model(tensors: Mapping[str, Tensor], configuration: Mapping[str, Any] | EncoderConfig) -> str:
-    """Identifies a checkpoint, in hex.
+    """Digest a checkpoint, in hex.
 
     Args:
-        tensors: The tensors of its files by their own names.
-        configuration: config.json, or the configuration of an `Encoder`, whose fields at their default do not count: a
-            field that is added later changes no space.
+        tensors: The tensors of its files, by their names there.
+        configuration: The content of config.json, or the configuration of an `Encoder`. Its fields at their default do
+            not count, so a field that is added later changes no id.
 
     Raises:
-        ConfigError: The configuration holds what JSON cannot say.
+        ConfigError: The configuration holds a value that JSON cannot express.
     """
     if isinstance(configuration, EncoderConfig):
-        counted: Any = {
-            its.name: value
-            for its in dataclasses.fields(configuration)
-            if (value := getattr(configuration, its.name)) != its.default and its.name != "max_sequence_tokens"
+        configuration = {
+            field.name: value
+            for field in dataclasses.fields(configuration)
+            if (value := getattr(configuration, field.name)) != field.default and field.name != "max_sequence_tokens"
         }
-    else:
-        counted = _plain(configuration, _HARMLESS, _TRAINING)
-    return _digest({"tensors": _digest_tensors(tensors), "configuration": counted})
+    settings = _plain(configuration, CONFIG_IGNORED, _TRAINING)
+    return _digest({"tensors": _tensors(tensors), "configuration": settings})
 
 
 def digest_encoder(encoder: Encoder) -> str:
-    """Identifies an encoder that comes from no checkpoint, in hex."""
+    """Digest an encoder that does not come from a checkpoint, in hex."""
     return digest_model(encoder.state_dict(), encoder.config)
 
 
 def digest_onnx(model: onnx.ModelProto, interface: Interface) -> str:
-    """Identifies a model that came as ONNX, with its weights in it, in hex.
+    """Digest the expression that an ONNX model's output computes from its inputs, in hex.
 
-    What its nodes are called and where their code stood does not count; what goes in and comes out of each does.
+    Every value is digested from the operator that makes it and from the digests of the operator's inputs. So operators,
+    attributes, branches, opset versions and weights count. Names, the order of nodes and unused nodes do not. The
+    model's functions count as the file has them, names included.
     """
-    return _digest(
-        {
-            "initializers": {tensor.name: _digest_initializer(tensor) for tensor in model.graph.initializer},
-            "sparse_initializers": [_digest_message(it) for it in model.graph.sparse_initializer],
-            "nodes": [_digest_node(it) for it in model.graph.node],
-            "functions": [[it.domain, it.name, *map(_digest_node, it.node)] for it in model.functions],
-            "opsets": sorted([it.domain, it.version] for it in model.opset_import),
-            "inputs": [interface.input_ids, interface.attention_mask, interface.token_type_ids],
-            "output": interface.output,
-        }
-    )
+    opsets = {it.domain: it.version for it in model.opset_import}
+    inputs = {interface.input_ids: "ids", interface.attention_mask: "mask", interface.token_type_ids: "types"}
+    values = {name: _digest(["input", use]) for name, use in inputs.items() if name}
+    values = _graph_values(model.graph, values, opsets, depth=0)
+    return _digest([values.get(interface.output), sorted(map(_digest_message, model.functions))])
 
 
-def _digest(facts: Any) -> str:
-    """The SHA-256 of the canonical JSON, in hex."""
-    text = json.dumps(_canonical(facts), sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+def _graph_values(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[str, int], depth: int) -> dict[str, str]:
+    """Digest the values of a graph, by their names.
+
+    Args:
+        graph: The graph, or a branch of If, Loop or Scan.
+        outer: The digests of its inputs and of the values that a branch can see.
+        opsets: The opset version of each domain.
+        depth: The number of branches around the graph.
+    """
+    values = {**outer, "": ""}  # an omitted optional input has no name
+    values |= {it.name: _digest(["constant", _onnx_tensor(it)]) for it in graph.initializer}
+    values |= {it.values.name: _digest_message(it) for it in graph.sparse_initializer}
+    for node in graph.node:
+        facts = [
+            [node.domain, node.op_type, node.overload, opsets.get(node.domain), len(node.output)],
+            sorted(_attribute(it, values, opsets, depth) for it in node.attribute),
+            [values.get(name, f"unknown {name}") for name in node.input],  # the checker refuses it later
+        ]
+        digest = _digest(facts)
+        values |= {name: _digest([digest, i]) for i, name in enumerate(node.output) if name}
+    return values
 
 
-def _canonical(value: Any) -> Any:
-    """JSON in which a number is written in one way: a whole one in decimal digits, any other by its bits as float64."""
-    if isinstance(value, float):
-        return int(value) if value.is_integer() else f"f64:{struct.pack('>d', value).hex()}"
-    if isinstance(value, list | tuple):
-        return [_canonical(it) for it in value]
-    if isinstance(value, Mapping):
-        return {_key(key): _canonical(it) for key, it in value.items()}
-    if value is None or isinstance(value, bool | int | str):
-        return value
-    raise ConfigError(f"a configuration must be what JSON can say; it holds {value!r}, a {type(value).__name__}")
+def _attribute(attribute: AttributeProto, outer: Mapping[str, str], opsets: Mapping[str, int], depth: int) -> str:
+    content: Any
+    if attribute.type in (AttributeProto.GRAPH, AttributeProto.GRAPHS):
+        branches = [attribute.g] if attribute.HasField("g") else attribute.graphs
+        content = [_branch(it, outer, opsets, depth + 1) for it in branches]
+    elif attribute.type in (AttributeProto.TENSOR, AttributeProto.TENSORS):
+        content = [_onnx_tensor(it) for it in ([attribute.t] if attribute.HasField("t") else attribute.tensors)]
+    else:
+        content = _digest_message(attribute)
+    return json.dumps([attribute.name, attribute.type, content])
 
 
-def _key(key: Any) -> str:
-    if not isinstance(key, str):
-        raise ConfigError(f"the keys of a configuration must be texts; was {key!r}, a {type(key).__name__}")
-    return key
+def _branch(graph: GraphProto, outer: Mapping[str, str], opsets: Mapping[str, int], depth: int) -> list[Any]:
+    inputs = {it.name: _digest(["input of a branch", depth, i]) for i, it in enumerate(graph.input)}
+    values = _graph_values(graph, {**outer, **inputs}, opsets, depth)
+    return [len(graph.input), [values.get(it.name) for it in graph.output]]
 
 
-def _digest_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
-    """The type, the shape and the SHA-256 of each, whose bytes are not copied; without indices and tied copies."""
-    found: dict[str, list[Any]] = {}
-    for name in sorted(tensors):
-        if not name.endswith(INDICES):
-            tensor = tensors[name].detach()
-            flat = tensor.contiguous().reshape(-1).view(torch.uint8)
-            kind = str(tensor.dtype).removeprefix("torch.")
-            found[name] = [kind, list(tensor.shape), hashlib.sha256(flat.numpy().data).hexdigest()]
-    for end in _TIED:
-        for name in [it for it in found if it.endswith(end)]:
-            if any(its == found[name] for other, its in found.items() if other != name):
-                del found[name]
-    return found
-
-
-def _module_facts(module: ModuleFacts) -> dict[str, Any]:
-    settings = dict(module.settings)
-    if (counted := _SETTINGS.get(module.kind)) is not None:
-        settings = {key: value for key, value in settings.items() if key in counted}
-        if "activation_function" in settings:  # a class of PyTorch, wherever it lies there
-            settings["activation_function"] = str(settings["activation_function"]).rpartition(".")[2]
-        settings = {key: value for key, value in settings.items() if value != counted[key]}
-    return {"kind": module.kind, "settings": settings, "tensors": _digest_tensors(module.tensors)}
-
-
-def _vector_facts(manifest: manifest_pb2.Manifest) -> dict[str, Any]:
-    """What the manifest says of how rows become vectors, without prompts that put nothing before a text."""
-    prompts = {name: text for name, text in manifest.prompts.items() if text}
-    said = _counted(manifest) | ({"prompts": prompts} if prompts else {})
-    if manifest.default_prompt_name not in prompts:
-        said.pop("default_prompt_name", None)
-    return said
-
-
-def _counted(message: Message) -> dict[str, Any]:
-    """The fields of `COUNTED` by their names, those at their default left out, enumerations by their names."""
-    found: dict[str, Any] = {}
-    for field, value in message.ListFields():
-        if field.name in COUNTED[message.DESCRIPTOR.name] and field.name != "prompts":
-            single = isinstance(value, int | float | str | Message)
-            found[field.name] = _said(field, value) if single else [_said(field, it) for it in value]
-    return found
-
-
-def _said(field: FieldDescriptor, value: Any) -> Any:
-    if isinstance(value, Message):
-        return _counted(value)
-    return value if field.enum_type is None else field.enum_type.values_by_number[value].name
-
-
-def _digest_initializer(tensor: TensorProto) -> list[Any]:
-    """As of a tensor of PyTorch's; a file may write the same numbers in two ways."""
+def _onnx_tensor(tensor: TensorProto) -> list[Any]:
+    """Type, shape and bytes of an ONNX tensor, from raw_data or from the field of its type."""
+    array = numpy_helper.to_array(tensor)
     if tensor.data_type == TensorProto.STRING:
-        return [_digest_message(tensor)]
-    flat = numpy_helper.to_array(tensor).reshape(-1).view(np.uint8)
-    return [tensor.data_type, list(tensor.dims), hashlib.sha256(flat.data).hexdigest()]
+        return [tensor.data_type, list(tensor.dims), [str(it) for it in array.reshape(-1)]]
+    return [tensor.data_type, list(tensor.dims), _digest_bytes(array.reshape(-1).view(np.uint8).data)]
 
 
-def _digest_node(node: NodeProto) -> str:
-    plain = NodeProto()
-    plain.CopyFrom(node)
-    for field in ("name", "doc_string", "metadata_props"):
-        plain.ClearField(field)
-    return _digest_message(plain)
+def _tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[Any]]:
+    """Type, shape and bytes of each tensor, without 0, 1, 2, … and zeros that older versions of transformers saved."""
+    facts: dict[str, list[Any]] = {}
+    for name, tensor in tensors.items():
+        if not _is_index(name, tensor):
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            kind = str(tensor.dtype).removeprefix("torch.")
+            facts[name] = [kind, list(tensor.shape), _digest_bytes(flat.numpy().data)]
+    return facts
 
 
-def _digest_message(message: Message) -> str:
-    return hashlib.sha256(message.SerializeToString(deterministic=True)).hexdigest()
-
-
-def _plain(value: Any, names: Collection[str], parts: Collection[str]) -> Any:
-    """JSON without the keys of these names, or with one of these parts in their names, at any depth."""
-    if isinstance(value, list | tuple):
-        return [_plain(it, names, parts) for it in value]
-    if not isinstance(value, Mapping):
-        return value
-    return {
-        key: _plain(it, names, parts)
-        for key, it in value.items()
-        if _key(key) not in names and not any(part in key for part in parts)
-    }
+def _is_index(name: str, tensor: Tensor) -> bool:
+    if name.endswith("position_ids"):
+        return torch.equal(tensor.flatten(), torch.arange(tensor.numel()))
+    return name.endswith("token_type_ids") and not tensor.any()
 
 
 def _digest_tokenizer(path: Path) -> str:
-    """Of a tokenizer.json: its tokens, its merges or scores, and what it makes of the texts of this version."""
-    tokenizer = Tokenizer.from_file(str(path))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    model = read_object(path)["model"]
-    vocabulary = model.get("vocab")
-    return _digest(
-        {
-            "tokens": tokenizer.get_vocab(with_added_tokens=True),
-            # Newer versions write the two parts of a merge apart.
-            "merges": [it.split(" ") if isinstance(it, str) else it for it in model.get("merges") or []],
-            "scores": [score for _, score in vocabulary] if isinstance(vocabulary, list) else [],
-            "ids": [tokenizer.encode(text).ids for text in texts()],
+    tokenizer = {key: value for key, value in read_object(path).items() if key not in _TOKENIZER_IGNORED}
+    model = tokenizer["model"]
+    if "merges" in model:  # older versions of tokenizers write "a b", newer ones ["a", "b"]
+        model["merges"] = [it.split(" ") if isinstance(it, str) else it for it in model["merges"]]
+    return _digest(tokenizer)
+
+
+def _plain(value: Any, ignored: Iterable[str], ignored_parts: Iterable[str] = ()) -> Any:
+    """Remove ignored keys at any depth, and keys with an ignored part. Whole numbers become int: 1.0 is 1."""
+    if isinstance(value, list | tuple):
+        return [_plain(it, ignored, ignored_parts) for it in value]
+    if isinstance(value, Mapping):
+        return {
+            key: _plain(it, ignored, ignored_parts)
+            for key, it in value.items()
+            if key not in ignored and not any(part in str(key) for part in ignored_parts)
         }
-    )
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-@cache
-def texts() -> tuple[str, ...]:
-    """The texts whose token ids count. They belong to version s2 and never change."""
-    return tuple(read_json(_TEXTS))
+def _digest(facts: Any) -> str:
+    """SHA-256 of JSON with sorted keys and without spaces, in hex."""
+    try:
+        text = json.dumps(facts, sort_keys=True, separators=(",", ":"))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"the configuration must hold JSON values only: {error}") from error
+    return _digest_bytes(text.encode())
+
+
+def _digest_message(message: Message) -> str:
+    return _digest_bytes(message.SerializeToString(deterministic=True))
+
+
+def _digest_bytes(content: bytes | memoryview) -> str:
+    return hashlib.sha256(content).hexdigest()

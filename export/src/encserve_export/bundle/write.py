@@ -1,9 +1,10 @@
-"""Completes a bundle whose graph is written: tokenizer, heads, manifest, and the comparison of texts."""
+"""Completes a bundle after its graph is written: tokenizer, heads, manifest, and the comparison of texts."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from encserve_export.bundle import manifest
 from encserve_export.bundle.heads import write_head, write_multi_vector, write_sparse
@@ -18,20 +19,24 @@ from encserve_proto.fingerprint import fingerprint
 Progress = Callable[[str], None]
 
 
+def show_progress(step: str) -> None:
+    """Print the current step on stderr. Pass another function as `progress` to show it elsewhere."""
+    sys.stderr.write(f"encserve-export: {step}\n")
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Target:
-    """Where a bundle goes.
+    """The destination of a bundle.
 
     Attributes:
         model_repository: The folder of all models.
         name: The model's name.
         version: The model's version.
-        overwrite: Whether a version that is there is replaced.
-        keep_space_id: The id of the vector space that the bundle is to have, in place of the model's own; empty for the
-            model's own.
+        overwrite: Whether an existing version is replaced.
+        keep_space_id: The space_id to write instead of the computed one; empty for the computed one.
 
     Raises:
-        ConfigError: `keep_space_id` has not the form of one.
+        ConfigError: `keep_space_id` does not look like a space_id.
     """
 
     model_repository: Path
@@ -41,41 +46,38 @@ class Target:
     keep_space_id: str = ""
 
     def __post_init__(self) -> None:
-        """Refuses what is no id."""
+        """Check `keep_space_id`."""
         if self.keep_space_id:
             check_form(self.keep_space_id)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class Exported:
-    """A bundle that was written.
+    """A written bundle.
 
     Attributes:
         path: Its folder.
-        manifest: What its manifest.json says.
-        remark: What was decided on the way and may surprise, for people; empty where nothing was.
-        route: How `hf` made the graph, and why so, for people; empty for the other commands.
-        text: Why it takes no text, where it does not, and what would help.
-        left_behind: The parts of the checkpoint that make no rows, such as heads; not known of ONNX files.
-        replaced_space_id: The model's own id of its vector space where `Target.keep_space_id` gave another; else empty.
-        formula: Where what is computed differs from the code that such a checkpoint comes from, for people.
-        expected: With what the caller's own rows were compared, for people; empty where none were given.
-        compared_with: The library whose ids and vectors of texts were compared, "sentence-transformers" or
-            "transformers"; empty where none was.
-        remarks: What else may surprise, for people.
+        manifest: The content of its manifest.json.
+        notes: Decisions that the user should know about, by topic. The topics are "route", "inspection", "text", "longest",
+            "remark", "expected" (the file with the user's rows) and "compared with" (the library).
+        unused_parts: Parts of the checkpoint that the bundle does not use, such as "classifier"; empty for ONNX files.
+        replaced_space_id: The computed space_id, if `Target.keep_space_id` replaced it; otherwise empty.
     """
 
     path: Path
     manifest: manifest_pb2.Manifest
-    remark: str = ""
-    route: str = ""
-    text: str = ""
-    left_behind: tuple[str, ...] = ()
+    notes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    unused_parts: tuple[str, ...] = ()
     replaced_space_id: str = ""
-    formula: str = ""
-    expected: str = ""
-    compared_with: str = ""
-    remarks: tuple[str, ...] = ()
+
+    def with_notes(self, notes: Mapping[str, str]) -> Self:
+        """Return a copy with more notes. Empty texts are left out."""
+        return dataclasses.replace(self, notes={**self.notes, **{topic: text for topic, text in notes.items() if text}})
+
+    def __repr__(self) -> str:
+        """The name, the version, the space and the folder in one line."""
+        described = self.manifest
+        return f"Exported({described.name!r}, version {described.version!r}, {described.space_id}, {str(self.path)!r})"
 
 
 def complete(
@@ -86,31 +88,31 @@ def complete(
     parity: agreement.Parity,
     files: Iterable[Path],
 ) -> Exported:
-    """Adds the tokenizer and the manifest to a bundle's draft.
+    """Add the tokenizer, the heads and the manifest to a draft, and compare the texts' vectors.
 
     Args:
         folder: The draft.
-        target: Where the bundle will be.
-        model: What is in the ONNX file.
-        source: Where it comes from.
-        parity: What was measured in ONNX Runtime.
-        files: The files of the model, which lie in the folder already.
+        target: The destination of the bundle.
+        model: The description of the ONNX file.
+        source: The origin of the model.
+        parity: The figures measured in ONNX Runtime.
+        files: The model's files, already in the folder.
 
     Raises:
-        ExpectedFileError: The caller's own rows are of another kind of model.
-        ExpectedRowsError: The bundle does not give the caller's own rows.
-        ParityError: Texts' vectors are not those of sentence-transformers.
-        ConfigError: The model is to be cut shorter than what its queries are made longer to.
+        ExpectedFileError: The user's expected rows do not fit this model.
+        ExpectedRowsError: The bundle does not give the user's expected rows.
+        ParityError: The texts' vectors differ from sentence-transformers' vectors.
+        ConfigError: The longest sequence is shorter than the length to which queries are expanded.
     """
     expected = source.expected
     agreed = None if expected is None else check_expected(expected, folder, model.graph, model.shape, parity.bounds)
     listed = list(files)
     if source.tokenizer is not None:
         listed.append(source.tokenizer.write(folder / manifest.TOKENIZER_FILE))
-    heads, written = _write_heads(source.vector, model.shape, folder)
-    listed += written
+    heads, head_files = _write_heads(source.vector, model.shape, folder)
+    listed += head_files
     described = manifest.build_manifest(target.name, target.version, model, source, parity, listed, heads)
-    own = described.space_id
+    computed = described.space_id
     if target.keep_space_id:
         described.space_id = target.keep_space_id
         described.fingerprint = fingerprint(described)
@@ -120,19 +122,21 @@ def complete(
     if agreed is not None:
         manifest.add_expected(described.parity, agreed)
     (folder / manifest.FILE).write_text(manifest.to_json(described), encoding="utf-8")
-    path = target.model_repository / target.name / target.version
     return Exported(
-        path,
+        target.model_repository / target.name / target.version,
         described,
-        replaced_space_id=own if described.space_id != own else "",
-        expected="" if expected is None else expected.path.name,
-        compared_with="" if compared is None else compared.library,
+        replaced_space_id=computed if described.space_id != computed else "",
+    ).with_notes(
+        {
+            "expected": "" if expected is None else expected.path.name,
+            "compared with": "" if compared is None else compared.library,
+        }
     )
 
 
 def _write_heads(vector: Recipe, shape: manifest_pb2.EncoderShape, folder: Path) -> tuple[dict[str, Any], list[Path]]:
-    """Writes what comes after the encoder; its interfaces, and which files those are."""
-    there, heads = set(folder.iterdir()), dict[str, Any]()
+    """Write the graphs that follow the encoder. Return their manifest fields by name, and the new files."""
+    before, heads = set(folder.iterdir()), dict[str, Any]()
     if vector.head is not None:
         heads["head"] = write_head(vector.head, manifest.pooled_width(shape, vector), folder)
     if vector.multi_vector is not None:
@@ -141,4 +145,4 @@ def _write_heads(vector: Recipe, shape: manifest_pb2.EncoderShape, folder: Path)
         heads["sparse"] = write_sparse(vector.sparse, shape, folder)
     for static in vector.static_weights:
         static.write(folder)
-    return heads, sorted(set(folder.iterdir()) - there)
+    return heads, sorted(set(folder.iterdir()) - before)

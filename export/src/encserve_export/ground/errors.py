@@ -1,30 +1,31 @@
-"""What can go wrong in an export, one class per cause.
+"""The errors of an export, one class per cause.
 
-The command line shows any of them as `Error: …` and exits with 1. Any other exception is a bug and keeps its traceback.
+The command line prints such an error as `Error: …` and exits with 1. Any other exception is a bug and keeps its
+traceback.
 """
 
 import re
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch's, in its errors
-# What a terminal would obey in place of showing: control characters but for the end of a line, changes of direction.
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")  # PyTorch writes them into its errors
+# Characters that a terminal interprets: control characters except line feed, and changes of the writing direction.
 _CONTROL = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 def printable(text: str) -> str:
-    """A text with its control characters written out: a checkpoint may have any in its names."""
+    """Escape control characters. The names in a checkpoint may hold any."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class ExportError(Exception):
-    """The root of all errors here; its text is meant for the person who ran the export, and safe to print."""
+    """The base class of all errors here. The text is for the user, and safe to print."""
 
     def __str__(self) -> str:
-        """The text, control characters written out."""
+        """The text with control characters escaped."""
         return printable(super().__str__())
 
 
 class ConfigError(ExportError):
-    """A field of EncoderConfig is out of range or unknown; the text names it and the numbers."""
+    """A setting is out of range, unknown, or does not fit another setting."""
 
 
 class CheckpointError(ExportError):
@@ -36,23 +37,23 @@ class CheckpointFileError(CheckpointError):
 
 
 class UnsafeWeightsError(CheckpointError):
-    """The weights file holds more than tensors: loading it would execute code from it."""
+    """The weights file holds other objects than tensors. Loading them could run code."""
 
 
 class UnsupportedModelError(CheckpointError):
-    """The model computes something the Encoder does not."""
+    """The model does something that a bundle cannot express."""
 
 
 class UnknownLayoutError(CheckpointError):
-    """No layout fits the names of the weights; the text lists both."""
+    """No layout fits the names of the weights."""
 
 
 class EmbeddingTableError(CheckpointError):
-    """There is no table of token embeddings, or more than one."""
+    """The checkpoint has no table of token embeddings, or more than one."""
 
 
 class WeightNamesError(CheckpointError):
-    """Weights are missing, or there are some that nobody asked for."""
+    """Weights are missing or surplus."""
 
 
 class WeightShapeError(CheckpointError):
@@ -60,55 +61,51 @@ class WeightShapeError(CheckpointError):
 
 
 class WeightValueError(CheckpointError):
-    """A weight holds NaN or infinity, or is not of floating-point numbers."""
+    """A weight holds NaN or infinity, or does not hold floating-point numbers."""
 
 
 class OnnxModelError(ExportError):
-    """An ONNX file of somebody else's cannot be used."""
+    """The ONNX file of the user cannot be used."""
 
 
 class OnnxFileError(OnnxModelError):
-    """The file is unreadable, not valid, empty, or made for training, or ONNX Runtime lacks an operator or version."""
+    """The file is unreadable, invalid, empty, exported for training, or newer than ONNX Runtime."""
 
 
 class ExternalDataError(OnnxModelError):
-    """Weights that lie in other files are outside the folder, missing, or not where the file says."""
+    """A file of external weights is outside the folder, missing, or too short."""
 
 
 class OnnxInterfaceError(OnnxModelError):
-    """The inputs or outputs are not those of an encoder; the text lists what there is."""
+    """The inputs or outputs do not fit an encoder. The text lists them."""
 
 
 class OnnxRunError(OnnxModelError):
-    """The model fails for a batch, or gives rows of another shape or that are not finite; the text names the batch."""
+    """The model fails for a batch, or its rows have another shape or are not finite. The text names the batch."""
 
 
 class VocabularyError(OnnxModelError):
-    """Nothing tells how many token ids the model has, or it has fewer than were asked for."""
+    """The number of token ids is unknown, or smaller than the given one."""
 
 
 class TokenizerError(ExportError):
-    """The tokenizer is unreadable, gives ids that the model does not have, or has no file that gives its ids."""
-
-
-class SequenceError(ExportError):
-    """A text or ids to look at are missing, too many, or outside the vocabulary."""
+    """The tokenizer is unreadable, does not fit the model, or has no tokenizer.json with the same ids."""
 
 
 class HubError(ExportError):
-    """A checkpoint cannot be had from the hub: it is not there, not open, or the hub is not reached."""
+    """A checkpoint cannot be downloaded from the hub."""
 
 
 class ExpectedFileError(ExportError):
-    """A file of expected rows is unreadable, or does not fit the model; the text names the array and what it holds."""
+    """A file of expected rows is unreadable or does not fit the model. The text names the array."""
 
 
 class ExpectedRowsError(ExportError):
-    """The bundle gives other rows than the caller's own module did; no other route is tried."""
+    """The bundle gives other rows than the user's own module. No other route is tried."""
 
 
 class ParityError(ExportError):
-    """ONNX Runtime does not reproduce PyTorch, or padding changes a result."""
+    """ONNX Runtime does not give PyTorch's rows, or padding changes them."""
 
 
 class BundleError(ExportError):
@@ -116,20 +113,20 @@ class BundleError(ExportError):
 
 
 class BundleNameError(BundleError):
-    """The model's name or version is not a plain name."""
+    """The model's name or version cannot be the name of a folder."""
 
 
 class BundleExistsError(BundleError):
-    """This version of the model is already there."""
+    """The version of the model exists."""
 
 
 def uncoloured(error: Exception) -> str:
-    """What another library's error says, without the colours of a terminal."""
+    """Return the text of another library's error without terminal colours."""
     return _COLOURS.sub("", str(error))
 
 
 def first_line(error: Exception) -> str:
-    """What another library's error says, in one line and without colours; a line that ends with ":" goes on."""
+    """Return the first line of another library's error, and the second after a colon, without terminal colours."""
     lines = [line.strip() for line in uncoloured(error).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):
         return f"{type(error).__name__} {error}".strip()

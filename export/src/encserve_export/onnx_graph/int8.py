@@ -36,8 +36,6 @@ from encserve_export.onnx_graph.nodes import all_nodes
 from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# The end of the names of scales, which are not parameters of the model.
-SCALE = ".scale"
 _DOMAIN = "com.microsoft"
 # The share of a column's size that moves to the weights, as an exponent: 0.5 in SmoothQuant, section 4.1.
 _SMOOTHING = 0.5
@@ -197,7 +195,7 @@ class _Quantizer:
             self._rounded.add(x)
             yield from self._round(inside, x, layer)
         weight = self._constant(f"{scope}/weight", np.ascontiguousarray(layer.weight.T))  # (k, n)
-        columns = self._constant(f"{scope}/weight{SCALE}", layer.scales[:, 0])  # (n)
+        columns = self._constant(f"{scope}/weight.scale", layer.scales[:, 0])  # (n)
         product = [f"{inside}/rounded", weight, self._one, columns, self._zero(signed=layer.least is None)]
         yield self._node("MatMulIntegerToFloat", scope, product, "product", domain=_DOMAIN)  # (tokens, n)
         yield self._node("Mul", scope, [f"{scope}/product", f"{inside}/step"], "scaled")  # (tokens, n)
@@ -254,7 +252,7 @@ class _Quantizer:
         rounded, scales = quantize_rows(numpy_helper.to_array(self._weights[node.input[0]]))  # (vocab, n), (vocab, 1)
         rows = [self._constant(f"{scope}/weight", rounded), ids]
         yield helper.make_node("Gather", rows, [f"{scope}/rounded"], node.name)  # (batch, seq, n)
-        steps = [self._constant(f"{scope}/weight{SCALE}", scales), ids]
+        steps = [self._constant(f"{scope}/weight.scale", scales), ids]
         yield self._node("Gather", scope, steps, "step")  # (batch, seq, 1)
         yield self._node("Cast", scope, [f"{scope}/rounded"], "product", to=onnx.TensorProto.FLOAT)
         scaled = [f"{scope}/product", f"{scope}/step"]

@@ -1,15 +1,13 @@
 """The export of a bare state dict, and of random weights."""
 
-import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_model
-from encserve_export.bundle.write import Exported, Progress, Target
+from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check.expected import read_expected
-from encserve_export.ground.errors import ExpectedRowsError
 from encserve_export.ground.precision import Precision
 from encserve_export.kinds.recipe import pooled
 from encserve_export.models.own.config import EncoderConfig, Input
@@ -34,7 +32,7 @@ def export_checkpoint(
     pooling: str | None = None,
     l2_normalize: bool = False,
     expect: Path | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports a bare state dict in one of the layouts of `known_layouts`.
 
@@ -84,11 +82,7 @@ def export_checkpoint(
         expected=expected,
     )
     del weights, tensors, table  # the encoder has what it needs of them
-    try:
-        exported = export_encoder(found.encoder, source, target, precision=precision, progress=progress)
-    except ExpectedRowsError as error:
-        raise ExpectedRowsError("; ".join(it for it in (str(error), found.formula) if it)) from error
-    return dataclasses.replace(exported, formula=found.formula)
+    return export_encoder(found.encoder, source, target, precision=precision, progress=progress)
 
 
 def export_init(
@@ -100,7 +94,7 @@ def export_init(
     precision: Precision = "float32",
     pooling: str | None = None,
     l2_normalize: bool = False,
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports an encoder with random weights.
 

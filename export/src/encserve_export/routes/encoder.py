@@ -4,7 +4,7 @@ import dataclasses
 
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_encoder
-from encserve_export.bundle.write import Exported, Progress, Target
+from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.ground.precision import Precision
 from encserve_export.models.own.encoder import Encoder
 from encserve_export.models.own.reference import encoder_reference
@@ -17,7 +17,7 @@ def export_encoder(
     target: Target,
     *,
     precision: Precision = "float32",
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Traces an encoder, compares the graph with it, and writes the bundle.
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_model
-from encserve_export.bundle.write import Exported, Progress, Target
+from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check.expected import Expected, read_expected
 from encserve_export.check.texts import LONGEST_BY_DEFAULT, Compared, check_pipeline
 from encserve_export.ground import names
@@ -45,7 +45,7 @@ from encserve_export.source.tokenizer import (
     tokenizer_source,
     write_tokenizer,
 )
-from encserve_export.source.weights import Weights, check_harmless, holds_weights, read_object, read_weights
+from encserve_export.source.weights import Weights, holds_weights, read_object, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
 # In the order of preference. Static embeddings have a route of their own, which is never chosen by name.
@@ -79,7 +79,7 @@ def export_hf(
     ids_only: bool = False,
     expect: Path | None = None,
     origin: Snapshot | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports a checkpoint in the layout of Hugging Face.
 
@@ -102,7 +102,6 @@ def export_hf(
     """
     expected = None if expect is None else read_expected(expect)
     progress("reading the directory")
-    check_harmless(directory)
     recipe = read(directory, "" if origin is None else origin.repository)
     with store.temporary_folder() as folder:
         tokenizer, text = _make_tokenizer(recipe, folder)
@@ -132,13 +131,12 @@ def export_hf(
         )
         exported = _export(build, via)
     # The head of a language model makes no rows, but it may make sparse weights of them.
-    used = exported.left_behind if exported.manifest.sparse.mask_name else recipe.inline
-    left_behind = tuple(part for part in exported.left_behind if part not in used)
-    if _has_language_model(settings, recipe) and set(left_behind) - {"pooler"}:
-        left_behind += (_LANGUAGE_MODEL,)
-    remark = "; ".join(it for it in (exported.remark, recipe.remark) if it)
-    remarks = (*exported.remarks, *_remarks(settings))
-    return dataclasses.replace(exported, text=text, remark=remark, left_behind=left_behind, remarks=remarks)
+    used = exported.unused_parts if exported.manifest.sparse.mask_name else recipe.inline
+    unused_parts = tuple(part for part in exported.unused_parts if part not in used)
+    if _has_language_model(settings, recipe) and set(unused_parts) - {"pooler"}:
+        unused_parts += (_LANGUAGE_MODEL,)
+    remark = "; ".join(it for it in (recipe.remark, *_remarks(settings)) if it)
+    return dataclasses.replace(exported, unused_parts=unused_parts).with_notes({"text": text, "remark": remark})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -202,14 +200,14 @@ def _export(build: _Build, via: Route | None) -> Exported:
     """Builds by the route that was asked for, or by the first one that takes the directory."""
     try:
         if build.recipe.table is not None:
-            return dataclasses.replace(_export_static(build), route="a table, without an encoder")
+            return _export_static(build).with_notes({"route": "a table, without an encoder"})
         if via is None:
             return _export_by_default(build)
         try:
             exported = _export_onnx(build) if via == "onnx" else _export_transformers(build)
         except UnsupportedModelError as error:
             raise UnsupportedModelError(f"{error}. Without --via {via}, every route is tried") from error
-        return dataclasses.replace(exported, route=f"{_route_name(via)}, as --via asks")
+        return exported.with_notes({"route": f"{_route_name(via)}, as --via asks"})
     except (WeightNamesError, WeightShapeError) as error:
         advice = _CODE_OF_ITS_OWN if "auto_map" in build.settings else _NOT_OF_ONE_MODEL
         raise type(error)(f"{error}. {advice}") from error
@@ -221,15 +219,15 @@ def _export_by_default(build: _Build) -> Exported:
     has_file = (build.directory / ONNX_FILE).is_file()
     if not holds_weights(build.directory) and has_file:
         reason = "the directory holds no weights for transformers"
-        return dataclasses.replace(_export_onnx(build), route=f"{ONNX_FILE}; {reason}")
+        return _export_onnx(build).with_notes({"route": f"{ONNX_FILE}; {reason}"})
     try:
-        return dataclasses.replace(_export_transformers(build), route="transformers")
+        return _export_transformers(build).with_notes({"route": "transformers"})
     except UnsupportedModelError as error:
         if not has_file:
             raise
         reason = f"transformers does not take it: {error}"
         build.progress(reason)
-    return dataclasses.replace(_export_onnx(build), route=f"{ONNX_FILE}; {reason}")
+    return _export_onnx(build).with_notes({"route": f"{ONNX_FILE}; {reason}"})
 
 
 def _route_name(route: Route) -> str:
@@ -257,7 +255,7 @@ def _export_transformers(build: _Build) -> Exported:
         if not advice and not isinstance(error, ParityError):
             advice = pretrained.OWN_ONNX
         raise type(error)("; ".join(it for it in (str(error), advice) if it)) from error
-    return dataclasses.replace(exported, remark=remark)
+    return exported.with_notes({"longest": remark})
 
 
 def _shorter_sequences(settings: Mapping[str, Any], longest: int) -> str:
@@ -329,8 +327,8 @@ def _export_file(
         precision=build.precision,
     )
     exported = export_onnx(path, build.target, options, source=source, reference=reference, progress=build.progress)
-    left_behind = () if reference is None else reference.unused_parts
-    return dataclasses.replace(exported, remark=remark, left_behind=left_behind)
+    unused_parts = () if reference is None else reference.unused_parts
+    return dataclasses.replace(exported, unused_parts=unused_parts).with_notes({"longest": remark})
 
 
 def _number(settings: Mapping[str, Any], name: str) -> int | None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from encserve_export.bundle import store
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_model
-from encserve_export.bundle.write import Exported, Progress, Target
+from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.ground.errors import ConfigError, UnsupportedModelError, VocabularyError, first_line
 from encserve_export.ground.precision import Precision
 from encserve_export.kinds.recipe import pooled
@@ -50,7 +50,7 @@ def export_module(
     pooling: str | None = None,
     l2_normalize: bool = False,
     precision: Precision = "float32",
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports any PyTorch module that turns a padded batch into rows.
 

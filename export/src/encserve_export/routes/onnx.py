@@ -7,7 +7,7 @@ import onnx
 
 from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_onnx, is_quantized
-from encserve_export.bundle.write import Exported, Progress, Target, complete
+from encserve_export.bundle.write import Exported, Progress, Target, complete, show_progress
 from encserve_export.check import agreement
 from encserve_export.check.expected import read_expected
 from encserve_export.ground import names
@@ -57,7 +57,7 @@ def export_onnx(
     source: manifest.Source | None = None,
     reference: Reference | None = None,
     expect: Path | None = None,
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports an encoder from an ONNX file: ids and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model).
 

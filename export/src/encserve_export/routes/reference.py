@@ -5,7 +5,7 @@ from pathlib import Path
 
 from encserve_export.bundle import manifest, store
 from encserve_export.bundle.manifest import Source
-from encserve_export.bundle.write import Exported, Progress, Target, complete
+from encserve_export.bundle.write import Exported, Progress, Target, complete, show_progress
 from encserve_export.check import agreement
 from encserve_export.ground.errors import (
     ConfigError,
@@ -32,7 +32,7 @@ def export_reference(
     *,
     max_sequence_tokens: int,
     precision: Precision = "float32",
-    progress: Progress = lambda _: None,
+    progress: Progress = show_progress,
 ) -> Exported:
     """Exports a model with the first of PyTorch's exporters whose graph reproduces it.
 
@@ -67,8 +67,8 @@ def export_reference(
         if source.kind == "module":
             source = dataclasses.replace(source, weights_sha256=sha256(list(graphs.files)))
         exported = complete(folder, target, model, source, parity, graphs.files)
-        remarks = (*exported.remarks, *([remark] if remark else []))
-        return dataclasses.replace(exported, remarks=remarks, left_behind=reference.unused_parts)
+        exported = dataclasses.replace(exported, unused_parts=reference.unused_parts)
+        return exported.with_notes({"inspection": remark})
 
 
 def check_tokenizer(tokenizer: TokenizerFile | None, vocab_size: int) -> None:
@@ -142,7 +142,7 @@ def _inspection_remark(reference: Reference, exporter: Exporter, failures: list[
     if exporter == "tracing with inspection":
         return ""
     reason = failures[0] if reference.inspection is not None else "it gives no hidden states and attention weights"
-    return f"the model cannot be inspected: {reason}"
+    return f"not possible: {reason}"
 
 
 def _check_rows(

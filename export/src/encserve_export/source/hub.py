@@ -1,28 +1,25 @@
-"""Has a checkpoint from the Hugging Face hub, at one commit."""
+"""Downloads a checkpoint from the Hugging Face hub, at one commit."""
 
 import dataclasses
-import errno
 import glob
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import huggingface_hub
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
-    HfHubHTTPError,
-    LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 
-from encserve_export.ground.errors import HubError, first_line
-from encserve_export.source.weights import holds_weights
+from encserve_export.ground.errors import CheckpointFileError, HubError
+from encserve_export.source.weights import holds_weights, read_json
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-# Everything that says what the model is, and its weights in the one form that holds nothing but tensors.
-_FILES = [
+# The configuration of a model, its tokenizer, and its weights in a format that holds tensors only.
+_FILES = (
     "*.json",
     "*.jinja",
     "*.txt",
@@ -31,22 +28,20 @@ _FILES = [
     "artifact.metadata",
     "colbert_linear.pt",
     "sparse_linear.pt",
-]
-_ONNX_FILES = ["onnx/model.onnx", "onnx/model.onnx_data*", "onnx/model.onnx.data*"]
-# Of older models, in folders that have no other.
-_PICKLES = "pytorch_model*.bin"
-# The same weights for other programs.
-_IGNORED = ["openvino/*", "coreml/*", "tf_model*", "flax_model*"]
+)
+# The weights of older models, for folders without safetensors.
+_PICKLES = ("pytorch_model*.bin",)
+_ONNX = ("model.onnx", "model.onnx_data*", "model.onnx.data*")
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """A checkpoint of the hub, on this machine.
+    """A downloaded checkpoint.
 
     Attributes:
-        directory: Where it lies.
-        repository: Its name there, OWNER/NAME.
-        revision: The commit that it is of, in hex.
+        directory: Its folder in the cache of huggingface_hub.
+        repository: OWNER/NAME on the hub.
+        revision: The commit, in hex.
     """
 
     directory: Path
@@ -55,67 +50,85 @@ class Snapshot:
 
 
 def is_id(text: str) -> bool:
-    """Whether this could be OWNER/NAME on the hub."""
+    """Return whether a text has the form OWNER/NAME."""
     return _ID.fullmatch(text) is not None
 
 
 def download(repository: str, revision: str | None = None, *, with_onnx: bool = False) -> Snapshot:
-    """Downloads a checkpoint into the cache of huggingface_hub, or finds it there.
+    """Download a checkpoint into the cache of huggingface_hub, or find it there.
+
+    Files directly in the repository's root count, and those in the folders that modules.json names.
 
     Args:
         repository: OWNER/NAME.
-        revision: A branch, a tag or a commit; by default the main branch.
-        with_onnx: Whether its onnx/model.onnx is wanted too; where there are no weights it is fetched anyway.
+        revision: A branch, a tag or a commit; None for the main branch.
+        with_onnx: Whether to download onnx/model.onnx too. Without other weights it is downloaded anyway.
 
     Raises:
-        HubError: It is not there, not open to this user, or the hub is not reached; the disk of the cache is full, and
-            the text names the folder; or no revision is given and OWNER
-            is a directory here, so that NAME is more likely a typing error than a model of the hub.
+        HubError: The repository or revision does not exist or is not accessible, or the download failed. Also if
+            OWNER is a local directory and no revision is given, because NAME may be a typing error.
     """
     owner = repository.partition("/")[0]
     if revision is None and Path(owner).is_dir():
         raise HubError(
-            f"there is no directory {repository}, though there is a directory {owner}. If you mean the model of that "
-            "name on the hub, say so with --revision main"
+            f"no directory {repository}, but a directory {owner}. For the model on the hub, add --revision main"
         )
-    wanted = [*_FILES, *(_ONNX_FILES if with_onnx else [])]
     try:
-        path = Path(_snapshot(repository, revision, wanted))
-        # The first answer told the commit, so the others are of the same one.
-        _snapshot(repository, path.name, [_PICKLES, f"*/{_PICKLES}"], _pickles_beside_safetensors(path))
-        if not with_onnx and not any(holds_weights(folder) for folder in (path, *path.glob("*/"))):
-            _snapshot(repository, path.name, _ONNX_FILES)
+        return _download(repository, revision, with_onnx=with_onnx)
     except GatedRepoError as error:
-        raise HubError(
-            f"{repository} is not open to everybody: ask for access on its page, then log in (hf auth login)"
-        ) from error
+        raise HubError(f"{repository} is gated: request access on its page, then log in (hf auth login)") from error
     except RevisionNotFoundError as error:
         raise HubError(f"{repository} has no revision {revision!r}") from error
     except RepositoryNotFoundError as error:
         raise HubError(
-            f"there is neither a directory {repository} here nor a model of that name on the hub that you may read"
+            f"no directory {repository}, and no such model on the hub that you can read; a private model needs hf auth "
+            "login"
         ) from error
-    # RuntimeError is what the downloader of large files (hf_xet) raises.
-    except (EntryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, RuntimeError) as error:
-        reason = first_line(error)
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error):
-            raise HubError(
-                f"the disk of {huggingface_hub.constants.HF_HUB_CACHE} is full: {reason}. Make room there, or name "
-                "another folder with HF_HUB_CACHE"
-            ) from error
-        raise HubError(f"{repository} cannot be had from the hub, and there is no such directory: {reason}") from error
-    return Snapshot(path, repository, path.name)
+    except (EntryNotFoundError, OSError, RuntimeError) as error:  # huggingface_hub has no common base class
+        raise HubError(
+            f"no directory {repository}, and its download from the hub to {huggingface_hub.constants.HF_HUB_CACHE} "
+            f"failed: {' '.join(str(error).split())}"
+        ) from error
 
 
-def _pickles_beside_safetensors(path: Path) -> list[str]:
-    """The patterns of weights that a snapshot has in the better form already, folder by folder."""
-    folders = {file.parent.relative_to(path).as_posix() for file in path.glob("**/*.safetensors")}
-    return [_PICKLES if folder == "." else f"{glob.escape(folder)}/{_PICKLES}" for folder in folders]
+def _download(repository: str, revision: str | None, *, with_onnx: bool) -> Snapshot:
+    path = _fetch(repository, revision, "", _FILES)
+    commit = path.name  # the other requests are for the same commit
+    fetched = [""]
+    while new := [folder for folder in _module_folders(path) if folder not in fetched]:
+        for folder in new:
+            _fetch(repository, commit, folder, _FILES)  # may hold the configuration of a router
+        fetched += new
+    for folder in fetched:
+        if not any((path / folder).glob("*.safetensors")):
+            _fetch(repository, commit, folder, _PICKLES)
+    if with_onnx or not any(holds_weights(path / folder) for folder in fetched):
+        _fetch(repository, commit, "onnx", _ONNX)
+    return Snapshot(path, repository, commit)
 
 
-def _snapshot(repository: str, revision: str | None, wanted: list[str], unwanted: Sequence[str] = ()) -> str:
-    return str(
+def _fetch(repository: str, revision: str | None, folder: str, patterns: Iterable[str]) -> Path:
+    """Download the files of a folder, without its subfolders. In these patterns "*" also matches "/"."""
+    prefix = f"{glob.escape(folder)}/" if folder else ""
+    return Path(
         huggingface_hub.snapshot_download(
-            repository, revision=revision, allow_patterns=wanted, ignore_patterns=[*_IGNORED, *unwanted]
+            repository,
+            revision=revision,
+            allow_patterns=[f"{prefix}{pattern}" for pattern in patterns],
+            ignore_patterns=[f"{prefix}*/*"],
         )
     )
+
+
+def _module_folders(snapshot: Path) -> list[str]:
+    """The folders of the modules of sentence-transformers, with the folders in a router."""
+    try:
+        modules = read_json(snapshot / "modules.json")
+        folders = [str(module["path"]) for module in modules if module["path"]]
+        for folder in ["", *folders]:
+            router = snapshot / folder / "router_config.json"
+            if router.is_file():
+                folders += [f"{folder}/{inner}".lstrip("/") for inner in read_json(router)["types"]]
+    except (CheckpointFileError, TypeError, KeyError):  # no modules, or an error that reading the directory reports
+        return []
+    return folders

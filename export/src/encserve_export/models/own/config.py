@@ -6,21 +6,22 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, get_args
 
 from encserve_export.ground.errors import ConfigError
-from encserve_export.source.weights import MOST_LAYERS
 
 Input = Literal["token_ids", "embeddings"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Norm = Literal["post", "pre", "none"]
 Position = Literal["sinusoidal", "learned", "rotary", "none"]
+MergeHeads = Literal["transpose", "reshape"]
 
 _POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens", "global_every")
 # Positions take memory too, that of tables and of attention.
-_MOST = {"n_layers": MOST_LAYERS, "max_sequence_tokens": 2**20}
+_MOST = {"n_layers": 1024, "max_sequence_tokens": 2**20}
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "input": get_args(Input),
     "activation": get_args(Activation),
     "norm": get_args(Norm),
     "position": get_args(Position),
+    "merge_heads": get_args(MergeHeads),
 }
 
 
@@ -46,6 +47,9 @@ class EncoderConfig:
         inner_bias: Whether the first feed-forward layer adds a bias.
         outer_bias: Whether the second does.
         attention_bias: Whether the four projections of attention add a bias.
+        merge_heads: How the heads' results, (heads, seq, d_k), become rows, (seq, d_model). "transpose" puts the heads
+            of a token side by side, as in Vaswani et al. 2017. "reshape" keeps the order in memory, without a
+            transpose: row i takes the numbers from i·d_model on, so it mixes tokens.
         residual: Whether x is added to f(x), around attention and around the feed-forward part.
         norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)); "none" has none.
         norm_bias: Whether LayerNorms add a bias.
@@ -81,6 +85,7 @@ class EncoderConfig:
     inner_bias: bool = True
     outer_bias: bool = True
     attention_bias: bool = True
+    merge_heads: MergeHeads = "transpose"
     residual: bool = True
     norm: Norm = "post"
     norm_bias: bool = True

@@ -82,6 +82,7 @@ class Padding:
         # Which positions are tokens, and which token stands at each position. Padding is given the token before it.
         flat = is_token.reshape(-1).long()  # (batch·seq)
         self._tokens = flat.nonzero().squeeze(1)  # (tokens)
+        self._is_token = is_token
         self.places = self._tokens % attention_mask.shape[1]  # (tokens)
         self._at = (flat.cumsum(0) - 1).clamp(min=0)  # (batch·seq)
 
@@ -92,6 +93,30 @@ class Padding:
     def restore(self, rows: Tensor) -> Tensor:
         """Puts each token back at its position: (tokens, n) -> (batch·seq, n); padding repeats the token before it."""
         return rows.index_select(0, self._at)  # (batch·seq, n)
+
+    def transpose_heads(self, heads: Tensor) -> Tensor:
+        """Puts the heads of each token side by side: (batch, heads, seq, d_k) -> (tokens, heads·d_k)."""
+        n_heads, d_k = heads.shape[1], heads.shape[3]
+        return self.remove(heads.transpose(1, 2).reshape(-1, n_heads * d_k))  # (tokens, heads·d_k)
+
+    def reshape_heads(self, heads: Tensor) -> Tensor:
+        """Reshapes each sequence's own (heads, length, d_k) to (length, heads·d_k), in the order of the memory.
+
+        Row i of a sequence holds the parts i·heads to i·heads + heads - 1 of its heads·length parts of d_k numbers.
+        Part p is of head p // length, at position p % length. Padding is no part.
+
+        Args:
+            heads: (batch, heads, seq, d_k).
+
+        Returns:
+            (tokens, heads·d_k).
+        """
+        n_heads, seq, d_k = heads.shape[1], heads.shape[2], heads.shape[3]
+        sequences = self._tokens // seq  # (tokens)
+        lengths = self._is_token.long().sum(dim=1).index_select(0, sequences)[:, None]  # (tokens, 1)
+        parts = self.places[:, None] * n_heads + torch.arange(n_heads)  # (tokens, heads)
+        rows = (sequences[:, None] * n_heads + parts // lengths) * seq + parts % lengths  # (tokens, heads)
+        return heads.reshape(-1, d_k).index_select(0, rows.reshape(-1)).reshape(-1, n_heads * d_k)
 
 
 class Embeddings(nn.Module):
@@ -191,8 +216,8 @@ class Positions(nn.Module):
 class SelfAttention(nn.Module):
     """Multi-head self-attention, Vaswani et al. 2017, section 3.2.
 
-    head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h, and the heads, side by side, go through one linear layer. The projections to
-    Q, K and V are one layer whose output holds the three after one another.
+    head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h. The heads are merged as the configuration says and go through one linear
+    layer. The projections to Q, K and V are one layer whose output holds the three after one another.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
@@ -200,6 +225,7 @@ class SelfAttention(nn.Module):
         self.n_heads = config.n_heads
         self.d_k = config.d_k
         self.d_model = config.d_model
+        self.merge_heads = config.merge_heads
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.attention_bias)
         self.output = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
 
@@ -232,8 +258,8 @@ class SelfAttention(nn.Module):
             heads = weights @ v  # (batch, heads, seq, d_k)
         else:
             heads = functional.scaled_dot_product_attention(q, k, v, bias)  # (batch, heads, seq, d_k)
-        rows = heads.transpose(1, 2).reshape(-1, self.d_model)  # (batch·seq, d_model)
-        y: Tensor = self.output(padding.remove(rows))  # (tokens, d_model)
+        merge = padding.transpose_heads if self.merge_heads == "transpose" else padding.reshape_heads
+        y: Tensor = self.output(merge(heads))  # (tokens, d_model)
         return y, weights
 
 

@@ -62,13 +62,11 @@ class Found:
         encoder: The encoder.
         layout: The name of its layout.
         remarks: What was decided on the way, for people.
-        formula: Where the encoder computes something else than the code that such checkpoints come from, for people.
     """
 
     encoder: Encoder
     layout: str
     remarks: tuple[str, ...]
-    formula: str = ""
 
 
 def find_encoder(
@@ -127,9 +125,12 @@ def find_encoder(
     longest = fields.get("max_sequence_tokens") if max_sequence_tokens is None else max_sequence_tokens
     fields["max_sequence_tokens"] = _longest(longest, positions, fields)
     config = EncoderConfig.from_mapping(fields)
-    return Found(
-        _build(tensors, stack, config, table, positions), stack.layout.name, tuple(remarks), stack.layout.formula
-    )
+    if config.merge_heads == "reshape":
+        remarks.append(
+            "merge_heads is reshape: (heads, seq, d_k) becomes (seq, d_model) without a transpose, as the code of "
+            'fused-qkv does it. If your code transposes, give "merge_heads": "transpose" in --config'
+        )
+    return Found(_build(tensors, stack, config, table, positions), stack.layout.name, tuple(remarks))
 
 
 def _build(
@@ -307,7 +308,7 @@ def _settle(layout: StackLayout, told: Mapping[str, Any], given: Mapping[str, An
             f"the weights, in the layout {layout.name}, do not tell {'; '.join(missing)}: give each in the JSON file "
             "that --config names"
         )
-    return {**given, **own}
+    return {"merge_heads": layout.merge_heads, **given, **own}
 
 
 def _longest(wanted: Any, positions: Table | None, fields: Mapping[str, Any]) -> Any:

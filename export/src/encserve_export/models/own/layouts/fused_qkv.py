@@ -1,7 +1,7 @@
 """One `nn.Linear` to Q, K and V whose rows run head by head: `layers.0.attention.qkv_layer.weight`.
 
-Code of this family reshapes (batch, heads, seq, d_k) straight to (batch, seq, d_model), which mixes up heads and
-positions. Its own text says that the heads are put side by side, and so it is done here.
+Code of this family reshapes (batch, heads, seq, d_k) to (batch, seq, d_model) without a transpose, and so does the
+Encoder by default. A model trained with the transpose needs `"merge_heads": "transpose"`.
 """
 
 from encserve_export.models.own.layouts.stack import Part, StackLayout, linear
@@ -20,6 +20,5 @@ LAYOUT = StackLayout(
     },
     final_norm=Part(("norm.gamma",), ("norm.beta",)),
     interleaved=True,
-    formula="the heads are concatenated, as the text of this layout's code says; the code reshapes (batch, heads, "
-    "seq, d_k) to (batch, seq, d_model) without a transpose, which mixes heads and positions and gives other rows",
+    merge_heads="reshape",
 )

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor
 
 from encserve_export.ground.errors import WeightShapeError
-from encserve_export.models.own.config import EncoderConfig
+from encserve_export.models.own.config import EncoderConfig, MergeHeads
 from encserve_export.models.own.layouts.base import Layout, check_names
 
 QKV, OUTPUT = "attention.qkv", "attention.output"
@@ -56,7 +56,7 @@ class StackLayout:
             norm is "none".
         final_norm: The LayerNorm after the last block, where a checkpoint has one.
         interleaved: Whether the rows of the one projection to Q, K and V run head by head.
-        formula: Where the Encoder computes something else than the code that such checkpoints come from, for people.
+        merge_heads: How the code of such checkpoints merges the heads; see `EncoderConfig`.
     """
 
     name: str
@@ -65,7 +65,7 @@ class StackLayout:
     parts: Mapping[str, Part]
     final_norm: Part = Part(("norm.weight",), ("norm.bias",))
     interleaved: bool = False
-    formula: str = ""
+    merge_heads: MergeHeads = "transpose"
 
     @property
     def marker(self) -> str:

@@ -1,0 +1,35 @@
+"""A server with all-MiniLM-L6-v2, and the environments of other projects' clients."""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import MODEL, export_minilm
+from judging import python_environment
+from real_server import RealServer, real_server
+
+from encserve_client import EncoderClient
+
+NAMES_IN_OPENAIS_TESTS = ("text-embedding-3-small", "gpt-6-astra")
+
+
+@pytest.fixture(scope="session")
+def minilm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealServer]:
+    models = tmp_path_factory.mktemp("models")
+    export_minilm(models)
+    aliases = [f"--served-model-name={name}={MODEL}" for name in NAMES_IN_OPENAIS_TESTS]
+    with real_server(models, "--model", MODEL, "--http-port", "0", *aliases) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def client(minilm: RealServer) -> Iterator[EncoderClient]:
+    with EncoderClient(minilm.target) as client:
+        yield client
+
+
+@pytest.fixture(scope="session", params=["pinned", pytest.param("newest", marks=pytest.mark.weekly)])
+def bin_of(request: pytest.FixtureRequest) -> Callable[[str], Path]:
+    """Gives the bin folder of an environment by name: pinned versions, and each week the newest."""
+    return functools.partial(python_environment, versions=request.param)

@@ -1,0 +1,41 @@
+"""openai's client in the environment of clients.txt, and LangChain with its default settings."""
+
+import asyncio
+from typing import Any
+
+import numpy as np
+import openai
+from judge_io import address, model, texts, write
+from langchain_openai import OpenAIEmbeddings
+
+api: dict[str, Any] = {"base_url": f"{address}/v1", "api_key": "none"}
+vectors: dict[str, Any] = {}
+facts: dict[str, Any] = {}
+
+
+def rows(reply: Any) -> Any:
+    return np.array([item.embedding for item in sorted(reply.data, key=lambda item: item.index)])
+
+
+async def use_async_client() -> None:
+    async with openai.AsyncOpenAI(**api) as client:
+        replies = await asyncio.gather(*(client.embeddings.create(model=model, input=text) for text in texts))
+        vectors["async"] = np.concatenate([rows(reply) for reply in replies])
+
+
+with openai.OpenAI(**api) as client:
+    facts["models"] = [item.id for item in client.models.list()]
+    reply = client.embeddings.create(model=model, input=texts)  # base64, the client's default
+    facts["usage"] = reply.usage.prompt_tokens
+    vectors["base64"] = rows(reply)
+    vectors["float"] = rows(client.embeddings.create(model=model, input=texts, encoding_format="float"))
+    try:
+        client.embeddings.create(model="unknown", input=texts)
+    except openai.NotFoundError as error:
+        facts["unknown_model"] = str(error)
+asyncio.run(use_async_client())
+try:  # by default LangChain sends ids of OpenAI's vocabulary
+    OpenAIEmbeddings(model=model, **api).embed_documents(texts)
+except openai.APIStatusError as error:
+    facts["langchain_default"] = [error.status_code, str(error)]
+write(vectors, facts)

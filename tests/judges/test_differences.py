@@ -1,0 +1,72 @@
+"""The table of docs/http.md: requests from the tests of vLLM and infinity that get another reply here.
+
+Replies that agree with vLLM and infinity are tested in tests/server/test_server_http*.py.
+"""
+
+from typing import Any
+
+import httpx
+import pytest
+from judging import ROOT
+from real_server import RealServer
+
+LONGEST = 256  # of all-MiniLM-L6-v2
+TEXT = "An encoder turns a sentence into a list of numbers"
+LONG_TEXT = " ".join(["river"] * 2000)
+MESSAGES = [{"role": "user", "content": "Which trains stop in Coimbra?"}]
+VECTOR_ROUTES = ("/v1/embeddings", "/pooling")
+Case = tuple[str, dict[str, Any], int, str]
+# First column of the table: route and body of each request, status and a part of the reply.
+DIFFERENCES: dict[str, list[Case]] = {
+    "`prompt` of `/tokenize`": [("/tokenize", {"prompt": TEXT}, 422, "inputs: ")],
+    "`messages`": [(path, {"messages": MESSAGES}, 400, "input: ") for path in VECTOR_ROUTES],
+    "`/invocations`": [("/invocations", {"input": TEXT}, 404, "/invocations")],
+    "`encoding_format` `bytes` and `bytes_only`": [
+        (
+            path,
+            {"input": TEXT, "encoding_format": name},
+            400,
+            f"encoding_format: must be one of float, base64; was '{name}'",
+        )
+        for path in VECTOR_ROUTES
+        for name in ("bytes", "bytes_only")
+    ],
+    "`embed_dtype` other than `float32`, `endianness` `big`": [
+        (path, {"input": TEXT, "encoding_format": "base64", field: value}, 400, f"{field}: ")
+        for path in VECTOR_ROUTES
+        for field, value in (("embed_dtype", "float16"), ("endianness", "big"))
+    ],
+    "`dimensions` of a model that was not trained for them": [
+        ("/v1/embeddings", {"input": TEXT, "dimensions": 16}, 200, '"embedding"')
+    ],
+    "ids without special tokens": [("/v1/embeddings", {"input": [2023, 2003]}, 400, "input[0]: ")],
+    "texts of several times the longest input": [
+        ("/v1/embeddings", {"input": LONG_TEXT}, 200, f'"total_tokens":{LONGEST}')
+    ],
+    "the tasks `classify`, `token_classify` and `plugin`": [
+        ("/pooling", {"input": TEXT, "task": task}, 400, f"task: must be one of token_embed, embed; was '{task}'")
+        for task in ("classify", "token_classify", "plugin")
+    ],
+    "`truncate` `START`": [("/v2/embed", {"texts": [LONG_TEXT], "truncate": "START"}, 400, "truncate: ")],
+    "`/embeddings` and `/models` without `/v1`": [
+        (path, {"input": TEXT}, 404, path) for path in ("/embeddings", "/models")
+    ],
+    "`modality` other than `text`": [
+        ("/v1/embeddings", {"input": TEXT, "modality": modality}, 400, "modality: ") for modality in ("image", "audio")
+    ],
+}
+
+
+@pytest.mark.parametrize("cases", DIFFERENCES.values(), ids=DIFFERENCES)
+def test_reply(minilm: RealServer, cases: list[Case]) -> None:
+    for path, body, status, text in cases:
+        reply = httpx.post(f"{minilm.url}{path}", json=body, trust_env=False, timeout=60)
+        assert reply.status_code == status, body
+        assert text in reply.text
+
+
+def test_the_page_has_these_rows() -> None:
+    page = (ROOT / "docs/http.md").read_text()
+    section = page.partition("\n## Differences\n")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[0].removeprefix("| ") for line in section.splitlines() if line.startswith("| ")]
+    assert rows[1:] == list(DIFFERENCES)
