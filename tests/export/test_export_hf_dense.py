@@ -13,6 +13,7 @@ from sentence_models import D_MODEL, SPECIAL, WORDS, write_encoder, write_model
 from torch import nn
 
 from encserve_export import Exported, Target, export_hf
+from encserve_export.check import pipeline
 from encserve_export.ground.errors import CheckpointFileError, ParityError, UnsupportedModelError
 from encserve_export.kinds.directory import transformer_folder
 from encserve_export.kinds.reading import read
@@ -220,7 +221,7 @@ def test_the_comparison_finds_a_misread_directory(
         spec = read(*arguments, **options)
         return dataclasses.replace(spec, **fault(spec))
 
-    ask = hf.prepare_comparison
+    ask = pipeline.prepare_comparison
 
     def ask_the_right_one(spec: ModelSpec, **options: Any) -> Any:
         return ask(read(directory), **options)

@@ -17,7 +17,6 @@ from encserve_export.ground.errors import ConfigError, ParityError
 from encserve_export.ground.precision import BOUNDS, Precision
 from encserve_export.kinds.reading import read
 from encserve_export.kinds.spec import ModelSpec, MultiVectorHead
-from encserve_export.routes.hf import Route
 
 
 @pytest.mark.parametrize("name", ["plain", "token-pooling", "stanford"])
@@ -83,21 +82,16 @@ def test_the_manifest_says_how_queries_and_documents_are_treated(tmp_path: Path)
 @pytest.mark.parametrize("name", ["fixed-unattended", "modernbert"])
 def test_rows_of_tokens_that_none_attends_to_are_transformers_own(name: str, tmp_path: Path) -> None:
     DIRECTORIES[name](tmp_path / name)
-    spaces = set()
-    for route in ("own", "transformers"):
-        target = Target(model_repository=tmp_path / route, name="m")
-        found = export_hf(tmp_path / name, target, via=route).manifest
-        assert found.parity.max_pipeline_error <= 1e-5
-        spaces.add(found.space_id)
-    assert len(spaces) == 1
+    found = export_hf(tmp_path / name, Target(model_repository=tmp_path, name="m")).manifest
+    assert found.parity.max_pipeline_error <= 1e-5
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("precision", "via"), [("float16", "own"), ("int8", "own"), ("float16", "transformers")])
-def test_other_precisions_say_what_they_do_to_scores(precision: Precision, via: Route, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_other_precisions_say_what_they_do_to_scores(precision: Precision, tmp_path: Path) -> None:
     DIRECTORIES["plain"](tmp_path / "m")
     target = Target(model_repository=tmp_path / "models", name="m")
-    found = export_hf(tmp_path / "m", target, via=via, precision=precision).manifest
+    found = export_hf(tmp_path / "m", target, precision=precision).manifest
     bounds = BOUNDS[precision]
     assert bounds.cosine is not None
     assert found.parity.min_pipeline_cosine >= bounds.cosine

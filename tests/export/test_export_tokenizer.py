@@ -15,6 +15,7 @@ from encserve_export.check import pipeline
 from encserve_export.ground.errors import ConfigError, ParityError, TokenizerError, UnsupportedModelError
 from encserve_export.kinds import dense
 from encserve_export.kinds.reading import read
+from encserve_export.models import pretrained
 from encserve_export.source.tokenizer import load_tokenizer, open_tokenizer, read_tokenizer, write_tokenizer
 from encserve_export.source.tokenizer_probes import difficult_texts
 from encserve_server.errors import InvalidField
@@ -174,7 +175,7 @@ def test_random_ids_are_refused_by_their_cause(tmp_path: Path) -> None:
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
 def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(modules: bool, tmp_path: Path) -> None:
     """EmbeddingGemma's tokenizer has such a token."""
-    added = {"extra_special_tokens": ["<image>"]}
+    added: dict[str, Any] = {"extra_special_tokens": ["<image>"]}
     if modules:
         write_model(tmp_path / "directory", encoder=added)
     else:
@@ -327,6 +328,23 @@ def test_a_chat_template_that_changes_some_texts_is_refused(tmp_path: Path) -> N
     template = "{% for m in messages %}{{ m.content if m.content | length < 30 else 'x' }}{% endfor %}"
     with pytest.raises(ParityError, match="the bundle gives the ids"):
         export(write_chat(tmp_path / "directory", template))
+
+
+def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is compared with a misread model alone would pass."""
+    load = pretrained.load_model
+
+    def misread(*arguments: Any) -> Any:
+        reference = load(*arguments)
+        for part in reference.module.modules():
+            if isinstance(part, torch.nn.LayerNorm):
+                part.eps = 1e-3
+        return reference
+
+    monkeypatch.setattr(pretrained, "load_model", misread)
+    directory = write_directory(tmp_path / "directory", "no settings", modules=False)
+    with pytest.raises(ParityError, match="transformers"):
+        export(directory)
     assert not (tmp_path / "models").exists()
 
 

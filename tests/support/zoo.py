@@ -201,16 +201,14 @@ DENSE: dict[str, ZooModel] = {
 LATE: dict[str, ZooModel] = {
     name: ZooModel(write, "multi_vector") for name, write in LATE_DIRECTORIES.items() if name != "plain"
 }
-SPARSE: dict[str, ZooModel] = {
-    name: ZooModel(write, "sparse", SPARSE_TEXTS)
-    for name, write in {
-        "sum-log1p": functools.partial(write_splade, pooling="sum", activation="log1p_relu"),
-        "roberta-max": functools.partial(write_splade, kind="roberta"),
-        "distilbert-few": functools.partial(write_splade, kind="distilbert", max_active_dims=50),
-        "static-queries": write_static_queries,
-        "static-documents": functools.partial(write_static_queries, documents=True),
-    }.items()
+_SPARSE: dict[str, Callable[[Path], object]] = {
+    "sum-log1p": functools.partial(write_splade, pooling="sum", activation="log1p_relu"),
+    "roberta-max": functools.partial(write_splade, kind="roberta"),
+    "distilbert-few": functools.partial(write_splade, kind="distilbert", max_active_dims=50),
+    "static-queries": write_static_queries,
+    "static-documents": functools.partial(write_static_queries, documents=True),
 }
+SPARSE = {name: ZooModel(write, "sparse", SPARSE_TEXTS) for name, write in _SPARSE.items()}
 MODELS: dict[str, ZooModel] = {**DENSE, **LATE, **SPARSE}
 # Not compared with a library row by row: the authors' code of BGE-M3 is in the test, trained weights judge precisions.
 OTHERS: dict[str, ZooModel] = {

@@ -13,16 +13,14 @@ from safetensors.torch import load_file
 from encserve_export.check.agreement import least_cosine, relative_error
 from encserve_export.ground.arrays import Input, Mask, Rows
 from encserve_export.ground.errors import ExpectedFileError, ExpectedRowsError
-from encserve_export.ground.precision import Bounds, bounds_of
-from encserve_export.ground.runtime import open_session
+from encserve_export.ground.precision import LOW_PRECISION_ERRORS, Bounds, bounds_of
+from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
 INPUTS = {"input_ids": ("int64", "(batch, seq)"), "inputs_embeds": ("float32", "(batch, seq, d_model)")}
 MASK = {"attention_mask": ("int64", "(batch, seq)")}
 ROWS = {"rows": ("float32", "(batch, seq, d_model)")}
 _ARRAYS = INPUTS | MASK | ROWS
-# The errors that products with 8 to 11 bits after the point leave in a row.
-_LOW_PRECISION = (1e-4, 2e-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,14 +113,7 @@ def check_expected(
         ExpectedRowsError: A row is out of the bounds of the precision.
     """
     _check_fits(expected, graph, shape)
-    feeds: dict[str, Any] = {
-        graph.input_ids_name or graph.embeddings_name: expected.inputs,
-        graph.attention_mask_name: expected.mask,
-    }
-    if graph.token_type_ids_name:
-        feeds[graph.token_type_ids_name] = np.zeros_like(expected.mask)
-    session = open_session(folder / graph.file)
-    rows: Rows = session.run([graph.output_name], feeds)[0]  # (batch, seq, d_model)
+    rows = OnnxEncoder(folder, graph)(expected.inputs, expected.mask)  # (batch, seq, d_model)
     got, want = rows[expected.mask == 1], expected.rows[expected.mask == 1]  # (tokens, d_model) both
     if bounds.error is None and bounds.cosine is None:
         bounds = bounds_of(graph.precision)
@@ -190,7 +181,7 @@ def _refuse(expected: Expected, agreement: Agreement, got: Rows, want: Rows) -> 
         return
     errors = [relative_error(got[i], want[i]) for i in range(len(got))]
     sequence, token = np.argwhere(expected.mask == 1)[int(np.argmax(errors))]
-    low, high = _LOW_PRECISION
+    low, high = LOW_PRECISION_ERRORS
     advice = (
         "Half precision or TF32 in what made the rows leaves errors of this size: make them in float32, with "
         "torch.backends.cuda.matmul.allow_tf32 = False"

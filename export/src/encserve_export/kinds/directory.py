@@ -198,7 +198,10 @@ def load(directory: Path, kind: Kind, repository: str = "") -> Any:
 
 def transformer_of(loaded: Any) -> Any:
     """Return the Transformer module of a model of sentence-transformers, also inside a Router."""
-    (transformer,) = [it for it in loaded.modules() if type(it).__name__ in TRANSFORMERS]
+    from sentence_transformers.base.modules import Transformer
+
+    # By class: DistilBERT has a module named Transformer too.
+    (transformer,) = [it for it in loaded.modules() if isinstance(it, Transformer)]
     return transformer
 
 

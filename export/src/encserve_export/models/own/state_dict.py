@@ -17,6 +17,7 @@ from encserve_export.ground.errors import (
     WeightNamesError,
     WeightShapeError,
 )
+from encserve_export.ground.precision import SINUSOID_TOLERANCE
 from encserve_export.models.own.config import CHOICES, EncoderConfig, Input, Position
 from encserve_export.models.own.encoder import Encoder, sinusoids
 from encserve_export.models.own.layouts import StackLayout, known_layouts
@@ -38,9 +39,6 @@ _FLAG = ("true", "false")
 
 # The longest sequence where nobody asks for another.
 DEFAULT_LONGEST = 512
-
-# A table made in float32 is off by 4e-4 at position 5000; other formulas are off by 1 and more.
-SINUSOID_TOLERANCE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,20 +21,16 @@ class Layout:
         config: The encoder's sizes and choices.
         description: For people, e.g. "BertModel".
         names: For each weight of the Encoder, the checkpoint's names for it. Several are stacked along the first axis.
-        ignored: Beginnings of names that belong to no encoder: poolers, heads of tasks, buffers.
         transposed: Weights of the Encoder whose sources are stored (in, out), for x @ W.
         interleaved: Weights of the Encoder, Q, K and V in one, whose rows run head by head: Q, K and V of the first
             head, then of the second.
-        swapped: Weights of the Encoder of which the second half is stored first.
     """
 
     config: EncoderConfig
     description: str
     names: Mapping[str, tuple[str, ...]]
-    ignored: tuple[str, ...] = ()
     transposed: frozenset[str] = frozenset()
     interleaved: frozenset[str] = frozenset()
-    swapped: frozenset[str] = frozenset()
 
     def load(self, tensors: Mapping[str, Tensor]) -> Encoder:
         """Builds the encoder from the checkpoint's tensors.
@@ -58,11 +54,7 @@ class Layout:
         Raises:
             WeightNamesError: Names are missing or unknown.
         """
-        check_names(self.description, names, self._used(), self.ignored)
-
-    def unused(self, names: Iterable[str]) -> list[str]:
-        """Those of a checkpoint's names that belong to poolers and heads; buffers are nobody's loss."""
-        return [name for name in names if name.startswith(self.ignored) and not name.startswith("embeddings.")]
+        check_names(self.description, names, self._used())
 
     def _used(self) -> list[str]:
         return [name for sources in self.names.values() for name in sources]
@@ -70,8 +62,6 @@ class Layout:
     def _weight(self, tensors: Mapping[str, Tensor], target: str, shape: tuple[int, ...]) -> Tensor:
         """One weight of the Encoder."""
         stacked = _stack(tensors, self.names[target], shape, transposed=target in self.transposed)
-        if target in self.swapped:
-            return torch.cat(stacked.chunk(2)[::-1])
         if target not in self.interleaved:
             return stacked
         by_head = stacked.reshape(self.config.n_heads, 3, self.config.d_k, -1)  # (heads, 3, d_k, …)
@@ -82,7 +72,6 @@ def check_names(
     description: str,
     names: Iterable[str],
     used: Iterable[str],
-    ignored: tuple[str, ...] = (),
     *,
     advice: str = "",
 ) -> None:
@@ -92,14 +81,13 @@ def check_names(
         description: What they are needed for.
         names: The checkpoint's names.
         used: The names that are needed.
-        ignored: Beginnings of names that may be there.
         advice: What to do about it.
 
     Raises:
         WeightNamesError: Names are missing or unknown; the text lists the first of them.
     """
     missing = sorted(set(used) - set(names))
-    surplus = sorted(name for name in set(names) - set(used) if not name.startswith(ignored))
+    surplus = sorted(name for name in set(names) - set(used))
     problems = [f"{kind}: {listed(names)}" for kind, names in (("missing", missing), ("surplus", surplus)) if names]
     if problems:
         raise WeightNamesError(f"the weights do not fit {description}; {'; '.join(problems)}{advice}")
