@@ -2,7 +2,6 @@
 
 import json
 import math
-import statistics
 import subprocess
 import sys
 import time
@@ -52,30 +51,25 @@ def encode_at_once(server: RealServer, sequences: Sequence[TokenIds], callers: i
         list(threads.map(lambda ids: client.encode([ids]), sequences))
 
 
-def memory_and_load_seconds(models: Path, cache_dir: str) -> tuple[float, list[float]]:
-    """The proportional set sizes of all servers together, in MiB, and the load time of each."""
-    lengths = range(1, 257, 17)
-    sequences = random_workload(list(lengths), vocab_size=VOCABULARY, seed=0).sequences
-    load_seconds, servers = [], []
+def memory_mib(models: Path, cache_dir: str) -> float:
+    """The proportional set sizes of all servers together: a page that several processes map counts once."""
+    sequences = random_workload(list(range(1, 257, 17)), vocab_size=VOCABULARY, seed=0).sequences
     with ExitStack() as stack:
+        servers = []
         for _ in range(SERVERS):
             server = stack.enter_context(real_server(models, "--cache-dir", cache_dir, start_seconds=900))
             servers.append(server)
             encode_at_once(server, sequences, callers=8)
-            (loaded,) = [line for line in server.log if line["message"] == "model loaded"]
-            load_seconds.append(float(loaded["load_seconds"]))
         pages = [Path(f"/proc/{server.process.pid}/smaps_rollup").read_text() for server in servers]
     kib = [int(line.split()[1]) for page in pages for line in page.splitlines() if line.startswith("Pss:")]
-    return sum(kib) / 1024, load_seconds
+    return sum(kib) / 1024
 
 
 def test_servers_of_one_model_share_its_weights(tmp_path: Path) -> None:
     weights, _ = export_random_weights(tmp_path)
-    alone_mib, alone_seconds = memory_and_load_seconds(tmp_path / "models", "off")
-    shared_mib, shared_seconds = memory_and_load_seconds(tmp_path / "models", str(tmp_path / "cache"))
-    assert shared_mib <= 1.5 * weights / MIB + 200 * SERVERS, f"{alone_mib:,.0f} MiB without sharing"
-    # A server that finds prepared weights loads in about half the time.
-    assert statistics.median(shared_seconds[1:]) <= statistics.median(alone_seconds)
+    bound_mib = 1.5 * weights / MIB + 200 * SERVERS
+    assert memory_mib(tmp_path / "models", "off") > bound_mib, "the bound would hold without sharing"
+    assert memory_mib(tmp_path / "models", str(tmp_path / "cache")) <= bound_mib
 
 
 def test_long_texts_take_at_most_2_5_gb_beyond_the_weights(tmp_path: Path) -> None:
