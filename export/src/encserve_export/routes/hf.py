@@ -5,8 +5,6 @@ The routes are our own encoder, the directory's own ONNX file, transformers, and
 
 import contextlib
 import dataclasses
-import functools
-import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +17,7 @@ from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check import agreement
 from encserve_export.check.expected import Expected, read_expected
-from encserve_export.check.texts import LONGEST_BY_DEFAULT, Compared, check_pipeline
+from encserve_export.check.pipeline import LONGEST_BY_DEFAULT, Comparison, prepare_comparison
 from encserve_export.ground import names
 from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import (
@@ -37,7 +35,7 @@ from encserve_export.ground.errors import (
 from encserve_export.ground.precision import Precision, allowed
 from encserve_export.kinds.bge_m3 import with_bge_m3
 from encserve_export.kinds.reading import read
-from encserve_export.kinds.recipe import NO_BOUND, Recipe, read_pooling
+from encserve_export.kinds.spec import NO_BOUND, ModelSpec, read_pooling
 from encserve_export.kinds.static import write_graph
 from encserve_export.models import pretrained
 from encserve_export.models.own.config import EncoderConfig
@@ -49,15 +47,8 @@ from encserve_export.onnx_graph.query_blocks import LONGEST_AT_ONCE
 from encserve_export.routes.encoder import export_encoder
 from encserve_export.routes.onnx import OnnxOptions, export_onnx, export_traced
 from encserve_export.source.hub import Snapshot
-from encserve_export.source.tokenizer import (
-    TokenizerFile,
-    convert_tokenizer,
-    read_tokenizer,
-    tokenizer_source,
-    write_tokenizer,
-)
+from encserve_export.source.tokenizer import TokenizerFile, tokenizer_source, write_tokenizer
 from encserve_export.source.weights import Weights, holds_weights, read_object, read_weights
-from encserve_proto.bundle.v1 import manifest_pb2
 
 # How the graph is made, in the order of preference. Our own encoder can be inspected, and for BERT's kind is fastest.
 Route = Literal["own", "onnx", "transformers", "static"]
@@ -112,7 +103,7 @@ class Plan:
         remarks: What may surprise, for people.
     """
 
-    recipe: Recipe
+    recipe: ModelSpec
     settings: Mapping[str, Any]
     order: tuple[Route, ...]
     refusals: Mapping[Route, str]
@@ -125,7 +116,7 @@ class Plan:
         return self.recipe.encoder
 
 
-def plan(recipe: Recipe, max_sequence_tokens: int | None = None) -> Plan:
+def plan(recipe: ModelSpec, max_sequence_tokens: int | None = None) -> Plan:
     """Says which routes take a directory, and why; reads config.json and which files there are, and runs nothing.
 
     Args:
@@ -175,6 +166,7 @@ def export_hf(
     via: Route | None = None,
     pooling: str | None = None,
     ids_only: bool = False,
+    ignore_head: bool = False,
     expect: Path | None = None,
     origin: Snapshot | None = None,
     progress: Progress = show_progress,
@@ -190,6 +182,7 @@ def export_hf(
         via: How the graph is made; by default the first route that takes the model, in the order of `ROUTES`.
         pooling: One of `POOLINGS`, for a directory that does not say how rows become one vector.
         ids_only: Whether a directory without a tokenizer is exported, as a model that takes token ids only.
+        ignore_head: Whether a classifier or a cross-encoder is exported as its encoder alone.
         expect: A .npz or .safetensors file of rows that the bundle must give, see `check.expected`.
         origin: Where on the hub the directory came from, for the manifest.
         progress: Called with what is being done.
@@ -199,7 +192,7 @@ def export_hf(
     """
     expected = None if expect is None else read_expected(expect)
     progress("reading the directory")
-    recipe = read(directory, "" if origin is None else origin.repository)
+    recipe = read(directory, "" if origin is None else origin.repository, ignore_head=ignore_head)
     with store.temporary_folder() as folder:
         tokenizer, text = _make_tokenizer(recipe, folder)
         if recipe.kind == "dense":
@@ -222,15 +215,20 @@ def export_hf(
             )
         if text:
             progress(text)
-        pipeline = functools.partial(check_pipeline, directory, recipe, max_sequence_tokens, progress)
+        pipeline = prepare_comparison(
+            recipe, takes_text=tokenizer is not None, asked=max_sequence_tokens, progress=progress
+        )
+        # The model of sentence-transformers has answered. Without it there is room for the graph's weights.
+        recipe = dataclasses.replace(recipe, loaded=None)
+        planned = dataclasses.replace(planned, recipe=recipe)
         build = _Build(planned, target, tokenizer, max_sequence_tokens, precision, origin, progress, pipeline, expected)
         exported = _try_routes(build) if via is None or recipe.table is not None else _build_as_asked(build, via)
     # The head of a language model makes no rows, but weights of them.
-    used = exported.unused_parts if exported.manifest.sparse.mask_name else recipe.inline
+    used = exported.unused_parts if exported.manifest.sparse.mask_name else recipe.used_parts
     unused_parts = tuple(part for part in exported.unused_parts if part not in used)
     if _has_language_model(planned.settings, recipe) and set(unused_parts) - {"pooler"}:
         unused_parts += (_LANGUAGE_MODEL,)
-    remark = "; ".join(it for it in (recipe.remark, *planned.remarks) if it)
+    remark = "; ".join(it for it in (exported.notes.get("remark"), recipe.remark, *planned.remarks) if it)
     return dataclasses.replace(exported, unused_parts=unused_parts).with_notes({"text": text, "remark": remark})
 
 
@@ -257,7 +255,7 @@ class _Build:
     precision: Precision
     origin: Snapshot | None
     progress: Progress
-    pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None]
+    pipeline: Comparison
     expected: Expected | None
 
     def source(self, route: Route, description: str, weights: Weights | None) -> manifest.Source:
@@ -356,7 +354,7 @@ def _remarks(settings: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _has_language_model(settings: Mapping[str, Any], vector: Recipe) -> bool:
+def _has_language_model(settings: Mapping[str, Any], vector: ModelSpec) -> bool:
     """Whether a directory that says nothing of vectors is a masked-language model's, as those of SPLADE often are."""
     named = any(str(it).endswith("ForMaskedLM") for it in settings.get("architectures") or ())
     return named and not (vector.pooling or vector.multi_vector or vector.sparse)
@@ -387,23 +385,19 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def _make_tokenizer(recipe: Recipe, folder: Path) -> tuple[TokenizerFile | None, str]:
-    """The tokenizer, written into a folder; or None, and why."""
-    path, written = recipe.encoder / manifest.TOKENIZER_FILE, folder / manifest.TOKENIZER_FILE
-    if recipe.kind == "static":
-        plain = json.loads(recipe.tokenizer.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
-        written.write_text(json.dumps(plain, ensure_ascii=False), encoding="utf-8")
-        return read_tokenizer(written, made_of=path), ""
-    plain_text, made_of = recipe.template is None, tokenizer_source(recipe.encoder)
-    if (
-        recipe.tokenizer is not None and made_of is not None
-    ):  # of nothing transformers makes one of special tokens alone
-        return write_tokenizer(recipe.tokenizer, written, made_of=made_of, add_special_tokens=plain_text), ""
-    found = convert_tokenizer(recipe.encoder, written, add_special_tokens=plain_text)
-    return found, "" if found else f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
+def _make_tokenizer(spec: ModelSpec, folder: Path) -> tuple[TokenizerFile | None, str]:
+    """Write the tokenizer into a folder; or return None and the reason."""
+    if spec.tokenizer is None:
+        return None, f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
+    return write_tokenizer(
+        spec.tokenizer,
+        folder / manifest.TOKENIZER_FILE,
+        made_of=tokenizer_source(spec.encoder),
+        add_special_tokens=spec.template is None and spec.kind != "static",
+    ), ""
 
 
-def _longest(recipe: Recipe, positions: int | None, asked: int | None) -> tuple[int, str]:
+def _longest(recipe: ModelSpec, positions: int | None, asked: int | None) -> tuple[int, str]:
     """The longest sequence to serve, and a remark, for a model with so many positions."""
     usual = recipe.max_seq_length
     known = [length for length in (positions, _model_max_length(recipe.encoder)) if length is not None]

@@ -24,7 +24,7 @@ from encserve_export.ground.errors import (
     first_line,
 )
 from encserve_export.ground.precision import Precision
-from encserve_export.kinds.recipe import pooled
+from encserve_export.kinds.spec import spec_from_options
 from encserve_export.models.module import example, refuse_control_flow, write_module
 from encserve_export.models.own.config import Input
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -130,7 +130,7 @@ def export_module(
         max_sequence_tokens=max_sequence_tokens,
         pad_token_id=pad_token_id,
         vocab_size=vocab_size,
-        vector=pooled(pooling, l2_normalize=l2_normalize),
+        vector=spec_from_options(pooling, l2_normalize=l2_normalize),
         tokenizer=tokenizer,
         precision=precision,
     )
