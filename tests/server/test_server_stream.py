@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fake_engine import FakeEngine, fake_rows
 from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input, refusal
-from waiting import PATIENCE_SECONDS
+from waiting import PATIENCE_SECONDS, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 from encserve_server.rpc import codec
@@ -145,14 +145,15 @@ async def test_draining_answers_what_was_read_and_then_ends_the_stream(server: F
     assert await stopping
 
 
-async def test_a_stream_that_was_wholly_answered_ends_well_in_a_drain(server: FakeServer) -> None:
+async def test_a_complete_stream_ends_with_ok_in_a_drain(server: FakeServer) -> None:
     server.engine.hold()
     stream = Stream(server)
     await stream.send("all", 1)
     await stream.call.done_writing()
     await asyncio.to_thread(server.engine.started.acquire)
+    await server.call("GetModel", b"")  # on the same connection: the server has read the end of the stream by now
     stopping = asyncio.create_task(server.app.stop())
-    await asyncio.sleep(0.1)
+    await until(server.app._calls.draining.is_set)
     server.engine.let_go()
     assert right(await stream.receive(), 1)
     assert await stream.call.read() is grpc.aio.EOF
