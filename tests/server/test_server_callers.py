@@ -258,12 +258,10 @@ async def test_a_wrong_file_changes_nothing_and_is_counted_once(
 async def test_a_half_written_file_is_not_read(
     serve: Serve, file: CallersFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of a file can be a valid file with fewer callers."""
+    """Half of a file can be a valid file with fewer callers. Here the second half comes while the server waits."""
     server = await serve(BOTH)
-    monkeypatch.setattr(registry, "_SETTLE_SECONDS", 0.1)
-    file.write(SEARCH)
-    await asyncio.sleep(0.05)
-    await change(server, file, BOTH + "# changed")
+    monkeypatch.setattr(registry, "time", SimpleNamespace(sleep=lambda _: file.write(BOTH + "# changed")))
+    await change(server, file, SEARCH)
     await server.encode("hello", metadata=bearer(OTHER))
     assert server.app._calls.callers is not None
     assert server.app._calls.callers.generation == 2

@@ -767,6 +767,6 @@ def test_every_part_of_a_request_has_a_name_in_every_protocol(names: Any) -> Non
 async def test_vectors_beyond_the_longest_sequence_are_not_copied(start_server: StartServer) -> None:
     server = await start_server(takes_vectors=True)
     vectors = np.ones((LONGEST * 1000, D_MODEL), np.float32)
-    failed = await refusal(server.encode(vectors))
+    failed = await refusal(server.call("Encode", pb.EncodeRequest(inputs=[make_input(vectors)])))
     assert failed.reason == "SEQUENCE_TOO_LONG"
     assert f"{LONGEST * 1000}" in failed.text
