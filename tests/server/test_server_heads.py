@@ -143,7 +143,7 @@ async def test_a_query_has_a_prompt_and_unattended_tokens(serve: Serve) -> None:
 async def test_some_tokens_of_a_document_have_no_vector(serve: Serve) -> None:
     """A call without a task is a document's, with the default prompt and without its limit. Ids are treated alike."""
     server = await serve(LATE, **TASKS, default_prompt_name="other")
-    inputs = [text(5, DOT), text(DOT), [5, DOT, 6]]
+    inputs: list[Any] = [text(5, DOT), text(DOT), [5, DOT, 6]]
     reply = await server.encode(*inputs, options=options(MULTI, task=DOCUMENT, prompt_name=""))
     for ids, (vectors, indices) in zip(
         ([BEGIN, 5, DOT, END], [BEGIN, DOT, END], [5, DOT, 6]), sets(reply.outputs[0]), strict=True

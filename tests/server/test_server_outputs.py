@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from output_models import POOL, head_graph, rich_bundle
 
@@ -201,6 +201,8 @@ def test_outputs_follow_their_formulas(lengths: list[int], seed: int) -> None:
 
 
 @given(st.integers(1, 20), st.integers(0, 24), st.sampled_from(SPAN_POOLINGS), SEEDS)
+@example(5, 2, K.WEIGHTED_MEAN, 0)
+@example(5, 2, K.MEAN, 0)
 def test_pooling_skips_a_prompt(length: int, skipped: int, kind: OutputKind, seed: int) -> None:
     """The vector of a prompt alone is zero, which is not a failure."""
     outputs = model(pooling=ModelPooling((kind,), l2_normalize=False, width=D_MODEL, skips_prompt=True))

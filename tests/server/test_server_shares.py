@@ -6,7 +6,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tickets import ticket_of
 
@@ -163,6 +163,7 @@ def test_the_longest_wait_is_bounded(
 
 
 @given(st.lists(st.tuples(st.sampled_from(Priority), st.integers(1, 50)), min_size=1, max_size=60))
+@example([(Priority.BULK, 50)] + [(Priority.INTERACTIVE, 50)] * 12)
 def test_interactive_runs_first_and_bulk_gets_one_batch_in_a_turn(sent: list[tuple[Priority, int]]) -> None:
     queue = PendingQueue()
     for priority, length in sent:
