@@ -5,6 +5,7 @@ The routes are our own encoder, the directory's own ONNX file, transformers, and
 
 import contextlib
 import dataclasses
+import gc
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -221,6 +222,7 @@ def export_hf(
         # The model of sentence-transformers has answered. Without it there is room for the graph's weights.
         recipe = dataclasses.replace(recipe, loaded=None)
         planned = dataclasses.replace(planned, recipe=recipe)
+        gc.collect()  # its modules refer to each other
         build = _Build(planned, target, tokenizer, max_sequence_tokens, precision, origin, progress, pipeline, expected)
         exported = _try_routes(build) if via is None or recipe.table is not None else _build_as_asked(build, via)
     # The head of a language model makes no rows, but weights of them.
