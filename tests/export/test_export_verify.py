@@ -1,4 +1,4 @@
-"""The comparison sees what is wrong, and a refused export leaves nothing behind."""
+"""The comparison finds wrong rows, and a refused export leaves nothing behind."""
 
 import dataclasses
 from pathlib import Path
