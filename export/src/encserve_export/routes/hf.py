@@ -4,6 +4,7 @@ The routes are transformers, the directory's own ONNX file, and, for static embe
 """
 
 import dataclasses
+import gc
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -114,6 +115,7 @@ def export_hf(
         )
         # The model of sentence-transformers has answered. Without it there is room for the graph's weights.
         recipe = dataclasses.replace(recipe, loaded=None)
+        gc.collect()  # its modules refer to each other
         build = _Build(
             recipe=recipe,
             settings=settings,
@@ -132,7 +134,7 @@ def export_hf(
     unused_parts = tuple(part for part in exported.unused_parts if part not in used)
     if _has_language_model(settings, recipe) and set(unused_parts) - {"pooler"}:
         unused_parts += (_LANGUAGE_MODEL,)
-    remark = "; ".join(it for it in (recipe.remark, *_remarks(settings)) if it)
+    remark = "; ".join(it for it in (exported.notes.get("remark"), recipe.remark, *_remarks(settings)) if it)
     return dataclasses.replace(exported, unused_parts=unused_parts).with_notes({"text": text, "remark": remark})
 
 
