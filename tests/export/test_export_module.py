@@ -223,7 +223,11 @@ class Returning(nn.Module):
     [
         (ValueError("no such\nthing"), r"Returning does not run on the CPU with .* \(2, 7\) .*: no such"),
         ((torch.ones(2, 7, 8),), "must return one tensor of rows; was tuple"),
-        (torch.ones(2, 8), r"must return rows, float32 \(2, 7, d_model\) .*; was float32 \(2, 8\)"),
+        (
+            torch.ones(2, 8),
+            r"must return rows, float32 \(2, 7, d_model\) .*; was float32 \(2, 8\)\. If it pools, return the rows "
+            r"before pooling, and give the pooling with pooling= or --pooling",
+        ),
         (torch.ones(7, 2, 8), r"was float32 \(7, 2, 8\)"),
         (torch.ones(2, 7, 8).half(), r"was float16 \(2, 7, 8\)"),
         (torch.full((2, 7, 8), torch.nan), "gives rows that are not finite"),

@@ -225,9 +225,12 @@ def _check_module(model: OwnModule, batch: tuple[Tensor, Tensor]) -> None:
     if not isinstance(made, Tensor):
         raise UnsupportedModelError(f"{description} must return one tensor of rows; was {type(made).__name__}")
     if made.dtype != torch.float32 or made.dim() != 3 or tuple(made.shape[:2]) != shape:
+        advice = ""
+        if made.dim() == 2 and len(made) == shape[0]:
+            advice = ". If it pools, return the rows before pooling, and give the pooling with pooling= or --pooling"
         raise UnsupportedModelError(
             f"{description} must return rows, float32 ({shape[0]}, {shape[1]}, d_model) for a mask of shape {shape}; "
-            f"was {str(made.dtype).removeprefix('torch.')} {tuple(made.shape)}"
+            f"was {str(made.dtype).removeprefix('torch.')} {tuple(made.shape)}{advice}"
         )
     if model.width not in (0, made.shape[2]):
         raise UnsupportedModelError(f"{description} gives rows of {made.shape[2]} numbers; d_model is {model.width}")

@@ -69,7 +69,7 @@ class Layout:
 
     def _weight(self, tensors: Mapping[str, Tensor], target: str, shape: tuple[int, ...]) -> Tensor:
         """One weight of the Encoder."""
-        stacked = _stack(tensors, self.names[target], shape, transposed=target in self.transposed)
+        stacked = read_weight(tensors, self.names[target], shape, transposed=target in self.transposed)
         if target in self.swapped:
             return torch.cat(stacked.chunk(2)[::-1])
         if target not in self.interleaved:
@@ -129,10 +129,20 @@ def check_values(name: str, tensor: Tensor) -> None:
         raise WeightValueError(f"{name} must be finite; {bad} of its {tensor.numel()} numbers are NaN or infinite")
 
 
-def _stack(
-    tensors: Mapping[str, Tensor], sources: tuple[str, ...], shape: tuple[int, ...], *, transposed: bool
+def read_weight(
+    tensors: Mapping[str, Tensor], sources: Sequence[str], shape: tuple[int, ...], *, transposed: bool = False
 ) -> Tensor:
-    """The weight of one target in float32; each source is an equal share of its first axis."""
+    """Return one weight of the Encoder in float32.
+
+    Args:
+        tensors: The checkpoint.
+        sources: The names of its parts, equal shares of the first axis.
+        shape: The shape of the whole weight.
+        transposed: Whether each part is stored as (in, out).
+
+    Raises:
+        WeightShapeError: A part has another shape; the text has both.
+    """
     share = (shape[0] // len(sources), *shape[1:])
     if transposed:
         share = share[::-1]
