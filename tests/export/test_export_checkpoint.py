@@ -1,4 +1,4 @@
-"""State dicts of hand-written layouts: each is recognised and loaded exactly, and errors name what is missing."""
+"""State dicts of hand-written layouts are recognised and loaded exactly; errors name missing weights and settings."""
 
 import contextlib
 import dataclasses
@@ -219,7 +219,7 @@ def test_renamed_weights() -> None:
         WeightNamesError, match=r"--rename block=layers: no name contains block; the names are .*layers\.N\."
     ):
         rename_tensors(state, {"block": "layers"})
-    with pytest.raises(WeightNamesError, match=r"two weights the name layers\.0\.norm1\.weight, one"):
+    with pytest.raises(WeightNamesError, match=r"two weights the name layers\.0\.norm1\.weight; "):
         rename_tensors(state, {"norm2": "norm1"})
 
 

@@ -27,7 +27,7 @@ def test_defaults_are_the_encoder_of_the_paper_with_eight_layers() -> None:
         ({"pad_token_id": 100}, "pad_token_id must be < vocab_size; was 100 >= 100"),
         ({"activation": "swish"}, "activation must be one of relu, gelu, gelu_tanh, silu; was 'swish'"),
         ({"norm": "sandwich"}, "norm must be one of post, pre, none; was 'sandwich'"),
-        ({"position": ["learned"]}, "position must be one of sinusoidal, learned, rotary, none; was ['learned']"),
+        ({"position": ["learned"]}, "position must be one of sinusoidal, learned, none; was ['learned']"),
         ({"residual": 0}, "residual must be true or false; was 0"),
         ({"attention_bias": None}, "attention_bias must be true or false; was None"),
         ({"final_norm": 1}, "final_norm must be true or false; was 1"),

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from encserve_export import Encoder, EncoderConfig
-from encserve_export.ground.errors import ConfigError
-from encserve_export.models.own.encoder import EncoderBlock, FeedForward, shortened, sinusoids
+from encserve_export.models.own.encoder import EncoderBlock, FeedForward, sinusoids
 from encserve_export.models.own.init import random_encoder
 
 
@@ -163,20 +162,6 @@ def test_a_sequence_of_padding_alone_stays_finite(tiny: EncoderConfig) -> None:
     encoder = random_encoder(tiny, 0)
     rows = encoder(torch.zeros(3, 4, dtype=torch.int64), torch.tensor([[0] * 4, [1] * 4, [0] * 4]))
     assert torch.isfinite(rows).all()
-
-
-def test_shortened_computes_the_same_with_fewer_positions(tiny: EncoderConfig) -> None:
-    encoder = random_encoder(dataclasses.replace(tiny, position="learned", position_offset=2), 0)
-    shorter = shortened(encoder, 5)
-    assert shorter.config.max_sequence_tokens == 5
-    assert shorter.embeddings.positions.shape == (7, 16)
-    ids = torch.arange(5)[None]
-    torch.testing.assert_close(shorter(ids, torch.ones_like(ids)), encoder(ids, torch.ones_like(ids)))
-
-
-def test_shortened_cannot_lengthen(tiny: EncoderConfig) -> None:
-    with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 24 for this model; was 25"):
-        shortened(random_encoder(tiny, 0), 25)
 
 
 def test_random_weights_follow_the_seed(tiny: EncoderConfig) -> None:

@@ -1,4 +1,4 @@
-"""What float32 cannot know is not refused, and what moves a row further is: both judged by PyTorch in float64."""
+"""Every fault in a graph is refused, and rounding that float32 itself has is not: PyTorch in float64 decides."""
 
 import dataclasses
 import io
@@ -8,32 +8,40 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from rich.console import Console
 from torch import Tensor, nn
 
 from encserve_export import Encoder, EncoderConfig, Source, Target, export_encoder, report
 from encserve_export.bundle.heads import write_head
+from encserve_export.check import agreement
 from encserve_export.check.agreement import (
     Parity,
+    case_lengths,
     check_inspection,
-    check_parity,
     check_rows,
+    compare,
+    least_cosine,
+    random_sequences,
     reference_rows,
     relative_error,
 )
-from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import ParityError
 from encserve_export.ground.float64 import in_float64
-from encserve_export.ground.precision import BOUNDS
-from encserve_export.models.own import trace
+from encserve_export.ground.precision import BOUNDS, Bounds, Precision
+from encserve_export.models.graphs import Graphs, write_graphs
+from encserve_export.models.own.encoder import Inspection
 from encserve_export.models.own.init import random_encoder
-from encserve_export.models.pretrained import TransformersModel
+from encserve_export.models.own.reference import encoder_reference
+from encserve_export.models.reference import Reference
+from encserve_export.onnx_graph.run import OnnxEncoder
 
-# The layout of attention alone, in full size and with the weights of its own code: attention looks at few tokens, and
-# rounding decides between two that score nearly the same.
+SOURCE = Source("init", "random weights, seed 0")
+# Attention alone, in full size and with large weights: attention looks at few tokens, and rounding decides between two
+# that score nearly the same.
 SHARP = EncoderConfig(
     vocab_size=1000, d_model=512, n_heads=8, d_ff=0, n_layers=1, max_sequence_tokens=64,
     attention_bias=False, norm="none", residual=False,
@@ -65,7 +73,7 @@ def weights(name: str, change: Callable[[Tensor], Tensor]) -> Fault:
 
 
 def swap_heads(output: Tensor) -> Tensor:
-    """(d_model, d_model), of which each head has as many columns as the others."""
+    """(d_model, d_model): each head has as many columns as the others."""
     first, second = output.chunk(2, dim=1)
     return torch.cat((second, first), dim=1)
 
@@ -87,91 +95,134 @@ FAULTS: dict[str, Fault] = {
 }
 
 
-def sharp(seed: int) -> Encoder:
-    encoder, random = random_encoder(SHARP, seed), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in encoder.parameters():
-            parameter.normal_(generator=random)
-    return encoder
-
-
 @pytest.fixture
 def encoder(tiny: EncoderConfig) -> Encoder:
     return random_encoder(dataclasses.replace(tiny, activation="gelu", scale_embedding=True), 0)
 
 
-def own(encoder: Encoder, graphs: trace.Graphs) -> Parity:
-    return check_parity(encoder, graphs.files[0])
+def write(encoder: Encoder, folder: Path, precision: Precision = "float32") -> Graphs:
+    longest = encoder.config.max_sequence_tokens
+    folder.mkdir(exist_ok=True)
+    return write_graphs(
+        encoder_reference(encoder), folder, "tracing with inspection", precision=precision, max_sequence_tokens=longest
+    )
 
 
-def inspections(encoder: Encoder, graphs: trace.Graphs) -> None:
-    check_inspection(encoder, graphs)
+def rows_gate(encoder: Encoder, graphs: Graphs) -> Parity:
+    reference, config = encoder_reference(encoder), encoder.config
+    sequences = random_sequences(config.max_sequence_tokens, vocab_size=config.vocab_size)
+    want = reference_rows(reference, sequences, reference.module)
+    return check_rows(OnnxEncoder(graphs.files[0], graphs.graph), sequences, 0, want=want)
 
 
-def others(encoder: Encoder, graphs: trace.Graphs) -> Parity:
-    """As a graph and a model of somebody else's are compared."""
-    session = onnxruntime.InferenceSession(graphs.files[0], providers=["CPUExecutionProvider"])
-
-    def run(ids: Ids, mask: Mask) -> Rows:
-        rows: Rows = session.run(None, {"input_ids": ids, "attention_mask": mask})[0]
-        return rows
-
-    model = TransformersModel(encoder, "Encoder", None, 50, 0, ())
-    wanted = reference_rows(model, vocab_size=50, max_sequence_tokens=24, module=model.module)
-    return check_rows(run, vocab_size=50, max_sequence_tokens=24, pad_token_id=0, wanted=wanted)
+def inspection_gate(encoder: Encoder, graphs: Graphs) -> None:
+    assert graphs.inspect_graph is not None
+    folder, longest = graphs.files[0].parent, encoder.config.max_sequence_tokens
+    check_inspection(folder, graphs.graph, graphs.inspect_graph, encoder_reference(encoder), longest=longest)
 
 
-@pytest.mark.parametrize("gate", [own, inspections, others])
+@pytest.mark.parametrize("gate", [rows_gate, inspection_gate])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_refused(encoder: Encoder, tmp_path: Path, fault: str, gate: Callable[..., Any]) -> None:
-    graphs = trace.write_graphs(FAULTS[fault](encoder), tmp_path)
-    with pytest.raises(ParityError, match=r"error \S+.*, tolerance \S+, PyTorch's own float32 \S+"):
+    graphs = write(FAULTS[fault](encoder), tmp_path)
+    with pytest.raises(ParityError, match=r"error \S+.*, tolerance \S+"):
         gate(encoder, graphs)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_refused_where_float32_is_far_off(tmp_path: Path, fault: str) -> None:
-    """Four times what PyTorch's float32 is off by hides none of them."""
+    """Four times PyTorch's float32 error hides none of them."""
     fields = {"n_layers": 2, "d_ff": 64, "norm": "post", "residual": True, "activation": "gelu", "d_model": 128}
     settings = dataclasses.asdict(SHARP) | fields | {"scale_embedding": True, "n_heads": 2}
     right, random = random_encoder(EncoderConfig.from_mapping(settings), 0), torch.Generator().manual_seed(0)
     with torch.no_grad():
         right.embeddings.tokens.weight.normal_(generator=random)
-    graphs = trace.write_graphs(FAULTS[fault](right), tmp_path)
+    graphs = write(FAULTS[fault](right), tmp_path)
     with pytest.raises(ParityError, match="differs from PyTorch"):
-        check_parity(right, graphs.files[0])
+        rows_gate(right, graphs)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1e-5, 3e-5, 1e-4, 3e-4, 1e-3])
-def test_what_moves_a_row_by_more_than_3_times_the_bound_is_refused(
+def test_rows_that_move_by_more_than_3_times_the_bound_are_refused(
     encoder: Encoder, tmp_path: Path, scale: float
 ) -> None:
     wrong = weights("blocks.0.attention.output.weight", lambda it: it * (1 + scale))(encoder)
     ids = torch.arange(50)[None].remainder(50)[:, :24]
     with in_float64(encoder), in_float64(wrong):
         moved = relative_error(wrong(ids, torch.ones_like(ids)).numpy(), encoder(ids, torch.ones_like(ids)).numpy())
-    graphs = trace.write_graphs(wrong, tmp_path)
+    graphs = write(wrong, tmp_path)
     allowed = BOUNDS["float32"].error or 0
     if moved > 3 * allowed:
         with pytest.raises(ParityError):
-            check_parity(encoder, graphs.files[0])
+            rows_gate(encoder, graphs)
     elif moved < allowed / 3:
-        check_parity(encoder, graphs.files[0])
+        rows_gate(encoder, graphs)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_rounding_that_float32_itself_has_is_not_refused(tmp_path: Path, seed: int) -> None:
-    encoder = sharp(seed)
-    graphs = trace.write_graphs(encoder, tmp_path)
-    parity = check_parity(encoder, graphs.files[0])
-    check_inspection(encoder, graphs)
+    encoder, random = random_encoder(SHARP, seed), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.normal_(generator=random)
+    graphs = write(encoder, tmp_path)
+    parity = rows_gate(encoder, graphs)
+    inspection_gate(encoder, graphs)
     assert parity.float32_error is not None
     assert parity.float32_error > 1.25e-5, "four times it is more than 5e-5"
     assert parity.bounds.error == 4 * parity.float32_error
     assert parity.max_relative_error <= parity.bounds.error
 
 
-def test_the_report_says_where_float32_itself_is_far_off(encoder: Encoder, models: Path) -> None:
+def test_attention_of_another_block_is_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
+    encoder = random_encoder(tiny, 0)
+    graphs = write(encoder, tmp_path)
+    assert graphs.inspect_graph is not None
+    graphs.inspect_graph.attention_weights_names[:] = graphs.inspect_graph.attention_weights_names[::-1]
+    with pytest.raises(ParityError, match=r"in attention_weights.1: error \S+, tolerance 1.0e-05, for 7 tokens"):
+        inspection_gate(encoder, graphs)
+
+
+def test_rounded_inspections_of_other_weights_are_refused(tiny: EncoderConfig, tmp_path: Path) -> None:
+    encoder = random_encoder(dataclasses.replace(tiny, d_model=32), 0)
+    with pytest.raises(ParityError, match=r"for inspections differs from PyTorch in \S+: cosine similarity"):
+        inspection_gate(random_encoder(encoder.config, 1), write(encoder, tmp_path, "int8"))
+    with torch.no_grad():  # attention that looks at few tokens in its first block
+        attention: Any = encoder.blocks[0].attention
+        attention.qkv.weight[: 2 * attention.d_model].mul_(8)
+    graphs = write(encoder, tmp_path / "sharp", "int8")
+    assert graphs.inspect_graph is not None
+    graphs.inspect_graph.attention_weights_names[:] = graphs.inspect_graph.attention_weights_names[::-1]
+    with pytest.raises(ParityError, match=r"attention_weights.1: error \S+, tolerance 1.0e-01"):
+        inspection_gate(encoder, graphs)
+
+
+class Maskless(Encoder):
+    """Attends to padding too."""
+
+    def inspect(self, inputs: Tensor, attention_mask: Tensor, *, keep_weights: bool = True) -> Inspection:
+        return super().inspect(inputs, torch.ones_like(attention_mask), keep_weights=keep_weights)
+
+
+def test_a_model_that_attends_to_padding_is_refused(tiny: EncoderConfig, models: Path) -> None:
+    encoder = Maskless(tiny)
+    encoder.load_state_dict(random_encoder(tiny, 0).state_dict())
+    with pytest.raises(ParityError, match=r"changes when padded: relative error \S+ of a row, tolerance 1\.0e-05"):
+        export_encoder(encoder.eval(), SOURCE, Target(model_repository=models, name="maskless"))
+    assert not models.exists()
+
+
+def test_a_refused_export_leaves_nothing(tiny: EncoderConfig, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise ParityError("differs")
+
+    monkeypatch.setattr(agreement, "check_rows", refuse)
+    with pytest.raises(ParityError, match="differs"):
+        export_encoder(random_encoder(tiny, 0), SOURCE, Target(model_repository=models, name="wrong"))
+    assert not models.exists()
+
+
+def test_the_report_says_if_float32_itself_is_far_off(encoder: Encoder, models: Path) -> None:
     exported = export_encoder(encoder, Source("init", "random"), Target(model_repository=models, name="plain"))
 
     def reported() -> str:
@@ -187,7 +238,7 @@ def test_the_report_says_where_float32_itself_is_far_off(encoder: Encoder, model
     assert "own float32 1.1e-04. float32 is off by more than 1e-04 for this model" in reported()
 
 
-def test_what_a_module_computes_in_comes_back_bit_by_bit() -> None:
+def test_the_types_of_a_module_come_back_bit_by_bit() -> None:
     module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.LayerNorm(3).half())
     module.register_buffer("table", torch.arange(3.0).to(torch.bfloat16))
     module[1].weight = module[0].weight
@@ -218,16 +269,17 @@ class Mixed(nn.Module):
 
 @pytest.mark.parametrize("far_off", [False, True])
 def test_a_model_that_does_not_run_in_float64_is_compared_with_float32(encoder: Encoder, far_off: bool) -> None:
-    model = TransformersModel(Mixed(encoder, far_off=far_off), "Mixed", None, 50, 0, ())
-    wanted = reference_rows(model, vocab_size=50, max_sequence_tokens=24, module=model.module)
-    parity = check_rows(model, vocab_size=50, max_sequence_tokens=24, pad_token_id=0, wanted=wanted)
+    reference = Reference(module=Mixed(encoder, far_off=far_off), description="Mixed", vocab_size=50)
+    sequences = random_sequences(24, vocab_size=50)
+    want = reference_rows(reference, sequences, reference.module)
+    parity = check_rows(reference, sequences, 0, want=want)
     assert parity.float32_error is None
     assert parity.max_relative_error < 1e-6
     assert parity.bounds == BOUNDS["float32"]
 
 
 def test_a_head_is_judged_as_float32_allows(tmp_path: Path) -> None:
-    """Numbers that cancel out: float32 keeps few digits of what is left."""
+    """Numbers that cancel out: float32 keeps few digits of the rest."""
     torch.manual_seed(0)
     head = nn.Sequential(nn.Linear(256, 8, bias=False))
     with torch.no_grad():
@@ -237,3 +289,41 @@ def test_a_head_is_judged_as_float32_allows(tmp_path: Path) -> None:
     head.requires_grad_(False)
     assert write_head(head, 256, tmp_path).width == 8
     assert np.isfinite(weight.numpy()).all()
+
+
+@given(st.integers(1, 5000))
+def test_cases_hold_one_token_the_longest_and_mixtures(longest: int) -> None:
+    cases = case_lengths(longest)
+    assert {(1,), (longest,), (longest, 1)} <= set(cases)
+    assert all(1 <= length <= longest for lengths in cases for length in lengths)
+    assert len(set(cases)) == len(cases)
+
+
+def test_the_error_is_that_of_the_worst_row() -> None:
+    want = np.array([[3, 4], [0, 100]], np.float32)
+    got = np.array([[3, 4.5], [0, 100]], np.float32)
+    found = compare(got, want, Bounds(error=0.05))
+    assert found.error == pytest.approx(0.1)
+    assert found.excess == "relative error 1.0e-01 of a row, tolerance 5.0e-02"
+    assert not compare(got, want, Bounds(error=0.11, cosine=0.9)).excess
+    assert compare(got, want, Bounds(cosine=0.9999)).excess.startswith("cosine similarity 0.99")
+
+
+@pytest.mark.parametrize(
+    ("got", "want", "error", "cosine"),
+    [
+        ([3, 4], [6, 8], 0.5, 1),
+        ([1, 0], [0, 1], 2**0.5, 0),
+        ([0, 0], [0, 0], 0, 1),
+        ([0, 0], [0, 1], 1, 0),
+        ([0, 1e-9], [0, 0], np.inf, 0),
+        ([np.nan, 1], [1, 1], np.inf, -1),
+        ([np.inf, 1], [1, 1], np.inf, -1),
+    ],
+)
+def test_zeros_and_numbers_that_are_not_finite(
+    got: list[float], want: list[float], error: float, cosine: float
+) -> None:
+    rows = np.array([got, [1, 1]], np.float32), np.array([want, [1, 1]], np.float32)
+    assert relative_error(*rows) == pytest.approx(error)
+    assert least_cosine(*rows) == pytest.approx(cosine)

@@ -1,43 +1,45 @@
-"""The ONNX file computes what the checkpoint's original implementation computed."""
+"""The graphs of our own encoder compute what the checkpoint's original implementation computed."""
 
 import dataclasses
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import onnx
-import onnxruntime
 import pytest
 import torch
 from checkpoints import golden_cases
 
-from encserve_export import EncoderConfig, Exported
-from encserve_export.check.agreement import check_inspection, check_parity, relative_error
+from encserve_export import EncoderConfig, Exported, Source, Target, export_encoder
+from encserve_export.check.agreement import relative_error
 from encserve_export.ground import names
-from encserve_export.models.own import trace
+from encserve_export.ground.precision import Precision
+from encserve_export.models import graphs
 from encserve_export.models.own.init import random_encoder
+from encserve_export.onnx_graph.run import OnnxEncoder
 
-Run = Callable[[npt.NDArray[np.int64], npt.NDArray[np.int64]], npt.NDArray[np.float32]]
+CHOICES: list[dict[str, Any]] = [
+    {"norm": "pre", "final_norm": True, "activation": "gelu_tanh"},
+    {"position": "none", "scale_embedding": True, "n_layers": 1, "activation": "gelu"},
+    {"position": "learned", "position_offset": 2, "pad_token_id": 1, "pad_takes_no_position": True},
+    {"norm": "none", "residual": False, "attention_bias": False, "d_ff": 0, "n_layers": 1},
+    {"norm": "none", "n_layers": 1},
+    {"residual": False, "attention_bias": False},
+    {"d_ff": 0, "norm": "pre"},
+    {"max_sequence_tokens": 1, "n_heads": 1, "embedding_norm": True, "n_token_types": 3, "position": "learned"},
+    {"input": "embeddings", "vocab_size": 0},
+]
 
 
-def open_graph(path: Path) -> Run:
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-
-    def run(ids: npt.NDArray[np.int64], mask: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-        rows: npt.NDArray[np.float32] = session.run(["last_hidden_state"], {"input_ids": ids, "attention_mask": mask})[
-            0
-        ]
-        return rows
-
-    return run
+def export(config: EncoderConfig, models: Path, precision: Precision = "float32") -> Exported:
+    target = Target(model_repository=models, name="m")
+    return export_encoder(random_encoder(config, 0), Source("init", "random"), target, precision=precision)
 
 
 def test_golden_rows_alone_and_padded(bundles: dict[str, Exported], golden: str) -> None:
-    run = open_graph(bundles[golden].path / "model.onnx")
+    run = OnnxEncoder(bundles[golden].path, bundles[golden].manifest.graph)
     ids, want = golden_cases(golden)
-    longest = max(map(len, ids))
-    batch = np.full((len(ids), longest), bundles[golden].manifest.encoder.pad_token_id)
+    batch = np.full((len(ids), max(map(len, ids))), bundles[golden].manifest.encoder.pad_token_id)
     mask = np.zeros_like(batch)
     for row, sequence in enumerate(ids):
         batch[row, : len(sequence)], mask[row, : len(sequence)] = sequence, 1
@@ -64,84 +66,37 @@ def test_the_interface(bundles: dict[str, Exported], golden: str) -> None:
     assert [(opset.domain, opset.version) for opset in model.opset_import] == [("", names.OPSET)]
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"norm": "pre", "final_norm": True, "activation": "gelu_tanh"},
-        {"position": "none", "scale_embedding": True, "n_layers": 1},
-        {"position": "learned", "position_offset": 2, "pad_token_id": 1, "pad_takes_no_position": True},
-        {"norm": "none", "residual": False, "attention_bias": False, "d_ff": 0, "n_layers": 1},
-        {"norm": "none", "n_layers": 1},
-        {"residual": False, "attention_bias": False},
-        {"d_ff": 0, "norm": "pre"},
-        {"max_sequence_tokens": 1, "n_heads": 1, "embedding_norm": True, "n_token_types": 3, "position": "learned"},
-    ],
-)
-def test_every_choice_in_the_formula_survives(tiny: EncoderConfig, tmp_path: Path, fields: dict[str, object]) -> None:
-    encoder = random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0)
-    graphs = trace.write_graphs(encoder, tmp_path)
-    parity = check_parity(encoder, graphs.files[0])
-    check_inspection(encoder, graphs)
-    assert parity.max_relative_error <= 5e-6
-
-
-def test_both_graphs_share_one_file_of_weights(tiny: EncoderConfig, tmp_path: Path) -> None:
-    encoder = random_encoder(tiny, 0)
-    graphs = trace.write_graphs(encoder, tmp_path)
-    assert [path.name for path in graphs.files] == ["model.onnx", "inspect.onnx", "model.onnx.data"]
-    assert sorted(tmp_path.iterdir()) == sorted(graphs.files)
-    used = [_external(path) for path in graphs.files[:2]]
-    assert used[0] == used[1]
-    matrices = {name for name, weight in encoder.named_parameters() if weight.dim() == 2}
-    assert matrices <= used[0].keys()
-    # Every matrix once, and the sinusoids.
-    floats = sum(weight.numel() for weight in encoder.parameters() if weight.dim() == 2) + 24 * 16
-    assert 4 * floats <= graphs.files[2].stat().st_size <= 4 * floats + len(used[0]) * 4096
-
-
-def test_the_graph_does_nothing_that_only_an_inspection_needs(tiny: EncoderConfig, tmp_path: Path) -> None:
-    graphs = trace.write_graphs(random_encoder(tiny, 0), tmp_path)
-    model, inspected = (onnx.load(path) for path in graphs.files[:2])
-    assert [value.name for value in model.graph.output] == ["last_hidden_state"]
-    used = {name for node in model.graph.node for name in node.input} | {"last_hidden_state"}
-    assert all(used.intersection(node.output) for node in model.graph.node)
-    assert all(tensor.name in used for tensor in model.graph.initializer)
-    names = [value.name for value in inspected.graph.output]
-    assert names == [
-        "hidden_state.0", "hidden_state.1", "last_hidden_state", "attention_weights.0", "attention_weights.1",
-        "positions",
-    ]  # fmt: skip
-    assert names == [*graphs.hidden_state_names, *graphs.attention_weights_names, graphs.positions_name]
-
-
-@pytest.mark.parametrize(
-    ("fields", "count"),
-    [({}, 4), ({"norm": "pre"}, 4), ({"d_ff": 0}, 2), ({"residual": False}, 0), ({"norm": "none", "n_layers": 3}, 6)],
-)
-def test_residual_connections_are_named(
-    tiny: EncoderConfig, tmp_path: Path, fields: dict[str, object], count: int
+@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+@pytest.mark.parametrize("fields", CHOICES)
+def test_every_choice_in_the_formula_survives(
+    tiny: EncoderConfig, models: Path, fields: dict[str, Any], precision: Precision
 ) -> None:
-    encoder = random_encoder(EncoderConfig.from_mapping(dataclasses.asdict(tiny) | fields), 0)
-    graphs = trace.write_graphs(encoder, tmp_path)
-    assert len(graphs.residual_nodes) == count
-    nodes = {node.name: node for node in onnx.load(graphs.files[1]).graph.node}
-    assert all(nodes[name].op_type == "Add" for name in graphs.residual_nodes)
+    config = EncoderConfig.from_mapping(dataclasses.asdict(tiny) | {"d_model": 32} | fields)
+    parity = export(config, models, precision).manifest.parity
+    if precision == "float32":
+        assert parity.max_relative_error <= 5e-6
+    else:
+        assert parity.min_cosine >= {"float16": 0.99999, "int8": 0.99}[precision]
+        assert parity.max_relative_error > 0, "the rows are rounded"
 
 
-def test_embeddings_can_be_the_input(tiny: EncoderConfig, tmp_path: Path) -> None:
-    fields = dataclasses.asdict(tiny) | {"input": "embeddings", "vocab_size": 0}
-    encoder = random_encoder(EncoderConfig.from_mapping(fields), 0)
-    graphs = trace.write_graphs(encoder, tmp_path)
-    assert graphs.input_name == "inputs_embeds"
-    assert check_parity(encoder, graphs.files[0]).max_relative_error <= 5e-6
-    check_inspection(encoder, graphs)
+def test_both_graphs_share_one_file_of_weights(tiny: EncoderConfig, models: Path) -> None:
+    exported = export(tiny, models)
+    assert [file.path for file in exported.manifest.files] == ["inspect.onnx", "model.onnx", "model.onnx.data"]
+    served, inspected = (_external(exported.path / name) for name in ("model.onnx", "inspect.onnx"))
+    assert served == inspected
+    matrices = {name: weight for name, weight in random_encoder(tiny, 0).named_parameters() if weight.dim() == 2}
+    assert matrices.keys() <= served.keys()
+    # Every matrix once, and the sinusoids.
+    floats = sum(weight.numel() for weight in matrices.values()) + 24 * 16
+    size = (exported.path / "model.onnx.data").stat().st_size
+    assert 4 * floats <= size <= 4 * floats + len(served) * 4096
 
 
 def _external(path: Path) -> dict[str, tuple[str, str]]:
-    """Offset and length of each weight that lies outside the graph."""
-    model = onnx.load(path, load_external_data=False)
+    """Offset and length of each weight outside the graph."""
     found = {}
-    for tensor in model.graph.initializer:
+    for tensor in onnx.load(path, load_external_data=False).graph.initializer:
         if tensor.data_location == onnx.TensorProto.EXTERNAL:
             entries = {entry.key: entry.value for entry in tensor.external_data}
             assert entries["location"] == "model.onnx.data"
@@ -149,7 +104,23 @@ def _external(path: Path) -> dict[str, tuple[str, str]]:
     return found
 
 
+def test_the_served_graph_computes_nothing_for_inspections(tiny: EncoderConfig, models: Path) -> None:
+    exported = export(tiny, models)
+    served, inspected = (onnx.load(exported.path / name) for name in ("model.onnx", "inspect.onnx"))
+    assert [value.name for value in served.graph.output] == ["last_hidden_state"]
+    used = {name for node in served.graph.node for name in node.input} | {"last_hidden_state"}
+    assert all(used.intersection(node.output) for node in served.graph.node)
+    assert all(tensor.name in used for tensor in served.graph.initializer)
+    outputs = [value.name for value in inspected.graph.output]
+    assert outputs == [
+        "hidden_state.0", "hidden_state.1", "last_hidden_state", "attention_weights.0", "attention_weights.1",
+        "positions",
+    ]  # fmt: skip
+    graph = exported.manifest.inspect_graph
+    assert outputs == [*graph.hidden_state_names, *graph.attention_weights_names, graph.positions_name]
+
+
 def test_no_path_of_the_machine_is_in_the_file(bundles: dict[str, Exported], golden: str) -> None:
     content = (bundles[golden].path / "model.onnx").read_bytes()
-    for path in (Path(trace.__file__).parent, Path(torch.__file__).parent, bundles[golden].path.parent):
+    for path in (Path(graphs.__file__).parent, Path(torch.__file__).parent, bundles[golden].path.parent):
         assert str(path).encode() not in content

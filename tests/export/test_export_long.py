@@ -3,22 +3,25 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import pytest
 import torch
+from architectures import ARCHITECTURES, save
 
-from encserve_export import EncoderConfig
-from encserve_export.check.agreement import check_inspection, check_parity, relative_error
+from encserve_export import EncoderConfig, Exported, Source, Target, export_encoder, export_hf
+from encserve_export.check.agreement import relative_error
 from encserve_export.ground.precision import Precision
-from encserve_export.ground.runtime import open_session
-from encserve_export.models.own import trace
 from encserve_export.models.own.init import random_encoder
 from encserve_export.onnx_graph import query_blocks
+from encserve_export.onnx_graph.run import OnnxEncoder
 
-LONG = EncoderConfig(vocab_size=50, d_model=16, n_heads=2, d_ff=32, n_layers=2, max_sequence_tokens=1300)
-# In bytes, of a program that runs the graph for one sequence: what it needs beyond what it needed for one token.
+NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
+LONG = {"vocab_size": 50, "d_model": 32, "n_heads": 2, "d_ff": 64, "n_layers": 2, "max_sequence_tokens": 1300}
+WIDE = {"vocab_size": 50, "d_model": 64, "n_heads": 16, "d_ff": 64, "n_layers": 1, "max_sequence_tokens": 8192}
+# In bytes: the peak of a program that runs the graph for one token, and then for so many.
 MEMORY = r"""
 import re, sys
 from pathlib import Path
@@ -30,7 +33,7 @@ session = onnxruntime.InferenceSession(sys.argv[1], options, providers=["CPUExec
 def peak(tokens):
     ids = np.ones((1, tokens), np.int64)
     session.run(None, {"input_ids": ids, "attention_mask": ids})
-    # Of this program alone: ru_maxrss would be of who started it too.
+    # ru_maxrss would include the parent's memory.
     return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 print(peak(1), peak(int(sys.argv[2])))
 """
@@ -49,54 +52,68 @@ def peak(tokens):
     return 1024 * int(re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 print(peak(1), peak(int(sys.argv[2])))
 """
-WIDE = {"vocab_size": 50, "d_model": 64, "n_heads": 16, "d_ff": 64, "n_layers": 1, "max_sequence_tokens": 8192}
 
 
-@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
-def test_queries_in_blocks_give_the_same_rows(
-    tmp_path: Path, precision: Precision, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # Blocks of 64 queries, of which the last is short.
-    monkeypatch.setattr(query_blocks, "_SCORES", 1)
-    encoder = random_encoder(LONG, 0)
-    graphs = trace.write_graphs(encoder, tmp_path, precision)
-    model = onnx.load(graphs.files[0])
+@pytest.fixture(scope="module", params=["float32", "float16", "int8"])
+def long_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """An encoder for 1,300 tokens, in blocks of 64 queries, of which the last is short."""
+    target = Target(model_repository=tmp_path_factory.mktemp("models"), name="m")
+    encoder, precision = random_encoder(EncoderConfig.from_mapping(LONG), 0), request.param
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(query_blocks, "_SCORES", 1)
+        return export_encoder(encoder, Source("init", "random"), target, precision=precision)
+
+
+def test_queries_in_blocks_give_the_same_rows(long_bundle: Exported) -> None:
+    precision: Precision = long_bundle.manifest.graph.precision  # type: ignore[assignment]
+    model = onnx.load(long_bundle.path / "model.onnx")
     onnx.checker.check_model(model, full_check=True)
     assert [node.op_type for node in model.graph.node].count("If") == 2
     assert not any(node.op_type == "Softmax" for node in model.graph.node)
-    check_inspection(encoder, graphs)
-    session = open_session(graphs.files[0])
-    random = np.random.default_rng(0)
-    ids = random.integers(0, 50, (3, 200))
+    ids = np.random.default_rng(0).integers(0, 50, (3, 200))
     mask = (np.arange(200) < np.array([[200], [1], [130]])).astype(np.int64)
-    (got,) = session.run(None, {"input_ids": ids, "attention_mask": mask})
-    want = encoder(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
+    got = OnnxEncoder(long_bundle.path, long_bundle.manifest.graph)(ids, mask)
+    want = random_encoder(EncoderConfig.from_mapping(LONG), 0)(torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
     bound = {"float32": 5e-5, "float16": 2e-2, "int8": 0.15}[precision]
     assert relative_error(got[mask == 1], want[mask == 1]) <= bound
 
 
-def test_a_model_of_short_sequences_has_no_loop(tiny: EncoderConfig, tmp_path: Path) -> None:
-    model = onnx.load(trace.write_graphs(random_encoder(tiny, 0), tmp_path).files[0])
+def test_the_gate_reaches_the_longest_sequence(long_bundle: Exported) -> None:
+    assert [1300, 1299, 650] in [list(case.lengths) for case in long_bundle.manifest.parity.cases]
+
+
+def test_a_model_of_short_sequences_has_no_loop(tiny: EncoderConfig, models: Path) -> None:
+    target = Target(model_repository=models, name="m")
+    exported = export_encoder(random_encoder(tiny, 0), Source("init", "random"), target)
+    model = onnx.load(exported.path / "model.onnx")
     assert "If" not in {node.op_type for node in model.graph.node}
 
 
-def test_the_gate_reaches_the_longest_sequence(tmp_path: Path) -> None:
-    encoder = random_encoder(LONG, 0)
-    parity = check_parity(encoder, trace.write_graphs(encoder, tmp_path).files[0])
-    assert (1300, 1299, 650) in [case.lengths for case in parity.cases]
-
-
 @pytest.mark.system
-def test_memory_grows_with_the_length_and_not_with_its_square(tmp_path: Path) -> None:
-    """The scores of 8,192 tokens and 16 heads are 4.3 GB; what runs is a few blocks of 67 MB."""
+@pytest.mark.parametrize("name", ["BERT", "ModernBERT", "GTE"])
+@pytest.mark.parametrize("precision", ["float32", "float16", "int8"])
+def test_models_of_transformers_run_in_blocks(name: str, precision: Precision, tmp_path: Path) -> None:
+    """The gate compares them up to the longest sequence, alone and in batches, with PyTorch's own fast attention."""
+    settings = NAMED[name].settings | {"max_position_embeddings": 1300}
+    directory = save(type(NAMED[name])(name, NAMED[name].model_type, settings), tmp_path)
+    target = Target(model_repository=tmp_path / "models", name="m")
+    exported = export_hf(directory, target, max_sequence_tokens=1200, ids_only=True, precision=precision)
+    operators = [node.op_type for node in onnx.load(exported.path / "model.onnx").graph.node]
+    assert operators.count("If") == exported.manifest.encoder.n_layers
+    assert exported.manifest.HasField("inspect_graph")
+
+
+@pytest.mark.weekly
+def test_memory_grows_with_the_length_and_not_with_its_square(models: Path) -> None:
+    """The scores of 8,192 tokens and 16 heads are 4.3 GB; a block of them is 67 MB."""
     encoder = random_encoder(EncoderConfig.from_mapping(WIDE), 0)
-    path = trace.write_graphs(encoder, tmp_path).files[0]
-    assert _growth(MEMORY, str(path)) < 0.3e9
+    exported = export_encoder(encoder, Source("init", "random"), Target(model_repository=models, name="m"))
+    assert _growth(MEMORY, str(exported.path / "model.onnx")) < 0.3e9
     assert _growth(REFERENCE_MEMORY, repr(WIDE)) < 0.2e9
 
 
-def _growth(program: str, argument: str) -> int:
-    """How much more memory, in bytes, a program needs for 8,192 tokens than for one."""
+def _growth(program: str, argument: Any) -> int:
+    """The additional memory, in bytes, that a program needs for 8,192 tokens after one token."""
     command = [sys.executable, "-c", program, argument, "8192"]
     peaks = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stdout.split()
     return int(peaks[1]) - int(peaks[0])

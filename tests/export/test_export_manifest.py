@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from google.protobuf import json_format
 
 from encserve_export import EncoderConfig, Exported, Target, export_hf, export_init
-from encserve_export.bundle.manifest import count_parameters
 from encserve_export.models.own.init import random_encoder
+from encserve_export.models.own.reference import count_parameters
 from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
@@ -112,15 +111,3 @@ def test_the_file_has_every_field_in_order(bundles: dict[str, Exported]) -> None
     assert sorted(fields) == sorted(expected)
     assert fields["encoder"]["pad_token_id"] == 0, "zeros are written too"
     assert list(fields["source"]["versions"]) == sorted(fields["source"]["versions"])
-
-
-@pytest.mark.parametrize("golden", ["hf-roberta"])
-def test_fewer_tokens_give_a_smaller_position_table(
-    bundles: dict[str, Exported], data: Path, models: Path, golden: str
-) -> None:
-    target = Target(model_repository=models, name="short")
-    short = export_hf(data / golden, target, max_sequence_tokens=10, ids_only=True).manifest
-    assert short.encoder.max_sequence_tokens == 10
-    counts = {part.part: part.count for part in short.parameters}
-    full = {part.part: part.count for part in bundles[golden].manifest.parameters}
-    assert full["embedding"] - counts["embedding"] == (64 - 10) * 64

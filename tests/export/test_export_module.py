@@ -179,8 +179,8 @@ class ByMask(Mixing):
 @pytest.mark.parametrize(
     ("kind", "reason"),
     [
-        (ByNumbers, r"Could not guard on data-dependent expression .*if rows\.abs\(\)\.max\(\) > 100:"),
-        (ByMask, r"Could not extract specialized integer from data-dependent expression .*longest = int\("),
+        (ByNumbers, "Could not guard on data-dependent expression .*shows the line"),
+        (ByMask, "Could not extract specialized integer from data-dependent expression .*shows the line"),
     ],
 )
 def test_control_flow_by_data_is_refused_with_torchs_reason(
@@ -189,7 +189,7 @@ def test_control_flow_by_data_is_refused_with_torchs_reason(
     with pytest.raises(UnsupportedModelError, match=f"PyTorch cannot export {kind.__name__} as one graph: {reason}"):
         export(kind(), target)
     assert not models.exists()
-    assert capfd.readouterr() == ("", ""), "torch prints nothing of its own"
+    assert capfd.readouterr() == ("", f"encserve-export: running {kind.__name__}\n"), "torch prints nothing"
 
 
 class WithoutMask(Mixing):
@@ -206,7 +206,7 @@ def test_a_module_that_ignores_its_mask_is_refused(target: Target, models: Path)
 
 
 class Returning(nn.Module):
-    """Returns what it was made with."""
+    """Returns the given object, or raises it."""
 
     def __init__(self, made: Any) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ def test_what_is_no_encoder(target: Target, models: Path, made: Any, message: st
         ({"vocab_size": None}, VocabularyError, "vocab_size must be given, or a tokenizer"),
         ({"vocab_size": 41}, UnsupportedModelError, "does not run .* with token ids up to 40 of .*out of range"),
         ({"d_model": 8}, ConfigError, "d_model is of vectors; leave it out"),
-        ({"input": "embeddings"}, ConfigError, "d_model must be given where the input is embeddings"),
+        ({"input": "embeddings"}, ConfigError, "d_model must be given if the input is embeddings"),
         ({"pad_token_id": 40}, ConfigError, "pad_token_id must be from 0 to 39; was 40"),
         ({"pooling": "first"}, ConfigError, "pooling must be one of mean, cls, .*; was 'first'"),
         ({"l2_normalize": True}, ConfigError, "give the pooling too"),

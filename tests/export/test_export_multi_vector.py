@@ -12,7 +12,6 @@ from encserve_export import Target, export_hf
 from encserve_export.cli import main
 from encserve_export.ground.errors import ConfigError, ParityError
 from encserve_export.ground.precision import BOUNDS, Precision
-from encserve_export.routes.hf import Route
 
 pytestmark = pytest.mark.system
 
@@ -22,8 +21,7 @@ def test_vectors_are_those_of_sentence_transformers(name: str, tmp_path: Path) -
     DIRECTORIES[name](tmp_path / name)
     exported = export_hf(tmp_path / name, Target(model_repository=tmp_path / "models", name="m"))
     its = exported.manifest
-    route = "transformers" if name == "modernbert" else "own"
-    assert (its.multi_vector.width, its.source.route) == (WIDTH, route)
+    assert (its.multi_vector.width, its.source.route) == (WIDTH, "transformers")
     assert its.parity.pipeline_texts == 24
     assert its.parity.max_pipeline_error <= 1e-5
     assert its.parity.max_maxsim_error <= 1e-5
@@ -44,20 +42,15 @@ def test_what_is_said_of_queries_and_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["fixed-unattended", "modernbert"])
 def test_rows_of_tokens_that_none_attends_to_are_transformers_own(name: str, tmp_path: Path) -> None:
     DIRECTORIES[name](tmp_path / name)
-    spaces = set()
-    for route in ("own", "transformers"):
-        target = Target(model_repository=tmp_path / route, name="m")
-        its = export_hf(tmp_path / name, target, via=route).manifest
-        assert its.parity.max_pipeline_error <= 1e-5
-        spaces.add(its.space_id)
-    assert len(spaces) == 1
+    its = export_hf(tmp_path / name, Target(model_repository=tmp_path, name="m")).manifest
+    assert its.parity.max_pipeline_error <= 1e-5
 
 
-@pytest.mark.parametrize(("precision", "via"), [("float16", "own"), ("int8", "own"), ("float16", "transformers")])
-def test_other_precisions_say_what_they_do_to_scores(precision: Precision, via: Route, tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_other_precisions_say_what_they_do_to_scores(precision: Precision, tmp_path: Path) -> None:
     DIRECTORIES["plain"](tmp_path / "m")
     target = Target(model_repository=tmp_path / "models", name="m")
-    its = export_hf(tmp_path / "m", target, via=via, precision=precision).manifest
+    its = export_hf(tmp_path / "m", target, precision=precision).manifest
     bounds = BOUNDS[precision]
     assert bounds.cosine is not None
     assert its.parity.min_pipeline_cosine >= bounds.cosine

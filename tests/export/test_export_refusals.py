@@ -38,7 +38,8 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for name, directory in directories.items():
         exported = export(directory, folder / "models", "transformers", name=name)
         (directory / "onnx").mkdir()
-        shutil.copy(exported.path / "model.onnx", directory / "onnx")
+        for file in exported.path.glob("model.onnx*"):
+            shutil.copy(file, directory / "onnx")
     return directories
 
 
@@ -180,7 +181,7 @@ def test_one_clear_error(directory: Path, via: str | None, fault: str) -> None:
 @pytest.mark.parametrize("name", ["BERT"])
 def test_a_route_that_does_not_take_it(directory: Path) -> None:
     shutil.rmtree(directory / "onnx")
-    assert re.search(r"onnx/model\.onnx\. Without --via onnx, every way is tried$", refused(directory, "onnx"))
+    assert re.search(r"onnx/model\.onnx in .*\. Without --via onnx, every route is tried$", refused(directory, "onnx"))
 
 
 def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
@@ -226,7 +227,6 @@ def test_an_onnx_file_that_ignores_its_mask(tmp_path: Path, via: str | None) -> 
     error = refused(directory, via)
     assert "the model changes when padded: relative error " in error
     assert "it ignores its attention mask in part or altogether" in error
-    assert ("Without --via onnx, every way is tried" if via else "holds no weights") in error
 
 
 @pytest.mark.parametrize(("name", "via"), [("BERT", None), ("ELECTRA", "onnx"), ("ELECTRA", "transformers")])
@@ -266,7 +266,7 @@ def test_a_cross_encoder(tmp_path: Path) -> None:
     plain = save(NAMED["BERT"], tmp_path)
     AutoModelForSequenceClassification.from_pretrained(plain, num_labels=1).save_pretrained(plain)
     tokenizer(models.WordLevel(WORDS, unk_token="w1"))(plain)
-    for via in (None, "own", "onnx", "transformers"):
+    for via in (None, "onnx", "transformers"):
         directory = tmp_path / str(via) / "directory"
         CrossEncoder(str(plain), device="cpu").save_pretrained(str(directory))
         assert "is a CrossEncoder: it scores pairs of texts" in refused(directory, via)

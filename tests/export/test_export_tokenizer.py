@@ -20,7 +20,7 @@ from tokenizers import (
 from encserve_export import Exported, Target, export_hf
 from encserve_export.ground.errors import ConfigError, ParityError, TokenizerError, UnsupportedModelError
 from encserve_export.kinds import dense
-from encserve_export.models.own.layouts import hf_bert
+from encserve_export.models import pretrained
 from encserve_export.routes import hf
 from encserve_export.source.texts import TEXTS, around_tokens
 from encserve_export.source.tokenizer import read_tokenizer
@@ -294,10 +294,17 @@ def test_another_chat_template_is_refused(template: str, problem: str, tmp_path:
 
 
 def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which our own encoder, compared with itself, would never show."""
-    read = hf_bert.read_layout
-    monkeypatch.setattr(hf, "_compare_with_transformers", lambda *_: None)  # which comes first
-    monkeypatch.setattr(hf_bert, "read_layout", lambda settings: read({**settings, "layer_norm_eps": 1e-3}))
+    """A graph that is compared with a misread model alone would pass."""
+    load = pretrained.load_model
+
+    def misread(*arguments: Any) -> Any:
+        reference = load(*arguments)
+        for part in reference.module.modules():
+            if isinstance(part, torch.nn.LayerNorm):
+                part.eps = 1e-3
+        return reference
+
+    monkeypatch.setattr(pretrained, "load_model", misread)
     directory = write_directory(tmp_path / "directory", "no settings", modules=False)
     with pytest.raises(ParityError, match=r"gives another vector than transformers for the text '.*' with no prompt"):
         export(directory)

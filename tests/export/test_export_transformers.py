@@ -1,20 +1,24 @@
-"""What our own encoder is not, transformers is asked for: exported true, or refused with what to do next."""
+"""transformers' models become bundles: the same rows, hidden states and attention, or an error that says what to do."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture, change_config, save
+from architectures import ARCHITECTURES, Architecture, build, change_config, save
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 
 from encserve_export import Exported, Target, export_hf
+from encserve_export.check.agreement import relative_error
 from encserve_export.ground.errors import (
     CheckpointFileError,
     ConfigError,
+    ExportError,
     ParityError,
     UnsupportedModelError,
     WeightNamesError,
@@ -22,9 +26,19 @@ from encserve_export.ground.errors import (
     WeightValueError,
 )
 from encserve_export.ground.precision import BOUNDS, Precision
-from encserve_export.models.pretrained import TransformersModel, write_onnx
+from encserve_export.models.graphs import write_graphs
+from encserve_export.models.reference import Reference
+from encserve_export.onnx_graph.run import OnnxEncoder
+from encserve_server.repository.bundle import read_bundle
+from encserve_server.types.inspections import InspectKind
 
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
+FAST = ("BERT", "ModernBERT")
+# Its window of attention is made by code that PyTorch's tracing does not take.
+NOT_INSPECTED = ("EmbeddingGemma",)
+WITH_POSITIONS = {
+    *("BERT", "RoBERTa", "XLM-R", "CamemBERT", "DistilBERT", "MPNet", "DeBERTa-v2", "MobileBERT", "Ernie", "CLIP"),
+}
 
 
 @pytest.fixture
@@ -45,24 +59,76 @@ def change(directory: Path, **changed: Tensor | None) -> None:
     save_file({name: tensor for name, tensor in tensors.items() if tensor is not None}, path, {"format": "pt"})
 
 
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else pytest.mark.system) for name in NAMED]
+)
+def test_rows_hidden_states_and_attention_are_those_of_transformers(name: str, tmp_path: Path) -> None:
+    exported = export(save(NAMED[name], tmp_path), tmp_path / "models")
+    manifest, theirs = exported.manifest, build(NAMED[name])
+    theirs = theirs.get_encoder() if theirs.config.is_encoder_decoder else theirs
+    ids = np.random.default_rng(0).integers(3, manifest.encoder.vocab_size, (1, 17))
+    with torch.inference_mode():
+        want = theirs(
+            input_ids=torch.from_numpy(ids),
+            attention_mask=torch.ones((1, 17), dtype=torch.int64),
+            output_hidden_states=True,
+            output_attentions=True,
+        )
+    rows = OnnxEncoder(exported.path, manifest.graph)(ids, np.ones_like(ids))
+    assert relative_error(rows, want.last_hidden_state.numpy()) <= 5e-5
+    inspect = read_bundle(exported.path).inspect_graph  # as the server reads it
+    if name in NOT_INSPECTED:
+        assert inspect is None
+        assert exported.notes["inspection"].startswith("not possible: PyTorch cannot write")
+        return
+    assert inspect is not None
+    assert (InspectKind.POSITIONS in inspect.names) == (name in WITH_POSITIONS)
+    run = OnnxEncoder(inspect.graph.path, manifest.graph)
+    states = run.outputs(inspect.names[InspectKind.HIDDEN_STATES], ids, np.ones_like(ids))
+    for got, state in zip(states, (*want.hidden_states[:-1], want.last_hidden_state), strict=True):
+        assert relative_error(got, state.numpy()) <= 5e-5
+    weights = run.outputs(inspect.names[InspectKind.ATTENTION_WEIGHTS], ids, np.ones_like(ids))
+    for got, attention in zip(weights, want.attentions, strict=True):
+        np.testing.assert_allclose(got, attention.numpy(), atol=1e-5)
+    if name in WITH_POSITIONS:
+        (table,) = run.outputs(inspect.names[InspectKind.POSITIONS], ids, np.ones_like(ids))
+        found = next(it for key, it in theirs.state_dict().items() if "position_embedding" in key and it.dim() == 2)
+        first = {"RoBERTa": 2, "XLM-R": 2, "CamemBERT": 2, "MPNet": 2}.get(name, 0)
+        np.testing.assert_array_equal(table, found[first : first + 20].numpy())
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+@pytest.mark.parametrize("name", ["ModernBERT", "Qwen3", "T5", "MPNet"])
+def test_other_precisions_pass_their_gates(name: str, precision: Precision, tmp_path: Path) -> None:
+    """Rows and inspections: a norm of one kind, positions of three kinds."""
+    manifest = export(save(NAMED[name], tmp_path), tmp_path / "models", precision=precision).manifest
+    assert manifest.graph.precision == precision
+    assert manifest.HasField("inspect_graph")
+
+
+@pytest.mark.parametrize("precision", ["float16", "int8"])
+def test_other_precisions_are_smaller(data2vec: Path, models: Path, precision: Precision) -> None:
+    manifest = export(data2vec, models, precision=precision).manifest
+    assert (manifest.graph.precision, manifest.source.route) == (precision, "transformers")
+    assert manifest.parity.min_cosine >= manifest.parity.required_min_cosine == BOUNDS[precision].cosine
+    assert manifest.parity.min_padding_cosine >= 0.999
+    weights = (data2vec / "model.safetensors").stat().st_size
+    data = sum(file.size_bytes for file in manifest.files if file.path == "model.onnx.data")
+    assert data < {"float16": 0.6, "int8": 0.6}[precision] * weights
+
+
 def test_what_the_manifest_says(data2vec: Path, models: Path) -> None:
     exported = export(data2vec, models, max_sequence_tokens=None)
     shape, source = exported.manifest.encoder, exported.manifest.source
     assert (shape.d_model, shape.vocab_size, shape.pad_token_id) == (64, 200, 1)
+    assert (shape.n_layers, shape.n_heads, shape.position) == (2, 4, "learned")
     assert shape.max_sequence_tokens == 64, "66 positions, two of which are not for tokens"
     assert (source.kind, source.route, source.description) == ("hf", "transformers", "Data2VecTextModel")
     assert {"torch", "transformers"} <= set(source.versions)
     assert 0 < exported.manifest.parity.max_relative_error <= exported.manifest.parity.tolerance == 5e-5
-    assert exported.notes["route"].startswith(
-        "transformers; our own encoder does not take it: model_type must be one of bert"
-    )
-    assert "there is no onnx/model.onnx" in exported.notes["route"]
-
-
-@pytest.mark.parametrize("name", ["ModernBERT", "Qwen3", "T5"])
-def test_rows_are_those_of_transformers(tmp_path: Path, models: Path, name: str) -> None:
-    """The gate compares them; one with layers of its own, one that decodes, and one half of a model."""
-    assert export(save(NAMED[name], tmp_path), models, via="transformers").manifest.parity.tolerance == 5e-5
+    assert exported.notes["route"] == "transformers"
+    assert "inspection" not in exported.notes
 
 
 def test_the_longest_sequence(data2vec: Path, models: Path) -> None:
@@ -72,12 +138,47 @@ def test_the_longest_sequence(data2vec: Path, models: Path) -> None:
         export(data2vec, models, max_sequence_tokens=65)
 
 
+def test_positions_for_long_texts_are_refused_with_the_longest_sequence_that_works(
+    tmp_path: Path, models: Path
+) -> None:
+    """longrope: a long text in a batch changes the positions of the short ones."""
+    scaling = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 30,
+        "short_factor": [1.0] * 8, "long_factor": [2.0] * 8,
+    }  # fmt: skip
+    settings = NAMED["Qwen3"].settings | {"rope_parameters": scaling, "max_position_embeddings": 60}
+    directory = save(Architecture("Long", "qwen3", settings), tmp_path)
+    with pytest.raises(ExportError, match="more than 30 tokens .*: give --max-sequence-tokens 30 or less"):
+        export(directory, models, max_sequence_tokens=60)
+    assert export(directory, models, max_sequence_tokens=30).manifest.source.route == "transformers"
+
+
 def test_heads_are_left_behind_and_named(data2vec: Path, models: Path) -> None:
     weights = load_file(data2vec / "model.safetensors")
     own = {name: tensor for name, tensor in weights.items() if not name.startswith("pooler.")}
     head = {"lm_head.dense.weight": next(iter(weights.values())).clone()}
     save_file({**own, **head}, data2vec / "model.safetensors", {"format": "pt"})
     assert export(data2vec, models).unused_parts == ("lm_head",), "the pooler makes no rows: it may be missing"
+
+
+def test_other_names_and_types_of_weights_give_the_same_rows(tmp_path: Path) -> None:
+    """LayerNorms named gamma and beta, a prefix, and float64, as old and half-converted checkpoints have."""
+    directory = save(NAMED["BERT"], tmp_path)
+    ids = np.arange(12)[None]
+
+    def rows(name: str) -> Any:
+        exported = export_hf(
+            directory, Target(model_repository=tmp_path / "models", name=name), max_sequence_tokens=20, ids_only=True
+        )
+        return OnnxEncoder(exported.path, exported.manifest.graph)(ids, np.ones_like(ids))
+
+    want = rows("plain")
+    renamed = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        name = name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta")
+        renamed[f"bert.{name}"] = tensor.double()
+    save_file(renamed, directory / "model.safetensors", {"format": "pt"})
+    assert relative_error(rows("renamed"), want) <= 1e-6
 
 
 @pytest.mark.parametrize(
@@ -96,7 +197,7 @@ def test_heads_are_left_behind_and_named(data2vec: Path, models: Path) -> None:
         ({"quantization_config": {"bits": 4}}, UnsupportedModelError, "the checkpoint is quantised"),
     ],
 )
-def test_a_configuration_that_lies(
+def test_a_configuration_of_another_model_is_refused(
     data2vec: Path, models: Path, settings: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     change_config(data2vec, **settings)
@@ -105,12 +206,21 @@ def test_a_configuration_that_lies(
     assert not models.exists()
 
 
-def test_weights_that_are_no_numbers(data2vec: Path, models: Path) -> None:
+def test_weights_that_are_not_finite_are_refused(data2vec: Path, models: Path) -> None:
     name = "encoder.layer.0.output.dense.bias"
     bias = load_file(data2vec / "model.safetensors")[name]
     bias[3] = float("nan")
     change(data2vec, **{name: bias})
     with pytest.raises(WeightValueError, match=f"{name} holds numbers that are not finite"):
+        export(data2vec, models)
+    assert not models.exists()
+
+
+def test_integer_weights_are_refused(data2vec: Path, models: Path) -> None:
+    name = "encoder.layer.0.output.dense.weight"
+    shape = load_file(data2vec / "model.safetensors")[name].shape
+    change(data2vec, **{name: torch.ones(shape, dtype=torch.int8)})
+    with pytest.raises(WeightValueError, match=f"{name} must hold floating-point numbers; was int8"):
         export(data2vec, models)
     assert not models.exists()
 
@@ -128,18 +238,18 @@ def test_a_missing_shard(data2vec: Path, models: Path) -> None:
 
 
 class Looking(torch.nn.Module):
-    """Does what no graph can know beforehand: it looks at the numbers."""
+    """Branches on the values of its mask, which no graph can."""
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         return ids.float() if mask.sum().item() > 3 else mask.float()
 
 
-def test_what_pytorch_says_of_a_failure_is_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    model = TransformersModel(Looking(), "Looking", None, 50, 0, ())
-    with pytest.raises(UnsupportedModelError, match=r"cannot write Looking as ONNX \(dynamo\): .+") as it:
-        write_onnx(model, "dynamo", tmp_path / "model.onnx")
-    assert "\n" not in str(it.value)
-    assert "\x1b" not in str(it.value)
+def test_pytorch_prints_nothing_if_it_fails(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    reference = Reference(module=Looking(), description="Looking", vocab_size=50)
+    with pytest.raises(UnsupportedModelError, match=r"cannot write Looking as ONNX \(dynamo\): .+") as refusal:
+        write_graphs(reference, tmp_path, "dynamo", precision="float32", max_sequence_tokens=20)
+    assert "\n" not in str(refusal.value)
+    assert "\x1b" not in str(refusal.value)
     assert "".join(capfd.readouterr()) == ""
 
 
@@ -158,30 +268,76 @@ def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkey
     assert not models.exists()
 
 
-def test_a_route_that_is_asked_for(bert: Any, models: Path) -> None:
-    """Our own encoder would do; what is asked for is taken, or nothing is."""
-    exported = export(bert.path, models, via="transformers")
-    assert (exported.manifest.source.route, exported.notes["route"]) == ("transformers", "transformers, as --via asks")
-    target = Target(model_repository=models, name="other")
-    with pytest.raises(UnsupportedModelError, match=r"there is no onnx/model\.onnx"):
-        export_hf(bert.path, target, via="onnx", ids_only=True)
+def test_a_model_that_hides_its_inside_is_exported_without_inspection(
+    data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import Data2VecTextModel
+
+    forward = Data2VecTextModel.forward
+
+    def closed(self: Any, input_ids: Tensor, attention_mask: Tensor, **_: Any) -> Any:
+        return forward(self, input_ids, attention_mask=attention_mask)
+
+    monkeypatch.setattr(Data2VecTextModel, "forward", closed)
+    exported = export(data2vec, models)
+    assert not exported.manifest.HasField("inspect_graph")
+    assert exported.notes["inspection"] == "not possible: it gives no hidden states and attention weights"
 
 
 @pytest.mark.parametrize("true", [True, False])
-def test_an_onnx_file_in_the_directory(data2vec: Path, models: Path, tmp_path: Path, true: bool) -> None:
-    """It is taken where its rows are the model's, and otherwise the model itself."""
-    graph = export(data2vec, tmp_path / "before").path / "model.onnx"
+def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
+    data2vec: Path, models: Path, tmp_path: Path, true: bool
+) -> None:
+    """Its rows must be the model's."""
+    exported = export(data2vec, tmp_path / "before")
     (data2vec / "onnx").mkdir()
-    graph.rename(data2vec / "onnx" / "model.onnx")
+    for file in exported.path.glob("model.onnx*"):
+        shutil.copy(file, data2vec / "onnx")
     if not true:
-        change(
-            data2vec,
-            embeddings__LayerNorm__weight=load_file(data2vec / "model.safetensors")["embeddings.LayerNorm.bias"],
-        )
-    exported = export(data2vec, models)
-    assert exported.manifest.source.route == ("onnx" if true else "transformers")
+        bias = load_file(data2vec / "model.safetensors")["embeddings.LayerNorm.bias"]
+        change(data2vec, embeddings__LayerNorm__weight=bias)
+        with pytest.raises(ParityError, match="the model differs from PyTorch"):
+            export(data2vec, models, via="onnx")
+        return
+    assert export(data2vec, tmp_path / "other").manifest.source.route == "transformers"
+    exported = export(data2vec, models, via="onnx")
+    assert (exported.manifest.source.route, exported.notes["route"]) == ("onnx", "onnx/model.onnx, as --via asks")
     assert exported.manifest.parity.tolerance == 5e-5
-    assert true or "onnx/model.onnx does not take it: the model differs from PyTorch" in exported.notes["route"]
+
+
+@pytest.mark.parametrize("name", ["BERT", "T5"])
+def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models: Path) -> None:
+    """As in directories of the hub that hold config.json and onnx/model.onnx alone."""
+    directory = save(NAMED[name], tmp_path)
+    bundle = export(directory, tmp_path / "before", via="transformers").path
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(CheckpointFileError, match="holds no weights; looked for"):
+        export(directory, models)
+    (directory / "onnx").mkdir()
+    for file in bundle.glob("model.onnx*"):
+        shutil.copy(file, directory / "onnx")
+    exported = export(directory, models)
+    assert exported.manifest.source.route == "onnx"
+    assert exported.notes["route"] == "onnx/model.onnx; the directory holds no weights for transformers"
+
+
+def test_an_onnx_file_of_a_model_that_transformers_does_not_know_is_used(
+    data2vec: Path, models: Path, tmp_path: Path
+) -> None:
+    bundle = export(data2vec, tmp_path / "before").path
+    (data2vec / "onnx").mkdir()
+    for file in bundle.glob("model.onnx*"):
+        shutil.copy(file, data2vec / "onnx")
+    change_config(data2vec, model_type="unheard")
+    exported = export(data2vec, models)
+    assert exported.manifest.source.route == "onnx"
+    assert "transformers does not take it: transformers" in exported.notes["route"]
+    assert exported.manifest.parity.tolerance == 0, "nothing to compare with"
+
+
+def test_a_route_that_does_not_take_the_directory(data2vec: Path, models: Path) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"there is no onnx/model\.onnx .*Without --via onnx, every route"):
+        export(data2vec, models, via="onnx")
 
 
 def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:
@@ -192,12 +348,14 @@ def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:
     assert list(exported.manifest.text.special_token_ids) == [0, 2, 3]
 
 
-@pytest.mark.parametrize("precision", ["float16", "int8"])
-def test_precision(data2vec: Path, models: Path, precision: Precision) -> None:
-    """Smaller, and within the bounds that hold for our own encoder."""
-    manifest = export(data2vec, models, precision=precision).manifest
-    assert (manifest.graph.precision, manifest.source.route) == (precision, "transformers")
-    assert manifest.parity.min_cosine >= manifest.parity.required_min_cosine == BOUNDS[precision].cosine
-    assert manifest.parity.min_padding_cosine >= 0.999
-    weights = (data2vec / "model.safetensors").stat().st_size
-    assert sum(file.size_bytes for file in manifest.files) < {"float16": 0.75, "int8": 0.65}[precision] * weights
+def test_settings_that_transformers_ignores_are_remarked(tmp_path: Path, models: Path) -> None:
+    directory = save(NAMED["BERT"], tmp_path)
+    change_config(directory, position_embedding_type="alibi", auto_map={"AutoModel": "modeling.Mine"})
+    remark = export(directory, models).notes["remark"]
+    assert "(auto_map) was not run: the model is read as transformers' own bert" in remark
+    assert "position_embedding_type 'alibi', which transformers' own bert ignores: if the model was trained" in remark
+
+
+def test_positions_that_transformers_reads_are_not_remarked(tmp_path: Path, models: Path) -> None:
+    sizes = {**NAMED["BERT"].settings, "pad_token_id": 0, "mask_token_id": 4, "position_embedding_type": "rotary"}
+    assert "remark" not in export(save(Architecture("ESM", "esm", sizes), tmp_path), models).notes

@@ -20,7 +20,7 @@ State = dict[str, Tensor]
 
 
 def state_dict(layout: str, encoder: Encoder) -> State:
-    """The state dict without the embedding table, each tensor in memory of its own."""
+    """The state dict without the embedding table, each tensor in separate memory."""
     ours = encoder.state_dict()
     state: State = {}
     for index in range(encoder.config.n_layers):
@@ -45,7 +45,7 @@ def saved(layout: str = "split-qkv") -> State:
 
 
 def _rename(block: State, names: dict[str, str]) -> State:
-    """The tensors whose names begin with one of `names`, which is replaced."""
+    """Replace the beginnings of names; other tensors are left out."""
     return {
         new + name.removeprefix(old): tensor
         for old, new in names.items()

@@ -160,8 +160,8 @@ def _pooling_options(command: _Command) -> _Command:
 @click.option(
     "--via",
     type=click.Choice(ROUTES),
-    help="The source of the graph: our own encoder, the directory's onnx/model.onnx, or PyTorch's export of the "
-    "transformers model. Default: the first that works.",
+    help="The source of the graph: PyTorch's export of the transformers model, or the directory's onnx/model.onnx. "
+    "Default: transformers; the file if transformers does not take the model.",
 )
 @_pooling_option(help="The pooling that the model was trained with, for a directory without modules.json.")
 @click.option(

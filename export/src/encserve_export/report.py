@@ -53,6 +53,7 @@ def _facts(exported: Exported) -> list[tuple[str, str]]:
     size = sum(file.size_bytes for file in manifest.files if file.path.startswith(names.FILE))
     facts = [
         ("route", notes.get("route", "")),
+        ("inspection", notes.get("inspection", "")),
         ("text", notes.get("text", "")),
         ("pooling", _pooling(exported)),
         ("vectors", _multi_vector(manifest.multi_vector) if manifest.HasField("multi_vector") else ""),

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from encserve_export.ground.errors import CheckpointFileError, ParityError
 from encserve_export.ground.float64 import in_float64
-from encserve_export.ground.precision import allowed
+from encserve_export.ground.precision import HEAD_TOLERANCE, VOCABULARY_HEAD_TOLERANCE, allowed
 from encserve_export.ground.runtime import open_session
 from encserve_export.kinds.recipe import MultiVectorHead, SparseHead
 from encserve_export.onnx_graph import traced
@@ -20,7 +20,6 @@ from encserve_proto.bundle.v1 import manifest_pb2
 FILE = "head.onnx"
 MULTI_VECTOR_FILE, SPARSE_FILE = "multi_vector.onnx", "sparse.onnx"
 _POOLED, _ROWS, _MASK, _OUTPUT = "pooled", "rows", "mask", "vectors"
-_TOLERANCE, _WEIGHT_TOLERANCE = 1e-5, 1e-4
 # With so few rows, weights over a vocabulary of 250,000 take 32 MB.
 _ROWS_COMPARED = 32
 
@@ -121,7 +120,7 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
     session = open_session(path)
     (got,) = session.run([_OUTPUT], {name: tensor.numpy() for name, tensor in example.items()})
     worst, float32_error = (_error(rows, float64, sparse=sparse) for rows in (torch.from_numpy(got), float32))
-    tolerance = allowed(_WEIGHT_TOLERANCE if sparse else _TOLERANCE, float32_error)
+    tolerance = allowed(VOCABULARY_HEAD_TOLERANCE if sparse else HEAD_TOLERANCE, float32_error)
     if not worst <= tolerance:
         raise ParityError(
             f"{what} differ from PyTorch: error {worst:.1e}, tolerance {tolerance:.1e}, PyTorch's own float32 "

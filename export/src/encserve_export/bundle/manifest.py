@@ -11,12 +11,8 @@ from encserve_export.bundle.space import space_id
 from encserve_export.check import agreement
 from encserve_export.check.expected import Agreement, Expected
 from encserve_export.check.texts import Compared
-from encserve_export.ground import names
 from encserve_export.ground.errors import ConfigError
 from encserve_export.kinds.recipe import Recipe
-from encserve_export.models.own import trace
-from encserve_export.models.own.config import EncoderConfig
-from encserve_export.models.own.encoder import Encoder
 from encserve_export.source.tokenizer import TokenizerFile
 from encserve_export.source.weights import sha256
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -74,27 +70,6 @@ class Model:
     graph: manifest_pb2.Graph
     parameters: Mapping[str, int]
     inspect_graph: manifest_pb2.InspectGraph | None = None
-
-
-def describe(encoder: Encoder, graphs: trace.Graphs) -> Model:
-    """Describe an encoder and the graphs that `trace.write_graphs` wrote."""
-    graph = manifest_pb2.Graph(
-        file=names.FILE,
-        opset=names.OPSET,
-        input_ids_name=graphs.input_name if encoder.config.input == "token_ids" else "",
-        embeddings_name=graphs.input_name if encoder.config.input == "embeddings" else "",
-        attention_mask_name=names.ATTENTION_MASK,
-        output_name=names.OUTPUT,
-        precision=graphs.precision,
-    )
-    inspect_graph = manifest_pb2.InspectGraph(
-        file=names.INSPECT_FILE,
-        attention_weights_names=graphs.attention_weights_names,
-        hidden_state_names=graphs.hidden_state_names,
-        positions_name=graphs.positions_name,
-        residual_nodes=graphs.residual_nodes,
-    )
-    return Model(_shape(encoder.config), graph, count_parameters(encoder), inspect_graph)
 
 
 def build_manifest(
@@ -188,29 +163,6 @@ def to_json(manifest: manifest_pb2.Manifest) -> str:
     for parent, name in ((fields["source"], "versions"), (fields, "prompts")):
         parent[name] = dict(sorted(parent[name].items()))
     return json.dumps(fields, indent=2) + "\n"
-
-
-def count_parameters(encoder: Encoder) -> dict[str, int]:
-    """Count the parameters of the parts embedding, attention, feed_forward and norm."""
-    counts = dict.fromkeys(("embedding", "attention", "feed_forward", "norm"), 0)
-    for name, parameter in encoder.named_parameters():
-        counts[_part(name)] += parameter.numel()
-    return counts
-
-
-def _part(name: str) -> str:
-    """The part of a parameter, e.g. "blocks.0.attention_norm.weight" -> "norm"."""
-    modules = name.split(".")
-    if any(module.endswith("norm") for module in modules):
-        return "norm"
-    if modules[0] == "positions":
-        return "attention"
-    return "embedding" if modules[0] == "embeddings" else modules[2]
-
-
-def _shape(config: EncoderConfig) -> manifest_pb2.EncoderShape:
-    values: Mapping[str, Any] = dataclasses.asdict(config)
-    return manifest_pb2.EncoderShape(**{it.name: values[it.name] for it in manifest_pb2.EncoderShape.DESCRIPTOR.fields})
 
 
 def _tools(source: Source) -> list[str]:

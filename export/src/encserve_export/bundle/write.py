@@ -58,8 +58,8 @@ class Exported:
     Attributes:
         path: Its folder.
         manifest: The content of its manifest.json.
-        notes: Decisions that the user should know about, by topic. The topics are "route", "text", "longest", "remark",
-            "expected" (the file with the user's rows) and "compared with" (the library).
+        notes: Decisions that the user should know about, by topic. The topics are "route", "inspection", "text",
+            "longest", "remark", "expected" (the file with the user's rows) and "compared with" (the library).
         unused_parts: Parts of the checkpoint that the bundle does not use, such as "classifier"; empty for ONNX files.
         replaced_space_id: The computed space_id, if `Target.keep_space_id` replaced it; otherwise empty.
     """

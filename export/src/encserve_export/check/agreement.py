@@ -1,38 +1,51 @@
 """Compares ONNX Runtime with PyTorch, row by row, and padded batches with single sequences.
 
-Bundles in float32 are compared with the same module in float64, and PyTorch's own float32 is the measure of what
-rounding does to this model on this CPU. Bundles in other precisions are compared with PyTorch's float32.
+A float32 bundle is compared with the same module in float64. The error of PyTorch's own float32 shows how much rounding
+moves the rows of this model on this CPU. Bundles in other precisions are compared with PyTorch in float32.
 
-A sequence is token ids, int64 (seq,), or embeddings, float32 (seq, d_model); `input` stands for either.
+A sequence is token ids, int64 (seq,), or vectors, float32 (seq, width).
 """
 
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
 
 import numpy as np
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from encserve_export.ground import names
 from encserve_export.ground.arrays import Input, Mask, Rows, Run
 from encserve_export.ground.errors import ParityError, UnsupportedModelError
 from encserve_export.ground.float64 import in_float64
-from encserve_export.ground.precision import BOUNDS, Bounds, Precision, allowed, bounds_of
-from encserve_export.ground.runtime import onnxruntime, open_session
-from encserve_export.models.own import trace
-from encserve_export.models.own.encoder import Encoder
+from encserve_export.ground.precision import BOUNDS, Bounds, allowed, bounds_of
+from encserve_export.models.reference import Reference
+from encserve_export.onnx_graph.run import OnnxEncoder
+from encserve_proto.bundle.v1 import manifest_pb2
 
-# What PyTorch's own float32 is measured with besides: in a few rows alone, rounding may happen to cancel out, and 4
-# times its error there is less than what ONNX Runtime is off by. It is also the longest sequence that is inspected:
-# attention weights grow with its square.
+# PyTorch's float32 error is also measured on this many sequences of this many tokens. In a few rows alone rounding may
+# cancel out, and four times such an error is less than ONNX Runtime's. Inspections are compared up to this length,
+# since attention weights grow with its square.
 _MEASURED, _MEASURED_TOKENS = 8, 64
-# A sequence of a batch: its length, and how many before it in the batch have the same.
+# A sequence of a batch: its length, and the number of earlier sequences of that length in the batch.
 _Key = tuple[int, int]
-# Enough to see that padding changes rows.
+Sequences = Mapping[_Key, Input]
+# Long enough to see that padding changes rows.
 _PADDED_TOKENS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The difference of two arrays of rows.
+
+    Attributes:
+        error: The largest ‖got - want‖/‖want‖ of a row; infinite if a number of `got` is not finite.
+        cosine: The least cosine similarity of a row; -1 if a number of `got` is not finite.
+        excess: The figure that exceeds its tolerance, for errors; empty if none does.
+    """
+
+    error: float
+    cosine: float
+    excess: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,11 +54,11 @@ class Case:
 
     Attributes:
         lengths: The lengths of its sequences, in tokens.
-        max_relative_error: The largest ‖got - want‖/‖want‖ over its rows, each sequence in this batch and alone, ONNX
-            Runtime against PyTorch; 0 where there is no PyTorch to compare with.
-        max_padding_error: The same, each sequence in this batch against the sequence alone, both in ONNX Runtime.
-        min_cosine: The least cosine similarity of its rows, ONNX Runtime's and PyTorch's; 1 where there is no PyTorch.
-        min_padding_cosine: The same, each sequence in this batch and the sequence alone.
+        max_relative_error: The largest ‖got - want‖/‖want‖ of a row against PyTorch, of sequences alone and in this
+            batch; 0 without a reference.
+        max_padding_error: The same, of sequences in this batch against the sequences alone, both in ONNX Runtime.
+        min_cosine: The least cosine similarity to PyTorch's row; 1 without a reference.
+        min_padding_cosine: The same, between sequences in this batch and alone.
     """
 
     lengths: tuple[int, ...]
@@ -61,9 +74,8 @@ class Parity:
 
     Attributes:
         cases: The batches.
-        bounds: What was allowed; nothing is said of PyTorch where there is none to compare with.
-        float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows, each sequence alone; None where
-            float64 was not the judge.
+        bounds: The allowed differences; none from PyTorch without a reference.
+        float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None if float64 was not used.
     """
 
     cases: tuple[Case, ...]
@@ -77,57 +89,73 @@ class Parity:
 
     @property
     def max_padding_error(self) -> float:
-        """The largest error between a sequence padded in a batch and the same sequence alone."""
+        """The largest error between a sequence in a batch and the same sequence alone."""
         return max(case.max_padding_error for case in self.cases)
 
     @property
     def min_cosine(self) -> float:
-        """The least cosine similarity of a row and PyTorch's."""
+        """The least cosine similarity to PyTorch's row."""
         return min(case.min_cosine for case in self.cases)
 
     @property
     def min_padding_cosine(self) -> float:
-        """The least cosine similarity of a row in a padded batch and the same sequence's alone."""
+        """The least cosine similarity between a sequence in a batch and the same sequence alone."""
         return min(case.min_padding_cosine for case in self.cases)
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What rows must be, computed before ONNX Runtime runs, so that the two need no memory at the same time.
+class ReferenceRows:
+    """The expected rows, computed before ONNX Runtime runs, so that the two need no memory at the same time.
 
     Attributes:
-        sequences: The sequences that the batches are made of.
-        rows: The rows of each alone, float32 (seq, d_model). All of them take less than those of the largest batch.
-        float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None where `rows` are float32's.
+        sequences: The sequences of all batches.
+        rows: The rows of each sequence alone, float32 (seq, d_model).
+        float32_error: The largest ‖float32 - float64‖/‖float64‖ of PyTorch's own rows; None if `rows` are float32's.
     """
 
-    sequences: Mapping[_Key, Input]
+    sequences: Sequences
     rows: Mapping[_Key, Rows]
     float32_error: float | None
 
 
-class Reference(Protocol):
-    """A model in PyTorch whose rows another must give.
+def compare(got: Rows, want: Rows, tolerance: Bounds, float32_error: float | None = None) -> Comparison:
+    """Compares rows of the same shape, (…, d_model).
 
-    Attributes:
-        description: What it is called in errors.
-        vocab_size: One more than the largest id; 0 where it takes vectors.
+    Args:
+        got: The rows to judge.
+        want: The expected rows.
+        tolerance: Its `error` and `cosine` are the limits; None is no limit.
+        float32_error: PyTorch's own error, which `Comparison.excess` then names.
     """
+    error, cosine = relative_error(got, want), least_cosine(got, want)
+    excess = ""
+    if tolerance.error is not None and not error <= tolerance.error:
+        excess = f"relative error {error:.1e} of a row, tolerance {tolerance.error:.1e}"
+        excess += f", PyTorch's own float32 {float32_error:.1e}" if float32_error else ""
+    elif tolerance.cosine is not None and not cosine >= tolerance.cosine:
+        excess = f"cosine similarity {cosine:.4f} of a row, at least {tolerance.cosine} is required; float32 is exact"
+    return Comparison(error, cosine, excess)
 
-    @property
-    def description(self) -> str:
-        """See the class."""
 
-    @property
-    def vocab_size(self) -> int:
-        """See the class."""
+def relative_error(got: Rows, want: Rows) -> float:
+    """The largest ‖got - want‖/‖want‖ over rows of the same shape (…, d_model); infinite if got is not finite."""
+    difference = np.linalg.norm(got.astype(np.float64) - want, axis=-1)  # (…)
+    norm = np.linalg.norm(want.astype(np.float64), axis=-1)  # (…)
+    # A row of zeros has no relative error: any difference from it is infinite.
+    error = np.divide(difference, norm, out=np.where(difference == 0, 0.0, np.inf), where=norm > 0)  # (…)
+    return float(np.where(np.isnan(error), np.inf, error).max())
 
-    @property
-    def module(self) -> nn.Module:
-        """What computes the rows."""
 
-    def __call__(self, inputs: Any, mask: Mask, /) -> Rows:
-        """Runs one batch, in the type that the module's numbers have; see `Run`."""
+def least_cosine(got: Rows, want: Rows) -> float:
+    """The least cosine similarity of rows of the same shape (…, d_model); -1 if got is not finite."""
+    if not np.isfinite(got).all():
+        return -1.0
+    got, want = got.astype(np.float64), want.astype(np.float64)  # (…, d_model)
+    norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)  # (…)
+    # Two rows of zeros are equal; a row of zeros has a similarity of 0 to any other row.
+    both_zero = np.asarray(~got.any(axis=-1) & ~want.any(axis=-1), np.float64)  # (…)
+    cosine = np.divide((got * want).sum(axis=-1), norms, out=both_zero, where=norms > 0)  # (…)
+    return float(cosine.min())
 
 
 def case_lengths(longest: int) -> list[tuple[int, ...]]:
@@ -139,316 +167,207 @@ def case_lengths(longest: int) -> list[tuple[int, ...]]:
     return list(dict.fromkeys(fitting))
 
 
-def check_parity(encoder: Encoder, path: Path, precision: Precision = "float32") -> Parity:
-    """Runs the ONNX file and the encoder on the same batches.
+def random_sequences(longest: int, *, vocab_size: int = 0, width: int = 0) -> Sequences:
+    """The sequences of the batches of `case_lengths`, random but always the same.
 
     Args:
-        encoder: What the file was traced from.
-        path: The ONNX file.
-        precision: What the file computes in; the encoder computes in float32.
-
-    Raises:
-        ParityError: A result is out of the bounds of its precision, or not finite.
+        longest: The longest sequence, in tokens.
+        vocab_size: The number of token ids; 0 for a model that takes vectors.
+        width: The size of a vector; 0 for a model that takes token ids.
     """
-    config = encoder.config
-    sequences = _sequences(config.max_sequence_tokens, lambda length, random: _random_sequence(encoder, length, random))
-
-    def reference(inputs: Input, mask: Mask) -> Rows:
-        with torch.inference_mode():
-            rows: Rows = encoder(_tensor(encoder, inputs), torch.from_numpy(mask)).numpy()  # (batch, seq, d_model)
-        return rows
-
-    wanted = _reference(sequences, reference, encoder if precision == "float32" else None)
-    return _check(_onnx_run(path, trace.input_name(encoder)), sequences, config.pad_token_id, wanted, BOUNDS[precision])
+    random = np.random.default_rng(0)
+    found: dict[_Key, Input] = {}
+    for key in (key for lengths in case_lengths(longest) for key in _keys(lengths)):
+        if key not in found:
+            found[key] = _draw(random, key[0], vocab_size, width)
+    return found
 
 
-def check_inspection(encoder: Encoder, graphs: trace.Graphs) -> None:
-    """Runs the graph for inspections and the encoder on the same sequences.
-
-    Raises:
-        ParityError: Attention weights, hidden states or positions are not the encoder's, or not finite.
-    """
-    path, bounds = graphs.files[1], BOUNDS[graphs.precision]
-    longest, random = encoder.config.max_sequence_tokens, np.random.default_rng(0)
-    lengths = [min(length, longest) for length in (1, 7, *(_MEASURED_TOKENS,) * _MEASURED)]
-    sequences = [_random_sequence(encoder, length, random)[None] for length in lengths]  # (1, seq), (1, seq, d_model)
-    want = [_inspect(encoder, its) for its in sequences]
-    rows_error = weights_error = 0.0
-    if bounds.cosine is None:
-        with in_float64(encoder):
-            for i, its in enumerate(sequences):
-                exact = _inspect(encoder, its)
-                rows_error = max([rows_error, *map(relative_error, want[i].states, exact.states)])
-                weights_error = max([weights_error, *map(_largest_difference, want[i].weights, exact.weights)])
-                want[i] = exact
-    bounds = dataclasses.replace(
-        bounds.widened(rows_error), attention_error=allowed(bounds.attention_error, weights_error)
-    )
-    session = open_session(path)
-    outputs = [*graphs.hidden_state_names, *graphs.attention_weights_names]
-    for inputs, expected in zip(sequences, want, strict=True):
-        feeds = {graphs.input_name: inputs, names.ATTENTION_MASK: np.ones(inputs.shape[:2], np.int64)}
-        got = session.run(outputs, feeds)
-        for name, state, due in zip(outputs, got, expected.states, strict=False):
-            _refuse_inspection(_out_of(bounds, state, due, rows_error), name, inputs.shape[1])
-        weights = zip(graphs.attention_weights_names, got[len(graphs.hidden_state_names) :], strict=True)
-        for (name, weight), due in zip(weights, expected.weights, strict=True):
-            if bounds.cosine is None:
-                difference = _largest_difference(weight, due)
-            else:  # half of a row's sum is the share of its attention that goes elsewhere
-                difference = float(np.abs(weight - due).sum(axis=-1).mean() / 2)
-            if not difference <= bounds.attention_error:
-                wrong = f"error {difference:.1e}, {_tolerance(bounds.attention_error, weights_error)}"
-                _refuse_inspection(wrong, name, inputs.shape[1])
-    if graphs.positions_name:
-        (positions,) = session.run([graphs.positions_name], feeds)  # (max_sequence_tokens, d_model)
-        table = encoder.embeddings.positions.numpy()[encoder.config.position_offset :]
-        if _out_of(BOUNDS[graphs.precision], positions, table):
-            raise ParityError("the ONNX model gives other positions than PyTorch has")
-
-
-def reference_rows(
-    run: Run, *, vocab_size: int, max_sequence_tokens: int, module: nn.Module | None = None, width: int = 0
-) -> Wanted:
-    """Computes what `check_rows` compares with.
+def reference_rows(run: Run, sequences: Sequences, module: nn.Module | None = None) -> ReferenceRows:
+    """Computes the rows that `check_rows` expects.
 
     Args:
-        run: ids, mask -> rows, as for `check_rows`: PyTorch, or whatever else the rows must be those of.
-        vocab_size: One more than the largest id.
-        max_sequence_tokens: The longest sequence.
-        module: What `run` computes with in PyTorch, to be put into float64 and back; None for the rows of `run` as they
-            are. If it does not run in float64, they are taken as well.
-        width: The numbers of a vector, as for `check_rows`.
+        run: Inputs, (batch, seq) or (batch, seq, width), and mask -> rows, (batch, seq, d_model).
+        sequences: See `random_sequences`.
+        module: The module that `run` computes with, for float64; None for the rows of `run` themselves, which are also
+            used if the module does not run in float64.
     """
-    return _reference(_random_inputs(vocab_size, width, max_sequence_tokens), run, module)
+    rows = {key: _alone(run, sequence) for key, sequence in sequences.items()}
+    if module is None:
+        return ReferenceRows(sequences, rows, None)
+    exact: dict[_Key, Rows] = {}
+    errors = []
+    # Code that mixes in float32 constants does not run in float64, or hides tokens with a number that is -∞ there.
+    with contextlib.suppress(UnsupportedModelError, RuntimeError), in_float64(module):
+        for key, sequence in sequences.items():
+            found = _alone(run, sequence)  # (seq, d_model), float64
+            errors.append(relative_error(rows[key], found))
+            exact[key] = found.astype(np.float32)
+    if len(exact) < len(rows) or not all(np.isfinite(found).all() for found in exact.values()):
+        return ReferenceRows(sequences, rows, None)
+    return ReferenceRows(sequences, exact, max(errors))
 
 
 def check_rows(
     run: Run,
-    *,
-    vocab_size: int,
-    max_sequence_tokens: int,
+    sequences: Sequences,
     pad_token_id: int,
-    wanted: Wanted | None = None,
+    *,
+    want: ReferenceRows | None,
     precision: str = "float32",
     advice: str = "",
-    width: int = 0,
 ) -> Parity:
-    """Runs a model that is not our own encoder on the same kinds of batches.
+    """Runs every batch, and every sequence alone, and refuses the first batch that is out of bounds.
 
     Args:
-        run: ids, mask -> rows: int64 (batch, seq) both, float32 (batch, seq, d_model).
-        vocab_size: One more than the largest id.
-        max_sequence_tokens: The longest sequence.
-        pad_token_id: What fills a short sequence.
-        wanted: What the rows must be, for the same vocab_size and max_sequence_tokens; None where only padding can
-            be judged.
-        precision: What the model computes in, where it is compared with a reference.
-        advice: What the error is to say beside the figures where padding changes a row.
-        width: The numbers of a vector, of a model that takes one for each token in place of its id: then `ids` are
-            float32 (batch, seq, width), and there is no vocabulary.
+        run: Inputs and mask -> rows, float32 (batch, seq, d_model).
+        sequences: See `random_sequences`.
+        pad_token_id: The id that fills a short sequence.
+        want: The expected rows of the same sequences; None to check padding alone.
+        precision: The precision of the rows, which chooses the bounds.
+        advice: An explanation for a model that changes when padded.
 
     Raises:
-        ParityError: The rows are not the reference's, or padding changes them.
+        ParityError: The rows are not the expected ones, or padding changes them.
     """
-    bounds = dataclasses.replace(BOUNDS["float32"], error=None) if wanted is None else bounds_of(precision)
-    sequences = _random_inputs(vocab_size, width, max_sequence_tokens) if wanted is None else wanted.sequences
-    return _check(run, sequences, pad_token_id, wanted, bounds, advice)
-
-
-def check_padding(
-    model: Reference,
-    *,
-    longest: int | None,
-    pad_token_id: int,
-    advice: str,
-    width: int = 0,
-) -> None:
-    """Refuses a model that gives other rows in a padded batch in PyTorch already: no graph of it would do better.
-
-    Args:
-        model: The model.
-        longest: The longest sequence, in tokens; None where nothing bounds it.
-        pad_token_id: As for `check_rows`.
-        advice: The end of the error: what to do.
-        width: As for `check_rows`.
-
-    Raises:
-        ParityError: It is such a model.
-    """
-    longest = min(_PADDED_TOKENS, longest or _PADDED_TOKENS)
-    vocab_size = model.vocab_size
-    wanted = reference_rows(model, vocab_size=vocab_size, max_sequence_tokens=longest, module=model.module, width=width)
-    try:
-        check_rows(
-            model,
-            vocab_size=vocab_size,
-            max_sequence_tokens=longest,
-            pad_token_id=pad_token_id,
-            wanted=wanted,
-            width=width,
+    float32_error = None if want is None else want.float32_error
+    bounds = dataclasses.replace(BOUNDS["float32"], error=None) if want is None else bounds_of(precision)
+    bounds = bounds.widened(float32_error or 0)
+    of_padding = Bounds(error=bounds.padding_error, cosine=bounds.padding_cosine)
+    alone = {key: _alone(run, sequence) for key, sequence in sequences.items()}  # (seq, d_model) each
+    cases = []
+    for lengths in case_lengths(max(length for length, _ in sequences)):
+        keys = _keys(lengths)
+        single = np.concatenate([alone[key] for key in keys])  # (tokens, d_model)
+        padded = single
+        if len(keys) > 1:
+            rows = run(*_pad([sequences[key] for key in keys], pad_token_id))  # (batch, seq, d_model)
+            padded = np.concatenate([row[:length] for row, (length, _) in zip(rows, keys, strict=True)])
+        padding = compare(padded, single, of_padding, float32_error)
+        _refuse(padding, "changes when padded", lengths, advice)
+        both = [padding]
+        if want is not None:
+            due = np.concatenate([want.rows[key] for key in keys])  # (tokens, d_model)
+            both = [compare(got, due, bounds, float32_error) for got in (padded, single)]
+            for comparison in both:
+                _refuse(comparison, "differs from PyTorch", lengths)
+        cases.append(
+            Case(
+                lengths,
+                max_relative_error=0 if want is None else max(it.error for it in both),
+                max_padding_error=padding.error,
+                min_cosine=1 if want is None else min(it.cosine for it in both),
+                min_padding_cosine=padding.cosine,
+            )
         )
+    return Parity(tuple(cases), bounds, float32_error)
+
+
+def check_padding(reference: Reference, longest: int, advice: str) -> None:
+    """Refuses a model whose rows change in a padded batch already in PyTorch: no graph could do better.
+
+    Args:
+        reference: The model.
+        longest: The longest sequence to serve, in tokens.
+        advice: The end of the error message.
+
+    Raises:
+        ParityError: Padding changes the rows.
+    """
+    longest = min(_PADDED_TOKENS, longest)
+    sequences = random_sequences(longest, vocab_size=reference.vocab_size, width=reference.width)
+    want = reference_rows(reference, sequences, reference.module)
+    try:
+        check_rows(reference, sequences, reference.pad_token_id, want=want)
     except ParityError as error:
         raise ParityError(
-            f"{model.description} gives other rows in a padded batch, in PyTorch already: {error}. {advice}"
+            f"{reference.description} gives other rows in a padded batch, in PyTorch already: {error}. {advice}"
         ) from error
 
 
-def relative_error(got: Rows, want: Rows) -> float:
-    """The largest ‖got - want‖/‖want‖ over rows of the same shape (…, d_model); infinite where got is not finite."""
-    difference = np.linalg.norm(got.astype(np.float64) - want, axis=-1)  # (…)
-    norm = np.linalg.norm(want.astype(np.float64), axis=-1)  # (…)
-    # A row of zeros has no relative error: any difference from it is refused, none is not.
-    error = np.divide(difference, norm, out=np.where(difference == 0, 0.0, np.inf), where=norm > 0)  # (…)
-    return float(np.where(np.isnan(error), np.inf, error).max())
+def check_inspection(
+    folder: Path,
+    graph: manifest_pb2.Graph,
+    inspect_graph: manifest_pb2.InspectGraph,
+    reference: Reference,
+    *,
+    longest: int,
+) -> None:
+    """Runs the graph for inspections and the model in PyTorch on the same sequences.
+
+    Args:
+        folder: The bundle.
+        graph: The interface of the served graph, whose inputs both graphs have.
+        inspect_graph: The outputs of the graph for inspections.
+        reference: The model, with an inspection.
+        longest: The longest sequence, in tokens.
+
+    Raises:
+        ParityError: Attention weights, hidden states or positions differ from PyTorch's, or are not finite.
+    """
+    assert reference.inspection is not None  # noqa: S101
+    bounds, random = bounds_of(graph.precision), np.random.default_rng(0)
+    lengths = [min(length, longest) for length in (1, 7, *(_MEASURED_TOKENS,) * _MEASURED)]
+    sequences = [_draw(random, length, reference.vocab_size, reference.width)[None] for length in lengths]
+    masks = [np.ones((1, length), np.int64) for length in lengths]
+    want, n_states = [*map(reference.inspect, sequences, masks)], len(inspect_graph.hidden_state_names)
+    rows_error = weights_error = 0.0
+    if bounds.cosine is None:
+        with contextlib.suppress(UnsupportedModelError, RuntimeError), in_float64(reference.inspection.module):
+            exact = [*map(reference.inspect, sequences, masks)]
+            for rounded, precise in zip(want, exact, strict=True):
+                rows_error = max([rows_error, *map(relative_error, rounded[:n_states], precise[:n_states])])
+                differences = map(_largest_difference, rounded[n_states:], precise[n_states:])
+                weights_error = max([weights_error, *differences])
+            want = exact
+    of_states = bounds.widened(rows_error)
+    of_weights = allowed(bounds.attention_error, weights_error)
+    encoder = OnnxEncoder(folder / inspect_graph.file, graph)
+    for sequence, mask, due in zip(sequences, masks, want, strict=True):
+        outputs = [*inspect_graph.hidden_state_names, *inspect_graph.attention_weights_names]
+        for name, got, expected in zip(outputs, encoder.outputs(outputs, sequence, mask), due, strict=True):
+            if name in inspect_graph.attention_weights_names:
+                excess = _attention_excess(got, expected, bounds, of_weights)
+            else:
+                excess = compare(got, expected, of_states, rows_error).excess
+            if excess:
+                raise ParityError(
+                    f"the ONNX model for inspections differs from PyTorch in {name}: {excess}, for {mask.size} tokens"
+                )
 
 
-def least_cosine(got: Rows, want: Rows) -> float:
-    """The least cosine similarity of rows of the same shape (…, d_model); -1 where got is not finite."""
-    if not np.isfinite(got).all():
-        return -1.0
-    got, want = got.astype(np.float64), want.astype(np.float64)  # (…, d_model)
-    norms = np.linalg.norm(got, axis=-1) * np.linalg.norm(want, axis=-1)  # (…)
-    # Two rows of zeros are the same; to any other row a row of zeros has no likeness.
-    both_zero = np.asarray(~got.any(axis=-1) & ~want.any(axis=-1), np.float64)  # (…)
-    cosine = np.divide((got * want).sum(axis=-1), norms, out=both_zero, where=norms > 0)  # (…)
-    return float(cosine.min())
-
-
-def _random_sequence(encoder: Encoder, length: int, random: np.random.Generator) -> Input:
-    if encoder.config.input == "embeddings":
-        return random.standard_normal((length, encoder.config.d_model), np.float32)  # (seq, d_model)
-    return random.integers(0, encoder.config.vocab_size, length)  # (seq)
-
-
-def _onnx_run(path: Path, input_name: str) -> Run:
-    session = open_session(path)
-    # It would keep the memory of the longest batch while PyTorch needs its own.
-    options = onnxruntime.RunOptions()
-    options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
-
-    def run(inputs: Input, mask: Mask) -> Rows:
-        rows: Rows = session.run([names.OUTPUT], {input_name: inputs, names.ATTENTION_MASK: mask}, options)[0]
-        return rows
-
-    return run
-
-
-def _tensor(encoder: Encoder, inputs: Input) -> Tensor:
-    """Token ids as they are, embeddings in the type that the encoder computes in."""
-    tensor = torch.from_numpy(inputs)
-    return tensor.to(next(encoder.parameters()).dtype) if tensor.is_floating_point() else tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class _Inspected:
-    """One sequence's hidden states, (1, seq, d_model) each, and attention weights, (1, heads, seq, seq) each."""
-
-    states: list[Rows]
-    weights: list[Rows]
-
-
-def _inspect(encoder: Encoder, inputs: Input) -> _Inspected:
-    """What the encoder says of a sequence, rounded to float32, in whatever type it computes."""
-    with torch.inference_mode():
-        inspection = encoder.inspect(_tensor(encoder, inputs), torch.ones(inputs.shape[:2], dtype=torch.int64))
-    states, weights = inspection.hidden_states, inspection.attention_weights
-    return _Inspected([it.float().numpy() for it in states], [it.float().numpy() for it in weights])
+def _attention_excess(got: Rows, want: Rows, bounds: Bounds, tolerance: float) -> str:
+    """The error of attention weights, (1, heads, seq, seq), if it exceeds the tolerance; otherwise empty."""
+    if bounds.cosine is None:
+        error = _largest_difference(got, want)
+    else:  # half of the absolute differences of a row is the share of its attention that moved to other tokens
+        error = float(np.abs(got - want).sum(axis=-1).mean() / 2)
+    return "" if error <= tolerance else f"error {error:.1e}, tolerance {tolerance:.1e}"
 
 
 def _largest_difference(got: Rows, want: Rows) -> float:
-    """Infinite where got is not finite."""
     difference = float(np.abs(got - want).max())
     return np.inf if np.isnan(difference) else difference
 
 
-def _sequences(longest: int, draw: Callable[[int, np.random.Generator], Input]) -> dict[_Key, Input]:
-    """The sequences that the batches of `case_lengths` are made of, random but always the same.
-
-    Those of one length stand in several batches: long ones take most of the time.
-    """
-    random = np.random.default_rng(0)
-    found: dict[_Key, Input] = {}
-    for lengths in case_lengths(longest):
-        for key in _keys(lengths):
-            if key not in found:
-                found[key] = draw(key[0], random)
-    return found
-
-
-def _random_inputs(vocab_size: int, width: int, longest: int) -> dict[_Key, Input]:
-    def draw(length: int, random: np.random.Generator) -> Input:
-        if width:
-            return random.standard_normal((length, width), np.float32)  # (seq, width)
-        return random.integers(0, vocab_size, length)  # (seq)
-
-    return _sequences(longest, draw)
+def _draw(random: np.random.Generator, length: int, vocab_size: int, width: int) -> Input:
+    if width:
+        return random.standard_normal((length, width), np.float32)  # (seq, width)
+    return random.integers(0, vocab_size, length)  # (seq)
 
 
 def _keys(lengths: Sequence[int]) -> list[_Key]:
     return [(length, list(lengths[:row]).count(length)) for row, length in enumerate(lengths)]
 
 
-def _reference(sequences: Mapping[_Key, Input], reference: Run, module: nn.Module | None) -> Wanted:
-    rows = {key: _alone(reference, sequence) for key, sequence in sequences.items()}
-    if module is None:
-        return Wanted(sequences, rows, None)
-    exact: dict[_Key, Rows] = {}
-    errors = []
-    # Some code mixes in float32 of its own, and then does not run in float64, or hides tokens with what is -∞ there.
-    with contextlib.suppress(UnsupportedModelError, RuntimeError), in_float64(module):
-        for key, sequence in sequences.items():
-            its = _alone(reference, sequence)  # (seq, d_model), float64
-            errors.append(relative_error(rows[key], its))
-            exact[key] = its.astype(np.float32)
-    if len(exact) < len(rows) or not all(np.isfinite(its).all() for its in exact.values()):
-        return Wanted(sequences, rows, None)
-    return Wanted(sequences, exact, max(errors))
-
-
-def _alone(run: Run, sequence: Input) -> Rows:
+def _alone(run: Callable[[Input, Mask], Rows], sequence: Input) -> Rows:
     """(seq, d_model)."""
     rows: Rows = run(sequence[None], np.ones((1, len(sequence)), np.int64))[0]
     return rows
 
 
-def _check(
-    run: Run,
-    sequences: Mapping[_Key, Input],
-    pad_token_id: int,
-    wanted: Wanted | None,
-    bounds: Bounds,
-    advice: str = "",
-) -> Parity:
-    """Runs every batch and every sequence alone, and refuses the first batch that is out of bounds."""
-    want, float32_error = (None, None) if wanted is None else (wanted.rows, wanted.float32_error)
-    bounds = bounds.widened(float32_error or 0)
-    alone = {key: _alone(run, sequence) for key, sequence in sequences.items()}  # (seq, d_model) each
-    cases = []
-    for lengths in case_lengths(max(length for length, _ in sequences)):
-        keys = _keys(lengths)
-        padded = [alone[key] for key in keys]  # (seq, d_model) each
-        if len(keys) > 1:
-            inputs, mask = _pad([sequences[key] for key in keys], pad_token_id)
-            padded = [rows[: key[0]] for rows, key in zip(run(inputs, mask), keys, strict=True)]
-        singles = [alone[key] for key in keys]
-        due = singles if want is None else [want[key] for key in keys]
-        pairs = [*zip(padded, due, strict=True), *zip(singles, due, strict=True)]
-        paddings = list(zip(padded, singles, strict=True))
-        case = Case(
-            lengths,
-            max_relative_error=0 if want is None else max(relative_error(*pair) for pair in pairs),
-            max_padding_error=max(relative_error(*pair) for pair in paddings),
-            min_cosine=1 if want is None else min(least_cosine(*pair) for pair in pairs),
-            min_padding_cosine=min(least_cosine(*pair) for pair in paddings),
-        )
-        _refuse(case, bounds, float32_error, advice)
-        cases.append(case)
-    return Parity(tuple(cases), bounds, float32_error)
-
-
 def _pad(sequences: Sequence[Input], pad: int) -> tuple[Input, Mask]:
-    """Sequences one under another, (batch, seq) or (batch, seq, d_model), padded on the right, and their mask."""
+    """One batch of sequences, (batch, seq) or (batch, seq, width), padded on the right, and its mask."""
     shape = (len(sequences), max(len(sequence) for sequence in sequences))
     first = sequences[0]
     inputs, mask = np.full(shape + first.shape[1:], pad, first.dtype), np.zeros(shape, np.int64)
@@ -458,41 +377,9 @@ def _pad(sequences: Sequence[Input], pad: int) -> tuple[Input, Mask]:
     return inputs, mask
 
 
-def _out_of(bounds: Bounds, got: Rows, want: Rows, float32_error: float = 0) -> str:
-    """How far rows are out of the bounds against PyTorch; empty where they are not."""
-    if bounds.error is not None and not (error := relative_error(got, want)) <= bounds.error:
-        return f"error {error:.1e}, {_tolerance(bounds.error, float32_error)}"
-    if bounds.cosine is not None and not (cosine := least_cosine(got, want)) >= bounds.cosine:
-        return f"cosine similarity {cosine:.4f} of a row, at least {bounds.cosine} is required"
-    return ""
-
-
-def _tolerance(tolerance: float, float32_error: float | None) -> str:
-    said = f"tolerance {tolerance:.1e}"
-    return f"{said}, PyTorch's own float32 {float32_error:.1e}" if float32_error else said
-
-
-def _refuse_inspection(wrong: str, name: str, length: int) -> None:
-    if wrong:
+def _refuse(comparison: Comparison, problem: str, lengths: Sequence[int], advice: str = "") -> None:
+    if comparison.excess:
+        advice = f"; {advice}" if advice else ""
         raise ParityError(
-            f"the ONNX model for inspections differs from PyTorch in {name}: {wrong}, for {length} tokens"
+            f"the model {problem}: {comparison.excess}, in a batch of lengths {', '.join(map(str, lengths))}{advice}"
         )
-
-
-def _refuse(case: Case, bounds: Bounds, float32_error: float | None, advice: str) -> None:
-    """Raises ParityError if a batch is out of the bounds."""
-    in_batch = f"in a batch of lengths {', '.join(map(str, case.lengths))}"
-    for error, tolerance, what, more in (
-        (case.max_padding_error, bounds.padding_error, "changes when padded", advice and f"; {advice}"),
-        (case.max_relative_error, bounds.error, "differs from PyTorch", ""),
-    ):
-        if tolerance is not None and not error <= tolerance:
-            figures = f"relative error {error:.1e} of a row, {_tolerance(tolerance, float32_error)}"
-            raise ParityError(f"the model {what}: {figures}, {in_batch}{more}")
-    for cosine, least, what in (
-        (case.min_padding_cosine, bounds.padding_cosine, "changes when padded"),
-        (case.min_cosine, bounds.cosine, "differs from PyTorch"),
-    ):
-        if least is not None and not cosine >= least:
-            figures = f"cosine similarity {cosine:.4f} of a row, at least {least} is required"
-            raise ParityError(f"the model {what}: {figures}, {in_batch}; float32 is exact")

@@ -10,11 +10,11 @@ import numpy as np
 import safetensors
 from safetensors.numpy import load_file
 
-from encserve_export.check.agreement import least_cosine, relative_error
+from encserve_export.check.agreement import compare, relative_error
 from encserve_export.ground.arrays import Input, Mask, Rows
 from encserve_export.ground.errors import ExpectedFileError, ExpectedRowsError
-from encserve_export.ground.precision import Bounds, bounds_of
-from encserve_export.ground.runtime import open_session
+from encserve_export.ground.precision import LOW_PRECISION_ERRORS, Bounds, bounds_of
+from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
 # The dtype and the dimensions of each array of a file.
@@ -24,8 +24,6 @@ _ARRAYS = {
     "attention_mask": ("int64", ("batch", "seq")),
     "rows": ("float32", ("batch", "seq", "d_model")),
 }
-# The errors of rows that were computed in half precision or TF32, which have 8 to 11 significant bits.
-_LOW_PRECISION = (1e-4, 2e-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +76,7 @@ def read_expected(path: Path) -> Expected:
     if len(inputs) != 1 or not {"attention_mask", "rows"} <= arrays.keys():
         raise ExpectedFileError(
             f"{path} must hold attention_mask, rows, and either input_ids or inputs_embeds; it holds "
-            f"{', '.join(arrays) or 'none of them'}"
+            f"{', '.join(arrays) or 'no array with such a name'}"
         )
     batch = arrays["attention_mask"].shape[:2]
     for name, array in arrays.items():
@@ -107,41 +105,32 @@ def check_expected(
         folder: The folder of the graph's files.
         graph: The graph's interface and precision.
         shape: The model's sizes.
-        bounds: The allowed differences from PyTorch. Without a limit for rows, those of the precision count.
+        bounds: The allowed differences from PyTorch. Without a limit for rows, the limits of the precision count.
 
     Raises:
         ExpectedFileError: The input or the rows do not fit the model; the text has the numbers.
         ExpectedRowsError: A row differs by more than the precision allows.
     """
     _check_fits(expected, graph, shape)
-    feeds: dict[str, Any] = {
-        graph.input_ids_name or graph.embeddings_name: expected.inputs,
-        graph.attention_mask_name: expected.mask,
-    }
-    if graph.token_type_ids_name:
-        feeds[graph.token_type_ids_name] = np.zeros_like(expected.mask)
-    rows = open_session(folder / graph.file).run([graph.output_name], feeds)[0]  # (batch, seq, d_model)
+    rows = OnnxEncoder(folder, graph)(expected.inputs, expected.mask)  # (batch, seq, d_model)
     got, want = rows[expected.mask == 1], expected.rows[expected.mask == 1]  # (tokens, d_model) both
     if bounds.error is None and bounds.cosine is None:
         bounds = bounds_of(graph.precision)
-    error, cosine = relative_error(got, want), least_cosine(got, want)
-    if bounds.error is not None and not error <= bounds.error:
-        limit = f"tolerance {bounds.error:.1e}"
-    elif bounds.cosine is not None and not cosine >= bounds.cosine:
-        limit = f"the least allowed cosine similarity is {bounds.cosine}"
-    else:
-        return Agreement(len(got), error, cosine, bounds)
+    comparison = compare(got, want, bounds)
+    if not comparison.excess:
+        return Agreement(len(got), comparison.error, comparison.cosine, bounds)
     errors = [relative_error(*pair) for pair in zip(got, want, strict=True)]
     sequence, token = np.argwhere(expected.mask == 1)[int(np.argmax(errors))]
+    low, high = LOW_PRECISION_ERRORS
     advice = "The description of the model (norm, activation, positions, merge_heads, ...) differs from your module"
-    if bounds.error is not None and _LOW_PRECISION[0] <= error <= _LOW_PRECISION[1]:
+    if bounds.error is not None and low <= comparison.error <= high:
         advice = (
             "Half precision or TF32 leaves errors of this size: compute the rows in float32, with "
             "torch.backends.cuda.matmul.allow_tf32 = False"
         )
     raise ExpectedRowsError(
-        f"the bundle does not give the rows of {expected.path}: relative error {error:.1e}, cosine similarity "
-        f"{cosine:.4f}, {limit}; the worst is rows[{sequence}, {token}]. {advice}"
+        f"the bundle does not give the rows of {expected.path}: {comparison.excess}; the worst is "
+        f"rows[{sequence}, {token}]. {advice}"
     )
 
 

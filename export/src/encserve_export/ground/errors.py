@@ -69,7 +69,7 @@ class OnnxModelError(ExportError):
 
 
 class OnnxFileError(OnnxModelError):
-    """The file is unreadable, invalid, empty, or exported for training."""
+    """The file is unreadable, invalid, empty, exported for training, or newer than ONNX Runtime."""
 
 
 class ExternalDataError(OnnxModelError):
@@ -78,10 +78,6 @@ class ExternalDataError(OnnxModelError):
 
 class OnnxInterfaceError(OnnxModelError):
     """The inputs or outputs do not fit an encoder. The text lists them."""
-
-
-class OnnxOperatorError(OnnxModelError):
-    """ONNX Runtime does not know an operator, the opset or the IR version."""
 
 
 class OnnxRunError(OnnxModelError):

@@ -1,18 +1,17 @@
-"""A checkpoint as transformers computes it: loaded without a guess, and written as ONNX by PyTorch.
+"""Loads a checkpoint as transformers computes it.
 
-Nothing that a checkpoint brings is executed: its weights are read here, and code of its own is refused.
+No code of the checkpoint is executed: its weights are read by `source.weights`, and its own classes are refused.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from encserve_export.ground import names
-from encserve_export.ground.arrays import Ids, Mask, Rows
 from encserve_export.ground.errors import (
     ConfigError,
     UnsupportedModelError,
@@ -21,17 +20,25 @@ from encserve_export.ground.errors import (
     WeightValueError,
     first_line,
 )
-from encserve_export.models.module import Exporter, example, write_module
 from encserve_export.models.own.layouts.base import listed
+from encserve_export.models.reference import Inspection, Reference
 from encserve_export.source.weights import INDICES, Weights, read_object
+from encserve_proto.bundle.v1 import manifest_pb2
 
 OWN_ONNX = "export it as ONNX yourself, ids and mask in and rows out, and give the file to `encserve-export onnx`"
-# A pooler may be missing from weights, or a decoder; a model this much larger than its weights is another one.
-_MOST_MISSING, _LEAST_PARAMETERS = 4, 2**24
+# The names of the manifest for transformers' `hidden_act`.
+_ACTIVATIONS = {
+    "relu": "relu",
+    "gelu": "gelu",
+    "silu": "silu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+_POSITION_TABLES = ("position_embeddings.weight", "position_embedding.weight")
 
 
 class _Rows(nn.Module):
-    """Ids and mask, int64 (batch, seq), the mask as `manifest.proto` has it -> rows, float32 (batch, seq, d_model)."""
+    """Ids and mask, int64 (batch, seq), see `Reference.module` -> rows, float32 (batch, seq, d_model)."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -39,44 +46,31 @@ class _Rows(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """The last hidden state."""
-        attended = (attention_mask == 1).long()  # (batch, seq), without tokens that have rows and that none attends to
-        rows: Tensor = self.model(input_ids=input_ids, attention_mask=attended).last_hidden_state
+        rows: Tensor = self.model(input_ids=input_ids, attention_mask=_attended(attention_mask)).last_hidden_state
         return rows
 
 
-@dataclasses.dataclass(frozen=True)
-class TransformersModel:
-    """An encoder of transformers', in float32, every number of it from the checkpoint.
+class _Inspected(_Rows):
+    """The same inputs -> hidden states and attention weights, see `Inspection.module`."""
 
-    Attributes:
-        module: Ids and mask, int64 (batch, seq) -> rows (batch, seq, d_model), in the type of its weights.
-        description: The name of its class.
-        positions: The longest sequence that it has positions for; None where nothing bounds it.
-        vocab_size: The rows of its table of tokens.
-        pad_token_id: The id that fills a padded batch.
-        left_behind: The parts of the checkpoint that make no rows, such as heads.
-    """
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any:
+        """All hidden states, the last one with the model's final norm, then all attention weights."""
+        output = self.model(
+            input_ids=input_ids,
+            attention_mask=_attended(attention_mask),
+            output_hidden_states=True,
+            output_attentions=True,
+        )
+        return (*output.hidden_states[:-1], output.last_hidden_state, *output.attentions)
 
-    module: nn.Module
-    description: str
-    positions: int | None
-    vocab_size: int
-    pad_token_id: int
-    left_behind: tuple[str, ...]
 
-    def __call__(self, ids: Ids, mask: Mask) -> Rows:
-        """Runs one batch in PyTorch: int64 (batch, seq) both -> (batch, seq, d_model), in the type of the weights.
-
-        Raises:
-            UnsupportedModelError: The model does not run with ids and mask alone, or not with these.
-        """
-        with torch.inference_mode():
-            rows: Rows = _run(self.module, torch.from_numpy(ids), torch.from_numpy(mask)).numpy()
-        return rows
+def _attended(attention_mask: Tensor) -> Tensor:
+    """1 for the tokens that others attend to, int64 (batch, seq); a 2 in the mask is a token that has a row only."""
+    return (attention_mask == 1).long()
 
 
 def package() -> Any:
-    """The package transformers, told to be quiet."""
+    """Imports transformers and turns off its log and its progress bars."""
     import transformers  # takes a second
 
     transformers.utils.logging.set_verbosity_error()
@@ -84,17 +78,17 @@ def package() -> Any:
     return transformers
 
 
-def load_model(directory: Path, weights: Weights) -> TransformersModel:
-    """Makes transformers' model of a checkpoint.
+def load_model(directory: Path, weights: Weights) -> Reference:
+    """Loads transformers' model of a checkpoint.
 
     Args:
-        directory: Where its config.json is.
-        weights: Its weights.
+        directory: The folder of config.json.
+        weights: The weights of the checkpoint.
 
     Raises:
-        UnsupportedModelError: transformers does not know the architecture, or has no encoder of text for it.
+        UnsupportedModelError: transformers does not know the architecture, or has no text encoder for it.
         ConfigError: transformers does not take config.json.
-        WeightNamesError: Weights that the rows are made with are missing, or layers are left over.
+        WeightNamesError: Weights that the rows depend on are missing, or layers are left over.
         WeightShapeError: Weights have other shapes than config.json says.
         WeightValueError: A weight holds NaN or infinity.
     """
@@ -102,7 +96,6 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
     transformers = package()
     config = _read_config(transformers, directory, settings)
     kind = _model_class(transformers, config)
-    _refuse_larger(kind, config, weights)
     try:
         model, info = kind.from_pretrained(
             None,
@@ -113,7 +106,7 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except Exception as error:  # whatever a model of somebody else's raises
+    except Exception as error:  # a foreign model may raise anything
         raise ConfigError(
             f"transformers cannot make a {kind.__name__} of config.json: {first_line(error)}; is it this checkpoint's?"
         ) from error
@@ -124,25 +117,28 @@ def load_model(directory: Path, weights: Weights) -> TransformersModel:
     module = _Rows(encoder).eval().requires_grad_(False)
     unused = _unused_parts(module, model, info["missing_keys"])
     _refuse_not_finite(model)
+    _refuse_integers(weights, info["unexpected_keys"])
     pad_token_id = getattr(config, "pad_token_id", None)
-    return TransformersModel(
-        module,
-        type(encoder).__name__,
-        positions(encoder, config),
-        vocab_size,
-        pad_token_id if isinstance(pad_token_id, int) and 0 <= pad_token_id < vocab_size else 0,
-        tuple(sorted(left_behind | unused)),
+    reference = Reference(
+        module=module,
+        description=type(encoder).__name__,
+        vocab_size=vocab_size,
+        positions=positions(encoder, config),
+        pad_token_id=pad_token_id if isinstance(pad_token_id, int) and 0 <= pad_token_id < vocab_size else 0,
+        unused_parts=tuple(sorted(left_behind | unused)),
+        long_attention=lambda: _sdpa(encoder),
     )
+    return _with_inspection(reference, encoder, config)
 
 
 def load_reference(directory: Path) -> Any:
-    """The model that transformers reads of a directory by itself, in float32.
+    """Loads the model of a directory as transformers reads it by itself, in float32.
 
     Returns:
-        A PreTrainedModel, the encoder of one with a decoder, that takes what its tokenizer makes of texts.
+        A PreTrainedModel, the encoder of one with a decoder, that takes the output of its tokenizer.
 
     Raises:
-        UnsupportedModelError: transformers does not know the architecture, or has no encoder of text for it.
+        UnsupportedModelError: transformers does not know the architecture, or has no text encoder for it.
         ConfigError: transformers does not take config.json or the weights.
     """
     settings = read_object(directory / "config.json")
@@ -153,23 +149,13 @@ def load_reference(directory: Path) -> Any:
         model = kind.from_pretrained(
             directory, config=config, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         )
-    except Exception as error:  # whatever a model of somebody else's raises
+    except Exception as error:  # a foreign model may raise anything
         raise ConfigError(
             f"transformers cannot make a {kind.__name__} of {directory}: {first_line(error)}; is config.json of this "
             "checkpoint?"
         ) from error
     encoder = model.get_encoder() if config.is_encoder_decoder and hasattr(model, "decoder") else model
     return encoder.eval().requires_grad_(False)
-
-
-def write_onnx(model: TransformersModel, exporter: Exporter, path: Path) -> None:
-    """Writes a model as ONNX, by the names of a bundle.
-
-    Raises:
-        UnsupportedModelError: This exporter does not take it.
-    """
-    ids, mask = example(lambda length: torch.arange(length) % model.vocab_size)
-    write_module(model.module, (ids, mask), names.INPUT_IDS, exporter, path, model.description)
 
 
 def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]) -> Any:
@@ -187,13 +173,13 @@ def _read_config(transformers: Any, directory: Path, settings: Mapping[str, Any]
         )
     if "quantization_config" in settings:
         raise UnsupportedModelError(
-            "the checkpoint is quantised (quantization_config in config.json); export the one that it was made of, "
-            "with --precision"
+            "the checkpoint is quantised (quantization_config in config.json); export the original checkpoint with "
+            "--precision"
         )
     try:
         whole = transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False, local_files_only=True)
         config = whole if whole.is_encoder_decoder else whole.get_text_config()
-    except Exception as error:  # whatever the checks of a configuration raise
+    except Exception as error:  # the checks of a configuration may raise anything
         raise ConfigError(
             f"transformers does not take config.json: {first_line(error)}; is it this checkpoint's?"
         ) from error
@@ -210,37 +196,84 @@ def _model_class(transformers: Any, config: Any) -> Any:
 
 
 def positions(encoder: nn.Module, config: Any) -> int | None:
-    """The longest sequence that a model of transformers' has positions for; None where nothing bounds it."""
+    """The longest sequence that a model of transformers has positions for; None without a limit."""
     tables = [
         module
         for name, module in encoder.named_modules()
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding)
     ]
     if tables:
-        # RoBERTa's kind begins to count after the padding's row.
-        unused = 0 if tables[0].padding_idx is None else tables[0].padding_idx + 1
-        return tables[0].num_embeddings - unused
+        return tables[0].num_embeddings - _first_position(tables[0])
     number = getattr(config, "max_position_embeddings", None)
     return number if isinstance(number, int) and number > 0 else None
 
 
-def _refuse_larger(kind: Any, config: Any, weights: Weights) -> None:
-    """Refuses a configuration of more numbers than the weights have, before memory is taken for them."""
+def _first_position(table: nn.Embedding) -> int:
+    """The row of the first token: models like RoBERTa count from the row after the padding's."""
+    return 0 if table.padding_idx is None else table.padding_idx + 1
+
+
+def _with_inspection(reference: Reference, encoder: Any, config: Any) -> Reference:
+    """Adds the inspection if the model gives hidden states and attention weights of the usual shapes."""
+    module = _Inspected(encoder).eval()
+    inputs, mask = reference.example()
     try:
-        with torch.device("meta"):
-            parameters = sum(parameter.numel() for parameter in kind(config).parameters())
-    except Exception:  # whatever a model of somebody else's raises; loading it says so
+        with torch.inference_mode():
+            outputs = module(inputs, mask)
+    except Exception:  # a foreign model may raise anything; then it has no inspection
+        return reference
+    n_layers = len(outputs) // 2
+    states, weights = outputs[: n_layers + 1], outputs[n_layers + 1 :]
+    batch, seq = mask.shape
+    n_heads = weights[0].shape[1] if weights and weights[0] is not None and weights[0].dim() == 4 else 0
+    if (
+        len(weights) != n_layers
+        or any(output is None for output in outputs)
+        or any(tuple(state.shape) != tuple(states[-1].shape) for state in states)
+        or any(tuple(weight.shape) != (batch, n_heads, seq, seq) for weight in weights)
+    ):
+        return reference
+    table, first = _position_table(module, states[-1].shape[2])
+    inspection = Inspection(module=module, n_layers=n_layers, position_table=table, first_position=first)
+    position = "learned" if table else "rotary" if getattr(config, "rope_parameters", None) else ""
+    d_ff = getattr(config, "intermediate_size", None)
+    shape = manifest_pb2.EncoderShape(
+        n_layers=n_layers,
+        n_heads=n_heads,
+        d_ff=d_ff if type(d_ff) is int else 0,
+        activation=_ACTIVATIONS.get(str(getattr(config, "hidden_act", "")), ""),
+        position=position,
+    )
+    return dataclasses.replace(reference, inspection=inspection, shape=shape)
+
+
+def _position_table(module: nn.Module, d_model: int) -> tuple[str, int]:
+    """The name of the position table, (rows, d_model), and its row for the first token; empty without a table."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.Embedding) and f"{name}.weight".endswith(_POSITION_TABLES):
+            return (f"{name}.weight", _first_position(part)) if part.embedding_dim == d_model else ("", 0)
+    return "", 0
+
+
+@contextlib.contextmanager
+def _sdpa(encoder: Any) -> Iterator[None]:
+    """Computes attention without a tensor of all scores, if the model can."""
+    try:
+        encoder.set_attn_implementation("sdpa")
+    except ValueError:  # the model has no such attention
+        yield
         return
-    there = sum(tensor.numel() for tensor in weights.tensors.values())
-    if parameters > _MOST_MISSING * there + _LEAST_PARAMETERS:
-        raise WeightShapeError(f"config.json describes a model of {parameters:,} numbers; the weights have {there:,}")
+    try:
+        yield
+    finally:
+        encoder.set_attn_implementation("eager")
 
 
 def _refuse_mismatched(mismatched: Any) -> None:
     if mismatched:
-        name, found, due = sorted(mismatched)[0]
+        name, found, expected = sorted(mismatched)[0]
         raise WeightShapeError(
-            f"{name} has shape {tuple(found)}; config.json asks for {tuple(due)}"
+            f"{name} has shape {tuple(found)}; config.json asks for {tuple(expected)}"
             + (f", and {len(mismatched) - 1} more weights have another shape" if len(mismatched) > 1 else "")
         )
 
@@ -250,21 +283,25 @@ def _vocab_size(encoder: Any) -> int:
         return int(encoder.get_input_embeddings().num_embeddings)
     except (AttributeError, NotImplementedError):
         raise UnsupportedModelError(
-            f"{type(encoder).__name__} has no table of tokens, so it takes no token ids as an encoder of text does; "
+            f"{type(encoder).__name__} has no token table, so it does not take token ids as a text encoder does; "
             f"{OWN_ONNX}"
         ) from None
 
 
 def _left_behind(model: Any, names: Iterable[str], unexpected: Iterable[str]) -> set[str]:
-    """The parts that weights nobody asked for belong to, unless they are of a part that the model has."""
+    """The parts of the checkpoint that the model does not have.
+
+    Raises:
+        WeightNamesError: Surplus weights belong to a part that the model has.
+    """
     parts = {name for name, _ in model.named_children()}
-    unasked = {name: _part(model, name) for name in unexpected}
-    inside = sorted(name for name, part in unasked.items() if part in parts and not name.endswith(INDICES))
+    surplus = {name: _part(model, name) for name in unexpected}
+    inside = sorted(name for name, part in surplus.items() if part in parts and not name.endswith(INDICES))
     if inside:
         raise WeightNamesError(f"there are weights that config.json has no place for: {listed(inside)}")
-    # transformers itself says nothing of the decoder where the encoder alone is loaded.
+    # transformers itself says nothing of the decoder if the encoder alone is loaded.
     ignored = {"decoder"} & {_part(model, name) for name in names} - parts
-    return ignored | {part for name, part in unasked.items() if not name.endswith(INDICES)}
+    return ignored | {part for name, part in surplus.items() if not name.endswith(INDICES)}
 
 
 def _part(model: Any, name: str) -> str:
@@ -272,16 +309,16 @@ def _part(model: Any, name: str) -> str:
 
 
 def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]:
-    """The parts of a model that its rows are not made with, such as poolers.
+    """The parts of a model that do not contribute to its rows, such as poolers.
 
     Raises:
-        WeightNamesError: The rows are made with weights that are missing, and that would be random numbers.
+        WeightNamesError: The rows depend on missing weights, which would be random numbers.
         UnsupportedModelError: The model does not run with ids and mask alone.
     """
     parameters = dict(model.named_parameters())
     random = {name for name in missing if name in parameters}
-    # The two smallest of a part stand for all of it: gradients of everything would take the model's memory again. The
-    # table of tokens is used anyway, and often larger than all the rest.
+    # The two smallest parameters of a part stand for the part: gradients of all would take the model's memory again.
+    # The token table always contributes, and is often the largest.
     encoder: Any = module.model
     table = encoder.get_input_embeddings().weight
     parts: dict[str, list[str]] = {}
@@ -289,33 +326,37 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
         if name not in random and parameters[name] is not table:
             parts.setdefault(_part(model, name), []).append(name)
     samples = {part: set(names[:2]) for part, names in parts.items()}
-    asked = sorted(random.union(*samples.values()))
-    for name in asked:
+    tried = sorted(random.union(*samples.values()))
+    for name in tried:
         parameters[name].requires_grad_(True)
     ids = torch.zeros((2, 3), dtype=torch.int64)  # (batch, seq)
     with torch.enable_grad():
-        rows = _run(module, ids, torch.ones_like(ids))  # (batch, seq, d_model)
-        found: tuple[Tensor | None, ...] = (None,) * len(asked)
+        try:
+            rows = module(ids, torch.ones_like(ids))  # (batch, seq, d_model)
+        except Exception as error:  # a foreign model may raise anything
+            raise UnsupportedModelError(
+                f"the model does not run in PyTorch with token ids of shape (2, 3) and their mask: "
+                f"{first_line(error)}; {OWN_ONNX}"
+            ) from error
+        found: tuple[Tensor | None, ...] = (None,) * len(tried)
         if rows.requires_grad:
-            found = torch.autograd.grad(rows.sum(), [parameters[name] for name in asked], allow_unused=True)
+            found = torch.autograd.grad(rows.sum(), [parameters[name] for name in tried], allow_unused=True)
     model.requires_grad_(False)
-    used = {name for name, gradient in zip(asked, found, strict=True) if gradient is not None}
+    used = {name for name, gradient in zip(tried, found, strict=True) if gradient is not None}
     needed = sorted((random & used) | {name for name in missing if name not in parameters})
     if needed:
         raise WeightNamesError(f"weights are missing: {listed(needed)}")
     return {part for part, names in samples.items() if not names & used}
 
 
-def _run(module: nn.Module, ids: Tensor, mask: Tensor) -> Tensor:
-    """int64 (batch, seq) both -> (batch, seq, d_model)."""
-    try:
-        rows: Tensor = module(ids, mask)
-    except Exception as error:  # whatever a model of somebody else's raises
-        raise UnsupportedModelError(
-            f"the model does not run in PyTorch with {ids.shape[0]} sequences of {ids.shape[1]} token ids and their "
-            f"mask: {first_line(error)}; {OWN_ONNX}"
-        ) from error
-    return rows
+def _refuse_integers(weights: Weights, unexpected: Iterable[str]) -> None:
+    """Refuses integer weights, which transformers would use without the scales that they need."""
+    for name in sorted(set(weights.tensors) - set(unexpected)):
+        tensor = weights.tensors[name]
+        if not tensor.is_floating_point() and not name.endswith(INDICES):
+            raise WeightValueError(
+                f"{name} must hold floating-point numbers; was {str(tensor.dtype).removeprefix('torch.')}"
+            )
 
 
 def _refuse_not_finite(model: nn.Module) -> None:

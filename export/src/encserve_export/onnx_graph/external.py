@@ -101,11 +101,16 @@ def save_model(model: onnx.ModelProto, folder: Path, *, apart: bool) -> list[Pat
     target, data_path = folder / names.FILE, folder / names.DATA_FILE
     if apart:
         with data_path.open("wb") as data:
-            for tensor in all_tensors(model):
-                if len(tensor.raw_data) >= LEAST_DATA_BYTES:
-                    place(tensor, tensor.raw_data, data)
+            move_weights(model, data)
     onnx.save_model(model, target, format="protobuf")
     return [target, data_path] if apart else [target]
+
+
+def move_weights(model: onnx.ModelProto, data: BinaryIO) -> None:
+    """Moves the weights of 1,024 bytes and more from a model to the end of a file beside the model's file."""
+    for tensor in all_tensors(model):
+        if len(tensor.raw_data) >= LEAST_DATA_BYTES:
+            place(tensor, tensor.raw_data, data)
 
 
 def place(tensor: TensorProto, content: bytes | memoryview, data: BinaryIO) -> None:

@@ -178,25 +178,29 @@ def description(model: onnx.ModelProto) -> str:
 
 
 def embedding_rows(model: onnx.ModelProto, input_ids: str) -> int | None:
-    """The rows of the table that the token ids index, or None where it cannot be found; of several, the fewest."""
-    if model.functions:  # a table may be used inside one
-        with contextlib.suppress(Exception):  # the library raises what it likes; --vocab-size says what is not found
+    """The rows of the table that the token ids index; of several tables the fewest; None if no table is found."""
+    if model.functions:  # a function may use a table
+        with contextlib.suppress(Exception):  # the library raises any exception; --vocab-size is then needed
             model = inliner.inline_local_functions(model)
+    return min((int(dims[0]) for dims in token_tables(model, input_ids).values() if len(dims) == 2), default=None)
+
+
+def token_tables(model: onnx.ModelProto, input_ids: str) -> dict[str, Sequence[int]]:
+    """The tables that the token ids index, by the name that the lookup uses, and their shapes."""
     graph = model.graph
     ids = {input_ids}
-    tables = {tensor.name: tensor.dims for tensor in graph.initializer}
-    rows = []
-    # Nodes are in topological order, so one pass is enough.
-    for node in graph.node:
+    tables: dict[str, Sequence[int]] = {tensor.name: tensor.dims for tensor in graph.initializer}
+    found = {}
+    for node in graph.node:  # in topological order
         tables |= {name: tensor.dims for name, tensor in constants(node).items()}
         if node.op_type in _SAME_IDS and node.input[:1] and node.input[0] in ids:
             ids.update(node.output[:1])
         elif node.op_type in _SAME_ROWS and node.input[:1] and node.input[0] in tables:
             tables |= dict.fromkeys(node.output[:1], tables[node.input[0]])
-        table = tables.get(_looked_up(node, ids))
-        if table is not None and len(table) == 2:
-            rows.append(int(table[0]))
-    return min(rows, default=None)
+        name = _looked_up(node, ids)
+        if name in tables:
+            found[name] = tables[name]
+    return found
 
 
 def _is_text(message: Message) -> bool:

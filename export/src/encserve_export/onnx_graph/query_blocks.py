@@ -1,7 +1,7 @@
 """Makes a traced graph attend block by block of queries, so that long sequences need no (heads, seq, seq) tensor.
 
-A token's row of attention needs its own query, and all keys and values: so the queries of a long sequence go through in
-a loop, some at a time, as many as keep the scores of the whole batch small. What is computed for each is the same.
+A token's row of attention needs its own query, and all keys and values. So the queries of a long sequence go through a
+loop, as many at a time as keep the scores of the whole batch small. Each query's result is the same.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,49 +11,79 @@ import numpy as np
 import onnx
 from onnx import NodeProto, helper, numpy_helper
 
-# Up to here a sequence's scores are small as they are; a model whose longest sequence is no longer needs no loop.
-LONGEST_AT_ONCE = 1024
-# Scores that are there at once, of all heads and all sequences of a batch: 64 MiB in float32.
+# The scores of all heads and sequences of a batch that exist at once: 64 MiB in float32.
 _SCORES = 2**24
-# A block has this many queries at least, or the matrix products are slow.
+# Blocks have at least this many queries, so that a product of a block still fills the rows of a CPU's matrix kernel.
 _LEAST_QUERIES = 64
 _PREFIX = "query_blocks"
+# The operators between the product of queries and keys and the softmax, and between the softmax and the product with
+# the values. Each works number by number, so it may run on a part of the queries.
+_BETWEEN = ("Add", "Mul", "Div", "Cast", "Softmax")
 
 
-def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, element_type: int) -> None:
-    """Changes a graph that was traced from an encoder, in place; it must not give attention weights.
+def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, element_type: int) -> int:
+    """Changes a graph in place: each attention whose nodes fit the pattern gets blocks of queries.
+
+    The pattern is queries·keys, scaled, plus a bias, softmax, ·values. Other attention stays as it is.
 
     Args:
-        model: The graph.
+        model: The graph. It must not output attention weights.
         attention_mask: Its input of (batch, seq).
-        n_heads: The heads of each attention.
-        element_type: The type that it computes attention in, an `onnx.TensorProto.DataType`.
+        n_heads: The number of heads of each attention.
+        element_type: The type of queries, keys and values, an `onnx.TensorProto.DataType`.
+
+    Returns:
+        The number of attentions that were changed.
     """
     graph = model.graph
     nodes = list(graph.node)
     made_by = {name: node for node in nodes for name in node.output}
-    used_by = {name: node for node in nodes for name in node.input}
+    used_by: dict[str, list[NodeProto]] = {}
+    for node in nodes:
+        for name in node.input:
+            used_by.setdefault(name, []).append(node)
     choices: dict[str, NodeProto] = {}
     moved: set[str] = set()
     for softmax in (node for node in nodes if node.op_type == "Softmax"):
-        attention = [*_scores(softmax, made_by), softmax, used_by[softmax.output[0]]]
-        choices[attention[-1].name] = _choice(attention, element_type)
-        moved.update(node.name for node in attention[:-1])
-    del graph.node[:]
-    graph.initializer.extend(_constants(n_heads))
-    graph.node.extend(_sizes(attention_mask))
-    graph.node.extend(choices.get(node.name, node) for node in nodes if node.name not in moved)
+        attention = _find_attention(softmax, made_by, used_by)
+        if attention and _bias_of(attention):
+            choices[attention[-1].name] = _choice(attention, element_type)
+            moved.update(node.name for node in attention[:-1])
+    if choices:
+        del graph.node[:]
+        graph.initializer.extend(_constants(n_heads))
+        graph.node.extend(_sizes(attention_mask))
+        graph.node.extend(choices.get(node.name, node) for node in nodes if node.name not in moved)
+    return len(choices)
 
 
-def _scores(softmax: NodeProto, made_by: dict[str, NodeProto]) -> list[NodeProto]:
-    """The nodes from the product of queries and keys up to the softmax, in order, with their constants."""
-    nodes: list[NodeProto] = []
+def _find_attention(
+    softmax: NodeProto, made_by: Mapping[str, NodeProto], used_by: Mapping[str, list[NodeProto]]
+) -> list[NodeProto]:
+    """The nodes from queries·keys to weights·values, in order, with their constants; none for another pattern."""
+    before: list[NodeProto] = []
     node = softmax
     while node.op_type != "MatMul":
-        node = made_by[node.input[0]]
+        source = made_by.get(node.input[0])
+        if source is None or source.op_type not in (*_BETWEEN, "MatMul") or len(used_by[node.input[0]]) != 1:
+            return []
+        node = source
         constants = (made_by[name] for name in node.input if name in made_by)
-        nodes += [node, *(constant for constant in constants if constant.op_type == "Constant")]
-    return nodes[::-1]
+        before += [node, *(constant for constant in constants if constant.op_type == "Constant")]
+    after = [softmax]
+    while after[-1].op_type != "MatMul":
+        users = used_by.get(after[-1].output[0], [])
+        if len(users) != 1 or users[0].op_type not in (*_BETWEEN, "MatMul") or users[0].input[0] != after[-1].output[0]:
+            return []
+        after.append(users[0])
+    return [*before[::-1], *after]
+
+
+def _bias_of(attention: list[NodeProto]) -> str:
+    """The name of the one tensor that is added to the scores; empty if there is not exactly one."""
+    made = _made(attention)
+    biases = [name for node in attention if node.op_type == "Add" for name in node.input if name not in made]
+    return biases[0] if len(biases) == 1 else ""
 
 
 def _constants(n_heads: int) -> Iterable[onnx.TensorProto]:
@@ -62,7 +92,7 @@ def _constants(n_heads: int) -> Iterable[onnx.TensorProto]:
 
 
 def _sizes(attention_mask: str) -> Iterator[NodeProto]:
-    """The queries of a block, and how many blocks there are."""
+    """The queries of a block, and the number of blocks."""
     yield _node("Size", [attention_mask], "padded_tokens")
     yield _node("Div", [_name("scores_of_a_head"), _name("padded_tokens")], "fitting")
     yield _node("Max", [_name("fitting"), _name("least")], "queries")
@@ -74,9 +104,9 @@ def _sizes(attention_mask: str) -> Iterator[NodeProto]:
 
 
 def _choice(attention: list[NodeProto], element_type: int) -> NodeProto:
-    """What stands in place of attention's nodes, from queries·keys to weights·values: (batch, heads, seq, d_k).
+    """The replacement of attention's nodes, from queries·keys to weights·values: (batch, heads, seq, d_k).
 
-    Where all queries fit into one block it is the nodes themselves, which runtimes fuse, and else a loop.
+    If all queries fit into one block, the nodes themselves run, which runtimes fuse; otherwise a loop.
     """
     scope, rows = attention[0].name, attention[-1].output[0]
     once, looped = f"{scope}/once/", f"{scope}/blocks/"
@@ -97,11 +127,8 @@ def _loop(attention: list[NodeProto], element_type: int) -> list[NodeProto]:
     """Attention's nodes in a loop over blocks of queries."""
     first, last = attention[0], attention[-1]
     scope, inside = f"{first.name}/blocks/", f"{first.name}/block/"
-    queries, rows = first.input[0], last.output[0]
+    queries, rows, bias = first.input[0], last.output[0], _bias_of(attention)
     none, done = f"{inside}none", f"{inside}done"  # (batch, heads, 0, d_k), (batch, heads, queries so far, d_k)
-    (bias,) = (
-        name for node in attention if node.op_type == "Add" for name in node.input if name not in _made(attention)
-    )
     own = {queries: f"{inside}queries", bias: f"{inside}bias"}
     own |= {name: inside + name for node in attention for name in node.output}
     nodes = [

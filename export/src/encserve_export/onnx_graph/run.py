@@ -1,180 +1,161 @@
-"""Checks and runs an ONNX file of somebody else's in ONNX Runtime, and says for which batch it fails."""
+"""Runs an ONNX graph in ONNX Runtime, and says for which batch it fails."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
 
 from encserve_export.ground.arrays import Input, Mask, Rows
-from encserve_export.ground.errors import (
-    OnnxFileError,
-    OnnxModelError,
-    OnnxOperatorError,
-    OnnxRunError,
-    VocabularyError,
-)
+from encserve_export.ground.errors import OnnxFileError, OnnxRunError, VocabularyError
 from encserve_export.ground.runtime import onnxruntime, open_session
-from encserve_export.onnx_graph.foreign import Interface, vector_width
-
-# How ONNX Runtime and onnx.checker say that they do not know an operator, an opset or an IR version.
-_UNKNOWN = (
-    "No Op registered",
-    "is not a registered function/op",
-    "No opset import",
-    " opset ",
-    "IR version:",
-    "ir_version",
-)
+from encserve_proto.bundle.v1 import manifest_pb2
 
 
-def check_file(path: Path) -> None:
-    """Has onnx.checker look at everything: the structure, and types and shapes all through the graph.
-
-    Args:
-        path: The file in the bundle; by path it may be over 2 GiB.
-
-    Raises:
-        OnnxOperatorError: It is too new, or has an operator that is not known.
-        OnnxFileError: It is no valid ONNX.
-    """
-    try:
-        onnx.checker.check_model(str(path), full_check=True)
-    except Exception as error:  # ValidationError, InferenceError and bare ones of its C++ part
-        raise _refusal(error, path, "the file is no valid ONNX") from error
-
-
-class Runner:
-    """One ONNX file in ONNX Runtime on the CPU.
+class OnnxEncoder:
+    """One graph of a bundle in ONNX Runtime on the CPU.
 
     Attributes:
-        d_model: The width of its rows; 0 before the first run.
+        d_model: The width of its rows; 0 before the first call.
     """
 
-    def __init__(self, model: onnx.ModelProto, path: Path, interface: Interface) -> None:
-        """Loads the file.
+    def __init__(self, path: Path, graph: manifest_pb2.Graph) -> None:
+        """Loads the graph.
 
         Args:
-            model: The model.
-            path: Its file in the bundle.
-            interface: Its inputs and output.
+            path: The ONNX file, or the folder of the bundle.
+            graph: The names of its inputs and of its output.
 
         Raises:
-            OnnxOperatorError: This ONNX Runtime does not know an operator, the opset or the IR version.
-            OnnxFileError: It cannot load the file for another reason.
+            OnnxFileError: ONNX Runtime cannot load it.
         """
         self.d_model = 0
-        self._interface = interface
-        self._width = vector_width(model, interface)
+        self._graph = graph
+        path = path / graph.file if path.is_dir() else path
         try:
             self._session = open_session(path)
-        except Exception as error:  # ONNX Runtime's exceptions share no public base class
-            raise _refusal(error, path, "ONNX Runtime cannot load the file") from error
+        except Exception as error:  # ONNX Runtime's exceptions have no public base class
+            raise _file_error(error, path, "ONNX Runtime cannot load the file") from error
+        # Otherwise ONNX Runtime keeps the memory of the longest batch.
+        self._options = onnxruntime.RunOptions()
+        self._options.add_run_config_entry("memory.enable_memory_arena_shrinkage", "cpu:0")
 
-    def __call__(self, ids: Input, mask: Mask) -> Rows:
+    def __call__(self, inputs: Input, mask: Mask) -> Rows:
         """Runs one batch.
 
         Args:
-            ids: int64 (batch, seq), or vectors, float32 (batch, seq, width).
+            inputs: Token ids, int64 (batch, seq), or vectors, float32 (batch, seq, width).
             mask: int64 (batch, seq), 1 for a token and 0 for padding.
 
         Returns:
             float32 (batch, seq, d_model).
 
         Raises:
-            OnnxRunError: It fails, the rows have another shape, or one of a token is not finite.
+            OnnxRunError: The graph fails, its rows have the wrong shape, or a token's row is not finite.
         """
-        try:
-            rows = self._run(ids, mask)
-        except Exception as error:  # as above
-            raise OnnxRunError(f"the model fails for ids of shape {ids.shape}: {_message(error)}") from error
-        self._check(rows, ids, mask)
-        self.d_model = rows.shape[2]
-        return rows
-
-    def _check(self, rows: Rows, ids: Input, mask: Mask) -> None:
-        output = self._interface.output
+        (rows,) = self.outputs([self._graph.output_name], inputs, mask)
+        name, shape = self._graph.output_name, f"for inputs of shape {inputs.shape}"
         if rows.ndim != 3 or rows.shape[:2] != mask.shape:
             raise OnnxRunError(
-                f"the output {output} has shape {rows.shape} for ids of shape {ids.shape}; it must be "
-                f"({mask.shape[0]}, {mask.shape[1]}, d_model)"
+                f"the output {name} has shape {rows.shape} {shape}; it must be ({mask.shape[0]}, {mask.shape[1]}, "
+                "d_model)"
             )
-        width, elsewhere = rows.shape[2], self.d_model or rows.shape[2]
-        if width != elsewhere or not width:
+        width, other = rows.shape[2], self.d_model or rows.shape[2]
+        if width != other or not width:
             raise OnnxRunError(
-                f"the output {output} has rows of {width} numbers for ids of shape {ids.shape}, and of {elsewhere} "
-                "elsewhere; they must always have the same width"
+                f"the output {name} has rows of {width} numbers {shape}, and of {other} elsewhere; the width must be "
+                "the same for all inputs"
             )
         if not np.isfinite(rows[mask == 1]).all():
-            raise OnnxRunError(f"the output {output} has numbers that are not finite for ids of shape {ids.shape}")
-
-    def check_ends(self, vocab_size: int, max_sequence_tokens: int, pad_token_id: int) -> None:
-        """Runs one token, the largest id, and the longest sequence; of a model that takes vectors, any.
-
-        Raises:
-            OnnxRunError: One token fails, or the longest sequence does; then the text says which still works.
-            VocabularyError: The largest id fails where another works.
-        """
-        self._run_one(0)
-        largest = vocab_size - 1
-        try:
-            self._run_one(largest)
-        except OnnxRunError as error:
-            raise VocabularyError(
-                f"vocab_size {vocab_size} is too large: the model runs with id 0 and not with id {largest} ({error})"
-            ) from error
-        # Not the padding id: there are models that count no place for it.
-        token = largest if largest != pad_token_id else 0
-        try:
-            self._run_one(token, max_sequence_tokens)
-        except OnnxRunError as error:
-            longest = self._longest(token, max_sequence_tokens)
-            if longest == 1:
-                raise
-            raise OnnxRunError(
-                f"{error}. The longest sequence that works has {longest} tokens: give --max-sequence-tokens {longest} "
-                "or less"
-            ) from error
-
-    def _run(self, ids: Input, mask: Mask) -> Rows:
-        feeds = {self._interface.input_ids: ids, self._interface.attention_mask: mask}
-        if self._interface.token_type_ids:
-            feeds[self._interface.token_type_ids] = np.zeros_like(mask)
-        rows: Rows = self._session.run([self._interface.output], feeds)[0]
+            raise OnnxRunError(f"the output {name} has numbers that are not finite {shape}")
+        self.d_model = width
         return rows
 
-    def _run_one(self, token: int, length: int = 1) -> None:
-        self(*self._sequence(token, length))
+    def outputs(self, names: Sequence[str], inputs: Input, mask: Mask) -> list[Rows]:
+        """Runs one batch and returns the named outputs, unchecked.
 
-    def _sequence(self, token: int, length: int) -> tuple[Input, Mask]:
-        """One token again and again, (1, seq), or vectors, (1, seq, width), and their mask, (1, seq)."""
+        Raises:
+            OnnxRunError: The graph fails.
+        """
+        feeds = {self._graph.input_ids_name or self._graph.embeddings_name: inputs}
+        feeds[self._graph.attention_mask_name] = mask
+        if self._graph.token_type_ids_name:
+            feeds[self._graph.token_type_ids_name] = np.zeros_like(mask)
+        try:
+            found: list[Rows] = self._session.run(list(names), feeds, self._options)
+        except Exception as error:  # as above
+            raise OnnxRunError(f"the model fails for inputs of shape {inputs.shape}: {_message(error)}") from error
+        return found
+
+
+def check_file(path: Path) -> None:
+    """Checks the structure of a file, and the types and shapes in its graph, with onnx.checker.
+
+    Raises:
+        OnnxFileError: The file is not valid, or its operators, opset or IR version are not known.
+    """
+    try:
+        onnx.checker.check_model(str(path), full_check=True)  # by path, a file may exceed 2 GiB
+    except Exception as error:  # ValidationError, InferenceError and bare exceptions of its C++ part
+        raise _file_error(error, path, "the file is not valid ONNX") from error
+
+
+def check_range(
+    encoder: OnnxEncoder, *, vocab_size: int, width: int, max_sequence_tokens: int, pad_token_id: int
+) -> None:
+    """Runs one token, the largest id, and the longest sequence.
+
+    Args:
+        encoder: The graph.
+        vocab_size: The number of token ids; 0 for a model that takes vectors.
+        width: The size of a vector; 0 for a model that takes token ids.
+        max_sequence_tokens: The longest sequence, in tokens.
+        pad_token_id: The padding id.
+
+    Raises:
+        OnnxRunError: One token fails, or the longest sequence does; the text then gives the longest that works.
+        VocabularyError: The largest id fails although id 0 works.
+    """
+
+    def run(token: int, length: int = 1) -> None:
         mask = np.ones((1, length), np.int64)  # (1, seq)
-        if self._width:
-            return np.random.default_rng(0).standard_normal((1, length, self._width), np.float32), mask
-        return np.full_like(mask, token), mask
+        vectors = np.random.default_rng(0).standard_normal((1, length, width), np.float32)  # (1, seq, width)
+        encoder(vectors if width else np.full_like(mask, token), mask)
 
-    def _longest(self, token: int, failing: int) -> int:
-        """The longest sequence that works, by bisection; one token does, `failing` does not."""
-        works = 1
-        while failing - works > 1:
-            middle = (works + failing) // 2
-            ids, mask = self._sequence(token, middle)
+    run(0)
+    largest = max(vocab_size - 1, 0)
+    try:
+        run(largest)
+    except OnnxRunError as error:
+        raise VocabularyError(
+            f"vocab_size {vocab_size} is too large: the model runs with id 0 and not with id {largest} ({error})"
+        ) from error
+    # Not the padding id: some models do not count a position for it.
+    token = largest if largest != pad_token_id else 0
+    try:
+        run(token, max_sequence_tokens)
+    except OnnxRunError as error:
+        works, fails = 1, max_sequence_tokens
+        while fails - works > 1:
+            middle = (works + fails) // 2
             try:
-                self._check(self._run(ids, mask), ids, mask)
+                run(token, middle)
                 works = middle
-            except Exception:  # as above
-                failing = middle
-        return works
+            except OnnxRunError:
+                fails = middle
+        if works == 1:
+            raise
+        raise OnnxRunError(
+            f"{error}. The longest sequence that works has {works} tokens: give --max-sequence-tokens {works} or less"
+        ) from error
 
 
-def _refusal(error: Exception, path: Path, what: str) -> OnnxModelError:
-    """An error of what a library says of a whole file, whose node it names where there is one."""
-    said = f"{what}: {_message(error).replace(f'{path.parent}/', '')}"
-    if not any(it in str(error) for it in _UNKNOWN):
-        return OnnxFileError(said)
-    return OnnxOperatorError(
-        f"{said}. Installed here are onnx {onnx.__version__} and ONNX Runtime {onnxruntime.__version__}: export the "
-        "model again with standard operators and an older opset, or install newer packages, here and for the server. "
-        "Operators of one's own cannot come along: a bundle is data, never code"
+def _file_error(error: Exception, path: Path, problem: str) -> OnnxFileError:
+    return OnnxFileError(
+        f"{problem}: {_message(error).replace(f'{path.parent}/', '')}. This is onnx {onnx.__version__} and "
+        f"ONNX Runtime {onnxruntime.__version__}. If an operator or a version is unknown, export the model with "
+        "standard operators and an older opset, or install newer packages here and for the server. Custom operators "
+        "are not supported"
     )
 
 

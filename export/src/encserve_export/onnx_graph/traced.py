@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from encserve_export.ground import names
 from encserve_export.onnx_graph.external import LEAST_DATA_BYTES, place
-from encserve_export.onnx_graph.nodes import all_nodes
+from encserve_export.onnx_graph.nodes import all_nodes, constants
 
 
 def trace(
@@ -58,6 +58,39 @@ def trace(
     model: onnx.ModelProto = onnx.load(path)
     path.unlink()
     return model
+
+
+def cut(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
+    """Returns a copy of a model with one of its outputs and only the nodes and weights that this output needs."""
+    part = onnx.ModelProto()
+    part.CopyFrom(model)
+    made_by = {name: node for node in model.graph.node for name in node.output}
+    needed: set[str] = set()
+    open_names = [output]
+    while open_names:
+        name = open_names.pop()
+        if name not in needed:
+            needed.add(name)
+            open_names += made_by[name].input if name in made_by else ()
+    for field, kept in (
+        ("node", [node for node in model.graph.node if needed.intersection(node.output)]),
+        ("initializer", [tensor for tensor in model.graph.initializer if tensor.name in needed]),
+        ("output", [value for value in model.graph.output if value.name == output]),
+        ("value_info", []),
+    ):
+        part.graph.ClearField(field)
+        getattr(part.graph, field).extend(kept)
+    return part
+
+
+def lift_constants(model: onnx.ModelProto) -> None:
+    """Turns large Constant nodes into initializers: the exporter writes tables that way that have no gradient."""
+    for node in list(model.graph.node):
+        for name, tensor in constants(node).items():
+            if len(tensor.raw_data) >= LEAST_DATA_BYTES:
+                tensor.name = name
+                model.graph.initializer.append(tensor)
+                model.graph.node.remove(node)
 
 
 def take_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor], data: BinaryIO | None = None) -> None:

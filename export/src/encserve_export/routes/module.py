@@ -1,7 +1,6 @@
 """The export of a PyTorch module of the caller's own, traced as it is and compared with itself."""
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
@@ -13,26 +12,15 @@ from encserve_export.bundle import store
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
-from encserve_export.check import agreement
-from encserve_export.ground import names
-from encserve_export.ground.arrays import Input as Inputs
-from encserve_export.ground.arrays import Mask, Rows
-from encserve_export.ground.errors import (
-    ConfigError,
-    UnsupportedModelError,
-    VocabularyError,
-    first_line,
-)
+from encserve_export.ground.errors import ConfigError, UnsupportedModelError, VocabularyError, first_line
 from encserve_export.ground.precision import Precision
 from encserve_export.kinds.recipe import pooled
-from encserve_export.models.module import example, refuse_control_flow, write_module
+from encserve_export.models.graphs import refuse_control_flow
 from encserve_export.models.own.config import Input
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
-from encserve_export.onnx_graph.foreign import Names
-from encserve_export.routes.onnx import OnnxOptions, check_options, export_onnx, export_traced
+from encserve_export.models.reference import Reference
+from encserve_export.routes.reference import check_tokenizer, export_reference
 from encserve_export.source.tokenizer import TokenizerFile
-
-_INPUT_NAMES: Mapping[Input, str] = {"token_ids": names.INPUT_IDS, "embeddings": names.EMBEDDINGS}
 
 
 class _Rows(nn.Module):
@@ -45,37 +33,6 @@ class _Rows(nn.Module):
     def forward(self, inputs: Tensor, attention_mask: Tensor) -> Tensor:
         """Rows, float32 (batch, seq, d_model)."""
         rows: Tensor = self.module(inputs, attention_mask == 1)
-        return rows
-
-
-@dataclasses.dataclass(frozen=True)
-class OwnModule:
-    """A module of the caller's as the reference of its own graph.
-
-    Attributes:
-        module: Inputs and mask, int64 (batch, seq) -> rows, float32 (batch, seq, d_model).
-        description: The name of its class.
-        vocab_size: One more than the largest token id; 0 where it takes vectors.
-        width: The numbers of a vector; 0 where it takes ids.
-    """
-
-    module: nn.Module
-    description: str
-    vocab_size: int
-    width: int
-
-    def __call__(self, inputs: Inputs, mask: Mask) -> Rows:
-        """Runs one batch in PyTorch: ids or vectors and their mask, int64 (batch, seq) -> (batch, seq, d_model)."""
-        given = torch.from_numpy(inputs)
-        if given.is_floating_point():  # as the module's numbers are, which may be float64
-            given = given.to(next((it.dtype for it in self.module.parameters()), given.dtype))
-        try:
-            with torch.inference_mode():
-                rows: Rows = self.module(given, torch.from_numpy(mask)).numpy()
-        except Exception as error:  # whatever a module of somebody else's raises
-            raise UnsupportedModelError(
-                f"{self.description} does not run with inputs of shape {tuple(inputs.shape)}: {first_line(error)}"
-            ) from error
         return rows
 
 
@@ -125,54 +82,36 @@ def export_module(
         ExportError: Another of its kinds, by cause. Nothing is left on the disk.
     """
     _check_configuration(configuration)
-    options = OnnxOptions(
-        names=Names(input_ids=_input_name(input)),
-        max_sequence_tokens=max_sequence_tokens,
-        pad_token_id=pad_token_id,
-        vocab_size=vocab_size,
-        vector=pooled(pooling, l2_normalize=l2_normalize),
-        tokenizer=tokenizer,
-        precision=precision,
-    )
+    vector = pooled(pooling, l2_normalize=l2_normalize)
+    vocab_size = _check_sizes(input, vocab_size, d_model, pad_token_id, tokenizer)
     store.check_target(target.model_repository, target.name, target.version, overwrite=target.overwrite)
-    vocab_size = _check_sizes(options, d_model)
     with _in_eval_mode(module):
-        model = OwnModule(_Rows(module).eval(), type(module).__name__, vocab_size, d_model or 0)
-        batch = example(lambda length: _draw(model, length))
-        progress(f"running {model.description}")
-        _check_module(model, batch)
-        agreement.check_padding(
-            model,
-            longest=options.max_sequence_tokens,
-            pad_token_id=options.pad_token_id,
-            advice="Where the mask is False, no token may be attended to",
-            width=model.width,
+        reference = Reference(
+            module=_Rows(module).eval(),
+            description=type(module).__name__,
+            vocab_size=vocab_size,
+            width=d_model or 0,
+            pad_token_id=pad_token_id,
         )
-        refuse_control_flow(model.module, batch, model.description)
+        progress(f"running {reference.description}")
+        _check_module(reference)
+        refuse_control_flow(reference)
+        tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
         source = Source(
             "module",
-            model.description,
-            vector=options.vector,
+            reference.description,
+            vector=vector,
             tokenizer=tokenizer,
-            model_digest=digest_model(
-                {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}, configuration
-            ),
+            model_digest=digest_model(tensors, configuration),
         )
-        return export_traced(
-            lambda exporter, path: write_module(
-                model.module, batch, options.names.input_ids, exporter, path, model.description
-            ),
-            lambda path: export_onnx(path, target, options, source=source, reference=model, progress=progress),
+        return export_reference(
+            reference,
+            source,
             target,
-            model.description,
-            progress,
+            max_sequence_tokens=max_sequence_tokens,
+            precision=precision,
+            progress=progress,
         )
-
-
-def _input_name(given: Input) -> str:
-    if given not in get_args(Input):
-        raise ConfigError(f"input must be one of {', '.join(get_args(Input))}; was {given!r}")
-    return _INPUT_NAMES[given]
 
 
 def _check_configuration(configuration: Mapping[str, Any]) -> None:
@@ -184,57 +123,62 @@ def _check_configuration(configuration: Mapping[str, Any]) -> None:
         raise ConfigError(f"configuration must be a dict; was {type(configuration).__name__}")
 
 
-def _check_sizes(options: OnnxOptions, d_model: int | None) -> int:
-    """How many token ids there are; 0 where the module takes vectors."""
-    if options.names.input_ids == names.EMBEDDINGS:
+def _check_sizes(
+    model_input: Input, vocab_size: int | None, d_model: int | None, pad_token_id: int, tokenizer: TokenizerFile | None
+) -> int:
+    """Checks the sizes and returns the number of token ids; 0 for a module that takes vectors."""
+    if model_input not in get_args(Input):
+        raise ConfigError(f"input must be one of {', '.join(get_args(Input))}; was {model_input!r}")
+    if model_input == "embeddings":
+        check_tokenizer(tokenizer, 0)
         if d_model is None or d_model < 1:
-            raise ConfigError(f"d_model must be given where the input is embeddings, and be at least 1; was {d_model}")
-        check_options(options, 0, d_model)
+            raise ConfigError(f"d_model must be given if the input is embeddings, and be at least 1; was {d_model}")
+        if pad_token_id or vocab_size:
+            raise ConfigError(
+                f"vocab_size and pad_token_id must be 0 if the input is embeddings; was {vocab_size} and {pad_token_id}"
+            )
         return 0
     if d_model is not None:
-        raise ConfigError("d_model is of vectors; leave it out where the input is token_ids")
-    tokenizer, vocab_size = options.tokenizer, options.vocab_size
+        raise ConfigError("d_model is of vectors; leave it out if the input is token_ids")
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.largest_id + 1
     if vocab_size is None or vocab_size < 1:
         raise VocabularyError(f"vocab_size must be given, or a tokenizer, and be at least 1; was {vocab_size}")
-    check_options(options, vocab_size, 0)
+    if not 0 <= pad_token_id < vocab_size:
+        raise ConfigError(f"pad_token_id must be from 0 to {vocab_size - 1}; was {pad_token_id}")
     return vocab_size
 
 
-def _draw(model: OwnModule, length: int) -> Tensor:
-    """So many ids, the largest among them, or vectors (length, width); always the same."""
-    if model.width:
-        return torch.randn((length, model.width), generator=torch.Generator().manual_seed(0))
-    return (model.vocab_size - 1 - torch.arange(length)) % model.vocab_size
-
-
-def _check_module(model: OwnModule, batch: tuple[Tensor, Tensor]) -> None:
-    """Refuses a module that does not run, or gives something else than rows."""
-    inputs, mask = batch
-    description, shape = model.description, tuple(mask.shape)
-    given = f"vectors of {model.width} numbers" if model.width else f"token ids up to {model.vocab_size - 1}"
+def _check_module(reference: Reference) -> None:
+    """Refuses a module that does not run, or does not return rows."""
+    inputs, mask = reference.example()
+    description, shape = reference.description, tuple(mask.shape)
+    given = (
+        f"vectors of {reference.width} numbers" if reference.width else f"token ids up to {reference.vocab_size - 1}"
+    )
     try:
         with torch.inference_mode():
-            made = model.module(inputs, mask)
-    except Exception as error:  # whatever a module of somebody else's raises
+            rows = reference.module(inputs, mask)
+    except Exception as error:  # a foreign module may raise anything
         raise UnsupportedModelError(
             f"{description} does not run on the CPU with {given} of shape {tuple(inputs.shape)} and a mask, bool "
             f"{shape}: {first_line(error)}"
         ) from error
-    if not isinstance(made, Tensor):
-        raise UnsupportedModelError(f"{description} must return one tensor of rows; was {type(made).__name__}")
-    if made.dtype != torch.float32 or made.dim() != 3 or tuple(made.shape[:2]) != shape:
+    if not isinstance(rows, Tensor):
+        raise UnsupportedModelError(f"{description} must return one tensor of rows; was {type(rows).__name__}")
+    if rows.dtype != torch.float32 or rows.dim() != 3 or tuple(rows.shape[:2]) != shape:
         advice = ""
-        if made.dim() == 2 and len(made) == shape[0]:
+        if rows.dim() == 2 and len(rows) == shape[0]:
             advice = ". If it pools, return the rows before pooling, and give the pooling with pooling= or --pooling"
         raise UnsupportedModelError(
             f"{description} must return rows, float32 ({shape[0]}, {shape[1]}, d_model) for a mask of shape {shape}; "
-            f"was {str(made.dtype).removeprefix('torch.')} {tuple(made.shape)}{advice}"
+            f"was {str(rows.dtype).removeprefix('torch.')} {tuple(rows.shape)}{advice}"
         )
-    if model.width not in (0, made.shape[2]):
-        raise UnsupportedModelError(f"{description} gives rows of {made.shape[2]} numbers; d_model is {model.width}")
-    if not bool(torch.isfinite(made[mask == 1]).all()):
+    if reference.width not in (0, rows.shape[2]):
+        raise UnsupportedModelError(
+            f"{description} gives rows of {rows.shape[2]} numbers; d_model is {reference.width}"
+        )
+    if not bool(torch.isfinite(rows[mask == 1]).all()):
         raise UnsupportedModelError(f"{description} gives rows that are not finite")
 
 

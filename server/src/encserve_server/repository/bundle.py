@@ -159,7 +159,7 @@ def _inspect_graph(
     inspect, n_layers, position = manifest.inspect_graph, manifest.encoder.n_layers, manifest.encoder.position
     if n_layers < 1:
         raise BundleError(f"{directory / MANIFEST_NAME}: inspect_graph needs encoder.n_layers >= 1; was {n_layers}")
-    if bool(inspect.positions_name) == (position in ("none", "rotary")):
+    if bool(inspect.positions_name) != (position in ("learned", "sinusoidal")):
         due = "empty" if inspect.positions_name else "set"
         raise BundleError(
             f"{directory / MANIFEST_NAME}: inspect_graph.positions_name must be {due} for position {position!r}; was "

@@ -103,7 +103,7 @@ def _decode_specs(specs: Sequence[pb.InspectSpec], bundle: Bundle) -> list[tuple
 
 def _decode_layers(name: str, kind: InspectKind, layers: Sequence[int], bundle: Bundle) -> tuple[int, ...]:
     if kind is InspectKind.POSITIONS:
-        if bundle.position in ("none", "rotary"):
+        if bundle.position not in ("learned", "sinusoidal"):
             raise InvalidField(f"{name}.kind", f"model {bundle.name} adds nothing for a token's place")
         if layers:
             raise InvalidField(f"{name}.layers", f"must be empty for positions; was {list(layers[:8])}")

@@ -10,10 +10,10 @@ from encserve_export.ground.errors import ConfigError
 Input = Literal["token_ids", "embeddings"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]
 Norm = Literal["post", "pre", "none"]
-Position = Literal["sinusoidal", "learned", "rotary", "none"]
+Position = Literal["sinusoidal", "learned", "none"]
 MergeHeads = Literal["transpose", "reshape"]
 
-_POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens", "global_every")
+_POSITIVE = ("d_model", "n_heads", "n_layers", "max_sequence_tokens")
 # Positions take memory too, that of tables and of attention.
 _MOST = {"n_layers": 1024, "max_sequence_tokens": 2**20}
 CHOICES: Mapping[str, tuple[str, ...]] = {
@@ -42,27 +42,15 @@ class EncoderConfig:
             token embedding and enters as it is.
         activation: Between the two feed-forward layers. "gelu" is the exact x·Φ(x), "gelu_tanh" its tanh approximation,
             "silu" x·σ(x).
-        gated: Whether the first feed-forward layer has twice the width, and its first half, activated, multiplies the
-            second (Shazeer 2020: GeGLU with "gelu", SwiGLU with "silu").
-        inner_bias: Whether the first feed-forward layer adds a bias.
-        outer_bias: Whether the second does.
         attention_bias: Whether the four projections of attention add a bias.
         merge_heads: How the heads' results, (heads, seq, d_k), become rows, (seq, d_model). "transpose" puts the heads
             of a token side by side, as in Vaswani et al. 2017. "reshape" keeps the order in memory, without a
             transpose: row i takes the numbers from i·d_model on, so it mixes tokens.
         residual: Whether x is added to f(x), around attention and around the feed-forward part.
         norm: "post" is LayerNorm(x + f(x)), as in Vaswani et al. 2017; "pre" is x + f(LayerNorm(x)); "none" has none.
-        norm_bias: Whether LayerNorms add a bias.
-        first_attention_norm: Whether the first block has a LayerNorm for its attention, as the others do.
         final_norm: One more LayerNorm after the last block; usual with "pre".
         position: Where a token's place in the sequence comes from: fixed sinusoids, a table among the
-            weights ("learned", whether or not anybody trained it), "rotary" in every attention (Su et al. 2021), or
-            nowhere.
-        rotary_base: What the angles of "rotary" are powers of.
-        local_rotary_base: The same in the blocks that attend to a window.
-        window: How far a token sees on either side in the blocks that attend to a window, in tokens; 0 where all see
-            everything.
-        global_every: With a window, every so many blocks one sees everything, the first among them.
+            weights ("learned", also if it was never trained), or nowhere.
         scale_embedding: Whether token embeddings are multiplied by √d_model, as in Vaswani et al. 2017.
         embedding_norm: Whether a LayerNorm follows the sum of embeddings, as in BERT.
         n_token_types: Rows of the token type (segment) embedding, of which row 0 is added to every token; 0 for none.
@@ -81,21 +69,12 @@ class EncoderConfig:
     max_sequence_tokens: int = 512
     input: Input = "token_ids"
     activation: Activation = "relu"
-    gated: bool = False
-    inner_bias: bool = True
-    outer_bias: bool = True
     attention_bias: bool = True
     merge_heads: MergeHeads = "transpose"
     residual: bool = True
     norm: Norm = "post"
-    norm_bias: bool = True
-    first_attention_norm: bool = True
     final_norm: bool = False
     position: Position = "sinusoidal"
-    rotary_base: float = 10000.0
-    local_rotary_base: float = 10000.0
-    window: int = 0
-    global_every: int = 1
     scale_embedding: bool = False
     embedding_norm: bool = False
     n_token_types: int = 0
@@ -118,10 +97,6 @@ class EncoderConfig:
     def n_positions(self) -> int:
         """The rows of the position table."""
         return self.max_sequence_tokens + self.position_offset
-
-    def sees_everything(self, block: int) -> bool:
-        """Whether the tokens of a block see their whole sequence, and not a window of it."""
-        return not self.window or block % self.global_every == 0
 
     @classmethod
     def from_mapping(cls, fields: Mapping[str, Any]) -> Self:
@@ -179,10 +154,8 @@ class EncoderConfig:
             raise ConfigError(f"pad_token_id must be < vocab_size; was {self.pad_token_id} >= {self.vocab_size}")
         if self.position == "sinusoidal" and self.d_model % 2:
             raise ConfigError(f"d_model must be even for sinusoidal positions; was {self.d_model}")
-        if self.position in ("none", "rotary") and self.position_offset:
+        if self.position == "none" and self.position_offset:
             raise ConfigError(f"position_offset must be 0 without a table of positions; was {self.position_offset}")
-        if self.position == "rotary" and self.d_k % 2:
-            raise ConfigError(f"d_model / n_heads must be even for rotary positions; was {self.d_k}")
         if self.pad_takes_no_position and self.position_offset < 1:
             raise ConfigError(
                 f"position_offset must be at least 1 with pad_takes_no_position; was {self.position_offset}"

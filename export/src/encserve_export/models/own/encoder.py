@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from encserve_export.ground.errors import ConfigError
 from encserve_export.models.own.config import EncoderConfig
 
 # Tables are computed even where a module is made without memory for its weights: see `encoder_of`.
@@ -42,28 +41,6 @@ def sinusoids(n_positions: int, d_model: int) -> Tensor:
     exponent = torch.arange(0, d_model, 2, dtype=torch.float64, device=_TABLES) / d_model  # (d_model / 2)
     angle = position / torch.pow(10000.0, exponent)  # (n_positions, d_model / 2)
     return torch.stack((angle.sin(), angle.cos()), dim=-1).flatten(1).float()  # (n_positions, d_model)
-
-
-def rotations(n_positions: int, d_k: int, base: float) -> tuple[Tensor, Tensor]:
-    """The cosines and sines of rotary positions, Su et al. 2021, section 3.4.2.
-
-    Column i of a head and column i + d_k/2 are turned together, at position p by the angle p / base^(2i/d_k).
-
-    Returns:
-        float32 (n_positions, d_k) each; the sines of the first half are negative, as `rotate` needs them.
-    """
-    # In float32 throughout, as models were trained: late positions have angles that are off by 1e-4, and learned so.
-    frequency = 1 / base ** (torch.arange(0, d_k, 2, dtype=torch.float32, device=_TABLES) / d_k)  # (d_k / 2)
-    places = torch.arange(n_positions, dtype=torch.float32, device=_TABLES)  # (n_positions)
-    angle = places[:, None] * frequency  # (n_positions, d_k / 2)
-    cosines, sines = angle.cos(), angle.sin()  # (n_positions, d_k / 2)
-    return torch.cat((cosines, cosines), dim=-1), torch.cat((-sines, sines), dim=-1)
-
-
-def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turns every head of every token by its position: x (tokens, n, d_k), the others (tokens, 1, d_k)."""
-    first, second = x.chunk(2, dim=-1)  # (tokens, n, d_k / 2)
-    return x * cosines + torch.cat((second, first), dim=-1) * sines  # (tokens, n, d_k)
 
 
 class Padding:
@@ -170,50 +147,6 @@ class Embeddings(nn.Module):
         return functional.embedding(index, self.positions)  # (batch, seq, d_model)
 
 
-@dataclasses.dataclass(frozen=True)
-class Sight:
-    """What attention needs to know of a batch, the same in all blocks that see equally far.
-
-    Attributes:
-        bias: (batch, 1 or heads, 1 or seq, seq), what is added to scores: padding and what is too far away are hidden.
-        cosines: (tokens, 1, d_k), of rotary positions; None without them.
-        sines: The same.
-    """
-
-    bias: Tensor
-    cosines: Tensor | None = None
-    sines: Tensor | None = None
-
-
-class Positions(nn.Module):
-    """How far tokens see, and what their positions do to attention: makes the `Sight` of a batch."""
-
-    cosines: Tensor
-    sines: Tensor
-
-    def __init__(self, config: EncoderConfig, window: int, rotary_base: float) -> None:
-        super().__init__()
-        self.window = window
-        self.is_rotary = config.position == "rotary"
-        if self.is_rotary:
-            cosines, sines = rotations(config.max_sequence_tokens, config.d_k, rotary_base)
-            self.register_buffer("cosines", cosines, persistent=False)
-            self.register_buffer("sines", sines, persistent=False)
-
-    def forward(self, padding: Padding) -> Sight:
-        """Looks at a batch."""
-        bias = padding.bias  # (batch, 1, 1, seq)
-        place = torch.arange(bias.shape[3])  # (seq)
-        if self.window:
-            first, last = place[:, None] - self.window, place[:, None] + self.window  # (seq, 1) both
-            far = (place < first) | (place > last)  # (seq, seq), without one of distances, which has 8 bytes each
-            bias = bias.masked_fill(far, torch.finfo(bias.dtype).min)  # (batch, 1, seq, seq)
-        if not self.is_rotary:
-            return Sight(bias)
-        cosines, sines = (functional.embedding(padding.places, table) for table in (self.cosines, self.sines))
-        return Sight(bias, cosines[:, None], sines[:, None])
-
-
 class SelfAttention(nn.Module):
     """Multi-head self-attention, Vaswani et al. 2017, section 3.2.
 
@@ -230,26 +163,21 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.attention_bias)
         self.output = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
 
-    def forward(self, x: Tensor, padding: Padding, sight: Sight, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
-        """Lets every token look at every other of its sequence that it sees.
+    def forward(self, x: Tensor, padding: Padding, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Lets every token attend to every other token of its sequence.
 
         Args:
             x: (tokens, d_model).
-            padding: Where the tokens are.
-            sight: What they see.
-            keep_weights: Whether to return the attention weights. PyTorch then has to hold all of them; else it goes
-                through them in small parts, and long sequences fit into memory.
+            padding: The positions of the tokens.
+            keep_weights: Whether to return the attention weights. PyTorch then has to hold all of them; otherwise it
+                computes them in small parts, and long sequences fit into memory.
 
         Returns:
             (tokens, d_model), and the attention weights: (batch, heads, seq, seq), of which each row sums to 1.
         """
-        bias = sight.bias  # (batch, 1 or heads, 1 or seq, seq)
+        bias = padding.bias  # (batch, 1, 1, seq)
         by_head = (bias.shape[0], bias.shape[3], self.n_heads, self.d_k)
         qkv = self.qkv(x)  # (tokens, 3·d_model)
-        if sight.cosines is not None and sight.sines is not None:
-            qk, v = torch.split(qkv, [2 * self.d_model, self.d_model], dim=-1)  # (tokens, 2·d_model), (tokens, d_model)
-            qk = rotate(qk.reshape(-1, 2 * self.n_heads, self.d_k), sight.cosines, sight.sines)
-            qkv = torch.cat((qk.reshape(-1, 2 * self.d_model), v), dim=-1)  # (tokens, 3·d_model)
         q, k, v = torch.split(padding.restore(qkv), self.d_model, dim=-1)  # (batch·seq, d_model) each
         q, k, v = (part.reshape(by_head).transpose(1, 2) for part in (q, k, v))  # (batch, heads, seq, d_k) each
         weights = None
@@ -268,25 +196,18 @@ class FeedForward(nn.Module):
     """The position-wise network, Vaswani et al. 2017, section 3.3: W₂·f(W₁·x + b₁) + b₂, for every token alone.
 
     f is max(0, x), or the GELU of Hendrycks & Gimpel 2016: x·Φ(x), or x/2·(1 + tanh(√(2/π)·(x + 0.044715·x³))), or the
-    SiLU x·σ(x). Gated (Shazeer 2020) it is W₂·(f(W₁·x) ⊙ W₃·x), with W₁ and W₃ one below the other in one layer.
+    SiLU x·σ(x).
     """
 
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
-        self.gated = config.gated
-        self.inner = nn.Linear(config.d_model, (2 if config.gated else 1) * config.d_ff, bias=config.inner_bias)
+        self.inner = nn.Linear(config.d_model, config.d_ff)
         self.activation = _activation(config)
-        self.outer = nn.Linear(config.d_ff, config.d_model, bias=config.outer_bias)
+        self.outer = nn.Linear(config.d_ff, config.d_model)
 
     def forward(self, x: Tensor) -> Tensor:
         """Transforms each row: (tokens, d_model) -> (tokens, d_model)."""
-        hidden = self.inner(x)  # (tokens, d_ff), gated (tokens, 2·d_ff)
-        if self.gated:
-            hidden, gate = hidden.chunk(2, dim=-1)  # (tokens, d_ff) each
-            hidden = self.activation(hidden) * gate  # (tokens, d_ff)
-        else:
-            hidden = self.activation(hidden)  # (tokens, d_ff)
-        y: Tensor = self.outer(hidden)  # (tokens, d_model)
+        y: Tensor = self.outer(self.activation(self.inner(x)))  # (tokens, d_model)
         return y
 
 
@@ -305,19 +226,18 @@ class EncoderBlock(nn.Module):
     The configuration may leave out the norms, the residual connections, and the feed-forward part.
     """
 
-    def __init__(self, config: EncoderConfig, index: int) -> None:
+    def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         self.pre_norm = config.norm == "pre"
         self.residual = config.residual
-        self.sees_everything = config.sees_everything(index)
         self.attention = SelfAttention(config)
-        self.attention_norm = _block_norm(config) if index or config.first_attention_norm else nn.Identity()
+        self.attention_norm = _block_norm(config)
         self.feed_forward = FeedForward(config) if config.d_ff else None
         self.feed_forward_norm = _block_norm(config) if config.d_ff else nn.Identity()
 
-    def forward(self, x: Tensor, padding: Padding, sight: Sight, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
-        """Runs one layer: (tokens, d_model) -> (tokens, d_model), and what `SelfAttention` says of its weights."""
-        y, weights = self.attention(self._before(self.attention_norm, x), padding, sight, keep_weights)
+    def forward(self, x: Tensor, padding: Padding, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
+        """Runs one layer: (tokens, d_model) -> (tokens, d_model), and the attention weights of `SelfAttention`."""
+        y, weights = self.attention(self._before(self.attention_norm, x), padding, keep_weights)
         x = self._after(self.attention_norm, x, y)  # (tokens, d_model)
         if self.feed_forward is not None:
             y = self.feed_forward(self._before(self.feed_forward_norm, x))  # (tokens, d_model)
@@ -342,7 +262,7 @@ def _block_norm(config: EncoderConfig) -> nn.Module:
 
 
 def _norm(config: EncoderConfig) -> nn.LayerNorm:
-    return nn.LayerNorm(config.d_model, config.layer_norm_eps, bias=config.norm_bias)
+    return nn.LayerNorm(config.d_model, config.layer_norm_eps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -366,9 +286,7 @@ class Encoder(nn.Module):
         super().__init__()
         self.config = config
         self.embeddings = Embeddings(config)
-        self.positions = Positions(config, 0, config.rotary_base)
-        self.window = Positions(config, config.window, config.local_rotary_base) if config.window else None
-        self.blocks = nn.ModuleList(EncoderBlock(config, index) for index in range(config.n_layers))
+        self.blocks = nn.ModuleList(EncoderBlock(config) for _ in range(config.n_layers))
         self.final_norm = _norm(config) if config.final_norm else nn.Identity()
 
     def forward(self, inputs: Tensor, attention_mask: Tensor) -> Tensor:
@@ -390,13 +308,10 @@ class Encoder(nn.Module):
         """Encodes a batch and keeps what happens on the way; takes what `forward` does."""
         x: Tensor = self.embeddings(inputs)  # (batch, seq, d_model)
         padding = Padding(attention_mask, x.dtype)
-        everything = self.positions(padding)
-        window = everything if self.window is None else self.window(padding)
         rows = padding.remove(x.reshape(-1, self.config.d_model))  # (tokens, d_model)
         states, attention_weights = [rows], []
         for block in self.blocks:
-            sight = everything if block.sees_everything else window
-            rows, weights = block(rows, padding, sight, keep_weights)  # (tokens, d_model), (batch, heads, seq, seq)
+            rows, weights = block(rows, padding, keep_weights)  # (tokens, d_model), (batch, heads, seq, seq)
             states.append(rows)
             if keep_weights:
                 attention_weights.append(weights)
@@ -416,30 +331,3 @@ def encoder_of(config: EncoderConfig, weights: Callable[[str, tuple[int, ...]], 
     given = {name: weights(name, tuple(weight.shape)) for name, weight in encoder.state_dict().items()}
     encoder.load_state_dict(given, assign=True)
     return encoder.eval().requires_grad_(False)
-
-
-def shortened_config(config: EncoderConfig, max_sequence_tokens: int) -> EncoderConfig:
-    """The same configuration for shorter sequences.
-
-    Raises:
-        ConfigError: The encoder does not reach `max_sequence_tokens`, or the number is not positive.
-    """
-    allowed = config.max_sequence_tokens
-    if max_sequence_tokens > allowed:
-        raise ConfigError(f"max_sequence_tokens must be at most {allowed} for this model; was {max_sequence_tokens}")
-    return dataclasses.replace(config, max_sequence_tokens=max_sequence_tokens)
-
-
-def shortened(encoder: Encoder, max_sequence_tokens: int) -> Encoder:
-    """The same encoder for shorter sequences; a learned position table loses the rows that nothing can reach.
-
-    Raises:
-        ConfigError: As `shortened_config` does.
-    """
-    config = shortened_config(encoder.config, max_sequence_tokens)
-    if config == encoder.config:
-        return encoder
-    state = encoder.state_dict()
-    if config.position == "learned":
-        state["embeddings.positions"] = state["embeddings.positions"][: config.n_positions]
-    return encoder_of(config, lambda name, _: state[name])

@@ -17,6 +17,7 @@ from encserve_export.ground.errors import (
     WeightNamesError,
     WeightShapeError,
 )
+from encserve_export.ground.precision import SINUSOID_TOLERANCE
 from encserve_export.models.own.config import CHOICES, EncoderConfig, Input, Position
 from encserve_export.models.own.encoder import Encoder, sinusoids
 from encserve_export.models.own.layouts import StackLayout, known_layouts
@@ -36,9 +37,6 @@ _FLAG = ("true", "false")
 
 # The longest sequence by default, in tokens.
 DEFAULT_LONGEST = 512
-
-# A table that was computed in float32 is off by 4e-4 at position 5000; other formulas are off by 1 and more.
-SINUSOID_TOLERANCE = 1e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +87,7 @@ def rename_tensors(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> d
     found: dict[str, Tensor] = {}
     for name, new in plain.items():
         if new in found:
-            raise WeightNamesError(f"--rename gives two weights the name {new}, one of them {name}")
+            raise WeightNamesError(f"--rename gives two weights the name {new}; {name} is the second")
         found[new] = tensors[name]
     return found
 

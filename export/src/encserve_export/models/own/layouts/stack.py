@@ -166,7 +166,7 @@ class Stack:
 
         Args:
             config: Its sizes and settings.
-            tensors: The state dict, whose names `check_names` has accepted.
+            tensors: The state dict, after `check_names`.
             tables: The tables of embeddings and positions, by the Encoder's names.
 
         Raises:

@@ -1,0 +1,217 @@
+"""Writes a `Reference` as ONNX: the served graph, and the graph for inspections if the model shows its inside.
+
+The model is traced once, with all outputs. The served graph is cut from that trace, so both graphs compute the same
+numbers from the same weights, which lie in one file.
+"""
+
+import contextlib
+import dataclasses
+import io
+import logging
+import math
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, get_args
+
+import onnx
+import torch
+from onnx import helper, numpy_helper
+
+from encserve_export.ground import names
+from encserve_export.ground.errors import UnsupportedModelError, first_line
+from encserve_export.ground.precision import Precision
+from encserve_export.models.reference import LONGEST_AT_ONCE, Inspection, Reference
+from encserve_export.onnx_graph import external, foreign, query_blocks, traced
+from encserve_export.onnx_graph.convert import convert
+from encserve_proto.bundle.v1 import manifest_pb2
+
+# In the order of preference. Tracing is several times as fast as dynamo, and dynamo takes masks that tracing does not.
+Exporter = Literal["tracing with inspection", "tracing", "dynamo"]
+EXPORTERS: tuple[Exporter, ...] = get_args(Exporter)
+_AXES = {0: "batch", 1: "seq"}
+_ATTENTION_AXES = {0: "batch", 2: "seq", 3: "seq"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Graphs:
+    """The graphs of a bundle.
+
+    Attributes:
+        files: The files that were written, the served graph first.
+        graph: The served graph's interface.
+        inspect_graph: The interface of the graph for inspections; None if there is none.
+        n_parameters: The number of weights, before they were rounded.
+    """
+
+    files: tuple[Path, ...]
+    graph: manifest_pb2.Graph
+    inspect_graph: manifest_pb2.InspectGraph | None
+    n_parameters: int
+
+
+def write_graphs(
+    reference: Reference, folder: Path, exporter: Exporter, *, precision: Precision, max_sequence_tokens: int
+) -> Graphs:
+    """Writes the graphs of a model, and their weights in a file beside them.
+
+    Args:
+        reference: The model; it needs an inspection for "tracing with inspection".
+        folder: The folder of the bundle.
+        exporter: The exporter of PyTorch.
+        precision: The precision of both graphs; inputs and outputs have the same types in each.
+        max_sequence_tokens: The longest sequence to serve, in tokens.
+
+    Raises:
+        UnsupportedModelError: The exporter fails for this model, or its graph cannot be rounded.
+    """
+    path, data_path, inspect_path = folder / names.FILE, folder / names.DATA_FILE, folder / names.INSPECT_FILE
+    inspection = reference.inspection if exporter == "tracing with inspection" else None
+    try:
+        with _quiet(), torch.no_grad():
+            whole = _run_dynamo(reference, path) if exporter == "dynamo" else _trace(reference, inspection, folder)
+    except Exception as error:  # a foreign model may raise anything
+        raise UnsupportedModelError(
+            f"PyTorch cannot write {reference.description} as ONNX ({exporter}): {first_line(error)}"
+        ) from error
+    # Numbers without an axis are constants of the formula.
+    n_parameters = sum(math.prod(tensor.dims) for tensor in whole.graph.initializer if tensor.dims)
+    positions_name = "" if inspection is None else _add_positions(whole, inspection, max_sequence_tokens)
+    graph = _describe(reference, whole, precision)
+    if precision != "float32":
+        onnx.save_model(whole, path)
+        whole = convert(
+            path,
+            graph,
+            vocab_size=reference.vocab_size,
+            width=reference.width,
+            longest=max_sequence_tokens,
+            precision=precision,
+        )
+        with data_path.open("wb") as data:
+            external.move_weights(whole, data)
+    served = traced.cut(whole, names.OUTPUT)
+    if max_sequence_tokens > LONGEST_AT_ONCE and reference.shape.n_heads:
+        element_type = onnx.TensorProto.FLOAT16 if precision == "float16" else onnx.TensorProto.FLOAT
+        query_blocks.block_queries(served, names.ATTENTION_MASK, reference.shape.n_heads, element_type)
+    onnx.save_model(served, path)
+    if inspection is None:
+        return Graphs((path, data_path), graph, None, n_parameters)
+    onnx.save_model(whole, inspect_path)
+    inspect_graph = manifest_pb2.InspectGraph(
+        file=names.INSPECT_FILE,
+        attention_weights_names=inspection.attention_weights_names,
+        hidden_state_names=inspection.hidden_state_names,
+        positions_name=positions_name,
+    )
+    return Graphs((path, inspect_path, data_path), graph, inspect_graph, n_parameters)
+
+
+def refuse_control_flow(reference: Reference) -> None:
+    """Refuses a module that branches on the values of its inputs: a trace would keep one branch only.
+
+    Raises:
+        UnsupportedModelError: torch.export does not take the module; the text has its reason.
+    """
+    axes = dict.fromkeys(_AXES, torch.export.Dim.AUTO)
+    try:
+        with _quiet(), torch.no_grad():
+            torch.export.export(reference.module, reference.example(), dynamic_shapes=(axes, axes), strict=False)
+    except Exception as error:  # a foreign module may raise anything
+        raise UnsupportedModelError(
+            f"PyTorch cannot export {reference.description} as one graph: {first_line(error)}. Use tensor operations, "
+            "such as torch.where, in place of branches on the values of tensors; torch.export.export(module, (inputs, "
+            "mask)) shows the line"
+        ) from error
+
+
+def _trace(reference: Reference, inspection: Inspection | None, folder: Path) -> onnx.ModelProto:
+    outputs = {names.OUTPUT: _AXES}
+    module = reference.module
+    if inspection is not None:
+        module = inspection.module
+        outputs = dict.fromkeys(inspection.hidden_state_names, _AXES)
+        outputs |= dict.fromkeys(inspection.attention_weights_names, _ATTENTION_AXES)
+    inputs = [reference.input_name, names.ATTENTION_MASK]
+    model = traced.trace(
+        module,
+        reference.example(),
+        folder / names.FILE,
+        inputs=inputs,
+        outputs=list(outputs),
+        dynamic_axes=dict.fromkeys(inputs, _AXES) | outputs,
+    )
+    traced.lift_constants(model)
+    with (folder / names.DATA_FILE).open("wb") as data:
+        traced.take_weights(model, traced.fold_weights(model, module), data)
+        external.move_weights(model, data)
+    return model
+
+
+def _run_dynamo(reference: Reference, path: Path) -> onnx.ModelProto:
+    dynamic = dict.fromkeys(_AXES, torch.export.Dim.DYNAMIC)
+    torch.onnx.export(
+        reference.module,
+        reference.example(),
+        str(path),
+        input_names=[reference.input_name, names.ATTENTION_MASK],
+        output_names=[names.OUTPUT],
+        opset_version=names.OPSET,
+        dynamo=True,
+        dynamic_shapes=(dynamic, dynamic),
+        verbose=False,
+    )
+    model: onnx.ModelProto = onnx.load(path)
+    with path.with_name(names.DATA_FILE).open("wb") as data:
+        external.move_weights(model, data)
+    return model
+
+
+def _add_positions(model: onnx.ModelProto, inspection: Inspection, max_sequence_tokens: int) -> str:
+    """Adds the output of the position table's rows and returns its name; empty if the graph has no table."""
+    if not inspection.position_table:
+        return ""
+    modules = dict(inspection.module.named_parameters()) | dict(inspection.module.named_buffers())
+    table = modules[inspection.position_table]  # (rows, d_model)
+    graph = model.graph
+    # The exporter drops the name of a buffer; it is then the only lifted constant of this shape.
+    by_name = [tensor for tensor in graph.initializer if tensor.name == inspection.position_table]
+    by_shape = [tensor for tensor in graph.initializer if tuple(tensor.dims) == tuple(table.shape)]
+    source = (by_name or by_shape)[:1]
+    if not source:
+        return ""
+    first = inspection.first_position
+    ends = (first, first + max_sequence_tokens)
+    limits = [numpy_helper.from_array(torch.tensor([end]).numpy(), f"{names.POSITIONS}.{end}") for end in ends]
+    graph.initializer.extend(limits)
+    inputs = [source[0].name, *(limit.name for limit in limits)]
+    graph.node.append(helper.make_node("Slice", inputs, [names.POSITIONS], names.POSITIONS))
+    shape = [max_sequence_tokens, table.shape[1]]
+    graph.output.append(helper.make_tensor_value_info(names.POSITIONS, onnx.TensorProto.FLOAT, shape))
+    return names.POSITIONS
+
+
+def _describe(reference: Reference, model: onnx.ModelProto, precision: Precision) -> manifest_pb2.Graph:
+    return manifest_pb2.Graph(
+        file=names.FILE,
+        opset=foreign.opset(model),
+        input_ids_name="" if reference.width else reference.input_name,
+        embeddings_name=reference.input_name if reference.width else "",
+        attention_mask_name=names.ATTENTION_MASK,
+        output_name=names.OUTPUT,
+        precision=precision,
+    )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Discards warnings, logs and prints: the comparison with PyTorch decides, and PyTorch prints whole graphs."""
+    level = logging.root.manager.disable
+    logging.disable()
+    discarded = io.StringIO()
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(discarded), contextlib.redirect_stdout(discarded):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)

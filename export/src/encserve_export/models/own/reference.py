@@ -1,0 +1,72 @@
+"""Our own encoder as a `Reference`."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from encserve_export.models.own.config import EncoderConfig
+from encserve_export.models.own.encoder import Encoder
+from encserve_export.models.reference import Inspection, Reference
+from encserve_proto.bundle.v1 import manifest_pb2
+
+
+class _Inspected(nn.Module):
+    """All hidden states of an encoder, then all attention weights. Its parameters have the names of the encoder's."""
+
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__()
+        self.embeddings = encoder.embeddings
+        self.blocks = encoder.blocks
+        self.final_norm = encoder.final_norm
+        self._inspect = encoder.inspect
+
+    def forward(self, inputs: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        """See `models.reference.Inspection`."""
+        inspection = self._inspect(inputs, attention_mask)
+        return (*inspection.hidden_states, *inspection.attention_weights)
+
+
+def encoder_reference(encoder: Encoder) -> Reference:
+    """Describes an encoder for `routes.reference.export_reference`."""
+    config = encoder.config
+    is_table = config.position in ("sinusoidal", "learned")
+    return Reference(
+        module=encoder,
+        description="the encoder",
+        vocab_size=config.vocab_size,
+        width=config.d_model if config.input == "embeddings" else 0,
+        positions=config.max_sequence_tokens,
+        pad_token_id=config.pad_token_id,
+        shape=_shape(config),
+        parameters=count_parameters(encoder),
+        inspection=Inspection(
+            module=_Inspected(encoder).eval(),
+            n_layers=config.n_layers,
+            position_table="embeddings.positions" if is_table else "",
+            first_position=config.position_offset,
+        ),
+    )
+
+
+def count_parameters(encoder: Encoder) -> dict[str, int]:
+    """The number of parameters of the embedding, attention, feed_forward and norm parts."""
+    counts = dict.fromkeys(("embedding", "attention", "feed_forward", "norm"), 0)
+    for name, parameter in encoder.named_parameters():
+        counts[_part(name)] += parameter.numel()
+    return counts
+
+
+def _part(name: str) -> str:
+    """The part of a parameter, e.g. "blocks.0.attention_norm.weight" -> "norm"."""
+    modules = name.split(".")
+    if any(module.endswith("norm") for module in modules):
+        return "norm"
+    return "embedding" if modules[0] == "embeddings" else modules[2]
+
+
+def _shape(config: EncoderConfig) -> manifest_pb2.EncoderShape:
+    fields = [field.name for field in manifest_pb2.EncoderShape.DESCRIPTOR.fields]
+    values: Mapping[str, Any] = dataclasses.asdict(config)
+    return manifest_pb2.EncoderShape(**{name: values[name] for name in fields})

@@ -1,0 +1,137 @@
+"""A model in PyTorch that an exported graph must reproduce, whatever it was loaded from."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from encserve_export.ground import names
+from encserve_export.ground.arrays import Input, Mask, Rows
+from encserve_export.ground.errors import UnsupportedModelError, first_line
+from encserve_proto.bundle.v1 import manifest_pb2
+
+AttentionContext = Callable[[], contextlib.AbstractContextManager[object]]
+# Attention weights of longer sequences are not computed all at once: 16 heads of 1,024 tokens take 64 MiB in float32,
+# 16 heads of 8,192 tokens take 4 GiB.
+LONGEST_AT_ONCE = 1024
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Inspection:
+    """How to see the inside of a model.
+
+    Attributes:
+        module: Takes the inputs of `Reference.module`. Returns n_layers + 1 hidden states, (batch, seq, d_model) each,
+            the last one equal to the rows, and then n_layers tensors of attention weights, (batch, heads, seq, seq).
+        n_layers: The number of blocks.
+        position_table: The name of the position table among the module's parameters and buffers, (rows, d_model).
+            Empty for a model without one.
+        first_position: The row of that table that belongs to the first token.
+    """
+
+    module: nn.Module
+    n_layers: int
+    position_table: str = ""
+    first_position: int = 0
+
+    @property
+    def hidden_state_names(self) -> tuple[str, ...]:
+        """The output names of the hidden states in a graph."""
+        return (*(f"hidden_state.{i}" for i in range(self.n_layers)), names.OUTPUT)
+
+    @property
+    def attention_weights_names(self) -> tuple[str, ...]:
+        """The output names of the attention weights in a graph."""
+        return tuple(f"attention_weights.{i}" for i in range(self.n_layers))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reference:
+    """A model in eval mode and in float32.
+
+    Attributes:
+        module: Inputs and mask -> rows, float32 (batch, seq, d_model). The mask is int64 (batch, seq): 1 for a token,
+            0 for padding, 2 for a token that has a row and that no other token attends to.
+        description: The name of the model in reports and errors.
+        vocab_size: The number of token ids; 0 for a model that takes vectors.
+        width: The size of an input vector; 0 for a model that takes token ids.
+        positions: The longest sequence that the model has positions for, in tokens; None if it has no limit.
+        pad_token_id: The id that fills a padded batch.
+        unused_parts: The parts of the checkpoint that do not contribute to the rows, such as heads.
+        shape: The known sizes and choices, for the manifest.
+        parameters: The number of parameters by part, for the manifest; empty for one total.
+        inspection: How to see the inside; None if the model does not show it.
+        long_attention: A context in which the module computes attention without a (seq, seq) tensor; None if the module
+            needs none.
+    """
+
+    module: nn.Module
+    description: str
+    vocab_size: int
+    width: int = 0
+    positions: int | None = None
+    pad_token_id: int = 0
+    unused_parts: tuple[str, ...] = ()
+    shape: manifest_pb2.EncoderShape = dataclasses.field(default_factory=manifest_pb2.EncoderShape)
+    parameters: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    inspection: Inspection | None = None
+    long_attention: AttentionContext | None = None
+
+    @property
+    def input_name(self) -> str:
+        """The name of the graph's first input."""
+        return names.EMBEDDINGS if self.width else names.INPUT_IDS
+
+    def __call__(self, inputs: Input, mask: Mask) -> Rows:
+        """Runs one batch in PyTorch.
+
+        Args:
+            inputs: Token ids, int64 (batch, seq), or vectors, (batch, seq, width).
+            mask: int64 (batch, seq).
+
+        Returns:
+            (batch, seq, d_model), in the type of the module's parameters.
+
+        Raises:
+            UnsupportedModelError: The module fails for this batch.
+        """
+        is_long = inputs.shape[1] > LONGEST_AT_ONCE
+        context = self.long_attention() if is_long and self.long_attention else contextlib.nullcontext()
+        with context:
+            rows: Rows = self._run(self.module, inputs, mask).numpy()
+        return rows
+
+    def inspect(self, inputs: Input, mask: Mask) -> list[Rows]:
+        """Runs one batch and returns the outputs of `Inspection.module`, rounded to float32."""
+        assert self.inspection is not None  # noqa: S101
+        return [output.float().numpy() for output in self._run(self.inspection.module, inputs, mask)]
+
+    def example(self) -> tuple[Tensor, Tensor]:
+        """A batch to trace with: no size is 1, which PyTorch would take for a constant, and the mask hides tokens.
+
+        Returns:
+            Two sequences of 7 tokens, (2, 7) or (2, 7, width), and their mask, int64 (2, 7).
+        """
+        if self.width:
+            inputs = torch.randn((2, 7, self.width), generator=torch.Generator().manual_seed(0))
+        else:  # the largest id is among them
+            inputs = ((self.vocab_size - 1 - torch.arange(14)) % self.vocab_size).reshape(2, 7)
+        mask = torch.ones((2, 7), dtype=torch.int64)
+        mask[1, 4:] = 0
+        return inputs, mask
+
+    def _run(self, module: nn.Module, inputs: Input, mask: Mask) -> Tensor:
+        given = torch.from_numpy(inputs)
+        if given.is_floating_point():  # the module may be in float64
+            given = given.to(next((tensor.dtype for tensor in module.parameters()), given.dtype))
+        try:
+            with torch.inference_mode():
+                output: Tensor = module(given, torch.from_numpy(mask))
+        except Exception as error:  # a foreign module may raise anything
+            raise UnsupportedModelError(
+                f"{self.description} does not run in PyTorch with inputs of shape {tuple(inputs.shape)} and their "
+                f"mask: {first_line(error)}"
+            ) from error
+        return output

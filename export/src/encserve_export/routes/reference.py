@@ -1,0 +1,165 @@
+"""From a model in PyTorch to a bundle: traced, compared with itself, and written."""
+
+import dataclasses
+from pathlib import Path
+
+from encserve_export.bundle import manifest, store
+from encserve_export.bundle.manifest import Source
+from encserve_export.bundle.write import Exported, Progress, Target, complete, show_progress
+from encserve_export.check import agreement
+from encserve_export.ground.errors import (
+    ConfigError,
+    ExportError,
+    OnnxModelError,
+    OnnxRunError,
+    ParityError,
+    TokenizerError,
+    UnsupportedModelError,
+)
+from encserve_export.ground.precision import Precision
+from encserve_export.models.graphs import EXPORTERS, Exporter, Graphs, write_graphs
+from encserve_export.models.reference import Reference
+from encserve_export.onnx_graph.run import OnnxEncoder
+from encserve_export.source.tokenizer import TokenizerFile
+from encserve_export.source.weights import sha256
+from encserve_proto.bundle.v1 import manifest_pb2
+
+
+def export_reference(
+    reference: Reference,
+    source: Source,
+    target: Target,
+    *,
+    max_sequence_tokens: int,
+    precision: Precision = "float32",
+    progress: Progress = show_progress,
+) -> Exported:
+    """Exports a model with the first of PyTorch's exporters whose graph reproduces it.
+
+    Args:
+        reference: The model.
+        source: The origin of the model, for the manifest.
+        target: The place of the bundle.
+        max_sequence_tokens: The longest sequence to serve, in tokens.
+        precision: The precision of the bundle.
+        progress: Called with each step.
+
+    Raises:
+        ConfigError: `max_sequence_tokens` is out of range.
+        TokenizerError: The tokenizer gives ids that the model does not have, or the model takes vectors.
+        ParityError: Padding changes the rows, or no graph reproduces the model well enough in this precision.
+        UnsupportedModelError: None of PyTorch's exporters takes the model.
+        BundleError: The bundle cannot be written; see its subclasses.
+    """
+    _check_sequence_length(reference, max_sequence_tokens)
+    check_tokenizer(source.tokenizer, reference.vocab_size)
+    with store.draft(target.model_repository, target.name, target.version, overwrite=target.overwrite) as folder:
+        progress(f"running {reference.description} in PyTorch")
+        advice = "A row may depend only on the tokens whose mask is 1; with such rows, a text's vector would depend on "
+        agreement.check_padding(reference, max_sequence_tokens, advice + "the texts beside it: choose another model")
+        sequences = agreement.random_sequences(
+            max_sequence_tokens, vocab_size=reference.vocab_size, width=reference.width
+        )
+        module = reference.module if precision == "float32" else None
+        want = agreement.reference_rows(reference, sequences, module)
+        graphs, model, parity, remark = _write_first(reference, folder, want, max_sequence_tokens, precision, progress)
+        progress("writing the bundle")
+        if source.kind == "module":
+            source = dataclasses.replace(source, weights_sha256=sha256(list(graphs.files)))
+        exported = complete(folder, target, model, source, parity, graphs.files)
+        exported = dataclasses.replace(exported, unused_parts=reference.unused_parts)
+        return exported.with_notes({"inspection": remark})
+
+
+def check_tokenizer(tokenizer: TokenizerFile | None, vocab_size: int) -> None:
+    """Refuses a tokenizer that does not fit a model with so many token ids, 0 for a model that takes vectors.
+
+    Raises:
+        TokenizerError: The tokenizer does not fit.
+    """
+    if tokenizer is not None and not vocab_size:
+        raise TokenizerError("a tokenizer gives token ids, but this model's input is embeddings; leave it out")
+    if tokenizer is not None:
+        tokenizer.check_fits(vocab_size)
+
+
+def _check_sequence_length(reference: Reference, max_sequence_tokens: int) -> None:
+    if max_sequence_tokens < 1:
+        raise ConfigError(f"max_sequence_tokens must be at least 1; was {max_sequence_tokens}")
+    if reference.positions is not None and max_sequence_tokens > reference.positions:
+        raise ConfigError(
+            f"max_sequence_tokens must be at most {reference.positions} for this model; was {max_sequence_tokens}"
+        )
+
+
+def _write_first(
+    reference: Reference,
+    folder: Path,
+    want: agreement.ReferenceRows,
+    max_sequence_tokens: int,
+    precision: Precision,
+    progress: Progress,
+) -> tuple[Graphs, manifest.Model, agreement.Parity, str]:
+    """Writes the graphs of the first exporter that passes; the last value says why there is no graph for inspections.
+
+    Raises:
+        ExportError: Every exporter fails. The text has all reasons.
+    """
+    exporters = list(EXPORTERS)
+    if reference.inspection is None:
+        exporters.remove("tracing with inspection")
+    failures: list[ExportError] = []
+    while exporters:
+        exporter = exporters.pop(0)
+        progress(f"having PyTorch write {reference.description} as ONNX ({exporter})")
+        try:
+            graphs = write_graphs(
+                reference, folder, exporter, precision=precision, max_sequence_tokens=max_sequence_tokens
+            )
+            progress("comparing ONNX Runtime with PyTorch")
+            try:
+                model, parity = _check_rows(reference, graphs, folder, want, max_sequence_tokens)
+            except (OnnxModelError, ParityError):
+                if "tracing" in exporters:  # it would write the same graph
+                    exporters.remove("tracing")
+                raise
+            if graphs.inspect_graph is not None:
+                agreement.check_inspection(
+                    folder, graphs.graph, graphs.inspect_graph, reference, longest=max_sequence_tokens
+                )
+        except (UnsupportedModelError, OnnxModelError, ParityError) as error:
+            progress(str(error))
+            failures.append(type(error)(str(error)))  # without the frames, which keep the models of this attempt
+            for path in folder.iterdir():
+                path.unlink()
+        else:
+            return graphs, model, parity, _inspection_remark(reference, exporter, failures)
+    kinds = [type(error) for error in failures if not isinstance(error, UnsupportedModelError)]
+    raise [*kinds, UnsupportedModelError][0]("; ".join(dict.fromkeys(map(str, failures))))
+
+
+def _inspection_remark(reference: Reference, exporter: Exporter, failures: list[ExportError]) -> str:
+    if exporter == "tracing with inspection":
+        return ""
+    reason = failures[0] if reference.inspection is not None else "it gives no hidden states and attention weights"
+    return f"not possible: {reason}"
+
+
+def _check_rows(
+    reference: Reference, graphs: Graphs, folder: Path, want: agreement.ReferenceRows, max_sequence_tokens: int
+) -> tuple[manifest.Model, agreement.Parity]:
+    encoder, precision = OnnxEncoder(folder, graphs.graph), graphs.graph.precision
+    try:
+        parity = agreement.check_rows(encoder, want.sequences, reference.pad_token_id, want=want, precision=precision)
+    except OnnxRunError as error:
+        if precision == "float32":
+            raise
+        raise ParityError(f"{error}, in {precision}; float32 is exact") from error
+    shape = manifest_pb2.EncoderShape()
+    shape.CopyFrom(reference.shape)
+    shape.d_model = encoder.d_model
+    shape.vocab_size = reference.vocab_size
+    shape.max_sequence_tokens = max_sequence_tokens
+    shape.pad_token_id = reference.pad_token_id
+    parameters = reference.parameters or {"other": graphs.n_parameters}
+    return manifest.Model(shape, graphs.graph, parameters, graphs.inspect_graph), parity
