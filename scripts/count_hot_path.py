@@ -53,8 +53,9 @@ class Profile:
         sys.setprofile(self._count)
 
     def _count(self, frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and self.counts is not None and frame.f_code.co_filename.startswith(SOURCE):
-            self.counts[frame.f_code] += 1
+        counts = self.counts  # another thread may set it to None
+        if event == "call" and counts is not None and frame.f_code.co_filename.startswith(SOURCE):
+            counts[frame.f_code] += 1
 
 
 async def measure(settings: Settings, profile: Profile) -> Counts:
@@ -69,11 +70,12 @@ async def measure(settings: Settings, profile: Profile) -> Counts:
             await encode(request)
         found: list[Counts] = []
         for _ in range(CALLS):
-            profile.counts = Counter()
+            counts: Counts = Counter()
+            profile.counts = counts
             await encode(request)
             await asyncio.sleep(0.01)  # for the work after the reply
-            found.append(Counter({code: n for code, n in profile.counts.items() if not _is_background(code)}))
             profile.counts = None
+            found.append(Counter({code: n for code, n in counts.copy().items() if not _is_background(code)}))
     await app.stop()
     return min(found, key=lambda counts: (len(counts), counts.total()))
 

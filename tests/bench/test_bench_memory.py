@@ -25,7 +25,7 @@ EXPORT = Path(sys.executable).parent / "encserve-export"
 VOCABULARY = 30_522
 BERT_BASE: dict[str, object] = {"vocab_size": VOCABULARY, "d_model": 768, "n_heads": 12, "d_ff": 3072, "n_layers": 12}
 BERT_BASE |= {"activation": "gelu", "position": "learned"}
-SERVERS = 8
+SERVERS = 4
 LONGEST_TOKENS = 8192
 MIB = 2**20
 
@@ -59,7 +59,7 @@ def memory_and_load_seconds(models: Path, cache_dir: str) -> tuple[float, list[f
     load_seconds, servers = [], []
     with ExitStack() as stack:
         for _ in range(SERVERS):
-            server = stack.enter_context(real_server(models, "--cache-dir", cache_dir))
+            server = stack.enter_context(real_server(models, "--cache-dir", cache_dir, start_seconds=900))
             servers.append(server)
             encode_at_once(server, sequences, callers=8)
             (loaded,) = [line for line in server.log if line["message"] == "model loaded"]

@@ -14,7 +14,7 @@ from real_server import RealServer, real_server
 
 from encserve_client import EncoderClient
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
-from encserve_export.kinds.recipe import Recipe
+from encserve_export.kinds.spec import ModelSpec
 from encserve_export.onnx_graph import external
 from encserve_export.onnx_graph.foreign import Names
 from encserve_export.source.tokenizer import read_tokenizer
@@ -61,7 +61,7 @@ def onnx_models(given: dict[str, Path], models: Path, tmp_path_factory: pytest.T
     options = OnnxOptions(
         max_sequence_tokens=256,
         tokenizer=read_tokenizer(minilm_directory() / "tokenizer.json"),
-        vector=Recipe(manifest_pb2.POOLING_MEAN, l2_normalize=True),
+        vector=ModelSpec(manifest_pb2.POOLING_MEAN, l2_normalize=True),
     )
     export_onnx(models / MODEL / "1" / "model.onnx", Target(model_repository=repository, name=MODEL), options)
     return repository

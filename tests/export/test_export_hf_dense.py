@@ -1,24 +1,29 @@
 """Directories that make one vector of a text: read as sentence-transformers reads them, or refused."""
 
+import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from sentence_models import D_MODEL, write_encoder, write_model
+from sentence_models import D_MODEL, SPECIAL, WORDS, write_encoder, write_model
 from torch import nn
 
-from encserve_export import Target, export_hf
-from encserve_export.ground.errors import CheckpointFileError, UnsupportedModelError
+from encserve_export import Exported, Target, export_hf
+from encserve_export.ground.errors import CheckpointFileError, ParityError, UnsupportedModelError
 from encserve_export.kinds.directory import transformer_folder
 from encserve_export.kinds.reading import read
+from encserve_export.kinds.spec import ModelSpec
+from encserve_export.routes import hf
 from encserve_proto.bundle.v1 import manifest_pb2
+from encserve_server.offline import Embedder
 
 MEAN: tuple[str, dict[str, object]] = ("Pooling", {"pooling_mode": "mean"})
 NORMALIZE: tuple[str, dict[str, object]] = ("Normalize", {})
 TEXT = {"method": "forward", "method_output_name": "last_hidden_state"}
-CHAT = {"method": "forward", "method_output_name": "last_hidden_state", "format": "flat"}
 
 
 @pytest.fixture
@@ -31,28 +36,26 @@ def change(path: Path, **changed: Any) -> None:
     path.write_text(json.dumps(found | changed))
 
 
-@pytest.mark.parametrize(
-    ("pooling", "expected"),
-    [
-        ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, manifest_pb2.POOLING_MEAN),
-        ({"pooling_mode_cls_token": True}, manifest_pb2.POOLING_CLS),
-        ({"pooling_mode": "cls", "include_prompt": True}, manifest_pb2.POOLING_CLS),
-    ],
-)
-def test_pooling_is_read(tmp_path: Path, pooling: dict[str, object], expected: manifest_pb2.Pooling) -> None:
-    found = read(write_model(tmp_path, [("Pooling", pooling), NORMALIZE]))
-    assert (found.pooling, found.more_poolings, found.l2_normalize) == (expected, (), True)
-    assert found.prompts == {"query": "", "document": ""}  # which sentence-transformers has whatever a directory says
+def export(directory: Path, **options: Any) -> Exported:
+    return export_hf(directory, Target(model_repository=directory.parent / "models", name="m"), **options)
 
 
-def test_without_modules_nothing_is_known(tmp_path: Path) -> None:
-    write_encoder(tmp_path)
-    found = read(tmp_path)
-    assert (found.kind, found.pooling, found.l2_normalize) == ("dense", manifest_pb2.POOLING_UNSPECIFIED, False)
+def test_the_settings_of_a_directory_are_read(directory: Path) -> None:
+    found = read(directory)
+    assert (found.kind, found.pooling, found.more_poolings, found.l2_normalize) == (
+        "dense",
+        manifest_pb2.POOLING_MEAN,
+        (),
+        True,
+    )
+    assert found.prompts == {"query": "", "document": ""}  # sentence-transformers always has both
+    (directory / "modules.json").unlink()
+    plain = read(directory)
+    assert (plain.kind, plain.pooling, plain.l2_normalize) == ("dense", manifest_pb2.POOLING_UNSPECIFIED, False)
 
 
 def test_modules_behind_pooling_count_for_the_vector_space(tmp_path: Path) -> None:
-    """By the names, the types and the bytes of their files."""
+    """With the names, the types and the bytes of their files."""
     dense = {"in_features": D_MODEL, "out_features": 7, "activation_function": "torch.nn.modules.activation.GELU"}
     write_model(tmp_path, [MEAN, ("Dense", dense), ("Dropout", {"dropout": 0.1}), NORMALIZE])
     file = torch.load(tmp_path / "2_Dense" / "pytorch_model.bin")
@@ -66,48 +69,37 @@ def test_modules_behind_pooling_count_for_the_vector_space(tmp_path: Path) -> No
 
 
 def test_prompts_of_an_instructor_are_left_out_of_pooling(directory: Path) -> None:
-    """By its name on the hub, as sentence-transformers does, whatever its files say."""
+    """sentence-transformers does so by the name on the hub."""
     assert not read(directory, "someone/else").skips_prompt
     assert read(directory, "hkunlp/instructor-large").skips_prompt
 
 
 @pytest.mark.parametrize("name", ["sentence_bert_config.json", "sentence_roberta_config.json"])
-def test_the_length_has_had_several_files(directory: Path, name: str) -> None:
+def test_the_file_of_the_length_has_several_names(directory: Path, name: str) -> None:
     (directory / "sentence_bert_config.json").unlink()
     (directory / name).write_text('{"max_seq_length": 20}')
     assert read(directory).max_seq_length == 20
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        ({"max_seq_length": "256"}, "must give max_seq_length as a number of tokens from 1; was '256'"),
-        ({"max_seq_length": 0}, "from 1; was 0"),
-        ({"max_seq_length": True}, "from 1; was True"),
-        (5, "must hold a JSON object"),
-    ],
-)
-def test_a_length_that_is_no_number_of_tokens(directory: Path, content: object, problem: str) -> None:
+@pytest.mark.parametrize("content", [{"max_seq_length": "256"}, {"max_seq_length": 0}, {"query_length": True}])
+def test_a_length_that_is_not_a_number_of_tokens(directory: Path, content: dict[str, object]) -> None:
+    ((name, value),) = content.items()
     (directory / "sentence_bert_config.json").write_text(json.dumps(content))
-    with pytest.raises(CheckpointFileError, match=rf"sentence_bert_config\.json .*{problem}"):
+    with pytest.raises(CheckpointFileError, match=rf"must give {name} as a number of tokens from 1; was {value!r}"):
         read(directory)
 
 
 @pytest.mark.parametrize(
     ("module", "problem"),
     [
-        ("sentence_transformers.models.CNN", "has a CNN module, which a bundle cannot express here: without modules"),
-        ("sentence_transformers.models.WordEmbeddings", "WordEmbeddings module, .*: there is no encoder"),
-        ("sentence_transformers.models.BoW", "BoW module, .*: there is no encoder"),
-        ("sentence_transformers.models.LSTM", "LSTM module, .*: without modules.json"),
+        ("sentence_transformers.models.WordEmbeddings", "WordEmbeddings module, .*: it has no encoder"),
         ("sentence_transformers.models.CLIPModel", "CLIPModel module, .*: it takes images too; save its text model"),
-        ("sentence_transformers.models.Asym", "Asym module, .*: queries and documents go through"),
         ("sentence_transformers.base.modules.router.Router", "Router module, .*: queries and documents go through"),
-        ("custom_st.Transformer", "has a module custom_st.Transformer, which is code of its own and never run here"),
-        ("pylate.models.Evil.Dense", "has a module pylate.models.Evil.Dense, which is code of its own and never run"),
+        ("custom_st.Transformer", "has a module custom_st.Transformer: it is not from sentence-transformers, so"),
+        ("pylate.models.Evil.Dense", "has a module pylate.models.Evil.Dense: it is not"),
     ],
 )
-def test_a_module_that_is_not_known_is_refused_before_anything_is_loaded(
+def test_a_module_is_refused_before_anything_is_loaded(
     directory: Path, module: str, problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sentence_transformers.SentenceTransformer.__init__", lambda *_, **__: pytest.fail("loaded"))
@@ -118,17 +110,30 @@ def test_a_module_that_is_not_known_is_refused_before_anything_is_loaded(
         read(directory)
 
 
+def test_a_module_that_a_bundle_cannot_express_is_refused(directory: Path) -> None:
+    modules = json.loads((directory / "modules.json").read_text())
+    path = "3_WeightedLayerPooling"
+    modules.insert(1, {"idx": 3, "name": "3", "path": path, "type": f"sentence_transformers.models.{path[2:]}"})
+    (directory / "modules.json").write_text(json.dumps(modules))
+    (directory / path).mkdir()
+    (directory / path / "config.json").write_text(
+        json.dumps({"embedding_dimension": D_MODEL, "num_hidden_layers": 2, "layer_start": 0})
+    )
+    torch.save({"layer_weights": torch.ones(3)}, directory / path / "pytorch_model.bin")
+    with pytest.raises(
+        UnsupportedModelError, match="WeightedLayerPooling module, .*: without modules.json the encoder"
+    ):
+        read(directory)
+
+
 def test_a_routers_modules_are_checked_before_anything_is_loaded(directory: Path) -> None:
     modules = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.base.modules.router.Router"}]
     (directory / "modules.json").write_text(json.dumps(modules))
     router = directory / "router_config.json"
+    outside = {"../x": "sentence_transformers.models.Transformer"}
     for types, error, problem in (
-        ({"query": "mine.Encoder"}, UnsupportedModelError, "has a module mine.Encoder, which is code of its own"),
-        (
-            {"../x": "sentence_transformers.models.Transformer"},
-            CheckpointFileError,
-            "names a folder outside .*: '../x'",
-        ),
+        ({"query": "mine.Encoder"}, UnsupportedModelError, "has a module mine.Encoder: it is not"),
+        (outside, CheckpointFileError, "names a folder outside .*: '../x'"),
     ):
         router.write_text(json.dumps({"types": types, "structure": {}, "parameters": {}}))
         with pytest.raises(error, match=problem):
@@ -138,15 +143,11 @@ def test_a_routers_modules_are_checked_before_anything_is_loaded(directory: Path
 @pytest.mark.parametrize(
     ("file", "content", "problem"),
     [
-        ("config_sentence_transformers.json", {"model_type": "CrossEncoder"}, "is a CrossEncoder: it scores pairs of"),
         ("config_sentence_transformers.json", {"model_type": "Mine"}, "must be one of SentenceTransformer.*was 'Mine'"),
         ("config_sentence_transformers.json", {"requirements": {"torch": ">=99"}}, "cannot load .*ImportError.*torch"),
         ("config_sentence_transformers.json", {"default_prompt_name": "x"}, "cannot load .*Default prompt name 'x'"),
-        ("config.json", {"sentence_transformers": {"activation_fn": "x"}}, "is a CrossEncoder: it scores pairs"),
-        ("config.json", {"sbert_ce_default_activation_function": "x"}, "is a CrossEncoder: it scores pairs"),
-        ("sentence_bert_config.json", {"transformer_task": "fill-mask"}, "must be feature-extraction .*'fill-mask'"),
-        ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, "its tokenizer is that of 'x'; put that"),
-        ("sentence_bert_config.json", {"config_args": {"n_heads": 3}}, "changes of the config is not known .*n_heads"),
+        ("sentence_bert_config.json", {"tokenizer_name_or_path": "x"}, "names another tokenizer, 'x'; put that"),
+        ("sentence_bert_config.json", {"modality_config": {"text": TEXT}}, "cannot load .*directory: ValueError"),
         (
             "sentence_bert_config.json",
             {"query_expansion": {"strategy": "min", "length": 9}},
@@ -156,16 +157,6 @@ def test_a_routers_modules_are_checked_before_anything_is_loaded(directory: Path
             "sentence_bert_config.json",
             {"query_length": 8, "max_seq_length": 7},
             "query_length must be at most .* was 8",
-        ),
-        (
-            "sentence_bert_config.json",
-            {"modality_config": {"text": {**TEXT, "method_output_name": "pooler_output"}}, "module_output_name": "x"},
-            "a text must become token_embeddings, .* here .*pooler_output.* Save its text model alone",
-        ),
-        (
-            "sentence_bert_config.json",
-            {"processing_kwargs": {"text": {"add_special_tokens": False, "padding": True}}},
-            "calls the tokenizer with add_special_tokens, which",
         ),
         ("adapter_config.json", {}, "holds an adapter .* merge them with PEFT's merge_and_unload"),
         ("2_Normalize/config.json", {"module_output_name": "x"}, "Normalize module must read and write sentence_emb"),
@@ -180,6 +171,66 @@ def test_a_directory_of_another_kind_is_refused(
         read(directory)
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"transformer_task": "fill-mask"},
+        {"config_args": {"layer_norm_eps": 0.5}},
+        {"processing_kwargs": {"text": {"add_special_tokens": False}}},
+        {"modality_config": {"text": TEXT | {"method_output_name": "pooler_output"}}, "module_output_name": "x"},
+        {"modality_config": {"text": TEXT | {"method_output_name": ["hidden_states", 1]}},
+         "module_output_name": "token_embeddings"},
+    ],
+)  # fmt: skip
+def test_the_comparison_finds_a_setting_that_a_bundle_cannot_express(directory: Path, settings: dict[str, Any]) -> None:
+    change(directory / "sentence_bert_config.json", **settings)
+    with pytest.raises(ParityError, match="the bundle gives|sentence-transformers itself fails for the text"):
+        export(directory)
+
+
+PROMPTS = {"query": "Query: ", "document": "passage: "}
+
+
+def prompts_forgotten(spec: ModelSpec) -> dict[str, Any]:
+    tasks = {task: manifest_pb2.TaskSettings() for task in spec.tasks}
+    return {"prompts": dict.fromkeys(spec.prompts, ""), "tasks": tasks}
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda _: {"pooling": manifest_pb2.POOLING_CLS},
+        lambda _: {"skips_prompt": False},
+        lambda _: {"l2_normalize": False},
+        lambda _: {"dimensions": 0},
+        lambda _: {"head": None},
+        prompts_forgotten,
+    ],
+    ids=["pooling", "prompt in pooling", "length 1", "dimensions", "head", "prompts"],
+)
+def test_the_comparison_finds_a_misread_directory(
+    fault: Callable[[ModelSpec], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dense = ("Dense", {"in_features": D_MODEL, "out_features": 7})
+    pooling = ("Pooling", {"pooling_mode": "mean", "include_prompt": False})
+    settings = {"prompts": PROMPTS, "truncate_dim": 5}
+    directory = write_model(tmp_path / "directory", [pooling, dense, NORMALIZE], settings=settings)
+
+    def misread(*arguments: Any, **options: Any) -> ModelSpec:
+        spec = read(*arguments, **options)
+        return dataclasses.replace(spec, **fault(spec))
+
+    ask = hf.prepare_comparison
+
+    def ask_the_right_one(spec: ModelSpec, **options: Any) -> Any:
+        return ask(read(directory), **options)
+
+    monkeypatch.setattr(hf, "read", misread)
+    monkeypatch.setattr(hf, "prepare_comparison", ask_the_right_one)
+    with pytest.raises(ParityError, match="the bundle gives"):
+        export(directory)
+
+
 def test_the_rows_of_a_decoder_are_refused(tmp_path: Path) -> None:
     config = {"d_model": D_MODEL, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
               "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32}  # fmt: skip
@@ -192,8 +243,8 @@ def test_the_rows_of_a_decoder_are_refused(tmp_path: Path) -> None:
     ("config", "problem"),
     [
         ({"in_features": 5}, "cannot load .*: Error.* size mismatch"),
-        ({"activation_function": "mine.Tanh"}, "must be a class of torch.nn, .* was 'mine.Tanh', for which"),
-        ({"activation_function": "torch.hub.load"}, "must be a class of torch.nn, .* was 'torch.hub.load'"),
+        ({"activation_function": "mine.Tanh"}, "must be a class of torch.nn; was 'mine.Tanh', which .* Tanh"),
+        ({"activation_function": "torch.hub.load"}, "must be a class of torch.nn; was 'torch.hub.load'"),
         ({"module_input_name": "token_embeddings"}, "Dense module must read and write sentence_embedding"),
     ],
 )
@@ -204,11 +255,10 @@ def test_a_dense_module_that_cannot_be_read(tmp_path: Path, config: dict[str, ob
         read(tmp_path)
 
 
-def test_a_head_that_does_not_take_what_is_pooled(tmp_path: Path) -> None:
+def test_a_head_of_another_width_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path / "directory", [MEAN, ("Dense", {"in_features": 5, "out_features": 3})])
-    with pytest.raises(CheckpointFileError, match="the modules after pooling do not take"):
-        export_hf(tmp_path / "directory", Target(model_repository=tmp_path / "models", name="m"))
-    assert not (tmp_path / "models").exists()
+    with pytest.raises(ParityError, match="sentence-transformers itself fails for the text '' with no prompt: .*1x24"):
+        export(tmp_path / "directory")
 
 
 def test_modules_lead_nowhere_else(directory: Path) -> None:
@@ -216,16 +266,13 @@ def test_modules_lead_nowhere_else(directory: Path) -> None:
     (directory / "modules.json").write_text(json.dumps([{**modules[0], "path": "../elsewhere"}]))
     with pytest.raises(CheckpointFileError, match=r"names a folder outside .*: '../elsewhere'"):
         transformer_folder(directory)
-
-
-def test_a_broken_modules_file(directory: Path) -> None:
     (directory / "modules.json").write_text('[{"idx": 0}]')
     with pytest.raises(CheckpointFileError, match="must be a list of modules"):
         read(directory)
 
 
 def test_modules_run_no_code_of_the_directory(directory: Path) -> None:
-    """Nor does config.json, whose class of its own transformers would take if it were trusted."""
+    """Nor does config.json, which can name classes for a caller that trusts them."""
     change(directory / "config.json", model_type="mine", auto_map={"AutoConfig": "c.C", "AutoModel": "c.M"})
     (directory / "c.py").write_text("raise SystemExit('it was run')")
     with pytest.raises(UnsupportedModelError, match="sentence-transformers cannot load"):
@@ -239,19 +286,114 @@ def test_weights_are_never_unpickled(tmp_path: Path) -> None:
         read(tmp_path)
 
 
-def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path, tmp_path: Path) -> None:
-    """Of no files at all transformers makes a tokenizer that knows no word."""
+def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None:
+    """transformers makes a tokenizer that knows no word."""
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (directory / name).unlink()
-    exported = export_hf(directory, Target(model_repository=tmp_path / "models", name="m"), ids_only=True)
+    exported = export(directory, ids_only=True)
     assert not exported.manifest.HasField("text")
     assert "going on without tokenizer.json" in exported.notes["text"]
     assert exported.notes["compared with"] == "transformers"
 
 
 def test_modules_without_a_pooling(tmp_path: Path) -> None:
-    """sentence-transformers has the rows alone, whatever pooling is asked for."""
-    directory = write_model(tmp_path / "directory", [])
-    exported = export_hf(directory, Target(model_repository=tmp_path / "models", name="m"), pooling="mean")
+    """sentence-transformers has the rows alone, also if the user names a pooling."""
+    exported = export(write_model(tmp_path / "directory", []), pooling="mean")
     assert exported.manifest.pooling == manifest_pb2.POOLING_MEAN
     assert exported.notes["compared with"] == "sentence-transformers"
+
+
+def test_sentence_transformers_is_loaded_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    made, make = [], SentenceTransformer.__init__
+
+    def count(self: Any, *arguments: Any, **options: Any) -> None:
+        made.append(self)
+        make(self, *arguments, **options)
+
+    monkeypatch.setattr(SentenceTransformer, "__init__", count)
+    export(directory)
+    assert len(made) == 1
+
+
+@pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
+@pytest.mark.parametrize("place", ["config.json", "sentence_bert_config.json"])
+def test_flash_attention_needs_no_gpu_here(directory: Path, modules: bool, place: str) -> None:
+    if not modules:
+        (directory / "modules.json").unlink()
+    flash = "flash_attention_2"
+    if place == "config.json":
+        change(directory / place, attn_implementation=flash, _attn_implementation=flash)
+    else:
+        change(directory / place, model_args={"attn_implementation": flash})
+    assert export(directory).manifest.parity.max_pipeline_error <= 1e-5
+
+
+@pytest.mark.parametrize(("asked", "problem"), [(None, "at most 6 "), (4, "at most 4 "), (20, "")])
+def test_a_prompt_that_fills_the_longest_text_is_refused(asked: int | None, problem: str, tmp_path: Path) -> None:
+    """Pooling leaves the prompt out, and nothing else is left."""
+    directory = write_model(
+        tmp_path / "directory",
+        [("Pooling", {"pooling_mode": "mean", "include_prompt": False})],
+        settings={"prompts": {"query": "Represent this query : "}},
+        transformer={"max_seq_length": 6},
+    )
+    if problem:
+        with pytest.raises(
+            UnsupportedModelError, match=f"the prompt 'Represent .*' has 6 tokens, and a text {problem}"
+        ):
+            export(directory, max_sequence_tokens=asked)
+    else:
+        assert export(directory, max_sequence_tokens=asked).manifest.pooling_skips_prompt
+
+
+def write_classifier(folder: Path) -> Path:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    write_encoder(folder)
+    config = BertConfig.from_pretrained(folder, num_labels=3)
+    BertForSequenceClassification(config).save_pretrained(folder)
+    return folder
+
+
+def write_cross_encoder(folder: Path) -> Path:
+    from sentence_transformers import CrossEncoder
+
+    CrossEncoder(str(write_classifier(folder.with_name("classifier")))).save_pretrained(str(folder))
+    return folder
+
+
+def write_old_cross_encoder(folder: Path) -> Path:
+    change(write_classifier(folder) / "config.json", sbert_ce_default_activation_function="torch.nn.Sigmoid")
+    return folder
+
+
+@pytest.mark.parametrize("write", [write_classifier, write_cross_encoder, write_old_cross_encoder])
+def test_the_encoder_of_a_classifier_is_exported_without_its_head(
+    write: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModel, AutoTokenizer
+
+    directory = write(tmp_path / "directory")
+    with pytest.raises(UnsupportedModelError, match="scores .*For the rows of the encoder alone, give --ignore-head"):
+        export(directory)
+    exported = export(directory, ignore_head=True, pooling="mean")
+    assert "classifier" in exported.unused_parts
+    assert exported.manifest.encoder.vocab_size == len(SPECIAL) + len(WORDS)
+    made = AutoTokenizer.from_pretrained(directory)("the cat", return_tensors="pt")
+    with torch.no_grad():
+        want = AutoModel.from_pretrained(directory)(**made).last_hidden_state[0].mean(dim=0).numpy()
+    with Embedder(exported.path, tune_batches=False) as embedder:
+        assert np.allclose(embedder.embed(["the cat"])[0], want, atol=1e-5)
+
+
+def test_the_command_takes_the_encoder_of_a_classifier(tmp_path: Path) -> None:
+    from click.testing import CliRunner
+
+    from encserve_export.cli import main
+
+    arguments = ["hf", str(write_classifier(tmp_path / "m")), "--model-repository", str(tmp_path / "models")]
+    assert "give --ignore-head" in CliRunner().invoke(main, arguments).output
+    assert CliRunner().invoke(main, [*arguments, "--ignore-head"]).exit_code == 0
+    assert (tmp_path / "models" / "m" / "1" / "manifest.json").is_file()

@@ -46,7 +46,7 @@ def test_a_tokenizer_that_cuts_texts_sets_the_longest(tmp_path: Path) -> None:
 def test_a_directory_of_model2vec_that_does_not_say_what_is_made(tmp_path: Path) -> None:
     directory = write_model2vec(tmp_path / "m")
     (directory / "modules.json").unlink()
-    with pytest.raises(UnsupportedModelError, match=r"of model2vec and has no modules\.json.* save it again"):
+    with pytest.raises(UnsupportedModelError, match=r"model2vec directory without modules\.json.* save it again"):
         export_hf(directory, Target(model_repository=tmp_path / "models", name="m"))
 
 

@@ -254,7 +254,7 @@ def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, 
         ({"l2_normalize": True}, ConfigError, "give the pooling too"),
         ({"max_sequence_tokens": 0}, ConfigError, "max_sequence_tokens must be at least 1; was 0"),
         (
-            {"input": "embeddings", "d_model": 32, "tokenizer": TokenizerFile(Path("tokenizer.json"), 9, ())},
+            {"input": "embeddings", "d_model": 32, "tokenizer": TokenizerFile(Path("tokenizer.json"), 9, (), {})},
             TokenizerError,
             "this model's input is embeddings; leave it out",
         ),

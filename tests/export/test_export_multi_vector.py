@@ -1,76 +1,119 @@
-"""Multi-vector directories of every layout: what is exported is what sentence-transformers reads."""
+"""Multi-vector directories of every layout become the model that sentence-transformers reads."""
 
 import dataclasses
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
 from retrieval_models import DIRECTORIES, WIDTH, native, pylate
+from torch import nn
 
 from encserve_export import Target, export_hf
 from encserve_export.cli import main
 from encserve_export.ground.errors import ConfigError, ParityError
 from encserve_export.ground.precision import BOUNDS, Precision
+from encserve_export.kinds.reading import read
+from encserve_export.kinds.spec import ModelSpec, MultiVectorHead
 
-pytestmark = pytest.mark.system
 
-
-@pytest.mark.parametrize("name", DIRECTORIES)
+@pytest.mark.parametrize("name", ["plain", "token-pooling", "stanford"])
 def test_vectors_are_those_of_sentence_transformers(name: str, tmp_path: Path) -> None:
+    """The end-to-end tests compare every directory through a server."""
     DIRECTORIES[name](tmp_path / name)
-    exported = export_hf(tmp_path / name, Target(model_repository=tmp_path / "models", name="m"))
-    its = exported.manifest
-    assert (its.multi_vector.width, its.source.route) == (WIDTH, "transformers")
-    assert its.parity.pipeline_texts == 24
-    assert its.parity.max_pipeline_error <= 1e-5
-    assert its.parity.max_maxsim_error <= 1e-5
+    found = export_hf(tmp_path / name, Target(model_repository=tmp_path / "models", name="m")).manifest
+    assert found.multi_vector.width == WIDTH
+    assert found.parity.pipeline_texts == 24
+    assert found.parity.max_pipeline_error <= 1e-5
+    assert found.parity.max_maxsim_error <= 1e-5
+    assert found.document.HasField("token_pooling") == (name == "token-pooling")
 
 
-def test_what_is_said_of_queries_and_documents(tmp_path: Path) -> None:
+def others_skipped(spec: ModelSpec) -> dict[str, Any]:
+    del spec.tasks["document"].skipped_token_ids[:]
+    return {}
+
+
+def expanded_with_another_token(spec: ModelSpec) -> dict[str, Any]:
+    spec.tasks["query"].expansion.token_id += 1
+    return {}
+
+
+def seen_by_others(spec: ModelSpec) -> dict[str, Any]:
+    spec.tasks["query"].expansion.attended = True
+    return {}
+
+
+def without_projection(spec: ModelSpec) -> dict[str, Any]:
+    return {"multi_vector": MultiVectorHead(nn.Identity(), "maxsim")}
+
+
+@pytest.mark.parametrize("fault", [others_skipped, expanded_with_another_token, seen_by_others, without_projection])
+def test_the_comparison_finds_a_misread_directory(
+    fault: Callable[[ModelSpec], dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     DIRECTORIES["pylate"](tmp_path / "m")
-    its = export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m")).manifest
-    assert dict(its.prompts) == {"query": "[Q] ", "document": "[D] "}
-    assert (its.query.prompt_name, its.query.max_tokens, its.query.expansion.min_tokens) == ("query", 16, 16)
-    assert not its.query.expansion.attended
-    assert not its.query.skipped_token_ids
-    assert its.document.skipped_token_ids
-    assert (its.encoder.max_sequence_tokens, its.text.max_tokens) == (64, 63)  # a document's, and without a task
-    assert its.multi_vector.similarity == "maxsim"
+
+    def misread(*arguments: Any, **options: Any) -> ModelSpec:
+        spec = read(*arguments, **options)
+        return dataclasses.replace(spec, **fault(spec))
+
+    monkeypatch.setattr("encserve_export.routes.hf.read", misread)
+    with pytest.raises(ParityError, match="the bundle gives"):
+        export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m"))
+    assert not (tmp_path / "models").exists()
 
 
+def test_the_manifest_says_how_queries_and_documents_are_treated(tmp_path: Path) -> None:
+    DIRECTORIES["pylate"](tmp_path / "m")
+    found = export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m")).manifest
+    assert dict(found.prompts) == {"query": "[Q] ", "document": "[D] "}
+    assert (found.query.prompt_name, found.query.max_tokens, found.query.expansion.min_tokens) == ("query", 16, 16)
+    assert not found.query.expansion.attended
+    assert not found.query.skipped_token_ids
+    assert found.document.skipped_token_ids
+    assert (found.encoder.max_sequence_tokens, found.text.max_tokens) == (64, 63)  # of a document, and without a task
+    assert found.multi_vector.similarity == "maxsim"
+
+
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["fixed-unattended", "modernbert"])
 def test_rows_of_tokens_that_none_attends_to_are_transformers_own(name: str, tmp_path: Path) -> None:
     DIRECTORIES[name](tmp_path / name)
-    its = export_hf(tmp_path / name, Target(model_repository=tmp_path, name="m")).manifest
-    assert its.parity.max_pipeline_error <= 1e-5
+    found = export_hf(tmp_path / name, Target(model_repository=tmp_path, name="m")).manifest
+    assert found.parity.max_pipeline_error <= 1e-5
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("precision", ["float16", "int8"])
 def test_other_precisions_say_what_they_do_to_scores(precision: Precision, tmp_path: Path) -> None:
     DIRECTORIES["plain"](tmp_path / "m")
     target = Target(model_repository=tmp_path / "models", name="m")
-    its = export_hf(tmp_path / "m", target, precision=precision).manifest
+    found = export_hf(tmp_path / "m", target, precision=precision).manifest
     bounds = BOUNDS[precision]
     assert bounds.cosine is not None
-    assert its.parity.min_pipeline_cosine >= bounds.cosine
-    assert its.parity.maxsim_tolerance == bounds.maxsim_error
-    assert 0 < its.parity.max_maxsim_error <= bounds.maxsim_error
+    assert found.parity.min_pipeline_cosine >= bounds.cosine
+    assert found.parity.maxsim_tolerance == bounds.maxsim_error
+    assert 0 < found.parity.max_maxsim_error <= bounds.maxsim_error
 
 
+@pytest.mark.system
 def test_scores_that_a_precision_would_move_too_far_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     DIRECTORIES["plain"](tmp_path / "m")
     monkeypatch.setitem(BOUNDS, "int8", dataclasses.replace(BOUNDS["int8"], maxsim_error=1e-6))
-    figures = r"by \d\.\de-05 of the best of its query, at most 1.0e-06 is allowed; int8 rounds too much here"
+    figures = r"by \d\.\de-05 of the best score of its query, at most 1.0e-06 is allowed; int8 rounds too much here"
     with pytest.raises(ParityError, match=f"a MaxSim score differs from sentence-transformers {figures}"):
         export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m"), precision="int8")
     assert not (tmp_path / "models").exists()
 
 
+@pytest.mark.system
 def test_the_report_says_what_is_served(tmp_path: Path) -> None:
-    """The projection of Stanford's layout lies among BERT's weights, and is not left behind."""
+    """In Stanford's layout the projection is among BERT's weights, so it is not left behind."""
     DIRECTORIES["stanford"](tmp_path / "m")
     result = CliRunner().invoke(main, ["hf", str(tmp_path / "m"), "--model-repository", str(tmp_path / "models")])
     said = {line[:13].strip(): line[13:] for line in result.output.splitlines()}
@@ -98,15 +141,19 @@ def test_an_activation_that_would_become_another_is_refused(activation: str | No
     settings = json.loads(path.read_text())
     del settings["activation_function"]
     path.write_text(json.dumps(settings | ({} if activation is None else {"activation_function": activation})))
-    assert f"as it is; was {activation!r}, for which it would take Tanh" in refused(tmp_path / "m", tmp_path)
+    assert (
+        f"must be a class of torch.nn; was {activation!r}, which sentence-transformers would replace by Tanh"
+        in refused(tmp_path / "m", tmp_path)
+    )
 
 
 def test_code_of_others_is_refused_before_it_is_loaded(tmp_path: Path) -> None:
     pylate(model_type="ColBERT")(tmp_path / "m")
     path = tmp_path / "m" / "modules.json"
     path.write_text(path.read_text().replace("pylate.models.Dense.Dense", "antigravity.Dense"))
-    assert "has a module antigravity.Dense, which is code of its own and never run here" in refused(
-        tmp_path / "m", tmp_path
+    assert (
+        "has a module antigravity.Dense: it is not from sentence-transformers, so its code never runs here"
+        in refused(tmp_path / "m", tmp_path)
     )
 
 
@@ -132,11 +179,12 @@ def test_a_module_that_a_bundle_cannot_express(tmp_path: Path) -> None:
     path = tmp_path / "m" / "modules.json"
     modules = json.loads(path.read_text())
     path.write_text(json.dumps([*modules[:-2], modules[-1], modules[-2]]))  # normalised behind the token pooling
-    assert "a Normalize module stands behind the token pooling, which has to be the last" in (
+    assert "a Normalize module follows the token pooling, which must be the last module" in (
         refused(tmp_path / "m", tmp_path)
     )
 
 
+@pytest.mark.system
 def test_tokens_that_see_nothing_are_refused_with_the_figures(tmp_path: Path) -> None:
     """In a window without a token to attend to, PyTorch's implementations of attention give different rows."""
     native(

@@ -148,23 +148,23 @@ FAULTS: dict[str, tuple[Change, str]] = {
     "empty": (empty, r"config\.json is missing: .*`encserve-export checkpoint`"),
     "tokenizer-too-large": (
         tokenizer(models.WordLevel(WORDS | {"[UNK]": 200}, unk_token="[UNK]")),
-        r"up to 2\d\d \('.*'\); the model's vocab_size is 200: .*Put the one there that the model was trained with",
+        r"up to 2\d\d \('.*'\); the model's vocab_size is 200: .*Put the model's own tokenizer there",
     ),
     "vocab-txt-too-large": (
         writes("vocab.txt", "\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS])),
-        r"vocab\.txt gives token ids up to 204 .*; the model's vocab_size is 200: .*Put the one there",
+        r"vocab\.txt gives token ids up to 204 .*; the model's vocab_size is 200: .*Put the model's own tokenizer",
     ),
     "tokenizer-without-unk": (
         tokenizer(models.WordPiece(WORDS, unk_token="[UNK]")),
-        r"tokenizer\.json fails for texts with .* it does not know: .*Give its model an unk_token that is in its vocab",
+        r"tokenizer\.json fails for texts with unknown characters or words: .*Give its model an unk_token",
     ),
     "tokenizer-of-no-words": (
         writes("spiece.model", "no"),
-        r"makes no tokenizer of the files in .*; put a tokenizer\.json there, or take the",
+        r"makes no tokenizer of the files in .*; put a tokenizer\.json there, or remove the",
     ),
     "classifier": (
         config(architectures=["BertForSequenceClassification"]),
-        r'names BertForSequenceClassification, .* gives scores and no vector; .*take "architectures" out of config',
+        r"names BertForSequenceClassification: .* gives scores and no vector; .*give --ignore-head",
     ),
 }
 

@@ -1,4 +1,4 @@
-"""Directories of sparse encoders: what is read of them, and what is refused."""
+"""Directories of sparse encoders are exported, or refused with the reason."""
 
 import dataclasses
 import io
@@ -113,7 +113,7 @@ def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monke
     vector = read(splade)
     assert vector.sparse is not None
     vector.sparse.module.logarithms = 2  # type: ignore[assignment]
-    monkeypatch.setattr("encserve_export.routes.hf.read", lambda *_: vector)
+    monkeypatch.setattr("encserve_export.routes.hf.read", lambda *_, **__: vector)
     with pytest.raises(ParityError, match="gives other weights than sentence-transformers .* task query: one"):
         export(splade, tmp_path)
     assert not (tmp_path / "models").exists()
@@ -130,7 +130,7 @@ def test_weights_that_a_precision_would_move_too_far_are_refused(
 ) -> None:
     """With the figures; the rows themselves pass."""
     bounds = dataclasses.replace(BOUNDS["int8"], cosine=0.99999)
-    monkeypatch.setattr("encserve_export.check.texts.bounds_of", lambda _: bounds)
+    monkeypatch.setattr("encserve_export.check.pipeline.bounds_of", lambda _: bounds)
     figures = r"cosine similarity 0\.99\d\d, at least 0.99999 is required; int8 rounds too much here, float32 is exact"
     with pytest.raises(ParityError, match=f"gives another vector than sentence-transformers .* task query: {figures}"):
         export(splade, tmp_path, precision="int8")
@@ -154,7 +154,7 @@ def test_what_a_bundle_cannot_express_is_refused(tmp_path: Path) -> None:
     csr = [Transformer(model), Pooling(D_MODEL), SparseAutoEncoder(D_MODEL, hidden_dim=48, k=4)]
     SparseEncoder(modules=csr).save(str(tmp_path / "csr"))
     with pytest.raises(
-        UnsupportedModelError, match="has a SparseAutoEncoder module, which .* its weights come of one pooled"
+        UnsupportedModelError, match="has a SparseAutoEncoder module, which .* its weights come from one pooled"
     ):
         read(tmp_path / "csr")
 
@@ -194,7 +194,7 @@ def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, 
 
 
 def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> None:
-    """And what is to be done about it makes a sparse model."""
+    """The advice in the report leads to a sparse model."""
     from sentence_transformers import SparseEncoder
 
     left = facts(export(write_language_model(tmp_path / "bare"), tmp_path))["unused parts"]

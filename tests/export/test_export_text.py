@@ -1,4 +1,4 @@
-"""Tokenizers and the longest text, checked against the model."""
+"""Tokenizers and the longest text fit the model."""
 
 import json
 from collections.abc import Callable
@@ -34,7 +34,7 @@ def test_a_vocabulary_of_one_word(tmp_path: Path) -> None:
 def test_a_tokenizer_is_what_transformers_makes_of_it(
     bert: "Checkpoint", models: Path, write_tokenizer: Callable[..., Path]
 ) -> None:
-    """Of the vocabulary alone for BERT, whatever else the file says; and without a length of training."""
+    """For BERT transformers reads the vocabulary alone. The length of training is left out."""
     write_tokenizer(bert.path / "tokenizer.json", 101, fixed_length=12)
     bert.set(pad_token_id=5)
     exported = export_hf(bert.path, Target(model_repository=models, name="bert"))
@@ -55,7 +55,7 @@ def test_a_vocabulary_larger_than_the_model_is_refused(
 
 
 def test_ids_around_a_text_count_too(tmp_path: Path, write_tokenizer: Callable[..., Path]) -> None:
-    """They stand in the rule that puts them there, whatever the vocabulary says."""
+    """The rule for special tokens holds these ids, and the vocabulary may lack them."""
     path = write_tokenizer(tmp_path / "tokenizer.json", 30)
     content = json.loads(path.read_text())
     content["post_processor"]["special_tokens"]["[SEP]"]["ids"] = [101]
@@ -68,7 +68,7 @@ def test_ids_around_a_text_count_too(tmp_path: Path, write_tokenizer: Callable[.
 def test_an_unreadable_tokenizer_is_refused(tmp_path: Path, content: str) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(content)
-    with pytest.raises(TokenizerError, match=r"tokenizer\.json is no readable tokenizer"):
+    with pytest.raises(TokenizerError, match=r"tokenizer\.json is not a readable tokenizer"):
         read_tokenizer(path)
 
 
@@ -101,7 +101,7 @@ def write_length(folder: Path, content: object, name: str = "sentence_bert_confi
 def test_the_longest_text_is_that_of_sentence_transformers(
     usual: int | None, asked: int | None, longest: int, remark: str
 ) -> None:
-    """Beyond it are rows that nobody ever compared the model by; another length is taken, and said aloud."""
+    """Another length is taken if the user asks for it, with a remark."""
     found, said = longest_sequence(512, usual, asked)
     assert found == longest
     assert said.endswith(remark)

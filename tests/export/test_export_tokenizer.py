@@ -1,4 +1,4 @@
-"""A bundle's tokenizer is the one that transformers builds, whatever tokenizer.json says beside its settings."""
+"""A bundle's tokenizer gives the ids of transformers, also if the files of the directory contradict each other."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -7,25 +7,18 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import (
-    AddedToken,
-    Tokenizer,
-    decoders,
-    models,
-    normalizers,
-    pre_tokenizers,
-    processors,
-)
+from sentence_models import WORDS, write_encoder, write_model
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from encserve_export import Exported, Target, export_hf
+from encserve_export.check import pipeline
 from encserve_export.ground.errors import ConfigError, ParityError, TokenizerError, UnsupportedModelError
 from encserve_export.kinds import dense
-from encserve_export.models import pretrained
-from encserve_export.routes import hf
-from encserve_export.source.texts import TEXTS, around_tokens
-from encserve_export.source.tokenizer import read_tokenizer
-from encserve_server.models.tokenizing import TextTokenizer
-from encserve_server.models.turns import TurnPool
+from encserve_export.kinds.reading import read
+from encserve_export.source.tokenizer import load_tokenizer, open_tokenizer, read_tokenizer, write_tokenizer
+from encserve_export.source.tokenizer_probes import difficult_texts
+from encserve_server.errors import InvalidField
+from encserve_server.offline import Embedder
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 LETTERS = [chr(it) for it in range(33, 127)] + list("äöüéèêñçßøåÅÉ東京大阪我喜欢あア가각МоскваЁмосквё。！ﬁﾊ")
@@ -43,7 +36,7 @@ SIZES = {
 
 
 def wordpiece(**settings: Any) -> Tokenizer:
-    """As BERT's, with what one wants of it."""
+    """A tokenizer like BERT's."""
     vocabulary = {token: i for i, token in enumerate([*SPECIAL, *PIECES])}
     longest = settings.pop("max_input_chars_per_word", 100)
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=longest))
@@ -57,11 +50,11 @@ def wordpiece(**settings: Any) -> Tokenizer:
     return tokenizer
 
 
-def byte_level(*, prefix: bool) -> Tokenizer:
-    """As RoBERTa's."""
+def byte_level(*, prefix: bool, **settings: Any) -> Tokenizer:
+    """A tokenizer like RoBERTa's."""
     tokens = ["<s>", "<pad>", "</s>", "<unk>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġt", "he", "<mask>"]
     vocabulary = {token: i for i, token in enumerate(tokens)}
-    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "t"), ("h", "e")], unk_token="<unk>"))
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "t"), ("h", "e")], unk_token="<unk>", **settings))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=prefix)
@@ -70,7 +63,7 @@ def byte_level(*, prefix: bool) -> Tokenizer:
 
 
 def unigram() -> Tokenizer:
-    """As DeBERTa-v3's was saved by transformers 4: without its splitting of marks."""
+    """A tokenizer like DeBERTa-v3's, as transformers 4 saved it: without the splitting of punctuation."""
     pieces = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "▁", "▁the", "▁cat", *LETTERS]
     tokenizer = Tokenizer(models.Unigram([(it, -float(i)) for i, it in enumerate(pieces)], unk_id=3))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Strip(), normalizers.NFKC()])
@@ -84,12 +77,12 @@ def unigram() -> Tokenizer:
 
 
 BERT = {"tokenizer_class": "BertTokenizer"}
-OF_ITS_OWN = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", "pad_token": "[PAD]"}
-# By what they are about: the type of model, its tokenizer.json, and its tokenizer_config.json.
+FAST = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "[UNK]", "pad_token": "[PAD]"}
+# The type of the model, its tokenizer.json, and its tokenizer_config.json, which may contradict tokenizer.json.
 DIRECTORIES: dict[str, tuple[str, Callable[[], Tokenizer], Mapping[str, Any]]] = {
     "do_lower_case false": ("bert", wordpiece, BERT | {"do_lower_case": False}),
     "do_lower_case missing": ("bert", lambda: wordpiece(lowercase=False), BERT),
-    "do_lower_case of no class": ("bert", lambda: wordpiece(lowercase=False), {"do_lower_case": True}),
+    "do_lower_case without a class": ("bert", lambda: wordpiece(lowercase=False), {"do_lower_case": True}),
     "strip_accents": ("bert", wordpiece, BERT | {"strip_accents": False}),
     "tokenize_chinese_chars": ("bert", wordpiece, BERT | {"tokenize_chinese_chars": False}),
     "clean_text": ("bert", lambda: wordpiece(clean_text=False), BERT),
@@ -97,23 +90,23 @@ DIRECTORIES: dict[str, tuple[str, Callable[[], Tokenizer], Mapping[str, Any]]] =
     "extra_special_tokens": ("bert", wordpiece, BERT | {"extra_special_tokens": ["cat", "Qz"]}),
     "split_special_tokens": ("bert", wordpiece, BERT | {"split_special_tokens": True}),
     "another special token": ("bert", wordpiece, BERT | {"mask_token": "the"}),
-    "another class": ("bert", wordpiece, OF_ITS_OWN | {"do_lower_case": False}),
+    "another class": ("bert", wordpiece, FAST | {"do_lower_case": False}),
     "no settings": ("bert", wordpiece, {}),
     "add_prefix_space": ("roberta", lambda: byte_level(prefix=False), {"add_prefix_space": True}),
     "no add_prefix_space": ("roberta", lambda: byte_level(prefix=True), {"tokenizer_class": "RobertaTokenizer"}),
     "add_bos_token and add_eos_token": (
         "bert",
         wordpiece,
-        OF_ITS_OWN | {"bos_token": "[CLS]", "eos_token": "[MASK]", "add_bos_token": False, "add_eos_token": True},
+        FAST | {"bos_token": "[CLS]", "eos_token": "[MASK]", "add_bos_token": False, "add_eos_token": True},
     ),
     "DeBERTa-v3 of transformers 4": ("deberta-v2", unigram, {"tokenizer_class": "DebertaV2Tokenizer"}),
 }
 
 
 def write_directory(
-    folder: Path, name: str, *, modules: bool, transformer: Mapping[str, Any] | None = None, **settings: Any
+    folder: Path, name: str, *, modules: bool = False, transformer: Mapping[str, Any] | None = None, **settings: Any
 ) -> Path:
-    """Writes a directory of `DIRECTORIES`, with more of tokenizer_config.json, and of sentence-transformers' files."""
+    """Write a directory of `DIRECTORIES`, with more settings in tokenizer_config.json, and perhaps modules.json."""
     from transformers import AutoConfig, AutoModel
 
     model_type, tokenizer, config = DIRECTORIES[name]
@@ -125,11 +118,8 @@ def write_directory(
     AutoModel.from_config(AutoConfig.for_model(model_type, **sizes)).save_pretrained(folder)
     if modules:
         listed = [("", "sentence_transformers.models.Transformer"), ("1", "sentence_transformers.models.Pooling")]
-        (folder / "modules.json").write_text(
-            json.dumps(
-                [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(listed)]
-            )
-        )
+        listing = [{"idx": i, "name": str(i), "path": path, "type": kind} for i, (path, kind) in enumerate(listed)]
+        (folder / "modules.json").write_text(json.dumps(listing))
         (folder / "1").mkdir()
         (folder / "1" / "config.json").write_text('{"embedding_dimension": 16, "pooling_mode": "mean"}')
         (folder / "sentence_bert_config.json").write_text(json.dumps(transformer or {}))
@@ -140,100 +130,143 @@ def export(directory: Path, **options: Any) -> Exported:
     return export_hf(directory, Target(model_repository=directory.parent / "models", name="m"), **options)
 
 
-def served_ids(exported: Exported, texts: list[str]) -> list[list[int]]:
-    """The ids that the server gives."""
-    text = exported.manifest.text
-    tokenizer = TextTokenizer(
-        exported.path / text.tokenizer_file,
-        TurnPool(1),
-        2**20,
-        split_special_tokens=text.split_special_tokens,
-    )
-    made = tokenizer.tokenize_here(texts, 10_000, details=False)
-    return [it.input.tolist() for it in made if not isinstance(it, str)]
+def change(path: Path, **changed: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
 
 
-@pytest.mark.parametrize(
-    "modules", [pytest.param(True, marks=pytest.mark.system), False], ids=["modules", "no modules"]
-)
 @pytest.mark.parametrize("name", DIRECTORIES)
-def test_ids_and_vectors_are_those_of_transformers(name: str, modules: bool, tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    directory = write_directory(tmp_path / "directory", name, modules=modules)
-    exported = export(directory)
-    theirs = AutoTokenizer.from_pretrained(directory)
-    texts = [*TEXTS, *around_tokens(theirs.get_added_vocab())]
-    assert served_ids(exported, texts) == theirs(texts)["input_ids"]
-    parity = exported.manifest.parity
-    assert parity.pipeline_texts >= 8
-    assert parity.max_pipeline_error <= 1e-4
-
-
-def ship_as_it_is(of: Any, path: Path, *, made_of: Path | None = None, **_: Any) -> Any:
-    return read_tokenizer(made_of or of / "tokenizer.json")
+def test_the_file_of_a_bundle_gives_the_ids_of_transformers(name: str, tmp_path: Path) -> None:
+    theirs = load_tokenizer(write_directory(tmp_path / "directory", name))
+    path = tmp_path / "tokenizer.json"
+    file = write_tokenizer(theirs, path, made_of=None, add_special_tokens=True)
+    ours, texts = open_tokenizer(path, split_special_tokens=file.split_special_tokens), difficult_texts(theirs)
+    assert [it.ids for it in ours.encode_batch(texts)] == theirs(texts)["input_ids"]
 
 
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
 @pytest.mark.parametrize("name", ["do_lower_case false", "split_special_tokens", "no add_prefix_space"])
-def test_another_tokenizer_is_refused(
+def test_the_comparison_finds_another_tokenizer(
     name: str, modules: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name_of_writer in ("convert_tokenizer", "write_tokenizer"):
-        monkeypatch.setattr(hf, name_of_writer, ship_as_it_is)
     directory = write_directory(tmp_path / "directory", name, modules=modules)
+    parity = export(directory).manifest.parity
+    assert parity.pipeline_texts >= 8
+    assert parity.max_pipeline_error <= 1e-4
+    as_in_the_directory = lambda *_, made_of, **__: read_tokenizer(made_of)  # noqa: E731
+    monkeypatch.setattr("encserve_export.routes.hf.write_tokenizer", as_in_the_directory)
     with pytest.raises(ParityError, match=r"for the text '.*the bundle gives the ids \[.*transformers \[.*Save the"):
-        export(directory)
-    assert not (tmp_path / "models").exists()
-
-
-def test_a_directory_that_sentence_transformers_cannot_load_is_refused(tmp_path: Path) -> None:
-    method = {"method": "forward", "method_output_name": "last_hidden_state"}
-    transformer = {"modality_config": {"text": method}}  # which asks for a module_output_name
-    directory = write_directory(tmp_path / "directory", "no settings", modules=True, transformer=transformer)
-    with pytest.raises(UnsupportedModelError, match="sentence-transformers cannot load .*directory: ValueError"):
-        export(directory)
-    assert not (tmp_path / "models").exists()
+        export_hf(directory, Target(model_repository=tmp_path / "other", name="m"))
+    assert not (tmp_path / "other").exists()
 
 
 def test_a_tokenizer_in_python_alone_is_refused(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path / "directory", "no settings", modules=False, tokenizer_class="CanineTokenizer")
+    directory = write_directory(tmp_path / "directory", "no settings", tokenizer_class="CanineTokenizer")
     with pytest.raises(TokenizerError, match=r"is a CanineTokenizer, which runs in Python alone and has no file"):
         export(directory)
 
 
+def test_random_ids_are_refused_by_their_cause(tmp_path: Path) -> None:
+    byte_level(prefix=True, dropout=0.1).save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(TokenizerError, match=r"its BPE model has dropout 0.1, so the ids of a text are random"):
+        read_tokenizer(tmp_path / "tokenizer.json")
+
+
+@pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
+def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(modules: bool, tmp_path: Path) -> None:
+    """EmbeddingGemma's tokenizer has such a token."""
+    added = {"extra_special_tokens": ["<image>"]}
+    if modules:
+        write_model(tmp_path / "directory", encoder=added)
+    else:
+        (tmp_path / "directory").mkdir()
+        write_encoder(tmp_path / "directory", **added)
+    exported = export(tmp_path / "directory", pooling=None if modules else "mean")
+    vocab_size = exported.manifest.encoder.vocab_size
+    assert vocab_size == len(SPECIAL) + len(WORDS)
+    assert "no row for the added tokens '<image>'" in exported.notes["remark"]
+    with Embedder(exported.path, tune_batches=False) as embedder:
+        assert embedder.embed(["the cat", "< image >"]).shape == (2, 24)
+        with pytest.raises(InvalidField, match=f"holds '<image>', token {vocab_size}; the vocabulary of m ends at"):
+            embedder.embed(["the cat", "the <image> cat"])
+
+
+def test_a_tokenizer_that_adds_no_token_has_no_vector_for_an_empty_text(tmp_path: Path) -> None:
+    """sentence-transformers fails for such a text."""
+    directory = write_model(tmp_path / "directory")
+    change(directory / "tokenizer.json", post_processor=None)
+    exported = export(directory)
+    assert exported.manifest.parity.pipeline_texts == 7  # of eight
+    with Embedder(exported.path, tune_batches=False) as embedder, pytest.raises(InvalidField, match="has no tokens"):
+        embedder.embed(["the cat", ""])
+
+
+def test_a_text_that_sentence_transformers_fails_for_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = write_model(tmp_path / "directory")
+    monkeypatch.setattr(pipeline, "_TEXTS", ("Cats",))
+    monkeypatch.setattr("sentence_transformers.SentenceTransformer.encode", lambda *_, **__: 1 / 0)
+    with pytest.raises(ParityError, match=r"itself fails for the text 'Cats' with no prompt: ZeroDivisionError"):
+        export(directory)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "file"),
+    [("t5", "spiece.model"), ("xlm-roberta", "sentencepiece.bpe.model"), ("deberta-v2", "spm.model")],
+)
+def test_a_directory_with_a_sentencepiece_file_alone(model_type: str, file: str, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModel
+
+    sentencepiece = pytest.importorskip("sentencepiece")
+    (tmp_path / "corpus").write_text(
+        "\n".join(difficult_texts(load_tokenizer(write_directory(tmp_path / "x", "no settings"))))
+    )
+    sentencepiece.SentencePieceTrainer.train(
+        input=tmp_path / "corpus", model_prefix=str(tmp_path / "made"), vocab_size=700, hard_vocab_limit=False,
+        minloglevel=2, pad_id=0, bos_id=1, eos_id=2, unk_id=3,
+    )  # fmt: skip
+    directory = tmp_path / "directory"
+    sizes = SIZES | {"vocab_size": 1200, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+    AutoModel.from_config(AutoConfig.for_model(model_type, **sizes)).save_pretrained(directory)
+    (tmp_path / "made.model").rename(directory / file)
+    exported = export(directory)
+    theirs = load_tokenizer(directory)
+    with Embedder(exported.path, tune_batches=False) as embedder:
+        (ids,) = embedder.tokenize(["The cat naïve café"])
+    assert list(ids) == theirs("The cat naïve café")["input_ids"]
+    assert len(ids) > 4
+
+
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
 def test_another_length_is_refused(modules: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was misread, and not asked for."""
-    monkeypatch.setattr(dense, "longest_text", lambda _: 48)
     transformer = {"max_seq_length": 50}
     directory = write_directory(tmp_path / "directory", "no settings", modules=modules, transformer=transformer)
     if modules:
-        with pytest.raises(ParityError, match="cuts texts of no task to 48 tokens, sentence-transformers to 50"):
+        monkeypatch.setattr(dense, "longest_text", lambda _: 48)
+        with pytest.raises(
+            ParityError, match=r"for the text .*\(\d+ characters\) with no prompt the bundle gives the ids"
+        ):
             export(directory)
-    monkeypatch.undo()
+        monkeypatch.undo()
     assert export(directory, max_sequence_tokens=48).manifest.encoder.max_sequence_tokens == 48
 
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
 )
-MESSAGES = {
-    "modality_config": {
-        "text": {"method": "forward", "method_output_name": "last_hidden_state"},
-        "message": {"method": "forward", "method_output_name": "last_hidden_state", "format": "flat"},
-    },
-    "module_output_name": "token_embeddings",
-    "max_seq_length": 60,
-}
+IN_PARTS = CHATML.replace("{{ m.content }}", "{{ m.content[0].text }}")
+METHOD = {"method": "forward", "method_output_name": "last_hidden_state"}
 
 
-def write_chat(folder: Path, template: str = CHATML, **transformer: Any) -> Path:
+def write_chat(folder: Path, template: str = CHATML, message_format: str = "flat", **transformer: Any) -> Path:
+    messages = {
+        "modality_config": {"text": METHOD, "message": METHOD | {"format": message_format}},
+        "module_output_name": "token_embeddings",
+        "max_seq_length": 60,
+    }
     directory = write_directory(
         folder,
         "no settings",
         modules=True,
-        transformer=MESSAGES | transformer,
+        transformer=messages | transformer,
         extra_special_tokens=["<|im_start|>", "<|im_end|>"],
         chat_template=template,
     )
@@ -242,25 +275,25 @@ def write_chat(folder: Path, template: str = CHATML, **transformer: Any) -> Path
     return directory
 
 
-@pytest.mark.parametrize("transformer", [{}, {"processing_kwargs": {"chat_template": {"restore_suffix": False}}}])
-def test_a_chat_template_of_fixed_texts(transformer: dict[str, Any], tmp_path: Path) -> None:
-    """With and without a prompt, and where a text is cut."""
-    manifest = export(write_chat(tmp_path / "directory", **transformer)).manifest
-    template = manifest.text.template
-    assert (template.before, template.after) == (
-        "<|im_start|>user\n",
-        "<|im_end|>\n<|im_start|>assistant",
-    )
-    assert (template.before_prompt, template.after_prompt) == (
-        "<|im_start|>system\n",
-        "<|im_end|>\n<|im_start|>user\n",
-    )
-    assert bool(template.after_tokens) != bool(transformer)
+@pytest.mark.parametrize(
+    ("template", "settings"),
+    [
+        (CHATML, {}),
+        (CHATML, {"processing_kwargs": {"chat_template": {"restore_suffix": False}}}),
+        (IN_PARTS, {"message_format": "structured"}),
+    ],
+)
+def test_a_chat_template_becomes_fixed_texts(template: str, settings: dict[str, Any], tmp_path: Path) -> None:
+    """With and without a prompt; a cut leaves the tokens after the text."""
+    manifest = export(write_chat(tmp_path / "directory", template, **settings)).manifest
+    found = manifest.text.template
+    assert (found.before, found.after) == ("<|im_start|>user\n", "<|im_end|>\n<|im_start|>assistant")
+    assert (found.before_prompt, found.after_prompt) == ("<|im_start|>system\n", "<|im_end|>\n<|im_start|>user\n")
+    assert bool(found.after_tokens) != ("processing_kwargs" in settings)
     assert manifest.parity.pipeline_texts >= 24
 
 
-def test_a_chat_template_without_a_pooling(tmp_path: Path) -> None:
-    """Rows are compared, with the prompts that messages have."""
+def test_rows_behind_a_chat_template_are_compared(tmp_path: Path) -> None:
     directory = write_chat(tmp_path / "directory")
     path = directory / "modules.json"
     path.write_text(json.dumps(json.loads(path.read_text())[:1]))
@@ -273,53 +306,38 @@ def test_a_chat_template_without_a_pooling(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "problem"),
     [
-        ("{% for m in messages %}{{ m.content | trim }}{% endfor %}", "changes a text or writes it several times"),
+        ("{% for m in messages %}{{ m.content | trim }}{% endfor %}", "changes a text, or writes it several times"),
         ("{% for m in messages %}{{ m.content }} {{ m.content }}{% endfor %}", "writes it several times"),
         ("nothing", "or not at all"),
         (
             "{% if messages[0].role == 'system' %}{{ raise_exception('none') }}{% endif %}{{ messages[-1].content }}",
             "fails for a prompt, which becomes a system message",
         ),
-        ("{{ strftime_now('%d') }} {{ messages[0].content }}", "writes the date of the day"),
-        (CHATML + "{% if messages[0].role == 'system' %}!{% endif %}", "ends otherwise where there is a prompt"),
+        ("{{ strftime_now('%d') }} {{ messages[0].content }}", "writes the date"),
+        (CHATML + "{% if messages[0].role == 'system' %}!{% endif %}", "ends differently after a prompt"),
         (CHATML + "{% if task == 'query' %}?{% endif %}", "treats queries and documents differently"),
-        ("{{ messages[-1].content if messages[-1].content | length < 30 else 'x' }}", "changes|ids"),
     ],
 )
 def test_another_chat_template_is_refused(template: str, problem: str, tmp_path: Path) -> None:
-    directory = write_chat(tmp_path / "directory", template)
-    with pytest.raises((UnsupportedModelError, ParityError), match=problem):
-        export(directory)
-    assert not (tmp_path / "models").exists()
+    with pytest.raises(UnsupportedModelError, match=problem):
+        read(write_chat(tmp_path / "directory", template))
 
 
-def test_a_misread_configuration_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that is compared with a misread model alone would pass."""
-    load = pretrained.load_model
-
-    def misread(*arguments: Any) -> Any:
-        reference = load(*arguments)
-        for part in reference.module.modules():
-            if isinstance(part, torch.nn.LayerNorm):
-                part.eps = 1e-3
-        return reference
-
-    monkeypatch.setattr(pretrained, "load_model", misread)
-    directory = write_directory(tmp_path / "directory", "no settings", modules=False)
-    with pytest.raises(ParityError, match=r"gives another vector than transformers for the text '.*' with no prompt"):
-        export(directory)
+def test_a_chat_template_that_changes_some_texts_is_refused(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content if m.content | length < 30 else 'x' }}{% endfor %}"
+    with pytest.raises(ParityError, match="the bundle gives the ids"):
+        export(write_chat(tmp_path / "directory", template))
     assert not (tmp_path / "models").exists()
 
 
 def test_ids_only_beside_a_tokenizer_is_refused(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path / "directory", "no settings", modules=False)
+    directory = write_directory(tmp_path / "directory", "no settings")
     with pytest.raises(ConfigError, match="--ids-only is for a directory without a tokenizer, and .* has one"):
         export(directory, ids_only=True)
-    assert not (tmp_path / "models").exists()
 
 
-def test_without_a_tokenizer_rows_are_compared_too(tmp_path: Path) -> None:
-    directory = write_directory(tmp_path / "directory", "no settings", modules=False)
+def test_rows_are_compared_without_a_tokenizer(tmp_path: Path) -> None:
+    directory = write_directory(tmp_path / "directory", "no settings")
     (directory / "tokenizer.json").unlink()
     parity = export(directory, ids_only=True).manifest.parity
     assert parity.pipeline_texts == 1

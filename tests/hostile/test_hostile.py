@@ -134,7 +134,7 @@ def mean_outputs(count: int) -> bytes:
 
 
 def pooled_document(n_tokens: int, factors: int) -> bytes:
-    """A document whose vectors are pooled with `factors` different factors; 0 is no pooling."""
+    """A document with vectors pooled by `factors` different factors; 0 is no pooling."""
     outputs = [pb.OutputSpec(kind=MULTI_VECTOR, dimensions=1, pool_factor=2 + i / 1000) for i in range(factors)]
     ids = [i * i % VOCAB_SIZE for i in range(n_tokens)]
     return encode([ids], outputs or [pb.OutputSpec(kind=MULTI_VECTOR, dimensions=1)])

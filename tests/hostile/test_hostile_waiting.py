@@ -28,7 +28,7 @@ def test_callers_without_progress_are_ended(tmp_path: Path) -> None:
             left = len(list(connections.iterdir())) - before
             in_flight = server.metric("encserve_in_flight_requests")
             report = held.stop()
-        # Three groups may keep connections: slow senders by gRPC whose calls have ended, slow senders of a stream,
+        # Three groups may keep connections: slow senders by gRPC after their calls, slow senders of a stream,
         # because gRPC takes an incomplete message for an idle stream, and slow senders by HTTP, who have 1 s more for
         # each 64 KiB received. HTTP callers that do not read cannot see that the server closed their connection.
         assert left <= 3 * CALLERS + CALLERS // 2, (left, report)

@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import os
 import re
 import subprocess
 import sys
@@ -77,7 +78,8 @@ def test_length_of_a_page(page: str, longest: int) -> None:
 @functools.cache
 def make_targets() -> set[str]:
     command = ["make", "-pq", "help"]  # prints the rules, runs nothing
-    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
+    printed = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False).stdout
     return set(re.findall(r"^([a-z-]+):", printed, flags=re.M))
 
 

@@ -122,7 +122,7 @@ def test_all_parts_require_the_same_version(wheels: Path) -> None:
     contracts = [f"encserve-proto=={version}"]
     assert needs == {
         "encserve-proto": [],
-        "encserve-export": contracts,
+        "encserve-export": [*contracts, f"encserve-server=={version}"],
         "encserve-server": contracts,
         "encserve-client": contracts,
         "encserve-cli": [f"encserve-client=={version}", f"encserve-server=={version}; extra == 'local'"],

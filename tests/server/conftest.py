@@ -12,8 +12,8 @@ from tiny_heads import Serve, loader, words
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Runs the tests of a shared server in that server's event loop."""
-    if {"shared", "guarded"} & {*getattr(item, "fixturenames", ())}:
+    """Runs tests with a fixture `shared…`, a server of the whole file, in the event loop of that server."""
+    if any(name.startswith("shared") for name in getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 
 

@@ -66,7 +66,7 @@ def is_live(sequence: TokenSequence) -> bool:
 
 
 def taken_from(queue: PendingQueue, policy: BatchPolicy) -> tuple[list[TokenSequence], Taken]:
-    """The sequences of the next batch, which may be none."""
+    """The sequences of the next batch, if any."""
     taken = queue.take(policy, NOW)
     return taken.batch.sequences if taken.batch is not None else [], taken
 
@@ -197,6 +197,7 @@ def reference_plan(lengths: Sequence[int], policy: BatchPolicy) -> Plan:
 @example([900, 900], BatchPolicy(512, 64, 1.0))
 @example([38, 38, 40, 30], BatchPolicy(115, 64, 1.0))  # 40 does not fit, 30 does
 @example([10] * 4, BatchPolicy(512, 2, 1.0))
+@example([10] * 4, BatchPolicy(30, 64, 1.0))  # a batch may fill its budget exactly
 def test_the_decision_is_that_of_the_reference(lengths: list[int], policy: BatchPolicy) -> None:
     waiting = Counter(lengths)
     plan = plan_batch(lengths[0], sorted(waiting), waiting, policy)
@@ -241,7 +242,7 @@ class QueuedCall(NamedTuple):
 
 
 class QueueMachine(RuleBasedStateMachine):
-    """Calls come, end, expire and run in any order: the queue's figures are always those of its sequences."""
+    """Calls come, end, expire and run in any order: the queue's figures always match its sequences."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +263,7 @@ class QueueMachine(RuleBasedStateMachine):
         priority=st.sampled_from(Priority),
     )
     def add(self, length: int, count: int, extra_cost: int, seconds: float, caller: Caller, priority: Priority) -> None:
-        """The sequences of one call are alike, so that it does not matter which of them an ended call has left."""
+        """The sequences of one call are alike, so that only their number matters after the call has ended."""
         deadline = self.now + seconds
         lengths = [length] * count
         ticket = ticket_of(lengths, deadline=deadline, extra_cost=extra_cost, caller=caller, priority=priority)

@@ -81,9 +81,9 @@ def serve(start_server: StartServer, file: CallersFile) -> Serve:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def guarded(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
+async def shared_callers(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
     """One server with the caller `search`, for tests that do not change it."""
-    directory = tmp_path_factory.mktemp("guarded")
+    directory = tmp_path_factory.mktemp("callers")
     (directory / "callers.toml").write_text(SEARCH)
     server = await start_fake_server(directory, callers=directory / "callers.toml", http_port=0)
     yield server
@@ -131,13 +131,16 @@ async def change(server: FakeServer, file: CallersFile, text: str, outcome: str 
         (("authorization", f"Bearer {WRONG}"), ("api-key", RIGHT)),  # OpenAI's client cannot leave its own out
     ],
 )
-async def test_a_right_key_is_accepted(guarded: FakeServer, metadata: Any) -> None:
-    calls, tokens = by_caller(guarded, "search", "OK"), guarded.sample("encserve_caller_tokens_total", caller="search")
-    await guarded.encode("hello", metadata=metadata)
-    async with connect(guarded) as client:
+async def test_a_right_key_is_accepted(shared_callers: FakeServer, metadata: Any) -> None:
+    calls, tokens = (
+        by_caller(shared_callers, "search", "OK"),
+        shared_callers.sample("encserve_caller_tokens_total", caller="search"),
+    )
+    await shared_callers.encode("hello", metadata=metadata)
+    async with connect(shared_callers) as client:
         assert (await client.post("/v1/embeddings", json=EMBEDDINGS, headers=dict(metadata))).status_code == 200
-    assert by_caller(guarded, "search", "OK") == calls + 2
-    assert guarded.sample("encserve_caller_tokens_total", caller="search") == tokens + 6
+    assert by_caller(shared_callers, "search", "OK") == calls + 2
+    assert shared_callers.sample("encserve_caller_tokens_total", caller="search") == tokens + 6
 
 
 @pytest.mark.parametrize(
@@ -156,23 +159,23 @@ async def test_a_right_key_is_accepted(guarded: FakeServer, metadata: Any) -> No
         ),  # few keys are hashed
     ],
 )
-async def test_a_wrong_key_is_refused_before_the_body_is_parsed(guarded: FakeServer, metadata: Any) -> None:
-    before = by_caller(guarded, "", "UNAUTHENTICATED")
-    error = await refused(guarded, data=b"\xff no message", metadata=metadata)
+async def test_a_wrong_key_is_refused_before_the_body_is_parsed(shared_callers: FakeServer, metadata: Any) -> None:
+    before = by_caller(shared_callers, "", "UNAUTHENTICATED")
+    error = await refused(shared_callers, data=b"\xff no message", metadata=metadata)
     assert (error.code, error.reason) == (grpc.StatusCode.UNAUTHENTICATED, "UNAUTHENTICATED")
     texts = [error.text]
-    async with connect(guarded) as client:
+    async with connect(shared_callers) as client:
         for path in ("/v1/embeddings", "/embed", "/v2/embed", "/pooling", "/v2/models/tiny/infer"):
             answer = await client.post(path, content=b"{no JSON", headers=list(metadata))
             assert (answer.status_code, answer.headers["encserve-error-reason"]) == (401, "UNAUTHENTICATED")
             assert answer.headers["www-authenticate"] == "Bearer"
             texts.append(answer.text)
     assert not any(RIGHT[:-1] in text or WRONG in text for text in texts)
-    assert by_caller(guarded, "", "UNAUTHENTICATED") == before + 6
+    assert by_caller(shared_callers, "", "UNAUTHENTICATED") == before + 6
 
 
-async def test_refusals_have_the_shape_of_each_protocol(guarded: FakeServer) -> None:
-    async with connect(guarded) as client:
+async def test_refusals_have_the_shape_of_each_protocol(shared_callers: FakeServer) -> None:
+    async with connect(shared_callers) as client:
         of_openai = (await client.post("/v1/embeddings", json=EMBEDDINGS)).json()["error"]
         assert (of_openai["type"], of_openai["code"]) == ("invalid_request_error", "invalid_api_key")
         assert "authorization: Bearer" in of_openai["message"]
@@ -182,29 +185,29 @@ async def test_refusals_have_the_shape_of_each_protocol(guarded: FakeServer) -> 
 
 
 async def test_a_refused_caller_that_sends_no_body_loses_its_connection(
-    guarded: FakeServer, monkeypatch: pytest.MonkeyPatch
+    shared_callers: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bodies, "_DISCARD_SECONDS", 0.05)
-    async with raw(guarded) as (reader, writer):
+    async with raw(shared_callers) as (reader, writer):
         writer.write(b"POST /v1/embeddings HTTP/1.1\r\nhost: a\r\ncontent-length: 10\r\n\r\n{")
         assert (await asyncio.wait_for(reader.read(), 5)).startswith(b"HTTP/1.1 401 ")
 
 
-async def test_a_large_body_without_a_key_is_not_read(guarded: FakeServer) -> None:
-    async with connect(guarded) as client:
+async def test_a_large_body_without_a_key_is_not_read(shared_callers: FakeServer) -> None:
+    async with connect(shared_callers) as client:
         answer = await client.post("/v1/embeddings", content=b"x" * 2**20)
     assert answer.status_code == 401
-    assert guarded.sample("encserve_in_flight_bytes") == 0
-    async with raw(guarded) as (reader, writer), asyncio.timeout(5):
+    assert shared_callers.sample("encserve_in_flight_bytes") == 0
+    async with raw(shared_callers) as (reader, writer), asyncio.timeout(5):
         writer.write(b"POST /embed HTTP/1.1\r\nhost: a\r\ncontent-length: 30000000\r\nexpect: 100-continue\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
 
 
 @pytest.mark.parametrize("is_together", [True, False])
-async def test_a_refused_caller_keeps_its_connection(guarded: FakeServer, is_together: bool) -> None:
+async def test_a_refused_caller_keeps_its_connection(shared_callers: FakeServer, is_together: bool) -> None:
     """A new TLS connection costs three times as much as a refusal."""
     body = b'{"input": "hello", "model": "tiny"}'
-    async with raw(guarded) as (reader, writer):
+    async with raw(shared_callers) as (reader, writer):
         for key, status in ((WRONG, b"401"), (WRONG, b"401"), (RIGHT, b"200"), (WRONG, b"401"), (RIGHT, b"200")):
             head = f"POST /v1/embeddings HTTP/1.1\r\nhost: a\r\napi-key: {key}\r\ncontent-length: {len(body)}\r\n\r\n"
             waits = not is_together and key == WRONG  # the caller reads the reply before it sends the body
@@ -255,12 +258,10 @@ async def test_a_wrong_file_changes_nothing_and_is_counted_once(
 async def test_a_half_written_file_is_not_read(
     serve: Serve, file: CallersFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half of a file can be a valid file with fewer callers."""
+    """Half of a file can be a valid file with fewer callers. Here the second half comes while the server waits."""
     server = await serve(BOTH)
-    monkeypatch.setattr(registry, "_SETTLE_SECONDS", 0.1)
-    file.write(SEARCH)
-    await asyncio.sleep(0.05)
-    await change(server, file, BOTH + "# changed")
+    monkeypatch.setattr(registry, "time", SimpleNamespace(sleep=lambda _: file.write(BOTH + "# changed")))
+    await change(server, file, SEARCH)
     await server.encode("hello", metadata=bearer(OTHER))
     assert server.app._calls.callers is not None
     assert server.app._calls.callers.generation == 2
@@ -496,7 +497,7 @@ async def test_a_caller_may_use_its_models_only(serve: Serve) -> None:
 
 @pytest.mark.parametrize("accept_any_model", [False, True])
 async def test_errors_hide_models_that_a_caller_may_not_use(serve: Serve, accept_any_model: bool) -> None:
-    """They show no version, no id and no real name, also of a model whose name the caller guesses."""
+    """They show no version, no id and no real name, also of a model with a guessed name."""
     settings = {"served_model_name": ("alias=tiny", "old=tiny@7"), "accept_any_model_name": accept_any_model}
     server = await serve(entry("other", OTHER, models='["else"]'), model=("tiny@2",), **settings)
     metadata = bearer(OTHER)

@@ -1,7 +1,6 @@
-"""What a callers file may say, and what a rate allows."""
+"""Callers files and key files, right and wrong, and the token bucket of a rate."""
 
 import contextlib
-import re
 from pathlib import Path
 
 import pytest
@@ -15,13 +14,13 @@ from encserve_server.callers.keys import digest_of
 from encserve_server.callers.rates import BURST_SECONDS, TokenBucket
 from encserve_server.types.callers import Caller, Priority
 
-SUM = "ab" * 32
-KEY = "encserve-" + "k" * 43  # not a random one: it is in the names of tests, which all workers must agree on
+HASH = "ab" * 32
+KEY = "encserve-" + "k" * 43  # fixed, because test names contain it
 
 WHOLE = f"""
 [[caller]]
 name = "search"
-key_sha256 = ["{SUM}", "{"CD" * 32}"]
+key_sha256 = ["{HASH}", "{"CD" * 32}"]
 certificate_names = ["spiffe://example/search", "search.example"]
 models = ["all-MiniLM-L6-v2"]
 inspect = false
@@ -39,7 +38,7 @@ key_sha256 = ["{"00" * 32}"]
 def test_every_field_is_read_and_has_a_default() -> None:
     search, jobs = read_callers(WHOLE.encode(), "callers.toml")
     assert search.caller == Caller("search", 2.0, Priority.BULK)
-    assert search.digests == (bytes.fromhex(SUM), b"\xcd" * 32)
+    assert search.digests == (bytes.fromhex(HASH), b"\xcd" * 32)
     assert search.certificate_names == ("spiffe://example/search", "search.example")
     assert search.models == frozenset({"all-MiniLM-L6-v2"})
     assert (search.may_inspect, search.tokens_per_second, search.is_proxy) == (False, 50_000, True)
@@ -48,7 +47,7 @@ def test_every_field_is_read_and_has_a_default() -> None:
 
 
 def one(fields: str) -> str:
-    return f'[[caller]]\nname = "search"\nkey_sha256 = ["{SUM}"]\n{fields}\n'
+    return f'[[caller]]\nname = "search"\nkey_sha256 = ["{HASH}"]\n{fields}\n'
 
 
 WRONG = [
@@ -71,7 +70,7 @@ WRONG = [
     (f'a = {{"{KEY}" = 1, "{KEY}" = 2}}', "is no TOML: Duplicate inline table key … (at line 1"),
     (KEY, "is no TOML: Expected '=' after a key"),
     (f'[[caller]]\nname = "search"\nkey_sha256 = ["{KEY}"]', "key_sha256[0]: must be 64 hexadecimal digits"),
-    (f'[[caller]]\nname = "search"\nkey_sha256 = "{SUM}"', 'key_sha256: must be a list of strings, as ["…", "…"]'),
+    (f'[[caller]]\nname = "search"\nkey_sha256 = "{HASH}"', 'key_sha256: must be a list of strings, as ["…", "…"]'),
     ('[[caller]]\nname = "search"\nkey_sha256 = ["", 5]', "key_sha256[0]: must be 64 hexadecimal digits"),
     (one("certificate_names = [5]"), "certificate_names[0]: must be a DNS or URI name; was a number"),
     (one('certificate_names = [" "]'), "certificate_names[0]: must be a DNS or URI name"),
@@ -97,53 +96,55 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "problem"), WRONG)
-def test_what_is_wrong_is_named_and_no_key_is_shown(text: str, problem: str) -> None:
-    with pytest.raises(CallersError, match=re.escape(problem)) as caught:
+def test_a_wrong_file_is_named_and_its_keys_are_hidden(text: str, problem: str) -> None:
+    with pytest.raises(CallersError) as caught:
         read_callers(text.encode(), "callers.toml")
     assert str(caught.value).startswith("callers.toml: ")
+    assert problem in str(caught.value)
     assert KEY not in str(caught.value)
-    assert SUM not in str(caught.value)
-
-
-def test_bytes_that_are_no_text() -> None:
-    for read in (read_callers, read_keys):
-        with pytest.raises(CallersError, match="must be UTF-8; byte 2 is not"):
-            read(b"ab\xff", "it")
+    assert HASH not in str(caught.value)
 
 
 @given(data=st.binary(max_size=200) | st.text(alphabet='[]caller="\n ,#\\', max_size=60).map(str.encode))
-def test_no_file_fails_in_another_way(data: bytes) -> None:
+def test_every_wrong_file_raises_a_callers_error(data: bytes) -> None:
     for read in (read_callers, read_keys):
         with contextlib.suppress(CallersError):
             read(data, "it")
 
 
-@pytest.mark.parametrize("text", ["", "\n \n", "two words\n", "schlüssel\n", "a\x00b"])
-def test_a_file_that_holds_no_key(text: str) -> None:
-    with pytest.raises(CallersError, match="has no key|must be printable ASCII without blanks"):
-        read_keys(text.encode(), "--api-key-file key")
-
-
-def test_a_key_that_may_be_guessed_or_is_half_of_one() -> None:
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (b"", "has no key"),
+        (b"\n \n", "has no key"),
+        (b"two words\n", "printable ASCII"),
+        ("schlüssel\n".encode(), "printable ASCII"),
+        (b"a\x00b", "printable ASCII"),
+        (b"k" * 16 + b"\n" + b"l" * 15, "key 2 must have at least 16 characters; has 15"),
+        (b"ab\xff", "byte 2"),
+    ],
+)
+def test_a_wrong_file_of_keys(data: bytes, problem: str) -> None:
     read_keys(b"k" * 16, "it")
-    with pytest.raises(CallersError, match="key 2 must have at least 16 characters; has 15: .*hash-key makes one"):
-        read_keys(b"k" * 16 + b"\n" + b"l" * 15, "it")
+    with pytest.raises(CallersError, match=problem):
+        read_keys(data, "it")
 
 
-def test_a_file_that_is_missing_or_far_too_large(tmp_path: Path) -> None:
+def test_a_missing_and_a_huge_file(tmp_path: Path) -> None:
     with pytest.raises(CallersError, match=r"--callers .*none: No such file"):
         read_file(tmp_path / "none", "--callers")
     with pytest.raises(CallersError, match=r"--callers /dev/zero: must be at most 4194304 bytes"):
         read_file(Path("/dev/zero"), "--callers")
+    with pytest.raises(CallersError, match="byte 2"):
+        read_callers(b"ab\xff", "it")
 
 
-def test_hash_key_makes_a_key_and_its_sum() -> None:
-    """Each run another; the sum is what the file takes."""
+def test_hash_key_makes_a_new_key_and_its_hash() -> None:
     runs = [CliRunner().invoke(main, ["hash-key"]).stdout for _ in range(2)]
     assert runs[0] != runs[1]
-    key, key_sum = (line.split()[1] for line in runs[0].splitlines())
+    key, key_hash = (line.split()[1] for line in runs[0].splitlines())
     assert len(key) >= 43
-    rules = read_callers(f'[[caller]]\nname = "a"\nkey_sha256 = ["{key_sum}"]'.encode(), "it")
+    rules = read_callers(f'[[caller]]\nname = "a"\nkey_sha256 = ["{key_hash}"]'.encode(), "it")
     assert rules[0].digests == (digest_of(key),)
 
 
@@ -154,9 +155,7 @@ calls = st.lists(st.tuples(st.floats(0, 3), st.integers(1, 500)), max_size=60)
 
 
 @given(calls=calls, rate=st.integers(1, 200))
-def test_no_stretch_of_time_takes_more_than_its_rate_a_burst_and_one_call(
-    calls: list[tuple[float, int]], rate: int
-) -> None:
+def test_no_period_takes_more_than_its_rate_a_burst_and_one_call(calls: list[tuple[float, int]], rate: int) -> None:
     now, bucket, taken = 0.0, TokenBucket(rate, 0.0), []
     for pause, tokens in calls:
         now += pause
@@ -165,12 +164,12 @@ def test_no_stretch_of_time_takes_more_than_its_rate_a_burst_and_one_call(
             taken.append((now, tokens))
     for i, (began, _) in enumerate(taken):
         for j in range(i, len(taken)):
-            total = sum(tokens for _, tokens in taken[i:j])  # but for the last call
+            total = sum(tokens for _, tokens in taken[i:j])  # without the last call
             assert total <= (taken[j][0] - began + BURST_SECONDS) * rate + 1e-6 * (1 + total)
 
 
 @given(calls=calls, rate=st.integers(1, 200))
-def test_the_delay_is_when_a_call_is_taken_and_not_much_later(calls: list[tuple[float, int]], rate: int) -> None:
+def test_the_delay_is_right(calls: list[tuple[float, int]], rate: int) -> None:
     now, bucket = 0.0, TokenBucket(rate, 0.0)
     for pause, tokens in calls:
         now += pause
@@ -182,7 +181,7 @@ def test_the_delay_is_when_a_call_is_taken_and_not_much_later(calls: list[tuple[
 
 
 @given(tokens=st.integers(1, 500), rate=st.integers(1, 200))
-def test_what_is_taken_back_was_never_taken(tokens: int, rate: int) -> None:
+def test_tokens_given_back_were_never_taken(tokens: int, rate: int) -> None:
     bucket = TokenBucket(rate, 0.0)
     bucket.take(tokens, 0.0)
     bucket.take(-tokens, 0.0)
@@ -198,7 +197,7 @@ def test_a_debt_outlives_a_change_of_the_rate() -> None:
     assert bucket.delay_seconds(0.0) == 1.0
 
 
-def test_the_file_that_the_docs_show_is_one() -> None:
+def test_the_example_of_the_docs_is_valid() -> None:
     page = (Path(__file__).parent.parent.parent / "docs/callers.md").read_text()
     search, reports = read_callers(page.partition("```toml\n")[2].partition("```")[0].encode(), "callers.md")
     assert (search.digests, reports.digests) == ((digest_of("SEARCH-KEY"),), (digest_of("REPORTS-KEY"),))

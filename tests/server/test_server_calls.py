@@ -1,4 +1,4 @@
-"""The way around every call: what it holds and gives back, what counts refuse, and that each ends once, however."""
+"""Bounds, accounting and endings of gRPC calls: the byte budget, slow callers, streams, stops and faults."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from fake_engine import FakeEngine
-from fake_server import D_MODEL, LONGEST, SERVICE, Failed, FakeServer, StartServer, make_input
+from fake_server import D_MODEL, LONGEST, SERVICE, FakeServer, StartServer, make_input, refusal
 from open_inference import infer_request, text_tensor
 from waiting import PATIENCE_SECONDS, until
 
@@ -26,6 +26,7 @@ from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_
 from encserve_server.rpc.streams import answer_stream
 
 MIB = 2**20
+SHARED_SETTINGS = {"engine": FakeEngine(D_MODEL, poison=666), "max_queue_tokens": 100}
 ENCODE = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
 STREAM = {"grpc_type": "bidi_stream", "grpc_service": SERVICE, "grpc_method": "EncodeStream"}
 INFER_STREAM = {"grpc_type": "bidi_stream", "grpc_service": INFER_SERVICE, "grpc_method": "ModelStreamInfer"}
@@ -61,18 +62,19 @@ def stream_request(request_id: str, *inputs: Any) -> bytes:
     return pb.EncodeStreamRequest(request_id=request_id, request=request).SerializeToString()
 
 
+async def read_all(call: Any) -> None:
+    """Ends the requests of a stream and reads all replies."""
+    await call.done_writing()
+    while await call.read() is not grpc.aio.EOF:
+        pass
+
+
 class Panic(BaseException):
-    """As what PyO3 raises where Rust code panics."""
+    """Like the exception of PyO3 when Rust code panics."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The byte budget
-
-
-async def test_the_limit_stands_beside_what_it_limits(start_server: StartServer) -> None:
-    server = await start_server(max_in_flight_mib=100)
-    assert server.sample("encserve_in_flight_limit_bytes") == 100 * MIB
-    assert held(server) == 0
 
 
 async def good(server: FakeServer) -> None:
@@ -80,21 +82,18 @@ async def good(server: FakeServer) -> None:
 
 
 async def refused(server: FakeServer) -> None:
-    with pytest.raises(Failed):
-        await server.encode([1, 10**6])
+    assert (await refusal(server.encode([1, 10**6]))).reason == "INVALID_FIELD"
 
 
 async def poisoned(server: FakeServer) -> None:
-    with pytest.raises(Failed, match="cannot be computed|could not compute|INTERNAL"):
-        await server.encode([666])
+    assert (await refusal(server.encode([666]))).reason == "INFERENCE_FAILED"
 
 
 async def expired(server: FakeServer) -> None:
     server.engine.hold()
-    with pytest.raises(Failed) as caught:
-        await server.encode([1], timeout=0.1)
+    failed = await refusal(server.encode([1], timeout=0.1))
     server.engine.let_go()
-    assert caught.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert failed.code is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def cancelled(server: FakeServer) -> None:
@@ -122,17 +121,14 @@ async def described(server: FakeServer) -> None:
 
 async def inferred(server: FakeServer) -> None:
     await server.call("ModelInfer", infer_request(text=text_tensor("hello")), INFER_SERVICE)
-    with pytest.raises(Failed):
-        await server.call("ModelInfer", infer_request(), INFER_SERVICE)
+    assert (await refusal(server.call("ModelInfer", infer_request(), INFER_SERVICE))).reason == "INVALID_FIELD"
 
 
 async def streamed(server: FakeServer) -> None:
     call = stream_of(server)
     for i in range(20):
         await call.write(stream_request(str(i), [1, 2], [3] if i % 2 else [10**6]))
-    await call.done_writing()
-    while await call.read() is not grpc.aio.EOF:
-        pass
+    await read_all(call)
 
 
 async def stream_broken_off(server: FakeServer) -> None:
@@ -140,7 +136,7 @@ async def stream_broken_off(server: FakeServer) -> None:
     call = stream_of(server)
     for i in range(20):
         await call.write(stream_request(str(i), [1, 2]))
-    await until(lambda: server.sample("encserve_queue_sequences", model="tiny", version="2") > 0)
+    await until(lambda: server.queued("sequences") > 0)
     assert held(server) > 0
     call.cancel()
     await until(lambda: held(server) == 0)
@@ -149,12 +145,10 @@ async def stream_broken_off(server: FakeServer) -> None:
 
 async def malformed(server: FakeServer) -> None:
     for method in ("Encode", "Tokenize", "GetModel"):
-        with pytest.raises(Failed, match="are not a"):
-            await server.call(method, b"\xff\xff")
+        assert (await refusal(server.call(method, b"\xff\xff"))).reason == "MALFORMED_REQUEST"
     call = stream_of(server)
     await call.write(b"\xff\xff")
-    with pytest.raises(grpc.aio.AioRpcError):
-        await call.read()
+    assert (await refusal(call.read())).reason == "MALFORMED_REQUEST"
 
 
 CALLS = [
@@ -164,55 +158,46 @@ CALLS = [
 
 
 @pytest.mark.parametrize("calls", CALLS)
-async def test_whatever_a_call_held_is_given_back(
-    start_server: StartServer, calls: Callable[[FakeServer], Awaitable[None]]
+async def test_a_call_gives_back_everything_it_held(
+    shared: FakeServer, calls: Callable[[FakeServer], Awaitable[None]]
 ) -> None:
-    server = await start_server(FakeEngine(D_MODEL, poison=666), open_inference=True)
-    await calls(server)
-    await all_given_back(server)
-    await server.encode([1])
+    await calls(shared)
+    await all_given_back(shared)
+    await shared.encode([1])
 
 
 async def test_bytes_are_held_while_a_call_waits(server: FakeServer) -> None:
-    server.engine.hold()
     data = pb.EncodeRequest(inputs=[make_input([1] * LONGEST)]).SerializeToString()
-    calling = asyncio.create_task(server.call("Encode", data))
-    await asyncio.to_thread(server.engine.started.acquire)
+    calling = await server.start_held(server.call("Encode", data))
     rows = LONGEST * D_MODEL * 4
-    assert held(server) > len(data) + 2 * rows  # the request, the rows, and the reply made of them
+    assert held(server) > len(data) + 2 * rows  # the request, the rows, and the reply
     server.engine.let_go()
     await calling
     await all_given_back(server)
 
 
-async def test_a_full_budget_refuses_what_is_not_alone(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_full_budget_refuses_further_calls(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that is alone is always admitted."""
     monkeypatch.setattr(server.app._calls, "max_held_bytes", 3000)
-    server.engine.hold()
-    first = asyncio.create_task(server.encode([1] * LONGEST, [2] * LONGEST))  # of over 2000 bytes of reply, and alone
-    await asyncio.to_thread(server.engine.started.acquire)
+    first = await server.start_held(server.encode([1] * LONGEST, [2] * LONGEST))  # a reply of over 2,000 bytes
     before = held(server)
     assert before > 1000
-    with pytest.raises(Failed, match=r"hold \d+ of at most 3000 bytes \(max_in_flight_mib\) and this one") as caught:
-        await server.encode([3] * LONGEST, [4] * LONGEST)
-    refusal = caught.value
-    assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
-    assert refusal.pushback_ms == "1000"
-    assert refusal.details["google.rpc.RetryInfo"].retry_delay.seconds == 1
+    failed = await refusal(server.encode([3] * LONGEST, [4] * LONGEST))
+    assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
+    assert "3000 bytes (max_in_flight_mib)" in failed.text
+    assert failed.pushback_ms == "1000"
+    assert failed.details["google.rpc.RetryInfo"].retry_delay.seconds == 1
     await until(lambda: held(server) == before)
     server.engine.let_go()
     assert len((await first).sequences) == 2
     await all_given_back(server)
     assert server.sample("encserve_refused_total", reason="BUDGET_FULL") == 1
-    await server.encode([5] * LONGEST, [6] * LONGEST)
-
-
-async def test_a_call_that_is_alone_is_always_admitted(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server.app._calls, "max_held_bytes", 1)
     assert len((await server.encode([1] * LONGEST, "hello")).sequences) == 2
     await server.call("Tokenize", pb.TokenizeRequest(texts=["hello"]))
 
 
-async def test_a_full_budget_is_the_answer_of_one_request_of_a_stream(
+async def test_a_full_budget_refuses_one_request_of_a_stream(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.engine.hold()
@@ -240,22 +225,16 @@ async def test_a_full_budget_is_the_answer_of_one_request_of_a_stream(
 
 @pytest.fixture
 def two_places(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Settings of a server that has room for two slow requests or streams."""
+    """Settings of a server with two places for slow requests and streams."""
     monkeypatch.setattr(receiving, "_LEAST_PLACES", 2)
     monkeypatch.setattr(receiving, "_LOOK_SECONDS", 0.02)
     return {"max_request_mib": 4, "max_response_mib": 1, "max_in_flight_mib": 8}
 
 
 def half_sent(server: FakeServer) -> Any:
-    """A call whose request does not come."""
+    """A call that never sends its request."""
     rpc: Any = server.channel.stream_unary(f"/{SERVICE}/Encode")
     return rpc()
-
-
-async def refusal_of(call: Any) -> Failed:
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call
-    return Failed(caught.value)
 
 
 async def test_slow_requests_have_places_and_others_need_none(
@@ -265,10 +244,10 @@ async def test_slow_requests_have_places_and_others_need_none(
     halves = [half_sent(server) for _ in range(2)]
     await until(lambda: held(server) == 4 * MIB)  # half of the budget, 2 MiB each
     await asyncio.gather(*(server.encode([i]) for i in range(10)))
-    refusal = await refusal_of(half_sent(server))
-    assert (refusal.code, refusal.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
-    assert "2 streams and slow requests are open (max_in_flight_mib)" in refusal.text
-    assert refusal.details["google.rpc.RetryInfo"].retry_delay.seconds == 1
+    failed = await refusal(half_sent(server))
+    assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
+    assert failed.details["google.rpc.RetryInfo"].retry_delay.seconds == 1
+    await server.call("Check", b"", "grpc.health.v1.Health")
     halves[0].cancel()
     await until(lambda: held(server) == 2 * MIB)
     further = half_sent(server)
@@ -283,15 +262,14 @@ async def test_a_half_sent_call_ends_in_time(
 ) -> None:
     monkeypatch.setattr(receiving, "RECEIVE_SECONDS", 0.2)
     server = await start_server(**two_places)
-    failed = await refusal_of(half_sent(server))
+    failed = await refusal(half_sent(server))
     assert (failed.code, failed.reason) == (grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXPIRED")
-    assert "the request did not arrive within" in failed.text
     await all_given_back(server)
 
 
 async def test_a_stop_does_not_wait_for_half_sent_calls(start_server: StartServer, two_places: dict[str, Any]) -> None:
     server = await start_server(**two_places, grace_seconds=3600)
-    ended = asyncio.create_task(refusal_of(half_sent(server)))
+    ended = asyncio.create_task(refusal(half_sent(server)))
     await until(lambda: in_flight(server) == 1)
     async with asyncio.timeout(PATIENCE_SECONDS):
         assert await server.app.stop()
@@ -299,46 +277,33 @@ async def test_a_stop_does_not_wait_for_half_sent_calls(start_server: StartServe
     assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
 
 
-async def test_health_is_answered_beside_half_sent_calls(start_server: StartServer, two_places: dict[str, Any]) -> None:
-    server = await start_server(**two_places)
-    halves = [half_sent(server) for _ in range(6)]
-    await until(lambda: in_flight(server) == 6)
-    await server.call("Check", b"", "grpc.health.v1.Health")
-    for half in halves:
-        half.cancel()
-    await all_given_back(server)
-
-
 async def test_a_call_without_a_request_is_refused_at_once(server: FakeServer) -> None:
     call = half_sent(server)
     await call.done_writing()
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        async with asyncio.timeout(PATIENCE_SECONDS / 3):  # less than a request may take to arrive
-            await call
-    failed = Failed(caught.value)
+    async with asyncio.timeout(PATIENCE_SECONDS / 3):  # shorter than the time for a request to arrive
+        failed = await refusal(call)
     assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
     await all_given_back(server)
 
 
-async def test_a_caller_that_goes_while_it_sends_has_made_no_mistake(server: FakeServer) -> None:
+async def test_a_caller_that_goes_while_it_sends_is_counted_as_cancelled(server: FakeServer) -> None:
     for i in range(10):
         call = half_sent(server)
         await until(lambda: in_flight(server) == 1)
         call.cancel()
         await until(lambda: in_flight(server) == 0)
         assert handled(server, "Canceled") == i + 1
-    assert (
-        handled(server, "InvalidArgument") == server.sample("encserve_refused_total", reason="MALFORMED_REQUEST") == 0
-    )
+    assert handled(server, "InvalidArgument") == 0
+    assert server.sample("encserve_refused_total", reason="MALFORMED_REQUEST") == 0
 
 
-async def test_streams_are_bounded_too(start_server: StartServer, two_places: dict[str, Any]) -> None:
+async def test_streams_are_bounded(start_server: StartServer, two_places: dict[str, Any]) -> None:
     server = await start_server(**two_places)
     calls = [stream_of(server) for _ in range(2)]
     for call in calls:
         await call.write(stream_request("a", [1]))
         await call.read()
-    assert (await refusal_of(stream_of(server).read())).reason == "BUDGET_FULL"
+    assert (await refusal(stream_of(server).read())).reason == "BUDGET_FULL"
     await server.encode([1])
     calls[0].cancel()
     await until(lambda: in_flight(server) == 1)
@@ -350,24 +315,22 @@ async def test_streams_are_bounded_too(start_server: StartServer, two_places: di
     await all_given_back(server)
 
 
-async def test_the_stream_that_is_idle_for_longest_makes_room(
+async def test_a_new_stream_takes_the_place_of_the_longest_idle_one(
     start_server: StartServer, two_places: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """gRPC does not tell it from one whose message does not become whole."""
+    """gRPC does not tell an idle stream from one with half a message."""
     server = await start_server(**two_places)
     monkeypatch.setattr(receiving, "RECEIVE_SECONDS", 0.1)
     server.engine.hold()
     busy, idle = stream_of(server), stream_of(server)
     await busy.write(stream_request("a", [1]))
     await asyncio.to_thread(server.engine.started.acquire)
-    ended = asyncio.create_task(refusal_of(idle.read()))
+    ended = asyncio.create_task(refusal(idle.read()))
     await until(lambda: in_flight(server) == 2)
     await asyncio.sleep(0.2)
-    assert not ended.done()  # without another call nothing happens to it
+    assert not ended.done()  # nothing happens before another call needs the place
     further = stream_of(server)
-    failed = await ended
-    assert failed.reason == "BUDGET_FULL"
-    assert "the stream made no progress for" in failed.text
+    assert (await ended).reason == "BUDGET_FULL"
     server.engine.let_go()
     await further.write(stream_request("b", [1]))
     for call, request_id in ((busy, "a"), (further, "b")):
@@ -382,17 +345,17 @@ async def test_the_stream_that_is_idle_for_longest_makes_room(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replies have to be read soon."""
+    """Callers must read replies soon."""
     monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
     monkeypatch.setattr(sending, "_SECONDS_PER_MIB", 0.0)
     monkeypatch.setattr(sending, "_LOOK_SECONDS", 0.02)
 
 
-async def test_who_does_not_read_a_reply_is_cut_off_and_nobody_else(
+async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
     impatient: None, monkeypatch: pytest.MonkeyPatch, start_server: StartServer
 ) -> None:
     close, all_held = sending.close_connections, asyncio.Event()
-    # On a slow machine the first reply is late before the third is there: no connection is closed until then.
+    # Close connections only after the third reply: on a slow machine the first is late by then.
     monkeypatch.setattr(sending, "close_connections", lambda peers: close(peers) if all_held.is_set() else None)
     server = await start_server(FakeEngine(500_000))  # 2 MB for each token
     data = pb.EncodeRequest(inputs=[make_input([1] * 5)]).SerializeToString()
@@ -400,9 +363,9 @@ async def test_who_does_not_read_a_reply_is_cut_off_and_nobody_else(
     await other.write(stream_request("a", [1]))
     await other.read()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
-        rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")  # unlike a unary call's, its answer need not be read
+        rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")  # gRPC reads the reply of a unary call by itself
         calls = [rpc(data) for _ in range(3)]
-        await until(lambda: held(server) >= 3 * 2 * 10_000_000)  # the reply, and gRPC's copy
+        await until(lambda: held(server) >= 3 * 2 * 10_000_000)  # the reply and gRPC's copy
         assert handled(server, "OK") == 3
         all_held.set()
         await until(lambda: held(server) == 4.5 * MIB)  # the place of the stream
@@ -414,9 +377,7 @@ async def test_who_does_not_read_a_reply_is_cut_off_and_nobody_else(
     await all_given_back(server)
 
 
-async def test_who_does_not_read_a_stream_is_cut_off_and_nobody_else(
-    impatient: None, start_server: StartServer
-) -> None:
+async def test_only_callers_that_do_not_read_a_stream_are_cut_off(impatient: None, start_server: StartServer) -> None:
     server = await start_server(FakeEngine(500_000))
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
         rpc: Any = channel.stream_stream(f"/{SERVICE}/EncodeStream")
@@ -453,7 +414,7 @@ async def test_connections_are_closed_whatever_their_family() -> None:
         readers = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
         await until(lambda: len(ends) == 3)
         peers = [it.get_extra_info("peername")[1] for it in ends]
-        # As a server that listens on :: sees a caller of IPv4.
+        # A server on :: sees callers of IPv4 like the second one.
         sending.close_connections({f"ipv4:127.0.0.1:{peers[0]}", f"ipv6:%5B::ffff:127.0.0.1%5D:{peers[2]}"})
         gone = [it for it, _ in readers if it.at_eof() or await _ends(it)]
         assert gone == [readers[0][0], readers[2][0]]
@@ -480,9 +441,7 @@ async def test_the_errors_of_a_streams_requests_are_counted(server: FakeServer) 
     for i, ids in enumerate([[1], [10**6], [2], [-1]]):
         await call.write(stream_request(str(i), ids))
     await call.write(pb.EncodeStreamRequest(request_id="5", request=pb.EncodeRequest(model="no")).SerializeToString())
-    await call.done_writing()
-    while await call.read() is not grpc.aio.EOF:
-        pass
+    await read_all(call)
     await until(lambda: handled(server, "OK", **STREAM) == 1)  # the stream
     assert handled(server, "InvalidArgument", **STREAM) == 2
     assert handled(server, "NotFound", **STREAM) == 1
@@ -491,26 +450,22 @@ async def test_the_errors_of_a_streams_requests_are_counted(server: FakeServer) 
     assert server.sample("grpc_server_handling_seconds_count", **STREAM) == 1
 
 
-async def test_the_errors_of_an_open_inference_stream_are_counted(start_server: StartServer) -> None:
-    server = await start_server(open_inference=True)
+async def test_the_errors_of_an_open_inference_stream_are_counted(server: FakeServer) -> None:
     call = stream_of(server, INFER_SERVICE, "ModelStreamInfer")
     await call.write(infer_request(text=text_tensor("hello")).SerializeToString())
     await call.write(infer_request().SerializeToString())
-    await call.done_writing()
-    while await call.read() is not grpc.aio.EOF:
-        pass
+    await read_all(call)
     await until(lambda: handled(server, "OK", **INFER_STREAM) == 1)
     assert handled(server, "InvalidArgument", **INFER_STREAM) == 1
 
 
-async def test_a_huge_request_id_is_refused_and_echoed_cut(start_server: StartServer) -> None:
-    server = await start_server(open_inference=True)
+async def test_a_huge_request_id_is_refused_and_cut(server: FakeServer) -> None:
     huge = "i" * (4 * 10**6)
     call = stream_of(server)
     await call.write(stream_request(huge, [1]))
     answer = pb.EncodeStreamResponse.FromString(await call.read())
     assert answer.request_id == huge[:128]
-    assert answer.error.message == "request_id: must be 1 to 128 bytes; was 4000000"
+    assert answer.error.message.startswith("request_id: ")
     assert len(answer.SerializeToString()) < 1000
     call.cancel()
     call = stream_of(server, INFER_SERVICE, "ModelStreamInfer")
@@ -519,24 +474,24 @@ async def test_a_huge_request_id_is_refused_and_echoed_cut(start_server: StartSe
     await call.write(request.SerializeToString())
     infer_answer = infer_pb.ModelStreamInferResponse.FromString(await call.read())
     assert infer_answer.infer_response.id == huge[:128]
-    assert infer_answer.error_message == "id: must be at most 1024 characters; was 4000000"
+    assert infer_answer.error_message.startswith("id: ")
     call.cancel()
     await all_given_back(server)
 
 
 async def test_an_idle_stream_keeps_no_message(server: FakeServer) -> None:
-    """Neither the last request nor the last answer: thousands of streams may be idle."""
+    """Thousands of streams may be idle."""
     call = stream_of(server)
     await call.write(stream_request("a", [1]))
     await call.read()
-    await until(lambda: in_flight(server) == 1 and held(server) == 4.5 * MIB)  # its place
+    await until(lambda: in_flight(server) == 1 and held(server) == 4.5 * MIB)  # the bytes of its place
     await asyncio.sleep(0.05)
     assert kept_messages() == []
     call.cancel()
 
 
 def kept_messages() -> list[str]:
-    """Where coroutines of the server hold bytes while they wait."""
+    """The variables of waiting coroutines of the server that hold bytes."""
     return [
         f"{it.__qualname__}: {name}"
         for it in gc.get_objects()
@@ -547,7 +502,7 @@ def kept_messages() -> list[str]:
 
 
 class Unsent:
-    """A call whose answer has not been written."""
+    """A call with an unwritten reply."""
 
     def __init__(self) -> None:
         self.is_released = False
@@ -557,8 +512,8 @@ class Unsent:
 
 
 @pytest.mark.parametrize("cancels", [1, 2])
-async def test_answers_that_are_never_written_are_given_back(cancels: int) -> None:
-    """Also if gRPC cancels a stream that ends by itself."""
+async def test_unwritten_replies_of_a_cancelled_stream_are_released(cancels: int) -> None:
+    """gRPC may cancel a stream twice."""
     unsent: list[Unsent] = []
     requests = asyncio.Queue[bytes]()
     never = asyncio.Event()
@@ -569,7 +524,7 @@ async def test_answers_that_are_never_written_are_given_back(cancels: int) -> No
         unsent.append(Unsent())
         if len(unsent) == 3:
             with contextlib.suppress(asyncio.CancelledError):
-                await never.wait()  # and is answered at the very end
+                await never.wait()  # this reply comes after the cancellation
         return b"answer", unsent[-1]
 
     async def write(_: bytes) -> None:
@@ -586,12 +541,12 @@ async def test_answers_that_are_never_written_are_given_back(cancels: int) -> No
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Counts before contents
+# Counts are checked before contents are copied
 
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was decoded whose contents are copied."""
+    """The names of the functions that copied contents of a request."""
     seen: list[str] = []
 
     def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -636,30 +591,25 @@ TOO_MUCH: dict[str, tuple[pb.EncodeRequest, str]] = {
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 @pytest.mark.parametrize("in_stream", [False, True])
-async def test_what_counting_can_refuse_is_not_copied(
-    start_server: StartServer, copied: list[str], name: str, in_stream: bool
+async def test_a_request_that_counts_refuse_is_not_copied(
+    shared: FakeServer, copied: list[str], name: str, in_stream: bool
 ) -> None:
-    server = await start_server(max_queue_tokens=100)
     request, reason = TOO_MUCH[name]
     if in_stream:
-        call = stream_of(server)
+        call = stream_of(shared)
         await call.write(pb.EncodeStreamRequest(request_id="a", request=request).SerializeToString())
         assert pb.EncodeStreamResponse.FromString(await call.read()).error.reason == reason
         call.cancel()
     else:
-        with pytest.raises(Failed) as caught:
-            await server.call("Encode", request)
-        assert caught.value.reason == reason
+        assert (await refusal(shared.call("Encode", request))).reason == reason
     assert copied == []
-    await server.encode([1])
+    await shared.encode([1])
     assert copied == ["decode_input"]
 
 
-async def test_texts_that_are_too_many_are_not_tokenized(server: FakeServer, copied: list[str]) -> None:
-    with pytest.raises(Failed, match="at most 256 sequences") as caught:
-        await server.call("Tokenize", pb.TokenizeRequest(texts=["hello"] * 257))
-    assert caught.value.reason == "TOO_MANY_INPUTS"
-    assert copied == []
+async def test_too_many_texts_are_not_tokenized(shared: FakeServer, copied: list[str]) -> None:
+    failed = await refusal(shared.call("Tokenize", pb.TokenizeRequest(texts=["hello"] * 257)))
+    assert (failed.reason, copied) == ("TOO_MANY_INPUTS", [])
 
 
 def ids_tensor(shape: tuple[int, int]) -> Any:
@@ -669,10 +619,9 @@ def ids_tensor(shape: tuple[int, int]) -> Any:
 
 
 @pytest.mark.parametrize("what", ["inputs", "texts", "outputs", "ids", "dimensions"])
-async def test_what_counting_can_refuse_is_not_copied_over_open_inference(
-    start_server: StartServer, copied: list[str], what: str
+async def test_an_open_inference_request_that_counts_refuse_is_not_copied(
+    shared: FakeServer, copied: list[str], what: str
 ) -> None:
-    server = await start_server(max_queue_tokens=100, open_inference=True)
     request = infer_pb.ModelInferRequest(model_name="tiny")
     tensor = ids_tensor({"inputs": (257, 1), "ids": (4, LONGEST)}.get(what, (1, 1)))
     if what == "texts":
@@ -684,18 +633,17 @@ async def test_what_counting_can_refuse_is_not_copied_over_open_inference(
     if what == "outputs":
         request.outputs.extend([infer_pb.ModelInferRequest.InferRequestedOutputTensor(name="embedding")] * 17)
     reasons = {"outputs": "TOO_MANY_OUTPUTS", "ids": "REQUEST_TOO_LARGE", "dimensions": "INVALID_FIELD"}
-    with pytest.raises(Failed) as caught:
-        await server.call("ModelInfer", request, INFER_SERVICE)
-    assert caught.value.reason == reasons.get(what, "TOO_MANY_INPUTS")
+    failed = await refusal(shared.call("ModelInfer", request, INFER_SERVICE))
+    assert failed.reason == reasons.get(what, "TOO_MANY_INPUTS")
     assert copied == []
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How calls end
+# Stops and faults
 
 
 async def stop_in_the_middle(server: FakeServer, calls: list[Any]) -> bool:
-    """Stops a server while calls are worked on, and lets these end."""
+    """Stops a server that has running calls, and lets the calls end."""
     stopping = asyncio.create_task(server.app.stop())
     await until(server.app._calls.draining.is_set)
     assert not stopping.done()
@@ -706,7 +654,7 @@ async def stop_in_the_middle(server: FakeServer, calls: list[Any]) -> bool:
 
 
 @pytest.mark.parametrize("method", ["Encode", "EncodeStream", "Inspect", "ModelInfer"])
-async def test_what_is_in_flight_is_answered_before_a_stop(start_server: StartServer, method: str) -> None:
+async def test_a_stop_answers_running_calls(start_server: StartServer, method: str) -> None:
     server = await start_server(open_inference=True, grace_seconds=60)
     server.engine.hold()
     server.inspector.hold()
@@ -731,25 +679,21 @@ async def test_what_is_in_flight_is_answered_before_a_stop(start_server: StartSe
     assert server.app._calls.idle.is_set()
 
 
-async def test_new_calls_are_refused_while_the_server_stops(start_server: StartServer) -> None:
-    server = await start_server(open_inference=True, grace_seconds=60)
-    server.engine.hold()
-    running = asyncio.create_task(server.encode([1]))
-    await asyncio.to_thread(server.engine.started.acquire)
+async def test_a_stop_refuses_new_calls(start_server: StartServer) -> None:
+    server = await start_server(grace_seconds=60)
+    running = await server.start_held(server.encode([1]))
     server.app._calls.drain()
-    refusals = [
+    for call in (
         server.encode([1]),
         server.call("Tokenize", pb.TokenizeRequest(texts=["hello"])),
         server.inspect(pb.InspectRequest(input=make_input([1]))),
         server.call("ModelInfer", infer_request(text=text_tensor("hello")), INFER_SERVICE),
-    ]
-    for refusal in await asyncio.gather(*refusals, return_exceptions=True):
-        assert isinstance(refusal, Failed)
-        assert (refusal.code, refusal.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await stream_of(server).read()
-    assert Failed(caught.value).reason == "DRAINING"
-    await server.call("ServerLive", b"", INFER_SERVICE)
+        stream_of(server).read(),
+    ):
+        failed = await refusal(call)
+        assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+    live = infer_pb.ServerLiveResponse.FromString(await server.call("ServerLive", b"", INFER_SERVICE))
+    assert live.live
     await server.call("Check", b"", "grpc.health.v1.Health")
     server.engine.let_go()
     await running
@@ -758,32 +702,31 @@ async def test_new_calls_are_refused_while_the_server_stops(start_server: StartS
 
 @pytest.mark.parametrize("raised", [Panic("the Rust code panicked"), MemoryError("none"), BundleError("a path")])
 @pytest.mark.parametrize("where", ["decode", "build", "build in a thread"])
-async def test_whatever_is_raised_is_answered(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch, raised: BaseException, where: str
+async def test_every_exception_becomes_an_internal_error(
+    shared: FakeServer, monkeypatch: pytest.MonkeyPatch, raised: BaseException, where: str
 ) -> None:
-    server = await start_server()
     if where == "build in a thread":
         monkeypatch.setattr("encserve_server.calls._INLINE_REPLY_BYTES", 0)
 
     def fail(*_: Any, **__: Any) -> Any:
         raise raised
 
+    before = handled(shared, "Internal")
     with monkeypatch.context() as broken:
         broken.setattr(codec, "decode_call" if where == "decode" else "encode_reply", fail)
-        with pytest.raises(Failed, match="internal error") as caught:
-            await server.encode([1])
-        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
-        call = stream_of(server)
+        failed = await refusal(shared.encode([1]))
+        assert (failed.code, failed.reason) == (grpc.StatusCode.INTERNAL, "INTERNAL")
+        call = stream_of(shared)
         await call.write(stream_request("a", [1]))
         assert pb.EncodeStreamResponse.FromString(await call.read()).error.reason == "INTERNAL"
     await call.write(stream_request("b", [1]))
     assert not pb.EncodeStreamResponse.FromString(await call.read()).HasField("error")
     call.cancel()
-    assert handled(server, "Internal") == 1
-    await all_given_back(server)
+    assert handled(shared, "Internal") == before + 1
+    await all_given_back(shared)
 
 
-async def test_a_panic_outside_of_a_streams_requests_ends_the_stream(
+async def test_a_panic_outside_the_requests_of_a_stream_ends_it(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: Any) -> Any:
@@ -792,9 +735,7 @@ async def test_a_panic_outside_of_a_streams_requests_ends_the_stream(
     monkeypatch.setattr(codec, "parse", fail)
     call = stream_of(server)
     await call.write(stream_request("a", [1]))
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await call.read()
-    assert Failed(caught.value).reason == "INTERNAL"
+    assert (await refusal(call.read())).reason == "INTERNAL"
     assert handled(server, "Internal", **STREAM) == 1
     await all_given_back(server)
 
@@ -815,7 +756,6 @@ async def test_a_reply_counts_as_in_flight_until_it_has_left(start_server: Start
 
 @pytest.mark.parametrize("names", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT, infer_requests.InferNaming()])
 def test_every_part_of_a_request_has_a_name_in_every_protocol(names: Any) -> None:
-    """An error that could not be named would be no answer at all."""
     for part in Part:
         for at, place in ((None, None), (3, None), (3, 17)):
             error = InvalidField(FieldPath(part, at, place), "wrong")
@@ -824,11 +764,9 @@ def test_every_part_of_a_request_has_a_name_in_every_protocol(names: Any) -> Non
             assert error.text(PlainNaming())
 
 
-async def test_vectors_are_not_copied_beyond_the_longest(start_server: StartServer) -> None:
+async def test_vectors_beyond_the_longest_sequence_are_not_copied(start_server: StartServer) -> None:
     server = await start_server(takes_vectors=True)
     vectors = np.ones((LONGEST * 1000, D_MODEL), np.float32)
-    request = pb.EncodeRequest(inputs=[make_input(vectors)])
-    with pytest.raises(Failed) as caught:
-        await server.call("Encode", request)
-    assert caught.value.reason == "SEQUENCE_TOO_LONG"
-    assert f"{LONGEST * 1000}" in caught.value.text
+    failed = await refusal(server.call("Encode", pb.EncodeRequest(inputs=[make_input(vectors)])))
+    assert failed.reason == "SEQUENCE_TOO_LONG"
+    assert f"{LONGEST * 1000}" in failed.text

@@ -64,11 +64,11 @@ def rows_of(ids: Any, attended: int | None = None) -> Any:
     return vectors + vectors[:attended].mean(axis=0, keepdims=True)
 
 
-def assert_weights(found: tuple[Any, Any], want: Any, **tolerance: float) -> None:
+def assert_weights(found: tuple[Any, Any], want: Any, rtol: float = 1e-4) -> None:
     """Compares (n, 1) weights and their indices with a (vocabulary,) array."""
     weights, indices = found
     assert indices.tolist() == np.flatnonzero(want).tolist()
-    np.testing.assert_allclose(weights[:, 0], want[indices], **(tolerance or {"rtol": 1e-4, "atol": 1e-5}))
+    np.testing.assert_allclose(weights[:, 0], want[indices], rtol=rtol, atol=1e-5)
 
 
 async def get_model(server: FakeServer) -> pb.ModelInfo:
@@ -123,12 +123,13 @@ async def test_a_query_has_a_prompt_and_unattended_tokens(serve: Serve) -> None:
     cut = (await server.encode(six, options=options(MULTI, task=QUERY, truncation=pb.TRUNCATION_END))).sequences[0]
     assert list(cut.token_ids) == [BEGIN, PROMPT, 10, 11, 12, 13, 14, END]
     assert (cut.truncated, cut.original_token_count) == (True, 9)
-    for it, how, problem in (
+    refused: list[tuple[Any, dict[str, Any], str]] = [
         (six, {"task": QUERY}, r"inputs\[0\].text: .* 8 tokens .* TASK_QUERY"),
         ([5] * 21, {"task": DOCUMENT}, "20 tokens"),
         ([5], {"task": QUERY}, r"options.task: .* prompt .* inputs\[0\] is not a text"),
         ([5], {"task": QUERY, "prompt_name": ""}, r"options.task: .* inputs\[0\] is not a text"),
-    ):
+    ]
+    for it, how, problem in refused:
         with pytest.raises(Failed, match=problem) as caught:
             await server.encode(it, options=options(MULTI, **how))
         assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT

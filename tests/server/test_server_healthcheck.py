@@ -1,4 +1,4 @@
-"""What a container's HEALTHCHECK says of a server."""
+"""The health check of a container."""
 
 import asyncio
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from certificates import make_certificates
-from fake_server import Failed, FakeServer, StartServer
+from fake_server import FakeServer, StartServer, refusal
 from real_server import real_server
 from tiny_bundle import write_bundle
 
@@ -17,7 +17,7 @@ from encserve_server import healthcheck
 
 
 def run(*arguments: str, **environment: str) -> tuple[int, str]:
-    """The exit status and the output of the command as a container runs it."""
+    """Runs the command as a container does; returns its exit status and its output."""
     command = [sys.executable, "-m", "encserve_server.healthcheck", *arguments]
     done = subprocess.run(
         command, env=os.environ | environment, capture_output=True, text=True, timeout=60, check=False
@@ -28,21 +28,21 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 @pytest.mark.system
 def test_of_a_real_server(tmp_path: Path) -> None:
-    """It finds the server by the server's own settings, or by an argument; gone, it is not healthy."""
+    """It finds the server by the server's settings or by an argument."""
     write_bundle(tmp_path)
     with real_server(tmp_path) as server:
         own = {"ENCSERVE_HOST": "0.0.0.0", "ENCSERVE_GRPC_PORT": str(server.grpc_port)}  # noqa: S104 - not bound
         assert run(**own) == (0, "SERVING")
         assert run(server.target, ENCSERVE_GRPC_PORT="1") == (0, "SERVING")
-    status, said = run(**own)
-    assert (status, said.partition(":")[0]) == (1, "UNAVAILABLE")
+    status, output = run(**own)
+    assert (status, output.partition(":")[0]) == (1, "UNAVAILABLE")
 
 
 @pytest.mark.parametrize("with_clients", [False, True])
 async def test_of_a_server_with_tls(
     start_server: StartServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_clients: bool
 ) -> None:
-    """It asks the metrics page, which needs no certificate of it, and does not mind the name."""
+    """It asks the metrics page, which needs no client certificate, and does not check the name."""
     made = make_certificates(tmp_path)
     files = {"tls_cert_file": made.other_name.cert, "tls_key_file": made.other_name.key}
     server = await start_server(**files, tls_client_ca_file=made.ca if with_clients else None)
@@ -53,27 +53,26 @@ async def test_of_a_server_with_tls(
     assert await asyncio.to_thread(healthcheck.check_page, "localhost", server.app.metrics_port) == "NOT_SERVING"
     assert await asyncio.to_thread(healthcheck.main, []) == 1
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        said = await asyncio.to_thread(healthcheck.check_page, "127.0.0.1", silent.getsockname()[1], 0.2)
-    assert said.startswith("UNAVAILABLE: ")
+        answer = await asyncio.to_thread(healthcheck.check_page, "127.0.0.1", silent.getsockname()[1], 0.2)
+    assert answer.startswith("UNAVAILABLE: ")
 
 
-async def test_it_follows_the_engine(server: FakeServer) -> None:
+async def test_an_unhealthy_engine_is_reported(server: FakeServer) -> None:
     target = f"127.0.0.1:{server.app.grpc_port}"
     server.engine.broken = True
     for _ in range(3):
-        with pytest.raises(Failed):
-            await server.encode([1])
-    while (said := await asyncio.to_thread(healthcheck.check, target, 60.0)) == "SERVING":
+        await refusal(server.encode([1]))
+    while (answer := await asyncio.to_thread(healthcheck.check, target, 60.0)) == "SERVING":
         await asyncio.sleep(0.02)
-    assert said == "NOT_SERVING"
+    assert answer == "NOT_SERVING"
     assert await asyncio.to_thread(healthcheck.main, [target]) == 1
 
 
 def test_a_server_that_does_not_answer() -> None:
-    """The deadline ends the wait for a process that is there and says nothing."""
+    """The deadline ends the wait."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        said = healthcheck.check(f"127.0.0.1:{silent.getsockname()[1]}", deadline_seconds=0.2)
-    assert said.startswith(("DEADLINE_EXCEEDED", "UNAVAILABLE"))
+        answer = healthcheck.check(f"127.0.0.1:{silent.getsockname()[1]}", deadline_seconds=0.2)
+    assert answer.startswith(("DEADLINE_EXCEEDED", "UNAVAILABLE"))
 
 
 @pytest.mark.parametrize(
@@ -85,15 +84,15 @@ def test_a_server_that_does_not_answer() -> None:
         ("10.0.0.7", "6000", "10.0.0.7:6000"),
     ],
 )
-def test_where_the_server_listens(monkeypatch: pytest.MonkeyPatch, host: str, port: str, target: str) -> None:
+def test_the_target_is_the_servers(monkeypatch: pytest.MonkeyPatch, host: str, port: str, target: str) -> None:
     monkeypatch.setenv("ENCSERVE_HOST", host)
     monkeypatch.setenv("ENCSERVE_GRPC_PORT", port)
     assert healthcheck.own_target() == target
 
 
 @pytest.mark.system
-def test_it_is_light() -> None:
-    """It runs every few seconds: nothing of the model, the arrays or the command line is loaded for it."""
+def test_it_imports_no_large_package() -> None:
+    """It runs every few seconds."""
     code = "import sys, encserve_server.healthcheck; print(*{name.partition('.')[0] for name in sys.modules})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert not set(done.stdout.split()) & {"click", "numpy", "onnxruntime", "prometheus_client", "tokenizers", "uvloop"}

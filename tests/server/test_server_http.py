@@ -192,7 +192,7 @@ async def test_fields_of_vllm_are_applied_or_refused(shared: FakeServer, path: s
     assert error_of(refused) == (400, "use_activation")
 
 
-BAD: list[tuple[Any, str, str]] = [  # a body, the field that the error names, and what it says of the field
+BAD: list[tuple[Any, str, str]] = [  # a body, the field that the error names, and its problem
     (b"", "", "not valid JSON"),
     (b"{", "", "not valid JSON"),
     (b"\xff\xfe", "", "not valid JSON"),

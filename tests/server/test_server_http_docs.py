@@ -1,12 +1,13 @@
-"""What the HTTP port says of itself: /openapi.json and the page /docs."""
+"""The descriptions of the HTTP routes: /openapi.json and the page /docs."""
 
 import re
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import jsonschema
 import pytest
-from fake_server import FakeServer, StartServer
+import pytest_asyncio
+from fake_server import FakeServer, start_fake_server
 from http_calls import connect, get, post
 from tiny_bundle import write_bundle
 from tiny_heads import every_kind, loader, words
@@ -17,29 +18,32 @@ from encserve_server.http.openapi import descriptions_of
 REF = "#/components/schemas/"
 
 
-@pytest.fixture
-async def server(start_server: StartServer, tmp_path: Path) -> FakeServer:
-    """One server with HTTP, of a model that makes every kind of output."""
-    bundle = write_bundle(tmp_path / "bundles", tokenizer=words(), **every_kind())
-    return await start_server(http_port=0, model=("tiny@1",), tune_batches=False, load=loader(bundle))
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_docs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
+    """A server with HTTP and a model with every kind of output."""
+    directory = tmp_path_factory.mktemp("docs")
+    bundle = write_bundle(directory / "bundles", tokenizer=words(), **every_kind())
+    server = await start_fake_server(directory, http_port=0, model=("tiny@1",), tune_batches=False, load=loader(bundle))
+    yield server
+    await server.stop()
 
 
 def routes_of(server: FakeServer) -> list[Route]:
-    """Every route that the server answers."""
+    """All routes of the server."""
     assert server.app._http is not None
     return [route for route, _ in server.app._http.app._all]
 
 
 def validator(document: dict[str, Any], schema: dict[str, Any]) -> jsonschema.Draft202012Validator:
-    """Checks values against a schema of the document."""
+    """A validator for a schema of the document."""
     return jsonschema.Draft202012Validator({**schema, "components": document["components"]})
 
 
-async def test_every_route_is_described(server: FakeServer) -> None:
-    document = (await get(server, "/openapi.json")).json()
+async def test_every_route_is_described(shared_docs: FakeServer) -> None:
+    document = (await get(shared_docs, "/openapi.json")).json()
     assert document["openapi"].startswith("3.1")
     ids = set()
-    for route in routes_of(server):
+    for route in routes_of(shared_docs):
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
         assert re.match(r"(Returns|Lists|Describes|Computes|Answers|Shows) .*\.$", operation["summary"]), route.path
         ids.add(operation["operationId"])
@@ -51,30 +55,32 @@ async def test_every_route_is_described(server: FakeServer) -> None:
             validator(document, content["schema"]).validate(content["example"])
             assert {"400", "404", "408", "413", "429", "503"} <= operation["responses"].keys()
         answer = operation["responses"]["200"].get("content", {})
-        assert answer or route.is_check, f"{route.method} {route.path} does not say what it answers: Route.reply"
-    assert len(ids) == len(routes_of(server))
-    assert sum(map(len, document["paths"].values())) == len(routes_of(server))
+        assert answer or route.is_check, route.path
+    assert len(ids) == len(routes_of(shared_docs))
+    assert sum(map(len, document["paths"].values())) == len(routes_of(shared_docs))
 
 
-async def test_every_field_has_a_meaning(server: FakeServer) -> None:
-    """In the section Attributes of its struct's docstring."""
-    for route in routes_of(server):
+async def test_every_field_has_a_meaning(shared_docs: FakeServer) -> None:
+    """From the section Attributes of the struct's docstring."""
+    for route in routes_of(shared_docs):
         if route.body is not None:
             assert set(route.body.__struct_fields__) == set(descriptions_of(route.body)), route.body
-    body = (await get(server, "/openapi.json")).json()["components"]["schemas"]["EmbeddingsBody"]
+    body = (await get(shared_docs, "/openapi.json")).json()["components"]["schemas"]["EmbeddingsBody"]
     assert body["properties"]["dimensions"]["description"] == "To how many of its first numbers a vector is cut."
 
 
-async def test_schemas_are_schemas_and_hold_for_what_is_answered(server: FakeServer) -> None:
-    document = (await get(server, "/openapi.json")).json()
+async def test_schemas_are_valid_and_match_the_replies(shared_docs: FakeServer) -> None:
+    document = (await get(shared_docs, "/openapi.json")).json()
     for schema in document["components"]["schemas"].values():
         jsonschema.Draft202012Validator.check_schema(schema)
     for found in re.findall(r"'\$ref': '([^']*)'", str(document)):
         assert found.removeprefix(REF) in document["components"]["schemas"]
-    for route in routes_of(server):
+    for route in routes_of(shared_docs):
         operation = document["paths"][route.path.replace(":path", "")][route.method.lower()]
         path = re.sub(r"{(id|name):path}", "tiny", route.path).replace("{version}", "1")
-        response = await (get(server, path) if route.method == "GET" else post(server, path, route.example or {}))
+        response = await (
+            get(shared_docs, path) if route.method == "GET" else post(shared_docs, path, route.example or {})
+        )
         assert response.status_code == 200, route.path
         ((kind, content),) = operation["responses"]["200"].get("content", {"": {}}).items()
         if kind == "application/json":
@@ -82,27 +88,29 @@ async def test_schemas_are_schemas_and_hold_for_what_is_answered(server: FakeSer
             if (name := content["schema"].get("$ref", "").removeprefix(REF)) and isinstance(response.json(), dict):
                 assert response.json().keys() <= document["components"]["schemas"][name]["properties"].keys()
         if route.body is not None:
-            refused = await post(server, path, {})
+            refused = await post(shared_docs, path, {})
             content = operation["responses"][f"{refused.status_code}"]["content"]["application/json"]
             validator(document, content["schema"]).validate(refused.json())
 
 
-async def test_the_page_loads_nothing(server: FakeServer) -> None:
-    response = await get(server, "/docs")
+async def test_the_page_loads_no_other_resource(shared_docs: FakeServer) -> None:
+    response = await get(shared_docs, "/docs")
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert response.headers["content-security-policy"].startswith("default-src 'none'")
     page = response.text
     assert set(re.findall(r"https?://[^/\s]+", page)) == {"http://127.0.0.1:8080"}
     assert not re.search(r"<(script|link|img|iframe)|@import|url\(", page)
-    for route in routes_of(server):
+    for route in routes_of(shared_docs):
         assert f"<code>{route.method} {route.path.replace(':path', '')}</code></h2>" in page
     assert "input" in page
     assert "To how many of its first numbers a vector is cut." in page
     assert """curl http://127.0.0.1:8080/v1/embeddings -H &#x27;content-type""" in page
 
 
-async def test_they_are_answered_to_head_and_counted(server: FakeServer) -> None:
-    async with connect(server) as client:
+async def test_both_answer_head_and_are_counted(shared_docs: FakeServer) -> None:
+    async with connect(shared_docs) as client:
         for path in ("/docs", "/openapi.json"):
+            labels = {"route": f"GET {path}", "status": "200"}
+            before = shared_docs.sample("encserve_http_requests_total", **labels)
             assert (await client.head(path)).status_code == 200
-            assert server.sample("encserve_http_requests_total", route=f"GET {path}", status="200") == 1
+            assert shared_docs.sample("encserve_http_requests_total", **labels) == before + 1

@@ -335,7 +335,7 @@ async def end_of(call: Any) -> grpc.aio.AioRpcError:
 async def test_a_caller_that_reads_nothing_loses_its_connection(
     server: FakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise a few of them would hold every place, and the memory of their replies, for ever."""
+    """Otherwise a few such callers would hold every place, and the memory of their replies, forever."""
     monkeypatch.setattr(sending, "UNREAD_SECONDS", 0.2)
     server.inspector.n_heads = 4000
     call = open_call(server.channel, spec(ATTENTION))

@@ -38,7 +38,7 @@ MODEL = {"model": "tiny", "version": "2"}
 
 
 async def health(server: FakeServer, service: str = "") -> int:
-    stub: Any = health_pb2_grpc.HealthStub(server.channel)  # type: ignore[no-untyped-call]
+    stub: Any = health_pb2_grpc.HealthStub(server.channel)
     response = await stub.Check(health_pb2.HealthCheckRequest(service=service))
     return int(response.status)
 

@@ -1,4 +1,4 @@
-"""Every line of a JSON log is JSON, whatever goes wrong."""
+"""Every line of a JSON log is JSON, after any error."""
 
 import contextlib
 import json
@@ -16,6 +16,7 @@ from fake_server import SERVICE
 from real_server import real_server
 from tiny_bundle import write_bundle
 
+pytestmark = pytest.mark.system
 UNCAUGHT = """
 import gc, threading, warnings
 from encserve_server.telemetry import logs
@@ -35,15 +36,14 @@ raise RuntimeError("at last")
 """
 
 
-@pytest.mark.system
-def test_what_nobody_catches_is_one_line() -> None:
+def test_an_uncaught_error_is_one_line() -> None:
     done = subprocess.run([sys.executable, "-c", UNCAUGHT], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     lines = [json.loads(line) for line in done.stderr.splitlines()]
-    told = sorted(
+    errors = sorted(
         line.get("exc_info", line["message"]).strip().splitlines()[-1] for line in lines if line["level"] == "CRITICAL"
     )
-    assert told == ["KeyError: 'in a destructor'", "RuntimeError: at last", "in two lines"]
+    assert errors == ["KeyError: 'in a destructor'", "RuntimeError: at last", "in two lines"]
     assert [line["level"] for line in lines if "a warning" in line["message"]] == ["WARNING"]
     assert len(lines) == 4
 
@@ -62,9 +62,8 @@ NONSENSE = [
 ]
 
 
-@pytest.mark.system
-def test_clients_that_talk_nonsense_or_hang_up(tmp_path: Path) -> None:
-    """On either port. `RealServer` reads every line as JSON."""
+def test_clients_that_send_nonsense_or_close(tmp_path: Path) -> None:
+    """`RealServer` reads every line as JSON."""
     write_bundle(tmp_path)
     with real_server(tmp_path) as server:
         for port in (server.metrics_port, server.grpc_port):

@@ -23,6 +23,7 @@ from encserve_server.errors import BundleError, DeviceError
 from encserve_server.models.turns import TurnPool
 from encserve_server.repository import manager
 from encserve_server.repository.loaded import LoadedModel, ServedAlready
+from encserve_server.repository.scan import find_slots
 from encserve_server.settings import Settings
 
 BAD, UNREADABLE, CRASHES, NO_DEVICE = "bad", "unreadable", "crashes", "no device"
@@ -31,7 +32,7 @@ INPUT = pb.Input(token_ids=pb.TokenIds(ids=ONE))
 
 
 class Repository:
-    """A model repository whose bundles are the text of their manifest: their content, or how they fail.
+    """A model repository with one line of text in each manifest: its content, or how it fails to load.
 
     The server polls it all the time, and each look at it waits for `look`.
     """
@@ -44,14 +45,19 @@ class Repository:
         self._looks = 0  # that have come so far
         self._permits = threading.Semaphore(1)  # for the start
         self._free = False
-        self._find_slots = manager.find_slots
+        self._find_slots = find_slots
         monkeypatch.setattr(manager, "find_slots", self._wait_and_find)
+        self.collections = 0  # runs of the cycle collector, which take long in a process with many tests
+        monkeypatch.setattr("encserve_server.system.memory.give_back", self._count_collection)
 
     def _wait_and_find(self, *args: Any) -> Any:
         self._looks += 1
         if not self._free:
             self._permits.acquire()
         return self._find_slots(*args)
+
+    def _count_collection(self) -> None:
+        self.collections += 1
 
     async def look(self, times: int = 2) -> None:
         """Lets the server look so many times. A new version is loaded at the second look that finds it."""
@@ -182,6 +188,7 @@ async def test_a_new_version_replaces_the_old_one_in_replies_and_metrics(reposit
     assert await version_of(server) == "tiny@2 b"
     assert await listed(server) == "tiny@2*"
     await until(lambda: repository.closed == [True, False])
+    await until(lambda: repository.collections == 1)
     with pytest.raises(Failed, match="'1' of tiny; there are 2") as caught:
         await version_of(server, model_version="1")
     assert caught.value.code is grpc.StatusCode.NOT_FOUND
@@ -324,7 +331,7 @@ async def test_a_new_model_never_becomes_the_default(repository: Repository, ser
     repository.put("1", "b", name="a")
     await repository.look()
     assert await listed(server) == "m@1* a@1"
-    stub: Any = health_pb2_grpc.HealthStub(server.channel)  # type: ignore[no-untyped-call]
+    stub: Any = health_pb2_grpc.HealthStub(server.channel)
     async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(grpc.aio.AioRpcError):
@@ -434,7 +441,7 @@ async def test_errors_that_stop_the_start(
 
 
 async def test_a_refused_version_leaves_nothing_in_memory(repository: Repository, serve: Serve) -> None:
-    """An error refers to the frames that it passed, and one of them to the engine that failed to warm up."""
+    """An error refers to the frames that it passed, and such a frame to the engine that failed to warm up."""
     engines: list[weakref.ref[FakeEngine]] = []
 
     def load(directory: Path, settings: Settings, tokenize_pool: TurnPool, served: str) -> LoadedModel:

@@ -1,4 +1,4 @@
-"""How much memory there is, and what the garbage collector searches."""
+"""The usable memory, and the objects that the garbage collector searches."""
 
 import gc
 import os
@@ -16,36 +16,35 @@ from encserve_server.telemetry import logs
 
 
 class Node:
-    """Something that only the cycle collector can free."""
+    """An object that only the cycle collector can free."""
 
     def __init__(self) -> None:
-        self.itself = self
+        self.reference = self
 
 
 @pytest.fixture(autouse=True)
-def unsettled() -> Iterator[None]:
-    """Before a server starts, and again after the test."""
+def unfrozen() -> Iterator[None]:
     gc.unfreeze()
     yield
     gc.unfreeze()
 
 
-def test_the_libraries_are_not_searched(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """From before anything is loaded: what belongs to a model must be found when it goes."""
-    aside: list[int] = []
+def test_the_collector_skips_the_libraries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They are frozen before a model is loaded, since the objects of a model must be freed with it."""
+    frozen: list[int] = []
 
     async def serve(_: Settings) -> int:
-        aside.append(gc.get_freeze_count())
+        frozen.append(gc.get_freeze_count())
         return 0
 
     monkeypatch.setattr("encserve_server.__main__.serve", serve)
     monkeypatch.setattr("encserve_server.__main__.exit_process", lambda _: None)
     monkeypatch.setattr(logs, "configure", lambda *_: None)
     CliRunner().invoke(main, ["--model-repository", str(tmp_path)], catch_exceptions=False)
-    assert aside[0] > 10_000
+    assert frozen[0] > 10_000
 
 
-def test_what_came_later_is_given_back() -> None:
+def test_later_objects_are_freed() -> None:
     memory.freeze_gc()
     node = Node()
     found = weakref.ref(node)
@@ -55,10 +54,10 @@ def test_what_came_later_is_given_back() -> None:
 
 
 @pytest.mark.parametrize("limit", ["268435456\n", "max\n", "9223372036854771712\n", None])
-def test_a_containers_limit_bounds_the_memory(
+def test_a_containers_limit_is_the_usable_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: str | None
 ) -> None:
-    """Of cgroup v2 or v1; no limit is "max" there, a huge number here."""
+    """Of cgroup v2 or v1. No limit is "max" in v2 and a huge number in v1."""
     if limit is not None:
         (tmp_path / "limit").write_text(limit)
     monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "nowhere", tmp_path / "limit"))

@@ -1,4 +1,4 @@
-"""What is counted, when, and what the page looks like."""
+"""Metrics: their values, their labels, and the page."""
 
 import asyncio
 import math
@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from fake_clock import FakeClock
 from fake_engine import FakeEngine
-from fake_server import D_MODEL, Failed, FakeServer, StartServer
+from fake_server import D_MODEL, FakeServer, StartServer, refusal
 from prometheus import promtool
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from waiting import until
 
 from encserve_server.error_table import REASONS
 from encserve_server.rpc.service import METHODS, SERVICE_NAME
@@ -36,49 +37,43 @@ def page(server: FakeServer, accept: str = "text/plain") -> str:
     return text
 
 
-async def test_every_stage_of_a_batch_is_timed_once(server: FakeServer) -> None:
-    await asyncio.gather(*(server.encode([1] * (i + 1)) for i in range(10)))
+async def test_stages_and_replies_are_measured(server: FakeServer) -> None:
+    replies = await asyncio.gather(*(server.encode([1] * (i + 1)) for i in range(10)))
     for stage in ("collate", "compute", "split"):
         labels = {**MODEL, "stage": stage}
         assert server.sample("encserve_stage_seconds_count", **labels) == len(server.engine.batches), stage
         assert server.sample("encserve_stage_seconds_sum", **labels) > 0, stage
     assert server.sample("encserve_device_busy_seconds_total", **MODEL) > 0
+    size = sum(len(reply.SerializeToString()) for reply in replies)
+    assert server.sample("encserve_response_bytes_sum", **MODEL) == size
+    assert server.sample("encserve_response_bytes_count", **MODEL) == 10
+    await until(lambda: server.sample("encserve_event_loop_lag_seconds_count"))
 
 
-async def test_the_size_of_a_reply_is_what_was_sent(server: FakeServer) -> None:
-    reply = await server.encode([1, 2, 3], "hello world")
-    assert server.sample("encserve_response_bytes_sum", **MODEL) == len(reply.SerializeToString())
-    assert server.sample("encserve_response_bytes_count", **MODEL) == 1
-
-
-async def test_the_queue_counts_requests_apart_from_their_sequences(start_server: StartServer) -> None:
-    server = await start_server()
-    server.engine.hold()
-    first = asyncio.create_task(server.encode([1]))
-    assert await asyncio.to_thread(server.engine.started.acquire, timeout=60)
+async def test_the_queue_counts_requests_and_sequences(server: FakeServer) -> None:
+    first = await server.start_held(server.encode([1]))
     waiting = [asyncio.create_task(server.encode([1], [2], [3])) for _ in range(2)]
-    while server.sample("encserve_queue_sequences", **MODEL) < 6:
-        await asyncio.sleep(0)
-    assert server.sample("encserve_queue_requests", **MODEL) == 2
+    await until(lambda: server.queued("sequences") == 6)
+    assert server.queued("requests") == 2
     waiting[0].cancel()
-    while server.sample("encserve_queue_sequences", **MODEL) > 3:
-        await asyncio.sleep(0)
-    assert server.sample("encserve_queue_requests", **MODEL) == 1
+    await until(lambda: server.queued("sequences") == 3)
+    assert server.queued("requests") == 1
     server.engine.let_go()
     await asyncio.gather(first, waiting[1])
-    assert server.sample("encserve_queue_requests", **MODEL) == 0
+    assert server.queued("requests") == 0
 
 
-async def test_the_bounds_stand_beside_what_they_bound(start_server: StartServer) -> None:
-    server = await start_server(max_inspections=3, max_queue_text_mib=5, max_queue_tokens=1000)
+async def test_every_limit_has_a_metric(start_server: StartServer) -> None:
+    server = await start_server(max_inspections=3, max_queue_text_mib=5, max_queue_tokens=1000, max_in_flight_mib=100)
     assert server.sample("encserve_inspections_limit", **MODEL) == 3
     assert server.sample("encserve_queue_limit_text_bytes", **MODEL) == 5 * 2**20
-    assert server.sample("encserve_queue_text_bytes", **MODEL) == 0
     assert server.sample("encserve_queue_limit_tokens", **MODEL) == 1000
+    assert server.sample("encserve_in_flight_limit_bytes") == 100 * 2**20
+    assert server.queued("text_bytes") == server.sample("encserve_in_flight_bytes") == 0
 
 
 async def test_a_device_with_three_lanes_is_busy_once() -> None:
-    """Two batches side by side for 2 s, one of them for another 3 s; nothing before and after."""
+    """Two batches run for 2 s, then only one for 3 s more. Before and after the device is idle."""
     clock, registry = FakeClock(), CollectorRegistry()
     engine = FakeEngine(D_MODEL, max_parallel_runs=3, widens=False)
     model = Metrics(registry).for_model("tiny", "2")
@@ -112,13 +107,12 @@ async def test_a_device_with_three_lanes_is_busy_once() -> None:
 
 async def test_failed_runs_are_busy_time_too(start_server: StartServer) -> None:
     server = await start_server(FakeEngine(D_MODEL, poison=666))
-    with pytest.raises(Failed):
-        await server.encode([666])
+    await refusal(server.encode([666]))
     assert server.sample("encserve_failed_batches_total", **MODEL) == 1
     assert server.sample("encserve_device_busy_seconds_total", **MODEL) > 0
 
 
-async def test_a_loop_that_stands_still_is_late_for_every_tick_it_missed() -> None:
+async def test_a_blocked_loop_is_late_for_every_missed_tick() -> None:
     clock = FakeClock()
     lags: list[float] = []
     task = asyncio.create_task(LoopWatch(clock, lags.append).run())
@@ -133,7 +127,7 @@ async def test_a_loop_that_stands_still_is_late_for_every_tick_it_missed() -> No
     task.cancel()
 
 
-async def test_a_loop_that_does_not_tick_stands_still() -> None:
+async def test_a_loop_without_ticks_is_not_alive() -> None:
     clock = FakeClock()
     watch = LoopWatch(clock, lambda _: None)
     task = asyncio.create_task(watch.run())
@@ -147,13 +141,7 @@ async def test_a_loop_that_does_not_tick_stands_still() -> None:
     task.cancel()
 
 
-async def test_the_server_watches_its_loop(server: FakeServer) -> None:
-    while not server.sample("encserve_event_loop_lag_seconds_count"):
-        await asyncio.sleep(0.01)
-
-
-def test_a_version_that_is_unloaded_leaves_the_page() -> None:
-    """Every metric with a model's version among its labels loses it, the other version keeps everything."""
+def test_an_unloaded_version_leaves_the_page() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     models = {version: metrics.for_model("tiny", version) for version in ("1", "2")}
@@ -171,13 +159,13 @@ def test_a_version_that_is_unloaded_leaves_the_page() -> None:
     metrics.forget_model("tiny", "1")
     assert names("1") == set()
     assert names("2") == before
-    models["1"].batch_failed()  # a batch that ends late is no reason to come back
+    models["1"].batch_failed()  # a late batch
     metrics.forget_model("tiny", "1")
     assert names("1") == set()
     assert registry.get_sample_value("encserve_model_loads_total", {"model": "tiny", "outcome": "refused"}) == 0
 
 
-def test_a_model_begins_with_every_label_set_at_zero() -> None:
+def test_a_new_model_has_every_series_at_0() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     metrics.for_model("tiny", "2")
@@ -189,31 +177,28 @@ def test_a_model_begins_with_every_label_set_at_zero() -> None:
 
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text"])
-async def test_the_page_comes_in_both_formats(server: FakeServer, accept: str) -> None:
-    await server.encode("hello")
-    text = await asyncio.to_thread(page, server, accept)
-    assert 'encserve_tokens_total{model="tiny",version="2"} 3.0' in text
+async def test_the_page_in_both_formats(shared: FakeServer, accept: str) -> None:
+    await shared.encode("hello")
+    text = await asyncio.to_thread(page, shared, accept)
+    assert 'encserve_tokens_total{model="tiny",version="2"}' in text
     if accept != "text/plain":
         assert list(parse_openmetrics(text))  # type: ignore[no-untyped-call]
         assert text.endswith("# EOF\n")
 
 
-async def test_a_page_that_cannot_be_made_is_an_error_in_the_log(
-    server: FakeServer, caplog: pytest.LogCaptureFixture
-) -> None:
-    """In one line, and the next one may be made again."""
+async def test_a_failed_page_is_one_error_in_the_log(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
     server.app.metrics.in_flight.set_function(lambda: 1 / 0)
     with pytest.raises(OSError, match="closed connection"):
         await asyncio.to_thread(page, server)
     server.app.metrics.in_flight.set_function(lambda: 0)
     assert await asyncio.to_thread(page, server)
-    (said,) = [record for record in caplog.records if record.levelname == "ERROR"]
-    assert said.exc_info
-    assert isinstance(said.exc_info[1], ZeroDivisionError)
+    (error,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert error.exc_info
+    assert isinstance(error.exc_info[1], ZeroDivisionError)
 
 
-async def test_no_caller_can_make_labels(server: FakeServer) -> None:
-    """Models, versions, methods and reasons that do not exist leave no trace on the page."""
+async def test_callers_cannot_add_labels(server: FakeServer) -> None:
+    """Unknown models, versions and methods do not appear on the page."""
     await server.encode([1])
 
     def series() -> set[str]:
@@ -226,13 +211,12 @@ async def test_no_caller_can_make_labels(server: FakeServer) -> None:
         ("GetModel", b"\x0a\x04evil"),
         ("Encode", b"\xff"),
     ):
-        with pytest.raises(Failed):
-            await server.call(method, request)
+        await refusal(server.call(method, request))
     assert await asyncio.to_thread(series) == before
 
 
 def test_a_page_of_three_models_stays_small() -> None:
-    """Rendering takes some 8 µs a line and holds up Python meanwhile."""
+    """Rendering takes about 8 µs a line, and blocks Python."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     metrics.zero([(kind, SERVICE_NAME, name) for name, kind in METHODS.items()], map(str, range(17)), REASONS)
@@ -242,16 +226,16 @@ def test_a_page_of_three_models_stays_small() -> None:
 
 
 @pytest.mark.system
-async def test_promtool_has_nothing_to_say_of_the_page(server: FakeServer) -> None:
-    await server.encode("hello")
-    checked = promtool("check", "metrics", stdin=await asyncio.to_thread(page, server))
+async def test_promtool_accepts_the_page(shared: FakeServer) -> None:
+    await shared.encode("hello")
+    checked = promtool("check", "metrics", stdin=await asyncio.to_thread(page, shared))
     assert (checked.returncode, checked.stdout + checked.stderr) == (0, "")
     bad = promtool("check", "metrics", stdin="# TYPE lat_ms counter\nlat_ms 1\n")
     assert bad.returncode != 0
 
 
 class FakeNvml(types.ModuleType):
-    """Two GPUs as nvidia-ml-py shows them; the second one can get lost."""
+    """Two GPUs of nvidia-ml-py; the second can be lost."""
 
     class NVMLError(Exception):
         pass
@@ -284,7 +268,7 @@ def nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
     return fake
 
 
-def test_gpu_memory_where_there_is_one(nvml: FakeNvml) -> None:
+def test_gpu_memory(nvml: FakeNvml) -> None:
     registry = CollectorRegistry()
     watch_gpus(Metrics(registry))
     assert registry.get_sample_value("encserve_gpu_memory_total_bytes", {"gpu": "1"}) == 1001
@@ -297,7 +281,9 @@ def test_gpu_memory_where_there_is_one(nvml: FakeNvml) -> None:
 
 
 @pytest.mark.parametrize("missing", ["driver", "package"])
-def test_no_gpu_memory_where_there_is_none(nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+def test_no_gpu_memory_without_a_driver_or_its_package(
+    nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
     if missing == "driver":
         nvml.driver = False
     else:

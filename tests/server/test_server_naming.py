@@ -1,4 +1,4 @@
-"""What errors call the fields and values of requests: each protocol its own names, and no protocol's below these."""
+"""The names of fields and values in errors: each protocol has its own, the core has none."""
 
 import ast
 import re
@@ -19,7 +19,7 @@ from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as triton
 from encserve_server.types.requests import DataType, OffsetUnit, OutputKind, Task
 
 PACKAGES = ("models", "outputs", "scheduling", "engine")
-# As protocols write fields, and the values of their enums.
+# Names of fields and of enum values in any protocol.
 PROTOCOL_NAMES = re.compile(
     r"(options|parameters|inputs|outputs|texts)(\.|\[)[a-z{\d]|embeddings\.|token_ids"
     r"|(OUTPUT_KIND|TASK|DATA_TYPE|OFFSET_UNIT|DETAIL|TRUNCATION|INSPECT_KIND|POOLING)_|INVALID_ARGUMENT"
@@ -28,11 +28,11 @@ OF_OUTPUTS = {part for part in Part if part.name.startswith("OUTPUT")}
 OF_VECTORS = {Part.VECTORS, Part.VECTORS_WIDTH, Part.VECTORS_DATA}
 OF_SPANS = {Part.SPANS, Part.SPAN_UNIT, Part.SPAN_ENDS}
 OF_REPLIES = {Part.TOKEN_STRINGS, Part.EXCLUDE_SPECIAL_TOKENS}
-PLACED = {Part.IDS, Part.SPAN_ENDS}  # errors name one element of these
+PLACED = {Part.IDS, Part.SPAN_ENDS}  # errors name one element
 
 
 def texts_of(source: str) -> Iterator[tuple[int, str]]:
-    """The texts of a module, docstrings excluded, with their lines."""
+    """The line and the value of each string of a module that is not a docstring."""
     tree = ast.parse(source)
     owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     firsts = [node.body[0] for node in ast.walk(tree) if isinstance(node, owners) and node.body]
@@ -43,7 +43,7 @@ def texts_of(source: str) -> Iterator[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_text_below_the_front_ends_names_a_protocols_fields_or_values(package: str) -> None:
+def test_the_core_names_no_fields_or_values_of_a_protocol(package: str) -> None:
     found = [
         f"{path.name}:{line}: {text}"
         for path in sorted((Path(encserve_server.__file__).parent / package).rglob("*.py"))
@@ -54,7 +54,7 @@ def test_no_text_below_the_front_ends_names_a_protocols_fields_or_values(package
 
 
 def paths(*without: Part) -> st.SearchStrategy[FieldPath]:
-    """Which part of a request an error may be about, where the message has all but these."""
+    """Any part of a request except these."""
     numbers = st.none() | st.integers(0, 300)
 
     def of(part: Part) -> st.SearchStrategy[FieldPath]:
@@ -65,7 +65,7 @@ def paths(*without: Part) -> st.SearchStrategy[FieldPath]:
 
 
 def check_path(message: Any, path: str) -> None:
-    """That a message has a field, each of whose indices is one of a repeated field."""
+    """Checks that a message has this field, and that only repeated fields have an index."""
     descriptor = message.DESCRIPTOR
     for step in path.split("."):
         found = re.fullmatch(r"([a-z0-9_]+)(\[\d+\])?", step)
@@ -100,7 +100,7 @@ def test_the_fields_of_inspect(path: FieldPath) -> None:
 
 @pytest.mark.parametrize("name", [naming.ENCODE, naming.TOKENIZE, naming.INSPECT])
 def test_the_values_of_encserve(name: naming.RpcNaming) -> None:
-    """Where 0 stands for none, as of tasks, that is the unspecified one."""
+    """The value 0, as of tasks, is the unspecified one."""
     enums = {OutputKind: pb.OutputKind, Task: pb.Task, DataType: pb.DataType, OffsetUnit: pb.OffsetUnit}
     for ours, theirs in enums.items():
         assert {it.value: name.value(it) for it in ours} == {it.value: theirs.Name(it.value) for it in ours}
@@ -108,21 +108,21 @@ def test_the_values_of_encserve(name: naming.RpcNaming) -> None:
 
 @given(paths(*OF_SPANS, *OF_REPLIES, Part.FINGERPRINT, Part.SPACE_ID))
 def test_the_fields_of_open_inference(path: FieldPath) -> None:
-    """A field of the message, a tensor and which of its rows, or a parameter."""
+    """A field of the message, a row of a tensor, or a parameter."""
     rendered = InferNaming().field(path)
-    found = re.fullmatch(r"(?P<name>[a-z_]+)(\.(?P<own>[a-z_]+)|\[\d+(, \d+)?\])?", rendered)
+    found = re.fullmatch(r"(?P<name>[a-z_]+)(\.(?P<attribute>[a-z_]+)|\[\d+(, \d+)?\])?", rendered)
     assert found, rendered
-    name, own = found["name"], found["own"]
+    name, attribute = found["name"], found["attribute"]
     if name == "parameters":
-        assert own in {"task", "prompt_name", "dimensions", "datatype"}
+        assert attribute in {"task", "prompt_name", "dimensions", "datatype"}
     elif name in {"text", "input_ids", "inputs_embeds"}:
-        assert own in {None, "shape"}
+        assert attribute in {None, "shape"}
     else:
         check_path(triton.ModelInferRequest, rendered)
 
 
 def test_the_values_of_open_inference() -> None:
-    """Outputs and parameters as callers name them."""
+    """Names of outputs and parameters."""
     values = (
         (OutputKind.TOKENS, "last_hidden_state"),
         (OutputKind.MODEL, "embedding"),

@@ -204,7 +204,7 @@ print(sorted({it.partition(".")[0] for it in sys.modules} & {"grpc", "aiohttp", 
 
 @pytest.fixture
 def make_fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes embedders with a fake engine; keyword arguments are those of `fake_model`."""
+    """Makes embedders with a fake engine; takes the keyword arguments of `fake_model`."""
     opened: list[tuple[Embedder, FakeEngine]] = []
     folder = tmp_path / "tiny" / "1"
     folder.mkdir(parents=True)
@@ -306,7 +306,7 @@ def test_a_refused_input_does_not_stop_the_others(make_fake: Any) -> None:
 
 
 def test_refused_inputs_leave_nothing_in_memory(make_fake: Any) -> None:
-    """Otherwise a job with many of them would hold large parts until the cycle collector runs."""
+    """Otherwise a job with many refusals would hold large parts until the cycle collector runs."""
     embedder, _ = make_fake()
     gc.collect()
     gc.disable()

@@ -32,7 +32,7 @@ async def test_ids_give_padded_rows(shared: FakeServer, raw: bool, dtype: str) -
     """Masks and zero token types may come along, as most tokenizer libraries send them."""
     arrays = {"input_ids": IDS, "attention_mask": MASK, "token_type_ids": IDS * 0}
     got = await infer(shared, raw=raw, **{name: array.astype(dtype) for name, array in arrays.items()})
-    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # a request without outputs gets all of them
+    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # by default all outputs
     np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
     assert got["lengths"].tolist() == [3, 1]
 
@@ -163,7 +163,7 @@ def raw_and_typed() -> pb.ModelInferRequest:
 
 
 REGION = {"shared_memory_region": "region"}
-REFUSED = [  # a request, the field that the error names, and what it says of the field
+REFUSED = [  # a request, the field that the error names, and its problem
     (infer_request(), "inputs", "was empty"),
     (infer_request(attention_mask=MASK), "inputs", "was attention_mask"),
     (texts("a", input_ids=IDS), "inputs", "was text, input_ids"),
@@ -269,24 +269,6 @@ async def test_a_cancelled_call_leaves_the_queue(server: FakeServer) -> None:
     server.engine.let_go()
     await running
     assert server.sample("encserve_cancelled_total", model="tiny", version="2", stage="queued") == 2
-
-
-async def test_a_server_that_drains_is_live_and_not_ready(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.5)
-    server = await start_server()
-    running = await server.start_held(infer(server, input_ids=IDS))
-    stopping = asyncio.create_task(server.app.stop())
-    await until(server.app._calls.draining.is_set)
-    for method, request in (("ModelInfer", ids()), ("ModelMetadata", pb.ModelMetadataRequest())):
-        failed = await refusal(server.call(method, request, SERVICE_NAME))
-        assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
-    assert (await ask(server, "ServerLive", pb.ServerLiveRequest(), pb.ServerLiveResponse)).live
-    assert not (await ask(server, "ServerReady", pb.ServerReadyRequest(), pb.ServerReadyResponse)).ready
-    server.engine.let_go()
-    assert (await running)["lengths"].tolist() == [3, 3]
-    assert await stopping
 
 
 async def test_a_stream_answers_each_request_by_its_id(server: FakeServer) -> None:

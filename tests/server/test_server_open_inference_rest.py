@@ -75,7 +75,7 @@ async def ask_bytes(server: FakeServer, body: dict[str, Any]) -> dict[str, npt.N
 @pytest.mark.parametrize("nested", [True, False])
 async def test_ids_give_padded_rows(shared: FakeServer, nested: bool) -> None:
     got = await ask(shared, request(nested=nested, input_ids=IDS, attention_mask=MASK))
-    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # a request without outputs gets all of them
+    assert list(got) == ["last_hidden_state", "lengths", "embedding"]  # by default all outputs
     np.testing.assert_array_equal(got["last_hidden_state"], PADDED)
     assert got["lengths"].tolist() == [3, 1]
 
@@ -377,7 +377,7 @@ async def test_a_reply_that_padding_makes_too_large_is_refused_before_it_is_comp
     assert server.sample("encserve_batch_sequences_count", model="tiny", version="2") == 0
 
 
-MILLION = np.ones((250, 4000), np.int64)  # truncation keeps 8,000 of them
+MILLION = np.ones((250, 4000), np.int64)  # truncation keeps 8,000
 LARGE = json.dumps(request(input_ids=MILLION, outputs=["lengths"], parameters={"truncate": True})).encode()
 
 
@@ -458,7 +458,7 @@ def odd(rng: random.Random, good: Any, *others: Any) -> Any:
 
 
 def wild_inputs(rng: random.Random) -> dict[str, Any]:
-    """Arrays by name; some sets of them are right."""
+    """Arrays by name; not all go together."""
     rows, columns = rng.choice([0, 1, 1, 2, 5]), rng.choice([0, 1, 3, 3, 9, 40])
     words = ["hello", "", "brave \x00 new", "🌍" * 9, "world " * 50, '"data": [1]', "\\"]
     inputs: dict[str, Any] = {}

@@ -1,37 +1,28 @@
-"""The OpenVINO engine on real, tiny graphs, and what happens where an engine is not there."""
+"""The OpenVINO engine on tiny graphs, and engines that are not installed."""
 
 import os
+import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import onnx
 import openvino as ov
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from onnx import TensorProto
 from onnx_files import build, node_of, save, save_with_data, value
-from tiny_bundle import VOCAB_SIZE, expected_rows, write_bundle
+from tiny_bundle import expected_rows, write_bundle
 
 from encserve_server.engine.onnx import OnnxEngine
 from encserve_server.engine.opening import open_engine
 from encserve_server.engine.openvino import OpenVinoEngine
 from encserve_server.errors import BundleError, DeviceError
 from encserve_server.repository.bundle import read_bundle
-from encserve_server.repository.loading import warm_up
 from encserve_server.types.bundles import Bundle, Graph
 
-sequences = st.lists(
-    st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=40).map(lambda ids: np.array(ids, np.int64)),
-    min_size=1,
-    max_size=12,
-)
-STRANGERS = Graph(
+FOREIGN = Graph(
     path=Path(),
     input_name="input_ids",
     takes_vectors=False,
@@ -58,17 +49,8 @@ def assert_as_in_onnx_runtime(graph: Graph, batch: list[np.ndarray]) -> None:
     got = OpenVinoEngine(graph, precision="float32", intra_op_threads=1).run(batch)
     want = OnnxEngine(graph, device="cpu", intra_op_threads=1).run(batch)
     assert got.padded_tokens == want.padded_tokens
-    for rows, its in zip(got.rows, want.rows, strict=True):
-        np.testing.assert_allclose(rows, its, rtol=1e-5, atol=1e-6)
-
-
-@given(batch=sequences)
-def test_each_sequence_gets_its_own_rows_without_padding(engine: OpenVinoEngine, batch: list[np.ndarray]) -> None:
-    result = engine.run(batch)
-    assert result.padded_tokens == max(map(len, batch)) * len(batch)
-    assert result.compute_seconds > 0
-    for ids, rows in zip(batch, result.rows, strict=True):
-        np.testing.assert_allclose(rows, expected_rows(ids), rtol=1e-5, atol=1e-6)
+    for rows, expected in zip(got.rows, want.rows, strict=True):
+        np.testing.assert_allclose(rows, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_rows_outlive_the_next_run(engine: OpenVinoEngine) -> None:
@@ -78,19 +60,8 @@ def test_rows_outlive_the_next_run(engine: OpenVinoEngine) -> None:
     np.testing.assert_allclose(first.rows[0], expected_rows(np.array([1, 2, 3])), rtol=1e-5)
 
 
-def test_batches_side_by_side_keep_their_own_rows(bundle: Bundle) -> None:
-    rng = np.random.default_rng(0)
-    batches = [[rng.integers(0, VOCAB_SIZE, length) for length in rng.integers(1, 40, 5)] for _ in range(100)]
-    engine = OpenVinoEngine(bundle.graph, precision="float32", intra_op_threads=2, parallel_runs=2)
-    assert (engine.max_parallel_runs, engine.widens) == (2, True)
-    with ThreadPoolExecutor(2) as threads:
-        for batch, result in zip(batches, threads.map(partial(engine.run, alone=False), batches), strict=True):
-            for ids, rows in zip(batch, result.rows, strict=True):
-                np.testing.assert_allclose(rows, expected_rows(ids), rtol=1e-5, atol=1e-6)
-
-
-def test_what_it_runs_on_is_what_it_says(engine: OpenVinoEngine) -> None:
-    """OpenVINO by itself would take bfloat16 wherever the CPU has it."""
+def test_the_precision_is_float32_by_default(engine: OpenVinoEngine) -> None:
+    """OpenVINO would choose bfloat16 if the CPU has it."""
     assert (engine.info.provider, engine.info.device, engine.info.precision) == ("OpenVINO", "cpu", "float32")
     assert engine.info.runtime == f"openvino {ov.__version__.partition('-')[0]}"
     assert engine._compiled.get_property("INFERENCE_PRECISION_HINT") == ov.Type.f32
@@ -99,7 +70,7 @@ def test_what_it_runs_on_is_what_it_says(engine: OpenVinoEngine) -> None:
 
 def test_weights_in_another_file_and_token_types(tmp_path: Path) -> None:
     batch = [np.array([3, 4, 5]), np.array([7]), np.arange(30)]
-    graph = replace(STRANGERS, path=save_with_data(build(), tmp_path / "model.onnx"))
+    graph = replace(FOREIGN, path=save_with_data(build(), tmp_path / "model.onnx"))
     assert_as_in_onnx_runtime(graph, batch)
     typed = save(build(with_types=True), tmp_path / "typed.onnx")
     assert_as_in_onnx_runtime(replace(graph, path=typed, token_type_ids_name="token_type_ids"), batch)
@@ -107,67 +78,40 @@ def test_weights_in_another_file_and_token_types(tmp_path: Path) -> None:
 
 def test_vectors(tmp_path: Path) -> None:
     model = build()
-    del model.graph.node[0]  # the look-up of the ids: what it gave now comes from outside
+    del model.graph.node[0]  # the look-up of the ids: its output becomes an input
     model.graph.node[0].input[0] = "attention_mask"  # Shape only wants a (batch, seq)
     del model.graph.input[0]
     model.graph.input.append(value("words", TensorProto.FLOAT, ["batch", "seq", 8]))
-    graph = replace(STRANGERS, path=save(model, tmp_path / "model.onnx"), input_name="words", takes_vectors=True)
+    graph = replace(FOREIGN, path=save(model, tmp_path / "model.onnx"), input_name="words", takes_vectors=True)
     random = np.random.default_rng(0)
     assert_as_in_onnx_runtime(graph, [random.standard_normal((n, 8)).astype(np.float32) for n in (5, 1, 30)])
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_other_outputs_are_not_computed(tmp_path: Path, first: bool) -> None:
-    model = build()
-    other = value("mean", TensorProto.FLOAT, ["batch", 1, 8])
-    outputs = [other, *model.graph.output] if first else [*model.graph.output, other]
-    del model.graph.output[:]
-    model.graph.output.extend(outputs)
-    graph = replace(STRANGERS, path=save(model, tmp_path / "model.onnx"))
-    assert_as_in_onnx_runtime(graph, [np.array([3, 4, 5]), np.array([7])])
-    engine = OpenVinoEngine(graph, precision="float32", intra_op_threads=1)
-    assert len(engine._compiled.outputs) == 1
+def test_other_outputs_are_not_computed(tmp_path: Path) -> None:
+    for first in (True, False):
+        model = build()
+        other = value("mean", TensorProto.FLOAT, ["batch", 1, 8])
+        outputs = [other, *model.graph.output] if first else [*model.graph.output, other]
+        del model.graph.output[:]
+        model.graph.output.extend(outputs)
+        graph = replace(FOREIGN, path=save(model, tmp_path / f"{first}.onnx"))
+        assert_as_in_onnx_runtime(graph, [np.array([3, 4, 5]), np.array([7])])
+        engine = OpenVinoEngine(graph, precision="float32", intra_op_threads=1)
+        assert len(engine._compiled.outputs) == 1
 
 
-def test_a_file_that_is_no_model(bundle: Bundle, tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes(b"not a model")
-    with pytest.raises(BundleError, match=r"model.onnx: OpenVINO cannot read it: \w+"):
-        OpenVinoEngine(replace(bundle.graph, path=tmp_path / "model.onnx"), precision="model", intra_op_threads=1)
-
-
-def test_an_operator_that_it_does_not_have(tmp_path: Path) -> None:
+def test_an_unknown_operator_is_refused(tmp_path: Path) -> None:
     model = build()
     node_of(model, "mean").domain = "com.example"
     node_of(model, "mean").op_type = "Strange"
     model.opset_import.append(onnx.helper.make_opsetid("com.example", 1))
-    graph = replace(STRANGERS, path=save(model, tmp_path / "model.onnx"))
+    graph = replace(FOREIGN, path=save(model, tmp_path / "model.onnx"))
     with pytest.raises(BundleError, match=r"model.onnx: OpenVINO cannot .*Strange"):
         OpenVinoEngine(graph, precision="model", intra_op_threads=1)
 
 
-@pytest.mark.parametrize(
-    ("change", "problem"),
-    [
-        ({"attention_mask_name": "absent"}, "the graph's inputs are .*; the manifest names"),
-        ({"token_type_ids_name": "absent"}, "the graph's inputs are .*; the manifest names"),
-        ({"takes_vectors": True}, "the graph's inputs are .*; the manifest names .*f32"),
-        ({"output_name": "absent"}, "the graph's outputs are .*; the manifest names absent"),
-    ],
-)
-def test_an_interface_that_is_not_the_manifests(bundle: Bundle, change: dict[str, str], problem: str) -> None:
-    with pytest.raises(BundleError, match=problem):
-        OpenVinoEngine(replace(bundle.graph, **change), precision="model", intra_op_threads=1)  # type: ignore[arg-type]
-
-
-def test_a_width_that_is_not_the_manifests_fails_in_warm_up(bundle: Bundle) -> None:
-    wrong = replace(bundle, graph=replace(bundle.graph, d_model=9))
-    engine = OpenVinoEngine(wrong.graph, precision="model", intra_op_threads=1)
-    with pytest.raises(BundleError, match=r"the model fails for sequences of \[1\] tokens: .*shape \(1, 1, 8\)"):
-        warm_up(engine, wrong, 512)
-
-
 def test_a_cpu_without_bfloat16_refuses_it(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenVINO would emulate it, or compute in float32 without a word."""
+    """OpenVINO would emulate it, or compute in float32 without a message."""
     real = ov.Core.get_property
 
     def of_an_older_cpu(core: ov.Core, device: str, name: str) -> object:
@@ -179,34 +123,34 @@ def test_a_cpu_without_bfloat16_refuses_it(bundle: Bundle, monkeypatch: pytest.M
     OpenVinoEngine(bundle.graph, precision="float32", intra_op_threads=1)
 
 
-def test_another_precision_than_was_asked_for_is_noticed(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_precision_than_the_requested_one_is_noticed(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ov.CompiledModel, "get_property", lambda *_: ov.Type.bf16)
     with pytest.raises(DeviceError, match="--precision float32: OpenVINO computes in bf16 instead"):
         OpenVinoEngine(bundle.graph, precision="float32", intra_op_threads=1)
 
 
-def test_what_a_quantized_or_a_half_file_is_computed_in(bundle: Bundle) -> None:
-    """On the CPU OpenVINO widens float16; 8 bit stay 8 bit, and nobody is told otherwise."""
+def test_the_precision_of_float16_and_int8_files(bundle: Bundle) -> None:
+    """On the CPU OpenVINO widens float16; int8 stays int8."""
     half, quantized = (replace(bundle.graph, precision=precision) for precision in ("float16", "int8"))
     assert OpenVinoEngine(half, precision="model", intra_op_threads=1).info.precision == "float32"
     assert OpenVinoEngine(quantized, precision="model", intra_op_threads=1).info.precision == "int8"
-    with pytest.raises(BundleError, match="--precision float32 cannot be had from a model of int8"):
+    with pytest.raises(BundleError, match="--precision float32 .* int8"):
         OpenVinoEngine(quantized, precision="float32", intra_op_threads=1)
 
 
-def test_onnx_runtime_computes_in_what_the_file_has(bundle: Bundle) -> None:
+def test_onnx_runtime_computes_in_the_precision_of_the_file(bundle: Bundle) -> None:
     def open_it(graph: Graph) -> str:
         return open_engine(
             graph, engine="onnxruntime", precision="float32", device="cpu", intra_op_threads=1
         ).info.precision
 
     assert open_it(bundle.graph) == "float32"
-    with pytest.raises(BundleError, match="--precision float32 cannot be had from a model of float16"):
+    with pytest.raises(BundleError, match="--precision float32 .* float16"):
         open_it(replace(bundle.graph, precision="float16"))
 
 
 def in_a_process(code: str, home: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":
-    """Runs Python code with a home directory of its own."""
+    """Runs Python code in a process, with this home directory."""
     environment = {key: text for key, text in os.environ.items() if not key.startswith("ENCSERVE_")}
     return subprocess.run(
         [sys.executable, "-c", code, *arguments],
@@ -229,33 +173,25 @@ print([thread.name for thread in threading.enumerate()])
 """
 
 
-@pytest.mark.system
+@pytest.mark.system  # starts a process
 @pytest.mark.parametrize(
     ("engine", "provider", "module"),
     [("onnxruntime", "CPUExecutionProvider", "onnxruntime"), ("openvino", "OpenVINO", "openvino")],
 )
-def test_only_the_engine_that_is_asked_for_is_imported(tmp_path: Path, engine: str, provider: str, module: str) -> None:
+def test_only_the_chosen_engine_is_imported(tmp_path: Path, engine: str, provider: str, module: str) -> None:
     done = in_a_process(LOAD, tmp_path, engine, str(write_bundle(tmp_path / "models")))
     assert done.stdout.splitlines() == [provider, module, "['MainThread']"], done.stderr
-    # Neither a word to its makers: importing openvino as it comes starts a thread that writes here and sends.
+    # A plain import of openvino starts a thread that writes here and sends reports.
     assert not (tmp_path / "intel").exists()
 
 
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("engine", "package", "said"),
-    [
-        ("onnxruntime", "onnxruntime", "the Python package onnxruntime is not installed; install encserve-server[cpu]"),
-        ("openvino", "openvino", "the Python package openvino is not installed; install encserve-server[openvino]"),
-    ],
-)
-def test_an_engine_that_is_not_installed_is_said_in_one_line(
-    tmp_path: Path, engine: str, package: str, said: str
-) -> None:
+@pytest.mark.system  # starts a process
+@pytest.mark.parametrize(("engine", "extra"), [("onnxruntime", "cpu"), ("openvino", "openvino")])
+def test_an_engine_that_is_not_installed_is_reported_in_one_line(tmp_path: Path, engine: str, extra: str) -> None:
     write_bundle(tmp_path / "models")
-    code = f"import sys; sys.modules[{package!r}] = None\nfrom encserve_server.__main__ import main\nmain(sys.argv[1:])"
+    code = f"import sys; sys.modules[{engine!r}] = None\nfrom encserve_server.__main__ import main\nmain(sys.argv[1:])"
     flags = ["--engine", engine, "--model-repository", str(tmp_path / "models"), "--log-format", "text"]
     done = in_a_process(code, tmp_path, *flags, "--grpc-port", "0", "--metrics-port", "0")
     assert done.returncode == 1
-    assert f"cannot start: {said}" in done.stderr
+    assert re.search(rf"cannot start: .* {engine} .* encserve-server\[{extra}\]", done.stderr)
     assert "Traceback" not in done.stderr

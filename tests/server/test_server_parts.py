@@ -46,7 +46,7 @@ def subclasses(base: type[EncserveError]) -> set[type[EncserveError]]:
 
 
 def test_every_error_of_a_caller_is_in_the_table() -> None:
-    """With a reason of its own, apart from two refusals that text-embeddings-inference tells from INVALID_FIELD."""
+    """Each has another reason. Two share INVALID_FIELD, which text-embeddings-inference tells apart."""
     never_sent = {EncserveError, errors.RequestError, *subclasses(errors.StartupError)}
     assert set(ERROR_TABLE) == subclasses(EncserveError) - never_sent
     assert to_failure(BundleError("/srv/models/a: altered"), PlainNaming()) is None
@@ -213,7 +213,8 @@ def template_checker(tmp_path_factory: pytest.TempPathFactory, pool: TurnPool) -
     tokenizer.add_special_tokens(["[SEP]"])
     tokenizer.save(str(path))
     template = TextTemplate("new ", "hello ", "brave ", " world world", 2)
-    bundle: Any = SimpleNamespace(name="m", graph=SimpleNamespace(takes_vectors=False), special_token_ids=())
+    graph = SimpleNamespace(takes_vectors=False)
+    bundle: Any = SimpleNamespace(name="m", graph=graph, special_token_ids=(), vocab_size=100)
     return InputChecker(bundle, TextTokenizer(path, pool, 2**20, template=template), 2**20)
 
 
@@ -353,7 +354,7 @@ async def test_an_interrupt_is_not_an_error_of_a_text(tmp_path: Path, monkeypatc
         raise KeyboardInterrupt
 
     class Interrupted:
-        """A tokenizer whose user presses Control-C."""
+        """A tokenizer that is interrupted by Control-C."""
 
         encode_batch_fast = interrupt
 

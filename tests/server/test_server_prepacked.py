@@ -35,7 +35,7 @@ IDS = [np.arange(9)]
 
 
 def feed_forward() -> bytes:
-    """A graph with two matrix products, whose weights are prepacked: ids, mask to rows (batch, seq, d_model)."""
+    """A graph with matrix products, which have prepacked weights: ids, mask to rows (batch, seq, d_model)."""
     rng = np.random.default_rng(0)
     sizes = {"table": (VOCAB_SIZE, 64), "up": (64, WIDTH), "down": (WIDTH, 64), "out": (64, D_MODEL)}
     arrays = {name: rng.standard_normal(size).astype(np.float32) / 8 for name, size in sizes.items()}
@@ -94,7 +94,7 @@ def open_engine(graph: Graph, weights: PrepackedWeights | None) -> "contextlib.c
 
 
 def test_shared_weights_give_rows_with_the_same_bits(bundle: Bundle, folder: Path) -> None:
-    """Also for inspections, whose graph has the same products and shares the entry."""
+    """Also for inspections, which have a graph and an entry besides."""
     rng = np.random.default_rng(0)
     shared_weights = weights_of(bundle, folder)
     with open_engine(bundle.graph, None) as plain, open_engine(bundle.graph, shared_weights) as shared:
@@ -303,7 +303,7 @@ def test_another_bundle_graph_runtime_or_cpu_has_its_own_entry(
 
 
 def test_a_bundle_replaced_during_the_write_leaves_no_entry(bundle: Bundle, folder: Path) -> None:
-    """Its weights would be taken for those of the fingerprint, and for good."""
+    """Otherwise the wrong weights would be used for this fingerprint."""
     weights = PrepackedWeights(folder, bundle.fingerprint, bundle.graph.path.parent, lambda: False)
     with pytest.raises(BundleError, match="the bundle was replaced"):
         OnnxEngine(bundle.graph, device="cpu", intra_op_threads=1, weights=weights)
@@ -314,7 +314,10 @@ def test_a_bundle_replaced_during_the_write_leaves_no_entry(bundle: Bundle, fold
 
 
 def make(content: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "file").write_text(content) and None
+    def write(folder: Path) -> None:
+        (folder / "file").write_text(content)
+
+    return write
 
 
 def test_entries_that_were_not_used_for_long_are_removed(folder: Path) -> None:
@@ -379,8 +382,12 @@ def test_an_entry_in_the_making_is_waited_for(folder: Path) -> None:
 
 def test_the_wait_for_another_process_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache, "_LOCK_SECONDS", 0.0)
+
+    def make_another(_: Path) -> None:
+        Cache(folder).entry({"c": "d"}, make(""))
+
     with pytest.raises(OSError, match="another process has held it"):
-        Cache(folder).entry({"a": "b"}, lambda _: Cache(folder).entry({"c": "d"}, make("")) and None)
+        Cache(folder).entry({"a": "b"}, make_another)
     assert not entries(folder)
 
 

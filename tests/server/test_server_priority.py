@@ -50,7 +50,7 @@ async def open_inference(server: FakeServer, ids: list[int], priority: str) -> N
 
 
 @pytest.mark.parametrize("send", [grpc, openai, tei, open_inference])
-async def test_bulk_waits_for_interactive_calls_that_come_later(
+async def test_bulk_waits_for_later_interactive_calls(
     start_server: StartServer, send: Callable[[FakeServer, list[int], str], Coroutine[Any, Any, None]]
 ) -> None:
     server = await start_server(http_port=0)
@@ -65,7 +65,7 @@ async def test_bulk_waits_for_interactive_calls_that_come_later(
     await queue_up(BULK_TOKENS, "bulk", 1)
     await queue_up(URGENT_TOKENS, "interactive", 2)
     waiting = server.sample("encserve_queue_bulk_tokens", model="tiny", version="2")
-    assert BULK_TOKENS <= waiting <= BULK_TOKENS + 1, "with what the outputs cost"
+    assert BULK_TOKENS <= waiting <= BULK_TOKENS + 1, "the cost may include outputs"
     server.engine.let_go()
     await asyncio.gather(*tasks)
     assert server.engine.batches == [[1], [URGENT_TOKENS], [BULK_TOKENS]]
@@ -73,31 +73,24 @@ async def test_bulk_waits_for_interactive_calls_that_come_later(
     assert server.sample("encserve_answer_seconds_count", priority="interactive") == 2
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "text"),
-    [
-        (
-            "/v1/embeddings",
-            {"input": "hello", "priority": "low"},
-            "priority: must be one of interactive, bulk; was 'low'",
-        ),
-        ("/embed", {"inputs": "hello", "priority": "now"}, "priority: must be one of interactive, bulk; was 'now'"),
-    ],
-)
-async def test_other_priorities_are_named(start_server: StartServer, path: str, body: Any, text: str) -> None:
+async def test_an_unknown_priority_is_refused(start_server: StartServer) -> None:
     server = await start_server(http_port=0)
-    assert text in (await post(server, path, body)).text
-    with pytest.raises(Failed, match="priority: must be a value of Priority, 0 to 2; was 9"):
-        await server.call("Encode", pb.EncodeRequest(inputs=[make_input([1])], priority=9).SerializeToString())  # type: ignore[arg-type]
-    wrong = infer_request(input_ids=np.array([[1]]), parameters={"priority": "now"})
-    with pytest.raises(Failed, match="parameters.priority: must be 'interactive' or 'bulk'; was 'now'"):
-        await ask(server, "ModelInfer", wrong, infer_pb.ModelInferResponse)
-    level = infer_request(input_ids=np.array([[1]]), parameters={"priority": 3})
+    for path, body in (("/v1/embeddings", {"input": "hello"}), ("/embed", {"inputs": "hello"})):
+        assert (
+            "priority: must be one of interactive, bulk; was 'low'"
+            in (await post(server, path, body | {"priority": "low"})).text
+        )
+    request: Any = {"inputs": [make_input([1])], "priority": 9}
+    with pytest.raises(Failed, match="priority: .* Priority, 0 to 2; was 9"):
+        await server.call("Encode", pb.EncodeRequest(**request))
+    bad, level = (infer_request(input_ids=np.array([[1]]), parameters={"priority": it}) for it in ("now", 3))
+    with pytest.raises(Failed, match="parameters.priority: .* 'interactive' or 'bulk'; was 'now'"):
+        await ask(server, "ModelInfer", bad, infer_pb.ModelInferResponse)
     await ask(server, "ModelInfer", level, infer_pb.ModelInferResponse)
 
 
-async def test_a_caller_that_may_send_bulk_only_goes_behind_others(start_server: StartServer, tmp_path: Path) -> None:
-    """Whatever priority it asks for; and one that floods is told of its share, while another is taken."""
+async def test_a_bulk_caller_waits_for_others_and_keeps_its_share(start_server: StartServer, tmp_path: Path) -> None:
+    """Even if it requests interactive priority. Only this caller is refused beyond its share."""
     file = tmp_path / "callers.toml"
     file.write_text(CALLERS)
     server = await start_server(callers=file, http_port=0, max_queue_tokens=64)

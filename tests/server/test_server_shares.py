@@ -144,7 +144,7 @@ def test_time_alone_is_no_debt_and_time_away_is_no_credit() -> None:
 def test_the_longest_wait_is_bounded(
     others: list[tuple[float, list[int]]], own: list[int], odd: int, before: int
 ) -> None:
-    """The bound of the scheduler's docstring: the service of others before a sequence with k of its own caller's."""
+    """The bound in the scheduler's docstring on the service of other callers before a sequence runs."""
     caller = Caller("own")
     floods = {Caller(f"{i}", weight): lengths for i, (weight, lengths) in enumerate(others)}
     flood = Flood({**floods, caller: own})

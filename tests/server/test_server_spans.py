@@ -247,7 +247,7 @@ async def test_an_inspection_refuses_ranges(server: FakeServer) -> None:
 
 
 async def test_the_memory_of_ranges_is_bounded(start_server: StartServer) -> None:
-    """By their float32 rows, whatever the type of the reply, or a small request could take any memory."""
+    """By their float32 rows, also for a reply of bits, or a small request could take any memory."""
     server = await start_server(max_response_mib=1)
     inputs = [with_spans([5], [(0, 1)] * 16384) for _ in range(4)]
     problem = "inputs.spans: the rows of 65536 spans would take 1376256 bytes, over the limit of 1048576"

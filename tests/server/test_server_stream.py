@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 from fake_engine import FakeEngine, fake_rows
-from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input
+from fake_server import D_MODEL, SERVICE, Failed, FakeServer, StartServer, make_input, refusal
 from waiting import PATIENCE_SECONDS
 
 from encserve_proto.v1 import encoder_pb2 as pb
@@ -56,7 +56,6 @@ async def test_answers_are_matched_by_the_callers_id(server: FakeServer) -> None
 
 
 async def test_a_slow_request_does_not_hold_up_a_quick_one(server: FakeServer) -> None:
-    """The answer of a request that needs no engine overtakes that of one that waits for it."""
     server.engine.hold()
     stream = Stream(server)
     await stream.send("slow", 1)
@@ -66,7 +65,7 @@ async def test_a_slow_request_does_not_hold_up_a_quick_one(server: FakeServer) -
     assert (await stream.receive()).request_id == "slow"
 
 
-async def test_one_requests_error_is_its_own_answer(start_server: StartServer) -> None:
+async def test_an_error_ends_one_request_only(start_server: StartServer) -> None:
     server = await start_server(FakeEngine(D_MODEL, poison=666))
     stream = Stream(server)
     await stream.send("good", 1)
@@ -79,23 +78,21 @@ async def test_one_requests_error_is_its_own_answer(start_server: StartServer) -
     assert right(answers["good too"], 2)
     bad = answers["bad"].error
     assert (bad.code, bad.reason) == (grpc.StatusCode.INVALID_ARGUMENT.value[0], "INVALID_FIELD")
-    assert bad.message.startswith("inputs[0].token_ids.ids[1]: must be from 0 to 999")
+    assert bad.message.startswith("inputs[0].token_ids.ids[1]: ")
     assert len(bad.details) == 2
     assert answers["poison"].error.reason == "INFERENCE_FAILED"
-    assert "request_id: must be 1 to 128 bytes; was 0" in answers[""].error.message
+    assert answers[""].error.message.startswith("request_id: ")
     assert server.sample("encserve_refused_total", reason="INVALID_FIELD") == 2
 
 
-async def test_bytes_that_are_no_message_end_the_stream(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
-    """At once, also while an answer is under way, beside which gRPC cannot send a status."""
+async def test_bytes_that_are_not_a_message_end_it(server: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    """At once, also while a reply is on its way, when gRPC cannot send a status."""
     for good in [0, 1] * 20:
         stream = Stream(server)
         for i in range(good):
             await stream.send(str(i), 1)
         await stream.call.write(b"\xff\xff")
-        with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await asyncio.wait_for(stream.end(), PATIENCE_SECONDS)
-        failed = Failed(caught.value)
+        failed = await refusal(asyncio.wait_for(stream.end(), PATIENCE_SECONDS))
         assert (failed.code, failed.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "MALFORMED_REQUEST")
     assert not caplog.records
 
@@ -119,7 +116,7 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(server: FakeServer)
     server.engine.hold()
     stream = Stream(server)
     await stream.send("first", 1)
-    await asyncio.to_thread(server.engine.started.acquire)  # only then: a batch takes whatever has come
+    await asyncio.to_thread(server.engine.started.acquire)  # before the next request, which would join its batch
     for i in range(9):
         await stream.send(str(i), 1)
     while server.sample("encserve_queue_sequences", model="tiny", version="2") < 9:

@@ -1,9 +1,8 @@
-"""TLS of all three ports: who gets in, who does not, and what becomes of changed files."""
+"""TLS on all three ports: accepted and refused callers, wrong files, and files that change."""
 
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import ssl
 import sys
@@ -17,8 +16,15 @@ import certificates
 import grpc
 import httpx
 import pytest
+import pytest_asyncio
 from certificates import Certificates, Mount, Pair, served
-from fake_server import SERVICE, FakeServer, StartServer
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    PrivateFormat,
+    load_pem_private_key,
+)
+from fake_server import SERVICE, FakeServer, StartServer, refusal, start_fake_server
 from http_calls import raw
 from waiting import until
 
@@ -38,13 +44,27 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return certificates.make_certificates(tmp_path_factory.mktemp("tls"))
 
 
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_tls(made: Certificates, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
+    server = await start_fake_server(tmp_path_factory.mktemp("server"), **flags(made.server))
+    yield server
+    await server.stop()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared_mutual(made: Certificates, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
+    server = await start_fake_server(tmp_path_factory.mktemp("server"), **flags(made.server, made.ca))
+    yield server
+    await server.stop()
+
+
 def flags(pair: Pair, client_ca: Path | None = None) -> dict[str, Any]:
     """Settings of a server with TLS."""
     return {"tls_cert_file": pair.cert, "tls_key_file": pair.key, "tls_client_ca_file": client_ca, "http_port": 0}
 
 
 def context_of(ca: Path, shown: Pair | None = None) -> ssl.SSLContext:
-    """What a careful caller uses."""
+    """The context of a caller that checks the server."""
     context = ssl.create_default_context(cafile=ca)
     if shown is not None:
         context.load_cert_chain(shown.cert, shown.key)
@@ -52,20 +72,20 @@ def context_of(ca: Path, shown: Pair | None = None) -> ssl.SSLContext:
 
 
 def shake(port: int, context: ssl.SSLContext, name: str = "localhost") -> str | None:
-    """Connects, asks for nothing, and says which TLS it is; raises what Python's ssl raises."""
+    """Connects, sends nothing, and returns the TLS version; raises the errors of Python's ssl."""
     with (
         socket.create_connection(("127.0.0.1", port), timeout=10) as plain,
         context.wrap_socket(plain, server_hostname=name) as encrypted,
     ):
         encrypted.settimeout(0.05)
-        with contextlib.suppress(TimeoutError):  # of TLS 1.3 the caller's certificate is refused after the handshake
+        with contextlib.suppress(TimeoutError):  # TLS 1.3 refuses a caller's certificate after the handshake
             if encrypted.recv(1) == b"":
                 raise ConnectionError("the server has ended the connection")
         return encrypted.version()
 
 
 async def grpc_call(server: FakeServer, credentials: grpc.ChannelCredentials | None) -> None:
-    """One call; raises gRPC's error."""
+    """Calls Encode; raises gRPC's error."""
     target = f"localhost:{server.app.grpc_port}"
     channel = (
         grpc.aio.insecure_channel(target)
@@ -94,137 +114,100 @@ async def page_call(server: FakeServer, context: ssl.SSLContext, path: str) -> h
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_all_ports_speak_tls_only(start_server: StartServer, made: Certificates, version: ssl.TLSVersion) -> None:
-    server = await start_server(**flags(made.server))
+async def test_all_ports_use_tls(shared_tls: FakeServer, made: Certificates, version: ssl.TLSVersion) -> None:
     context = context_of(made.ca)
     context.minimum_version = context.maximum_version = version
     name = version.name.replace("_", ".")
     for port in PORTS:
         context.set_alpn_protocols(["h2"] if port == "grpc_port" else ["http/1.1"])
-        assert await asyncio.to_thread(shake, getattr(server.app, port), context) == name
-    assert await http_call(server, context) == 200
-    assert (await page_call(server, context, "/metrics")).status_code == 200
-    assert (await page_call(server, context, "/healthz")).text == "SERVING\n"
-    await grpc_call(server, grpc_credentials(made.ca))
-    assert server.sample("encserve_tls_reloads_total", outcome="loaded") == 1
-    expires = server.sample("encserve_tls_certificate_expiry_timestamp_seconds", file="tls_cert_file")
+        assert await asyncio.to_thread(shake, getattr(shared_tls.app, port), context) == name
+    assert await http_call(shared_tls, context) == 200
+    assert (await page_call(shared_tls, context, "/metrics")).status_code == 200
+    assert (await page_call(shared_tls, context, "/healthz")).text == "SERVING\n"
+    await grpc_call(shared_tls, grpc_credentials(made.ca))
+    assert shared_tls.sample("encserve_tls_reloads_total", outcome="loaded") == 1
+    expires = shared_tls.sample("encserve_tls_certificate_expiry_timestamp_seconds", file="tls_cert_file")
     assert 29 < (expires - time.time()) / 86400 < 31
 
 
 @pytest.mark.filterwarnings("ignore:ssl.TLSVersion.TLSv1_1")
-async def test_old_tls_is_refused(start_server: StartServer, made: Certificates) -> None:
-    server = await start_server(**flags(made.server))
+async def test_old_tls_and_plaintext_are_refused(shared_tls: FakeServer, made: Certificates) -> None:
     context = context_of(made.ca)
     context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_1
     context.set_ciphers("DEFAULT:@SECLEVEL=0")
     for port in PORTS:
         with pytest.raises((ssl.SSLError, ConnectionError)):
-            await asyncio.to_thread(shake, getattr(server.app, port), context)
-
-
-async def test_plaintext_is_refused(start_server: StartServer, made: Certificates) -> None:
-    server = await start_server(**flags(made.server))
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await grpc_call(server, None)
-    assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
+            await asyncio.to_thread(shake, getattr(shared_tls.app, port), context)
+    assert (await refusal(grpc_call(shared_tls, None))).code is grpc.StatusCode.UNAVAILABLE
     for port in ("http_port", "metrics_port"):
         with pytest.raises(httpx.TransportError):
             async with httpx.AsyncClient(trust_env=False) as client:
-                await client.get(f"http://127.0.0.1:{getattr(server.app, port)}/healthz")
-    await until(lambda: not server.app._http.handshakes)  # type: ignore[union-attr]
+                await client.get(f"http://127.0.0.1:{getattr(shared_tls.app, port)}/healthz")
+    await until(lambda: not shared_tls.app._http.handshakes)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
-async def test_mutual_tls(start_server: StartServer, made: Certificates, version: ssl.TLSVersion) -> None:
-    """gRPC, HTTP and /metrics need a certificate of the authority, /healthz none."""
-    server = await start_server(**flags(made.server, made.ca))
+async def test_mutual_tls(shared_mutual: FakeServer, made: Certificates, version: ssl.TLSVersion) -> None:
+    """gRPC, HTTP and /metrics need a certificate of the authority, /healthz needs none."""
+    server = shared_mutual
     right = context_of(made.ca, made.client)
     right.minimum_version = right.maximum_version = version
     assert await http_call(server, right) == 200
     assert (await page_call(server, right, "/metrics")).status_code == 200
     await grpc_call(server, grpc_credentials(made.ca, made.client))
-
     for shown in (None, made.stranger, made.expired):
         wrong = context_of(made.ca, shown)
         wrong.minimum_version = wrong.maximum_version = version
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            await asyncio.to_thread(shake, server.app.http_port or 0, wrong)
-        with pytest.raises((ssl.SSLError, ConnectionError)):
-            await asyncio.to_thread(shake, server.app.grpc_port, wrong)
-        with pytest.raises(grpc.aio.AioRpcError):
-            await grpc_call(server, grpc_credentials(made.ca, shown))
-    nobody = context_of(made.ca)
-    assert (await page_call(server, nobody, "/healthz")).status_code == 200
-    refused = await page_call(server, nobody, "/metrics")
-    assert refused.status_code == 403
-    assert "client certificate" in refused.text
+        for port in (server.app.http_port or 0, server.app.grpc_port):
+            with pytest.raises((ssl.SSLError, ConnectionError)):
+                await asyncio.to_thread(shake, port, wrong)
+        assert (await refusal(grpc_call(server, grpc_credentials(made.ca, shown)))).code is grpc.StatusCode.UNAVAILABLE
+    without = context_of(made.ca)
+    assert (await page_call(server, without, "/healthz")).status_code == 200
+    refused = await page_call(server, without, "/metrics")
+    assert (refused.status_code, "client certificate" in refused.text) == (403, True)
     with pytest.raises((httpx.TransportError, ssl.SSLError)):
         await page_call(server, context_of(made.ca, made.stranger), "/metrics")
 
 
-@pytest.mark.parametrize("wrong", ["expired", "other_name", "stranger"])
-async def test_callers_refuse_a_wrong_server(tmp_path: Path, made: Certificates, wrong: str) -> None:
-    """What a wrong certificate of the server looks like; one that has expired stops the start."""
-    pair: Pair = getattr(made, wrong)
-    files = TlsFiles(pair.cert, pair.key)
-    if wrong == "expired":
-        with pytest.raises(CertificateError, match=r"^tls_cert_file .*expired.pem: the certificate of .* expired at "):
-            load_identity(files, time.time())
-        return
-    load_identity(files, time.time())
-
-
 def _files(made: Certificates, directory: Path, **bad: bytes) -> TlsFiles:
+    directory.mkdir(exist_ok=True)
     contents = {"cert": made.server.cert, "key": made.server.key, "client_ca": made.ca}
     for name, path in contents.items():
         (directory / name).write_bytes(bad.get(name, path.read_bytes()))
     return TlsFiles(directory / "cert", directory / "key", directory / "client_ca")
 
 
-@pytest.mark.parametrize(
-    ("file", "cut", "said"),
-    [
-        ("cert", 0, r"^tls_cert_file \S+ holds no complete PEM certificate"),
-        ("cert", 0.5, r"^tls_cert_file \S+ holds no complete PEM certificate"),
-        ("key", 0, r"^tls_key_file \S+ holds no complete PEM private key"),
-        ("key", 0.5, r"^tls_key_file \S+ holds no complete PEM private key"),
-        ("client_ca", 0.5, r"^tls_client_ca_file \S+ holds no complete PEM certificate"),
-    ],
-)
-def test_half_a_file(made: Certificates, tmp_path: Path, file: str, cut: float, said: str) -> None:
+@pytest.mark.parametrize(("file", "part"), [("cert", 0), ("cert", 0.5), ("key", 0), ("key", 0.5), ("client_ca", 0.5)])
+def test_a_part_of_a_file_is_refused(made: Certificates, tmp_path: Path, file: str, part: float) -> None:
     whole = {"cert": made.server.cert, "key": made.server.key, "client_ca": made.ca}[file].read_bytes()
-    with pytest.raises(CertificateError, match=said):
-        load_identity(_files(made, tmp_path, **{file: whole[: int(len(whole) * cut)]}), time.time())
+    with pytest.raises(CertificateError, match=rf"^tls_{file}_file \S+ holds no complete PEM"):
+        load_identity(_files(made, tmp_path, **{file: whole[: int(len(whole) * part)]}), time.time())
 
 
-def test_files_that_cannot_be_used(made: Certificates, tmp_path: Path) -> None:
+def test_wrong_files_are_refused_by_name(made: Certificates, tmp_path: Path) -> None:
+    """Only a caller can see another name or another authority in the server's certificate."""
     now = time.time()
-    with pytest.raises(CertificateError, match=r"^tls_cert_file /nowhere/cert cannot be read: No such file"):
-        load_identity(TlsFiles(Path("/nowhere/cert"), made.server.key), now)
-    with pytest.raises(CertificateError, match="does not belong to the first certificate of tls_cert_file"):
-        load_identity(TlsFiles(made.server.cert, made.client.key), now)
+    for pair in (made.other_name, made.stranger):
+        load_identity(TlsFiles(pair.cert, pair.key), now)
     later = made.authority.issue("later", begins_in_days=1)
-    with pytest.raises(CertificateError, match="is not valid before 20"):
-        load_identity(TlsFiles(later.cert, later.key), now)
-    with pytest.raises(CertificateError, match=r"^tls_client_ca_file .* expired at "):
-        load_identity(TlsFiles(made.server.cert, made.server.key, made.expired.cert), now)
-    with pytest.raises(CertificateError, match="must be at most"):
-        load_identity(_files(made, tmp_path, cert=b"x" * 5_000_000), now)
-
-
-def test_a_key_with_a_password(made: Certificates, tmp_path: Path) -> None:
-    """Nobody is asked for it on a terminal, and nothing of a key is in an error."""
-    from cryptography.hazmat.primitives import serialization as it
-
-    key = it.load_pem_private_key(made.server.key.read_bytes(), None)
-    locked = key.private_bytes(it.Encoding.PEM, it.PrivateFormat.PKCS8, it.BestAvailableEncryption(b"secret"))
-    with pytest.raises(CertificateError, match="has a password; give a key without one"):
-        load_identity(_files(made, tmp_path, key=locked), time.time())
+    private = load_pem_private_key(made.server.key.read_bytes(), None)
+    locked = private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
+    for files, problem in (
+        (TlsFiles(Path("/nowhere/cert"), made.server.key), "^tls_cert_file /nowhere/cert cannot be read"),
+        (TlsFiles(made.server.cert, made.client.key), "does not belong to the first certificate of tls_cert_file"),
+        (TlsFiles(made.expired.cert, made.expired.key), "^tls_cert_file .* expired at "),
+        (TlsFiles(later.cert, later.key), "is not valid before 20"),
+        (TlsFiles(made.server.cert, made.server.key, made.expired.cert), "^tls_client_ca_file .* expired at "),
+        (_files(made, tmp_path / "large", cert=b"x" * 5_000_000), "must be at most"),
+        (_files(made, tmp_path / "locked", key=locked), "has a password; give a key without one"),
+    ):
+        with pytest.raises(CertificateError, match=problem):
+            load_identity(files, now)
 
 
 @pytest.mark.parametrize("key", ["rsa:2048", "ec -pkeyopt ec_paramgen_curve:P-384", "ed25519"])
-async def test_keys_that_can_be_used(start_server: StartServer, tmp_path: Path, key: str) -> None:
-    """Every port shows the certificate."""
+async def test_every_port_shows_the_certificate(start_server: StartServer, tmp_path: Path, key: str) -> None:
     pair = certificates.self_signed(tmp_path, "it", key)
     server = await start_server(**flags(pair))
     context = context_of(pair.cert)
@@ -244,69 +227,67 @@ async def test_keys_that_can_be_used(start_server: StartServer, tmp_path: Path, 
     ],
 )
 def test_keys_that_grpc_cannot_use(tmp_path: Path, key: str) -> None:
-    """OpenSSL could: HTTP and gRPC would show different certificates."""
+    """OpenSSL can use them, so HTTP would show a certificate and gRPC none."""
     pair = certificates.self_signed(tmp_path, "it", key)
     with pytest.raises(CertificateError, match=r"^tls_cert_file .* the key must be RSA, Ed25519, or"):
         load_identity(TlsFiles(pair.cert, pair.key), time.time())
 
 
 @pytest.mark.parametrize(
-    ("chosen", "said"),
+    ("chosen", "problem"),
     [
         ({"tls_cert_file": "a"}, "tls_cert_file and tls_key_file go together; were a and None"),
         ({"tls_key_file": "a"}, "tls_cert_file and tls_key_file go together; were None and a"),
         ({"tls_client_ca_file": "a"}, "tls_client_ca_file needs tls_cert_file and tls_key_file"),
     ],
 )
-def test_settings_that_go_together(tmp_path: Path, chosen: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=f"^{said}$"):
+def test_settings_that_go_together(tmp_path: Path, chosen: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=f"^{problem}$"):
         Settings(model_repository=tmp_path, **chosen)
 
 
-async def test_the_start_says_what_is_wrong(start_server: StartServer, made: Certificates) -> None:
-    with pytest.raises(StartupError, match=r"^tls_cert_file .* expired at "):
-        await start_server(**flags(made.expired))
-
-
-async def test_the_start_says_what_is_not_installed(
+async def test_a_wrong_file_or_a_missing_package_stops_the_start(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    with pytest.raises(StartupError, match=r"^tls_cert_file .* expired at "):
+        await start_server(**flags(made.expired))
     monkeypatch.setitem(sys.modules, "cryptography.x509", None)
     monkeypatch.setitem(sys.modules, "cryptography", None)
-    with pytest.raises(
-        StartupError, match=r"package cryptography\S* is not installed; install encserve-server\[tls\]$"
-    ):
+    with pytest.raises(StartupError, match=r"install encserve-server\[tls\]$"):
         await start_server(**flags(made.server))
 
 
-async def test_plaintext_to_other_machines_is_said_loudly(
-    start_server: StartServer, made: Certificates, caplog: pytest.LogCaptureFixture
+OPEN = "EVERYBODY WHO REACHES THIS ADDRESS MAY CALL"
+
+
+@pytest.mark.parametrize(
+    ("host", "files", "keys", "warnings"),
+    [
+        ("0.0.0.0", "none", None, {"NOT ENCRYPTED", OPEN}),  # noqa: S104
+        ("0.0.0.0", "none", "encserve-the-right-key", {"NOT ENCRYPTED"}),  # noqa: S104
+        ("0.0.0.0", "server", None, {OPEN}),  # noqa: S104
+        ("0.0.0.0", "mutual", None, set()),  # noqa: S104
+        ("127.0.0.1", "none", None, set()),
+    ],
+)
+async def test_an_open_or_unencrypted_server_warns(
+    start_server: StartServer,
+    made: Certificates,
+    caplog: pytest.LogCaptureFixture,
+    host: str,
+    files: str,
+    keys: str | None,
+    warnings: set[str],
 ) -> None:
-    def said() -> list[str]:
-        return [it.getMessage() for it in caplog.records if "NOT ENCRYPTED" in it.getMessage()]
-
-    await start_server(host="0.0.0.0", **flags(made.server))  # noqa: S104
-    await start_server()
-    assert not said()
-    await start_server(host="0.0.0.0")  # noqa: S104
-    (line,) = said()
-    assert "--host 0.0.0.0" in line
-    assert "--tls-cert-file" in line
-
-
-@pytest.mark.parametrize("mutual", [False, True])
-async def test_who_may_call_is_said_loudly(
-    start_server: StartServer, made: Certificates, caplog: pytest.LogCaptureFixture, mutual: bool
-) -> None:
-    """Without keys and without client certificates everybody may call, encrypted or not."""
-    await start_server(host="0.0.0.0", **flags(made.server, made.ca if mutual else None))  # noqa: S104
-    assert ("EVERYBODY WHO REACHES THIS ADDRESS MAY CALL" in caplog.text) != mutual
+    tls = {"none": {}, "server": flags(made.server), "mutual": flags(made.server, made.ca)}[files]
+    await start_server(host=host, api_key=keys, **tls)
+    assert {it for it in ("NOT ENCRYPTED", OPEN) if it in caplog.text} == warnings
 
 
 async def test_changed_files(
     start_server: StartServer, made: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Every port shows the new certificate; open connections stay; what is wrong is refused once, and then not."""
+    """Every port shows the new certificate, and open connections stay. A wrong file is refused once."""
     caplog.set_level(logging.INFO)
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
@@ -349,14 +330,11 @@ async def test_changed_files(
         assert server.sample("encserve_tls_reloads_total", outcome="refused") == refused + 1
         assert server.sample("encserve_tls_files_refused") == 1
         assert await shown() == after
-        mount.put(second, made.ca)  # as they are in use: the alert ends
+        mount.put(second, made.ca)  # the files in use: the alert ends
         await asyncio.to_thread(watch.look)
         assert server.sample("encserve_tls_files_refused") == 0
     lines = [it.getMessage() for it in caplog.records if "TLS files are refused" in it.getMessage()]
     assert len(lines) == 3
-    assert "expired at" in lines[0]
-    assert "does not belong" in lines[1]
-    assert "the key must be" in lines[2]
 
     mount.put(made.expired, made.ca)
     await asyncio.to_thread(watch.look)
@@ -368,7 +346,7 @@ async def test_changed_files(
 
 
 async def test_another_authority_of_callers(start_server: StartServer, made: Certificates, tmp_path: Path) -> None:
-    """A caller whose authority is gone is refused, also if its TLS could go on with an old session."""
+    """A caller of a removed authority is refused, also with an old TLS session."""
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
     server = await start_server(**flags(mount.pair, mount.ca))
@@ -382,23 +360,25 @@ async def test_another_authority_of_callers(start_server: StartServer, made: Cer
     await grpc_call(server, grpc_credentials(made.ca, made.stranger))
     with pytest.raises((httpx.TransportError, ssl.SSLError)):
         await http_call(server, mine)
-    with pytest.raises(grpc.aio.AioRpcError):
-        await grpc_call(server, grpc_credentials(made.ca, made.client))
+    assert (
+        await refusal(grpc_call(server, grpc_credentials(made.ca, made.client)))
+    ).code is grpc.StatusCode.UNAVAILABLE
 
 
 @pytest.mark.parametrize("days", [(-9, -1), (1, 1_000_000)])
 async def test_an_authority_out_of_its_time_beside_another(
     start_server: StartServer, made: Certificates, tmp_path: Path, days: tuple[float, float]
 ) -> None:
-    """Authorities are changed by a file with both: that of today lets callers in. It ends in the year 3000."""
+    """Operators change an authority with a file of both. Only the valid one counts."""
     other = made.authority.issue("other-ca", begins_in_days=days[0], days=days[1])
     both = tmp_path / "both.pem"
     both.write_bytes(made.ca.read_bytes() + other.cert.read_bytes())
     server = await start_server(**flags(made.server, both))
     assert await http_call(server, context_of(made.ca, made.client)) == 200
     await grpc_call(server, grpc_credentials(made.ca, made.client))
-    with pytest.raises(grpc.aio.AioRpcError):
-        await grpc_call(server, grpc_credentials(made.ca, made.stranger))
+    assert (
+        await refusal(grpc_call(server, grpc_credentials(made.ca, made.stranger)))
+    ).code is grpc.StatusCode.UNAVAILABLE
     with pytest.raises(CertificateError, match=r"^tls_client_ca_file .* (expired at|is not valid before) "):
         load_identity(TlsFiles(made.server.cert, made.server.key, other.cert), time.time())
 
@@ -407,7 +387,7 @@ async def test_an_authority_out_of_its_time_beside_another(
 async def test_old_sessions_are_not_resumed(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch, version: ssl.TLSVersion
 ) -> None:
-    """A session spares a caller its certificate, which may have expired since: of mutual TLS it is for a minute."""
+    """A resumed session skips the check of the certificate, which may have expired."""
     monkeypatch.setattr("encserve_server.system.certificates._POLL_SECONDS", 0.01)
     monkeypatch.setattr("encserve_server.system.certificates._SESSION_SECONDS", 0.0)
     server = await start_server(**flags(made.server, made.ca))
@@ -418,7 +398,7 @@ async def test_old_sessions_are_not_resumed(
         plain = socket.create_connection(("127.0.0.1", port), timeout=10)
         encrypted = context.wrap_socket(plain, server_hostname="localhost", session=session)
         encrypted.settimeout(0.05)
-        with contextlib.suppress(TimeoutError):  # a session of TLS 1.3 comes with the first data
+        with contextlib.suppress(TimeoutError):  # TLS 1.3 sends a session with the first data
             encrypted.recv(1)
         return encrypted
 
@@ -443,7 +423,7 @@ async def test_files_are_looked_at_by_themselves(
     mount = Mount(tmp_path / "mount")
     mount.put(made.server, made.ca)
     server = await start_server(**flags(mount.pair, mount.ca))
-    (tmp_path / "mount" / "..data").unlink()  # what a look finds then is refused, and the next one goes on
+    (tmp_path / "mount" / "..data").unlink()  # this look fails, the next one succeeds
     await until(lambda: server.sample("encserve_tls_reloads_total", outcome="refused") == 1)
     mount.put(made.authority.issue("third"), made.ca)
     await until(lambda: server.sample("encserve_tls_reloads_total", outcome="loaded") == 2)
@@ -452,7 +432,7 @@ async def test_files_are_looked_at_by_themselves(
 async def test_handshakes_that_do_not_end(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Connections that say nothing count as connections, and end after a while; others get an answer all the time."""
+    """Silent connections count as connections and end after a while. Other callers are served."""
     monkeypatch.setattr(http_server, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(page, "_HANDSHAKE_SECONDS", 0.5)
     monkeypatch.setattr(http_server, "_SPARE_HANDSHAKES", 1)
@@ -465,7 +445,7 @@ async def test_handshakes_that_do_not_end(
         await until(lambda: len(http.handshakes) == 2)
         assert await http_call(server, context) == 200
         readers.append((await silent.enter_async_context(raw(server)))[0])
-        assert await http_call(server, context, "/v1/embeddings") == 503  # three are too many, and are told so
+        assert await http_call(server, context, "/v1/embeddings") == 503  # the fourth connection is too many
         readers += [(await silent.enter_async_context(raw(server)))[0] for _ in range(3)]
         for reader in readers:
             assert await asyncio.wait_for(reader.read(), 5) == b""
@@ -479,10 +459,10 @@ async def test_handshakes_that_do_not_end(
 
 
 @pytest.mark.parametrize("encrypted", [False, True])
-async def test_the_metrics_page_has_so_many_threads(
+async def test_the_threads_of_the_metrics_page_are_bounded(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch, encrypted: bool
 ) -> None:
-    """Of connections that say nothing the oldest end for new ones, and probes and Prometheus get their answers."""
+    """New connections end the oldest silent ones, so that probes and Prometheus are served."""
     monkeypatch.setattr(page, "_MAX_CONNECTIONS", 8)
     server = await start_server(**flags(made.server) if encrypted else {})
     scheme, verify = ("https", context_of(made.ca)) if encrypted else ("http", ssl.create_default_context())
@@ -504,7 +484,7 @@ async def test_the_metrics_page_has_so_many_threads(
 async def test_a_slow_caller_of_the_metrics_page(
     start_server: StartServer, made: Certificates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A head that arrives a byte at a time does not keep a thread for longer than a connection may take."""
+    """It sends a byte at a time, and loses its connection at the time limit."""
     monkeypatch.setattr(page, "_CONNECTION_SECONDS", 0.3)
     server = await start_server(**flags(made.server))
     reader, writer = await asyncio.open_connection(
@@ -521,17 +501,17 @@ async def test_a_slow_caller_of_the_metrics_page(
 
 
 @contextlib.asynccontextmanager
-async def _connected(port: int, said: bytes) -> AsyncIterator[asyncio.StreamReader]:
-    """A connection of somebody who says little."""
+async def _connected(port: int, data: bytes) -> AsyncIterator[asyncio.StreamReader]:
+    """A connection that sends only these bytes."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(said)
+    writer.write(data)
     yield reader
     writer.transport.abort()
 
 
-async def test_much_over_tls(start_server: StartServer, made: Certificates) -> None:
-    """A long request and a long answer, in pieces, and several on one connection; one sent in two records too."""
-    server = await start_server(**flags(made.server))
+async def test_large_messages_over_tls(shared_tls: FakeServer, made: Certificates) -> None:
+    """Several on one connection, and one request in two TLS records."""
+    server = shared_tls
     async with httpx.AsyncClient(verify=context_of(made.ca), trust_env=False, timeout=30) as client:
         url = f"https://localhost:{server.app.http_port}/v1/embeddings"
         for n in (1, 2000, 1):
@@ -548,16 +528,13 @@ async def test_much_over_tls(start_server: StartServer, made: Certificates) -> N
     writer.close()
 
 
-def test_the_key_is_in_no_repr(made: Certificates) -> None:
-    identity = load_identity(TlsFiles(made.server.cert, made.server.key), time.time())
-    assert "PRIVATE" not in repr(identity)
-    assert os.linesep.encode() in identity.key
+def test_the_repr_hides_the_key(made: Certificates) -> None:
+    assert "PRIVATE" not in repr(load_identity(TlsFiles(made.server.cert, made.server.key), time.time()))
 
 
-async def test_a_client_certificate_says_who_calls(
+async def test_a_client_certificate_names_the_caller(
     start_server: StartServer, made: Certificates, tmp_path: Path
 ) -> None:
-    """By a DNS name of it, over gRPC and HTTP; a certificate that no caller has is refused."""
     file = tmp_path / "callers.toml"
     file.write_text('[[caller]]\nname = "reports"\ncertificate_names = ["client.example"]\n')
     server = await start_server(**flags(made.server, made.ca), callers=file)
@@ -565,6 +542,5 @@ async def test_a_client_certificate_says_who_calls(
     await grpc_call(server, grpc_credentials(made.ca, made.client))
     assert server.sample("encserve_caller_calls_total", caller="reports", outcome="OK") == 2
     assert await http_call(server, context_of(made.ca, made.other_name)) == 401
-    with pytest.raises(grpc.aio.AioRpcError) as caught:
-        await grpc_call(server, grpc_credentials(made.ca, made.other_name))
-    assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    failed = await refusal(grpc_call(server, grpc_credentials(made.ca, made.other_name)))
+    assert failed.code is grpc.StatusCode.UNAUTHENTICATED

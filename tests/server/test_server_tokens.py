@@ -158,18 +158,6 @@ async def test_binary_vectors(server: FakeServer, dimensions: int) -> None:
         assert bits[1].tolist() == [1] * width + [0] * (8 - width)
 
 
-async def test_int8_vectors(server: FakeServer) -> None:
-    outputs = [pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN), pb.OutputSpec(kind=pb.OUTPUT_KIND_MEAN, dimensions=2)]
-    int8 = await server.encode([0], [5, 6], options=pb.EncodeOptions(outputs=outputs, data_type=pb.DATA_TYPE_INT8))
-    unit = [pb.OutputSpec(kind=it.kind, dimensions=it.dimensions, l2_normalize=True) for it in outputs]
-    floats = await server.encode([0], [5, 6], options=pb.EncodeOptions(outputs=unit))
-    for tensor, wanted, width in zip(int8.outputs, floats.outputs, (4, 2), strict=True):
-        assert (tensor.data_type, tensor.width, list(tensor.lengths)) == (pb.DATA_TYPE_INT8, width, [1, 1])
-        assert tensor.l2_normalized
-        numbers = np.frombuffer(wanted.data, "<f4") * np.float32(127 * np.sqrt(width) / 4)
-        assert tensor.data == np.clip(np.rint(numbers), -128, 127).astype(np.int8).tobytes()
-
-
 @pytest.mark.parametrize("data_type", [pb.DATA_TYPE_BINARY, pb.DATA_TYPE_INT8])
 async def test_rows_of_tokens_are_never_binary_or_int8(server: FakeServer, data_type: pb.DataType) -> None:
     problem = f"options.data_type: {pb.DataType.Name(data_type)} is not for OUTPUT_KIND_TOKENS, see options.outputs"

@@ -1,4 +1,4 @@
-"""The batch budget: how it is chosen, what it is measured on, and when it is believed and remembered."""
+"""The batch budget: its choice, its measurement, and the remembered figures."""
 
 import json
 import math
@@ -26,10 +26,10 @@ MACHINE = {"cpu": "a CPU", "intra_op_threads": 2, "runtime": "fake 1"}
 
 
 class Device:
-    """An engine whose runs take as long as a formula says; time passes only while it runs.
+    """An engine with a formula for the seconds of a run, and a clock that only its runs move.
 
     Attributes:
-        batches: The lengths of every batch that was run.
+        batches: The lengths of every batch.
     """
 
     info = EngineInfo(provider="FakeExecutionProvider", device="cpu", precision="float32", runtime="fake 1")
@@ -37,7 +37,7 @@ class Device:
     widens = False
 
     def __init__(self, seconds: Callable[[int, int], float]) -> None:
-        """Takes the seconds of a run by its padded tokens and how many ran before."""
+        """Takes the seconds of a run as a function of its padded tokens and its number."""
         self._seconds = seconds
         self.batches: list[list[int]] = []
         self.clock = 0.0
@@ -52,7 +52,7 @@ class Device:
         return BatchResult(output, list(lengths), 0.0, seconds)
 
     def close(self) -> None:
-        """Has nothing to free."""
+        """Frees nothing."""
 
     def now(self) -> float:
         return self.clock
@@ -68,7 +68,7 @@ def policy(budget: int) -> BatchPolicy:
 
 
 def cached(limit: int) -> Callable[[int, int], float]:
-    """A device with a fixed cost for each run, and twice the cost of a token once `limit` tokens are exceeded."""
+    """A device with a fixed cost for each run, and a higher cost of a token above `limit` tokens."""
     return lambda padded, _: 3e-3 + padded * (1e-5 if padded <= limit else 4e-5)
 
 
@@ -78,7 +78,7 @@ def cached(limit: int) -> Callable[[int, int], float]:
 def test_the_budget_is_where_the_device_is_fastest(
     bundle: Bundle, tmp_path: Path, limit: int, server: int, job: int
 ) -> None:
-    """Of those that are nearly as fast a server has the least, and a job the greatest."""
+    """Of nearly equal budgets a server takes the least, and a job the greatest."""
     device = Device(cached(limit))
     tuned = tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
     assert (tuned.max_batch_tokens, tuned.job_batch_tokens) == (server, job)
@@ -89,10 +89,10 @@ def test_the_budget_is_where_the_device_is_fastest(
 def tune_gpu(
     bundle: Bundle, path: Path, seconds: Callable[[int, int], float], most_sequences: int = 4096
 ) -> tuple[Tuned, Device]:
-    """What is found on a GPU, and the GPU."""
+    """The result on a GPU, and the GPU."""
     device = Device(seconds)
     device.info = replace(device.info, device="cuda")
-    found = tune(
+    tuned = tune(
         device,
         bundle,
         lambda tokens: BatchPolicy(tokens, most_sequences, 0.5),
@@ -100,12 +100,12 @@ def tune_gpu(
         machine=MACHINE,
         now=device.now,
     )
-    return found, device
+    return tuned, device
 
 
-@pytest.mark.parametrize(("limit", "budget"), [(4096, 4096), (9000, 8192), (40000, 32768)])
-def test_a_gpu_is_given_as_much_as_fills_its_budgets(bundle: Bundle, tmp_path: Path, limit: int, budget: int) -> None:
-    """64 texts would fit into the least of its budgets, and one text says little of how fast it is."""
+@pytest.mark.parametrize(("limit", "budget"), [(4096, 4096), (9000, 8192)])
+def test_a_gpu_is_measured_on_full_batches(bundle: Bundle, tmp_path: Path, limit: int, budget: int) -> None:
+    """64 texts would fit into the least of its budgets, and one text says little about its speed."""
     tuned, _ = tune_gpu(
         bundle, tmp_path / "t.json", lambda padded, _: 2e-3 + padded * (1e-7 if padded <= limit else 4e-7)
     )
@@ -113,17 +113,17 @@ def test_a_gpu_is_given_as_much_as_fills_its_budgets(bundle: Bundle, tmp_path: P
 
 
 def small(padded: int, most: int) -> float:
-    """A device whose memory is full beyond so many tokens."""
+    """The seconds of a run on a device with memory for so many tokens."""
     if padded > most:
         raise RuntimeError(f"out of memory for {padded} tokens")
     return 1e-3 + padded * 1e-7
 
 
-@pytest.mark.parametrize(("most", "budget"), [(20_000, 16384), (5000, 4096)])
-def test_a_budget_that_the_device_cannot_hold_is_left_out(
+@pytest.mark.parametrize(("most", "budget"), [(5000, 4096)])
+def test_a_budget_beyond_the_memory_is_skipped(
     bundle: Bundle, tmp_path: Path, most: int, budget: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The model was loaded and works; it must not fail for being tried. What was short may be there the next time."""
+    """The model works, so a trial must not fail it. Nothing is remembered, since more memory may be free next time."""
     tuned, _ = tune_gpu(bundle, tmp_path / "t.json", lambda padded, _: small(padded, most))
     assert tuned.max_batch_tokens == budget
     assert not list(tmp_path.glob("*.json"))
@@ -131,22 +131,22 @@ def test_a_budget_that_the_device_cannot_hold_is_left_out(
 
 
 @pytest.mark.parametrize("good_runs", [0, 2])
-def test_where_no_budget_can_be_had_nothing_is_concluded(bundle: Bundle, tmp_path: Path, good_runs: int) -> None:
+def test_without_any_figures_there_is_no_budget(bundle: Bundle, tmp_path: Path, good_runs: int) -> None:
     path = tmp_path / "t.json"
     tuned, _ = tune_gpu(bundle, path, lambda padded, ran: small(padded, 40_000 if ran <= good_runs else 0))
     assert tuned.max_batch_tokens is None
     assert not list(tmp_path.glob("*.json"))
 
 
-@pytest.mark.parametrize("most_sequences", [1, 8, 32, 256])
-def test_it_takes_a_few_seconds_however_small_batches_must_be(
+@pytest.mark.parametrize("most_sequences", [1, 32, 256])
+def test_the_measurement_takes_a_few_seconds_for_any_batch_size(
     bundle: Bundle, tmp_path: Path, most_sequences: int
 ) -> None:
     _, device = tune_gpu(bundle, tmp_path / "t.json", lambda padded, _: 3e-3 + padded * 1e-6, most_sequences)
     assert device.clock < 8
 
 
-def test_budgets_that_are_nearly_as_fast_are_as_good() -> None:
+def test_nearly_equal_budgets_are_equally_good() -> None:
     assert good_enough({256: 90.0, 384: 98.5, 512: 100.0, 768: 97.0, 1024: 99.0}) == [384, 512, 1024]
     assert good_enough({}) == []
 
@@ -158,7 +158,7 @@ def test_the_choice_is_always_nearly_the_fastest(rates: dict[int, float]) -> Non
     assert all(rates[budget] >= 0.98 * max(rates.values()) for budget in good)
 
 
-def test_it_is_measured_on_batches_that_keep_their_bounds(bundle: Bundle, tmp_path: Path) -> None:
+def test_the_measured_batches_keep_their_bounds(bundle: Bundle, tmp_path: Path) -> None:
     device = Device(cached(512))
     tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
     for lengths in device.batches:
@@ -168,21 +168,21 @@ def test_it_is_measured_on_batches_that_keep_their_bounds(bundle: Bundle, tmp_pa
     assert sum(sum(lengths) for lengths in device.batches) >= 3 * len(BUDGETS_TOKENS["cpu"]) * sum(USUAL_LENGTHS)
 
 
-def test_a_model_of_short_sequences_gets_no_longer_ones(tmp_path: Path) -> None:
+def test_no_measured_sequence_is_longer_than_the_models_limit(tmp_path: Path) -> None:
     bundle = read_bundle(write_bundle(tmp_path / "models"))
     device = Device(cached(512))
     tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
     assert max(map(max, device.batches)) == bundle.max_sequence_tokens
 
 
-def test_a_slow_model_is_tried_on_fewer_texts(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_slow_model_is_measured_on_fewer_texts(bundle: Bundle, tmp_path: Path) -> None:
     device = Device(lambda padded, _: padded * 1e-2)
     tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
     assert device.clock < 80
     assert len({length for lengths in device.batches for length in lengths}) < len(set(USUAL_LENGTHS)) / 2
 
 
-def test_a_busy_machine_decides_nothing_and_leaves_nothing(bundle: Bundle, tmp_path: Path) -> None:
+def test_unstable_figures_give_no_budget_and_no_file(bundle: Bundle, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     device = Device(lambda padded, _: padded * 1e-4 * random.uniform(1, 4))
     tuned = tune(device, bundle, policy, path=tmp_path / "t.json", machine=MACHINE, now=device.now)
@@ -196,37 +196,31 @@ def test_a_few_disturbed_runs_change_nothing(bundle: Bundle, tmp_path: Path) -> 
     assert tuned.max_batch_tokens == 512
 
 
-def test_what_is_remembered_is_readable_by_the_next_server_whoever_runs_it(bundle: Bundle, tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    device = Device(cached(520))
-    tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now)
-    assert path.stat().st_mode & 0o777 == 0o644
-
-
-def test_it_is_remembered_for_this_model_and_machine_only(bundle: Bundle, tmp_path: Path) -> None:
+def test_figures_are_remembered_for_one_model_and_machine(bundle: Bundle, tmp_path: Path) -> None:
     path = tmp_path / "t.json"
 
-    def again(its: Bundle = bundle, machine: dict[str, Any] = MACHINE, **changes: str) -> bool:
+    def again(of: Bundle = bundle, machine: dict[str, Any] = MACHINE, **changes: str) -> bool:
         device = Device(cached(520))
         device.info = replace(device.info, **changes)
-        tuned = tune(device, its, policy, path=path, machine=machine, now=device.now)
+        tuned = tune(device, of, policy, path=path, machine=machine, now=device.now)
         assert (tuned.max_batch_tokens, tuned.job_batch_tokens) == (512, 512)
         assert set(tuned.tokens_per_second) == set(BUDGETS_TOKENS["cpu"])
         assert tuned.remembered == (not device.batches)
         return tuned.remembered
 
     assert not again()
+    assert path.stat().st_mode & 0o777 == 0o644, "another user's server reads it too"
     assert again()
     assert not again(machine=MACHINE | {"intra_op_threads": 4})
     assert not again()
-    assert not again(its=replace(bundle, fingerprint="0" * 32))
+    assert not again(of=replace(bundle, fingerprint="0" * 32))
     assert not again()
     assert not again(precision="bfloat16")
     assert not again(provider="OpenVINO", precision="bfloat16")
 
 
 @pytest.mark.parametrize("content", ["", "[]", "null", "{", '{"max_batch_tokens": 512}', "\x00"])
-def test_a_damaged_file_is_measured_anew(bundle: Bundle, tmp_path: Path, content: str) -> None:
+def test_a_damaged_file_is_measured_again(bundle: Bundle, tmp_path: Path, content: str) -> None:
     path = tmp_path / "t.json"
     path.write_text(content)
     device = Device(cached(520))
@@ -239,9 +233,7 @@ def test_a_damaged_file_is_measured_anew(bundle: Bundle, tmp_path: Path, content
 @pytest.mark.parametrize(
     "changes", [{"512": it} for it in (0, -5, "512", None, math.inf, math.nan, [1])] + [{"1000000": 1e9}, {"x": 1}]
 )
-def test_remembered_figures_that_nobody_measured_are_not_used(
-    bundle: Bundle, tmp_path: Path, changes: dict[str, object]
-) -> None:
+def test_impossible_figures_are_not_used(bundle: Bundle, tmp_path: Path, changes: dict[str, object]) -> None:
     path = tmp_path / "t.json"
     device = Device(cached(520))
     tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now)
@@ -251,13 +243,13 @@ def test_remembered_figures_that_nobody_measured_are_not_used(
     assert not tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now).remembered
 
 
-def test_a_repository_that_cannot_be_written_to_is_no_problem(bundle: Bundle, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_gives_a_budget_too(bundle: Bundle, tmp_path: Path) -> None:
     device = Device(cached(520))
     path = tmp_path / "missing" / "t.json"
     assert tune(device, bundle, policy, path=path, machine=MACHINE, now=device.now).max_batch_tokens == 512
 
 
-def test_what_is_set_is_not_measured(tmp_path: Path) -> None:
+def test_a_budget_in_the_settings_is_not_measured(tmp_path: Path) -> None:
     directory = write_bundle(tmp_path)
     for settings, budget in (({"max_batch_tokens": 77}, 77), ({"tune_batches": False}, 512)):
         loaded = load_model(directory, Settings(model_repository=tmp_path, **settings), None)  # type: ignore[arg-type]

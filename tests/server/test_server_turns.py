@@ -88,6 +88,18 @@ async def test_callers_are_served_by_their_weights() -> None:
     assert max(after - before for before, after in pairwise(a_turns)) <= 8, "not interleaved"
 
 
+async def test_a_caller_that_was_away_has_no_credit() -> None:
+    bench = Bench()
+    first, second = Sender(Caller("first")), Sender(Caller("second"))
+    for _ in range(20):
+        await bench.send("first", first, 10)
+    bench.done.clear()
+    held = await bench.hold()
+    tasks = [bench.send(it.caller.name, it, 10) for it in (first, second) for _ in range(20)]
+    await bench.finish(*held, *tasks)
+    assert 9 <= bench.done[:20].count("second") <= 11
+
+
 async def test_cancelled_work_takes_no_place_and_no_turn() -> None:
     """The caller's next work comes as soon as if it had never sent the cancelled work."""
     bench = Bench()

@@ -1,4 +1,4 @@
-"""How long a sequence may wait: the scheduler's contract, over simulated time and any mix of traffic."""
+"""The longest wait of a sequence, in simulated time and any mix of traffic."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,14 +17,14 @@ class Entry:
     """A sequence of the simulation.
 
     Attributes:
-        arrives_at: When it comes, in seconds.
+        arrives_at: The time of its arrival, in seconds.
         length: Its tokens.
-        deadline: When its caller stops waiting.
-        leaves_at: When its caller goes away.
-        ahead: Live entries before it at its arrival.
-        running_until: When the next batch can begin, as things are at its arrival.
+        deadline: The end of its caller's patience.
+        leaves_at: The time its caller cancels.
+        ahead: Waiting entries before it at its arrival.
+        running_until: The earliest start of the next batch, seen at its arrival.
         batches_before: Batches that began between its arrival and its own.
-        started_at: When its own batch began; NaN if it never did.
+        started_at: The start of its batch; NaN if it did not run.
     """
 
     arrives_at: float
@@ -45,8 +45,8 @@ class Engine:
         run_seconds: The fixed cost.
         token_seconds: The cost of a token.
         lanes: How many batches run at once.
-        widens: Whether a batch with nobody beside it runs `lanes` times as fast, and keeps the others out.
-        longest_run: The longest time that a run took.
+        widens: Whether a batch that runs alone uses all lanes, and runs `lanes` times as fast.
+        longest_run: The longest run so far, in seconds.
     """
 
     run_seconds: float
@@ -63,10 +63,10 @@ class Engine:
 
 
 def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
-    """Plays the lanes: whatever is pending when one is free is batched and run, with no timer."""
+    """Runs all entries: a free lane takes a batch of the pending ones at once, without a timer."""
     queue = PendingQueue()
     pending: dict[TokenSequence, Entry] = {}
-    running: list[float] = []  # when each batch ends
+    running: list[float] = []  # the end of each batch
     alone_until = -math.inf
     coming = sorted(entries, key=lambda entry: entry.arrives_at)
     now = 0.0
@@ -74,7 +74,7 @@ def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
         now = _next_event(now, coming, running)
         running = [ends for ends in running if ends > now]
         while coming and coming[0].arrives_at <= now:
-            # The next batch begins when a lane is free; who comes while all are taken waits for the first of them.
+            # The next batch begins when a lane is free.
             busy = len(running) == engine.lanes or alone_until > now
             _arrive(coming.pop(0), queue, pending, running_until=min(running) if busy else now)
         while len(queue) and len(running) < engine.lanes and alone_until <= now:
@@ -95,7 +95,7 @@ def simulate(entries: list[Entry], policy: BatchPolicy, engine: Engine) -> None:
 
 
 def _next_event(now: float, coming: list[Entry], running: list[float]) -> float:
-    """When somebody comes or a batch ends, whichever is first."""
+    """The next arrival or the next end of a batch."""
     events = [entry.arrives_at for entry in coming[:1]] + running
     return max(now, min(events))
 
@@ -132,7 +132,7 @@ engines = st.builds(Engine, st.floats(0, 0.1), st.floats(1e-6, 1e-3), st.integer
 def test_with_k_before_it_a_sequence_starts_in_the_next_k_plus_1_batches(
     entries: list[Entry], policy: BatchPolicy, engine: Engine
 ) -> None:
-    """And so within the rest of the batch that runs, and k more; whatever comes later."""
+    """Later arrivals do not matter."""
     simulate(entries, policy, engine)
     for entry in entries:
         if not math.isnan(entry.started_at):
@@ -142,7 +142,7 @@ def test_with_k_before_it_a_sequence_starts_in_the_next_k_plus_1_batches(
 
 
 @given(arrivals, policies, engines)
-def test_everybody_who_stays_is_served_and_nobody_else(
+def test_all_patient_callers_are_served_and_no_late_ones(
     entries: list[Entry], policy: BatchPolicy, engine: Engine
 ) -> None:
     simulate(entries, policy, engine)
@@ -158,7 +158,7 @@ def test_everybody_who_stays_is_served_and_nobody_else(
 def test_an_odd_length_under_a_flood_of_others_waits_for_one_batch_only(
     length: int, flood: list[int], policy: BatchPolicy
 ) -> None:
-    """The worst mix for batching by length: one odd sequence, and an endless supply of better neighbours."""
+    """The worst case of batching by length: one odd sequence among many similar ones."""
     engine = Engine(0.01, 1e-5)
     odd = Entry(0.001, length, math.inf, math.inf)
     others = [Entry(0.0 if i == 0 else 0.002 + i * 1e-4, it, math.inf, math.inf) for i, it in enumerate(flood)]

@@ -21,7 +21,6 @@ from encserve_proto.v1.encoder_pb2_grpc import EncoderServiceServicer, add_Encod
 
 D_MODEL = 8
 FIRST, LAST = 1, 2  # the special tokens around a text
-SERVICE_METHODS = 4
 
 Rows = npt.NDArray[np.float32]
 

@@ -1,4 +1,4 @@
-"""What fuzzers of every protocol do to good messages."""
+"""Damage for the messages of fuzzers."""
 
 import random
 

@@ -34,7 +34,7 @@ _NICENESS = 10
 _END_SECONDS = 30
 _READ_BYTES = 1 << 20
 _PACKET_BYTES = 1 << 16
-# A slow sender holds back the last bytes and sends one of them each second.
+# A slow sender holds back the last bytes and sends one each second.
 _HELD_BACK_BYTES, _DRIP_SECONDS = 64 * 1024, 1.0
 Report = dict[str, Any]
 

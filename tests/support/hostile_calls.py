@@ -81,7 +81,7 @@ def serialized(message: Message) -> bytes:
 
 
 def wide_fields(n_tokens: int) -> dict[str, object]:
-    """An HTTP request whose reply is a little larger than `n_tokens` rows of the wide model."""
+    """An HTTP request with a reply a little larger than `n_tokens` rows of the wide model."""
     return {"input": [[1]] * (n_tokens // 4), "pooling": "mean"}  # a number takes about 20 bytes in JSON, 4 in a row
 
 

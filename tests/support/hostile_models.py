@@ -108,7 +108,7 @@ def write_slow(repository: Path, steps_per_run: int = 0) -> None:
 
 
 def write_panicking(repository: Path) -> None:
-    """Write a model whose tokenizer panics at PANIC_TEXT."""
+    """Write a model with a tokenizer that panics at PANIC_TEXT."""
     tokenizer = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"(a+)+$"), "isolated")
     _write(repository, "panicking", NARROW, tokenizer=tokenizer)

@@ -1,4 +1,4 @@
-"""Calls that wait in a queue, without an event loop."""
+"""Waiting calls without an event loop."""
 
 import math
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from encserve_server.types.sequences import TokenSequence
 
 
 def sequence_of(*ids: int, extra_cost: int = 0) -> TokenSequence:
-    """A sequence of these ids, whose outputs cost so many tokens beside its own."""
+    """A sequence of these ids. Its outputs cost `extra_cost` tokens more than its own."""
     return TokenSequence(np.array(ids, np.int64), len(ids), cost=len(ids) + extra_cost)
 
 
@@ -24,12 +24,12 @@ def ticket_of(
     caller: Caller = ANYONE,
     priority: Priority = Priority.INTERACTIVE,
 ) -> Ticket:
-    """A call of sequences of these lengths; `done.cancel()` is a caller that goes away."""
+    """A call of sequences of these lengths; `done.cancel()` cancels it."""
     sequences = [sequence_of(*[1] * length, extra_cost=extra_cost) for length in lengths]
     done: Future[None] = Future()
     ticket = Ticket(
         sequences,
-        done,  # type: ignore[arg-type] # of what is used here it has all
+        done,  # type: ignore[arg-type] # the queue uses only the methods that both have
         len(sequences),
         caller=caller,
         priority=priority,

@@ -25,7 +25,7 @@ def table() -> Any:
 
 
 def expected_rows(ids: Any) -> Any:
-    """What the graph gives for (seq,) ids."""
+    """The rows of the graph for (seq,) ids."""
     vectors = table()[ids]
     return vectors + vectors.mean(axis=0, keepdims=True)
 
@@ -56,7 +56,7 @@ def write_graph(path: Path) -> None:
 
 
 def byte_products() -> tuple[bytes, Any, Any]:
-    """A graph that multiplies uint8 by int8, `A` to `Y`; an input (8, 64), and what it makes of it, int32 (8, 16).
+    """A graph that multiplies uint8 by int8, `A` to `Y`, with an input (8, 64) and its output, int32 (8, 16).
 
     Sums of two products do not fit 16 bits.
     """

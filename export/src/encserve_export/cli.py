@@ -19,7 +19,7 @@ from encserve_export.bundle.write import Exported, Progress, Target
 from encserve_export.ground import names
 from encserve_export.ground.errors import ConfigError, ExportError, printable
 from encserve_export.ground.precision import Precision
-from encserve_export.kinds.recipe import POOLING_ALIASES, POOLINGS, pooled
+from encserve_export.kinds.spec import POOLING_ALIASES, POOLINGS, spec_from_options
 from encserve_export.models.own.config import EncoderConfig, Input
 from encserve_export.models.own.layouts import known_layouts
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -166,6 +166,11 @@ def _pooling_options(command: _Command) -> _Command:
 @_pooling_option(help="The pooling that the model was trained with, for a directory without modules.json.")
 @click.option(
     "--ids-only", is_flag=True, help="Export a directory without a tokenizer; the model takes token ids only."
+)
+@click.option(
+    "--ignore-head",
+    is_flag=True,
+    help="Export the encoder of a classifier or a cross-encoder, without its head.",
 )
 @_expect_option
 def hf(
@@ -325,7 +330,7 @@ def onnx(
             token_type_ids=token_type_ids_name,
             output=output_name,
         ),
-        vector=pooled(pooling, l2_normalize=l2_normalize),
+        vector=spec_from_options(pooling, l2_normalize=l2_normalize),
         tokenizer=_read_tokenizer(tokenizer_path),
         **options,
     )

@@ -7,7 +7,7 @@ from encserve_export.bundle.write import Exported
 from encserve_export.ground import names
 from encserve_export.ground.errors import printable
 from encserve_export.ground.precision import BOUNDS
-from encserve_export.kinds.recipe import TASKS
+from encserve_export.kinds.spec import TASKS
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _POOLING_UNKNOWN = (

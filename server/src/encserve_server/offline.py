@@ -44,7 +44,7 @@ from encserve_server.repository.scan import newest_version
 from encserve_server.scheduling.batching import BatchPolicy
 from encserve_server.settings import Settings
 from encserve_server.system.cpus import usable_cpus
-from encserve_server.types.arrays import IndexedRows, OutputArrays, OutputRows
+from encserve_server.types.arrays import IndexedRows, OutputArrays, OutputRows, TokenIds
 from encserve_server.types.bundles import Bundle
 from encserve_server.types.requests import DataType, Detail, OutputKind, Task
 from encserve_server.types.sequences import TokenSequence
@@ -248,6 +248,28 @@ class Embedder:
         if made.kind == "sparse":
             return made.sparse_vectors()
         return made.arrays() if made.kind in ("tokens", "multi_vector") else made.rows
+
+    def tokenize(self, texts: Iterable[str], **options: Unpack[EmbedOptions]) -> list[TokenIds | str]:
+        """Return the ids that the model gets for each text, without running the model.
+
+        Args:
+            texts: The texts.
+            **options: See `EmbedOptions`. The prompt, the task and `truncate` change the ids.
+
+        Returns:
+            For each text (seq,) int64 ids, or the reason why the text is refused.
+
+        Raises:
+            RequestError: The model does not have what the options ask for.
+            Stopped: `stop` was called.
+        """
+        self._check_running()
+        sent: dict[int, SentInput] = dict(enumerate(texts))
+        call, _ = _call(list(sent.values()), "tokens", **options)
+        checked = self._check(self._treatments.treat(call), sent)
+        return [
+            _reason(it) if isinstance(it, EncserveError) else np.asarray(it.input, np.int64) for it in checked.values()
+        ]
 
     def run(
         self, inputs: Iterable[Input], on_batch: OnBatch | None = None, **options: Unpack[EmbedOptions]

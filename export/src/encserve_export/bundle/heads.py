@@ -13,7 +13,7 @@ from encserve_export.ground.errors import CheckpointFileError, ParityError
 from encserve_export.ground.float64 import in_float64
 from encserve_export.ground.precision import HEAD_TOLERANCE, VOCABULARY_HEAD_TOLERANCE, allowed
 from encserve_export.ground.runtime import open_session
-from encserve_export.kinds.recipe import MultiVectorHead, SparseHead
+from encserve_export.kinds.spec import MultiVectorHead, SparseHead
 from encserve_export.onnx_graph import traced
 from encserve_proto.bundle.v1 import manifest_pb2
 

@@ -10,9 +10,9 @@ from typing import Any
 from encserve_export.bundle.space import space_id
 from encserve_export.check import agreement
 from encserve_export.check.expected import Agreement, Expected
-from encserve_export.check.texts import Compared
+from encserve_export.check.pipeline import Compared
 from encserve_export.ground.errors import ConfigError
-from encserve_export.kinds.recipe import Recipe
+from encserve_export.kinds.spec import ModelSpec
 from encserve_export.source.tokenizer import TokenizerFile
 from encserve_export.source.weights import sha256
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -37,7 +37,7 @@ class Source:
         route: The route of `hf`, "own", "onnx", "transformers" or "static"; empty for the other commands.
         repository: OWNER/NAME on the Hugging Face hub; empty for local files.
         revision: The commit on the hub, in hex; empty for local files.
-        pipeline: Compares a bundle with sentence-transformers, see `check.texts`; None to compare nothing.
+        pipeline: Compares a bundle with sentence-transformers, see `check.pipeline`; None to compare nothing.
         model_digest: The digest of weights and configuration, see `space`; empty to digest the encoder.
         expected: Rows of the user's own module that the bundle must give, or None.
     """
@@ -45,7 +45,7 @@ class Source:
     kind: str
     description: str
     weights_sha256: str = ""
-    vector: Recipe = dataclasses.field(default_factory=Recipe)
+    vector: ModelSpec = dataclasses.field(default_factory=ModelSpec)
     tokenizer: TokenizerFile | None = None
     route: str = ""
     repository: str = ""
@@ -137,7 +137,7 @@ def build_manifest(
     return manifest
 
 
-def _task(vector: Recipe, name: str, longest: int) -> manifest_pb2.TaskSettings | None:
+def _task(vector: ModelSpec, name: str, longest: int) -> manifest_pb2.TaskSettings | None:
     settings = vector.tasks.get(name)
     if settings is None:
         return None
@@ -152,7 +152,7 @@ def _task(vector: Recipe, name: str, longest: int) -> manifest_pb2.TaskSettings 
     return task
 
 
-def pooled_width(shape: manifest_pb2.EncoderShape, vector: Recipe) -> int:
+def pooled_width(shape: manifest_pb2.EncoderShape, vector: ModelSpec) -> int:
     """Return the dimensions of a pooled vector."""
     return shape.d_model * (1 + len(vector.more_poolings))
 
@@ -173,7 +173,7 @@ def _tools(source: Source) -> list[str]:
 
 
 def _text(
-    shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None, vector: Recipe
+    shape: manifest_pb2.EncoderShape, tokenizer: TokenizerFile | None, vector: ModelSpec
 ) -> manifest_pb2.TextInput | None:
     if tokenizer is None:
         return None

@@ -33,7 +33,7 @@ from onnx import AttributeProto, GraphProto, TensorProto, numpy_helper
 from torch import Tensor
 
 from encserve_export.ground.errors import ConfigError
-from encserve_export.kinds.recipe import ModuleFacts
+from encserve_export.kinds.spec import ModuleFacts
 from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.encoder import Encoder
 from encserve_export.onnx_graph.foreign import Interface
@@ -90,7 +90,7 @@ def space_id(manifest: manifest_pb2.Manifest, model: str, modules: Sequence[Modu
     Args:
         manifest: The manifest of the bundle.
         model: The result of `digest_model`, `digest_encoder` or `digest_onnx`.
-        modules: The modules after the encoder, see `Recipe.modules`.
+        modules: The modules after the encoder, see `ModelSpec.modules`.
         folder: The folder of the tokenizer files that the manifest names.
     """
     fields = MessageToDict(manifest, preserving_proto_field_name=True)

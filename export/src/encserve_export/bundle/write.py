@@ -12,7 +12,7 @@ from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import check_form
 from encserve_export.check import agreement
 from encserve_export.check.expected import check_expected
-from encserve_export.kinds.recipe import Recipe
+from encserve_export.kinds.spec import ModelSpec
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
 
@@ -130,11 +130,14 @@ def complete(
         {
             "expected": "" if expected is None else expected.path.name,
             "compared with": "" if compared is None else compared.library,
+            "remark": "" if source.tokenizer is None else source.tokenizer.remark(model.shape.vocab_size),
         }
     )
 
 
-def _write_heads(vector: Recipe, shape: manifest_pb2.EncoderShape, folder: Path) -> tuple[dict[str, Any], list[Path]]:
+def _write_heads(
+    vector: ModelSpec, shape: manifest_pb2.EncoderShape, folder: Path
+) -> tuple[dict[str, Any], list[Path]]:
     """Write the graphs that follow the encoder. Return their manifest fields by name, and the new files."""
     before, heads = set(folder.iterdir()), dict[str, Any]()
     if vector.head is not None:

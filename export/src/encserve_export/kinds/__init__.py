@@ -1,1 +1,1 @@
-"""What is made of rows: one vector, vectors for MaxSim, weights over the vocabulary."""
+"""The kinds of models: they turn rows into one vector, vectors for MaxSim, or weights over the vocabulary."""

@@ -1,6 +1,6 @@
-"""BGE-M3's other two kinds of vectors, which its authors keep in two files beside the encoder.
+"""BGE-M3's multi-vectors and sparse weights, from two files beside the encoder.
 
-Dense vectors are what modules.json says. The formulas are those of FlagEmbedding, its authors' code.
+modules.json describes the dense vectors. The formulas are from FlagEmbedding, the authors' code.
 """
 
 import dataclasses
@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 
 from encserve_export.ground.errors import CheckpointFileError
-from encserve_export.kinds.recipe import ModuleFacts, MultiVectorHead, Recipe, SparseHead
+from encserve_export.kinds.spec import ModelSpec, ModuleFacts, MultiVectorHead, SparseHead
 from encserve_export.source.tokenizer import TokenizerFile
 from encserve_export.source.weights import read_checkpoint, read_object
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -19,28 +19,28 @@ from encserve_proto.bundle.v1 import manifest_pb2
 _MULTI_VECTOR_FILE, _SPARSE_FILE = "colbert_linear.pt", "sparse_linear.pt"
 _WITHOUT_WEIGHT = ("cls_token", "eos_token", "pad_token", "unk_token")
 _REMARK = (
-    "sentence-transformers cuts texts to max_seq_length, FlagEmbedding to 512 tokens unless told otherwise; "
-    "--max-sequence-tokens 512 does as the latter"
+    "sentence-transformers cuts texts to max_seq_length, FlagEmbedding to 512 tokens by default; "
+    "--max-sequence-tokens 512 does the same"
 )
 
 
-def with_bge_m3(vector: Recipe, directory: Path, tokenizer: TokenizerFile | None) -> Recipe:
-    """Adds what the files beside the encoder make of its rows; without them the vector stays as it is.
+def with_bge_m3(spec: ModelSpec, directory: Path, tokenizer: TokenizerFile | None) -> ModelSpec:
+    """Add the heads from the two files; without these files return the spec unchanged.
 
     Args:
-        vector: How dense vectors are made.
-        directory: Where the encoder lies.
+        spec: The spec of the dense vectors.
+        directory: The folder of the encoder.
         tokenizer: Its tokenizer.
 
     Raises:
-        CheckpointFileError: A file is unreadable or not one of a linear layer, or nothing names the special tokens.
+        CheckpointFileError: A file is unreadable or not a linear layer, or no file names the special tokens.
         UnsafeWeightsError: A file holds more than tensors.
     """
     if (directory / _MULTI_VECTOR_FILE).is_file():
         linear, facts = _linear(directory / _MULTI_VECTOR_FILE, "ColbertLinear")
         layers = nn.Sequential(linear, _Normalize())
         head = MultiVectorHead(layers.eval().requires_grad_(False), "meanmaxsim", skips_first_token=True)
-        vector = dataclasses.replace(vector, multi_vector=head, remark=_REMARK, modules=(*vector.modules, facts))
+        spec = dataclasses.replace(spec, multi_vector=head, remark=_REMARK, modules=(*spec.modules, facts))
     if (directory / _SPARSE_FILE).is_file():
         linear, facts = _linear(directory / _SPARSE_FILE, "SparseLinear")
         if linear.out_features != 1:
@@ -52,12 +52,12 @@ def with_bge_m3(vector: Recipe, directory: Path, tokenizer: TokenizerFile | None
             manifest_pb2.SPARSE_POOLING_OWN_ID,
             skipped_token_ids=_special_ids(directory, tokenizer),
         )
-        vector = dataclasses.replace(vector, sparse=weights, remark=_REMARK, modules=(*vector.modules, facts))
-    return vector
+        spec = dataclasses.replace(spec, sparse=weights, remark=_REMARK, modules=(*spec.modules, facts))
+    return spec
 
 
 class _Normalize(nn.Module):
-    """Scales vectors to length 1; one of zeros stays."""
+    """Scales vectors to length 1; a vector of zeros stays."""
 
     def forward(self, vectors: Tensor) -> Tensor:
         """(tokens, width) to the same."""
@@ -80,7 +80,7 @@ def _linear(path: Path, kind: str) -> tuple[nn.Linear, ModuleFacts]:
 
 
 def _special_ids(directory: Path, tokenizer: TokenizerFile | None) -> tuple[int, ...]:
-    """The ids of the tokens that have no weight, as far as the directory names them."""
+    """The ids of the special tokens that the directory names: they have no weight."""
     if tokenizer is None:
         raise CheckpointFileError(
             f"{directory / _SPARSE_FILE} needs a tokenizer.json beside it, which says which tokens have no weight"
@@ -89,8 +89,8 @@ def _special_ids(directory: Path, tokenizer: TokenizerFile | None) -> tuple[int,
     for name in ("special_tokens_map.json", "tokenizer_config.json"):
         settings = read_object(directory / name) if (directory / name).is_file() else {}
         for token in _WITHOUT_WEIGHT:
-            its = settings.get(token)
-            if its is not None:
-                found[token] = its["content"] if isinstance(its, dict) else its
+            named = settings.get(token)
+            if named is not None:
+                found[token] = named["content"] if isinstance(named, dict) else named
     ids = Tokenizer.from_file(str(tokenizer.path)).token_to_id
     return tuple(sorted({number for token in found.values() if (number := ids(token)) is not None}))

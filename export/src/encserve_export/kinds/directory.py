@@ -1,43 +1,39 @@
-"""A directory of sentence-transformers: what its files name, checked before anything of it is loaded, and loading it.
+"""The files of a directory: the kind of the model, its modules, and how sentence-transformers loads it.
 
-No code of a directory's is ever run: every module that a file names must be one that is known here, in a folder within
-the directory, with settings that sentence-transformers takes as they are.
+No code from a directory is run: each module must be a class of sentence-transformers, in a folder of the directory.
 """
 
 import contextlib
 import io
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from encserve_export.ground.errors import CheckpointFileError, UnsupportedModelError, first_line
-from encserve_export.kinds.recipe import Kind
+from encserve_export.kinds.spec import Kind
 from encserve_export.source.weights import read_json, read_object
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
 TRANSFORMERS = ("Transformer", "MLMTransformer")
 _ALONE = "without modules.json the encoder alone is exported"
-# The classes of sentence-transformers that may be loaded; what a kind of model cannot express it refuses itself.
-_KNOWN = {
-    *TRANSFORMERS, "Dense", "Dropout", "HierarchicalTokenPooling", "LayerNorm", "MultiVectorMask", "Normalize",
-    "Pooling", "Router", "SparseStaticEmbedding", "SpladePooling", "StaticEmbedding",
-}  # fmt: skip
-_APART = "queries and documents go through different modules; export each of its folders by itself"
-_UNKNOWN = {
+_APART = "queries and documents go through different modules; export each folder separately"
+# Modules that a bundle cannot express, and the advice.
+_REFUSED = {
     "Asym": _APART,
-    "BoW": "there is no encoder to serve",
-    "WordEmbeddings": "there is no encoder to serve",
+    "Router": _APART,
+    "BoW": "it has no encoder to serve",
+    "WordEmbeddings": "it has no encoder to serve",
     "CLIPModel": "it takes images too; save its text model alone (CLIPTextModel.save_pretrained) and export that",
-    "SparseAutoEncoder": "its weights come of one pooled vector and not of every token; serve the dense model within, "
-    "or use sentence-transformers' SparseEncoder",
+    "SparseAutoEncoder": "its weights come from one pooled vector and not from every token; serve the dense model "
+    "within, or use sentence-transformers' SparseEncoder",
 }
 _SPARSE = ("MLMTransformer", "SpladePooling", "SparseStaticEmbedding", "SparseAutoEncoder")
-# Who wrote config_sentence_transformers.json, by its model_type; and what only PyLate writes into one without.
+# By model_type in config_sentence_transformers.json, and by the fields that only PyLate writes there.
 _KINDS: Mapping[str, Kind] = {
     "SentenceTransformer": "dense",
     "SparseEncoder": "sparse",
@@ -45,71 +41,65 @@ _KINDS: Mapping[str, Kind] = {
     "ColBERT": "multi_vector",
 }
 _PYLATE = ("query_prefix", "document_prefix", "do_query_expansion", "attend_to_expansion_tokens", "skiplist_words")
-_PYLATE_DENSE = "pylate.models.Dense.Dense"  # which sentence-transformers reads as its own
+_PYLATE_DENSE = "pylate.models.Dense.Dense"  # sentence-transformers reads it as its own Dense
 _CLASSES: Mapping[Kind, str] = {
     "dense": "SentenceTransformer",
     "static": "SentenceTransformer",
     "sparse": "SparseEncoder",
     "multi_vector": "MultiVectorEncoder",
 }
-_PAIRS = "it scores pairs of texts and gives no vector of one; serve it with a server for rerankers"
 _CLASSIFIER = "ForSequenceClassification"
-# Older versions named it after the model within.
+_IGNORE_HEAD = "For the rows of the encoder alone, give --ignore-head"
+# Older versions named the file after the model.
 _TRANSFORMER_FILES = [
     f"sentence_{model}_config.json"
     for model in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 ]
-# Settings of the Transformer module that change no vector.
-_HARMLESS = {
-    "model": {"add_pooling_layer", "attn_implementation", "dtype", "torch_dtype", "use_safetensors", "device_map"},
-    "processor": {"model_max_length", "padding_side", "use_fast", "clean_up_tokenization_spaces"},
-    "config": {"attn_implementation", "use_cache"},
-}
-# How the tokenizer is called, of which these change no vector of a text.
-_HARMLESS_CALLS = {"padding", "pad_to_multiple_of", "return_tensors"}
-# For these sentence-transformers leaves prompts out of pooling whatever the directory says.
+# sentence-transformers leaves prompts out of pooling for these, by their names on the hub.
 _INSTRUCTORS = ("hkunlp/instructor-base", "hkunlp/instructor-large", "hkunlp/instructor-xl")
 
 
-def kind_of(directory: Path) -> Kind:
-    """What kind of model a directory is of, by what its files say of themselves.
+def kind_of(directory: Path, *, ignore_head: bool = False) -> Kind:
+    """Return the kind of the model in a directory.
+
+    Args:
+        directory: The directory.
+        ignore_head: Whether a classifier or a cross-encoder is read as its encoder alone.
 
     Raises:
-        CheckpointFileError: A file is unreadable, or names a folder elsewhere.
-        UnsupportedModelError: It is of a kind that is not served, or has a module that is not known here.
+        CheckpointFileError: A file is unreadable, or names a folder outside the directory.
+        UnsupportedModelError: A bundle cannot express this kind, or one of its modules.
     """
     settings, config = (_read_if_there(directory / name) for name in (SETTINGS, "config.json"))
-    said = settings.get("model_type")
-    if said is not None and not isinstance(said, str):
-        raise CheckpointFileError(f"{directory / SETTINGS}: model_type must be a text; was {said!r}")
-    if said == "CrossEncoder" or (said is None and _scores_pairs(config)):
-        raise UnsupportedModelError(f"{directory} is a CrossEncoder: {_PAIRS}")
-    if said is not None and said not in _KINDS:
+    named = settings.get("model_type")
+    if named is not None and not isinstance(named, str):
+        raise CheckpointFileError(f"{directory / SETTINGS}: model_type must be a text; was {named!r}")
+    if not ignore_head:
+        _refuse_scores(directory, config, named)
+    if named not in (None, "CrossEncoder", *_KINDS):
         raise UnsupportedModelError(
-            f"{directory / SETTINGS}: model_type must be one of {', '.join(_KINDS)}; was {said!r}. A newer version of "
+            f"{directory / SETTINGS}: model_type must be one of {', '.join(_KINDS)}; was {named!r}. A newer version of "
             "sentence-transformers may have written it"
         )
     _refuse_adapter(directory)
-    kinds = [kind for kind, _ in routed_modules(directory)]
-    if "HF_ColBERT" in (config.get("architectures") or []) or (said is None and any(it in settings for it in _PYLATE)):
-        return "multi_vector"
-    if said is not None and _KINDS[said] != "dense":
-        return _KINDS[said]
-    if said is None and not set(kinds).isdisjoint(_SPARSE):
-        return "sparse"
-    if kinds[:1] == ["StaticEmbedding"] or (not kinds and config.get("model_type") == "model2vec"):
-        return "static"
-    if not kinds:
-        _refuse_classifier(directory, config)
-    return "dense"
+    modules = [name for name, _ in routed_modules(directory)]
+    kind = _KINDS.get(named or "", "dense")
+    by_pylate = named is None and not settings.keys().isdisjoint(_PYLATE)
+    if by_pylate or "HF_ColBERT" in (config.get("architectures") or []):
+        kind = "multi_vector"
+    elif named is None and not set(modules).isdisjoint(_SPARSE):
+        kind = "sparse"
+    elif kind == "dense" and (modules[:1] == ["StaticEmbedding"] or _is_model2vec(modules, config)):
+        kind = "static"
+    return kind
 
 
 def read_modules(directory: Path) -> list[tuple[str, Path]]:
-    """The class, without its package, and the folder of each module that modules.json lists, in order; maybe none.
+    """Return the class name and the folder of each module in modules.json; empty without that file.
 
     Raises:
-        CheckpointFileError: It is unreadable, or names a folder elsewhere.
-        UnsupportedModelError: A module is not one that is known here.
+        CheckpointFileError: The file is unreadable, or names a folder outside the directory.
+        UnsupportedModelError: A module is not part of sentence-transformers, or a bundle cannot express the module.
     """
     path = directory / MODULES
     if not path.is_file():
@@ -122,10 +112,10 @@ def read_modules(directory: Path) -> list[tuple[str, Path]]:
 
 
 def routed_modules(directory: Path) -> list[tuple[str, Path]]:
-    """The same, with the modules of a Router in its place.
+    """Return the same, with the modules of a Router instead of the Router.
 
     Raises:
-        CheckpointFileError, UnsupportedModelError: As for `read_modules`.
+        CheckpointFileError, UnsupportedModelError: As in `read_modules`.
     """
     found = []
     for kind, folder in read_modules(directory):
@@ -141,74 +131,50 @@ def routed_modules(directory: Path) -> list[tuple[str, Path]]:
 
 
 def transformer_folder(directory: Path) -> Path:
-    """Where the encoder lies: the directory itself, or the folder that modules.json names.
+    """Return the folder of the encoder: the one in modules.json, or the directory itself.
 
     Raises:
-        CheckpointFileError, UnsupportedModelError: As for `read_modules`.
+        CheckpointFileError, UnsupportedModelError: As in `read_modules`.
     """
     encoders = [folder for kind, folder in routed_modules(directory) if kind in TRANSFORMERS]
     return encoders[0] if encoders else directory
 
 
-def check_transformer(directory: Path, task: str = "feature-extraction") -> None:
-    """Refuses settings of the Transformer module that would change a vector.
-
-    Args:
-        directory: Where the encoder lies.
-        task: The transformer_task that it must have.
+def transformer_settings(encoder: Path) -> dict[str, Any]:
+    """Return the settings of the Transformer module in the encoder's folder; empty without such a file.
 
     Raises:
-        CheckpointFileError: A file is unreadable, or a length is no number of tokens.
-        UnsupportedModelError: There is such a setting.
+        CheckpointFileError: The file is unreadable, or a length is not a number of tokens.
+        UnsupportedModelError: The file names a tokenizer outside the directory.
     """
-    path, settings = transformer_settings(directory)
-    found = settings.get("transformer_task", task)
-    if found != task:
-        raise UnsupportedModelError(f"{path}: transformer_task must be {task} for this kind of model; was {found!r}")
+    path = next((encoder / name for name in _TRANSFORMER_FILES if (encoder / name).is_file()), None)
+    if path is None:
+        return {}
+    settings = read_object(path)
     for name in ("max_seq_length", "query_length", "document_length"):
         length = settings.get(name)
         if length is not None and (type(length) is not int or length < 1):
             raise CheckpointFileError(f"{path} must give {name} as a number of tokens from 1; was {length!r}")
-    calls = settings.get("processing_kwargs") or {}
-    if not isinstance(calls, dict):
-        raise CheckpointFileError(f"{path} must give processing_kwargs as an object; was {calls!r}")
-    called = {name for kind in ("text", "common") for name in calls.get(kind) or {}}
-    if unknown := sorted(called - _HARMLESS_CALLS):
-        raise UnsupportedModelError(
-            f"{path}: processing_kwargs calls the tokenizer with {', '.join(unknown)}, which a bundle cannot express; "
-            "write it into tokenizer.json, and take it out"
-        )
     if settings.get("tokenizer_name_or_path"):
         raise UnsupportedModelError(
-            f"{path}: its tokenizer is that of {settings['tokenizer_name_or_path']!r}; put that tokenizer.json beside "
-            "config.json, and take tokenizer_name_or_path out"
+            f"{path}: tokenizer_name_or_path names another tokenizer, {settings['tokenizer_name_or_path']!r}; put that "
+            "tokenizer.json beside config.json, and remove tokenizer_name_or_path"
         )
-    for name, harmless in _HARMLESS.items():
-        if unknown := sorted(_arguments(settings, name).keys() - harmless):
-            raise UnsupportedModelError(
-                f"{path}: what it changes of the {name} is not known here: {', '.join(unknown)}; write it into the "
-                "directory's own files, and take it out"
-            )
+    return settings
 
 
-def transformer_settings(directory: Path) -> tuple[Path, dict[str, Any]]:
-    """The file of the Transformer module's settings, and what is in it; `directory` is where the encoder lies."""
-    path = next((directory / name for name in _TRANSFORMER_FILES if (directory / name).is_file()), None)
-    return (directory / _TRANSFORMER_FILES[0], {}) if path is None else (path, read_object(path))
-
-
-def says_length(settings: Mapping[str, Any]) -> bool:
-    """Whether the Transformer module's settings give the longest text."""
-    return "max_seq_length" in settings or "model_max_length" in _arguments(settings, "processor")
+def states_length(settings: Mapping[str, Any]) -> bool:
+    """Return whether the Transformer module's settings state the longest text."""
+    return "max_seq_length" in settings or "model_max_length" in _arguments(settings, "tokenizer_args", "processor")
 
 
 def load(directory: Path, kind: Kind, repository: str = "") -> Any:
-    """The directory as sentence-transformers loads it, in float32, for inference.
+    """Load a directory with sentence-transformers, in float32, for inference.
 
     Args:
-        directory: For which `kind_of` gives `kind`, and `check_transformer` holds.
-        kind: Its kind.
-        repository: Where on the hub it came from, OWNER/NAME; empty where it did not.
+        directory: The directory.
+        kind: The result of `kind_of`.
+        repository: Its name on the hub, OWNER/NAME; empty for a local directory.
 
     Raises:
         UnsupportedModelError: sentence-transformers cannot load it.
@@ -216,23 +182,30 @@ def load(directory: Path, kind: Kind, repository: str = "") -> Any:
     import sentence_transformers
 
     make = getattr(sentence_transformers, _CLASSES[kind])
-    arguments: dict[str, Any] = {} if kind == "static" else {"model_kwargs": {"dtype": torch.float32}}
-    with quiet():
+    arguments: dict[str, Any] = {} if kind == "static" else {"model_kwargs": _model_arguments(directory)}
+    advice = "a table must be float32 or float16: export that one" if kind == "static" else _ALONE
+    with quiet("sentence_transformers"):
         try:
             model = make(str(directory), device="cpu", local_files_only=True, trust_remote_code=False, **arguments)
-        except Exception as error:  # whatever it raises, it is theirs
+        except Exception as error:  # it raises many classes
             raise UnsupportedModelError(
-                f"sentence-transformers cannot load {directory}: {type(error).__name__}: {first_line(error)}; {_ALONE}"
+                f"sentence-transformers cannot load {directory}: {type(error).__name__}: {first_line(error)}; {advice}"
             ) from error
     if repository in _INSTRUCTORS:
         model.set_pooling_include_prompt(False)
     return model.float().eval()
 
 
+def transformer_of(loaded: Any) -> Any:
+    """Return the Transformer module of a model of sentence-transformers, also inside a Router."""
+    (transformer,) = [it for it in loaded.modules() if type(it).__name__ in TRANSFORMERS]
+    return transformer
+
+
 @contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Within this block sentence-transformers logs and prints nothing about what it repairs."""
-    logger = logging.getLogger("sentence_transformers")
+def quiet(library: str) -> Iterator[None]:
+    """Within this block a library logs errors only, and prints nothing on stderr."""
+    logger = logging.getLogger(library)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -242,64 +215,77 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
+def refusal(kind: str) -> str:
+    """Return the error text for a module that a bundle cannot express."""
+    return f"modules.json has a {kind} module, which a bundle cannot express here: {_REFUSED.get(kind, _ALONE)}"
+
+
 def _checked(directory: Path, path: Path, name: str, folder: Path) -> tuple[str, Path]:
-    """A module that a file at `path` names, by its class without the package, and its folder."""
+    """Return the class name, without its package, and the folder of a module that the file `path` names."""
     if not folder.resolve().is_relative_to(directory.resolve()):
         raise CheckpointFileError(f"{path} names a folder outside {directory}: {os.path.relpath(folder, directory)!r}")
     if not name.startswith("sentence_transformers.") and name != _PYLATE_DENSE:
         raise UnsupportedModelError(
-            f"{path} has a module {name}, which is code of its own and never run here; {_ALONE}"
+            f"{path} has a module {name}: it is not from sentence-transformers, so its code never runs here; {_ALONE}"
         )
     kind = name.rpartition(".")[2]
-    if kind not in _KNOWN:
+    if kind in _REFUSED and kind != "Router":
         raise UnsupportedModelError(refusal(kind))
     if kind == "Dense":
-        # sentence-transformers has a default, and PyLate another one.
+        # The defaults of sentence-transformers and of PyLate differ.
         _check_activation(folder / "config.json", None if name == _PYLATE_DENSE else "torch.nn.")
     return kind, folder
 
 
-def refusal(kind: str) -> str:
-    """Why a module of this class is refused, and what to do."""
-    why = _APART if kind == "Router" else _UNKNOWN.get(kind, _ALONE)
-    return f"modules.json has a {kind} module, which a bundle cannot express here: {why}"
-
-
 def _check_activation(path: Path, default: str | None) -> None:
-    """Refuses an activation that sentence-transformers would not load, or would take for Tanh."""
+    """Refuse an activation that sentence-transformers replaces by Tanh without an error."""
     activation = _read_if_there(path).get("activation_function", default)
     if not str(activation).startswith("torch.nn."):
         raise UnsupportedModelError(
-            f"{path}: activation_function must be a class of torch.nn, which sentence-transformers loads as it is; "
-            f"was {activation!r}, for which it would take Tanh. Write the one that the model was trained with: "
-            '"torch.nn.modules.linear.Identity" for none'
+            f"{path}: activation_function must be a class of torch.nn; was {activation!r}, which sentence-transformers "
+            'would replace by Tanh. Write the one that the model was trained with: "torch.nn.modules.linear.Identity" '
+            "for none"
         )
 
 
-def _arguments(settings: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What the module's file gives to the "model", the "processor" or the "config", under its new name or its old."""
-    old = "tokenizer_args" if name == "processor" else f"{name}_args"
-    found = settings.get(old, settings.get(f"{name}_kwargs"))
+def _model_arguments(directory: Path) -> dict[str, Any]:
+    """The arguments of the encoder. Flash attention needs a GPU, so any configured attention is replaced by eager."""
+    encoder = transformer_folder(directory)
+    config = _read_if_there(encoder / "config.json")
+    config |= _arguments(transformer_settings(encoder), "model_args", "model")
+    configured = config.get("attn_implementation") or config.get("_attn_implementation")
+    return {"dtype": torch.float32} | ({"attn_implementation": "eager"} if configured else {})
+
+
+def _arguments(settings: Mapping[str, Any], old_name: str, name: str) -> dict[str, Any]:
+    found = settings.get(old_name, settings.get(f"{name}_kwargs"))
     return found if isinstance(found, dict) else {}
+
+
+def _is_model2vec(modules: Sequence[str], config: Mapping[str, Any]) -> bool:
+    return not modules and config.get("model_type") == "model2vec"
 
 
 def _read_if_there(path: Path) -> dict[str, Any]:
     return read_object(path) if path.is_file() else {}
 
 
-def _scores_pairs(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a cross-encoder, which has had several ways to say so."""
+def _refuse_scores(directory: Path, config: Mapping[str, Any], named: str | None) -> None:
+    """Refuse a cross-encoder or a classifier."""
     own = config.get("sentence_transformers")
-    return "sbert_ce_default_activation_function" in config or (isinstance(own, dict) and "activation_fn" in own)
-
-
-def _refuse_classifier(directory: Path, config: Mapping[str, Any]) -> None:
-    classes = [str(name) for name in config.get("architectures") or []]
-    if classes and all(name.endswith(_CLASSIFIER) for name in classes):
+    if named == "CrossEncoder" or (
+        named is None
+        and ("sbert_ce_default_activation_function" in config or (isinstance(own, dict) and "activation_fn" in own))
+    ):
         raise UnsupportedModelError(
-            f"{directory / 'config.json'} names {' and '.join(classes)}, and no modules.json says that texts are "
-            "embedded with it: it is a cross-encoder or a classifier, which gives scores and no vector; serve it with "
-            'a server for such. For the rows of the encoder within it, take "architectures" out of config.json'
+            f"{directory} is a CrossEncoder: it scores pairs of texts and gives no vector of one text; serve it with a "
+            f"server for rerankers. {_IGNORE_HEAD}"
+        )
+    classes = [str(name) for name in config.get("architectures") or []]
+    if classes and all(name.endswith(_CLASSIFIER) for name in classes) and not (directory / MODULES).is_file():
+        raise UnsupportedModelError(
+            f"{directory / 'config.json'} names {' and '.join(classes)}: a cross-encoder or a classifier, which gives "
+            f"scores and no vector; serve it with a server for such models. {_IGNORE_HEAD}"
         )
 
 

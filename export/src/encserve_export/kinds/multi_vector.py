@@ -1,7 +1,6 @@
-"""Reads a multi-vector (late interaction) directory: sentence-transformers loads it, whatever wrote it.
+"""Reads a multi-vector (late interaction) directory of sentence-transformers, PyLate, or Stanford's ColBERT.
 
-It knows the layouts of its own, of PyLate and of Stanford's ColBERT, and adds what older ones lack. What it has made
-of a directory is translated here; what a bundle cannot express is refused.
+sentence-transformers loads all three, and adds the settings that older layouts lack.
 """
 
 from pathlib import Path
@@ -10,30 +9,30 @@ from typing import Any
 from torch import nn
 
 from encserve_export.ground.errors import UnsupportedModelError
-from encserve_export.kinds.dense import check_text, facts, longest_text, prompts, template_of
-from encserve_export.kinds.directory import MODULES, check_transformer, load, transformer_folder
-from encserve_export.kinds.recipe import TASKS, MultiVectorHead, Recipe, Steps
+from encserve_export.kinds.dense import facts, longest_text, read_text
+from encserve_export.kinds.directory import MODULES, load, transformer_folder, transformer_settings
+from encserve_export.kinds.spec import TASKS, ModelSpec, MultiVectorHead, Steps
 from encserve_proto.bundle.v1 import manifest_pb2
 
 _ROWS = "token_embeddings"
 
 
-def read_multi_vector(directory: Path) -> Recipe:
-    """Reads a directory whose kind is "multi_vector".
+def read_multi_vector(directory: Path) -> ModelSpec:
+    """Read a directory of the kind "multi_vector".
 
     Raises:
-        UnsupportedModelError: It does what a bundle cannot express, or sentence-transformers cannot load it.
-        CheckpointFileError: A file is unreadable or contradicts itself.
+        UnsupportedModelError: A bundle cannot express the model, or sentence-transformers cannot load it.
+        CheckpointFileError: A file is unreadable or contradicts another one.
     """
     encoder = transformer_folder(directory)
-    check_transformer(encoder)
+    transformer_settings(encoder)
     loaded = load(directory, "multi_vector")
     first, *rest = loaded.children()
     if type(first).__name__ != "Transformer":
         raise UnsupportedModelError(
             f"{directory}: its first module must be a Transformer of text; was {type(first).__name__}"
         )
-    check_text(encoder, first)
+    text = read_text(encoder, loaded, first)
     projections, mask, pooling = _sorted(rest)
     tasks = {task: _task(task, first, mask, pooling) for task in TASKS}
     usual = longest_text(first) or 0
@@ -42,39 +41,35 @@ def read_multi_vector(directory: Path) -> Recipe:
     for name, settings in tasks.items():
         settings.prompt_name = name if loaded.prompts.get(name) else ""
         settings.max_tokens = settings.max_tokens or shorter
-    listed = (directory / MODULES).is_file()
-    return Recipe(
+    return ModelSpec(
         kind="multi_vector",
-        encoder=encoder,
+        **text,
         max_seq_length=longest or None,
         max_tokens=shorter,
-        template=template_of(first, loaded),
-        tokenizer=first.tokenizer,
-        inline=() if listed else ("linear",),
+        used_parts=() if (directory / MODULES).is_file() else ("linear",),
         modules=facts(directory, loaded, projections),
-        **prompts(loaded),
         tasks=tasks,
         multi_vector=MultiVectorHead(Steps(projections, _ROWS), loaded.similarity_fn_name),
     )
 
 
 def _sorted(modules: list[Any]) -> tuple[list[nn.Module], Any, Any]:
-    """What makes vectors of rows; which tokens count; what joins vectors, last of all, or None."""
+    """Split modules into projections, a mask of tokens or None, and a token pooling or None."""
     projections: list[nn.Module] = []
     mask = pooling = None
     for module in modules:
         kind = type(module).__name__
         ends = [getattr(module, end, None) for end in ("module_input_name", "module_output_name")]
         if pooling is not None:
-            raise UnsupportedModelError(f"a {kind} module stands behind the token pooling, which has to be the last")
-        if kind in ("Dense", "Normalize", "LayerNorm") and ends == ["token_embeddings"] * 2:
+            raise UnsupportedModelError(f"a {kind} module follows the token pooling, which must be the last module")
+        if kind in ("Dense", "Normalize", "LayerNorm") and ends == [_ROWS] * 2:
             projections.append(module)
         elif kind == "MultiVectorMask" and mask is None:
             mask = module
         elif kind == "HierarchicalTokenPooling":
             pooling = module
         elif kind != "Dropout":
-            of = "" if ends[0] in (None, "token_embeddings") else f" of {ends[0]}"
+            of = "" if ends[0] in (None, _ROWS) else f" of {ends[0]}"
             raise UnsupportedModelError(
                 f"modules.json has a {kind} module{of}, which a bundle of multi-vectors cannot express; serve it with "
                 "sentence-transformers"
@@ -83,7 +78,7 @@ def _sorted(modules: list[Any]) -> tuple[list[nn.Module], Any, Any]:
 
 
 def _task(task: str, first: Any, mask: Any, pooling: Any) -> manifest_pb2.TaskSettings:
-    """How texts of a task are treated, but for their prompt."""
+    """The settings of a task without its prompt."""
     settings = manifest_pb2.TaskSettings(max_tokens=getattr(first, f"{task}_length") or 0)
     if task == "query" and first.query_expansion is not None:
         _expand(settings, first)
@@ -104,7 +99,6 @@ def _task(task: str, first: Any, mask: Any, pooling: Any) -> manifest_pb2.TaskSe
 
 
 def _expand(settings: manifest_pb2.TaskSettings, first: Any) -> None:
-    """Adds the expansion of queries."""
     expansion, tokenizer = first.query_expansion, first.tokenizer
     if tokenizer.padding_side != "right":
         raise UnsupportedModelError("queries are expanded on their left (padding_side), which a bundle cannot express")
@@ -122,7 +116,7 @@ def _expand(settings: manifest_pb2.TaskSettings, first: Any) -> None:
 
 
 def _skipped(words: list[str], tokenizer: Any) -> list[int]:
-    """The ids of words that have no vector; a word that the vocabulary lacks is not the unknown token."""
+    """The ids of words without a vector. A word outside the vocabulary does not skip the unknown token."""
     ids = {word: tokenizer.convert_tokens_to_ids(word) for word in words}
     unknown = tokenizer.unk_token_id
     return sorted({it for word, it in ids.items() if it is not None and (it != unknown or word == tokenizer.unk_token)})

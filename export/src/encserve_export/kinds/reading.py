@@ -1,27 +1,29 @@
-"""Reads a directory: what kind of model it is, and how rows become vectors. Nothing else decides on the kind."""
+"""Reads a directory: the kind of the model, and how its rows become vectors."""
 
 from pathlib import Path
 
 from encserve_export.kinds.dense import read_dense
 from encserve_export.kinds.directory import kind_of
 from encserve_export.kinds.multi_vector import read_multi_vector
-from encserve_export.kinds.recipe import Recipe
 from encserve_export.kinds.sparse import read_sparse
+from encserve_export.kinds.spec import ModelSpec
 from encserve_export.kinds.static import read_static
 
 
-def read(directory: Path, repository: str = "") -> Recipe:
-    """Reads a directory of transformers, of sentence-transformers, of PyLate, or of Stanford's ColBERT.
+def read(directory: Path, repository: str = "", *, ignore_head: bool = False) -> ModelSpec:
+    """Read a directory of transformers, sentence-transformers, PyLate, or Stanford's ColBERT.
 
     Args:
         directory: The directory.
-        repository: Where on the hub it came from, OWNER/NAME; empty where it did not.
+        repository: Its name on the hub, OWNER/NAME; empty for a local directory.
+        ignore_head: Whether to read the encoder of a classifier or a cross-encoder, without its head.
 
     Raises:
-        UnsupportedModelError: A bundle cannot express what it does, or sentence-transformers cannot load it.
-        CheckpointFileError: A file is unreadable or contradicts itself.
+        UnsupportedModelError: A bundle cannot express the model, or sentence-transformers cannot load it.
+        CheckpointFileError: A file is unreadable or contradicts another one.
+        TokenizerError: transformers cannot load the tokenizer.
     """
-    kind = kind_of(directory)
+    kind = kind_of(directory, ignore_head=ignore_head)
     if kind == "dense":
-        return read_dense(directory, repository)
+        return read_dense(directory, repository, ignore_head=ignore_head)
     return {"multi_vector": read_multi_vector, "sparse": read_sparse, "static": read_static}[kind](directory)

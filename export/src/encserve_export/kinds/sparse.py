@@ -1,8 +1,9 @@
-"""Reads the directories of sparse encoders: SPLADE, with queries that take no run of the model or without.
+"""Reads the directories of sparse encoders (SPLADE), with or without a Router to weights that need no model.
 
-sentence-transformers reads them, and what it has loaded is translated here. So its own mending of old layouts holds.
+sentence-transformers loads them, and adds the settings that older layouts lack.
 """
 
+import copy
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from encserve_export.ground.errors import UnsupportedModelError
-from encserve_export.kinds.dense import check_text, longest_text, prompts, read_tasks, template_of
-from encserve_export.kinds.directory import check_transformer, load, routed_modules, transformer_folder
-from encserve_export.kinds.recipe import NO_BOUND, TASKS, ModuleFacts, Recipe, SparseHead, StaticWeights
+from encserve_export.kinds.dense import longest_text, read_tasks, read_text
+from encserve_export.kinds.directory import TRANSFORMERS, load, routed_modules, transformer_folder, transformer_settings
+from encserve_export.kinds.spec import NO_BOUND, TASKS, ModelSpec, ModuleFacts, SparseHead, StaticWeights
 from encserve_export.source.weights import holds_weights, read_weights
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -23,7 +24,7 @@ _STATIC = "SparseStaticEmbedding"
 
 
 class SpladeLayers(nn.Module):
-    """The head of a masked-language model and SPLADE's pooling over it."""
+    """The head of a masked-language model, and SPLADE's pooling."""
 
     def __init__(self, language_model: nn.Module, pooling: str, logarithms: int) -> None:
         super().__init__()
@@ -35,7 +36,7 @@ class SpladeLayers(nn.Module):
         """(batch, seq, d_model) and (batch, seq) of 1 and 0 to (batch, vocab_size)."""
         logits: Tensor = self.language_model(inputs_embeds=rows).logits
         logits = logits * mask[:, :, None]  # (batch, seq, vocab_size)
-        if self.pooling == "max":  # what follows is monotone, and there is less of it to compute
+        if self.pooling == "max":  # the activation is monotone: the maximum first saves work
             return self._activate(logits.amax(dim=1))
         return self._activate(logits).sum(dim=1)
 
@@ -56,39 +57,40 @@ class EncoderStub(nn.Module):
         return BaseModelOutput(last_hidden_state=inputs_embeds)
 
 
-def read_sparse(directory: Path) -> Recipe:
-    """Reads a directory whose kind is "sparse".
+def read_sparse(directory: Path) -> ModelSpec:
+    """Read a directory of the kind "sparse".
 
     Raises:
-        UnsupportedModelError: The model computes what a bundle cannot express, or sentence-transformers cannot load
-            it.
-        CheckpointFileError: A file is unreadable or contradicts itself.
+        UnsupportedModelError: A bundle cannot express the model, or sentence-transformers cannot load it.
+        CheckpointFileError: A file is unreadable or contradicts another one.
     """
     encoder = transformer_folder(directory)
-    check_transformer(encoder, "fill-mask")
+    transformer_settings(encoder)
     loaded = load(directory, "sparse")
     branches = {task: _branch(directory, loaded, task) for task in TASKS}
     encoders = {id(it[0]): it for it in branches.values() if len(it) == 2}
     if len(encoders) != 1:
-        which = "several encoders" if encoders else "no encoder"
+        count = "several encoders" if encoders else "no encoder"
         raise UnsupportedModelError(
-            f"{directory} has {which} to serve, for queries and for documents; export each of its folders by itself"
+            f"{directory} has {count} to serve, for queries and for documents; export each folder separately"
         )
     ((transformer, pooling),) = encoders.values()
-    check_text(encoder, transformer, "fill-mask")
-    width = int(transformer.model.get_output_embeddings().weight.shape[0])
+    decoder = transformer.model.get_output_embeddings()
+    if decoder is None:
+        raise UnsupportedModelError(
+            f"{encoder}: a {type(transformer.model).__name__} has no language model's head; SPLADE needs "
+            '"transformer_task": "fill-mask"'
+        )
+    width = int(decoder.weight.shape[0])
     tasks = read_tasks(loaded.prompts, transformer)
     static = {task: _static(directory, it[0], task, width) for task, it in branches.items() if len(it) == 1}
-    for task, its in static.items():
-        tasks[task].static_sparse.CopyFrom(its.files)
-    return Recipe(
+    for task, weights in static.items():
+        tasks[task].static_sparse.CopyFrom(weights.files)
+    return ModelSpec(
         kind="sparse",
-        encoder=encoder,
+        **read_text(encoder, loaded, transformer),
         max_seq_length=longest_text(transformer),
-        tokenizer=transformer.tokenizer,
-        template=template_of(transformer, loaded),
         modules=_facts(directory, pooling, tuple(static.values())),
-        **prompts(loaded),
         similarity=loaded.similarity_fn_name,
         tasks=tasks,
         sparse=_splade(transformer.model, pooling, loaded.max_active_dims),
@@ -98,37 +100,35 @@ def read_sparse(directory: Path) -> Recipe:
 
 
 def _facts(directory: Path, pooling: Any, static: Sequence[StaticWeights]) -> tuple[ModuleFacts, ...]:
-    """What the name of the vector space has of it; the head of the language model lies among the encoder's weights."""
+    """The parts in the name of the vector space. The weights of the head are among the encoder's."""
     settings = {"pooling_strategy": pooling.pooling_strategy, "activation_function": pooling.activation_function}
     usual = {"pooling_strategy": "max", "activation_function": "relu"}
     settings = {name: value for name, value in settings.items() if value != usual[name]}
     folders = [folder for kind, folder in routed_modules(directory) if kind == _STATIC and holds_weights(folder)]
-    # Without a file of tensors its weights are written as JSON.
+    # Without a file of tensors the weights are JSON.
     tensors = [read_weights(folders[0]).tensors if folders else {"weight": its.weight} for its in static]
     return (ModuleFacts("SpladePooling", settings, {}), *(ModuleFacts(_STATIC, {}, it) for it in tensors))
 
 
 def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
-    """The modules that texts of a task go through: an encoder and its pooling, or one that needs no encoder."""
+    """The modules for texts of a task: an encoder and its pooling, or static weights."""
     modules = list(loaded.children())
     if type(modules[0]).__name__ == "Router":
         route = _route(modules[0], task)
         if route is None:
-            raise UnsupportedModelError(f"{directory}: its Router has no way for a {task}")
+            raise UnsupportedModelError(f"{directory}: its Router has no route for a {task}")
         modules = [*modules[0].sub_modules[route], *modules[1:]]
     names = [type(it).__name__ for it in modules]
-    if names[1:] == ["SpladePooling"] and names[0] in ("Transformer", "MLMTransformer"):
-        return modules
-    if names == [_STATIC]:
+    if names == [_STATIC] or (names[0] in TRANSFORMERS and names[1:] == ["SpladePooling"]):
         return modules
     raise UnsupportedModelError(
-        f"{directory}: a {task} goes through {', '.join(names)}; a bundle can express Transformer, SpladePooling, or "
-        "SparseStaticEmbedding alone"
+        f"{directory}: a {task} goes through {', '.join(names)}; a bundle can express Transformer and SpladePooling, "
+        "or SparseStaticEmbedding alone"
     )
 
 
 def _route(router: Any, task: str | None) -> str | None:
-    """The name of the modules that texts of a task go through, in the order that sentence-transformers documents."""
+    """The name of the route for texts of a task, in the order that sentence-transformers documents."""
     for key in ((task, "text"), (task, None), (None, "text"), (None, None)):
         if key in router.route_mappings:
             return str(router.route_mappings[key])
@@ -137,9 +137,11 @@ def _route(router: Any, task: str | None) -> str | None:
 
 
 def _splade(language_model: Any, pooling: Any, max_active_dims: int | None) -> SparseHead:
-    """The head of the language model without its encoder, whose weights a tied decoder keeps."""
-    setattr(language_model, language_model.base_model_prefix, EncoderStub())
-    layers = SpladeLayers(language_model, pooling.pooling_strategy, _LOGARITHMS[pooling.activation_function])
+    """The head of the language model: a copy with the same weights, and a stub instead of the encoder."""
+    encoder = getattr(language_model, language_model.base_model_prefix)
+    shared: dict[int, Any] = {id(weight): weight for weight in language_model.parameters()}
+    head = copy.deepcopy(language_model, shared | {id(encoder): EncoderStub()})
+    layers = SpladeLayers(head, pooling.pooling_strategy, _LOGARITHMS[pooling.activation_function])
     return SparseHead(
         layers.eval().requires_grad_(False),
         _POOLINGS[pooling.pooling_strategy],

@@ -1,6 +1,6 @@
-"""Reads static embeddings, of sentence-transformers (StaticEmbedding) and of model2vec: a table, a tokenizer, a mean.
+"""Reads static embeddings of sentence-transformers (StaticEmbedding) and model2vec: a table, a tokenizer, a mean.
 
-The encoder is a graph of one node, which looks ids up in the table; the mean is the pooling of the bundle.
+The encoder is a graph with one node that looks ids up in the table. The mean is the pooling of the bundle.
 """
 
 import dataclasses
@@ -13,53 +13,52 @@ from onnx import TensorProto, helper
 from encserve_export.ground import names
 from encserve_export.ground.arrays import Rows
 from encserve_export.ground.errors import UnsupportedModelError
-from encserve_export.kinds.dense import read_vector
+from encserve_export.kinds.dense import read_tasks, read_vector
 from encserve_export.kinds.directory import MODULES, load, read_modules
-from encserve_export.kinds.recipe import TASKS, Recipe
+from encserve_export.kinds.spec import ModelSpec
 from encserve_export.onnx_graph.external import place
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# Nothing bounds a text there; here the server needs a bound.
+# A table has no longest text, but the server needs a limit.
 LONGEST = 8192
 _IR_VERSION = 9
 
 
-def read_static(directory: Path) -> Recipe:
-    """Reads a directory whose kind is "static".
+def read_static(directory: Path) -> ModelSpec:
+    """Read a directory of the kind "static".
 
     Raises:
-        UnsupportedModelError: A bundle cannot express what it does, or sentence-transformers cannot load it.
-        CheckpointFileError: A file is unreadable or contradicts itself.
+        UnsupportedModelError: A bundle cannot express the model, or sentence-transformers cannot load it.
+        CheckpointFileError: A file is unreadable or contradicts another one.
     """
     if not (directory / MODULES).is_file():
         raise UnsupportedModelError(
-            f"{directory} is of model2vec and has no {MODULES}, which says how its vectors are made: save it again "
-            "with StaticModel.save_pretrained of a recent model2vec, or with SentenceTransformer.save_pretrained"
+            f"{directory} is a model2vec directory without {MODULES}, which says how its vectors are made: save it "
+            "again with StaticModel.save_pretrained of a recent model2vec, or with SentenceTransformer.save_pretrained"
         )
     loaded = load(directory, "static")
     first, *rest = loaded.children()
     truncation = first.tokenizer.truncation
     if truncation is not None and truncation["direction"].lower() != "right":
         raise UnsupportedModelError(f"{directory}: its tokenizer cuts texts at their beginning, which is not served")
-    longest = LONGEST if truncation is None else min(LONGEST, truncation["max_length"])
-    pooled = read_vector(directory, loaded, rest, manifest_pb2.POOLING_MEAN)
-    tasks = {task: manifest_pb2.TaskSettings(prompt_name=task if loaded.prompts.get(task) else "") for task in TASKS}
     return dataclasses.replace(
-        pooled,
+        read_vector(directory, loaded, rest, manifest_pb2.POOLING_MEAN),
         kind="static",
         encoder=read_modules(directory)[0][1],
-        max_seq_length=longest,
+        loaded=loaded,
         tokenizer=first.tokenizer,
+        max_seq_length=LONGEST if truncation is None else min(LONGEST, truncation["max_length"]),
+        prompts=dict(loaded.prompts),
+        default_prompt_name=loaded.default_prompt_name or "",
         table=first.embedding.weight.detach().float().numpy(),
-        tasks=tasks,
+        tasks=read_tasks(loaded.prompts, None),
     )
 
 
 def write_graph(table: Rows, path: Path) -> None:
-    """Writes the graph of a table, (vocab_size, d_model), and the table beside it, which may be over 2 GB.
+    """Write the graph of a table, (vocab_size, d_model), and the table beside the graph, which may be over 2 GB.
 
-    Ids and mask, int64 (batch, seq) -> rows. The mask is there because every encoder has one; a row depends on its own
-    id alone.
+    Ids and mask, int64 (batch, seq) -> rows. The graph ignores the mask: a row depends on its own id alone.
     """
     axes = ["batch", "seq"]
     ids, mask = (

@@ -1,85 +1,85 @@
-"""Chat templates, with which sentence-transformers renders texts as messages, as fixed texts around a text."""
+"""Chat templates of sentence-transformers, as fixed texts before and after a text."""
 
 from typing import Any
 
 from encserve_export.ground.errors import UnsupportedModelError, first_line
-from encserve_export.kinds.recipe import TASKS
+from encserve_export.kinds.spec import TASKS
 from encserve_proto.bundle.v1 import manifest_pb2
 
-# Blanks at both ends, which a template may strip.
+# With blanks at both ends, because a template may strip them.
 _TEXT, _PROMPT = "  encserve's text \n", "  encserve's prompt \n"
-_FILLERS = ("0", "1 2 3 4")  # as sentence-transformers finds the tokens behind a text that a cut leaves
+# sentence-transformers finds the tokens after a text with the same two fillers.
+_FILLERS = ("0", "1 2 3 4")
 _ADVICE = (
-    "save the model with a template that puts fixed texts around a text and takes out nothing, or serve it with "
+    "save the model with a template that puts fixed texts around an unchanged text, or serve it with "
     "sentence-transformers"
 )
 
 
 def read_template(transformer: Any, *, has_prompts: bool) -> manifest_pb2.TextTemplate:
-    """The effect of the chat template of a Transformer module that renders every text as a message.
+    """Return the fixed texts of the chat template of a Transformer module.
 
     Args:
-        transformer: The module.
+        transformer: The module, which renders every text as a message.
         has_prompts: Whether the model has prompts, which become system messages.
 
     Raises:
-        UnsupportedModelError: The template does more than to put fixed texts around a text and a prompt.
+        UnsupportedModelError: The template does more than put fixed texts around a text and a prompt.
     """
-    tokenizer = transformer.tokenizer
-    if transformer.processor is not tokenizer:
-        raise UnsupportedModelError("texts are rendered as messages by a processor of more than text; " + _ADVICE)
     try:
-        source = tokenizer.get_chat_template()
+        source = transformer.tokenizer.get_chat_template()
     except ValueError as error:
-        raise UnsupportedModelError(f"there is no one chat template: {first_line(error)}; {_ADVICE}") from error
+        raise UnsupportedModelError(
+            f"the model has several chat templates or none: {first_line(error)}; {_ADVICE}"
+        ) from error
     if "strftime_now" in source:
-        raise UnsupportedModelError("the chat template writes the date of the day into every text; " + _ADVICE)
-    before, after = _parts(_render(transformer, ""), _TEXT)
+        raise UnsupportedModelError("the chat template writes the date into every text; " + _ADVICE)
+    before, after = _around(_render(transformer, _TEXT), _TEXT)
     before_prompt = after_prompt = ""
     if has_prompts:
-        start, end = _parts(_render(transformer, _PROMPT), _TEXT)
-        before_prompt, after_prompt = _parts(start, _PROMPT)
+        start, end = _around(_render(transformer, _TEXT, _PROMPT), _TEXT)
+        before_prompt, after_prompt = _around(start, _PROMPT)
         if end != after:
-            raise UnsupportedModelError("the chat template ends otherwise where there is a prompt; " + _ADVICE)
+            raise UnsupportedModelError("the chat template ends differently after a prompt; " + _ADVICE)
     plain = _ids(transformer, _FILLERS[0])
     if any(_ids(transformer, _FILLERS[0], task=task) != plain for task in TASKS):
         raise UnsupportedModelError("the chat template treats queries and documents differently; " + _ADVICE)
+    keeps_end = (transformer.processing_kwargs.get("chat_template") or {}).get("restore_suffix", True)
     return manifest_pb2.TextTemplate(
         before=before,
         before_prompt=before_prompt,
         after_prompt=after_prompt,
         after=after,
-        after_tokens=_common_end(plain, _ids(transformer, _FILLERS[1])) if _settings(transformer)[1] else 0,
+        after_tokens=_common_end(plain, _ids(transformer, _FILLERS[1])) if keeps_end else 0,
     )
 
 
-def _settings(transformer: Any) -> tuple[dict[str, Any], bool]:
-    """What the template is rendered with, and whether a cut leaves the tokens behind the text."""
-    settings = dict(transformer.processing_kwargs.get("chat_template") or {})
-    return settings, bool(settings.pop("restore_suffix", True))
-
-
-def _render(transformer: Any, prompt: str) -> str:
-    formatter = transformer.input_formatter
-    _, inputs = formatter.batch_to_message("text", {"text": [_TEXT]})
-    messages = inputs["message"]
-    if prompt:
-        messages = formatter.prepend_prompt_to_messages(messages, prompt)
-    try:
-        rendered: str = transformer.tokenizer.apply_chat_template(
-            messages[0], tokenize=False, **_settings(transformer)[0]
-        )
-    except Exception as error:  # whatever a template raises
-        what = "a prompt, which becomes a system message" if prompt else "a text"
-        raise UnsupportedModelError(f"the chat template fails for {what}: {first_line(error)}; {_ADVICE}") from error
+def _render(transformer: Any, text: str, prompt: str = "") -> str:
+    """Render a text as sentence-transformers does: the content of a message is a text, or a list of parts."""
+    tokenizer = transformer.tokenizer
+    settings = {**(transformer.processing_kwargs.get("chat_template") or {})}
+    settings.pop("restore_suffix", None)
+    messages = [("system", prompt)] * bool(prompt) + [("user", text)]
+    for in_parts in (False, True):
+        contents = [[{"type": "text", "text": it}] if in_parts else it for _, it in messages]
+        batch = [{"role": role, "content": it} for (role, _), it in zip(messages, contents, strict=True)]
+        try:
+            rendered: str = tokenizer.apply_chat_template(batch, tokenize=False, **settings)
+        except Exception as error:  # a template raises any class
+            problem = "a prompt, which becomes a system message" if prompt else "a text"
+            raise UnsupportedModelError(
+                f"the chat template fails for {problem}: {first_line(error)}; {_ADVICE}"
+            ) from error
+        if tokenizer(rendered, add_special_tokens=False)["input_ids"] == _ids(transformer, text, prompt=prompt or None):
+            return rendered
     return rendered
 
 
-def _parts(rendered: str, text: str) -> tuple[str, str]:
+def _around(rendered: str, text: str) -> tuple[str, str]:
     before, _, after = rendered.partition(text)
     if rendered.count(text) != 1 or text.strip() in before + after:
         raise UnsupportedModelError(
-            "the chat template changes a text or writes it several times or not at all: "
+            "the chat template changes a text, or writes it several times or not at all: "
             f"{text!r} becomes {rendered[:200]!r}; {_ADVICE}"
         )
     return before, after
@@ -91,6 +91,6 @@ def _ids(transformer: Any, text: str, **arguments: Any) -> list[int]:
 
 
 def _common_end(left: list[int], right: list[int]) -> int:
-    """How many tokens at the end of two sequences are the same."""
+    """How many tokens at the end of both sequences are equal."""
     pairs = zip(reversed(left), reversed(right), strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), 0)

@@ -9,7 +9,7 @@ from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check.expected import read_expected
 from encserve_export.ground.precision import Precision
-from encserve_export.kinds.recipe import pooled
+from encserve_export.kinds.spec import spec_from_options
 from encserve_export.models.own.config import EncoderConfig, Input
 from encserve_export.models.own.init import random_encoder
 from encserve_export.models.own.state_dict import Table, find_encoder, rename_tensors
@@ -57,7 +57,7 @@ def export_checkpoint(
     Raises:
         ExportError: One of its kinds, by cause. No files are left.
     """
-    vector = pooled(pooling, l2_normalize=l2_normalize)
+    vector = spec_from_options(pooling, l2_normalize=l2_normalize)
     expected = None if expect is None else read_expected(expect)
     progress(f"reading {path.name}")
     weights = read_checkpoint(path, embeddings)
@@ -114,7 +114,7 @@ def export_init(
     Raises:
         ExportError: One of its kinds, by cause. No files are left.
     """
-    vector = pooled(pooling, l2_normalize=l2_normalize)
+    vector = spec_from_options(pooling, l2_normalize=l2_normalize)
     progress("drawing the weights")
     source = Source("init", f"random weights, seed {seed}", vector=vector, tokenizer=tokenizer)
     return export_encoder(random_encoder(config, seed), source, target, precision=precision, progress=progress)

@@ -4,9 +4,7 @@ The routes are transformers, the directory's own ONNX file, and, for static embe
 """
 
 import dataclasses
-import functools
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +12,7 @@ from encserve_export.bundle import manifest, store
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check.expected import Expected, read_expected
-from encserve_export.check.texts import LONGEST_BY_DEFAULT, Compared, check_pipeline
+from encserve_export.check.pipeline import LONGEST_BY_DEFAULT, Comparison, prepare_comparison
 from encserve_export.ground import names
 from encserve_export.ground.errors import (
     CheckpointFileError,
@@ -30,7 +28,7 @@ from encserve_export.ground.errors import (
 from encserve_export.ground.precision import Precision
 from encserve_export.kinds.bge_m3 import with_bge_m3
 from encserve_export.kinds.reading import read
-from encserve_export.kinds.recipe import NO_BOUND, Recipe, read_pooling
+from encserve_export.kinds.spec import NO_BOUND, ModelSpec, read_pooling
 from encserve_export.kinds.static import write_graph
 from encserve_export.models import pretrained
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -38,15 +36,8 @@ from encserve_export.models.reference import Reference
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
 from encserve_export.routes.reference import export_reference
 from encserve_export.source.hub import Snapshot
-from encserve_export.source.tokenizer import (
-    TokenizerFile,
-    convert_tokenizer,
-    read_tokenizer,
-    tokenizer_source,
-    write_tokenizer,
-)
+from encserve_export.source.tokenizer import TokenizerFile, tokenizer_source, write_tokenizer
 from encserve_export.source.weights import Weights, holds_weights, read_object, read_weights
-from encserve_proto.bundle.v1 import manifest_pb2
 
 # In the order of preference. Static embeddings have a route of their own, which is never chosen by name.
 Route = Literal["transformers", "onnx"]
@@ -77,6 +68,7 @@ def export_hf(
     via: Route | None = None,
     pooling: str | None = None,
     ids_only: bool = False,
+    ignore_head: bool = False,
     expect: Path | None = None,
     origin: Snapshot | None = None,
     progress: Progress = show_progress,
@@ -93,6 +85,7 @@ def export_hf(
         via: The route; by default transformers, or the directory's ONNX file if transformers cannot take the model.
         pooling: One of `POOLINGS`, for a directory that does not name its pooling.
         ids_only: Whether a directory without a tokenizer is exported, as a model that takes token ids only.
+        ignore_head: Whether a classifier or a cross-encoder is exported as its encoder alone.
         expect: A .npz or .safetensors file of rows that the bundle must give, see `check.expected`.
         origin: The origin of the directory on the hub, for the manifest.
         progress: Called with each step.
@@ -102,7 +95,7 @@ def export_hf(
     """
     expected = None if expect is None else read_expected(expect)
     progress("reading the directory")
-    recipe = read(directory, "" if origin is None else origin.repository)
+    recipe = read(directory, "" if origin is None else origin.repository, ignore_head=ignore_head)
     with store.temporary_folder() as folder:
         tokenizer, text = _make_tokenizer(recipe, folder)
         if recipe.kind == "dense":
@@ -116,7 +109,11 @@ def export_hf(
         _check_ids_only(directory, tokenizer, ids_only=ids_only)
         if text:
             progress(text)
-        pipeline = functools.partial(check_pipeline, directory, recipe, max_sequence_tokens, progress)
+        pipeline = prepare_comparison(
+            recipe, takes_text=tokenizer is not None, asked=max_sequence_tokens, progress=progress
+        )
+        # The model of sentence-transformers has answered. Without it there is room for the graph's weights.
+        recipe = dataclasses.replace(recipe, loaded=None)
         build = _Build(
             recipe=recipe,
             settings=settings,
@@ -131,11 +128,11 @@ def export_hf(
         )
         exported = _export(build, via)
     # The head of a language model makes no rows, but it may make sparse weights of them.
-    used = exported.unused_parts if exported.manifest.sparse.mask_name else recipe.inline
+    used = exported.unused_parts if exported.manifest.sparse.mask_name else recipe.used_parts
     unused_parts = tuple(part for part in exported.unused_parts if part not in used)
     if _has_language_model(settings, recipe) and set(unused_parts) - {"pooler"}:
         unused_parts += (_LANGUAGE_MODEL,)
-    remark = "; ".join(it for it in (recipe.remark, *_remarks(settings)) if it)
+    remark = "; ".join(it for it in (exported.notes.get("remark"), recipe.remark, *_remarks(settings)) if it)
     return dataclasses.replace(exported, unused_parts=unused_parts).with_notes({"text": text, "remark": remark})
 
 
@@ -156,7 +153,7 @@ class _Build:
         expected: Rows that the bundle must give, or None.
     """
 
-    recipe: Recipe
+    recipe: ModelSpec
     settings: Mapping[str, Any]
     target: Target
     tokenizer: TokenizerFile | None
@@ -164,7 +161,7 @@ class _Build:
     precision: Precision
     origin: Snapshot | None
     progress: Progress
-    pipeline: Callable[[Path, manifest_pb2.Manifest], Compared | None]
+    pipeline: Comparison
     expected: Expected | None
 
     @property
@@ -361,7 +358,7 @@ def _remarks(settings: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _has_language_model(settings: Mapping[str, Any], vector: Recipe) -> bool:
+def _has_language_model(settings: Mapping[str, Any], vector: ModelSpec) -> bool:
     """Whether the directory is a masked-language model's, as those of SPLADE often are, and names no vectors."""
     named = any(str(it).endswith("ForMaskedLM") for it in settings.get("architectures") or ())
     return named and not (vector.pooling or vector.multi_vector or vector.sparse)
@@ -405,22 +402,19 @@ def _read_settings(directory: Path) -> dict[str, Any]:
     return read_object(path)
 
 
-def _make_tokenizer(recipe: Recipe, folder: Path) -> tuple[TokenizerFile | None, str]:
-    """The tokenizer, written into a folder; or None, and why."""
-    path, written = recipe.encoder / manifest.TOKENIZER_FILE, folder / manifest.TOKENIZER_FILE
-    if recipe.kind == "static":
-        plain = json.loads(recipe.tokenizer.to_str()) | {"post_processor": None, "truncation": None, "padding": None}
-        written.write_text(json.dumps(plain, ensure_ascii=False), encoding="utf-8")
-        return read_tokenizer(written, made_of=path), ""
-    plain_text, made_of = recipe.template is None, tokenizer_source(recipe.encoder)
-    # Without a file transformers makes a tokenizer of special tokens alone.
-    if recipe.tokenizer is not None and made_of is not None:
-        return write_tokenizer(recipe.tokenizer, written, made_of=made_of, add_special_tokens=plain_text), ""
-    found = convert_tokenizer(recipe.encoder, written, add_special_tokens=plain_text)
-    return found, "" if found else f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
+def _make_tokenizer(spec: ModelSpec, folder: Path) -> tuple[TokenizerFile | None, str]:
+    """Write the tokenizer into a folder; or return None and the reason."""
+    if spec.tokenizer is None:
+        return None, f"going on without {manifest.TOKENIZER_FILE}: the model will take token ids only"
+    return write_tokenizer(
+        spec.tokenizer,
+        folder / manifest.TOKENIZER_FILE,
+        made_of=tokenizer_source(spec.encoder),
+        add_special_tokens=spec.template is None and spec.kind != "static",
+    ), ""
 
 
-def _longest(recipe: Recipe, positions: int | None, asked: int | None) -> tuple[int, str]:
+def _longest(recipe: ModelSpec, positions: int | None, asked: int | None) -> tuple[int, str]:
     """The longest sequence to serve, and a remark, for a model with so many positions."""
     usual = recipe.max_seq_length
     known = [length for length in (positions, _model_max_length(recipe.encoder)) if length is not None]

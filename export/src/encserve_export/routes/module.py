@@ -14,7 +14,7 @@ from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.ground.errors import ConfigError, UnsupportedModelError, VocabularyError, first_line
 from encserve_export.ground.precision import Precision
-from encserve_export.kinds.recipe import pooled
+from encserve_export.kinds.spec import spec_from_options
 from encserve_export.models.graphs import refuse_control_flow
 from encserve_export.models.own.config import Input
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -82,7 +82,7 @@ def export_module(
         ExportError: Another of its kinds, by cause. No files are left.
     """
     _check_configuration(configuration)
-    vector = pooled(pooling, l2_normalize=l2_normalize)
+    vector = spec_from_options(pooling, l2_normalize=l2_normalize)
     vocab_size = _check_sizes(input, vocab_size, d_model, pad_token_id, tokenizer)
     store.check_target(target.model_repository, target.name, target.version, overwrite=target.overwrite)
     with _in_eval_mode(module):

@@ -13,7 +13,7 @@ from encserve_export.check.expected import read_expected
 from encserve_export.ground import names
 from encserve_export.ground.errors import ConfigError, VocabularyError
 from encserve_export.ground.precision import Precision
-from encserve_export.kinds.recipe import Recipe
+from encserve_export.kinds.spec import ModelSpec
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph import convert, external, foreign
@@ -44,7 +44,7 @@ class OnnxOptions:
     max_sequence_tokens: int = DEFAULT_LONGEST
     pad_token_id: int = 0
     vocab_size: int | None = None
-    vector: Recipe = dataclasses.field(default_factory=Recipe)
+    vector: ModelSpec = dataclasses.field(default_factory=ModelSpec)
     tokenizer: TokenizerFile | None = None
     precision: Precision | None = None
 

@@ -100,6 +100,9 @@ class InputChecker:
         self._template = None if tokenizer is None else tokenizer.template
         self._max_text_bytes = max_text_bytes
         self._special_ids = np.array(bundle.special_token_ids, np.int64)
+        # Added tokens without a row in the model's table, such as <image_soft_token> of EmbeddingGemma.
+        added = {} if tokenizer is None else tokenizer.added_tokens
+        self._without_row = {i: token for i, token in added.items() if i >= bundle.vocab_size}
 
     def rules(
         self, limit: LengthLimit, *, details: bool = False, prompt: str = "", expansion: Expansion | None = None
@@ -204,7 +207,7 @@ class InputChecker:
             rules: The rules of the call.
 
         Raises:
-            InvalidField: The tokenizer fails, or there are no tokens.
+            InvalidField: The tokenizer fails, there are no tokens, or the model has no row for a token.
             SequenceTooLong: There are too many, and the text may not be cut.
         """
         if isinstance(found, str):
@@ -217,6 +220,8 @@ class InputChecker:
             )
         if len(found.input) < self._least_tokens:
             raise InvalidField(FieldPath(Part.TEXT, at), "has no tokens")
+        if self._without_row:
+            self._check_rows(at, found)
         if found.original_token_count > rules.limit.tokens:
             check_length(FieldPath(Part.TEXT, at), found.original_token_count, rules.limit)
         if rules.details and self._template is not None:
@@ -226,6 +231,16 @@ class InputChecker:
         if rules.expansion is not None:
             _expand(found, rules.expansion)
         return found
+
+    def _check_rows(self, at: int, found: TokenSequence) -> None:
+        """Refuse a text with an added token that the model has no row for."""
+        token_id = int(found.input.max(initial=0))
+        if token_id >= self._bundle.vocab_size:
+            raise InvalidField(
+                FieldPath(Part.TEXT, at),
+                f"holds {self._without_row[token_id]!r}, token {token_id}; the vocabulary of {self._bundle.name} ends "
+                f"at {self._bundle.vocab_size - 1}: leave that token out",
+            )
 
     def _check_numbers(self, at: int, sent: SentInput, rules: InputRules) -> TokenSequence:
         """Checks an input that is no text for this model."""

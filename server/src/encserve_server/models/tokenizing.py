@@ -33,8 +33,8 @@ class TextTokenizer:
     """A tokenizer.json, used as it was trained but without the truncation and padding baked into the file.
 
     Attributes:
-        largest_id: The largest id that it may give; also of those that it puts around a text, which need not be in its
-            vocabulary.
+        largest_id: The largest id that a text without added tokens can have, special tokens around the text included.
+        added_tokens: The added tokens by id. A text has such an id only if the token is written out in the text.
         max_token_bytes: The longest string of its vocabulary, in bytes of UTF-8.
         special_around: The special tokens that it puts before a text, and those behind.
         template: What stands around every text, or None; the caller of `tokenize` puts it there.
@@ -68,7 +68,9 @@ class TextTokenizer:
             self._tokenizer.no_padding()
             self._tokenizer.encode_special_tokens = split_special_tokens
             vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-            self.largest_id: int = max((*vocabulary.values(), *self._tokenizer.encode("").ids), default=0)
+            self.added_tokens = {i: it.content for i, it in self._tokenizer.get_added_tokens_decoder().items()}
+            ordinary = set(vocabulary.values()) - self.added_tokens.keys()
+            self.largest_id: int = max((*ordinary, *self._tokenizer.encode("").ids), default=0)
             self.special_around = _special_around(self._tokenizer, vocabulary)
         except BaseException as error:
             if not _is_failure(error):

@@ -190,9 +190,12 @@ def _load_tokenizer(
         split_special_tokens=encoders is not None and encoders.split_special_tokens,
         template=None if encoders is None else encoders.template,
     )
-    if tokenizer.largest_id >= vocab_size:
+    # A text with an added token beyond the table is refused later. A table of static weights has no such check.
+    added = tokenizer.added_tokens if encoders is None else ()
+    largest_id = max((tokenizer.largest_id, *added))
+    if largest_id >= vocab_size:
         raise BundleError(
-            f"{path}: it gives ids up to {tokenizer.largest_id}, but the model's end at "
+            f"{path}: it gives ids up to {largest_id}, but the model's end at "
             f"{vocab_size - 1}; it belongs to another model"
         )
     return tokenizer

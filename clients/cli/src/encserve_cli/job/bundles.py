@@ -93,7 +93,7 @@ def _exported(source: str, own_name: str, facts: object) -> Path:
         if exporter is None:
             raise ValueError(
                 f"--bundle {source}: is a checkpoint, and {_EXPORTER}, which makes a bundle of it, is not installed: "
-                f"from a checkout, pip install ./proto ./export; or run it elsewhere: {_EXPORTER} hf {source} "
+                f"from a checkout, pip install ./proto ./server ./export; or run it elsewhere: {_EXPORTER} hf {source} "
                 f"--model-repository models --name {name}, and give --bundle models/{name}"
             )
         # Standard output is for this command's own.

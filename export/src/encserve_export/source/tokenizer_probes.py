@@ -1,6 +1,7 @@
-"""Texts over which two readings of one tokenizer differ, if they differ at all."""
+"""Difficult texts: two versions of a tokenizer that differ usually differ for one of these texts."""
 
 from collections.abc import Iterable
+from typing import Any
 
 _EMPTY = ("", " ", "   ", "\n", "\t", "\r\n", "\u00a0", "\u3000", "\u200b", "\x00", "\ufeff")
 _BLANKS = (
@@ -156,12 +157,17 @@ TEXTS = (
     *_DIGITS_AND_MARKS,
     *_REAL,
 )
-# As many special and added tokens of one tokenizer are written out in texts; some have thousands.
+# A tokenizer may have thousands of special and added tokens; only the first ones are tried.
 _MOST_TOKENS = 40
 
 
+def difficult_texts(tokenizer: Any) -> list[str]:
+    """Return `TEXTS`, and texts with the special and the added tokens of a tokenizer of transformers."""
+    return [*TEXTS, *around_tokens(dict.fromkeys([*tokenizer.all_special_tokens, *tokenizer.get_added_vocab()]))]
+
+
 def around_tokens(tokens: Iterable[str]) -> list[str]:
-    """Texts in which tokens of a tokenizer are written out, alone and among words."""
+    """Return texts with tokens written out, alone and among words."""
     listed = list(tokens)[:_MOST_TOKENS]
     texts = [text for token in listed for text in (token, f"a {token} b", f"A{token}B", f"  {token}  {token}\n")]
     for token in listed[:8]:
