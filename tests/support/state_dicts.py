@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from encserve_export import Encoder
+from encserve_export import Encoder, EncoderConfig
+from encserve_export.models.own.init import random_encoder
 
 LAYOUTS = ("per-head-linears", "raw-matrices", "fused-qkv", "attention-only", "split-qkv", "torch-native")
 # The fields of EncoderConfig that differ from their defaults.
@@ -19,7 +20,7 @@ State = dict[str, Tensor]
 
 
 def state_dict(layout: str, encoder: Encoder) -> State:
-    """The state dict without the embedding table, each tensor in memory of its own."""
+    """The state dict without the embedding table, each tensor in separate memory."""
     ours = encoder.state_dict()
     state: State = {}
     for index in range(encoder.config.n_layers):
@@ -36,8 +37,15 @@ def state_dict(layout: str, encoder: Encoder) -> State:
     return {name: tensor.contiguous().clone() for name, tensor in state.items()}
 
 
+def saved(layout: str = "split-qkv") -> State:
+    """The state dict of a small encoder of 2 heads, d_model 8 and d_ff 12, with its embedding table."""
+    sizes = {"vocab_size": 11, "d_model": 8, "n_heads": 2, "d_ff": 12, "n_layers": 2, "max_sequence_tokens": 24}
+    encoder = random_encoder(EncoderConfig.from_mapping(sizes | VARIANTS.get(layout, {})), 0)
+    return state_dict(layout, encoder) | {"embedding.weight": encoder.embeddings.tokens.weight.clone()}
+
+
 def _rename(block: State, names: dict[str, str]) -> State:
-    """The tensors whose names begin with one of `names`, which is replaced."""
+    """Replace the beginnings of names; other tensors are left out."""
     return {
         new + name.removeprefix(old): tensor
         for old, new in names.items()

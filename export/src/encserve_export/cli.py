@@ -205,6 +205,13 @@ def hf(
     type=_FILE,
     help="JSON with the settings that the weights do not show; an error lists them.",
 )
+@click.option(
+    "--rename",
+    metavar="OLD=NEW",
+    multiple=True,
+    help="Replace OLD by NEW in the names of FILE's weights, as in blocks=layers or pos.weight=pos_embedding.weight. "
+    "May be given several times.",
+)
 @click.option("--embeddings", "embeddings_path", type=_FILE, help="The embedding table, if FILE has none.")
 @_tokenizer_option
 @click.option(
@@ -222,6 +229,7 @@ def checkpoint(
     file: Path,
     target: Target,
     config_path: Path | None,
+    rename: tuple[str, ...],
     embeddings_path: Path | None,
     tokenizer_path: Path | None,
     layout: str,
@@ -232,6 +240,7 @@ def checkpoint(
         file,
         target,
         fields=_read_fields(config_path),
+        rename=_read_renames(rename),
         embeddings=embeddings_path,
         tokenizer=_read_tokenizer(tokenizer_path),
         layout=None if layout == "auto" else layout,
@@ -363,6 +372,13 @@ def _read_fields(path: Path | None) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ConfigError(f"{path} must hold a JSON object of settings; was {type(fields).__name__}")
     return fields
+
+
+def _read_renames(given: tuple[str, ...]) -> dict[str, str]:
+    pairs = [rename.partition("=") for rename in given]
+    if not all(old and new for old, _, new in pairs):
+        raise click.UsageError(f"--rename must be OLD=NEW; was {', '.join(given)}")
+    return {old: new for old, _, new in pairs}
 
 
 def _make_module(factory: str) -> nn.Module:

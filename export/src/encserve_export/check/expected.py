@@ -1,4 +1,4 @@
-"""Compares a bundle with rows that the caller's own module made."""
+"""Compares a bundle with rows that the user's own module computed."""
 
 import dataclasses
 import zipfile
@@ -8,31 +8,34 @@ from typing import Any
 
 import numpy as np
 import safetensors
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
-from encserve_export.check.agreement import least_cosine, relative_error
+from encserve_export.check.agreement import compare, relative_error
 from encserve_export.ground.arrays import Input, Mask, Rows
 from encserve_export.ground.errors import ExpectedFileError, ExpectedRowsError
 from encserve_export.ground.precision import LOW_PRECISION_ERRORS, Bounds, bounds_of
 from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2
 
-INPUTS = {"input_ids": ("int64", "(batch, seq)"), "inputs_embeds": ("float32", "(batch, seq, d_model)")}
-MASK = {"attention_mask": ("int64", "(batch, seq)")}
-ROWS = {"rows": ("float32", "(batch, seq, d_model)")}
-_ARRAYS = INPUTS | MASK | ROWS
+# The dtype and the dimensions of each array of a file.
+_ARRAYS = {
+    "input_ids": ("int64", ("batch", "seq")),
+    "inputs_embeds": ("float32", ("batch", "seq", "d_model")),
+    "attention_mask": ("int64", ("batch", "seq")),
+    "rows": ("float32", ("batch", "seq", "d_model")),
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """Rows that a module of the caller's made of some sequences.
+    """Rows of the user's own module.
 
     Attributes:
         path: Their file.
-        name: What the input is called, "input_ids" or "inputs_embeds".
+        name: The name of the input, "input_ids" or "inputs_embeds".
         inputs: int64 (batch, seq), or float32 (batch, seq, d_model).
-        mask: int64 (batch, seq), 1 for a token and 0 for padding behind the tokens.
-        rows: float32 (batch, seq, d_model); those of padding mean nothing.
+        mask: int64 (batch, seq), 1 for a token and 0 for the padding behind the tokens.
+        rows: float32 (batch, seq, d_model). Rows at padding are not compared.
     """
 
     path: Path
@@ -44,13 +47,13 @@ class Expected:
 
 @dataclasses.dataclass(frozen=True)
 class Agreement:
-    """How a bundle's rows agree with those that were expected.
+    """The differences between a bundle's rows and the expected rows.
 
     Attributes:
-        rows: How many were compared.
+        rows: The number of compared rows.
         max_relative_error: The largest ‖got - want‖/‖want‖ of a row.
         min_cosine: The least cosine similarity of a row.
-        bounds: What was allowed.
+        bounds: The allowed differences.
     """
 
     rows: int
@@ -60,97 +63,106 @@ class Agreement:
 
 
 def read_expected(path: Path) -> Expected:
-    """Reads a file of expected rows.
+    """Read a file of expected rows.
 
     Args:
         path: A .npz or .safetensors file with `input_ids` or `inputs_embeds`, `attention_mask` and `rows`.
 
     Raises:
-        ExpectedFileError: It is unreadable, or an array is missing, or has another type, shape or numbers.
+        ExpectedFileError: The file is unreadable, or an array is missing or has a wrong dtype, shape or value.
     """
-    found = _load(path)
-    inputs = [name for name in INPUTS if name in found]
-    missing = [name for name in (*MASK, *ROWS) if name not in found]
-    if len(inputs) != 1 or missing:
+    arrays = _load(path)
+    inputs = [name for name in ("input_ids", "inputs_embeds") if name in arrays]
+    if len(inputs) != 1 or not {"attention_mask", "rows"} <= arrays.keys():
         raise ExpectedFileError(
-            f"{path} must hold {' or '.join(INPUTS)}, and {', '.join((*MASK, *ROWS))}; it holds "
-            f"{', '.join(found) or 'none of them'}"
+            f"{path} must hold attention_mask, rows, and either input_ids or inputs_embeds; it holds "
+            f"{', '.join(arrays) or 'no array with such a name'}"
         )
-    arrays = {name: _array(path, name, value) for name, value in found.items()}
-    mask, rows = arrays["attention_mask"], arrays["rows"]
+    batch = arrays["attention_mask"].shape[:2]
     for name, array in arrays.items():
-        if array.shape[:2] != mask.shape or 0 in array.shape:
-            shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+        dtype, axes = _ARRAYS[name]
+        if array.dtype != dtype or array.ndim != len(axes) or array.shape[:2] != batch or 0 in array.shape:
             raise ExpectedFileError(
-                f"{path}: {name} must be {_ARRAYS[name][1]}, not empty, as the others; was {shapes}"
+                f"{path}: {name} must be {dtype} ({', '.join(axes)}), with the batch and seq of attention_mask, "
+                f"{batch}; was {array.dtype} {array.shape}"
             )
-    # A server pads behind the tokens, and a place in the sequence counts from the first token.
+    mask, rows = arrays["attention_mask"], arrays["rows"]
+    # The server pads on the right, and positions are counted from the first token.
     if not np.array_equal(mask, np.arange(mask.shape[1]) < mask.sum(axis=1, keepdims=True)) or not mask[:, 0].all():
         raise ExpectedFileError(
-            f"{path}: attention_mask must be 1 for the tokens of each sequence, at least one, and 0 for the padding "
-            "behind them. Pad on the right"
+            f"{path}: each row of attention_mask must be 1 for its tokens, at least one, then 0. Pad on the right"
         )
-    for name, array in arrays.items():
-        if name != "attention_mask" and not np.isfinite(array[mask == 1]).all():
-            raise ExpectedFileError(f"{path}: {name} must be finite at the tokens of attention_mask")
     return Expected(path, inputs[0], arrays[inputs[0]], mask, rows)
 
 
 def check_expected(
     expected: Expected, folder: Path, graph: manifest_pb2.Graph, shape: manifest_pb2.EncoderShape, bounds: Bounds
 ) -> Agreement:
-    """Runs a bundle's graph in ONNX Runtime on the expected rows' input.
+    """Run a bundle's graph in ONNX Runtime and compare its rows.
 
     Args:
-        expected: The rows.
-        folder: Where the graph's files lie.
-        graph: Its interface and precision.
+        expected: The expected rows and their input.
+        folder: The folder of the graph's files.
+        graph: The graph's interface and precision.
         shape: The model's sizes.
-        bounds: What was allowed against PyTorch; where there was none to compare with, the precision's own count.
+        bounds: The allowed differences from PyTorch. Without a limit for rows, the limits of the precision count.
 
     Raises:
-        ExpectedFileError: The input or the rows do not fit the model; the text names the numbers.
-        ExpectedRowsError: A row is out of the bounds of the precision.
+        ExpectedFileError: The input or the rows do not fit the model; the text has the numbers.
+        ExpectedRowsError: A row differs by more than the precision allows.
     """
     _check_fits(expected, graph, shape)
     rows = OnnxEncoder(folder, graph)(expected.inputs, expected.mask)  # (batch, seq, d_model)
     got, want = rows[expected.mask == 1], expected.rows[expected.mask == 1]  # (tokens, d_model) both
     if bounds.error is None and bounds.cosine is None:
         bounds = bounds_of(graph.precision)
-    agreement = Agreement(len(got), relative_error(got, want), least_cosine(got, want), bounds)
-    _refuse(expected, agreement, got, want)
-    return agreement
+    comparison = compare(got, want, bounds)
+    if not comparison.excess:
+        return Agreement(len(got), comparison.error, comparison.cosine, bounds)
+    errors = [relative_error(*pair) for pair in zip(got, want, strict=True)]
+    sequence, token = np.argwhere(expected.mask == 1)[int(np.argmax(errors))]
+    low, high = LOW_PRECISION_ERRORS
+    advice = "The description of the model (norm, activation, positions, merge_heads, ...) differs from your module"
+    if bounds.error is not None and low <= comparison.error <= high:
+        advice = (
+            "Half precision or TF32 leaves errors of this size: compute the rows in float32, with "
+            "torch.backends.cuda.matmul.allow_tf32 = False"
+        )
+    raise ExpectedRowsError(
+        f"the bundle does not give the rows of {expected.path}: {comparison.excess}; the worst is "
+        f"rows[{sequence}, {token}]. {advice}"
+    )
 
 
 def _load(path: Path) -> dict[str, Any]:
-    """The arrays of a file that are of use here, of whatever type they are."""
     try:
         if path.suffix == ".safetensors":
-            return {name: value for name, value in load_file(path).items() if name in _ARRAYS}
-        # np.load leaves a broken file open.
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            return {name: archive[name] for name in archive.files if name in _ARRAYS}
-    # A .npy file gives an array, which has no files.
-    except (safetensors.SafetensorError, OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ExpectedFileError(f"{path} is no readable .npz or .safetensors file: {error}") from error
-    except (AttributeError, TypeError):
-        raise ExpectedFileError(f"{path} holds one array without a name; write a .npz with numpy.savez") from None
-
-
-def _array(path: Path, name: str, value: Any) -> Any:
-    dtype, shape = _ARRAYS[name]
-    found = str(value.dtype).removeprefix("torch.")
-    if found != dtype or value.ndim != shape.count(",") + 1:
-        more = ". Make the rows in float32" if name == "rows" and "float" in found and found != dtype else ""
-        raise ExpectedFileError(f"{path}: {name} must be {dtype} {shape}; was {found} {tuple(value.shape)}{more}")
-    return np.asarray(value)
+            arrays = load_file(path)
+        else:
+            # np.load does not close a broken file.
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files}
+    # np.load returns an array for a .npy file, which is not a context manager.
+    except (
+        safetensors.SafetensorError,
+        OSError,
+        ValueError,
+        TypeError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
+        raise ExpectedFileError(
+            f"{path} is not a readable .safetensors file or .npz file of numpy.savez: {error}"
+        ) from error
+    return {name: array for name, array in arrays.items() if name in _ARRAYS}
 
 
 def _check_fits(expected: Expected, graph: manifest_pb2.Graph, shape: manifest_pb2.EncoderShape) -> None:
     path, inputs = expected.path, expected.inputs
-    wanted = "inputs_embeds" if graph.embeddings_name else "input_ids"
-    if expected.name != wanted:
-        raise ExpectedFileError(f"{path} holds {expected.name}; this model takes {wanted}")
+    name = "inputs_embeds" if graph.embeddings_name else "input_ids"
+    if expected.name != name:
+        raise ExpectedFileError(f"{path} holds {expected.name}; this model takes {name}")
     if inputs.shape[1] > shape.max_sequence_tokens:
         raise ExpectedFileError(
             f"{path}: sequences must have at most {shape.max_sequence_tokens} tokens, the model's max_sequence_tokens; "
@@ -160,35 +172,8 @@ def _check_fits(expected: Expected, graph: manifest_pb2.Graph, shape: manifest_p
         raise ExpectedFileError(
             f"{path}: rows must have the model's d_model {shape.d_model}; was {expected.rows.shape}"
         )
-    if expected.name == "input_ids" and not (inputs.min() >= 0 and inputs.max() < shape.vocab_size):
+    if name == "input_ids" and not (inputs.min() >= 0 and inputs.max() < shape.vocab_size):
         raise ExpectedFileError(
             f"{path}: input_ids must be from 0 to {shape.vocab_size - 1}, padding included; was {inputs.min()} to "
             f"{inputs.max()}"
         )
-
-
-def _refuse(expected: Expected, agreement: Agreement, got: Rows, want: Rows) -> None:
-    """Raises ExpectedRowsError if a row is out of the bounds; the text names the worst."""
-    error, cosine, bounds = agreement.max_relative_error, agreement.min_cosine, agreement.bounds
-    if bounds.error is not None and not error <= bounds.error:
-        figures, tolerance = (
-            f"relative error {error:.1e}, cosine similarity {cosine:.4f}",
-            f"tolerance {bounds.error:.1e}",
-        )
-    elif bounds.cosine is not None and not cosine >= bounds.cosine:
-        figures, tolerance = f"cosine similarity {cosine:.4f}", f"at least {bounds.cosine} is required"
-    else:
-        return
-    errors = [relative_error(got[i], want[i]) for i in range(len(got))]
-    sequence, token = np.argwhere(expected.mask == 1)[int(np.argmax(errors))]
-    low, high = LOW_PRECISION_ERRORS
-    advice = (
-        "Half precision or TF32 in what made the rows leaves errors of this size: make them in float32, with "
-        "torch.backends.cuda.matmul.allow_tf32 = False"
-        if bounds.error is not None and low <= error <= high
-        else "The model is described otherwise than the module that made the rows computes it"
-    )
-    raise ExpectedRowsError(
-        f"the bundle does not give the rows of {expected.path}: {figures}, {tolerance}; the worst is "
-        f"rows[{sequence}, {token}]. {advice}"
-    )

@@ -1,4 +1,4 @@
-"""The export of a bare state dict, and of random weights."""
+"""The exports of a state dict and of random weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +12,7 @@ from encserve_export.ground.precision import Precision
 from encserve_export.kinds.spec import spec_from_options
 from encserve_export.models.own.config import EncoderConfig, Input
 from encserve_export.models.own.init import random_encoder
-from encserve_export.models.own.state_dict import Table, find_encoder
+from encserve_export.models.own.state_dict import Table, find_encoder, rename_tensors
 from encserve_export.routes.encoder import export_encoder
 from encserve_export.source.tokenizer import TokenizerFile
 from encserve_export.source.weights import read_checkpoint, read_table
@@ -23,6 +23,7 @@ def export_checkpoint(
     target: Target,
     *,
     fields: Mapping[str, Any] | None = None,
+    rename: Mapping[str, str] | None = None,
     embeddings: Path | None = None,
     tokenizer: TokenizerFile | None = None,
     layout: str | None = None,
@@ -34,34 +35,36 @@ def export_checkpoint(
     expect: Path | None = None,
     progress: Progress = show_progress,
 ) -> Exported:
-    """Exports a bare state dict in one of the layouts of `known_layouts`.
+    """Export a state dict in one of the layouts of `known_layouts`.
 
     Args:
-        path: The file: safetensors, or a pickle of tensors, bare or under one of the usual keys.
-        target: Where the bundle goes.
-        fields: Fields of EncoderConfig; what the weights do not tell has to be among them.
-        embeddings: The file with the table of token embeddings, where `path` has none.
-        tokenizer: What turns text into ids; without one the model takes token ids only.
-        layout: The layout's name; without one it is recognised.
-        model_input: What the model is to take; for "embeddings" no table of them is needed.
-        max_sequence_tokens: The longest sequence to serve, in tokens; by default 512, or as far as a table reaches.
-        precision: What the bundle computes in.
-        pooling: One of `POOLINGS`, how the model was trained to make one vector; None where callers are to say it.
-        l2_normalize: Whether that vector is scaled to length 1.
-        expect: A .npz or .safetensors file of rows that the original module made, which the bundle must give: see
-            `check.expected`. Without it nothing tells whether `fields` describe that module.
-        progress: Called with what is being done.
+        path: The file: safetensors, or a pickle of tensors.
+        target: The destination of the bundle.
+        fields: Fields of EncoderConfig. An error lists the fields that the weights do not show.
+        rename: New parts of the file's weight names by old parts; see `state_dict.rename_tensors`.
+        embeddings: The file of the token embedding table, if `path` has none.
+        tokenizer: The tokenizer; without it the model takes token ids only.
+        layout: The layout's name; None detects it.
+        model_input: The model's input. "embeddings" needs no embedding table.
+        max_sequence_tokens: The longest sequence to serve, in tokens. Default: 512, or the rows of the position table.
+        precision: The precision of the bundle.
+        pooling: The pooling that the model was trained with, one of `POOLINGS`; None if callers choose.
+        l2_normalize: Whether pooled vectors are scaled to length 1.
+        expect: A .npz or .safetensors file with rows of your own module, which the bundle must give; see
+            `check.expected`. Without it nothing compares `fields` with your module.
+        progress: Called with a line before each step.
 
     Raises:
-        ExportError: One of its kinds, by cause. Nothing is left on the disk.
+        ExportError: One of its kinds, by cause. No files are left.
     """
     vector = spec_from_options(pooling, l2_normalize=l2_normalize)
     expected = None if expect is None else read_expected(expect)
-    progress("reading the weights")
+    progress(f"reading {path.name}")
     weights = read_checkpoint(path, embeddings)
+    tensors = rename_tensors(weights.tensors, rename or {})
     table = None if embeddings is None else Table(*read_table(embeddings))
     found = find_encoder(
-        weights.tensors,
+        tensors,
         fields or {},
         embeddings=table,
         layout=layout,
@@ -70,18 +73,18 @@ def export_checkpoint(
     )
     for remark in (f"the layout is {found.layout}", *found.remarks):
         progress(remark)
-    tensors = weights.tensors if table is None else {**weights.tensors, table.name: table.values}
-    digest = digest_model(tensors, found.encoder.config)
+    if table is not None:
+        tensors[table.name] = table.values
     source = Source(
         "checkpoint",
         found.layout,
         weights.sha256,
         vector,
         tokenizer,
-        model_digest=digest,
+        model_digest=digest_model(tensors, found.encoder.config),
         expected=expected,
     )
-    del weights, tensors, table  # the encoder has what it needs of them
+    del weights, tensors, table  # the encoder has copies of the weights that it needs
     return export_encoder(found.encoder, source, target, precision=precision, progress=progress)
 
 
@@ -96,22 +99,22 @@ def export_init(
     l2_normalize: bool = False,
     progress: Progress = show_progress,
 ) -> Exported:
-    """Exports an encoder with random weights.
+    """Export an encoder with random weights.
 
     Args:
-        config: The encoder's sizes and choices.
-        seed: Fixes the weights.
-        target: Where the bundle goes.
-        tokenizer: What turns text into ids; without one the model takes token ids only.
-        precision: What the bundle computes in.
-        pooling: One of `POOLINGS`, how the model was trained to make one vector; None where callers are to say it.
-        l2_normalize: Whether that vector is scaled to length 1.
-        progress: Called with what is being done.
+        config: The encoder's sizes and settings.
+        seed: The seed of the weights.
+        target: The destination of the bundle.
+        tokenizer: The tokenizer; without it the model takes token ids only.
+        precision: The precision of the bundle.
+        pooling: The pooling of the model's vectors, one of `POOLINGS`; None if callers choose.
+        l2_normalize: Whether pooled vectors are scaled to length 1.
+        progress: Called with a line before each step.
 
     Raises:
-        ExportError: One of its kinds, by cause. Nothing is left on the disk.
+        ExportError: One of its kinds, by cause. No files are left.
     """
     vector = spec_from_options(pooling, l2_normalize=l2_normalize)
-    progress("making the weights")
+    progress("drawing the weights")
     source = Source("init", f"random weights, seed {seed}", vector=vector, tokenizer=tokenizer)
     return export_encoder(random_encoder(config, seed), source, target, precision=precision, progress=progress)

@@ -1,4 +1,4 @@
-"""The export of a PyTorch module of the caller's own, traced as it is and compared with itself."""
+"""The export of a user's PyTorch module, traced and compared with itself."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ from encserve_export.source.tokenizer import TokenizerFile
 
 
 class _Rows(nn.Module):
-    """A module of the caller's with the mask of a bundle: int64 (batch, seq), 1 for a token."""
+    """The user's module, called with the mask of a bundle: int64 (batch, seq), 1 for a token."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def export_module(
     target: Target,
     *,
     configuration: Mapping[str, Any],
-    input: Input = "token_ids",  # noqa: A002 - what `checkpoint --input` calls it
+    input: Input = "token_ids",  # noqa: A002 - as `checkpoint --input`
     vocab_size: int | None = None,
     d_model: int | None = None,
     max_sequence_tokens: int = DEFAULT_LONGEST,
@@ -52,34 +52,34 @@ def export_module(
     precision: Precision = "float32",
     progress: Progress = show_progress,
 ) -> Exported:
-    """Exports any PyTorch module that turns a padded batch into rows.
+    """Export any PyTorch module that turns a padded batch into rows.
 
-    PyTorch writes the module as ONNX as it is, and the graph is compared with the module. Such a bundle cannot be
+    PyTorch writes the module as ONNX, and the rows of the graph are compared with the module's. Such a bundle cannot be
     inspected.
 
     Args:
-        module: Called with ids, int64 (batch, seq), or vectors, float32 (batch, seq, d_model), and a mask, bool
-            (batch, seq), True for a token; returns rows, float32 (batch, seq, d_model). It must be on the CPU. It runs
-            in eval mode, and is left in the mode it was in.
-        target: Where the bundle goes.
-        configuration: What identifies the model beside its `state_dict()`, in the terms of JSON: whatever tells it from
-            another model with the same weights, such as {"activation": "gelu", "norm_first": true}.
-        input: What the module takes, "token_ids" or "embeddings".
-        vocab_size: One more than the largest token id; by default what the tokenizer can give. Not for embeddings.
-        d_model: The width of the vectors, and of the rows. For embeddings alone.
+        module: The module, on the CPU. It is called with token ids, int64 (batch, seq), or vectors, float32 (batch,
+            seq, d_model), and a mask, bool (batch, seq), True for a token. It returns rows, float32 (batch, seq,
+            d_model). It runs in eval mode; its mode is restored afterwards.
+        target: The destination of the bundle.
+        configuration: JSON with the settings that `state_dict()` does not show, such as {"activation": "gelu",
+            "norm_first": true}. They are part of the space_id.
+        input: The module's input, "token_ids" or "embeddings".
+        vocab_size: The number of token ids; default: the tokenizer's. Not for embeddings.
+        d_model: The width of the vectors and of the rows. For embeddings only.
         max_sequence_tokens: The longest sequence to serve, in tokens.
-        pad_token_id: The id that fills a padded batch.
-        tokenizer: What turns text into ids; without one the model takes token ids only.
-        pooling: One of `POOLINGS`, how the model was trained to make one vector; None where callers are to say it.
-        l2_normalize: Whether that vector is scaled to length 1.
-        precision: What the bundle computes in.
-        progress: Called with what is being done.
+        pad_token_id: The token id that pads a batch.
+        tokenizer: The tokenizer; without it the model takes token ids only.
+        pooling: The pooling that the model was trained with, one of `POOLINGS`; None if callers choose.
+        l2_normalize: Whether pooled vectors are scaled to length 1.
+        precision: The precision of the bundle.
+        progress: Called with a line before each step.
 
     Raises:
-        UnsupportedModelError: The module does not run, gives something else than rows, or PyTorch cannot export it: the
-            text has PyTorch's reason, such as control flow that depends on the numbers in a tensor.
+        UnsupportedModelError: The module does not run, does not return rows, or PyTorch cannot export it. The text has
+            PyTorch's reason, such as control flow that depends on the numbers in a tensor.
         ParityError: ONNX Runtime does not reproduce the module, or padding changes its rows.
-        ExportError: Another of its kinds, by cause. Nothing is left on the disk.
+        ExportError: Another of its kinds, by cause. No files are left.
     """
     _check_configuration(configuration)
     vector = spec_from_options(pooling, l2_normalize=l2_normalize)
@@ -167,9 +167,12 @@ def _check_module(reference: Reference) -> None:
     if not isinstance(rows, Tensor):
         raise UnsupportedModelError(f"{description} must return one tensor of rows; was {type(rows).__name__}")
     if rows.dtype != torch.float32 or rows.dim() != 3 or tuple(rows.shape[:2]) != shape:
+        advice = ""
+        if rows.dim() == 2 and len(rows) == shape[0]:
+            advice = ". If it pools, return the rows before pooling, and give the pooling with pooling= or --pooling"
         raise UnsupportedModelError(
             f"{description} must return rows, float32 ({shape[0]}, {shape[1]}, d_model) for a mask of shape {shape}; "
-            f"was {str(rows.dtype).removeprefix('torch.')} {tuple(rows.shape)}"
+            f"was {str(rows.dtype).removeprefix('torch.')} {tuple(rows.shape)}{advice}"
         )
     if reference.width not in (0, rows.shape[2]):
         raise UnsupportedModelError(

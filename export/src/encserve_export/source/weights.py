@@ -5,7 +5,7 @@ import hashlib
 import json
 import pickle
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ def holds_weights(directory: Path) -> bool:
 def read_checkpoint(path: Path, embeddings: Path | None = None) -> Weights:
     """Read the state dict in one file: alone, or under a key as training scripts save it.
 
-    The prefixes of torch's wrappers ("module.", "_orig_mod.") are removed from the names.
+    Tensors in nested dicts and lists get names with dots, such as layers.0.W_Q. The prefixes of torch's wrappers
+    ("module.", "_orig_mod.") are removed from the names.
 
     Args:
         path: The file: safetensors, or a pickle of tensors.
@@ -187,6 +188,9 @@ def _is_state_dict(content: Any) -> bool:
 
 def _only_state_dict(path: Path, content: Any) -> dict[str, Tensor]:
     found = _find_state_dicts(content, "", _MAX_NESTING)
+    if not found and isinstance(content, dict):
+        leaves = dict(_leaves(content, "", _MAX_NESTING))
+        found = {"": leaves} if leaves and _is_state_dict(leaves) else {}
     if len(found) == 1:
         (tensors,) = found.values()
         return {str(name): tensor for name, tensor in tensors.items()}
@@ -208,6 +212,15 @@ def _find_state_dicts(content: Any, key: str, depth: int) -> dict[str, dict[Any,
     for name in _CONTAINERS:
         found |= _find_state_dicts(content.get(name), f"{key}.{name}" if key else name, depth - 1)
     return found
+
+
+def _leaves(content: Any, name: str, depth: int) -> Iterator[tuple[str, Any]]:
+    """Join the keys of nested dicts and lists by dots, as in layers.0.W_Q."""
+    if isinstance(content, dict | list) and depth >= 0:
+        for key, value in content.items() if isinstance(content, dict) else enumerate(content):
+            yield from _leaves(value, f"{name}.{key}" if name else str(key), depth - 1)
+    else:
+        yield name, content
 
 
 def sha256(files: Iterable[Path]) -> str:

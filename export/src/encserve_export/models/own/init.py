@@ -1,4 +1,4 @@
-"""Encoders with random weights, for trying sizes and for tests."""
+"""Encoders with random weights, to measure sizes and for tests."""
 
 import math
 
@@ -10,10 +10,10 @@ from encserve_export.models.own.encoder import Encoder
 
 
 def random_encoder(config: EncoderConfig, seed: int) -> Encoder:
-    """Builds an encoder with random weights; the same seed gives the same weights.
+    """Return an encoder with random weights; the same seed gives the same weights.
 
-    Matrices are Xavier-uniform (Glorot & Bengio 2010), biases 0 and LayerNorms the identity. Embeddings are normal,
-    and enter the first block with variance 1 like the sinusoids, so that tokens and places weigh about the same.
+    Matrices are Xavier-uniform (Glorot & Bengio 2010), biases are 0 and LayerNorms the identity. Embeddings are normal.
+    They enter the first block with variance 1, as sinusoids do nearly, so tokens and positions have similar weight.
     """
     encoder = Encoder(config)
     random = torch.Generator().manual_seed(seed)
@@ -36,7 +36,7 @@ def random_encoder(config: EncoderConfig, seed: int) -> Encoder:
 
 
 def _xavier(weight: Tensor, d_model: int, random: torch.Generator) -> None:
-    """Fills one matrix; Q, K and V, which lie one below the other, count as three."""
+    """Fill one matrix; the stacked matrices of Q, K and V are filled separately."""
     is_qkv = weight.shape == (3 * d_model, d_model)
     for matrix in weight.chunk(3) if is_qkv else (weight,):
         nn.init.xavier_uniform_(matrix, generator=random)

@@ -1,10 +1,10 @@
-"""Finds the encoder in a bare checkpoint: its layout, what its shapes tell, and what has to be said beside them."""
+"""Finds the encoder in a state dict: its layout, its sizes, and the settings that the user must give."""
 
 import dataclasses
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -24,20 +24,18 @@ from encserve_export.models.own.layouts import StackLayout, known_layouts
 from encserve_export.models.own.layouts.base import check_values, listed
 from encserve_export.models.own.layouts.stack import ATTENTION_NORM, QKV, Stack
 
-# The names under which tables are found, wherever in a larger model: of token embeddings, and of positions.
+# The names of tables of token embeddings and of positions, at any place in a larger model.
 _TABLES = r"(?:.+\.)?(?:W_embed|(?:(?:tok|token|word|src|input)_)?(?:emb|embed|embedding|embeddings)\.weight)"
 _POSITIONS = r"(?:.+\.)?(?:pe|PE|(?:pos|position|positional)_(?:emb|embed|embedding|embeddings)(?:\.weight)?)"
-
 _TABLE_NAMES = (
     "W_embed or embedding.weight (also emb, embed, embeddings; with tok_, token_, word_, src_ or input_ before it)"
 )
 _POSITION_NAMES = (
     "pe, PE or pos_embedding (also emb, embed, embeddings; position_ or positional_ before it; .weight behind it)"
 )
-
 _FLAG = ("true", "false")
 
-# The longest sequence where nobody asks for another.
+# The longest sequence by default, in tokens.
 DEFAULT_LONGEST = 512
 
 
@@ -46,7 +44,7 @@ class Table:
     """An embedding table or a position table.
 
     Attributes:
-        name: Its name among the weights.
+        name: Its name in the checkpoint.
         values: (rows, d_model).
     """
 
@@ -61,12 +59,37 @@ class Found:
     Attributes:
         encoder: The encoder.
         layout: The name of its layout.
-        remarks: What was decided on the way, for people.
+        remarks: Decisions that the user should know about.
     """
 
     encoder: Encoder
     layout: str
     remarks: tuple[str, ...]
+
+
+def rename_tensors(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
+    """Rename the tensors of a checkpoint.
+
+    Args:
+        tensors: The state dict.
+        names: New parts of names by old ones: {"blocks": "layers", "pos.weight": "pos_embedding.weight"}. An old part
+            is one or more whole words between dots, at any place in a name.
+
+    Raises:
+        WeightNamesError: No name contains an old part, or two tensors get one name.
+    """
+    plain = {name: name for name in tensors}
+    for old, new in names.items():
+        renamed = {name: f".{it}.".replace(f".{old}.", f".{new}.")[1:-1] for name, it in plain.items()}
+        if renamed == plain:
+            raise WeightNamesError(f"--rename {old}={new}: no name contains {old}; the names are {_patterns(tensors)}")
+        plain = renamed
+    found: dict[str, Tensor] = {}
+    for name, new in plain.items():
+        if new in found:
+            raise WeightNamesError(f"--rename gives two weights the name {new}; {name} is the second")
+        found[new] = tensors[name]
+    return found
 
 
 def find_encoder(
@@ -78,16 +101,16 @@ def find_encoder(
     model_input: Input = "token_ids",
     max_sequence_tokens: int | None = None,
 ) -> Found:
-    """Recognises the layout of a state dict and builds the encoder.
+    """Recognise the layout of a state dict and build the encoder.
 
     Args:
         tensors: The state dict.
-        given: Fields of EncoderConfig. Those that the weights tell may be left out and must not contradict them.
-        embeddings: The embedding table, where it is apart from the state dict.
-        layout: The layout's name; without one it is recognised.
-        model_input: What the encoder is to take. For "embeddings" no table of them is needed; one that is there is left
-            out.
-        max_sequence_tokens: The longest sequence, instead of `given`'s; by default 512, or as far as a table reaches.
+        given: Fields of EncoderConfig. Fields that the weights show may be left out and must not contradict them.
+        embeddings: The embedding table, if it is not in the state dict.
+        layout: The layout's name; None detects it.
+        model_input: The encoder's input. "embeddings" needs no embedding table and ignores one.
+        max_sequence_tokens: The longest sequence in tokens. It overrides the field in `given`; the default is 512, or
+            the rows of the position table.
 
     Raises:
         ExportError: One of its kinds, by cause.
@@ -96,60 +119,42 @@ def find_encoder(
     stack = _find_stack(tensors, layout)
     positions = _position_table(tensors)
     table = _embedding_table(tensors, embeddings)
-    tables = [found.name for found in (positions, table) if found and found.name in tensors]
-    try:
-        stack.check_names(tensors, tables)
-    except WeightNamesError as error:
-        is_whole = positions is not None and (table is not None or model_input == "embeddings")
-        advice = "" if is_whole else _tables_by_other_names(tensors, stack, tables)
-        raise WeightNamesError(f"{error}{advice}") from error
+    _check_names(tensors, stack, positions, table, model_input)
     sizes = stack.sizes(tensors)
-    told: dict[str, Any] = {**sizes, "input": model_input, "attention_bias": stack.attention_bias}
-    told |= {"final_norm": stack.final_norm, "embedding_norm": False, "n_token_types": 0}
+    shown: dict[str, Any] = {**sizes, "input": model_input, "attention_bias": stack.attention_bias}
+    shown |= {"final_norm": stack.final_norm, "embedding_norm": False, "n_token_types": 0}
     remarks: list[str] = []
     if model_input == "embeddings":
+        shown |= {"vocab_size": 0, "pad_token_id": 0, "scale_embedding": False}
         if embeddings is not None:
             raise EmbeddingTableError(
-                f"the input is embeddings, so {embeddings.name} would never be used; leave out --embeddings"
+                f"the input is embeddings, so --embeddings {embeddings.name} is unused; remove it"
             )
-        told |= {"vocab_size": 0, "pad_token_id": 0, "scale_embedding": False}
         if table is not None:
             remarks.append(f"{table.name} is left out: the input is embeddings")
+            table = None
     else:
-        told["vocab_size"] = _vocab_size(table, sizes["d_model"])
+        shown["vocab_size"] = _vocab_size(table, sizes["d_model"])
     if positions is not None:
         _check_width(positions, sizes["d_model"])
-        told["position"], remark = _judge_positions(positions, given)
+        shown["position"], remark = _judge_positions(positions, given)
         remarks.append(remark)
-    fields = _settle(stack.layout, told, given)
+    fields = _join_fields(stack.layout, shown, given)
     longest = fields.get("max_sequence_tokens") if max_sequence_tokens is None else max_sequence_tokens
     fields["max_sequence_tokens"] = _longest(longest, positions, fields)
     config = EncoderConfig.from_mapping(fields)
     if config.merge_heads == "reshape":
         remarks.append(
-            "merge_heads is reshape: (heads, seq, d_k) becomes (seq, d_model) without a transpose, as the code of "
-            'fused-qkv does it. If your code transposes, give "merge_heads": "transpose" in --config'
+            "merge_heads is reshape: (heads, seq, d_k) becomes (seq, d_model) without a transpose, as in the code of "
+            'fused-qkv. If your code transposes, give "merge_heads": "transpose" in --config'
         )
-    return Found(_build(tensors, stack, config, table, positions), stack.layout.name, tuple(remarks))
-
-
-def _build(
-    tensors: Mapping[str, Tensor], stack: Stack, config: EncoderConfig, table: Table | None, positions: Table | None
-) -> Encoder:
-    names: dict[str, tuple[str, ...]] = {}
-    used = dict(tensors)
-    if table is not None and config.input == "embeddings":
-        del used[table.name]
-    elif table is not None:
-        names["embeddings.tokens.weight"] = (table.name,)
-        used[table.name] = table.values
-    if positions is not None:
-        # A sinusoid has no weights in the Encoder.
-        del used[positions.name]
-        if config.position == "learned":
-            names["embeddings.positions"] = (positions.name,)
-            used[positions.name] = positions.values[: config.n_positions]
-    return stack.read(config, names).load(used)
+    tables: dict[str, Tensor] = {}
+    if table is not None:
+        check_values(table.name, table.values)
+        tables["embeddings.tokens.weight"] = table.values
+    if positions is not None and config.position == "learned":
+        tables["embeddings.positions"] = positions.values[: config.n_positions]
+    return Found(stack.load(config, tensors, tables), stack.layout.name, tuple(remarks))
 
 
 def _find_stack(tensors: Mapping[str, Tensor], wanted: str | None) -> Stack:
@@ -163,51 +168,39 @@ def _find_stack(tensors: Mapping[str, Tensor], wanted: str | None) -> Stack:
     if len(stacks) > 1:
         found = ", ".join(f"{stack.layout.name} at {stack.root + stack.layout.marker}" for stack in stacks)
         raise UnsupportedModelError(
-            f"the checkpoint holds {len(stacks)} stacks ({found}); this exports one encoder: save it alone, or choose "
-            "among layouts with --layout"
+            f"the checkpoint holds {len(stacks)} stacks ({found}); save the encoder alone, or choose with --layout"
         )
     return stacks[0]
 
 
 def _unknown(tensors: Mapping[str, Tensor], tried: list[StackLayout]) -> str:
-    # Numbers are folded: the blocks of a stack have the same names.
-    names = sorted({re.sub(r"(?<=\.)[0-9]+(?=\.|$)", "N", name) for name in tensors})
     layouts = "; ".join(f"{layout.name} by {re.sub('{[a-z]+}', 'N', layout.marker)}" for layout in tried)
     return (
-        f"no layout is recognised in these names: {', '.join(names)}. Looked for {layouts}. "
-        "A Hugging Face directory is exported with encserve-export hf; another layout is one more file in layouts/"
+        f"no known layout has these names: {_patterns(tensors)}. Looked for {layouts}. If only names differ, give "
+        "--rename OLD=NEW. Export any other module with `encserve-export module FILE.py:FACTORY`, or export_module in "
+        "Python, and a Hugging Face directory with `encserve-export hf`"
     )
 
 
-def _embedding_table(tensors: Mapping[str, Tensor], apart: Table | None) -> Table | None:
-    tables = sorted(name for name in tensors if re.fullmatch(_TABLES, name))
-    if apart is None and len(tables) > 1:
-        raise EmbeddingTableError(
-            f"the checkpoint holds several embedding tables: {', '.join(tables)}; save the encoder's alone"
-        )
-    if apart is not None and tables:
-        raise EmbeddingTableError(
-            f"the checkpoint holds an embedding table of its own, {', '.join(tables)}; leave out --embeddings"
-        )
-    if apart is not None:
-        # Named for its file, so that it has no other weight's name.
-        return Table(f"--embeddings {apart.name}", apart.values)
-    return Table(tables[0], tensors[tables[0]]) if tables else None
+def _patterns(names: Iterable[str]) -> str:
+    """List names with N for each number, because all blocks of a stack have the same names."""
+    return ", ".join(sorted({re.sub(r"(?<=\.)[0-9]+(?=\.|$)", "N", name) for name in names}))
 
 
-def _vocab_size(table: Table | None, d_model: int) -> int:
-    if table is None:
-        raise EmbeddingTableError(
-            "the checkpoint holds no embedding table; give the file that does with --embeddings: one matrix of "
-            "(vocab_size, d_model). Or give --input embeddings, and callers send vectors instead of token ids. In the "
-            f"checkpoint itself a table is found by its name: {_TABLE_NAMES}"
-        )
-    _check_width(table, d_model)
-    return len(table.values)
+def _check_names(
+    tensors: Mapping[str, Tensor], stack: Stack, positions: Table | None, table: Table | None, model_input: Input
+) -> None:
+    """Refuse missing and surplus names, and say which of the surplus may be tables."""
+    tables = {found.name for found in (positions, table) if found and found.name in tensors}
+    try:
+        stack.check_names(tensors, tables)
+    except WeightNamesError as error:
+        complete = positions is not None and (table is not None or model_input == "embeddings")
+        advice = "" if complete else _possible_tables(tensors, stack, tables)
+        raise WeightNamesError(f"{error}{advice}") from error
 
 
-def _tables_by_other_names(tensors: Mapping[str, Tensor], stack: Stack, tables: Sequence[str]) -> str:
-    """What else may be a table, and how tables are called; empty where nothing has their shape."""
+def _possible_tables(tensors: Mapping[str, Tensor], stack: Stack, tables: set[str]) -> str:
     known = {*tables, *(name for sources in stack.names().values() for name in sources)}
     first = tensors.get(stack.sources(0, QKV)[0][0])
     widths = set() if first is None else set(first.shape)
@@ -219,14 +212,38 @@ def _tables_by_other_names(tensors: Mapping[str, Tensor], stack: Stack, tables: 
     if not likely:
         return ""
     return (
-        f". If one of {listed(likely)} is a table, save it under another name: of token embeddings {_TABLE_NAMES}; of "
-        f"positions {_POSITION_NAMES}"
+        f". If one of {listed(likely)} is a table, give --rename OLD=NEW with one of these names: for token embeddings "
+        f"{_TABLE_NAMES}; for positions {_POSITION_NAMES}"
     )
 
 
+def _embedding_table(tensors: Mapping[str, Tensor], separate: Table | None) -> Table | None:
+    tables = sorted(name for name in tensors if re.fullmatch(_TABLES, name))
+    if separate is None and len(tables) > 1:
+        raise EmbeddingTableError(
+            f"the checkpoint holds several embedding tables: {', '.join(tables)}; save the encoder's alone"
+        )
+    if separate is not None and tables:
+        raise EmbeddingTableError(f"the checkpoint holds an embedding table, {', '.join(tables)}; remove --embeddings")
+    if separate is not None:
+        return Table(f"--embeddings {separate.name}", separate.values)
+    return Table(tables[0], tensors[tables[0]]) if tables else None
+
+
+def _vocab_size(table: Table | None, d_model: int) -> int:
+    if table is None:
+        raise EmbeddingTableError(
+            "the checkpoint holds no embedding table. Give its file with --embeddings: one matrix of (vocab_size, "
+            "d_model). Or give --input embeddings, and callers send vectors instead of token ids. In the checkpoint, a "
+            f"table has one of these names: {_TABLE_NAMES}; --rename OLD=NEW renames yours"
+        )
+    _check_width(table, d_model)
+    return len(table.values)
+
+
 def _position_table(tensors: Mapping[str, Tensor]) -> Table | None:
-    """The table of positions without the axis of length 1 that stands for the batch."""
-    # A second one is surplus, and is reported as such.
+    """Return the position table as (rows, d_model), without the batch axis of length 1."""
+    # A second table is reported as surplus.
     name = min((name for name in tensors if re.fullmatch(_POSITIONS, name)), default=None)
     if name is None:
         return None
@@ -250,10 +267,9 @@ def _check_width(table: Table, d_model: int) -> None:
 
 
 def _judge_positions(positions: Table, given: Mapping[str, Any]) -> tuple[Position, str]:
-    """Whether a table of positions is the sinusoid, and a remark on it.
+    """Decide whether a position table is the sinusoid, and describe the decision.
 
-    The sinusoid itself is computed anew, in float64 and for any length. A table that is something else is what the
-    model was trained with, so its rows are used as they are.
+    The sinusoid is computed again, in float64 and for any length. The rows of any other table are used unchanged.
     """
     rows, d_model = positions.values.shape
     difference = math.inf
@@ -262,57 +278,57 @@ def _judge_positions(positions: Table, given: Mapping[str, Any]) -> tuple[Positi
     is_sinusoid = difference <= SINUSOID_TOLERANCE
     figures = f"largest difference {difference:.1e}, tolerance {SINUSOID_TOLERANCE:.1e}"
     if is_sinusoid and given.get("position") != "learned":
-        return "sinusoidal", f"{positions.name} is the sinusoid ({figures}), which is computed anew"
+        return "sinusoidal", f"{positions.name} is the sinusoid ({figures}) and is computed again in float64"
     if given.get("position") == "sinusoidal":
         raise ConfigError(
-            f"position is sinusoidal in the configuration, but {positions.name} is no sinusoid ({figures}); without "
-            "the field its rows are used as they are"
+            f"position is sinusoidal in --config, but {positions.name} is not the sinusoid ({figures}); without the "
+            "field its rows are used"
         )
-    kind = "the sinusoid" if is_sinusoid else "no sinusoid"
-    return "learned", f"{positions.name} is {kind} ({figures}); its rows are used as they are"
+    kind = "the sinusoid" if is_sinusoid else "not the sinusoid"
+    return "learned", f"{positions.name} is {kind} ({figures}); its rows are used"
 
 
-def _settle(layout: StackLayout, told: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Joins what the weights tell and what is given.
+def _join_fields(layout: StackLayout, shown: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Join the fields that the weights show and the given fields.
 
     Raises:
-        ConfigError: The two contradict each other, or something is told by neither; the text lists every such field.
+        ConfigError: They contradict each other, or a field is in neither; the text lists all such fields.
     """
-    own = dict(told)
-    asked: dict[str, tuple[str, ...]] = {} if "scale_embedding" in told else {"scale_embedding": _FLAG}
+    known = dict(shown)
+    needed: dict[str, tuple[str, ...]] = {} if "scale_embedding" in shown else {"scale_embedding": _FLAG}
     if ATTENTION_NORM in layout.parts:
-        asked["norm"] = ("post", "pre")
+        needed["norm"] = ("post", "pre")
     else:
-        own["norm"] = "none"
-        asked["residual"] = _FLAG
-    if told["d_ff"]:
-        asked["activation"] = CHOICES["activation"]
-    if "n_heads" not in told:
-        asked["n_heads"] = (f"a divisor of {told['d_model']}",)
-    if "position" not in told:
-        asked["position"] = ("sinusoidal", "none")
-    against = [
-        f"{name} is {json.dumps(own[name])} there, {json.dumps(given[name])} here"
-        for name in own
-        if name in given and given[name] != own[name]
+        known["norm"] = "none"
+        needed["residual"] = _FLAG
+    if shown["d_ff"]:
+        needed["activation"] = CHOICES["activation"]
+    if "n_heads" not in shown:
+        needed["n_heads"] = (f"a divisor of {shown['d_model']}",)
+    if "position" not in shown:
+        needed["position"] = ("sinusoidal", "none")
+    conflicts = [
+        f"{name} is {json.dumps(known[name])} in the weights, {json.dumps(given[name])} in --config"
+        for name in known
+        if name in given and given[name] != known[name]
     ] + [
-        f"{name} is {' or '.join(choices)} there, {json.dumps(given[name])} here"
-        for name, choices in asked.items()
+        f"{name} must be {' or '.join(choices)} for these weights, is {json.dumps(given[name])} in --config"
+        for name, choices in needed.items()
         if name in CHOICES and name in given and given[name] not in choices
     ]
-    if against:
-        raise ConfigError(f"the checkpoint and the configuration contradict each other: {'; '.join(against)}")
-    missing = [f"{name} ({', '.join(choices)})" for name, choices in asked.items() if name not in given]
+    if conflicts:
+        raise ConfigError(f"the checkpoint and the configuration contradict each other: {'; '.join(conflicts)}")
+    missing = [f"{name} ({', '.join(choices)})" for name, choices in needed.items() if name not in given]
     if missing:
         raise ConfigError(
-            f"the weights, in the layout {layout.name}, do not tell {'; '.join(missing)}: give each in the JSON file "
-            "that --config names"
+            f"the weights, in the layout {layout.name}, do not show {'; '.join(missing)}: give each in the JSON file "
+            "of --config"
         )
-    return {"merge_heads": layout.merge_heads, **given, **own}
+    return {"merge_heads": layout.merge_heads, **given, **known}
 
 
 def _longest(wanted: Any, positions: Table | None, fields: Mapping[str, Any]) -> Any:
-    """The longest sequence in tokens; a value of another type is left to EncoderConfig to refuse."""
+    """Return the longest sequence in tokens. EncoderConfig refuses values of other types."""
     offset = fields.get("position_offset", 0)
     if positions is None or not isinstance(offset, int):
         return DEFAULT_LONGEST if wanted is None else wanted
@@ -320,7 +336,5 @@ def _longest(wanted: Any, positions: Table | None, fields: Mapping[str, Any]) ->
     if wanted is None:
         return min(DEFAULT_LONGEST, most)
     if fields["position"] == "learned" and isinstance(wanted, int) and wanted > most:
-        raise ConfigError(
-            f"max_sequence_tokens must be at most {most}, as far as the rows of {positions.name} reach; was {wanted}"
-        )
+        raise ConfigError(f"max_sequence_tokens must be at most {most}, the rows of {positions.name}; was {wanted}")
     return wanted

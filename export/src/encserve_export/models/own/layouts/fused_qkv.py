@@ -1,4 +1,4 @@
-"""One `nn.Linear` to Q, K and V whose rows run head by head: `layers.0.attention.qkv_layer.weight`.
+"""One `nn.Linear` to Q, K and V, its rows ordered by head: `layers.0.attention.qkv_layer.weight`.
 
 Code of this family reshapes (batch, heads, seq, d_k) to (batch, seq, d_model) without a transpose, and so does the
 Encoder by default. A model trained with the transpose needs `"merge_heads": "transpose"`.

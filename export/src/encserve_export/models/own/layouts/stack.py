@@ -1,6 +1,6 @@
-"""Layouts that names alone tell: a stack of equal blocks, wherever in the model it stands.
+"""Layouts of hand-written checkpoints: a stack of equal blocks, recognised by the names of its weights.
 
-In a template `{layer}` is the block's number and `{head}` the attention head's, both from 0.
+In a template, `{layer}` is the number of the block and `{head}` the number of the attention head, both from 0.
 """
 
 import dataclasses
@@ -11,22 +11,23 @@ from torch import Tensor
 
 from encserve_export.ground.errors import WeightShapeError
 from encserve_export.models.own.config import EncoderConfig, MergeHeads
-from encserve_export.models.own.layouts.base import Layout, check_names
+from encserve_export.models.own.encoder import Encoder, encoder_of
+from encserve_export.models.own.layouts.base import check_names, check_values, read_weight
 
 QKV, OUTPUT = "attention.qkv", "attention.output"
 ATTENTION_NORM, INNER = "attention_norm", "feed_forward.inner"
 
-_ADVICE = ". Save the encoder with all of its weights, and without those of a head, a decoder or an optimizer"
+_ADVICE = ". Save the encoder with all of its weights, and without a head, a decoder or an optimizer"
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One linear layer or norm of the Encoder in a checkpoint.
+    """The names of one linear layer or norm in a checkpoint.
 
     Attributes:
-        weight: Templates of the names that make up its weight, one below the other.
-        bias: The same of its bias; empty where there is none.
-        transposed: Whether the weight is stored (in, out), for x @ W.
+        weight: Templates of the names of its weight. Several matrices are stacked along their outputs.
+        bias: Templates of the names of its bias; empty for a layer without one.
+        transposed: Whether the weight is stored as (in, out), for x @ W.
     """
 
     weight: tuple[str, ...]
@@ -35,28 +36,29 @@ class Part:
 
 
 def linear(*names: str) -> Part:
-    """One or several `nn.Linear`, whose outputs stand side by side."""
+    """Return the part of one or several `nn.Linear` or `nn.LayerNorm`."""
     return Part(tuple(f"{name}.weight" for name in names), tuple(f"{name}.bias" for name in names))
 
 
 def matrix(*names: str, bias: tuple[str, ...] = ()) -> Part:
-    """One or several matrices W for x @ W, whose outputs stand side by side."""
+    """Return the part of one or several matrices W for x @ W."""
     return Part(names, bias, transposed=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackLayout:
-    """How one family of checkpoints names its weights.
+    """The weight names of one family of checkpoints.
 
     Attributes:
-        name: What `--layout` calls it.
-        summary: For people, in a line.
-        block: What every name of a block begins with: "layers.{layer}.", or "" where there is one block only.
-        parts: The block's parts by the Encoder's names for them. Without feed-forward parts d_ff is 0, without norms
-            norm is "none".
-        final_norm: The LayerNorm after the last block, where a checkpoint has one.
-        interleaved: Whether the rows of the one projection to Q, K and V run head by head.
-        merge_heads: How the code of such checkpoints merges the heads; see `EncoderConfig`.
+        name: Its name for `--layout`.
+        summary: One line for users.
+        block: The template of the prefix of a block, "layers.{layer}."; "" for a checkpoint of one block.
+        parts: The parts of a block, by the Encoder's names. A layout without feed-forward parts has d_ff 0; a layout
+            without norms has the norm "none".
+        final_norm: The LayerNorm after the last block; a checkpoint may lack it.
+        interleaved: Whether the rows of the projection to Q, K and V run head by head: Q, K and V of head 0, then of
+            head 1.
+        merge_heads: The way in which the family's code merges heads; see `EncoderConfig`.
     """
 
     name: str
@@ -69,11 +71,11 @@ class StackLayout:
 
     @property
     def marker(self) -> str:
-        """The template of the name by which the layout is recognised."""
+        """The template of the name that identifies the layout."""
         return self.block + self.parts[QKV].weight[0]
 
     def find_stacks(self, names: Iterable[str]) -> list["Stack"]:
-        """The stacks of this layout among a checkpoint's names."""
+        """Return the stacks of this layout among the names of a checkpoint."""
         names = set(names)
         pattern = re.escape(self.marker)
         for number in ("layer", "head"):
@@ -95,14 +97,14 @@ class StackLayout:
 
 @dataclasses.dataclass(frozen=True)
 class Stack:
-    """A stack of blocks that was found in a checkpoint.
+    """A stack of blocks in a checkpoint.
 
     Attributes:
         layout: Its layout.
-        root: What stands before all of its names: "", or the path of the encoder in a larger model.
-        n_layers: Its blocks.
-        n_heads: Attention heads per block, where each has names of its own.
-        attention_bias: Whether attention's projections have biases.
+        root: The prefix of all names: "", or the path of the encoder in a larger model.
+        n_layers: The number of blocks.
+        n_heads: Attention heads per block, if the names show them.
+        attention_bias: Whether the projections of attention have biases.
         final_norm: Whether a LayerNorm follows the last block.
     """
 
@@ -114,46 +116,12 @@ class Stack:
     final_norm: bool
 
     def sources(self, layer: int, part: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """The names of one part's weight and bias in one block."""
-        where = self.layout.parts[part]
-        return self._names(where.weight, layer), self._names(where.bias, layer)
-
-    def check_names(self, tensors: Mapping[str, Tensor], tables: Iterable[str]) -> None:
-        """Refuses a checkpoint that lacks weights of the stack, or holds others.
-
-        Args:
-            tensors: The state dict.
-            tables: The names in it that belong to embeddings.
-
-        Raises:
-            WeightNamesError: Names are missing or unknown; the text lists all of them.
-        """
-        used = {name for sources in self.names().values() for name in sources}
-        check_names(f"the layout {self.layout.name}", tensors, used | set(tables), advice=_ADVICE)
-
-    def read(self, config: EncoderConfig, names: Mapping[str, tuple[str, ...]]) -> Layout:
-        """The stack as a Layout.
-
-        Args:
-            config: The encoder's sizes and choices.
-            names: Where the embeddings are: for each of their weights in the Encoder, the checkpoint's names.
-        """
-        own, transposed = self.names(), set()
-        for layer in range(self.n_layers):
-            transposed |= {
-                f"blocks.{layer}.{part}.weight" for part, where in self.layout.parts.items() if where.transposed
-            }
-        interleaved = {name for name in own if f".{QKV}." in name} if self.layout.interleaved else set()
-        return Layout(
-            config=config,
-            description=self.layout.name,
-            names={**own, **names},
-            transposed=frozenset(transposed),
-            interleaved=frozenset(interleaved),
-        )
+        """Return the checkpoint's names of the weight and of the bias of one part of a block."""
+        names, prefix = self.layout.parts[part], self.root + self.layout.block
+        return self._filled(prefix, names.weight, layer), self._filled(prefix, names.bias, layer)
 
     def names(self) -> dict[str, tuple[str, ...]]:
-        """For each weight of the Encoder but the embeddings, the checkpoint's names."""
+        """Return the checkpoint's names of each weight of the Encoder, without the embeddings."""
         names: dict[str, tuple[str, ...]] = {}
         for layer in range(self.n_layers):
             for part in self.layout.parts:
@@ -162,15 +130,29 @@ class Stack:
                 if bias and (self.attention_bias or part not in (QKV, OUTPUT)):
                     names[f"blocks.{layer}.{part}.bias"] = bias
         if self.final_norm:
-            for kind in ("weight", "bias"):
-                names[f"final_norm.{kind}"] = self._names(getattr(self.layout.final_norm, kind), 0, block="")
+            norm = self.layout.final_norm
+            names["final_norm.weight"] = self._filled(self.root, norm.weight, 0)
+            names["final_norm.bias"] = self._filled(self.root, norm.bias, 0)
         return names
 
-    def sizes(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-        """The fields of EncoderConfig that shapes tell, read off the first block.
+    def check_names(self, tensors: Mapping[str, Tensor], tables: Iterable[str]) -> None:
+        """Refuse a checkpoint with missing or surplus weights.
+
+        Args:
+            tensors: The state dict.
+            tables: Its names of embedding and position tables.
 
         Raises:
-            WeightShapeError: A weight is no matrix.
+            WeightNamesError: Names are missing or unknown; the text lists them.
+        """
+        used = {name for sources in self.names().values() for name in sources}
+        check_names(f"the layout {self.layout.name}", tensors, used | set(tables), advice=_ADVICE)
+
+    def sizes(self, tensors: Mapping[str, Tensor]) -> dict[str, int]:
+        """Return the fields of EncoderConfig that the names and the first block's shapes show.
+
+        Raises:
+            WeightShapeError: A weight is not a matrix.
         """
         sizes = {"d_model": self._size(tensors, QKV, 1), "n_layers": self.n_layers, "d_ff": 0}
         if INNER in self.layout.parts:
@@ -179,18 +161,46 @@ class Stack:
             sizes["n_heads"] = self.n_heads
         return sizes
 
+    def load(self, config: EncoderConfig, tensors: Mapping[str, Tensor], tables: Mapping[str, Tensor]) -> Encoder:
+        """Build the encoder.
+
+        Args:
+            config: Its sizes and settings.
+            tensors: The state dict, after `check_names`.
+            tables: The tables of embeddings and positions, by the Encoder's names.
+
+        Raises:
+            WeightValueError: A tensor holds other numbers than finite floating-point ones.
+            WeightShapeError: The shape of a tensor does not fit the configuration.
+        """
+        names = self.names()
+        for name in (name for sources in names.values() for name in sources):
+            check_values(name, tensors[name])
+
+        def weight(target: str, shape: tuple[int, ...]) -> Tensor:
+            if target in tables:
+                return read_weight(tables, (target,), shape)
+            part, _, kind = re.sub(r"^blocks\.[0-9]+\.", "", target).rpartition(".")
+            transposed = kind == "weight" and part in self.layout.parts and self.layout.parts[part].transposed
+            stacked = read_weight(tensors, names[target], shape, transposed=transposed)
+            if part != QKV or not self.layout.interleaved:
+                return stacked
+            by_head = stacked.reshape(config.n_heads, 3, config.d_k, -1)  # (heads, 3, d_k, …)
+            return by_head.transpose(0, 1).reshape(shape)  # (3·d_model, …)
+
+        return encoder_of(config, weight)
+
     def _size(self, tensors: Mapping[str, Tensor], part: str, axis: int) -> int:
-        """The outputs (axis 0) or inputs (axis 1) of the first layer that makes up a part."""
+        """The outputs (axis 0) or inputs (axis 1) of the first matrix of a part."""
         name = self.sources(0, part)[0][0]
         shape = tuple(tensors[name].shape)
         if len(shape) != 2 or 0 in shape:
             raise WeightShapeError(f"{name} must be a matrix; its shape was {shape}")
         return shape[1 - axis if self.layout.parts[part].transposed else axis]
 
-    def _names(self, templates: tuple[str, ...], layer: int, block: str | None = None) -> tuple[str, ...]:
-        begin = self.root + (self.layout.block if block is None else block)
+    def _filled(self, prefix: str, templates: tuple[str, ...], layer: int) -> tuple[str, ...]:
         names = []
         for template in templates:
             heads = range(self.n_heads or 0) if "{head}" in template else (0,)
-            names += [begin + template.replace("{head}", str(head)) for head in heads]
+            names += [prefix + template.replace("{head}", str(head)) for head in heads]
         return tuple(name.replace("{layer}", str(layer)) for name in names)
