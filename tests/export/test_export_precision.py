@@ -56,7 +56,7 @@ def test_golden_checkpoints(bundles: dict[str, Exported], models: Path, name: st
 
 @pytest.mark.system
 def test_int8_of_a_trained_model_is_as_good_as_its_planner(models: Path) -> None:
-    """Measured 0.9950; one scale for each of Q, K and V, and smoothing everywhere, gave 0.9909."""
+    """Measured 0.9946 for rows and for texts. Rounding Q, K and V apart, and smoothing all layers, gave 0.9909."""
     exported = export_minilm(models, precision="int8")
     assert exported.manifest.parity.min_cosine >= 0.994
     assert exported.manifest.parity.min_pipeline_cosine >= 0.994
@@ -158,12 +158,10 @@ def test_a_layer_is_rounded_as_its_plan_says() -> None:
     x = random.standard_normal((20, 16)).astype(np.float32)
     x[:, 3] *= 50
     weight = random.standard_normal((48, 16)).astype(np.float32)
-    smoothed, square = int8.plan_layer(weight, x), int8.plan_layer(weight[:16], x)
-    assert smoothed.smoothing is not None
-    assert square.smoothing is None, "only layers that widen are behind a norm"
-    got = smoothed.round_rows(x) @ (smoothed.weight * smoothed.scales).T
+    layer = int8.plan_layer(weight, x)
+    assert int8.plan_layer(weight, np.abs(x), least=0.0).smoothing is None
+    got = layer.round_rows(x) @ (layer.weight * layer.scales).T
     want = x @ weight.T
     error = (np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)).max()
-    assert smoothed.error == pytest.approx(float(error), rel=1e-4)
-    assert smoothed.error < 0.05
-    assert dataclasses.replace(smoothed, smoothing=None).round_rows(x).shape == x.shape
+    assert layer.error == pytest.approx(float(error), rel=1e-4)
+    assert dataclasses.replace(layer, smoothing=None).round_rows(x).shape == x.shape
