@@ -34,7 +34,7 @@ class Source:
         weights_sha256: SHA-256 of the weights file, in hex; empty for random weights.
         vector: How the model turns rows into vectors.
         tokenizer: The tokenizer, or None if the model takes token ids only.
-        route: The route of `hf`, "own", "onnx", "transformers" or "static"; empty for the other commands.
+        route: The route of `hf`, "transformers", "onnx" or "static"; empty for the other commands.
         repository: OWNER/NAME on the Hugging Face hub; empty for local files.
         revision: The commit on the hub, in hex; empty for local files.
         pipeline: Compares a bundle with sentence-transformers, see `check.pipeline`; None to compare nothing.
