@@ -172,6 +172,7 @@ def test_a_directory_of_another_kind_is_refused(
         read(directory)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     "settings",
     [
@@ -297,6 +298,7 @@ def test_a_directory_without_a_tokenizer_takes_ids_only(directory: Path) -> None
     assert exported.notes["compared with"] == "transformers"
 
 
+@pytest.mark.system
 def test_modules_without_a_pooling(tmp_path: Path) -> None:
     """sentence-transformers has the rows alone, also if the user names a pooling."""
     exported = export(write_model(tmp_path / "directory", []), pooling="mean")
@@ -304,6 +306,7 @@ def test_modules_without_a_pooling(tmp_path: Path) -> None:
     assert exported.notes["compared with"] == "sentence-transformers"
 
 
+@pytest.mark.system
 def test_sentence_transformers_is_loaded_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from sentence_transformers import SentenceTransformer
 
@@ -318,6 +321,7 @@ def test_sentence_transformers_is_loaded_once(directory: Path, monkeypatch: pyte
     assert len(made) == 1
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
 @pytest.mark.parametrize("place", ["config.json", "sentence_bert_config.json"])
 def test_flash_attention_needs_no_gpu_here(directory: Path, modules: bool, place: str) -> None:
@@ -331,6 +335,7 @@ def test_flash_attention_needs_no_gpu_here(directory: Path, modules: bool, place
     assert export(directory).manifest.parity.max_pipeline_error <= 1e-5
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(("asked", "problem"), [(None, "at most 6 "), (4, "at most 4 "), (20, "")])
 def test_a_prompt_that_fills_the_longest_text_is_refused(asked: int | None, problem: str, tmp_path: Path) -> None:
     """Pooling leaves the prompt out, and nothing else is left."""
@@ -370,6 +375,7 @@ def write_old_cross_encoder(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("write", [write_classifier, write_cross_encoder, write_old_cross_encoder])
 def test_the_encoder_of_a_classifier_is_exported_without_its_head(
     write: Callable[[Path], Path], tmp_path: Path

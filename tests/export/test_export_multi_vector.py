@@ -66,6 +66,7 @@ def test_the_comparison_finds_a_misread_directory(
     assert not (tmp_path / "models").exists()
 
 
+@pytest.mark.system
 def test_the_manifest_says_how_queries_and_documents_are_treated(tmp_path: Path) -> None:
     DIRECTORIES["pylate"](tmp_path / "m")
     found = export_hf(tmp_path / "m", Target(model_repository=tmp_path / "models", name="m")).manifest
@@ -165,6 +166,7 @@ def test_a_model_of_images_is_refused_with_its_reason(tmp_path: Path, monkeypatc
     assert "takes text, image: only models of text alone are served" in refused(tmp_path / "m", tmp_path)
 
 
+@pytest.mark.system
 def test_a_model_that_is_cut_shorter_than_its_queries(tmp_path: Path) -> None:
     DIRECTORIES["fixed-unattended"](tmp_path / "m")
     with pytest.raises(

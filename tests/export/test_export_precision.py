@@ -113,6 +113,7 @@ def test_a_layer_that_would_be_too_far_off_stays_float32(models: Path) -> None:
     assert exported.manifest.parity.min_cosine >= 0.99
 
 
+@pytest.mark.system
 def test_rows_that_are_too_far_off_are_refused(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "MAX_INT8_LAYER_ERROR", np.inf)
     message = r"differs from PyTorch: cosine similarity \S+ of a row, at least 0\.99 is required; float32 is exact, in"
@@ -121,6 +122,7 @@ def test_rows_that_are_too_far_off_are_refused(models: Path, monkeypatch: pytest
     assert not models.exists()
 
 
+@pytest.mark.system
 def test_numbers_that_float16_does_not_have_are_refused(tiny: EncoderConfig, models: Path) -> None:
     encoder = random_encoder(tiny, 0)
     with torch.no_grad():

@@ -191,6 +191,7 @@ def test_a_tokenizers_file_of_another_kind(tmp_path: Path) -> None:
     assert "special tokens alone; put a tokenizer.json there" in refused(directory)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["ELECTRA"])
 def test_code_in_a_directory_is_not_run(directory: Path) -> None:
     """Neither for an architecture that transformers does not have, nor for unknown weights."""
@@ -250,6 +251,7 @@ def test_control_characters_in_names_are_escaped(directory: Path) -> None:
     assert not re.search("[\x00-\x09\x0b-\x1f]", printed)
 
 
+@pytest.mark.system
 def test_a_decoder_is_an_unused_part(tmp_path: Path) -> None:
     """transformers does not report it."""
     from transformers import T5Config, T5ForConditionalGeneration

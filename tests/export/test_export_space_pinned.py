@@ -43,6 +43,7 @@ ONNX = "5c20f8bcfe97db960cb71070f887d676e98aa19f18cfde7feb95e107064892d9"
 TENSORS_AND_CONFIGURATION = "s3-134714750e47e1fe683d1e53b848e5d4"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", DIRECTORIES)
 def test_a_directory(name: str, tmp_path: Path) -> None:
     write, options, pinned = DIRECTORIES[name]

@@ -86,6 +86,7 @@ def test_heads_of_other_language_models(kind: str, tmp_path: Path) -> None:
     assert manifest.parity.pipeline_texts == 16
 
 
+@pytest.mark.system
 def test_queries_that_take_no_run(static: Path, tmp_path: Path) -> None:
     exported = export(static, tmp_path)
     its = exported.manifest.query.static_sparse
@@ -95,6 +96,7 @@ def test_queries_that_take_no_run(static: Path, tmp_path: Path) -> None:
     assert json.loads((exported.path / its.tokenizer_file).read_text())["post_processor"] is None
 
 
+@pytest.mark.system
 def test_documents_that_take_no_run(tmp_path: Path) -> None:
     exported = export(write_static_queries(tmp_path / "model", documents=True), tmp_path)
     assert exported.manifest.document.HasField("static_sparse")
@@ -109,6 +111,7 @@ def test_a_text_without_a_task_is_told(static: Path, tmp_path: Path) -> None:
     assert "sentence-transformers takes it as a query" in read(directory).remark
 
 
+@pytest.mark.system
 def test_weights_that_are_others_are_refused(splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     vector = read(splade)
     assert vector.sparse is not None
@@ -125,6 +128,7 @@ def test_weights_that_barely_pass_are_no_difference(tmp_path: Path) -> None:
     assert export(write_trained_splade(tmp_path / "model", active=10), tmp_path).manifest.parity.pipeline_texts == 16
 
 
+@pytest.mark.system
 def test_weights_that_a_precision_would_move_too_far_are_refused(
     splade: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -180,6 +184,7 @@ def facts(exported: Any) -> dict[str, str]:
     return {line[:13].strip(): line[13:].strip() for line in console.export_text().splitlines()}
 
 
+@pytest.mark.system
 def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, tmp_path: Path) -> None:
     said = facts(export(bge_m3, tmp_path / "m3"))
     assert said["pooling"] == f"cls, scaled to length 1, {D_MODEL} dimensions"
@@ -193,6 +198,7 @@ def test_the_report_says_what_is_made(splade: Path, static: Path, bge_m3: Path, 
     assert said["query"].endswith("weights from a table, without running the encoder, at most 40 tokens")
 
 
+@pytest.mark.system
 def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> None:
     """The advice in the report leads to a sparse model."""
     from sentence_transformers import SparseEncoder
@@ -203,6 +209,7 @@ def test_a_language_models_head_is_said_to_be_left_behind(tmp_path: Path) -> Non
     assert export(tmp_path / "other", tmp_path / "saved").manifest.HasField("sparse")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("where", ["tokenizer_config.json", "tokenizer.json"])
 def test_texts_that_are_cut_at_their_beginning_are_refused(where: str, directory: Path, tmp_path: Path) -> None:
     left = {"direction": "Left", "max_length": 8, "strategy": "LongestFirst", "stride": 0}

@@ -31,6 +31,7 @@ def test_a_vocabulary_of_one_word(tmp_path: Path) -> None:
     assert read_tokenizer(tmp_path / "tokenizer.json").largest_id == 0
 
 
+@pytest.mark.system
 def test_a_tokenizer_is_what_transformers_makes_of_it(
     bert: "Checkpoint", models: Path, write_tokenizer: Callable[..., Path]
 ) -> None:
@@ -115,6 +116,7 @@ def test_the_longest_text_is_read_from_the_checkpoint(bert: "Checkpoint", models
     assert "the checkpoint's max_seq_length is 40" in exported.notes["longest"]
 
 
+@pytest.mark.system
 def test_a_length_that_only_the_tokenizer_says_is_said(bert: "Checkpoint", models: Path) -> None:
     (bert.path / "tokenizer_config.json").write_text('{"model_max_length": 40}')
     exported = export_hf(bert.path, Target(model_repository=models, name="bert"), ids_only=True)

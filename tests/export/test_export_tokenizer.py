@@ -144,6 +144,7 @@ def test_the_file_of_a_bundle_gives_the_ids_of_transformers(name: str, tmp_path:
     assert [it.ids for it in ours.encode_batch(texts)] == theirs(texts)["input_ids"]
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
 @pytest.mark.parametrize("name", ["do_lower_case false", "split_special_tokens", "no add_prefix_space"])
 def test_the_comparison_finds_another_tokenizer(
@@ -160,6 +161,7 @@ def test_the_comparison_finds_another_tokenizer(
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.system
 def test_a_tokenizer_in_python_alone_is_refused(tmp_path: Path) -> None:
     directory = write_directory(tmp_path / "directory", "no settings", tokenizer_class="CanineTokenizer")
     with pytest.raises(TokenizerError, match=r"is a CanineTokenizer, which runs in Python alone and has no file"):
@@ -172,6 +174,7 @@ def test_random_ids_are_refused_by_their_cause(tmp_path: Path) -> None:
         read_tokenizer(tmp_path / "tokenizer.json")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
 def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(modules: bool, tmp_path: Path) -> None:
     """EmbeddingGemma's tokenizer has such a token."""
@@ -191,6 +194,7 @@ def test_an_added_token_without_a_row_refuses_only_texts_that_hold_it(modules: b
             embedder.embed(["the cat", "the <image> cat"])
 
 
+@pytest.mark.system
 def test_a_tokenizer_that_adds_no_token_has_no_vector_for_an_empty_text(tmp_path: Path) -> None:
     """sentence-transformers fails for such a text."""
     directory = write_model(tmp_path / "directory")
@@ -209,6 +213,7 @@ def test_a_text_that_sentence_transformers_fails_for_is_named(tmp_path: Path, mo
         export(directory)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("model_type", "file"),
     [("t5", "spiece.model"), ("xlm-roberta", "sentencepiece.bpe.model"), ("deberta-v2", "spm.model")],
@@ -236,6 +241,7 @@ def test_a_directory_with_a_sentencepiece_file_alone(model_type: str, file: str,
     assert len(ids) > 4
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("modules", [True, False], ids=["modules", "no modules"])
 def test_another_length_is_refused(modules: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     transformer = {"max_seq_length": 50}
@@ -276,6 +282,7 @@ def write_chat(folder: Path, template: str = CHATML, message_format: str = "flat
     return directory
 
 
+@pytest.mark.system
 @pytest.mark.parametrize(
     ("template", "settings"),
     [
@@ -294,6 +301,7 @@ def test_a_chat_template_becomes_fixed_texts(template: str, settings: dict[str, 
     assert manifest.parity.pipeline_texts >= 24
 
 
+@pytest.mark.system
 def test_rows_behind_a_chat_template_are_compared(tmp_path: Path) -> None:
     directory = write_chat(tmp_path / "directory")
     path = directory / "modules.json"
@@ -324,6 +332,7 @@ def test_another_chat_template_is_refused(template: str, problem: str, tmp_path:
         read(write_chat(tmp_path / "directory", template))
 
 
+@pytest.mark.system
 def test_a_chat_template_that_changes_some_texts_is_refused(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.content if m.content | length < 30 else 'x' }}{% endfor %}"
     with pytest.raises(ParityError, match="the bundle gives the ids"):

@@ -131,6 +131,7 @@ def test_what_the_manifest_says(data2vec: Path, models: Path) -> None:
     assert "inspection" not in exported.notes
 
 
+@pytest.mark.system
 def test_the_longest_sequence(data2vec: Path, models: Path) -> None:
     (data2vec / "tokenizer_config.json").write_text('{"model_max_length": 30}')
     assert export(data2vec, models, max_sequence_tokens=None).manifest.encoder.max_sequence_tokens == 30
@@ -138,6 +139,7 @@ def test_the_longest_sequence(data2vec: Path, models: Path) -> None:
         export(data2vec, models, max_sequence_tokens=65)
 
 
+@pytest.mark.system
 def test_positions_for_long_texts_are_refused_with_the_longest_sequence_that_works(
     tmp_path: Path, models: Path
 ) -> None:
@@ -161,6 +163,7 @@ def test_heads_are_left_behind_and_named(data2vec: Path, models: Path) -> None:
     assert export(data2vec, models).unused_parts == ("lm_head",), "the pooler makes no rows: it may be missing"
 
 
+@pytest.mark.system
 def test_other_names_and_types_of_weights_give_the_same_rows(tmp_path: Path) -> None:
     """LayerNorms named gamma and beta, a prefix, and float64, as old and half-converted checkpoints have."""
     directory = save(NAMED["BERT"], tmp_path)
@@ -268,6 +271,7 @@ def test_a_model_whose_padding_changes_rows(data2vec: Path, models: Path, monkey
     assert not models.exists()
 
 
+@pytest.mark.system
 def test_a_model_that_hides_its_inside_is_exported_without_inspection(
     data2vec: Path, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +288,7 @@ def test_a_model_that_hides_its_inside_is_exported_without_inspection(
     assert exported.notes["inspection"] == "not possible: it gives no hidden states and attention weights"
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("true", [True, False])
 def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
     data2vec: Path, models: Path, tmp_path: Path, true: bool
@@ -305,6 +310,7 @@ def test_an_onnx_file_in_the_directory_is_used_if_asked_for(
     assert exported.manifest.parity.tolerance == 5e-5
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("name", ["BERT", "T5"])
 def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models: Path) -> None:
     """As in directories of the hub that hold config.json and onnx/model.onnx alone."""
@@ -321,6 +327,7 @@ def test_an_onnx_file_without_weights_is_used(name: str, tmp_path: Path, models:
     assert exported.notes["route"] == "onnx/model.onnx; the directory holds no weights for transformers"
 
 
+@pytest.mark.system
 def test_an_onnx_file_of_a_model_that_transformers_does_not_know_is_used(
     data2vec: Path, models: Path, tmp_path: Path
 ) -> None:
@@ -340,6 +347,7 @@ def test_a_route_that_does_not_take_the_directory(data2vec: Path, models: Path) 
         export(data2vec, models, via="onnx")
 
 
+@pytest.mark.system
 def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:
     (bert.path / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "one", "two", "##s"]))
     exported = export(bert.path, models, ids_only=False)
@@ -348,6 +356,7 @@ def test_vocab_txt_becomes_a_tokenizer(bert: Any, models: Path) -> None:
     assert list(exported.manifest.text.special_token_ids) == [0, 2, 3]
 
 
+@pytest.mark.system
 def test_settings_that_transformers_ignores_are_remarked(tmp_path: Path, models: Path) -> None:
     directory = save(NAMED["BERT"], tmp_path)
     change_config(directory, position_embedding_type="alibi", auto_map={"AutoModel": "modeling.Mine"})
@@ -356,6 +365,7 @@ def test_settings_that_transformers_ignores_are_remarked(tmp_path: Path, models:
     assert "position_embedding_type 'alibi', which transformers' own bert ignores: if the model was trained" in remark
 
 
+@pytest.mark.system
 def test_positions_that_transformers_reads_are_not_remarked(tmp_path: Path, models: Path) -> None:
     sizes = {**NAMED["BERT"].settings, "pad_token_id": 0, "mask_token_id": 4, "position_embedding_type": "rotary"}
     assert "remark" not in export(save(Architecture("ESM", "esm", sizes), tmp_path), models).notes

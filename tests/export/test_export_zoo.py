@@ -16,7 +16,16 @@ def open_bundle(path: Path) -> Embedder:
     return Embedder(path, tune_batches=False, intra_op_threads=1, device="cpu")
 
 
-@pytest.mark.parametrize("name", MODELS)
+# One row of each kind and each feature is fast. The end-to-end tests compare all rows, through a server.
+FAST = {
+    *("every-pooling", "heads", "prompt-left-out", "lengths-of-tasks", "lower-case", "messages", "all-of-it", "static"),
+    *("fixed-unattended", "pylate", "stanford", "sum-log1p", "static-queries"),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.system) for name in MODELS]
+)
 def test_the_bundle_gives_the_vectors_of_the_library(zoo: Zoo, name: str) -> None:
     row, exported = MODELS[name], zoo.export(name)
     assert exported.manifest.parity.pipeline_texts >= 5
@@ -28,6 +37,7 @@ def test_the_bundle_gives_the_vectors_of_the_library(zoo: Zoo, name: str) -> Non
             assert_same(row.kind, embedded(embedder, way, [text]), [vectors], f"{way}, alone")
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("precision", LEAST_COSINE)
 @pytest.mark.parametrize("name", ["all-of-it", "gemma"])
 def test_a_rounded_bundle_points_where_the_library_points(zoo: Zoo, name: str, precision: str) -> None:
