@@ -132,3 +132,11 @@ def test_a_length_beyond_the_positions_is_refused_whatever_the_checkpoint_says(
     write_length(bert.path, {"max_seq_length": 70})
     with pytest.raises(ConfigError, match="max_sequence_tokens must be at most 66 for this model; was 67"):
         export_hf(bert.path, Target(model_repository=models, name="bert"), max_sequence_tokens=67, ids_only=True)
+
+
+def test_an_export_leaves_no_weights_in_the_cache_of_servers(
+    data: Path, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ENCSERVE_CACHE_DIR", str(tmp_path / "cache"))
+    export_hf(data / "hf-distilbert", Target(model_repository=models, name="m"), ids_only=True)
+    assert not (tmp_path / "cache").exists()

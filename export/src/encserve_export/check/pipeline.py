@@ -186,7 +186,12 @@ def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
         bundle = Path(repository) / manifest.name / manifest.version  # the server compares both names
         bundle.parent.mkdir()
         bundle.symlink_to(folder.absolute(), target_is_directory=True)
-        options: dict[str, Any] = {"device": "cpu", "tune_batches": False, "cache_dir": None, "parallel_batches": 1}
+        options: dict[str, Any] = {
+            "device": "cpu",
+            "tune_batches": False,
+            "cache_dir": Path("off"),  # an export leaves no weights in the user's cache
+            "parallel_batches": 1,
+        }
         try:
             embedder = Embedder(bundle, max_text_bytes=2**24, **options)
         except EncserveError as error:
