@@ -124,7 +124,7 @@ def compare(got: Rows, want: Rows, tolerance: Bounds, float32_error: float | Non
     Args:
         got: The rows to judge.
         want: The expected rows.
-        tolerance: Its `error` and `cosine` are the limits; None is no limit.
+        tolerance: Its `error` and `cosine` are the limits; None means without limit.
         float32_error: PyTorch's own error, which `Comparison.excess` then names.
     """
     error, cosine = relative_error(got, want), least_cosine(got, want)
@@ -264,7 +264,7 @@ def check_rows(
 
 
 def check_padding(reference: Reference, longest: int, advice: str) -> None:
-    """Refuses a model whose rows change in a padded batch already in PyTorch: no graph could do better.
+    """Refuses a model if its rows change in a padded batch in PyTorch already: no graph could do better.
 
     Args:
         reference: The model.
@@ -297,7 +297,7 @@ def check_inspection(
 
     Args:
         folder: The bundle.
-        graph: The interface of the served graph, whose inputs both graphs have.
+        graph: The interface of the served graph; both graphs have the same inputs.
         inspect_graph: The outputs of the graph for inspections.
         reference: The model, with an inspection.
         longest: The longest sequence, in tokens.

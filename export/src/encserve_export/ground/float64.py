@@ -11,7 +11,7 @@ def in_float64(module: nn.Module) -> Iterator[None]:
     """Puts a module's floating-point parameters and buffers into float64, and back into their types afterwards.
 
     It takes twice the memory of float32 meanwhile, not three times: tensors are converted one after another, in place.
-    What the module's code casts to float32 itself stays so. The numbers afterwards are those of before, bit for bit.
+    Casts to float32 in the module's code stay. Afterwards all numbers have their earlier bits.
     """
     tensors = [it for it in (*module.parameters(), *module.buffers()) if it.is_floating_point()]
     dtypes = [it.dtype for it in tensors]

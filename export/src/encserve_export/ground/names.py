@@ -1,6 +1,6 @@
 """The names of a bundle's ONNX files, and of their inputs and outputs."""
 
-# The first with Gelu as an operator of its own, and the newest that the tracing exporter writes.
+# The first opset with the operator Gelu, and the newest that the tracing exporter writes.
 OPSET = 20
 FILE = "model.onnx"
 DATA_FILE = "model.onnx.data"

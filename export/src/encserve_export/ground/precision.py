@@ -45,7 +45,7 @@ class Bounds:
     attention_error: float = 1e-5
 
     def widened(self, float32_error: float) -> "Bounds":
-        """The bounds for a model whose rows have this error in PyTorch's own float32; cosines do not change."""
+        """The bounds for a model with this error in PyTorch's own float32; bounds on cosines do not change."""
         error, padding_error = (
             # Alone and padded may both be off by `error`, in opposite directions.
             None if tolerance is None else allowed(tolerance, sides * float32_error)
@@ -78,5 +78,5 @@ HEAD_TOLERANCE, VOCABULARY_HEAD_TOLERANCE = 1e-5, 1e-4
 
 
 def bounds_of(precision: str) -> Bounds:
-    """The bounds of a graph's precision; those of float32 for a precision that the exporter does not write."""
+    """The bounds of a graph's precision; float32's bounds for a precision that the exporter does not write."""
     return BOUNDS.get(precision, BOUNDS["float32"])

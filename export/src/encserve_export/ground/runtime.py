@@ -21,7 +21,7 @@ def open_session(graph: Path | bytes, weights: Path | None = None) -> onnxruntim
         Exception: ONNX Runtime cannot load it; its exceptions share no public base class.
     """
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4  # what goes wrong is raised as well, and said by us, once
+    options.log_severity_level = 4  # errors are raised too, and we report each once
     # On x86 CPUs without VNNI, sums of two products of 8 bits are saturated at 16 bits, but for this option.
     options.add_session_config_entry("session.x64quantprecision", "1")
     if weights is not None:

@@ -1,1 +1,1 @@
-"""The encoders: our own, and those of transformers."""
+"""The encoders: our own, transformers' encoders, and callers' modules."""

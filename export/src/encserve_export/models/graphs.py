@@ -40,7 +40,7 @@ class Graphs:
     Attributes:
         files: The files that were written, the served graph first.
         graph: The served graph's interface.
-        inspect_graph: The interface of the graph for inspections; None if there is none.
+        inspect_graph: The interface of the graph for inspections, or None.
         n_parameters: The number of weights, before they were rounded.
     """
 

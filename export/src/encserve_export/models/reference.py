@@ -1,4 +1,4 @@
-"""A model in PyTorch that an exported graph must reproduce, whatever it was loaded from."""
+"""A model in PyTorch, from any source, that an exported graph must reproduce."""
 
 import contextlib
 import dataclasses

@@ -130,7 +130,7 @@ def _name(tensor: TensorProto) -> str:
 def _path(tensor: TensorProto, location: str, folder: Path) -> Path:
     """The file of an external tensor, once it is known to lie in the folder.
 
-    onnx's own loader refuses every link, those of the hub's cache too.
+    onnx's own loader refuses every link, also links in the hub's cache.
     """
     what = f"{_name(tensor)} keeps its data in {location!r}"
     windows = PureWindowsPath(location)  # which takes both kinds of slashes
@@ -162,7 +162,7 @@ def _blobs(folder: Path) -> Path | None:
 
 
 def _place(tensor: TensorProto, folder: Path) -> tuple[Path, int, int]:
-    """The file of an external tensor, the offset in it, and its length, exactly what its shape and type ask for."""
+    """The file of an external tensor, its offset and its length; the length must fit the shape and the type."""
     entries = {entry.key: entry.value for entry in tensor.external_data}
     path = _path(tensor, entries.get("location", ""), folder)
     kind, shape = type_name(tensor.data_type), tuple(tensor.dims)

@@ -1,4 +1,4 @@
-"""Reads an ONNX file of somebody else's, checks that it is an encoder, and finds what it tells without being run."""
+"""Reads an ONNX file by another author, checks that it is an encoder, and finds its interface without a run."""
 
 import contextlib
 import dataclasses
@@ -37,7 +37,7 @@ _WEIGHTS = (
     TensorProto.INT4,
     TensorProto.UINT4,
 )
-# What leaves ids what they are, and what leaves the rows of a table where they are.
+# Operators that do not change ids, and operators that do not move the rows of a table.
 _SAME_IDS = ("Identity", "Cast", "Reshape", "Flatten", "Squeeze", "Unsqueeze")
 _SAME_ROWS = ("Identity", "Cast", "DequantizeLinear")
 _MAX_DESCRIPTION = 200
@@ -46,7 +46,7 @@ _AS_INT64 = "export the model again with ids of int64 (torch.long)"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Names:
-    """What the inputs and outputs are said to be called.
+    """The names of the inputs and outputs.
 
     Attributes:
         input_ids: The input of token ids.
@@ -68,7 +68,7 @@ class Interface:
     Attributes:
         input_ids: int64 (batch, seq); or vectors, float32 (batch, seq, width), see `vector_width`.
         attention_mask: int64 (batch, seq).
-        token_type_ids: int64 (batch, seq), filled with zeros; empty where there is none.
+        token_type_ids: int64 (batch, seq), filled with zeros; empty without such an input.
         output: float32 (batch, seq, d_model).
     """
 
@@ -138,7 +138,7 @@ def find_interface(model: onnx.ModelProto, names: Names) -> Interface:
     """Finds the inputs and the output of an encoder, and checks their types and shapes as far as the file tells them.
 
     Raises:
-        OnnxInterfaceError: They are not those of an encoder; the text says what is wrong and lists what there is.
+        OnnxInterfaceError: They do not fit an encoder; the text names the fault and lists all of them.
     """
     # Older files list weights among the inputs too.
     weights = {tensor.name for tensor in model.graph.initializer}
@@ -204,7 +204,7 @@ def token_tables(model: onnx.ModelProto, input_ids: str) -> dict[str, Sequence[i
 
 
 def _is_text(message: Message) -> bool:
-    """Whether all strings are text; protobuf hands out bytes for those that are not, and nobody expects that."""
+    """Whether all strings are valid text; protobuf returns bytes for an invalid string."""
     for field, value in message.ListFields():
         values = [value] if isinstance(value, str | bytes | Message) else value
         if field.type == FieldDescriptor.TYPE_STRING and any(isinstance(its, bytes) for its in values):

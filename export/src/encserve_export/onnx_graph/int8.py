@@ -9,7 +9,7 @@ Three rules keep the rounding small:
 - Large columns of x are made smaller, and their weights larger (SmoothQuant, Xiao et al. 2022): x·Wᵀ = (x/a)·(W·a)ᵀ.
   The size of the columns is measured with random inputs. A layer is smoothed if that lowers its measured error.
 - The output of ReLU, GELU or SiLU has a known minimum near 0, so all 256 steps cover the range above that minimum.
-- A layer whose measured error is too large stays in float32.
+- A layer with too large a measured error stays in float32.
 Everything else stays in float32: LayerNorm, softmax, attention, residual connections.
 
 Layers with the same x, such as the projections to Q, K and V, share its rounding.
@@ -184,7 +184,7 @@ class _Quantizer:
         self._rank[x] = rank
 
     def replace(self, node: NodeProto) -> Iterable[NodeProto]:
-        """Returns the nodes in place of one: itself, or those of a linear layer or a lookup in 8 bits."""
+        """Returns the nodes in place of one: the node itself, or a linear layer or a lookup in 8 bits."""
         layer = self._layers.get(node.output[0]) if node.output else None
         if layer is not None:
             return self._linear(node, layer)

@@ -22,7 +22,7 @@ _BETWEEN = ("Add", "Mul", "Div", "Cast", "Softmax")
 
 
 def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, element_type: int) -> int:
-    """Changes a graph in place: each attention whose nodes fit the pattern gets blocks of queries.
+    """Changes a graph in place: each attention with nodes that fit the pattern gets blocks of queries.
 
     The pattern is queries·keys, scaled, plus a bias, softmax, ·values. Other attention stays as it is.
 

@@ -29,14 +29,14 @@ def trace(
     outputs: Sequence[str],
     dynamic_axes: Mapping[str, Mapping[int, str]],
 ) -> onnx.ModelProto:
-    """Traces a module into a graph whose weights are its last inputs, by their names in the module.
+    """Traces a module into a graph that takes the weights as its last inputs, by their names in the module.
 
     Args:
         module: In evaluation mode.
-        arguments: What it is called with.
+        arguments: The arguments of the call.
         path: A file to write to for a while.
-        inputs: What the arguments are called in the graph.
-        outputs: What its results are called.
+        inputs: The names of the arguments in the graph.
+        outputs: The names of the results in the graph.
         dynamic_axes: Axes without a fixed size.
     """
     with warnings.catch_warnings():
@@ -99,7 +99,7 @@ def take_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor], data: Bi
     Args:
         model: From `trace`.
         weights: The weights by the names of the inputs.
-        data: Where to write those of 1,024 bytes and more; without it they go into the model.
+        data: The file for weights of 1,024 bytes and more; without a file they go into the model.
     """
     graph = model.graph
     for name in [value.name for value in graph.input if value.name in weights]:
@@ -120,7 +120,7 @@ def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]
 
     Args:
         model: From `trace`.
-        module: What was traced.
+        module: The traced module.
 
     Returns:
         The weights by the names of the inputs that the graph has now.

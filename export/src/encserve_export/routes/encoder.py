@@ -1,4 +1,4 @@
-"""The export of our own encoder, whatever its weights come from."""
+"""The export of our own encoder, with weights from any source."""
 
 import dataclasses
 

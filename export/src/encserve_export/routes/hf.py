@@ -44,7 +44,7 @@ from encserve_export.source.weights import Weights, holds_weights, read_object, 
 Route = Literal["transformers", "onnx"]
 ROUTES: tuple[Route, ...] = ("transformers", "onnx")
 ONNX_FILE = Path("onnx", "model.onnx")
-# Models whose positions begin after the padding's row.
+# In these models positions begin after the row of the padding.
 _OFFSET_POSITIONS = ("roberta", "xlm-roberta", "camembert", "mpnet")
 _LANGUAGE_MODEL = (
     "which is a language model's head. If that makes SPLADE's weights, save the directory with sentence-transformers, "
@@ -129,7 +129,7 @@ def export_hf(
             expected=expected,
         )
         exported = _export(build, via)
-    # The head of a language model makes no rows, but it may make sparse weights of them.
+    # The head of a language model makes no rows, but it may turn rows into sparse weights.
     used = exported.unused_parts if exported.manifest.sparse.mask_name else recipe.used_parts
     unused_parts = tuple(part for part in exported.unused_parts if part not in used)
     if _has_language_model(settings, recipe) and set(unused_parts) - {"pooler"}:
@@ -172,7 +172,7 @@ class _Build:
         return self.recipe.encoder
 
     def source(self, route: str, description: str, weights: Weights | None) -> manifest.Source:
-        """The origin for the manifest; `weights` are those that the graph has, or is compared with."""
+        """The origin for the manifest; `weights` are in the graph, or are compared with the graph."""
         came = {} if self.origin is None else {"repository": self.origin.repository, "revision": self.origin.revision}
         return manifest.Source(
             "hf",
@@ -361,7 +361,7 @@ def _remarks(settings: Mapping[str, Any]) -> list[str]:
 
 
 def _has_language_model(settings: Mapping[str, Any], vector: ModelSpec) -> bool:
-    """Whether the directory is a masked-language model's, as those of SPLADE often are, and names no vectors."""
+    """Whether the directory is a masked-language model's and names no vectors, like many SPLADE directories."""
     named = any(str(it).endswith("ForMaskedLM") for it in settings.get("architectures") or ())
     return named and not (vector.pooling or vector.multi_vector or vector.sparse)
 

@@ -69,7 +69,7 @@ def export_onnx(
         options: The facts that the file does not contain.
         source: The origin of the model, for the manifest; by default this file. The file is hashed if the source has no
             hash of weights, and no digest of the model of `reference`.
-        reference: The model in PyTorch whose rows the file must give; None without one.
+        reference: The model in PyTorch that gives the expected rows; None without such a model.
         expect: A .npz or .safetensors file of rows that the bundle must give, see `check.expected`. Not with `source`,
             which has its own.
         progress: Called with each step.
@@ -154,7 +154,7 @@ def export_onnx(
             pad_token_id=options.pad_token_id,
         )
         described = manifest.Model(shape, graph, {"other": foreign.count_parameters(model)})
-        del encoder, want  # the comparison of texts opens a session of its own
+        del encoder, want  # the comparison of texts opens another session
         return complete(folder, target, described, source, parity, files)
 
 

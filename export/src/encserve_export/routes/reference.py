@@ -34,7 +34,7 @@ def export_reference(
     precision: Precision = "float32",
     progress: Progress = show_progress,
 ) -> Exported:
-    """Exports a model with the first of PyTorch's exporters whose graph reproduces it.
+    """Exports a model with the first of PyTorch's exporters that reproduces the model.
 
     Args:
         reference: The model.
@@ -100,7 +100,7 @@ def _write_first(
     precision: Precision,
     progress: Progress,
 ) -> tuple[Graphs, manifest.Model, agreement.Parity, str]:
-    """Writes the graphs of the first exporter that passes; the last value says why there is no graph for inspections.
+    """Writes the graphs of the first exporter that passes; the last value says why a graph for inspections is missions.
 
     Raises:
         ExportError: Every exporter fails. The text has all reasons.

@@ -29,7 +29,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 class EncoderConfig:
     """Everything that fixes the shapes and the formula of an `Encoder`; validated when built.
 
-    A choice that a later checkpoint layout needs becomes a field here whose default is what the encoder did before.
+    A choice that a new checkpoint layout needs becomes a field. Its default keeps the rows of earlier layouts.
 
     Attributes:
         vocab_size: Rows of the token embedding; 0 where the input is embeddings.
@@ -115,10 +115,10 @@ class EncoderConfig:
 
     @classmethod
     def check_names(cls, names: Iterable[str]) -> None:
-        """Refuses names that are no fields.
+        """Refuses unknown names of fields.
 
         Raises:
-            ConfigError: One is unknown; the text lists all of them.
+            ConfigError: A name is unknown; the text lists all unknown names.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         unknown = sorted(set(names) - set(known))

@@ -81,7 +81,7 @@ class Padding:
         """Reshapes each sequence's own (heads, length, d_k) to (length, heads·d_k), in the order of the memory.
 
         Row i of a sequence holds the parts i·heads to i·heads + heads - 1 of its heads·length parts of d_k numbers.
-        Part p is of head p // length, at position p % length. Padding is no part.
+        Part p is of head p // length, at position p % length. Padding has no parts.
 
         Args:
             heads: (batch, heads, seq, d_k).
@@ -151,7 +151,7 @@ class SelfAttention(nn.Module):
     """Multi-head self-attention, Vaswani et al. 2017, section 3.2.
 
     head_h = softmax(Q_h·K_hᵀ / √d_k)·V_h. The heads are merged as the configuration says and go through one linear
-    layer. The projections to Q, K and V are one layer whose output holds the three after one another.
+    layer. The projections to Q, K and V are one layer; its output holds the three after one another.
     """
 
     def __init__(self, config: EncoderConfig) -> None:
