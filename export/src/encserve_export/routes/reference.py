@@ -100,7 +100,7 @@ def _write_first(
     precision: Precision,
     progress: Progress,
 ) -> tuple[Graphs, manifest.Model, agreement.Parity, str]:
-    """Writes the graphs of the first exporter that passes; the last value says why a graph for inspections is missions.
+    """Writes the graphs of the first exporter that passes; the last value says why there is only one graph.
 
     Raises:
         ExportError: Every exporter fails. The text has all reasons.
