@@ -1,7 +1,8 @@
-"""Callers of a peer's server. Runs in a separate process, in the peer's environment.
+"""Load generator for a peer: another inference server, infinity or Triton.
 
-infinity gets one text a request over HTTP and returns the vector in base64, the faster of its two formats. Triton gets
-one sequence of ids a request over gRPC. The requests exist before the load, and the replies are not parsed.
+Runs in a separate process, in the peer's environment. infinity gets one text a request over HTTP and returns the vector
+in base64, the faster of its two formats. Triton gets one sequence of ids a request over gRPC. All requests are built
+before the load starts. Replies under load are not parsed.
 """
 
 import argparse
@@ -26,7 +27,7 @@ class Protocol(NamedTuple):
 
     Attributes:
         given: The field of the workload: "texts" or "ids".
-        packages: The packages to report the versions of.
+        packages: The packages whose versions go into the report.
         request: Makes a request from one text or one list of ids.
         connect: Opens connections to an address and yields a function that makes one call.
         rows: Reads the array in a reply, (seq, d_model) or (1, d_model).
@@ -136,7 +137,7 @@ async def closed_loop(
 
 
 def main() -> None:
-    """Send load and check requests until standard input ends."""
+    """Serve the commands "run" and "check" from standard input until its end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", choices=sorted(PROTOCOLS), required=True)
     parser.add_argument("--address", required=True, metavar="HOST:PORT")

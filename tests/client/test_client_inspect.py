@@ -52,7 +52,7 @@ def request_of(**wanted: Any) -> pb.InspectRequest:
 
 
 def gathered(request: pb.InspectRequest, parts: list[pb.InspectResponse]) -> InspectResult:
-    """The result of an answer; like the wire, nothing follows an error."""
+    """Gather the parts into a result; stop at the first error, as the wire does."""
     gathering = Gathering(request)
     for part in parts:
         if not gathering.add(part):
@@ -78,12 +78,12 @@ def chunk(tensor: int, n_bytes: int) -> pb.InspectResponse:
         ({"attention": False, "hidden_states": False, "positions": True}, [(POSITIONS, [])]),
     ],
 )
-def test_what_is_wanted_is_asked_for(wanted: dict[str, Any], expected: list[tuple[int, list[int]]]) -> None:
+def test_the_request_lists_the_wanted_tensors(wanted: dict[str, Any], expected: list[tuple[int, list[int]]]) -> None:
     request = request_of(**wanted)
     assert [(spec.kind, list(spec.layers)) for spec in request.tensors] == expected
 
 
-def test_no_prompt_is_another_thing_than_the_default_one() -> None:
+def test_an_empty_prompt_name_differs_from_none() -> None:
     assert not request_of().HasField("prompt_name")
     for name in ("", "query"):
         request = request_of(prompt_name=name)
@@ -92,7 +92,7 @@ def test_no_prompt_is_another_thing_than_the_default_one() -> None:
         request_of(prompt_name=5)
 
 
-def test_the_task_is_asked_for() -> None:
+def test_the_request_has_the_task() -> None:
     assert request_of().task == pb.TASK_UNSPECIFIED
     assert request_of(task="query").task == pb.TASK_QUERY
     with pytest.raises(InvalidInputError, match="task must be one of 'query', 'document'; was 'both'"):
@@ -117,7 +117,7 @@ def test_the_task_is_asked_for() -> None:
         ({"dtype": "float64"}, "^dtype must be one of 'float32', 'float16', 'binary', 'int8'; was 'float64'$"),
     ],
 )
-def test_what_cannot_be_asked_for_is_refused(wanted: dict[str, Any], text: str) -> None:
+def test_invalid_options_are_refused(wanted: dict[str, Any], text: str) -> None:
     with pytest.raises(InvalidInputError, match=text):
         request_of(**wanted)
 
@@ -167,7 +167,7 @@ async def test_an_inspection(caller: Caller, service: FakeEncoder) -> None:
     assert service.n_get_model == 0
 
 
-async def test_only_what_is_wanted_comes_back(caller: Caller, service: FakeEncoder) -> None:
+async def test_the_result_has_only_the_wanted_tensors(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect(token="secret")
     result = await caller(
         client.inspect,
@@ -198,7 +198,7 @@ async def test_vectors_are_inspected(caller: Caller, service: FakeEncoder) -> No
 
 
 @given(st.lists(st.integers(1, 700), min_size=1, max_size=8), st.sampled_from(["float32", "float16"]))
-def test_wherever_an_answer_is_cut_it_is_the_same(sizes: list[int], dtype: str) -> None:
+def test_chunk_boundaries_do_not_change_the_result(sizes: list[int], dtype: str) -> None:
     """Chunks may end within a number, a row, a layer; empty ones do no harm."""
     request = request_of(hidden_states=[0, 2], positions=True, dtype=dtype)
     parts = inspection(request, N_TOKENS, max_chunk_bytes=sizes)
@@ -214,7 +214,7 @@ def test_wherever_an_answer_is_cut_it_is_the_same(sizes: list[int], dtype: str) 
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that Python and NumPy held at a time for some work; protobuf's own memory does not count."""
+    """Peak bytes of Python and NumPy during the work, without protobuf's memory."""
     tracemalloc.start()
     try:
         work()
@@ -250,8 +250,8 @@ def test_numbers_are_copied_once_at_most(n_chunks: int, copies: int) -> None:
     assert 2 * size < peak_bytes(gather) < (1 + copies) * size + size // 4
 
 
-def test_nothing_is_allocated_on_a_headers_word() -> None:
-    """Half a terabyte announced, 1 MiB sent."""
+def test_an_announced_size_allocates_no_memory() -> None:
+    """The header announces 309 GB, and 1 MiB is sent."""
     request = request_of(hidden_states=False)
     header, *_ = inspection(request, N_TOKENS)
     header.header.tensors[0].shape[1] = 2**32 - 1
@@ -270,7 +270,7 @@ def test_nothing_is_allocated_on_a_headers_word() -> None:
 
 
 def header_with(**changes: Any) -> Callable[[list[pb.InspectResponse]], None]:
-    """Changes fields of the first tensor, or of the header."""
+    """Change fields of the header's first tensor."""
 
     def change(parts: list[pb.InspectResponse]) -> None:
         for name, value in changes.items():
@@ -340,7 +340,7 @@ def swap(one: int, other: int) -> Callable[[list[pb.InspectResponse]], None]:
         (lambda parts: parts[0].header.sequence.tokens.pop(), "must have 3 tokens of a sequence; had 2$"),
     ],
 )
-def test_what_breaks_the_contract_is_refused(change: Callable[[list[pb.InspectResponse]], Any], text: str) -> None:
+def test_malformed_answers_are_refused(change: Callable[[list[pb.InspectResponse]], Any], text: str) -> None:
     request = request_of()
     parts = inspection(request, N_TOKENS, max_chunk_bytes=100)
     gathered(request, parts)
@@ -349,7 +349,7 @@ def test_what_breaks_the_contract_is_refused(change: Callable[[list[pb.InspectRe
         gathered(request, parts)
 
 
-def test_layers_that_were_asked_for_are_wanted() -> None:
+def test_an_answer_with_other_layers_is_refused() -> None:
     request = request_of(attention=[1], hidden_states=[0, 2])
     parts = inspection(request, N_TOKENS)
     parts[0].header.tensors[1].layers[1] = 1
@@ -381,7 +381,7 @@ async def test_an_endless_answer_is_read_no_further_than_announced(caller: Calle
     service.inspect = endless
     with pytest.raises(ProtocolError, match="65536 more came after them"):
         await caller(caller.connect(timeout_seconds=60).inspect, [5, 6, 7])
-    # Cancelled, or in the middle of a write that fails.
+    # The server's handler ends: gRPC cancels it, or its write fails.
     await until(lambda: service.n_open_inspections == 0)
     assert len(service.inspect_requests) == 1
 
@@ -396,11 +396,11 @@ async def test_an_answer_without_messages(caller: Caller, service: FakeEncoder) 
         await caller(caller.connect().inspect, "a")
 
 
-# What fails, and how.
+# Failures.
 
 
 def breaking(service: FakeEncoder, times: int, error: Exception) -> None:
-    """Breaks off so many answers after their third message, then answers."""
+    """Fail the first `times` answers after their third message; answer later requests in full."""
 
     async def answer(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]:
         parts = inspection(request, N_TOKENS, max_chunk_bytes=100)
@@ -412,8 +412,8 @@ def breaking(service: FakeEncoder, times: int, error: Exception) -> None:
     service.inspect = answer
 
 
-async def test_what_broke_off_half_way_is_asked_for_again(caller: Caller, service: FakeEncoder) -> None:
-    """As a whole: nothing of the broken answers is in the result."""
+async def test_an_incomplete_answer_is_retried(caller: Caller, service: FakeEncoder) -> None:
+    """The client repeats the whole request: the result has no part of a broken answer."""
     breaking(service, 2, Refused(Code.UNAVAILABLE, "stopping", "DRAINING"))
     result = await caller(caller.connect().inspect, [5, 6, 7])
     np.testing.assert_array_equal(result.attention, tensor_of(ATTENTION, 3))
@@ -444,10 +444,10 @@ async def test_a_full_queue_is_tried_again_after_its_delay(caller: Caller, servi
         (Code.INTERNAL, "", ServerError),
     ],
 )
-async def test_refusals_are_exceptions_of_their_own(
+async def test_each_refusal_has_its_own_exception(
     caller: Caller, service: FakeEncoder, code: Code, reason: str, expected: type[Exception]
 ) -> None:
-    """They are not tried again, and no other exception is between them and the caller."""
+    """The client does not retry a refusal, and raises exactly the expected class."""
     breaking(service, 9, Refused(code, "input: because", reason))
     with pytest.raises(expected, match="^input: because$") as caught:
         await caller(caller.connect().inspect, [5, 6, 7])
@@ -462,7 +462,7 @@ async def never(request: pb.InspectRequest) -> AsyncIterator[pb.InspectResponse]
     await asyncio.sleep(30)
 
 
-async def test_an_answer_that_stops_half_way_meets_the_deadline(caller: Caller, service: FakeEncoder) -> None:
+async def test_a_stalled_answer_times_out(caller: Caller, service: FakeEncoder) -> None:
     service.inspect = never
     client = caller.connect()
     await caller(client.model)
@@ -476,7 +476,7 @@ async def test_an_answer_that_stops_half_way_meets_the_deadline(caller: Caller, 
 
 
 async def test_cancelling_a_task_cancels_its_inspection(service: FakeEncoder) -> None:
-    """The server sees that its caller is gone, no task is left, and the client is as good as before."""
+    """The server sees the cancellation, no client task remains, and the client can send the next call."""
     service.inspect = never
     async with AsyncEncoderClient(service.target) as client:
         call = asyncio.create_task(client.inspect([5, 6, 7]))
@@ -511,7 +511,7 @@ async def test_closing_ends_an_inspection(caller: Caller, service: FakeEncoder) 
         await caller(client.inspect, [5, 6, 7])
 
 
-async def test_a_bug_below_does_not_hang_the_call(caller: Caller, service: FakeEncoder) -> None:
+async def test_an_internal_error_does_not_hang_the_call(caller: Caller, service: FakeEncoder) -> None:
     client = caller.connect()
     client._metadata = (("Bad Key", "x"),)
     with pytest.raises(ServerError):
@@ -527,7 +527,7 @@ async def test_many_at_a_time(caller: Caller, service: FakeEncoder) -> None:
 
 
 def test_the_call_in_virtual_time() -> None:
-    """Retries wait as they do for Encode, and the total says so."""
+    """Retries wait as they do for Encode, and total_seconds includes the wait."""
     request = request_of()
     outcomes: list[Any] = [Failure(Code.UNAVAILABLE, "down"), inspection(request, N_TOKENS)]
     wire = FakeWire(lambda rpc, _: (0.5, outcomes.pop(0)) if rpc == "Inspect" else (0.0, None))

@@ -1,4 +1,4 @@
-"""Tokens that no other token attends to have the rows that transformers gives them, alone and in company."""
+"""Rows of masked tokens equal transformers' rows, alone and in a batch of mixed lengths."""
 
 import dataclasses
 from pathlib import Path
@@ -15,15 +15,15 @@ from encserve_server.engine.base import Engine
 from encserve_server.engine.opening import open_engine
 from encserve_server.repository.bundle import read_bundle
 
-# The window reaches from the end of a short query to the tokens that make the query longer. A token beyond the window
-# sees nothing, and transformers' row for it depends on the padding.
+# The window is wide enough to reach from a short query to its expansion tokens. Beyond the window a token attends to
+# nothing, and transformers' row for the token depends on the padding.
 WINDOW = {"local_attention": 64}
 SOME = [
     dataclasses.replace(its, settings=its.settings | WINDOW) if "local_attention" in its.settings else its
     for its in ARCHITECTURES
     if its.name in ("BERT", "RoBERTa", "DistilBERT", "ModernBERT")
 ]
-# Tokens, and how many of them are attended to; 0 for all.
+# (sequence length, number of attended tokens); 0 attended tokens means all.
 LENGTHS = ((5, 0), (32, 4), (32, 31), (40, 0), (32, 32), (9, 1))
 
 

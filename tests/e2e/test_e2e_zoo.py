@@ -1,6 +1,6 @@
-"""Every model of the zoo and every architecture, exported with no option, on one server: the library's own vectors.
+"""One server with each model of the zoo and each architecture gives the vectors of the authors' libraries.
 
-The exporter's tests compare the same rows through an Embedder; here they pass the server, gRPC, HTTP and the client.
+The exporter's tests check the same vectors through an Embedder. These tests go through server, gRPC, HTTP and client.
 """
 
 import json
@@ -29,13 +29,13 @@ from encserve_export import Target, export_hf
 
 Array = npt.NDArray[Any]
 LENGTHS = (1, 60, 3, 9, 60, 2, 17)
-# One row for each kind of model: the code after the engine is the same on both engines.
+# One model per kind is enough: after the engine, both engines share all code.
 ON_OPENVINO = ["all-of-it", "gemma", "modernbert", "sum-log1p", "ModernBERT", "GTE"]
 
 
 @pytest.fixture(scope="module")
 def models(zoo: Zoo, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of all rows and all architectures."""
+    """A model repository with all zoo models and all architectures."""
     repository, directories = tmp_path_factory.mktemp("models"), tmp_path_factory.mktemp("directories")
     for name in (*MODELS, "bge-m3"):
         zoo.export(name, repository)
@@ -103,7 +103,7 @@ def test_openvino_gives_the_same(zoo: Zoo, on_openvino: EncoderClient, name: str
         compare_with_transformers(on_openvino, architecture)
 
 
-def test_openvino_in_bfloat16_points_where_the_library_points(zoo: Zoo, models: Path) -> None:
+def test_openvino_bfloat16_vectors_are_close_to_the_library(zoo: Zoo, models: Path) -> None:
     if not cpu_has_bfloat16():
         pytest.skip("THIS CPU HAS NO BFLOAT16")
     names = ["all-of-it", "ModernBERT", "GTE"]
@@ -168,10 +168,10 @@ async def test_asyncio_has_the_same_vectors_and_warns_of_texts_that_are_cut(zoo:
 
 @pytest.mark.parametrize("l2_normalize", [False, True])
 @pytest.mark.parametrize("name", ["cut", "every-pooling", "prompt-left-out"])
-def test_vectors_are_cut_where_the_library_cuts_them(
+def test_dimensions_are_cut_at_the_same_step_as_in_the_library(
     zoo: Zoo, client: EncoderClient, name: str, l2_normalize: bool
 ) -> None:
-    """After the model's own normalizing, before the caller's."""
+    """The server cuts after the model's normalization and before the request's l2_normalize."""
     want = zoo.library(name).encode(list(TEXTS), truncate_dim=5, normalize_embeddings=l2_normalize)
     output = Output("model", l2_normalize=l2_normalize, dimensions=5)
     result = client.run(TEXTS, outputs=[output], model=name, truncate=True).outputs[0]
@@ -188,7 +188,7 @@ def test_the_server_describes_the_model_as_the_library_does(zoo: Zoo, client: En
     assert (info.default_dimensions or info.vector_width) == library.get_embedding_dimension()
 
 
-def test_tokens_of_a_prompt_and_of_a_chat_template_have_no_place_in_the_text(client: EncoderClient) -> None:
+def test_prompt_and_chat_template_tokens_have_no_offsets(client: EncoderClient) -> None:
     (info,) = client.run(["the cat"], model="lengths-of-tasks", prompt_name="instruction").sequences
     assert info.offsets is not None
     assert info.offsets.tolist() == [[0, 0]] * 5 + [[0, 3], [4, 7], [0, 0]]
@@ -224,7 +224,7 @@ def test_inspect_sees_the_rows_that_encode_gives(client: EncoderClient, name: st
         assert worst_relative_error(inspected.hidden_states[-1], encoded.outputs[0].arrays()[0]) <= 1e-5
 
 
-def test_a_call_joins_vectors_as_the_library_does(zoo: Zoo, client: EncoderClient) -> None:
+def test_pool_factor_pools_token_vectors_as_the_library_does(zoo: Zoo, client: EncoderClient) -> None:
     from sentence_transformers.multi_vector_encoder.modules import HierarchicalTokenPooling
 
     name, way = "skipped-in-queries", Way("document")
@@ -236,7 +236,7 @@ def test_a_call_joins_vectors_as_the_library_does(zoo: Zoo, client: EncoderClien
 
 
 @pytest.mark.parametrize("name", ["fixed-attended", "min"])
-def test_scores_and_the_bars_of_the_page_are_those_of_the_library(
+def test_maxsim_scores_and_html_report_equal_the_library(
     zoo: Zoo, server: RealServer, client: EncoderClient, name: str, tmp_path: Path
 ) -> None:
     """One model is scored by MaxSim, the other by the mean of MaxSim."""
@@ -257,7 +257,7 @@ def test_scores_and_the_bars_of_the_page_are_those_of_the_library(
     assert sum(bars["x"]) == pytest.approx(want[1, 9], rel=1e-4)
 
 
-def test_bge_m3_gives_the_three_kinds_of_its_authors_code_in_one_call(
+def test_one_bge_m3_call_gives_the_three_outputs_of_flag_embedding(
     zoo: Zoo, server: RealServer, client: EncoderClient
 ) -> None:
     kinds: list[TrainedKind] = ["model", "sparse", "multi_vector"]
@@ -275,7 +275,7 @@ def test_bge_m3_gives_the_three_kinds_of_its_authors_code_in_one_call(
 def _by_the_authors_code(directory: Path) -> Iterator[tuple[Array, Array, Array]]:
     """A text's (1, d_model) vector, (1, vocab) weights and (tokens, width) vectors, as in FlagEmbedding's modeling.py.
 
-    The weight of a token id is the largest of its tokens; special tokens have no weight.
+    A token id gets the largest weight of its occurrences; special tokens have no weight.
     """
     from transformers import AutoModel, AutoTokenizer
 

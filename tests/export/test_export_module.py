@@ -83,7 +83,7 @@ def _without_the_fast_path() -> Any:
     torch.backends.mha.set_fastpath_enabled(before)
 
 
-@pytest.mark.system  # PyTorch's second exporter takes seconds
+@pytest.mark.system  # PyTorch's dynamo exporter takes seconds
 @pytest.mark.usefixtures("_without_the_fast_path")
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_pytorchs_own_encoder(target: Target, norm_first: bool) -> None:
@@ -108,7 +108,7 @@ def test_the_manifest_describes_the_module(module: Mixing, target: Target) -> No
 
 
 def assert_rows(bundle: Path, module: nn.Module) -> None:
-    """A padded batch has the module's rows at its tokens."""
+    """ONNX Runtime gives the module's rows in a padded batch, except at the padding."""
     ids = np.arange(24).reshape(3, 8)
     mask = (np.arange(8) < np.array([[8], [3], [1]])).astype(np.int64)
     (rows,) = InferenceSession(bundle / "model.onnx").run(None, {"input_ids": ids, "attention_mask": mask})
@@ -143,7 +143,7 @@ def test_a_module_in_training_mode_is_left_as_it_was(module: Mixing, target: Tar
     assert (module.training, module.dropout.training, module.mean.training) == (True, True, False)
 
 
-def test_the_space_is_of_the_weights_and_the_configuration(module: Mixing, target: Target, models: Path) -> None:
+def test_weights_and_configuration_determine_the_space_id(module: Mixing, target: Target, models: Path) -> None:
     def space(name: str, **options: Any) -> str:
         exported = export(module, Target(model_repository=models, name=name), **options)
         return str(exported.manifest.space_id)
@@ -182,7 +182,7 @@ class ByMask(Mixing):
         (ByMask, "Could not extract specialized integer from data-dependent expression .*shows the line"),
     ],
 )
-def test_control_flow_by_data_is_refused_with_torchs_reason(
+def test_data_dependent_control_flow_is_refused_with_torchs_reason(
     module: Mixing, target: Target, models: Path, kind: type[Mixing], reason: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=f"PyTorch cannot export {kind.__name__} as one graph: {reason}"):
@@ -199,7 +199,7 @@ class WithoutMask(Mixing):
 
 
 def test_a_module_that_ignores_its_mask_is_refused(target: Target, models: Path) -> None:
-    with pytest.raises(ParityError, match="WithoutMask gives other rows in a padded batch, in PyTorch already"):
+    with pytest.raises(ParityError, match="WithoutMask gives different rows in a padded batch, even in PyTorch"):
         export(WithoutMask(), target)
     assert not models.exists()
 
@@ -247,7 +247,7 @@ def test_modules_that_are_not_encoders(target: Target, models: Path, made: Any, 
         ({"input": "text"}, ConfigError, "input must be one of token_ids, embeddings; was 'text'"),
         ({"vocab_size": None}, VocabularyError, "vocab_size must be given, or a tokenizer"),
         ({"vocab_size": 41}, UnsupportedModelError, "does not run .* with token ids up to 40 of .*out of range"),
-        ({"d_model": 8}, ConfigError, "d_model is of vectors; leave it out"),
+        ({"d_model": 8}, ConfigError, "d_model applies to the input embeddings only"),
         ({"input": "embeddings"}, ConfigError, "d_model must be given if the input is embeddings"),
         ({"pad_token_id": 40}, ConfigError, "pad_token_id must be from 0 to 39; was 40"),
         ({"pooling": "first"}, ConfigError, "pooling must be one of mean, cls, .*; was 'first'"),

@@ -290,7 +290,7 @@ def test_a_tokenizer_with_more_ids(file: Path, target: Target, write_tokenizer: 
         (OnnxOptions(max_sequence_tokens=0), "max_sequence_tokens must be at least 1; was 0"),
         (OnnxOptions(pad_token_id=50), "pad_token_id must be from 0 to 49; was 50"),
         (OnnxOptions(pad_token_id=-1), "pad_token_id must be from 0 to 49; was -1"),
-        (OnnxOptions(vector=ModelSpec(l2_normalize=True)), "l2_normalize is of pooled vectors"),
+        (OnnxOptions(vector=ModelSpec(l2_normalize=True)), "l2_normalize needs a pooling"),
     ],
 )
 def test_options_out_of_range(file: Path, target: Target, options: OnnxOptions, message: str) -> None:

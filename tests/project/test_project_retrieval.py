@@ -1,4 +1,4 @@
-"""The code of docs/retrieval.md, run unchanged: an index finds the same texts as `rank`."""
+"""Runs the code of docs/retrieval.md: each index must rank the texts as `rank` does."""
 
 import functools
 import re

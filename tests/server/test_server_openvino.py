@@ -54,7 +54,7 @@ def assert_as_in_onnx_runtime(graph: Graph, batch: list[np.ndarray]) -> None:
 
 
 def test_rows_outlive_the_next_run(engine: OpenVinoEngine) -> None:
-    """OpenVINO writes every result of a request into the same memory."""
+    """OpenVINO reuses one output buffer: rows that are not copied would change in the next run."""
     first = engine.run([np.array([1, 2, 3])])
     engine.run([np.array([4, 5, 6])])
     np.testing.assert_allclose(first.rows[0], expected_rows(np.array([1, 2, 3])), rtol=1e-5)
@@ -78,8 +78,8 @@ def test_weights_in_another_file_and_token_types(tmp_path: Path) -> None:
 
 def test_vectors(tmp_path: Path) -> None:
     model = build()
-    del model.graph.node[0]  # the look-up of the ids: its output becomes an input
-    model.graph.node[0].input[0] = "attention_mask"  # Shape only wants a (batch, seq)
+    del model.graph.node[0]  # removes the embedding lookup; a graph input replaces its output
+    model.graph.node[0].input[0] = "attention_mask"  # the Shape node needs any (batch, seq) input
     del model.graph.input[0]
     model.graph.input.append(value("words", TensorProto.FLOAT, ["batch", "seq", 8]))
     graph = replace(FOREIGN, path=save(model, tmp_path / "model.onnx"), input_name="words", takes_vectors=True)
@@ -111,7 +111,7 @@ def test_an_unknown_operator_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_cpu_without_bfloat16_refuses_it(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenVINO would emulate it, or compute in float32 without a message."""
+    """OpenVINO would emulate bfloat16, or silently compute in float32."""
     real = ov.Core.get_property
 
     def of_an_older_cpu(core: ov.Core, device: str, name: str) -> object:
@@ -123,7 +123,7 @@ def test_a_cpu_without_bfloat16_refuses_it(bundle: Bundle, monkeypatch: pytest.M
     OpenVinoEngine(bundle.graph, precision="float32", intra_op_threads=1)
 
 
-def test_another_precision_than_the_requested_one_is_noticed(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_precision_of_openvino_is_an_error(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ov.CompiledModel, "get_property", lambda *_: ov.Type.bf16)
     with pytest.raises(DeviceError, match="--precision float32: OpenVINO computes in bf16 instead"):
         OpenVinoEngine(bundle.graph, precision="float32", intra_op_threads=1)

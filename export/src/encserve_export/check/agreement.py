@@ -281,7 +281,7 @@ def check_padding(reference: Reference, longest: int, advice: str) -> None:
         check_rows(reference, sequences, reference.pad_token_id, want=want)
     except ParityError as error:
         raise ParityError(
-            f"{reference.description} gives other rows in a padded batch, in PyTorch already: {error}. {advice}"
+            f"{reference.description} gives different rows in a padded batch, even in PyTorch: {error}. {advice}"
         ) from error
 
 

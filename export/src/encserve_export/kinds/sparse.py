@@ -1,4 +1,4 @@
-"""Reads the directories of sparse encoders (SPLADE), with or without a Router to weights that need no model.
+"""Reads the directories of sparse encoders (SPLADE), also with a Router that sends a task to static weights.
 
 sentence-transformers loads them, and adds the settings that older layouts lack.
 """
@@ -33,10 +33,10 @@ class SpladeLayers(nn.Module):
         self.logarithms = logarithms
 
     def forward(self, rows: Tensor, mask: Tensor) -> Tensor:
-        """(batch, seq, d_model) and (batch, seq) of 1 and 0 to (batch, vocab_size)."""
+        """Map rows (batch, seq, d_model) and a 0/1 mask (batch, seq) to weights (batch, vocab_size)."""
         logits: Tensor = self.language_model(inputs_embeds=rows).logits
         logits = logits * mask[:, :, None]  # (batch, seq, vocab_size)
-        if self.pooling == "max":  # the activation is monotone: the maximum first saves work
+        if self.pooling == "max":  # the activation is monotone, so pooling first saves work
             return self._activate(logits.amax(dim=1))
         return self._activate(logits).sum(dim=1)
 
@@ -51,7 +51,7 @@ class EncoderStub(nn.Module):
     """Returns inputs_embeds as the last hidden state, so that calling the model runs its head alone."""
 
     def forward(self, *_: Any, inputs_embeds: Tensor, **__: Any) -> Any:
-        """The same in transformers' own form."""
+        """Wrap inputs_embeds in transformers' output class."""
         from transformers.modeling_outputs import BaseModelOutput
 
         return BaseModelOutput(last_hidden_state=inputs_embeds)
@@ -100,7 +100,7 @@ def read_sparse(directory: Path) -> ModelSpec:
 
 
 def _facts(directory: Path, pooling: Any, static: Sequence[StaticWeights]) -> tuple[ModuleFacts, ...]:
-    """The parts in the name of the vector space. The weights of the head are among the encoder's."""
+    """The modules after the encoder, for the space id. The encoder's tensors include the head's weights."""
     settings = {"pooling_strategy": pooling.pooling_strategy, "activation_function": pooling.activation_function}
     usual = {"pooling_strategy": "max", "activation_function": "relu"}
     settings = {name: value for name, value in settings.items() if value != usual[name]}
@@ -128,7 +128,7 @@ def _branch(directory: Path, loaded: Any, task: str) -> Sequence[Any]:
 
 
 def _route(router: Any, task: str | None) -> str | None:
-    """The name of the route for texts of a task, in the order that sentence-transformers documents."""
+    """Return the route for a task; try the keys in the order that sentence-transformers documents."""
     for key in ((task, "text"), (task, None), (None, "text"), (None, None)):
         if key in router.route_mappings:
             return str(router.route_mappings[key])

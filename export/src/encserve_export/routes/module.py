@@ -139,7 +139,7 @@ def _check_sizes(
             )
         return 0
     if d_model is not None:
-        raise ConfigError("d_model is of vectors; leave it out if the input is token_ids")
+        raise ConfigError("d_model applies to the input embeddings only; leave it out for token_ids")
     if vocab_size is None and tokenizer is not None:
         vocab_size = tokenizer.largest_id + 1
     if vocab_size is None or vocab_size < 1:

@@ -207,7 +207,7 @@ def _check_options(options: OnnxOptions, vocab_size: int) -> None:
             f"{options.vocab_size} and {options.pad_token_id}"
         )
     if options.vector.l2_normalize and options.vector.pooling == manifest_pb2.POOLING_UNSPECIFIED:
-        raise ConfigError("l2_normalize is of pooled vectors; give the pooling too")
+        raise ConfigError("l2_normalize needs a pooling; give the pooling too")
 
 
 def _padding_advice(precision: str) -> str:

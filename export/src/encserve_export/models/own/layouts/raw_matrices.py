@@ -1,4 +1,4 @@
-"""Matrices without modules around them, for x @ W: `layers.0.W_Q`, `layers.0.gamma1`. Attention adds no biases."""
+"""Layout of bare matrices, stored for x @ W: `layers.0.W_Q`, `layers.0.gamma1`. Attention has no biases."""
 
 from encserve_export.models.own.layouts.stack import Part, StackLayout, matrix
 
