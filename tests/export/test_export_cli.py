@@ -20,8 +20,15 @@ from encserve_proto.bundle.v1 import manifest_pb2
 TINY = {"vocab_size": 50, "d_model": 16, "n_heads": 2, "d_ff": 32, "n_layers": 1, "max_sequence_tokens": 20}
 GOLDEN = DATA / "fused-qkv"
 MODULE = """
+from __future__ import annotations
+
+import dataclasses
 import torch
 from sizes import WIDTH
+
+@dataclasses.dataclass
+class Sizes:
+    width: int = WIDTH
 
 class Mine(torch.nn.Module):
     def __init__(self):

@@ -23,7 +23,13 @@ from sparse_models import (
 )
 
 from encserve_export import Target, export_hf
-from encserve_export.ground.errors import CheckpointFileError, ParityError, UnsafeWeightsError, UnsupportedModelError
+from encserve_export.ground.errors import (
+    CheckpointFileError,
+    ConfigError,
+    ParityError,
+    UnsafeWeightsError,
+    UnsupportedModelError,
+)
 from encserve_export.ground.precision import BOUNDS
 from encserve_export.kinds.reading import read
 from encserve_export.report import show
@@ -249,3 +255,8 @@ def test_heads_that_are_none_are_refused(bge_m3: Path, tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(D_MODEL, 1), directory / "sparse_linear.pt")
     with pytest.raises(UnsafeWeightsError):
         export(directory, tmp_path)
+
+
+def test_a_head_that_makes_the_weights_is_not_ignored(directory: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--ignore-head is for a classifier or a cross-encoder; .* a sparse model"):
+        read(directory, ignore_head=True)

@@ -369,3 +369,8 @@ def test_settings_that_transformers_ignores_are_remarked(tmp_path: Path, models:
 def test_positions_that_transformers_reads_are_not_remarked(tmp_path: Path, models: Path) -> None:
     sizes = {**NAMED["BERT"].settings, "pad_token_id": 0, "mask_token_id": 4, "position_embedding_type": "rotary"}
     assert "remark" not in export(save(Architecture("ESM", "esm", sizes), tmp_path), models).notes
+
+
+def test_an_unknown_route_is_refused(data2vec: Path, models: Path) -> None:
+    with pytest.raises(ConfigError, match="via must be one of transformers, onnx; was 'own'"):
+        export(data2vec, models, via="own")

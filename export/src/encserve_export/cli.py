@@ -391,6 +391,7 @@ def _make_module(factory: str) -> nn.Module:
     assert specification is not None  # noqa: S101 - every .py file has one
     assert specification.loader is not None  # noqa: S101
     imported = importlib.util.module_from_spec(specification)
+    sys.modules[specification.name] = imported  # as Python's import does; dataclasses look for it
     sys.path.insert(0, str(path.resolve().parent))  # as Python does for a script
     specification.loader.exec_module(imported)
     if not hasattr(imported, function):

@@ -142,7 +142,8 @@ def prepare_comparison(
         ParityError: sentence-transformers fails with the directory. The function raises it if ids or vectors differ.
     """
     if spec.loaded is None or not takes_text:
-        return partial(_compare, lambda manifest: _ask_transformers(spec, manifest, progress), progress)
+        plain = dataclasses.replace(spec, loaded=None)  # without sentence-transformers' model there is room for weights
+        return partial(_compare, lambda manifest: _ask_transformers(plain, manifest, progress), progress)
     progress("asking sentence-transformers for texts' ids and vectors")
     answers = _ask_static(spec, asked) if spec.kind == "static" else _ask_sentence_transformers(spec, asked)
     return partial(_compare, lambda _: answers, progress)

@@ -120,14 +120,9 @@ class BundleExistsError(BundleError):
     """The version of the model exists."""
 
 
-def uncoloured(error: Exception) -> str:
-    """Return the text of another library's error without terminal colours."""
-    return _COLOURS.sub("", str(error))
-
-
 def first_line(error: Exception) -> str:
     """Return the first line of another library's error, and the second after a colon, without terminal colours."""
-    lines = [line.strip() for line in uncoloured(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in _COLOURS.sub("", str(error)).splitlines() if line.strip()]
     if not lines or isinstance(error, KeyError):
         return f"{type(error).__name__} {error}".strip()
     return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")

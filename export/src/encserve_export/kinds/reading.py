@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from encserve_export.ground.errors import ConfigError
 from encserve_export.kinds.dense import read_dense
 from encserve_export.kinds.directory import kind_of
 from encserve_export.kinds.multi_vector import read_multi_vector
@@ -22,8 +23,11 @@ def read(directory: Path, repository: str = "", *, ignore_head: bool = False) ->
         UnsupportedModelError: A bundle cannot express the model, or sentence-transformers cannot load it.
         CheckpointFileError: A file is unreadable or contradicts another one.
         TokenizerError: transformers cannot load the tokenizer.
+        ConfigError: `ignore_head` is set for a sparse, multi-vector or static model.
     """
     kind = kind_of(directory, ignore_head=ignore_head)
+    if ignore_head and kind != "dense":
+        raise ConfigError(f"--ignore-head is for a classifier or a cross-encoder; {directory} is a {kind} model")
     if kind == "dense":
         return read_dense(directory, repository, ignore_head=ignore_head)
     return {"multi_vector": read_multi_vector, "sparse": read_sparse, "static": read_static}[kind](directory)

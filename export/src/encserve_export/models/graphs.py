@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import io
 import logging
-import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,8 +73,7 @@ def write_graphs(
         raise UnsupportedModelError(
             f"PyTorch cannot write {reference.description} as ONNX ({exporter}): {first_line(error)}"
         ) from error
-    # Numbers without an axis are constants of the formula.
-    n_parameters = sum(math.prod(tensor.dims) for tensor in whole.graph.initializer if tensor.dims)
+    n_parameters = foreign.count_parameters(whole)
     positions_name = "" if inspection is None else _add_positions(whole, inspection, max_sequence_tokens)
     graph = _describe(reference, whole, precision)
     if precision != "float32":
@@ -168,23 +166,21 @@ def _run_dynamo(reference: Reference, path: Path) -> onnx.ModelProto:
 
 
 def _add_positions(model: onnx.ModelProto, inspection: Inspection, max_sequence_tokens: int) -> str:
-    """Adds the output of the position table's rows and returns its name; empty if the graph has no table."""
+    """Adds the output of the position table's rows and returns its name; empty for a model without a table."""
     if not inspection.position_table:
         return ""
     modules = dict(inspection.module.named_parameters()) | dict(inspection.module.named_buffers())
     table = modules[inspection.position_table]  # (rows, d_model)
     graph = model.graph
-    # The exporter drops the name of a buffer; it is then the only lifted constant of this shape.
-    by_name = [tensor for tensor in graph.initializer if tensor.name == inspection.position_table]
-    by_shape = [tensor for tensor in graph.initializer if tuple(tensor.dims) == tuple(table.shape)]
-    source = (by_name or by_shape)[:1]
-    if not source:
-        return ""
+    source = inspection.position_table
+    if all(tensor.name != source for tensor in graph.initializer):  # the exporter drops the name of a buffer
+        source = f"{names.POSITIONS}.table"
+        graph.initializer.append(numpy_helper.from_array(table.detach().numpy(), source))
     first = inspection.first_position
     ends = (first, first + max_sequence_tokens)
     limits = [numpy_helper.from_array(torch.tensor([end]).numpy(), f"{names.POSITIONS}.{end}") for end in ends]
     graph.initializer.extend(limits)
-    inputs = [source[0].name, *(limit.name for limit in limits)]
+    inputs = [source, *(limit.name for limit in limits)]
     graph.node.append(helper.make_node("Slice", inputs, [names.POSITIONS], names.POSITIONS))
     shape = [max_sequence_tokens, table.shape[1]]
     graph.output.append(helper.make_tensor_value_info(names.POSITIONS, onnx.TensorProto.FLOAT, shape))

@@ -167,8 +167,8 @@ def precision(model: onnx.ModelProto) -> str:
 
 
 def count_parameters(model: onnx.ModelProto) -> int:
-    """How many numbers the weights have."""
-    return sum(math.prod(tensor.dims) for tensor in all_tensors(model) if tensor.data_type in _WEIGHTS)
+    """The number of weights. Numbers without an axis are constants of the formula, not weights."""
+    return sum(math.prod(it.dims) for it in all_tensors(model) if it.dims and it.data_type in _WEIGHTS)
 
 
 def description(model: onnx.ModelProto) -> str:

@@ -8,9 +8,9 @@ from onnx import AttributeProto, GraphProto, NodeProto, TensorProto
 
 def all_nodes(model: onnx.ModelProto) -> Iterator[NodeProto]:
     """Every node: of the graph, of the graphs inside nodes, and of local functions."""
-    yield from _nodes(model.graph.node)
+    yield from walk(model.graph.node)
     for function in model.functions:
-        yield from _nodes(function.node)
+        yield from walk(function.node)
 
 
 def all_tensors(model: onnx.ModelProto) -> Iterator[TensorProto]:
@@ -30,12 +30,13 @@ def constants(node: NodeProto) -> dict[str, TensorProto]:
     return dict(zip(node.output, values, strict=False))
 
 
-def _nodes(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+def walk(nodes: Iterable[NodeProto]) -> Iterator[NodeProto]:
+    """These nodes, and the nodes of the graphs inside them."""
     for node in nodes:
         yield node
         for attribute in node.attribute:
             for inner in _graphs(attribute):
-                yield from _nodes(inner.node)
+                yield from walk(inner.node)
 
 
 def _graphs(attribute: AttributeProto) -> list[GraphProto]:

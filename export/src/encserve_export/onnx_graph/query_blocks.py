@@ -21,7 +21,7 @@ _PREFIX = "query_blocks"
 _BETWEEN = ("Add", "Mul", "Div", "Cast", "Softmax")
 
 
-def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, element_type: int) -> int:
+def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, element_type: int) -> None:
     """Changes a graph in place: each attention with nodes that fit the pattern gets blocks of queries.
 
     The pattern is queries·keys, scaled, plus a bias, softmax, ·values. Other attention stays as it is.
@@ -31,9 +31,6 @@ def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, ele
         attention_mask: Its input of (batch, seq).
         n_heads: The number of heads of each attention.
         element_type: The type of queries, keys and values, an `onnx.TensorProto.DataType`.
-
-    Returns:
-        The number of attentions that were changed.
     """
     graph = model.graph
     nodes = list(graph.node)
@@ -54,7 +51,6 @@ def block_queries(model: onnx.ModelProto, attention_mask: str, n_heads: int, ele
         graph.initializer.extend(_constants(n_heads))
         graph.node.extend(_sizes(attention_mask))
         graph.node.extend(choices.get(node.name, node) for node in nodes if node.name not in moved)
-    return len(choices)
 
 
 def _find_attention(

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from encserve_export.ground import names
 from encserve_export.onnx_graph.external import LEAST_DATA_BYTES, place
-from encserve_export.onnx_graph.nodes import all_nodes, constants
+from encserve_export.onnx_graph.nodes import all_nodes, constants, walk
 
 
 def trace(
@@ -71,7 +71,8 @@ def cut(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
         name = open_names.pop()
         if name not in needed:
             needed.add(name)
-            open_names += made_by[name].input if name in made_by else ()
+            inner = walk([made_by[name]]) if name in made_by else ()  # a branch may use outer values
+            open_names += (used for node in inner for used in node.input)
     for field, kept in (
         ("node", [node for node in model.graph.node if needed.intersection(node.output)]),
         ("initializer", [tensor for tensor in model.graph.initializer if tensor.name in needed]),

@@ -94,6 +94,8 @@ def export_hf(
     Raises:
         ExportError: A subclass, by cause. Nothing is left on the disk.
     """
+    if via not in (None, *ROUTES):
+        raise ConfigError(f"via must be one of {', '.join(ROUTES)}; was {via!r}")
     expected = None if expect is None else read_expected(expect)
     progress("reading the directory")
     recipe = read(directory, "" if origin is None else origin.repository, ignore_head=ignore_head)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import get_args
 
 import onnx
 
@@ -11,7 +12,7 @@ from encserve_export.bundle.write import Exported, Progress, Target, complete, s
 from encserve_export.check import agreement
 from encserve_export.check.expected import read_expected
 from encserve_export.ground import names
-from encserve_export.ground.errors import ConfigError, VocabularyError
+from encserve_export.ground.errors import ConfigError, UnsupportedModelError, VocabularyError
 from encserve_export.ground.precision import Precision
 from encserve_export.kinds.spec import ModelSpec
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -127,6 +128,8 @@ def export_onnx(
             files = external.save_model(model, folder, apart=len(files) > 1)
             model = onnx.load(files[0], load_external_data=False)
             graph.precision = foreign.precision(model)
+            if graph.precision != precision:
+                raise UnsupportedModelError(f"nothing in this graph could be rounded to {precision}; export in float32")
             encoder = OnnxEncoder(files[0], graph)
         takes = f"it takes vectors of {width} numbers" if width else f"there are {vocab_size} token ids"
         progress(f"the rows are its output {interface.output}; {takes}")
@@ -166,8 +169,8 @@ def _conversion(asked: Precision | None, found: str) -> Precision:
     """
     if asked is None or asked == "float32" or found != "float32":
         raise ConfigError(
-            f"the file computes in {found}, and cannot be converted to {asked}: its weights are rounded already. Give "
-            "the float32 file, or export this one with `encserve-export onnx` without --precision"
+            f"the file computes in {found} and cannot be converted to {asked}: "
+            + (f"give --precision {found}" if found in get_args(Precision) else "give the float32 file")
         )
     return asked
 

@@ -24,6 +24,11 @@ from encserve_export.source.tokenizer import TokenizerFile
 from encserve_export.source.weights import sha256
 from encserve_proto.bundle.v1 import manifest_pb2
 
+_PADDING_ADVICE = (
+    "A text's vector would depend on the texts beside it. In your own module, no token may attend where the mask is "
+    "False; otherwise choose another model"
+)
+
 
 def export_reference(
     reference: Reference,
@@ -55,8 +60,7 @@ def export_reference(
     check_tokenizer(source.tokenizer, reference.vocab_size)
     with store.draft(target.model_repository, target.name, target.version, overwrite=target.overwrite) as folder:
         progress(f"running {reference.description} in PyTorch")
-        advice = "A row may depend only on the tokens whose mask is 1; with such rows, a text's vector would depend on "
-        agreement.check_padding(reference, max_sequence_tokens, advice + "the texts beside it: choose another model")
+        agreement.check_padding(reference, max_sequence_tokens, _PADDING_ADVICE)
         sequences = agreement.random_sequences(
             max_sequence_tokens, vocab_size=reference.vocab_size, width=reference.width
         )
