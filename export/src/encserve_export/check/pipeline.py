@@ -19,7 +19,7 @@ import torch
 from encserve_export.check.agreement import least_cosine, relative_error
 from encserve_export.ground.arrays import Rows
 from encserve_export.ground.errors import ParityError, UnsupportedModelError, first_line
-from encserve_export.ground.precision import Bounds, allowed, bounds_of
+from encserve_export.ground.precision import PIPELINE_TOLERANCE, PIPELINE_WEIGHT_TOLERANCE, Bounds, allowed, bounds_of
 from encserve_export.kinds.directory import quiet, transformer_of
 from encserve_export.kinds.spec import NO_BOUND, TASKS, ModelSpec
 from encserve_export.models import pretrained
@@ -31,8 +31,6 @@ from encserve_proto.fingerprint import fingerprint, to_fields
 from encserve_server.errors import EncserveError
 from encserve_server.offline import Embedder
 
-TOLERANCE = 1e-4  # the largest ‖got - want‖ / ‖want‖ of a vector in float32
-WEIGHT_TOLERANCE = 1e-5  # a weight over the vocabulary may differ by this, and by TOLERANCE of itself
 LONGEST_BY_DEFAULT = 8192  # the longest text if no file and no caller states one; longer ones take hours to check
 
 _SENTENCE = "The cat sleeps on the warm windowsill while it rains. "
@@ -224,7 +222,7 @@ class _Judge:
         self._exact_advice = answers.advice
         self._vocab_size = manifest.encoder.vocab_size
         # If float32 itself is far from float64, both the library's vectors and the bundle's are.
-        self._tolerance = allowed(TOLERANCE, 2 * manifest.parity.float32_error)
+        self._tolerance = allowed(PIPELINE_TOLERANCE, 2 * manifest.parity.float32_error)
         self._bounds = bounds_of(self._precision)
         self._texts, self._max_error, self._min_cosine = 0, 0.0, 1.0
         self._max_maxsim_error: float | None = None
@@ -295,10 +293,10 @@ class _Judge:
     def _compare_weights(self, got: Rows, want: Rows, where: str) -> None:
         self._max_error = max(self._max_error, relative_error(got, want))
         excess = float((np.abs(got - want) - self._tolerance * np.abs(want)).max())
-        if not excess <= WEIGHT_TOLERANCE:
+        if not excess <= PIPELINE_WEIGHT_TOLERANCE:
             raise ParityError(
                 f"the bundle gives other weights than {self._library} {where}: one differs by {excess:.1e} more than "
-                f"{self._tolerance:.0e} of the weight, at most {WEIGHT_TOLERANCE:.0e} is allowed; {_ADVICE}"
+                f"{self._tolerance:.0e} of the weight, at most {PIPELINE_WEIGHT_TOLERANCE:.0e} is allowed; {_ADVICE}"
             )
 
     @property

@@ -75,6 +75,10 @@ BOUNDS: dict[str, Bounds] = {
 # Heads are small float32 graphs: vectors differ by the rounding of one or two layers. Weights over a vocabulary are
 # compared one by one, not by the norm of all, so they are allowed more.
 HEAD_TOLERANCE, VOCABULARY_HEAD_TOLERANCE = 1e-5, 1e-4
+# Texts against sentence-transformers or transformers: both sides compute in float32, so two rounding errors of a row
+# (`BOUNDS`) add up. A weight over the vocabulary may differ by the second number, and by the first relative to itself:
+# ReLU turns small differences around 0 into weights.
+PIPELINE_TOLERANCE, PIPELINE_WEIGHT_TOLERANCE = 1e-4, 1e-5
 
 
 def bounds_of(precision: str) -> Bounds:
