@@ -34,7 +34,7 @@ SPARSE_TEXTS = tuple(sparse_text(n) for n in (0, 1, 2, 17, 38, 39, 40, 61, 62, 6
 STATIC_TEXTS = ("", "東京 🌍", "a", "A cat in Köln", *(static_text(n) for n in (3, 40, 700)))
 REAL_TEXTS = ("", "the cat", "Grüße aus Köln, 東京 и Москва 🌍", "a " * 300)
 
-# The largest distance from the library's vector, relative to the vector's length; issue "Agreement" of the design.
+# The largest distance from the library's vector, relative to the length of that vector.
 TOLERANCE = 1e-4
 # A weight of a sparse vector may differ by this much.
 WEIGHT_TOLERANCE = 1e-5
