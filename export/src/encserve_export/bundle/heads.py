@@ -1,7 +1,6 @@
 """Writes the modules that follow the encoder as ONNX: heads of pooled vectors, of MaxSim, and over the vocabulary."""
 
 import contextlib
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -104,16 +103,14 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
         raise CheckpointFileError(f"{what} do not take {rows.shape[-1]} dimensions: {error}") from None
     with in_float64(module):
         float64 = module(*(tensor.double() for tensor in example.values()))  # (n, its width)
-    with warnings.catch_warnings():  # tracing warns about transformers' code; the comparison below decides
-        warnings.simplefilter("ignore")
-        model = traced.trace(
-            module,
-            tuple(example.values()),
-            path,
-            inputs=list(example),
-            outputs=[_OUTPUT],
-            dynamic_axes={**dict.fromkeys(example, axes), _OUTPUT: {0: "n"}},
-        )
+    model = traced.trace(
+        module,
+        tuple(example.values()),
+        path,
+        inputs=list(example),
+        outputs=[_OUTPUT],
+        dynamic_axes={**dict.fromkeys(example, axes), _OUTPUT: {0: "n"}},
+    )
     with Path(f"{path}.data").open("wb") if sparse else contextlib.nullcontext() as data:
         traced.take_weights(model, traced.fold_weights(model, module), data)
     onnx.save_model(model, path)

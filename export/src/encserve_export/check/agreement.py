@@ -335,10 +335,9 @@ def check_inspection(
                     f"the ONNX model for inspections differs from PyTorch in {name}: {excess}, for {mask.size} tokens"
                 )
     if inspect_graph.positions_name:
-        inside = reference.inspection
-        table = (dict(inside.module.named_parameters()) | dict(inside.module.named_buffers()))[inside.position_table]
         (positions,) = encoder.outputs([inspect_graph.positions_name], sequences[0], masks[0])  # (seq, d_model)
-        rows: Rows = table.detach().numpy()[inside.first_position :][: len(positions)]
+        first = reference.inspection.first_position
+        rows: Rows = reference.inspection.positions.numpy()[first:][: len(positions)]
         if excess := compare(positions, rows, bounds).excess:
             raise ParityError(f"the ONNX model for inspections gives other positions than PyTorch: {excess}")
 

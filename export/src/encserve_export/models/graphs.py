@@ -169,13 +169,11 @@ def _add_positions(model: onnx.ModelProto, inspection: Inspection, max_sequence_
     """Adds the output of the position table's rows and returns its name; empty for a model without a table."""
     if not inspection.position_table:
         return ""
-    modules = dict(inspection.module.named_parameters()) | dict(inspection.module.named_buffers())
-    table = modules[inspection.position_table]  # (rows, d_model)
-    graph = model.graph
+    table, graph = inspection.positions, model.graph
     source = inspection.position_table
     if all(tensor.name != source for tensor in graph.initializer):  # the exporter drops the name of a buffer
         source = f"{names.POSITIONS}.table"
-        graph.initializer.append(numpy_helper.from_array(table.detach().numpy(), source))
+        graph.initializer.append(numpy_helper.from_array(table.numpy(), source))
     first = inspection.first_position
     ends = (first, first + max_sequence_tokens)
     limits = [numpy_helper.from_array(torch.tensor([end]).numpy(), f"{names.POSITIONS}.{end}") for end in ends]

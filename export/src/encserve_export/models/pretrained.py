@@ -92,10 +92,7 @@ def load_model(directory: Path, weights: Weights) -> Reference:
         WeightShapeError: Weights have other shapes than config.json says.
         WeightValueError: A weight holds NaN or infinity.
     """
-    settings = read_object(directory / "config.json")
-    transformers = package()
-    config = _read_config(transformers, directory, settings)
-    kind = _model_class(transformers, config)
+    config, kind = _read_kind(directory)
     try:
         model, info = kind.from_pretrained(
             None,
@@ -112,7 +109,7 @@ def load_model(directory: Path, weights: Weights) -> Reference:
         ) from error
     _refuse_mismatched(info["mismatched_keys"])
     left_behind = _left_behind(model, weights.tensors, info["unexpected_keys"])
-    encoder = model.get_encoder() if config.is_encoder_decoder and hasattr(model, "decoder") else model
+    encoder = _encoder_of(model, config)
     vocab_size = _vocab_size(encoder)
     module = _Rows(encoder).eval().requires_grad_(False)
     unused = _unused_parts(module, model, info["missing_keys"])
@@ -131,6 +128,17 @@ def load_model(directory: Path, weights: Weights) -> Reference:
     return _with_inspection(reference, encoder, config)
 
 
+def _read_kind(directory: Path) -> tuple[Any, Any]:
+    """The configuration in a directory, and transformers' class of its text encoder."""
+    transformers = package()
+    config = _read_config(transformers, directory, read_object(directory / "config.json"))
+    return config, _model_class(transformers, config)
+
+
+def _encoder_of(model: Any, config: Any) -> Any:
+    return model.get_encoder() if config.is_encoder_decoder and hasattr(model, "decoder") else model
+
+
 def load_reference(directory: Path) -> Any:
     """Loads the model of a directory as transformers reads it by itself, in float32.
 
@@ -141,10 +149,7 @@ def load_reference(directory: Path) -> Any:
         UnsupportedModelError: transformers does not know the architecture, or has no text encoder for it.
         ConfigError: transformers does not take config.json or the weights.
     """
-    settings = read_object(directory / "config.json")
-    transformers = package()
-    config = _read_config(transformers, directory, settings)
-    kind = _model_class(transformers, config)
+    config, kind = _read_kind(directory)
     try:
         model = kind.from_pretrained(
             directory, config=config, dtype=torch.float32, attn_implementation="eager", local_files_only=True
@@ -154,7 +159,7 @@ def load_reference(directory: Path) -> Any:
             f"transformers cannot make a {kind.__name__} of {directory}: {first_line(error)}; is config.json of this "
             "checkpoint?"
         ) from error
-    encoder = model.get_encoder() if config.is_encoder_decoder and hasattr(model, "decoder") else model
+    encoder = _encoder_of(model, config)
     return encoder.eval().requires_grad_(False)
 
 

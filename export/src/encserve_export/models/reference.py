@@ -37,6 +37,12 @@ class Inspection:
     first_position: int = 0
 
     @property
+    def positions(self) -> Tensor:
+        """The whole position table, (rows, d_model), of a model that has one."""
+        tensors = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
+        return tensors[self.position_table].detach()
+
+    @property
     def hidden_state_names(self) -> tuple[str, ...]:
         """The output names of the hidden states in a graph."""
         return (*(f"hidden_state.{i}" for i in range(self.n_layers)), names.OUTPUT)
