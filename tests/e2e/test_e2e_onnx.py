@@ -16,7 +16,7 @@ from encserve_client import EncoderClient
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
 from encserve_export.kinds.spec import ModelSpec
 from encserve_export.onnx_graph import external
-from encserve_export.onnx_graph.foreign import Names
+from encserve_export.onnx_graph.interface import Names
 from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
 

@@ -13,7 +13,7 @@ from zoo import Zoo
 
 from encserve_client import EncoderClient, maxsim
 from encserve_export import Target, export_hf
-from encserve_export.ground.precision import Precision
+from encserve_export.core.precision import Precision
 
 # The least cosine similarity of a row with PyTorch's. An export in int8 must stay above the bar of its gate.
 LEAST: dict[Precision, float] = {"float16": 0.9999, "int8": 0.99}

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from checkpoints import MODEL, export_golden, export_minilm
 
-from encserve_export.ground.precision import Precision
+from encserve_export.core.precision import Precision
 from encserve_server.engine.onnx import OnnxEngine, OnnxInspector
 from encserve_server.engine.prepacked import PrepackedWeights
 from encserve_server.repository.bundle import read_bundle

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from encserve_export.bundle.store import draft, name_from, scratch, temporary_folder
-from encserve_export.ground.errors import BundleError, BundleExistsError, BundleNameError
+from encserve_export.core.errors import BundleError, BundleExistsError, BundleNameError
 
 
 def write(models: Path, content: str, *, overwrite: bool = False, version: str = "1") -> None:

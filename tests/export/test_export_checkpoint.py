@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from encserve_export import Encoder, EncoderConfig, ExportError, Source, Target, export_checkpoint, export_encoder
 from encserve_export.check.agreement import least_cosine
 from encserve_export.cli import main
-from encserve_export.ground.errors import (
+from encserve_export.core.errors import (
     ConfigError,
     EmbeddingTableError,
     UnknownLayoutError,
@@ -30,7 +30,7 @@ from encserve_export.ground.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from encserve_export.ground.precision import Precision
+from encserve_export.core.precision import Precision
 from encserve_export.models.own import layouts
 from encserve_export.models.own.encoder import sinusoids
 from encserve_export.models.own.init import random_encoder

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from encserve_export import EncoderConfig, ExportError
-from encserve_export.ground.errors import ConfigError
+from encserve_export.core.errors import ConfigError
 
 
 def test_defaults_are_the_encoder_of_the_paper_with_eight_layers() -> None:

@@ -21,7 +21,7 @@ from onnxruntime import InferenceSession
 
 from encserve_export import EncoderConfig, Target, export_checkpoint, export_init
 from encserve_export.cli import main
-from encserve_export.ground.errors import ConfigError, EmbeddingTableError, TokenizerError
+from encserve_export.core.errors import ConfigError, EmbeddingTableError, TokenizerError
 from encserve_export.source.tokenizer import TokenizerFile
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from encserve_export import OnnxOptions, Target, export_checkpoint, export_hf, export_onnx
 from encserve_export.check.expected import read_expected
 from encserve_export.cli import main
-from encserve_export.ground.errors import ExpectedFileError, ExpectedRowsError
-from encserve_export.ground.precision import Precision
+from encserve_export.core.errors import ExpectedFileError, ExpectedRowsError
+from encserve_export.core.precision import Precision
 
 RIGHT = {"n_heads": 4, "activation": "gelu", "norm": "pre", "scale_embedding": False, "position": "none"}
 WRONG = RIGHT | {"activation": "relu", "norm": "post"}

@@ -29,9 +29,9 @@ from encserve_export.check.agreement import (
     reference_rows,
     relative_error,
 )
-from encserve_export.ground.errors import ParityError
-from encserve_export.ground.float64 import in_float64
-from encserve_export.ground.precision import BOUNDS, Bounds, Precision
+from encserve_export.core.errors import ParityError
+from encserve_export.core.float64 import in_float64
+from encserve_export.core.precision import BOUNDS, Bounds, Precision
 from encserve_export.models.graphs import Graphs, write_graphs
 from encserve_export.models.own.encoder import Inspection
 from encserve_export.models.own.init import random_encoder
@@ -200,8 +200,8 @@ def test_rounded_inspections_of_other_weights_are_refused(tiny: EncoderConfig, t
 class Maskless(Encoder):
     """Attends to padding too."""
 
-    def inspect(self, inputs: Tensor, attention_mask: Tensor, *, keep_weights: bool = True) -> Inspection:
-        return super().inspect(inputs, torch.ones_like(attention_mask), keep_weights=keep_weights)
+    def inspect(self, inputs: Tensor, attention_mask: Tensor, *, return_attention: bool = True) -> Inspection:
+        return super().inspect(inputs, torch.ones_like(attention_mask), return_attention=return_attention)
 
 
 def test_a_model_that_attends_to_padding_is_refused(tiny: EncoderConfig, models: Path) -> None:

@@ -12,8 +12,8 @@ from checkpoints import golden_cases
 
 from encserve_export import EncoderConfig, Exported, Source, Target, export_encoder
 from encserve_export.check.agreement import relative_error
-from encserve_export.ground import names
-from encserve_export.ground.precision import Precision
+from encserve_export.core import names
+from encserve_export.core.precision import Precision
 from encserve_export.models import graphs
 from encserve_export.models.own.init import random_encoder
 from encserve_export.onnx_graph.run import OnnxEncoder

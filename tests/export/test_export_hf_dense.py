@@ -14,7 +14,7 @@ from torch import nn
 
 from encserve_export import Exported, Target, export_hf
 from encserve_export.check import pipeline
-from encserve_export.ground.errors import CheckpointFileError, ParityError, UnsupportedModelError
+from encserve_export.core.errors import CheckpointFileError, ParityError, UnsupportedModelError
 from encserve_export.kinds.directory import transformer_folder
 from encserve_export.kinds.reading import read
 from encserve_export.kinds.spec import ModelSpec

@@ -10,7 +10,7 @@ from static_models import WIDTH, write_model2vec, write_static
 from tokenizers import Tokenizer
 
 from encserve_export import Target, export_hf
-from encserve_export.ground.errors import UnsupportedModelError
+from encserve_export.core.errors import UnsupportedModelError
 from encserve_export.kinds.static import write_graph
 from encserve_proto.bundle.v1 import manifest_pb2
 

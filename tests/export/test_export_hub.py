@@ -14,7 +14,7 @@ from fake_hub import COMMIT, fake_hub
 from google.protobuf import json_format
 from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
-from encserve_export.ground.errors import HubError
+from encserve_export.core.errors import HubError
 from encserve_export.source import hub
 from encserve_proto.bundle.v1 import manifest_pb2
 

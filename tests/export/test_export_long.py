@@ -13,7 +13,7 @@ from architectures import ARCHITECTURES, save
 
 from encserve_export import EncoderConfig, Exported, Source, Target, export_encoder, export_hf
 from encserve_export.check.agreement import relative_error
-from encserve_export.ground.precision import Precision
+from encserve_export.core.precision import Precision
 from encserve_export.models.own.init import random_encoder
 from encserve_export.onnx_graph import query_blocks
 from encserve_export.onnx_graph.run import OnnxEncoder

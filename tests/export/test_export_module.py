@@ -11,7 +11,7 @@ from onnxruntime import InferenceSession
 from torch import Tensor, nn
 
 from encserve_export import Target, export_module
-from encserve_export.ground.errors import (
+from encserve_export.core.errors import (
     BundleExistsError,
     ConfigError,
     ParityError,
@@ -19,7 +19,7 @@ from encserve_export.ground.errors import (
     UnsupportedModelError,
     VocabularyError,
 )
-from encserve_export.ground.precision import Precision
+from encserve_export.core.precision import Precision
 from encserve_export.source.tokenizer import TokenizerFile
 from encserve_proto.bundle.v1 import manifest_pb2
 

@@ -13,8 +13,8 @@ from torch import nn
 
 from encserve_export import Target, export_hf
 from encserve_export.cli import main
-from encserve_export.ground.errors import ConfigError, ParityError
-from encserve_export.ground.precision import BOUNDS, Precision
+from encserve_export.core.errors import ConfigError, ParityError
+from encserve_export.core.precision import BOUNDS, Precision
 from encserve_export.kinds.reading import read
 from encserve_export.kinds.spec import ModelSpec, MultiVectorHead
 

@@ -30,10 +30,10 @@ from onnx_files import (
 
 from encserve_export import EncoderConfig, OnnxOptions, Target, export_onnx
 from encserve_export.cli import main
-from encserve_export.ground.errors import ConfigError, TokenizerError, UnsupportedModelError, VocabularyError
+from encserve_export.core.errors import ConfigError, TokenizerError, UnsupportedModelError, VocabularyError
 from encserve_export.kinds.spec import ModelSpec
 from encserve_export.onnx_graph import external
-from encserve_export.onnx_graph.foreign import Names, embedding_rows, precision
+from encserve_export.onnx_graph.interface import Names, embedding_rows, precision_of
 from encserve_export.onnx_graph.nodes import all_tensors
 from encserve_export.source.tokenizer import read_tokenizer
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -232,7 +232,7 @@ def test_the_coarsest_type_is_the_precision(kind: int, named: str) -> None:
     model = build()
     model.graph.initializer.append(helper.make_tensor("more", kind, [2, 2], [1, 2, 3, 4]))
     model.graph.initializer.append(helper.make_tensor("scale", TensorProto.FLOAT16, [1], [1]))
-    assert precision(model) == named
+    assert precision_of(model) == named
 
 
 @pytest.mark.parametrize("how", ["Cast", "Reshape", "none"])

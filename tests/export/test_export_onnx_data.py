@@ -8,7 +8,7 @@ from onnx import TensorProto, helper
 from onnx_files import D_MODEL, VOCAB_SIZE, build, point_elsewhere, save_with_data, tensor_of
 
 from encserve_export import OnnxOptions, Target, export_onnx
-from encserve_export.ground.errors import ExternalDataError
+from encserve_export.core.errors import ExternalDataError
 from encserve_export.onnx_graph import external
 
 TABLE_BYTES = VOCAB_SIZE * D_MODEL * 4

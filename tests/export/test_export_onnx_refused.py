@@ -12,14 +12,14 @@ from onnx import TensorProto, helper, numpy_helper
 from onnx_files import D_MODEL, FLOAT, INT64, build, node_of, random_table, save, tensor_of, value
 
 from encserve_export import OnnxOptions, Target, export_onnx
-from encserve_export.ground.errors import (
+from encserve_export.core.errors import (
     OnnxFileError,
     OnnxInterfaceError,
     OnnxModelError,
     OnnxRunError,
     ParityError,
 )
-from encserve_export.onnx_graph.foreign import Names
+from encserve_export.onnx_graph.interface import Names
 
 Change = Callable[[onnx.ModelProto], Any]
 FLOAT16 = TensorProto.FLOAT16

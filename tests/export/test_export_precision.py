@@ -12,9 +12,9 @@ from checkpoints import export_golden, export_minilm
 from tiny_bundle import byte_products
 
 from encserve_export import Encoder, EncoderConfig, Exported, Source, Target, export_encoder
-from encserve_export.ground.errors import ParityError
-from encserve_export.ground.precision import Precision
-from encserve_export.ground.runtime import open_session
+from encserve_export.core.errors import ParityError
+from encserve_export.core.precision import Precision
+from encserve_export.core.runtime import open_session
 from encserve_export.models.own.init import random_encoder
 from encserve_export.onnx_graph import int8
 from encserve_export.onnx_graph.run import OnnxEncoder

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from encserve_export import Exported, Target, export_hf, report
-from encserve_export.ground.errors import ExportError
+from encserve_export.core.errors import ExportError
 
 NAMED = {architecture.name: architecture for architecture in ARCHITECTURES}
 AGAIN = r"download or save it again \(in a git clone: git lfs pull\)"

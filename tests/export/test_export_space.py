@@ -19,9 +19,9 @@ from sentence_models import LONGEST, write_model
 
 from encserve_export import EncoderConfig, Target, export_hf, export_init
 from encserve_export.bundle.space import MANIFEST_IGNORED, MESSAGE_IGNORED, digest_model, digest_onnx, space_id
-from encserve_export.ground.errors import ConfigError
+from encserve_export.core.errors import ConfigError
 from encserve_export.kinds.spec import ModuleFacts
-from encserve_export.onnx_graph.foreign import Interface
+from encserve_export.onnx_graph.interface import Interface
 from encserve_proto.bundle.v1 import manifest_pb2
 from encserve_proto.fingerprint import fingerprint
 

@@ -25,7 +25,7 @@ from safetensors.numpy import load_file
 
 from encserve_export import Target, export_checkpoint, export_hf
 from encserve_export.bundle.space import digest_model, digest_onnx, space_id
-from encserve_export.onnx_graph.foreign import Interface
+from encserve_export.onnx_graph.interface import Interface
 from encserve_proto.bundle.v1 import manifest_pb2
 
 ROOT = Path(__file__).parent.parent.parent

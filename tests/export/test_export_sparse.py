@@ -23,14 +23,14 @@ from sparse_models import (
 )
 
 from encserve_export import Target, export_hf
-from encserve_export.ground.errors import (
+from encserve_export.core.errors import (
     CheckpointFileError,
     ConfigError,
     ParityError,
     UnsafeWeightsError,
     UnsupportedModelError,
 )
-from encserve_export.ground.precision import BOUNDS
+from encserve_export.core.precision import BOUNDS
 from encserve_export.kinds.reading import read
 from encserve_export.report import show
 from encserve_proto.bundle.v1 import manifest_pb2

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
 from encserve_export import Target, export_hf
-from encserve_export.ground.errors import ConfigError, TokenizerError
+from encserve_export.core.errors import ConfigError, TokenizerError
 from encserve_export.routes.hf import longest_sequence
 from encserve_export.source.tokenizer import read_tokenizer
 

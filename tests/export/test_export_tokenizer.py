@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from encserve_export import Exported, Target, export_hf
 from encserve_export.check import pipeline
-from encserve_export.ground.errors import ConfigError, ParityError, TokenizerError, UnsupportedModelError
+from encserve_export.core.errors import ConfigError, ParityError, TokenizerError, UnsupportedModelError
 from encserve_export.kinds import dense
 from encserve_export.kinds.reading import read
 from encserve_export.models import pretrained

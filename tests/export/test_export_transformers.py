@@ -15,7 +15,7 @@ from torch import Tensor
 
 from encserve_export import Exported, Target, export_hf
 from encserve_export.check.agreement import relative_error
-from encserve_export.ground.errors import (
+from encserve_export.core.errors import (
     CheckpointFileError,
     ConfigError,
     ExportError,
@@ -25,7 +25,7 @@ from encserve_export.ground.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from encserve_export.ground.precision import BOUNDS, Precision
+from encserve_export.core.precision import BOUNDS, Precision
 from encserve_export.models.graphs import write_graphs
 from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph.run import OnnxEncoder

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from encserve_export.ground.errors import CheckpointFileError, UnsafeWeightsError
+from encserve_export.core.errors import CheckpointFileError, UnsafeWeightsError
 from encserve_export.source.weights import read_checkpoint, read_json, read_object, read_table, read_weights
 
 AGAIN = r"download or save it again \(in a git clone: git lfs pull\)$"

@@ -14,7 +14,7 @@ from fake_server import write_tokenizer
 from safetensors.numpy import load_file
 
 from encserve_export import Exported, Target, export_checkpoint, export_hf
-from encserve_export.ground.precision import Precision
+from encserve_export.core.precision import Precision
 
 DATA = Path(__file__).parent.parent / "data"
 HF_GOLDENS = ("hf-bert", "hf-roberta", "hf-distilbert")

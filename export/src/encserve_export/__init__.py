@@ -6,13 +6,13 @@ The command line is `encserve-export`. In Python, `export_hf`, `export_checkpoin
 
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.write import Exported, Target
-from encserve_export.ground.errors import ExportError
+from encserve_export.core.errors import ExportError
 from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.encoder import Encoder
 from encserve_export.routes.checkpoint import export_checkpoint, export_init
 from encserve_export.routes.encoder import export_encoder
+from encserve_export.routes.export_module import export_module
 from encserve_export.routes.hf import export_hf
-from encserve_export.routes.module import export_module
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
 from encserve_export.source.tokenizer import read_tokenizer
 

@@ -16,17 +16,17 @@ from torch import nn
 from encserve_export import report
 from encserve_export.bundle.store import check_target, name_from
 from encserve_export.bundle.write import Exported, Progress, Target
-from encserve_export.ground import names
-from encserve_export.ground.errors import ConfigError, ExportError, printable
-from encserve_export.ground.precision import Precision
+from encserve_export.core import names
+from encserve_export.core.errors import ConfigError, ExportError, printable
+from encserve_export.core.precision import Precision
 from encserve_export.kinds.spec import POOLING_ALIASES, POOLINGS, spec_from_options
 from encserve_export.models.own.config import EncoderConfig, Input
 from encserve_export.models.own.layouts import known_layouts
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
-from encserve_export.onnx_graph.foreign import Names
+from encserve_export.onnx_graph.interface import Names
 from encserve_export.routes.checkpoint import export_checkpoint, export_init
+from encserve_export.routes.export_module import export_module
 from encserve_export.routes.hf import ROUTES, Route, export_hf
-from encserve_export.routes.module import export_module
 from encserve_export.routes.onnx import OnnxOptions, export_onnx
 from encserve_export.source import hub
 from encserve_export.source.tokenizer import TokenizerFile, read_tokenizer

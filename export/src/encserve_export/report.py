@@ -4,9 +4,9 @@ from rich.console import Console
 from rich.table import Table
 
 from encserve_export.bundle.write import Exported
-from encserve_export.ground import names
-from encserve_export.ground.errors import printable
-from encserve_export.ground.precision import BOUNDS
+from encserve_export.core import names
+from encserve_export.core.errors import printable
+from encserve_export.core.precision import BOUNDS
 from encserve_export.kinds.spec import TASKS
 from encserve_proto.bundle.v1 import manifest_pb2
 

@@ -8,10 +8,10 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from encserve_export.ground.errors import CheckpointFileError, ParityError
-from encserve_export.ground.float64 import in_float64
-from encserve_export.ground.precision import HEAD_TOLERANCE, VOCABULARY_HEAD_TOLERANCE, allowed
-from encserve_export.ground.runtime import open_session
+from encserve_export.core.errors import CheckpointFileError, ParityError
+from encserve_export.core.float64 import in_float64
+from encserve_export.core.precision import HEAD_TOLERANCE, VOCABULARY_HEAD_TOLERANCE, tolerance_for
+from encserve_export.core.runtime import open_session
 from encserve_export.kinds.spec import MultiVectorHead, SparseHead
 from encserve_export.onnx_graph import traced
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -117,7 +117,7 @@ def _write(module: nn.Module, example: Mapping[str, Tensor], path: Path, what: s
     session = open_session(path)
     (got,) = session.run([_OUTPUT], {name: tensor.numpy() for name, tensor in example.items()})
     worst, float32_error = (_error(rows, float64, sparse=sparse) for rows in (torch.from_numpy(got), float32))
-    tolerance = allowed(VOCABULARY_HEAD_TOLERANCE if sparse else HEAD_TOLERANCE, float32_error)
+    tolerance = tolerance_for(VOCABULARY_HEAD_TOLERANCE if sparse else HEAD_TOLERANCE, float32_error)
     if not worst <= tolerance:
         raise ParityError(
             f"{what} differ from PyTorch: error {worst:.1e}, tolerance {tolerance:.1e}, PyTorch's own float32 "

@@ -11,7 +11,7 @@ from encserve_export.bundle.space import space_id
 from encserve_export.check import agreement
 from encserve_export.check.expected import Agreement, Expected
 from encserve_export.check.pipeline import Compared
-from encserve_export.ground.errors import ConfigError
+from encserve_export.core.errors import ConfigError
 from encserve_export.kinds.spec import ModelSpec
 from encserve_export.source.tokenizer import TokenizerFile
 from encserve_export.source.weights import sha256

@@ -32,11 +32,11 @@ from google.protobuf.message import Message
 from onnx import AttributeProto, GraphProto, TensorProto, numpy_helper
 from torch import Tensor
 
-from encserve_export.ground.errors import ConfigError
+from encserve_export.core.errors import ConfigError
 from encserve_export.kinds.spec import ModuleFacts
 from encserve_export.models.own.config import EncoderConfig
 from encserve_export.models.own.encoder import Encoder
-from encserve_export.onnx_graph.foreign import Interface
+from encserve_export.onnx_graph.interface import Interface
 from encserve_export.source.weights import read_object
 from encserve_proto.bundle.v1 import manifest_pb2
 

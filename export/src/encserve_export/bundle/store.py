@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from encserve_export.ground.errors import BundleError, BundleExistsError, BundleNameError
+from encserve_export.core.errors import BundleError, BundleExistsError, BundleNameError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 # Folders beside the versions during an export. A server does not read a folder with a leading ".".

@@ -14,10 +14,10 @@ from pathlib import Path
 import numpy as np
 from torch import nn
 
-from encserve_export.ground.arrays import Input, Mask, Rows, Run
-from encserve_export.ground.errors import ParityError, UnsupportedModelError
-from encserve_export.ground.float64 import in_float64
-from encserve_export.ground.precision import BOUNDS, Bounds, allowed, bounds_of
+from encserve_export.core.arrays import Input, Mask, Rows, Run
+from encserve_export.core.errors import ParityError, UnsupportedModelError
+from encserve_export.core.float64 import in_float64
+from encserve_export.core.precision import BOUNDS, Bounds, bounds_of, tolerance_for
 from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2
@@ -232,7 +232,7 @@ def check_rows(
     """
     float32_error = None if want is None else want.float32_error
     bounds = dataclasses.replace(BOUNDS["float32"], error=None) if want is None else bounds_of(precision)
-    bounds = bounds.widened(float32_error or 0)
+    bounds = bounds.with_rounding(float32_error or 0)
     of_padding = Bounds(error=bounds.padding_error, cosine=bounds.padding_cosine)
     alone = {key: _alone(run, sequence) for key, sequence in sequences.items()}  # (seq, d_model) each
     cases = []
@@ -320,8 +320,8 @@ def check_inspection(
                 differences = map(_largest_difference, rounded[n_states:], precise[n_states:])
                 weights_error = max([weights_error, *differences])
             want = exact
-    of_states = bounds.widened(rows_error)
-    of_weights = allowed(bounds.attention_error, weights_error)
+    of_states = bounds.with_rounding(rows_error)
+    of_weights = tolerance_for(bounds.attention_error, weights_error)
     encoder = OnnxEncoder(folder / inspect_graph.file, graph)
     for sequence, mask, due in zip(sequences, masks, want, strict=True):
         outputs = [*inspect_graph.hidden_state_names, *inspect_graph.attention_weights_names]

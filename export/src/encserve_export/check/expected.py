@@ -11,9 +11,9 @@ import safetensors
 from safetensors.numpy import load_file
 
 from encserve_export.check.agreement import compare, relative_error
-from encserve_export.ground.arrays import Input, Mask, Rows
-from encserve_export.ground.errors import ExpectedFileError, ExpectedRowsError
-from encserve_export.ground.precision import LOW_PRECISION_ERRORS, Bounds, bounds_of
+from encserve_export.core.arrays import Input, Mask, Rows
+from encserve_export.core.errors import ExpectedFileError, ExpectedRowsError
+from encserve_export.core.precision import LOW_PRECISION_ERRORS, Bounds, bounds_of
 from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2
 

@@ -17,9 +17,15 @@ import numpy as np
 import torch
 
 from encserve_export.check.agreement import least_cosine, relative_error
-from encserve_export.ground.arrays import Rows
-from encserve_export.ground.errors import ParityError, UnsupportedModelError, first_line
-from encserve_export.ground.precision import PIPELINE_TOLERANCE, PIPELINE_WEIGHT_TOLERANCE, Bounds, allowed, bounds_of
+from encserve_export.core.arrays import Rows
+from encserve_export.core.errors import ParityError, UnsupportedModelError, first_line
+from encserve_export.core.precision import (
+    PIPELINE_TOLERANCE,
+    PIPELINE_WEIGHT_TOLERANCE,
+    Bounds,
+    bounds_of,
+    tolerance_for,
+)
 from encserve_export.kinds.directory import quiet, transformer_of
 from encserve_export.kinds.spec import NO_BOUND, TASKS, ModelSpec
 from encserve_export.models import pretrained
@@ -222,7 +228,7 @@ class _Judge:
         self._exact_advice = answers.advice
         self._vocab_size = manifest.encoder.vocab_size
         # If float32 itself is far from float64, both the library's vectors and the bundle's are.
-        self._tolerance = allowed(PIPELINE_TOLERANCE, 2 * manifest.parity.float32_error)
+        self._tolerance = tolerance_for(PIPELINE_TOLERANCE, 2 * manifest.parity.float32_error)
         self._bounds = bounds_of(self._precision)
         self._texts, self._max_error, self._min_cosine = 0, 0.0, 1.0
         self._max_maxsim_error: float | None = None
@@ -375,7 +381,7 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> Answers:
         _check_prompts(transformer.tokenizer, spec.prompts.values(), longest)
     probes, texts = [*difficult_texts(transformer.tokenizer), _CUT], _texts(transformer.tokenizer)
     ids, usable = [], {}
-    for way in _ways(spec):
+    for way in _prompt_task_pairs(spec):
         if way.task and spec.tasks[way.task].HasField("static_sparse"):
             continue  # another tokenizer
         ids.append((way, probes, _ids(transformer, probes[:-1], way) + _ids(transformer, probes[-1:], way)))
@@ -417,7 +423,7 @@ def _check_prompts(tokenizer: Any, prompts: Iterable[str], longest: int) -> None
             )
 
 
-def _ways(spec: ModelSpec) -> list[Way]:
+def _prompt_task_pairs(spec: ModelSpec) -> list[Way]:
     """The ways to send texts that differ for a model."""
     tasks = [
         Way({"task": task}, f"the task {task}", spec.prompts.get(settings.prompt_name, ""))
@@ -463,7 +469,7 @@ def _vectors(spec: ModelSpec, usable: Mapping[str, Sequence[str]]) -> list[tuple
         spec.loaded.max_active_dims = None
     usual = next(iter(usable.values())) if usable else _TEXTS
     found = []
-    for way in _ways(spec) if output != "tokens" else _ways(spec)[:1]:
+    for way in _prompt_task_pairs(spec) if output != "tokens" else _prompt_task_pairs(spec)[:1]:
         texts = usable.get(way.label, usual)
         found.append((way, output, texts, [_encode(spec, way, text, arguments) for text in texts]))
     if spec.kind == "dense" and (spec.multi_vector or spec.sparse):

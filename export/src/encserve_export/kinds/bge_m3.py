@@ -10,7 +10,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from encserve_export.ground.errors import CheckpointFileError
+from encserve_export.core.errors import CheckpointFileError
 from encserve_export.kinds.spec import ModelSpec, ModuleFacts, MultiVectorHead, SparseHead
 from encserve_export.source.tokenizer import TokenizerFile
 from encserve_export.source.weights import read_checkpoint, read_object

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from encserve_export.ground.errors import UnsupportedModelError
+from encserve_export.core.errors import UnsupportedModelError
 from encserve_export.kinds.directory import (
     MODULES,
     SETTINGS,

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from encserve_export.ground.errors import CheckpointFileError, UnsupportedModelError, first_line
+from encserve_export.core.errors import CheckpointFileError, UnsupportedModelError, first_line
 from encserve_export.kinds.spec import Kind
 from encserve_export.source.weights import read_json, read_object
 

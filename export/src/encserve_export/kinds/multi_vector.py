@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from encserve_export.ground.errors import UnsupportedModelError
+from encserve_export.core.errors import UnsupportedModelError
 from encserve_export.kinds.dense import facts, longest_text, read_text
 from encserve_export.kinds.directory import MODULES, load, transformer_folder, transformer_settings
 from encserve_export.kinds.spec import TASKS, ModelSpec, MultiVectorHead, Steps

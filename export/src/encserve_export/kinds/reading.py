@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from encserve_export.ground.errors import ConfigError
+from encserve_export.core.errors import ConfigError
 from encserve_export.kinds.dense import read_dense
 from encserve_export.kinds.directory import kind_of
 from encserve_export.kinds.multi_vector import read_multi_vector

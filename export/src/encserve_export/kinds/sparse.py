@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from encserve_export.ground.errors import UnsupportedModelError
+from encserve_export.core.errors import UnsupportedModelError
 from encserve_export.kinds.dense import longest_text, read_tasks, read_text
 from encserve_export.kinds.directory import TRANSFORMERS, load, routed_modules, transformer_folder, transformer_settings
 from encserve_export.kinds.spec import NO_BOUND, TASKS, ModelSpec, ModuleFacts, SparseHead, StaticWeights

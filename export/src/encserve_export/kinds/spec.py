@@ -9,8 +9,8 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor, nn
 
-from encserve_export.ground.arrays import Rows
-from encserve_export.ground.errors import ConfigError
+from encserve_export.core.arrays import Rows
+from encserve_export.core.errors import ConfigError
 from encserve_proto.bundle.v1 import manifest_pb2
 
 Kind = Literal["dense", "multi_vector", "sparse", "static"]

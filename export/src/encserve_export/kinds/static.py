@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from encserve_export.ground import names
-from encserve_export.ground.arrays import Rows
-from encserve_export.ground.errors import UnsupportedModelError
+from encserve_export.core import names
+from encserve_export.core.arrays import Rows
+from encserve_export.core.errors import UnsupportedModelError
 from encserve_export.kinds.dense import read_tasks, read_vector
 from encserve_export.kinds.directory import MODULES, load, read_modules
 from encserve_export.kinds.spec import ModelSpec

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from encserve_export.ground.errors import UnsupportedModelError, first_line
+from encserve_export.core.errors import UnsupportedModelError, first_line
 from encserve_export.kinds.spec import TASKS
 from encserve_proto.bundle.v1 import manifest_pb2
 

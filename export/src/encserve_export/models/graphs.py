@@ -17,11 +17,11 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
-from encserve_export.ground import names
-from encserve_export.ground.errors import UnsupportedModelError, first_line
-from encserve_export.ground.precision import Precision
+from encserve_export.core import names
+from encserve_export.core.errors import UnsupportedModelError, first_line
+from encserve_export.core.precision import Precision
 from encserve_export.models.reference import LONGEST_AT_ONCE, Inspection, Reference
-from encserve_export.onnx_graph import external, foreign, query_blocks, traced
+from encserve_export.onnx_graph import external, interface, query_blocks, traced
 from encserve_export.onnx_graph.convert import convert
 from encserve_proto.bundle.v1 import manifest_pb2
 
@@ -69,11 +69,11 @@ def write_graphs(
     try:
         with _quiet(), torch.no_grad():
             whole = _run_dynamo(reference, path) if exporter == "dynamo" else _trace(reference, inspection, folder)
-    except Exception as error:  # a foreign model may raise anything
+    except Exception as error:  # another author's model may raise anything
         raise UnsupportedModelError(
             f"PyTorch cannot write {reference.description} as ONNX ({exporter}): {first_line(error)}"
         ) from error
-    n_parameters = foreign.count_parameters(whole)
+    n_parameters = interface.count_parameters(whole)
     positions_name = "" if inspection is None else _add_positions(whole, inspection, max_sequence_tokens)
     graph = _describe(reference, whole, precision)
     if precision != "float32":
@@ -115,7 +115,7 @@ def refuse_control_flow(reference: Reference) -> None:
     try:
         with _quiet(), torch.no_grad():
             torch.export.export(reference.module, reference.example(), dynamic_shapes=(axes, axes), strict=False)
-    except Exception as error:  # a foreign module may raise anything
+    except Exception as error:  # another author's module may raise anything
         raise UnsupportedModelError(
             f"PyTorch cannot export {reference.description} as one graph: {first_line(error)}. Use tensor operations, "
             "such as torch.where, in place of branches on the values of tensors; torch.export.export(module, (inputs, "
@@ -188,7 +188,7 @@ def _add_positions(model: onnx.ModelProto, inspection: Inspection, max_sequence_
 def _describe(reference: Reference, model: onnx.ModelProto, precision: Precision) -> manifest_pb2.Graph:
     return manifest_pb2.Graph(
         file=names.FILE,
-        opset=foreign.opset(model),
+        opset=interface.opset(model),
         input_ids_name="" if reference.width else reference.input_name,
         embeddings_name=reference.input_name if reference.width else "",
         attention_mask_name=names.ATTENTION_MASK,

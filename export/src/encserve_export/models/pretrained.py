@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from encserve_export.ground.errors import (
+from encserve_export.core.errors import (
     ConfigError,
     UnsupportedModelError,
     WeightNamesError,
@@ -103,12 +103,12 @@ def load_model(directory: Path, weights: Weights) -> Reference:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except Exception as error:  # a foreign model may raise anything
+    except Exception as error:  # another author's model may raise anything
         raise ConfigError(
             f"transformers cannot make a {kind.__name__} of config.json: {first_line(error)}; is it this checkpoint's?"
         ) from error
     _refuse_mismatched(info["mismatched_keys"])
-    left_behind = _left_behind(model, weights.tensors, info["unexpected_keys"])
+    surplus_parts = _parts_without_place(model, weights.tensors, info["unexpected_keys"])
     encoder = _encoder_of(model, config)
     vocab_size = _vocab_size(encoder)
     module = _Rows(encoder).eval().requires_grad_(False)
@@ -122,7 +122,7 @@ def load_model(directory: Path, weights: Weights) -> Reference:
         vocab_size=vocab_size,
         positions=positions(encoder, config),
         pad_token_id=pad_token_id if isinstance(pad_token_id, int) and 0 <= pad_token_id < vocab_size else 0,
-        unused_parts=tuple(sorted(left_behind | unused)),
+        unused_parts=tuple(sorted(surplus_parts | unused)),
         long_attention=lambda: _sdpa(encoder),
     )
     return _with_inspection(reference, encoder, config)
@@ -154,7 +154,7 @@ def load_reference(directory: Path) -> Any:
         model = kind.from_pretrained(
             directory, config=config, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         )
-    except Exception as error:  # a foreign model may raise anything
+    except Exception as error:  # another author's model may raise anything
         raise ConfigError(
             f"transformers cannot make a {kind.__name__} of {directory}: {first_line(error)}; is config.json of this "
             "checkpoint?"
@@ -225,7 +225,7 @@ def _with_inspection(reference: Reference, encoder: Any, config: Any) -> Referen
     try:
         with torch.inference_mode():
             outputs = module(inputs, mask)
-    except Exception:  # a foreign model may raise anything; then it has no inspection
+    except Exception:  # another author's model may raise anything; then it has no inspection
         return reference
     n_layers = len(outputs) // 2
     states, weights = outputs[: n_layers + 1], outputs[n_layers + 1 :]
@@ -293,7 +293,7 @@ def _vocab_size(encoder: Any) -> int:
         ) from None
 
 
-def _left_behind(model: Any, names: Iterable[str], unexpected: Iterable[str]) -> set[str]:
+def _parts_without_place(model: Any, names: Iterable[str], unexpected: Iterable[str]) -> set[str]:
     """The parts of the checkpoint that the model does not have.
 
     Raises:
@@ -338,7 +338,7 @@ def _unused_parts(module: _Rows, model: Any, missing: Iterable[str]) -> set[str]
     with torch.enable_grad():
         try:
             rows = module(ids, torch.ones_like(ids))  # (batch, seq, d_model)
-        except Exception as error:  # a foreign model may raise anything
+        except Exception as error:  # another author's model may raise anything
             raise UnsupportedModelError(
                 f"the model does not run in PyTorch with token ids of shape (2, 3) and their mask: "
                 f"{first_line(error)}; {OWN_ONNX}"

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from encserve_export.ground import names
-from encserve_export.ground.arrays import Input, Mask, Rows
-from encserve_export.ground.errors import UnsupportedModelError, first_line
+from encserve_export.core import names
+from encserve_export.core.arrays import Input, Mask, Rows
+from encserve_export.core.errors import UnsupportedModelError, first_line
 from encserve_proto.bundle.v1 import manifest_pb2
 
 AttentionContext = Callable[[], contextlib.AbstractContextManager[object]]
@@ -135,7 +135,7 @@ class Reference:
         try:
             with torch.inference_mode():
                 output: Tensor = module(given, torch.from_numpy(mask))
-        except Exception as error:  # a foreign module may raise anything
+        except Exception as error:  # another author's module may raise anything
             raise UnsupportedModelError(
                 f"{self.description} does not run in PyTorch with inputs of shape {tuple(inputs.shape)} and their "
                 f"mask: {first_line(error)}"

@@ -5,13 +5,13 @@ from pathlib import Path
 import onnx
 from onnx import external_data_helper
 
-from encserve_export.ground.errors import UnsupportedModelError
-from encserve_export.ground.precision import Precision
-from encserve_export.onnx_graph.foreign import opset
+from encserve_export.core.errors import UnsupportedModelError
+from encserve_export.core.precision import Precision
 from encserve_export.onnx_graph.int8 import quantize
+from encserve_export.onnx_graph.interface import opset
 from encserve_proto.bundle.v1 import manifest_pb2
 
-from encserve_export.ground.runtime import onnxruntime  # isort: skip # noqa: F401 - before its own modules
+from encserve_export.core.runtime import onnxruntime  # isort: skip # noqa: F401 - before its own modules
 
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16  # isort: skip
 

@@ -1,7 +1,7 @@
 """Reads the weights that an ONNX file keeps in other files, from beside it and nowhere else.
 
 An ONNX file names such files itself, with any path, so that one from a stranger could pull in what lies elsewhere on
-the disk. Everything is checked and read here, once; what is written into a bundle has no foreign path in it.
+the disk. Everything is checked and read here, once; what is written into a bundle has no path of another machine in it.
 """
 
 import math
@@ -12,8 +12,8 @@ from typing import BinaryIO
 import onnx
 from onnx import TensorProto, external_data_helper, helper
 
-from encserve_export.ground import names
-from encserve_export.ground.errors import ExternalDataError
+from encserve_export.core import names
+from encserve_export.core.errors import ExternalDataError
 from encserve_export.onnx_graph.nodes import all_tensors, type_name
 
 # A larger file is split: ONNX Runtime maps weights in a file of their own, and would parse and copy them in the graph.

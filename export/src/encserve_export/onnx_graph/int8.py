@@ -28,9 +28,9 @@ import numpy.typing as npt
 import onnx
 from onnx import NodeProto, TensorProto, external_data_helper, helper, numpy_helper
 
-from encserve_export.ground.errors import UnsupportedModelError
-from encserve_export.ground.precision import MAX_INT8_LAYER_ERROR
-from encserve_export.onnx_graph.foreign import DEFAULT_DOMAINS, token_tables
+from encserve_export.core.errors import UnsupportedModelError
+from encserve_export.core.precision import MAX_INT8_LAYER_ERROR
+from encserve_export.onnx_graph.interface import DEFAULT_DOMAINS, token_tables
 from encserve_export.onnx_graph.nodes import all_nodes
 from encserve_export.onnx_graph.run import OnnxEncoder
 from encserve_proto.bundle.v1 import manifest_pb2

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from encserve_export.ground.arrays import Input, Mask, Rows
-from encserve_export.ground.errors import OnnxFileError, OnnxRunError, VocabularyError
-from encserve_export.ground.runtime import onnxruntime, open_session
+from encserve_export.core.arrays import Input, Mask, Rows
+from encserve_export.core.errors import OnnxFileError, OnnxRunError, VocabularyError
+from encserve_export.core.runtime import onnxruntime, open_session
 from encserve_proto.bundle.v1 import manifest_pb2
 
 

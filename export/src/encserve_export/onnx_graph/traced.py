@@ -15,7 +15,7 @@ import torch
 from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
-from encserve_export.ground import names
+from encserve_export.core import names
 from encserve_export.onnx_graph.external import LEAST_DATA_BYTES, place
 from encserve_export.onnx_graph.nodes import all_nodes, constants, walk
 

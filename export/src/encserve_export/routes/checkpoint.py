@@ -8,7 +8,7 @@ from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check.expected import read_expected
-from encserve_export.ground.precision import Precision
+from encserve_export.core.precision import Precision
 from encserve_export.kinds.spec import spec_from_options
 from encserve_export.models.own.config import EncoderConfig, Input
 from encserve_export.models.own.init import random_encoder

@@ -5,7 +5,7 @@ import dataclasses
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_encoder
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
-from encserve_export.ground.precision import Precision
+from encserve_export.core.precision import Precision
 from encserve_export.models.own.encoder import Encoder
 from encserve_export.models.own.reference import encoder_reference
 from encserve_export.routes.reference import export_reference

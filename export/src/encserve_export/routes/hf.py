@@ -14,8 +14,8 @@ from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
 from encserve_export.check.expected import Expected, read_expected
 from encserve_export.check.pipeline import LONGEST_BY_DEFAULT, Comparison, prepare_comparison
-from encserve_export.ground import names
-from encserve_export.ground.errors import (
+from encserve_export.core import names
+from encserve_export.core.errors import (
     CheckpointFileError,
     ConfigError,
     OnnxModelError,
@@ -26,7 +26,7 @@ from encserve_export.ground.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from encserve_export.ground.precision import Precision
+from encserve_export.core.precision import Precision
 from encserve_export.kinds.bge_m3 import with_bge_m3
 from encserve_export.kinds.reading import read
 from encserve_export.kinds.spec import NO_BOUND, ModelSpec, read_pooling

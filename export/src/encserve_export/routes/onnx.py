@@ -11,14 +11,25 @@ from encserve_export.bundle.space import digest_onnx, is_quantized
 from encserve_export.bundle.write import Exported, Progress, Target, complete, show_progress
 from encserve_export.check import agreement
 from encserve_export.check.expected import read_expected
-from encserve_export.ground import names
-from encserve_export.ground.errors import ConfigError, UnsupportedModelError, VocabularyError
-from encserve_export.ground.precision import Precision
+from encserve_export.core import names
+from encserve_export.core.errors import ConfigError, UnsupportedModelError, VocabularyError
+from encserve_export.core.precision import Precision
 from encserve_export.kinds.spec import ModelSpec
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
 from encserve_export.models.reference import Reference
-from encserve_export.onnx_graph import convert, external, foreign
-from encserve_export.onnx_graph.foreign import Names
+from encserve_export.onnx_graph import convert, external
+from encserve_export.onnx_graph.interface import (
+    Interface,
+    Names,
+    count_parameters,
+    description,
+    embedding_rows,
+    find_interface,
+    opset,
+    precision_of,
+    read_model,
+    vector_width,
+)
 from encserve_export.onnx_graph.run import OnnxEncoder, check_file, check_range
 from encserve_export.routes.reference import check_tokenizer
 from encserve_export.source.tokenizer import TokenizerFile
@@ -81,18 +92,18 @@ def export_onnx(
     options = options or OnnxOptions()
     expected = None if expect is None else read_expected(expect)
     progress("reading the file")
-    model = foreign.read_model(path)
-    interface = foreign.find_interface(model, options.names)
-    rows, width = foreign.embedding_rows(model, interface.input_ids), foreign.vector_width(model, interface)
+    model = read_model(path)
+    interface = find_interface(model, options.names)
+    rows, width = embedding_rows(model, interface.input_ids), vector_width(model, interface)
     apart = external.take_in(model, path.parent)
     source = source or manifest.Source(
         "onnx",
-        foreign.description(model),
+        description(model),
         vector=options.vector,
         tokenizer=options.tokenizer,
         expected=expected,
     )
-    digest = "" if is_quantized(foreign.precision(model)) else source.model_digest
+    digest = "" if is_quantized(precision_of(model)) else source.model_digest
     source = dataclasses.replace(
         source,
         weights_sha256=source.weights_sha256 or sha256([path, *apart]),
@@ -127,7 +138,7 @@ def export_onnx(
             )
             files = external.save_model(model, folder, apart=len(files) > 1)
             model = onnx.load(files[0], load_external_data=False)
-            graph.precision = foreign.precision(model)
+            graph.precision = precision_of(model)
             if graph.precision != precision:
                 raise UnsupportedModelError(f"nothing in this graph could be rounded to {precision}; export in float32")
             encoder = OnnxEncoder(files[0], graph)
@@ -156,7 +167,7 @@ def export_onnx(
             max_sequence_tokens=longest,
             pad_token_id=options.pad_token_id,
         )
-        described = manifest.Model(shape, graph, {"other": foreign.count_parameters(model)})
+        described = manifest.Model(shape, graph, {"other": count_parameters(model)})
         del encoder, want  # the comparison of texts opens another session
         return complete(folder, target, described, source, parity, files)
 
@@ -223,14 +234,14 @@ def _padding_advice(precision: str) -> str:
     return advice
 
 
-def _describe(model: onnx.ModelProto, interface: foreign.Interface, width: int) -> manifest_pb2.Graph:
+def _describe(model: onnx.ModelProto, interface: Interface, width: int) -> manifest_pb2.Graph:
     return manifest_pb2.Graph(
         file=names.FILE,
-        opset=foreign.opset(model),
+        opset=opset(model),
         input_ids_name="" if width else interface.input_ids,
         embeddings_name=interface.input_ids if width else "",
         attention_mask_name=interface.attention_mask,
         token_type_ids_name=interface.token_type_ids,
         output_name=interface.output,
-        precision=foreign.precision(model),
+        precision=precision_of(model),
     )

@@ -7,7 +7,7 @@ from encserve_export.bundle import manifest, store
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.write import Exported, Progress, Target, complete, show_progress
 from encserve_export.check import agreement
-from encserve_export.ground.errors import (
+from encserve_export.core.errors import (
     ConfigError,
     ExportError,
     OnnxModelError,
@@ -16,7 +16,7 @@ from encserve_export.ground.errors import (
     TokenizerError,
     UnsupportedModelError,
 )
-from encserve_export.ground.precision import Precision
+from encserve_export.core.precision import Precision
 from encserve_export.models.graphs import EXPORTERS, Exporter, Graphs, write_graphs
 from encserve_export.models.reference import Reference
 from encserve_export.onnx_graph.run import OnnxEncoder

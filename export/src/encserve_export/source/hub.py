@@ -14,7 +14,7 @@ from huggingface_hub.errors import (
     RevisionNotFoundError,
 )
 
-from encserve_export.ground.errors import CheckpointFileError, HubError
+from encserve_export.core.errors import CheckpointFileError, HubError
 from encserve_export.source.weights import holds_weights, read_json
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")

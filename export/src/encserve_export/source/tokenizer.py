@@ -13,7 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from encserve_export.ground.errors import TokenizerError, first_line
+from encserve_export.core.errors import TokenizerError, first_line
 from encserve_export.source.weights import AGAIN
 
 FILE = "tokenizer.json"

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from encserve_export.ground.errors import CheckpointFileError, UnsafeWeightsError
+from encserve_export.core.errors import CheckpointFileError, UnsafeWeightsError
 
 # In the order of preference. Each may also be several files with an index.
 _FILES = ("model.safetensors", "pytorch_model.bin")

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self, get_args
 
-from encserve_export.ground.errors import ConfigError
+from encserve_export.core.errors import ConfigError
 
 Input = Literal["token_ids", "embeddings"]
 Activation = Literal["relu", "gelu", "gelu_tanh", "silu"]

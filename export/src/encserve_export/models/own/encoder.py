@@ -163,13 +163,13 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.d_model, 3 * config.d_model, bias=config.attention_bias)
         self.output = nn.Linear(config.d_model, config.d_model, bias=config.attention_bias)
 
-    def forward(self, x: Tensor, padding: Padding, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, padding: Padding, return_attention: bool) -> tuple[Tensor, Tensor | None]:
         """Lets every token attend to every other token of its sequence.
 
         Args:
             x: (tokens, d_model).
             padding: The positions of the tokens.
-            keep_weights: Whether to return the attention weights. PyTorch then has to hold all of them; otherwise it
+            return_attention: Whether to return the attention weights. PyTorch then holds all of them. Otherwise it
                 computes them in small parts, and long sequences fit into memory.
 
         Returns:
@@ -181,7 +181,7 @@ class SelfAttention(nn.Module):
         q, k, v = torch.split(padding.restore(qkv), self.d_model, dim=-1)  # (batch·seq, d_model) each
         q, k, v = (part.reshape(by_head).transpose(1, 2) for part in (q, k, v))  # (batch, heads, seq, d_k) each
         weights = None
-        if keep_weights:
+        if return_attention:
             scores = q @ k.transpose(2, 3) / math.sqrt(self.d_k)  # (batch, heads, seq, seq)
             weights = torch.softmax(scores + bias, dim=-1)  # (batch, heads, seq, seq)
             heads = weights @ v  # (batch, heads, seq, d_k)
@@ -235,9 +235,9 @@ class EncoderBlock(nn.Module):
         self.feed_forward = FeedForward(config) if config.d_ff else None
         self.feed_forward_norm = _block_norm(config) if config.d_ff else nn.Identity()
 
-    def forward(self, x: Tensor, padding: Padding, keep_weights: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, padding: Padding, return_attention: bool) -> tuple[Tensor, Tensor | None]:
         """Runs one layer: (tokens, d_model) -> (tokens, d_model), and the attention weights of `SelfAttention`."""
-        y, weights = self.attention(self._before(self.attention_norm, x), padding, keep_weights)
+        y, weights = self.attention(self._before(self.attention_norm, x), padding, return_attention)
         x = self._after(self.attention_norm, x, y)  # (tokens, d_model)
         if self.feed_forward is not None:
             y = self.feed_forward(self._before(self.feed_forward_norm, x))  # (tokens, d_model)
@@ -302,18 +302,18 @@ class Encoder(nn.Module):
             last_hidden_state: (batch, seq, d_model). A token's row depends on its own sequence alone. The rows at
             padded positions are finite and mean nothing.
         """
-        return self.inspect(inputs, attention_mask, keep_weights=False).hidden_states[-1]
+        return self.inspect(inputs, attention_mask, return_attention=False).hidden_states[-1]
 
-    def inspect(self, inputs: Tensor, attention_mask: Tensor, *, keep_weights: bool = True) -> Inspection:
+    def inspect(self, inputs: Tensor, attention_mask: Tensor, *, return_attention: bool = True) -> Inspection:
         """Encodes a batch and keeps what happens on the way; takes what `forward` does."""
         x: Tensor = self.embeddings(inputs)  # (batch, seq, d_model)
         padding = Padding(attention_mask, x.dtype)
         rows = padding.remove(x.reshape(-1, self.config.d_model))  # (tokens, d_model)
         states, attention_weights = [rows], []
         for block in self.blocks:
-            rows, weights = block(rows, padding, keep_weights)  # (tokens, d_model), (batch, heads, seq, seq)
+            rows, weights = block(rows, padding, return_attention)  # (tokens, d_model), (batch, heads, seq, seq)
             states.append(rows)
-            if keep_weights:
+            if return_attention:
                 attention_weights.append(weights)
         states[-1] = self.final_norm(rows)  # (tokens, d_model)
         return Inspection([padding.restore(rows).reshape(x.shape) for rows in states], attention_weights)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from encserve_export.ground.errors import (
+from encserve_export.core.errors import (
     ConfigError,
     EmbeddingTableError,
     UnknownLayoutError,
@@ -17,7 +17,7 @@ from encserve_export.ground.errors import (
     WeightNamesError,
     WeightShapeError,
 )
-from encserve_export.ground.precision import SINUSOID_TOLERANCE
+from encserve_export.core.precision import SINUSOID_TOLERANCE
 from encserve_export.models.own.config import CHOICES, EncoderConfig, Input, Position
 from encserve_export.models.own.encoder import Encoder, sinusoids
 from encserve_export.models.own.layouts import StackLayout, known_layouts

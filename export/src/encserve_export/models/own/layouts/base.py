@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from encserve_export.ground.errors import WeightNamesError, WeightShapeError, WeightValueError
+from encserve_export.core.errors import WeightNamesError, WeightShapeError, WeightValueError
 
 _MAX_LISTED = 12
 

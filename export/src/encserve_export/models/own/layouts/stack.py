@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
-from encserve_export.ground.errors import WeightShapeError
+from encserve_export.core.errors import WeightShapeError
 from encserve_export.models.own.config import EncoderConfig, MergeHeads
 from encserve_export.models.own.encoder import Encoder, encoder_of
 from encserve_export.models.own.layouts.base import check_names, check_values, read_weight

@@ -12,8 +12,8 @@ from encserve_export.bundle import store
 from encserve_export.bundle.manifest import Source
 from encserve_export.bundle.space import digest_model
 from encserve_export.bundle.write import Exported, Progress, Target, show_progress
-from encserve_export.ground.errors import ConfigError, UnsupportedModelError, VocabularyError, first_line
-from encserve_export.ground.precision import Precision
+from encserve_export.core.errors import ConfigError, UnsupportedModelError, VocabularyError, first_line
+from encserve_export.core.precision import Precision
 from encserve_export.kinds.spec import spec_from_options
 from encserve_export.models.graphs import refuse_control_flow
 from encserve_export.models.own.config import Input
@@ -159,7 +159,7 @@ def _check_module(reference: Reference) -> None:
     try:
         with torch.inference_mode():
             rows = reference.module(inputs, mask)
-    except Exception as error:  # a foreign module may raise anything
+    except Exception as error:  # another author's module may raise anything
         raise UnsupportedModelError(
             f"{description} does not run on the CPU with {given} of shape {tuple(inputs.shape)} and a mask, bool "
             f"{shape}: {first_line(error)}"

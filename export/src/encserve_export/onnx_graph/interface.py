@@ -11,8 +11,8 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import DecodeError, Message
 from onnx import NodeProto, TensorProto, ValueInfoProto, inliner
 
-from encserve_export.ground import names
-from encserve_export.ground.errors import OnnxFileError, OnnxInterfaceError
+from encserve_export.core import names
+from encserve_export.core.errors import OnnxFileError, OnnxInterfaceError
 from encserve_export.onnx_graph.nodes import all_tensors, constants, type_name
 
 TOKEN_TYPE_IDS = "token_type_ids"  # noqa: S105 - the name of an input
@@ -159,7 +159,7 @@ def vector_width(model: onnx.ModelProto, interface: Interface) -> int:
     return next(_width(_port(value)) for value in model.graph.input if value.name == interface.input_ids)
 
 
-def precision(model: onnx.ModelProto) -> str:
+def precision_of(model: onnx.ModelProto) -> str:
     """The coarsest type that a matrix of weights is stored in, e.g. "float32", "float16" or "int8"."""
     stored = {tensor.data_type for tensor in all_tensors(model) if len(tensor.dims) >= 2}
     found = [kind for kind in _WEIGHTS if kind in stored]

@@ -23,7 +23,7 @@ class Bounds:
 
     A float32 bundle repeats the computation of PyTorch, so its rows may differ by rounding only. The effect of rounding
     depends on the model and on the CPU: rows are compared with PyTorch in float64, and PyTorch's own float32 error is
-    the measure, see `widened`. In lower precisions every row moves; its direction counts, because searches compare
+    the measure, see `with_rounding`. In lower precisions every row moves. Its direction counts: searches compare
     directions.
 
     Attributes:
@@ -44,17 +44,17 @@ class Bounds:
     maxsim_error: float = 1e-4
     attention_error: float = 1e-5
 
-    def widened(self, float32_error: float) -> "Bounds":
+    def with_rounding(self, float32_error: float) -> "Bounds":
         """The bounds for a model with this error in PyTorch's own float32; bounds on cosines do not change."""
         error, padding_error = (
             # Alone and padded may both be off by `error`, in opposite directions.
-            None if tolerance is None else allowed(tolerance, sides * float32_error)
+            None if tolerance is None else tolerance_for(tolerance, sides * float32_error)
             for tolerance, sides in ((self.error, 1), (self.padding_error, 2))
         )
         return dataclasses.replace(self, error=error, padding_error=padding_error)
 
 
-def allowed(tolerance: float, float32_error: float) -> float:
+def tolerance_for(tolerance: float, float32_error: float) -> float:
     """The allowed error against float64: the tolerance, or 4 times PyTorch's float32 error if that is larger.
 
     ONNX Runtime sums in another order than PyTorch, so its error is another sample of the same rounding, and the
