@@ -307,7 +307,7 @@ def check_inspection(
     """
     assert reference.inspection is not None  # noqa: S101
     bounds, random = bounds_of(graph.precision), np.random.default_rng(0)
-    lengths = [min(length, longest) for length in (1, 7, *(_MEASURED_TOKENS,) * _MEASURED)]
+    lengths = [min(length, longest) for length in (1, 7, _MEASURED_TOKENS, _MEASURED_TOKENS)]
     sequences = [_draw(random, length, reference.vocab_size, reference.width)[None] for length in lengths]
     masks = [np.ones((1, length), np.int64) for length in lengths]
     want, n_states = [*map(reference.inspect, sequences, masks)], len(inspect_graph.hidden_state_names)

@@ -96,13 +96,12 @@ def export_module(
         progress(f"running {reference.description}")
         _check_module(reference)
         refuse_control_flow(reference)
-        tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
         source = Source(
             "module",
             reference.description,
             vector=vector,
             tokenizer=tokenizer,
-            model_digest=digest_model(tensors, configuration),
+            model_digest=_digest(module, configuration),
         )
         return export_reference(
             reference,
@@ -121,6 +120,12 @@ def _check_configuration(configuration: Mapping[str, Any]) -> None:
         raise ConfigError(f"configuration must be JSON, it identifies the model: {error}") from error
     if not isinstance(configuration, dict):
         raise ConfigError(f"configuration must be a dict; was {type(configuration).__name__}")
+
+
+def _digest(module: nn.Module, configuration: Mapping[str, Any]) -> str:
+    # A variable that outlives this function would keep the first copy of the weights in memory during the export.
+    tensors = {name: value for name, value in module.state_dict().items() if isinstance(value, Tensor)}
+    return digest_model(tensors, configuration)
 
 
 def _check_sizes(

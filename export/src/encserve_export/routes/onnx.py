@@ -115,7 +115,8 @@ def export_onnx(
         model = onnx.load(files[0], load_external_data=False)  # the same model without its weights
         check_file(files[0])
         graph = _describe(model, interface, width)
-        encoder = OnnxEncoder(files[0], graph)
+        if reference is None:  # otherwise the file's weights and PyTorch's would be in memory at once
+            encoder = OnnxEncoder(files[0], graph)
         # Only now: if the file itself is at fault, an option would not help.
         vocab_size = 0 if width else _vocab_size(options, rows)
         _check_options(options, vocab_size)
@@ -124,7 +125,6 @@ def export_onnx(
         want = None
         if reference is not None:
             progress("running the model in PyTorch")
-            del encoder  # the memory of its weights
             exact = {graph.precision, options.precision or graph.precision} == {"float32"}
             want = agreement.reference_rows(reference, sequences, reference.module if exact else None)
             encoder = OnnxEncoder(files[0], graph)
