@@ -44,5 +44,5 @@ def _convert(tensors: Sequence[Tensor], dtypes: Sequence[torch.dtype]) -> None:
 def _convert_group(tensors: Sequence[Tensor], dtype: torch.dtype) -> None:
     """Copy tensors into one block of memory, and make the tensors views of the block."""
     block = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=dtype)
-    for tensor, part in zip(tensors, block.split([tensor.numel() for tensor in tensors]), strict=True):
+    for tensor, part in zip(tensors, torch.split(block, [tensor.numel() for tensor in tensors]), strict=True):
         tensor.data = part.view(tensor.shape).copy_(tensor.data)
