@@ -129,7 +129,10 @@ async def test_a_stop_ends_watchers_and_reflection(start_server: StartServer) ->
     assert await statuses(unknown) == [HealthCheckResponse.SERVICE_UNKNOWN]
 
 
-async def test_a_watcher_that_does_not_read_does_not_stop_other_watchers(start_server: StartServer) -> None:
+async def test_a_watcher_that_does_not_read_does_not_stop_other_watchers(
+    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("encserve_server.rpc.health._POLL_SECONDS", 0.05)
     server = await start_server(grace_seconds=3600, stall_seconds=0.1)
     target = f"127.0.0.1:{server.app.grpc_port}"
     # A response takes seven bytes.

@@ -21,11 +21,6 @@ LONG = "hello " * 100
 OPENAI, TEI = "/v1/embeddings", "/embed"
 
 
-@pytest.fixture
-async def server(start_server: StartServer) -> FakeServer:
-    return await start_server(http_port=0)
-
-
 def openai_vectors(response: httpx.Response) -> Any:
     """The vectors of a reply in either encoding: (inputs, width) float32."""
     assert response.status_code == 200, response.text

@@ -173,11 +173,6 @@ async def test_a_caller_that_waits_for_100_continue(shared: FakeServer) -> None:
         assert (await reader.readline()).startswith(b"HTTP/1.1 200")
 
 
-@pytest.fixture
-async def server(start_server: StartServer) -> FakeServer:
-    return await start_server(http_port=0)
-
-
 async def test_connections_are_bounded(start_server: StartServer) -> None:
     """Health checks are answered all the same."""
     server = await start_server(http_port=0, max_connections=2)

@@ -29,11 +29,6 @@ BOTH = ("/v1/embeddings", "/embed")
 SHARED_SETTINGS = {"http_port": 0}
 
 
-@pytest.fixture
-async def server(start_server: StartServer) -> FakeServer:
-    return await start_server(http_port=0)
-
-
 def body(path: str, inputs: Any) -> dict[str, Any]:
     """A request with these inputs; ids need no special tokens."""
     complete = {"add_special_tokens": False} if path == "/v1/embeddings" and not isinstance(inputs, str) else {}
@@ -100,7 +95,7 @@ async def test_a_caller_that_does_not_read_loses_its_connection(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server = await start_server(http_port=0, max_http_inputs=4000)
-    monkeypatch.setattr("encserve_server.http.app.SEND_SECONDS", 0.2)
+    monkeypatch.setattr("encserve_server.http.app.SEND_SECONDS", 0.05)
     monkeypatch.setattr("encserve_server.http.app._BYTES_PER_SECOND", 2**40)
     assert server.app._http is not None
     connections = server.app._http.connections
@@ -258,12 +253,8 @@ async def test_requests_before_the_models_are_loaded(tmp_path: Path) -> None:
     await app.stop()
 
 
-async def test_a_stop_answers_the_requests_in_flight(
-    start_server: StartServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As after SIGTERM: running requests are answered, new ones are refused, then the port closes."""
-    monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.2)
-    server = await start_server(http_port=0)
+async def test_a_stop_answers_the_requests_in_flight(server: FakeServer) -> None:
+    """The server answers running requests, refuses new ones, then closes the port."""
     server.engine.hold()
     calls = [asyncio.create_task(post(server, path, body(path, [[i + 1]]))) for path in ROUTES for i in range(10)]
     await until(lambda: server.sample("encserve_in_flight_requests") == 30)
