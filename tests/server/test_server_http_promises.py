@@ -174,14 +174,6 @@ async def test_a_request_behind_an_offer_of_http_2(shared: FakeServer) -> None:
     assert b"Connection: close" in replies
 
 
-async def test_requests_on_one_connection_are_answered_in_order(shared: FakeServer) -> None:
-    async with raw(shared) as (reader, writer):
-        writer.write((POST + LENGTH) * 3 + b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-        replies = await reader.read()
-    assert len(re.findall(rb"HTTP/1.1 200 OK", replies)) == 4
-    assert replies.count(b"[[0.5,0.5,0.5,0.5]]") == 3
-
-
 async def test_a_reply_to_head_has_no_body(shared: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("encserve_server.http.app._PIECE_BYTES", 16)
     async with raw(shared) as (reader, writer):

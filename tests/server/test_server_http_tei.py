@@ -39,6 +39,10 @@ async def test_similarity_at_both_paths(serve: Serve) -> None:
         prompted = (await post(server, path, compared("w5", ["w9"], prompt_name="before"))).json()
         written = (await post(server, path, compared("w7 w8 w5", ["w7 w8 w9"]))).json()
         assert prompted == written != (await post(server, path, compared("w5", ["w9"]))).json()
+    fields = {"pooling": "max", "dimensions": 4, "normalize": True}
+    first, *others = np.array((await post(server, "/embed", {"inputs": texts, **fields})).json(), np.float64)
+    response = await post(server, "/similarity", compared(texts[0], texts[1:]) | fields)
+    np.testing.assert_allclose(response.json(), others @ first, rtol=1e-6)
 
 
 async def test_the_similarity_of_an_empty_text_is_0(start_server: StartServer, tmp_path: Path) -> None:
