@@ -33,20 +33,12 @@ INFER_STREAM = {"grpc_type": "bidi_stream", "grpc_service": INFER_SERVICE, "grpc
 OWN = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
 
 
-def held(server: FakeServer) -> float:
-    return server.sample("encserve_in_flight_bytes")
-
-
-def in_flight(server: FakeServer) -> float:
-    return server.sample("encserve_in_flight_requests")
-
-
 def handled(server: FakeServer, code: str, **method: str) -> float:
     return server.sample("grpc_server_handled_total", **(method or ENCODE), grpc_code=code)
 
 
 async def all_given_back(server: FakeServer) -> None:
-    await until(lambda: (held(server), in_flight(server)) == (0, 0))
+    await until(lambda: (server.held_bytes(), server.in_flight()) == (0, 0))
     model = server.app.catalog.resolve("", "")
     async with asyncio.timeout(PATIENCE_SECONDS):
         await model.unused()
@@ -102,9 +94,9 @@ async def cancelled(server: FakeServer) -> None:
     server.engine.hold()
     rpc: Any = server.channel.unary_unary(f"/{SERVICE}/Encode")
     call = rpc(pb.EncodeRequest(inputs=[make_input([1])]).SerializeToString())
-    await until(lambda: held(server) > 0)
+    await until(lambda: server.held_bytes() > 0)
     call.cancel()
-    await until(lambda: held(server) == 0)
+    await until(lambda: server.held_bytes() == 0)
     server.engine.let_go()
 
 
@@ -139,9 +131,9 @@ async def stream_broken_off(server: FakeServer) -> None:
     for i in range(20):
         await call.write(stream_request(str(i), [1, 2]))
     await until(lambda: server.queued("sequences") > 0)
-    assert held(server) > 0
+    assert server.held_bytes() > 0
     call.cancel()
-    await until(lambda: held(server) == 0)
+    await until(lambda: server.held_bytes() == 0)
     server.engine.let_go()
 
 
@@ -173,7 +165,7 @@ async def test_bytes_are_held_while_a_call_waits(server: FakeServer) -> None:
     data = pb.EncodeRequest(inputs=[make_input([1] * LONGEST)]).SerializeToString()
     calling = await server.start_held(server.call("Encode", data))
     rows = LONGEST * D_MODEL * 4
-    assert held(server) > len(data) + 2 * rows  # the request, the rows, and the reply
+    assert server.held_bytes() > len(data) + 2 * rows  # the request, the rows, and the reply
     server.engine.let_go()
     await calling
     await all_given_back(server)
@@ -183,14 +175,14 @@ async def test_a_full_budget_refuses_further_calls(server: FakeServer, monkeypat
     """A call that is alone is always admitted."""
     monkeypatch.setattr(server.app._calls, "max_held_bytes", 3000)
     first = await server.start_held(server.encode([1] * LONGEST, [2] * LONGEST))  # a reply of over 2,000 bytes
-    before = held(server)
+    before = server.held_bytes()
     assert before > 1000
     failed = await refusal(server.encode([3] * LONGEST, [4] * LONGEST))
     assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
     assert "3000 bytes (max_in_flight_mib)" in failed.text
     assert failed.pushback_ms == "1000"
     assert failed.details["google.rpc.RetryInfo"].retry_delay.seconds == 1
-    await until(lambda: held(server) == before)
+    await until(lambda: server.held_bytes() == before)
     server.engine.let_go()
     assert len((await first).sequences) == 2
     await all_given_back(server)
@@ -205,8 +197,8 @@ async def test_a_full_budget_refuses_one_request_of_a_stream(
 ) -> None:
     server.engine.hold()
     call = stream_of(server)
-    await until(lambda: held(server) > 0)
-    monkeypatch.setattr(server.app._calls, "max_held_bytes", int(held(server)) + 6000)
+    await until(lambda: server.held_bytes() > 0)
+    monkeypatch.setattr(server.app._calls, "max_held_bytes", int(server.held_bytes()) + 6000)
     await call.write(stream_request("first", [1] * LONGEST))
     await asyncio.to_thread(server.engine.started.acquire)
     await call.write(stream_request("second", [2] * LONGEST))
@@ -245,16 +237,16 @@ async def test_slow_requests_have_places_and_others_need_none(
 ) -> None:
     server = await start_server(**two_places)
     halves = [half_sent(server) for _ in range(2)]
-    await until(lambda: held(server) == 4 * MIB)  # half of the budget, 2 MiB each
+    await until(lambda: server.held_bytes() == 4 * MIB)  # half of the budget, 2 MiB each
     await asyncio.gather(*(server.encode([i]) for i in range(10)))
     failed = await refusal(half_sent(server))
     assert (failed.code, failed.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "BUDGET_FULL")
     assert failed.details["google.rpc.RetryInfo"].retry_delay.seconds == 1
     await server.call("Check", b"", "grpc.health.v1.Health")
     halves[0].cancel()
-    await until(lambda: held(server) == 2 * MIB)
+    await until(lambda: server.held_bytes() == 2 * MIB)
     further = half_sent(server)
-    await until(lambda: held(server) == 4 * MIB)
+    await until(lambda: server.held_bytes() == 4 * MIB)
     for half in (further, halves[1]):
         half.cancel()
     await all_given_back(server)
@@ -273,7 +265,7 @@ async def test_a_half_sent_call_ends_in_time(
 async def test_a_stop_does_not_wait_for_half_sent_calls(start_server: StartServer, two_places: dict[str, Any]) -> None:
     server = await start_server(**two_places, grace_seconds=3600)
     ended = asyncio.create_task(refusal(half_sent(server)))
-    await until(lambda: in_flight(server) == 1)
+    await until(lambda: server.in_flight() == 1)
     async with asyncio.timeout(PATIENCE_SECONDS):
         assert await server.app.stop()
     failed = await ended
@@ -292,9 +284,9 @@ async def test_a_call_without_a_request_is_refused_at_once(server: FakeServer) -
 async def test_a_caller_that_goes_while_it_sends_is_counted_as_cancelled(server: FakeServer) -> None:
     for i in range(3):
         call = half_sent(server)
-        await until(lambda: in_flight(server) == 1)
+        await until(lambda: server.in_flight() == 1)
         call.cancel()
-        await until(lambda: in_flight(server) == 0)
+        await until(lambda: server.in_flight() == 0)
         assert handled(server, "Canceled") == i + 1
     assert handled(server, "InvalidArgument") == 0
     assert server.sample("encserve_refused_total", reason="MALFORMED_REQUEST") == 0
@@ -309,7 +301,7 @@ async def test_streams_are_bounded(start_server: StartServer, two_places: dict[s
     assert (await refusal(stream_of(server).read())).reason == "BUDGET_FULL"
     await server.encode([1])
     calls[0].cancel()
-    await until(lambda: in_flight(server) == 1)
+    await until(lambda: server.in_flight() == 1)
     further = stream_of(server)
     await further.write(stream_request("a", [1]))
     assert await further.read() is not grpc.aio.EOF
@@ -329,7 +321,7 @@ async def test_a_new_stream_takes_the_place_of_the_longest_idle_one(
     await busy.write(stream_request("a", [1]))
     await asyncio.to_thread(server.engine.started.acquire)
     ended = asyncio.create_task(refusal(idle.read()))
-    await until(lambda: in_flight(server) == 2)
+    await until(lambda: server.in_flight() == 2)
     await asyncio.sleep(0.1)
     assert not ended.done(), "an idle stream ended before another call needed its place"
     further = stream_of(server)
@@ -368,10 +360,10 @@ async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
         rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")  # gRPC reads the reply of a unary call by itself
         calls = [rpc(data) for _ in range(3)]
-        await until(lambda: held(server) >= 3 * 2 * 10_000_000)  # the reply and gRPC's copy
+        await until(lambda: server.held_bytes() >= 3 * 2 * 10_000_000)  # the reply and gRPC's copy
         assert handled(server, "OK") == 3
         all_held.set()
-        await until(lambda: held(server) == 4.5 * MIB)  # the place of the stream
+        await until(lambda: server.held_bytes() == 4.5 * MIB)  # the place of the stream
         for call in calls:
             assert await call.code() is grpc.StatusCode.UNAVAILABLE
     await other.write(stream_request("b", [1]))
@@ -479,7 +471,7 @@ async def test_an_idle_stream_keeps_no_message(server: FakeServer) -> None:
     call = stream_of(server)
     await call.write(stream_request("a", [1]))
     await call.read()
-    await until(lambda: in_flight(server) == 1 and held(server) == 4.5 * MIB)  # the bytes of its place
+    await until(lambda: server.in_flight() == 1 and server.held_bytes() == 4.5 * MIB)  # the bytes of its place
     await asyncio.sleep(0.05)
     assert kept_messages() == []
     call.cancel()
@@ -642,7 +634,7 @@ async def stop_in_the_middle(server: FakeServer, calls: list[Any]) -> bool:
     stopping = asyncio.create_task(server.app.stop())
     await until(server.app._calls.draining.is_set)
     assert not stopping.done()
-    assert in_flight(server) == len(calls)
+    assert server.in_flight() == len(calls)
     server.engine.let_go()
     server.inspector.let_go()
     return await stopping
@@ -665,13 +657,11 @@ async def test_a_stop_answers_running_calls(start_server: StartServer, method: s
         answer = asyncio.create_task(call.read())
     started = server.inspector.started if method == "Inspect" else server.engine.started
     await asyncio.to_thread(started.acquire)
-    assert in_flight(server) == 1
-    assert not server.app._calls.idle.is_set()
+    assert server.in_flight() == 1
     stopped = await stop_in_the_middle(server, [answer])
     assert await answer
     assert stopped
-    assert (held(server), in_flight(server)) == (0, 0)
-    assert server.app._calls.idle.is_set()
+    assert (server.held_bytes(), server.in_flight()) == (0, 0)
 
 
 async def test_a_stop_refuses_new_calls(start_server: StartServer) -> None:
@@ -743,8 +733,8 @@ async def test_a_reply_counts_as_in_flight_until_it_has_left(start_server: Start
         call = rpc(data)
         await until(lambda: handled(server, "OK") == 1)
         await asyncio.sleep(0.1)
-        assert in_flight(server) == 1
-        assert held(server) == pytest.approx(20_000_000, rel=0.01)
+        assert server.in_flight() == 1
+        assert server.held_bytes() == pytest.approx(20_000_000, rel=0.01)
         call.cancel()
         await all_given_back(server)
 

@@ -76,7 +76,7 @@ async def test_compressed_requests_are_refused(server: FakeServer, compression: 
         rpc: Any = channel.unary_unary(f"/{SERVICE}/Encode")
         assert (await refusal(rpc(data))).code is grpc.StatusCode.UNIMPLEMENTED
     # The call begins before its message arrives, and ends without it.
-    await until(lambda: server.sample("encserve_in_flight_requests") == 0)
+    await until(lambda: server.in_flight() == 0)
     assert server.sample("grpc_server_handled_total", **ENCODE, grpc_code="Canceled") == server.sample(
         "grpc_server_started_total", **ENCODE
     )

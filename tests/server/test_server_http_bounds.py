@@ -124,7 +124,7 @@ async def test_a_body_in_tiny_chunks_is_refused(shared: FakeServer) -> None:
         answer = await reader.read()
     assert answer.startswith(b"HTTP/1.1 400")
     assert b"more than 1026 chunks" in answer
-    assert shared.app._calls.held_bytes == 0
+    assert shared.held_bytes() == 0
 
 
 async def test_a_body_in_chunks_is_read(start_server: StartServer) -> None:
@@ -301,12 +301,12 @@ async def test_bytes_are_bounded_over_all_callers(start_server: StartServer) -> 
     server.engine.hold()
     text = "hello " * 100_000
     first = asyncio.create_task(post(server, "/embed", {"inputs": [text] * 2}))
-    await until(lambda: server.app._calls.held_bytes > 2_400_000)
+    await until(lambda: server.held_bytes() > 2_400_000)
     refused = await post(server, "/embed", {"inputs": text})
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (429, "BUDGET_FULL")
     assert refused.headers["retry-after"] == "1"
     assert (await post(server, "/tokenize", {"inputs": "hello"})).status_code == 200
     server.engine.let_go()
     assert (await first).status_code == 200
-    await until(lambda: server.app._calls.held_bytes == 0)
+    await until(lambda: server.held_bytes() == 0)
     assert (await post(server, "/embed", {"inputs": text})).status_code == 200

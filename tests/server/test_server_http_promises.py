@@ -67,7 +67,7 @@ async def test_a_cancelled_request_leaves_the_queue(server: FakeServer, path: st
     await until(lambda: server.queued() == 0)
     await until(lambda: counted(server, path, 499) == 1)
     assert server.sample("encserve_cancelled_total", model="tiny", version="2", stage="queued") == 1
-    assert server.sample("encserve_in_flight_requests") == 1
+    assert server.in_flight() == 1
     server.engine.let_go()
     assert (await running).status_code == 200
 
@@ -76,9 +76,9 @@ async def test_a_caller_that_goes_while_it_sends(server: FakeServer) -> None:
     async with raw(server) as (_, writer):
         writer.write(b'POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"inputs"')
         await writer.drain()
-        await until(lambda: server.sample("encserve_in_flight_requests") == 1)
+        await until(lambda: server.in_flight() == 1)
     await until(lambda: counted(server, "/embed", 499) == 1)
-    assert server.sample("encserve_in_flight_requests") == 0
+    assert server.in_flight() == 0
 
 
 async def test_a_body_that_does_not_arrive(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,7 +88,7 @@ async def test_a_body_that_does_not_arrive(server: FakeServer, monkeypatch: pyte
         answer = await reader.read()  # until the connection ends
     assert answer.startswith(b"HTTP/1.1 408")
     assert b"8 bytes came" in answer
-    assert server.app._calls.held_bytes == 0
+    assert server.held_bytes() == 0
 
 
 async def test_a_caller_that_does_not_read_loses_its_connection(
@@ -110,9 +110,9 @@ async def test_a_caller_that_does_not_read_loses_its_connection(
         )
         await until(lambda: counted(server, "/embed_all", 200) == 1)
         assert len(connections) == 1
-        assert server.app._calls.held_bytes > 4_000_000
+        assert server.held_bytes() > 4_000_000
         await until(lambda: not connections)
-    assert server.app._calls.held_bytes == server.sample("encserve_in_flight_requests") == 0
+    assert server.held_bytes() == server.in_flight() == 0
 
 
 @pytest.mark.parametrize(
@@ -249,7 +249,7 @@ async def test_a_stop_answers_the_requests_in_flight(server: FakeServer) -> None
     """The server answers running requests, refuses new ones, then closes the port."""
     server.engine.hold()
     calls = [asyncio.create_task(post(server, path, body(path, [[i + 1]]))) for path in ROUTES for i in range(10)]
-    await until(lambda: server.sample("encserve_in_flight_requests") == 30)
+    await until(lambda: server.in_flight() == 30)
     async with connect(server) as client:
         assert (await client.get("/health")).status_code == (await client.head("/health")).status_code == 200
         stopping = asyncio.create_task(server.app.stop())
@@ -271,7 +271,7 @@ async def test_requests_at_the_end_of_the_grace_period_are_refused(start_server:
     call = await server.start_held(post(server, "/embed", body("/embed", [[1]])))
     async with raw(server) as (reader, writer):
         writer.write(b'POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"inputs"')
-        await until(lambda: server.sample("encserve_in_flight_requests") == 2)
+        await until(lambda: server.in_flight() == 2)
         stopping = asyncio.create_task(server.app.stop())
         assert (await reader.readline()).startswith(b"HTTP/1.1 503")
     refused = await call

@@ -131,6 +131,14 @@ class FakeServer:
         """The tokens, sequences, requests or text_bytes that wait for tiny@2."""
         return self.sample(f"encserve_queue_{unit}", model="tiny", version="2")
 
+    def in_flight(self) -> float:
+        """The number of calls that the server works on, of all protocols."""
+        return self.sample("encserve_in_flight_requests")
+
+    def held_bytes(self) -> float:
+        """The bytes of requests and replies that calls hold, of all protocols."""
+        return self.sample("encserve_in_flight_bytes")
+
     async def stop(self) -> None:
         """Lets all work end, then stops the server."""
         self.engine.let_go()
