@@ -68,6 +68,6 @@ def serve(start_server: StartServer, tmp_path: Path) -> Serve:
         files: Mapping[str, bytes], settings: Mapping[str, Any] | None = None, engine: Any = "onnxruntime", **parts: Any
     ) -> FakeServer:
         bundle = write_bundle(tmp_path / "bundles", tokenizer=words(), files=files, **parts)
-        return await start_server(load=loader(bundle, engine), **SERVE_TINY | (settings or {}))
+        return await start_server(load=loader(bundle, engine), **{**SERVE_TINY, **(settings or {})})
 
     return start

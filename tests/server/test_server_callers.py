@@ -117,7 +117,7 @@ async def change(server: FakeServer, file: Path, text: str, outcome: str = "load
         (("api-key", RIGHT),),
         (("x-api-key", RIGHT),),
         (("authorization", "Basic abc"), ("x-api-key", RIGHT)),
-        (("authorization", f"Bearer {WRONG}"), ("api-key", RIGHT)),  # OpenAI's client cannot leave its own out
+        (("authorization", f"Bearer {WRONG}"), ("api-key", RIGHT)),  # OpenAI's client always sends a key of its own
     ],
 )
 async def test_a_right_key_is_accepted(shared_callers: FakeServer, metadata: Any) -> None:
@@ -472,7 +472,7 @@ async def test_a_caller_may_use_its_models_only(serve: Serve) -> None:
 
 @pytest.mark.parametrize("accept_any_model", [False, True])
 async def test_errors_hide_models_that_a_caller_may_not_use(serve: Serve, accept_any_model: bool) -> None:
-    """They show no version, no id and no real name, also of a model with a guessed name."""
+    """Errors show no version, no id and no real name of a model, even if the caller guesses a name."""
     settings = {"served_model_name": ("alias=tiny", "old=tiny@7"), "accept_any_model_name": accept_any_model}
     server = await serve(entry("other", OTHER, models='["else"]'), model=("tiny@2",), **settings)
     metadata = bearer(OTHER)
@@ -725,7 +725,7 @@ async def test_a_removed_caller_gets_no_label_from_its_last_call(serve: Serve, f
 
 
 async def test_rates_and_permissions_are_those_of_the_proxy(serve: Serve) -> None:
-    """Errors name the proxy, because its entry in the file is to be changed."""
+    """Errors name the proxy, because the file has an entry for the proxy only."""
     rules = {"tokens_per_second": 2, "models": '["else", "tiny"]', "inspect": "false"}
     narrow = entry("narrow", OTHER, proxy="true", models='["else"]')
     server = await serve(entry("gateway", RIGHT, proxy="true", **rules) + narrow, trust_fairness_id=True)

@@ -68,18 +68,6 @@ def test_numbers_in_json_keep_every_bit(shape: tuple[int, int]) -> None:
     np.testing.assert_array_equal(got.view(np.uint32), rows.view(np.uint32))
 
 
-async def test_models_and_versions(shared: FakeServer) -> None:
-    """The default version has the model's name, the others NAME@VERSION."""
-    models = (await get(shared, "/v1/models")).json()["data"]
-    assert [it["id"] for it in models] == ["tiny", "tiny@1"]
-    assert {it["object"] for it in models} == {"model"}
-    for path, inputs in ((OPENAI, "input"), (TEI, "inputs")):
-        assert (await post(shared, path, {inputs: "hello", "model": "tiny@1"})).status_code == 200
-        response = await post(shared, path, {inputs: "hello", "model": "tiny@9"})
-        assert response.status_code == 404
-        assert "'9'" in response.text
-
-
 async def test_tokenize_counts_in_bytes(shared: FakeServer) -> None:
     (tokens,) = (await post(shared, "/tokenize", {"inputs": "hëllo world"})).json()
     assert [it["text"] for it in tokens] == ["[CLS]", "hëllo", "world", "[SEP]"]
@@ -108,7 +96,7 @@ async def test_long_texts_are_cut_unless_the_caller_forbids_it(shared: FakeServe
 
 
 async def test_cut_ids_keep_their_last_special_token(shared: FakeServer) -> None:
-    """So do cut texts. Ids with `add_special_tokens` false are cut as they are."""
+    """Cut texts keep it too. Ids with `add_special_tokens` false lose it."""
     text, ids, raw = "hello " * 40, [1, *[4] * 40, 2], {"pooling": "mean", "normalize": False}
     for more in ({}, {"truncate_prompt_tokens": 5}, {"truncate_prompt_tokens": 1}):
         want = openai_vectors(await post(shared, OPENAI, {"input": text, **raw, **more}))
@@ -313,17 +301,21 @@ async def test_other_names_of_a_model(start_server: StartServer, caplog: pytest.
     server = await start_server(http_port=0, served_model_name=names)
     warnings = [it.getMessage() for it in caplog.records if "--served-model-name" in it.getMessage()]
     assert len(warnings) == 2  # gone has no model, and tiny is a model's name
-    listed = {it["id"]: it["root"] for it in (await get(server, "/v1/models")).json()["data"]}
+    models = (await get(server, "/v1/models")).json()["data"]
+    assert {it["object"] for it in models} == {"model"}
+    listed = {it["id"]: it["root"] for it in models}
     assert listed == {"tiny": "tiny", "text-embedding-3-small": "tiny", "tiny@1": "tiny", "org/old": "tiny"}
     for name in listed:
         response = await post(server, OPENAI, {"input": "hello", "model": name})
         assert (response.status_code, response.json()["model"]) == (200, name)
+        assert (await post(server, TEI, {"inputs": "hello", "model": name})).status_code == 200
         for path in (name, name.replace("/", "%2F"), name.replace("@", "%40")):
             model = await get(server, f"/v1/models/{path}")
             assert (model.status_code, model.json()["id"]) == (200, name)
     for name in ("other", "gone", "org/old@9", "tiny@9"):
         refused = await post(server, OPENAI, {"input": "hello", "model": name})
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found"), name
+        assert (await post(server, TEI, {"inputs": "hello", "model": name})).status_code == 404
         assert (await get(server, f"/v1/models/{name}")).status_code == 404
     assert "tiny, text-embedding-3-small, org/old" in (await get(server, "/v1/models/other")).text
     # All names, also unknown ones, share one route label.

@@ -58,7 +58,7 @@ async def test_one_request_takes_at_most_a_quarter_of_the_queue(start_server: St
     assert 0 < most <= 2048
 
 
-@pytest.mark.parametrize("at", [0, 256, 1099])
+@pytest.mark.parametrize("at", [256, 1099])  # the first input of the second part, the last of the last part
 async def test_one_bad_input_is_named_by_its_place(start_server: StartServer, at: int) -> None:
     server = await start_server(FakeEngine(D_MODEL, poison=666, nan_id=777), **SMALL_QUEUE)
     bad: list[tuple[Any, str, str]] = [
@@ -210,7 +210,7 @@ async def test_a_later_part_waits_for_room() -> None:
 
 @pytest.mark.parametrize("model", [Crowded(full_runs={0}), Crowded(full_texts={0}), Crowded(full_runs=range(1, 99))])
 async def test_a_refused_first_part_ends_the_call(model: Crowded) -> None:
-    """So does a later part that finds no room for 30 seconds."""
+    """A later part that finds no room for 30 seconds ends the call too."""
     clock = FakeClock()
     with pytest.raises(QueueFull):
         await run_crowded(model, clock, 300)
@@ -234,7 +234,7 @@ async def test_a_replaced_model_finishes_the_requests_it_began(start_server: Sta
 
 @pytest.mark.parametrize("grace_seconds", [60.0, 0.2])
 async def test_a_request_in_parts_when_the_server_stops(start_server: StartServer, grace_seconds: float) -> None:
-    """It is finished in the grace period, or refused at its end."""
+    """The server finishes the request in the grace period, or refuses it at the end of the period."""
     server = await start_server(**SMALL_QUEUE, grace_seconds=grace_seconds)
     large = await server.start_held(post(server, TEI, LARGE))
     stopping = asyncio.create_task(server.app.stop())
