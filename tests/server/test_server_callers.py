@@ -248,8 +248,10 @@ async def test_a_half_written_file_is_not_read(serve: Serve, file: Path, monkeyp
     """Half of a file can be a valid file with fewer callers. Here the second half comes while the server waits."""
     server = await serve(BOTH)
     monkeypatch.setattr(registry, "time", SimpleNamespace(sleep=lambda _: file.write_text(BOTH + "# changed")))
+    loads = server.sample("encserve_callers_reads_total", outcome="loaded")
     await change(server, file, SEARCH)
     await server.encode("hello", metadata=bearer(OTHER))
+    assert server.sample("encserve_callers_reads_total", outcome="loaded") == loads + 1
 
 
 @pytest.mark.usefixtures("_poll_fast")
