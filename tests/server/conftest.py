@@ -18,11 +18,12 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _stop_at_once() -> Iterator[None]:
-    """Stop servers without the seconds in which they refuse new calls and wait for watchers."""
+def _short_waits() -> Iterator[None]:
+    """Servers notice a broken engine soon, and stop without refusing new calls for some seconds before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
         patch.setattr("encserve_server.app._FAREWELL_SECONDS", 0.1)
+        patch.setattr("encserve_server.rpc.health._POLL_SECONDS", 0.05)
         yield
 
 

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from fake_clock import FakeClock
-from fake_server import SERVICE, Failed, FakeServer, StartServer, make_input, refusal, start_fake_server
+from fake_server import INFER_SERVICE, SERVICE, Failed, FakeServer, StartServer, make_input, refusal, start_fake_server
 from grpc_health.v1 import health_pb2
 from http_calls import connect, raw
 from open_inference import infer_request, text_tensor
@@ -29,7 +29,6 @@ from encserve_server.http import bodies
 from encserve_server.models import parts
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.rpc.guard import _Peer
-from encserve_server.rpc.open_inference.service import SERVICE_NAME as INFER_SERVICE
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
 from encserve_server.types.callers import Caller, Priority
 
@@ -244,7 +243,7 @@ async def test_a_wrong_file_changes_nothing_and_is_counted_once(
 
 
 @pytest.mark.usefixtures("_poll_fast")
-async def test_a_half_written_file_is_not_read(serve: Serve, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_half_written_file_is_not_loaded(serve: Serve, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a file can be a valid file with fewer callers. Here the second half comes while the server waits."""
     server = await serve(BOTH)
     monkeypatch.setattr(registry, "time", SimpleNamespace(sleep=lambda _: file.write_text(BOTH + "# changed")))
@@ -774,9 +773,7 @@ def test_a_certificate_names_the_caller(file: Path, names: Sequence[str]) -> Non
 
 
 @pytest.mark.usefixtures("_poll_fast")
-async def test_names_of_certificates_need_certificates(
-    serve: Serve, file: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_certificate_names_need_a_client_ca(serve: Serve, file: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without --tls-client-ca-file the start fails; a later file gives a warning."""
     with pytest.raises(CallersError, match="search .*--tls-client-ca-file"):
         await serve(entry("other", OTHER) + CERTIFICATE_ENTRY)

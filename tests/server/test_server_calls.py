@@ -11,7 +11,7 @@ import grpc
 import numpy as np
 import pytest
 from fake_engine import FakeEngine
-from fake_server import D_MODEL, LONGEST, SERVICE, FakeServer, StartServer, make_input, refusal
+from fake_server import D_MODEL, INFER_SERVICE, LONGEST, SERVICE, FakeServer, StartServer, make_input, refusal
 from open_inference import infer_request, text_tensor
 from waiting import PATIENCE_SECONDS, until
 
@@ -21,20 +21,12 @@ from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.open_inference import requests as infer_requests
 from encserve_server.open_inference import service as infer_service
 from encserve_server.rpc import codec, inspect_codec, naming, receiving, sending
-from encserve_server.rpc.open_inference.service import SERVICE_NAME as INFER_SERVICE
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
 from encserve_server.rpc.streams import answer_stream
 
 MIB = 2**20
 SHARED_SETTINGS = {"max_queue_tokens": 100}
-ENCODE = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
-STREAM = {"grpc_type": "bidi_stream", "grpc_service": SERVICE, "grpc_method": "EncodeStream"}
-INFER_STREAM = {"grpc_type": "bidi_stream", "grpc_service": INFER_SERVICE, "grpc_method": "ModelStreamInfer"}
 OWN = [("grpc.use_local_subchannel_pool", 1), ("grpc.http2.lookahead_bytes", 5), ("grpc.http2.bdp_probe", 0)]
-
-
-def handled(server: FakeServer, code: str, **method: str) -> float:
-    return server.sample("grpc_server_handled_total", **(method or ENCODE), grpc_code=code)
 
 
 async def all_given_back(server: FakeServer) -> None:
@@ -55,7 +47,7 @@ def stream_request(request_id: str, *inputs: Any) -> bytes:
 
 
 async def read_all(call: Any) -> None:
-    """Ends the requests of a stream and reads all replies."""
+    """End the requests of a stream and read all replies."""
     await call.done_writing()
     while await call.read() is not grpc.aio.EOF:
         pass
@@ -172,7 +164,7 @@ async def test_bytes_are_held_while_a_call_waits(server: FakeServer) -> None:
 
 
 async def test_a_full_budget_refuses_further_calls(server: FakeServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call that is alone is always admitted."""
+    """The server always admits a call if no other call holds bytes."""
     monkeypatch.setattr(server.app._calls, "max_held_bytes", 3000)
     first = await server.start_held(server.encode([1] * LONGEST, [2] * LONGEST))  # a reply of over 2,000 bytes
     before = server.held_bytes()
@@ -281,14 +273,14 @@ async def test_a_call_without_a_request_is_refused_at_once(server: FakeServer) -
     await all_given_back(server)
 
 
-async def test_a_caller_that_goes_while_it_sends_is_counted_as_cancelled(server: FakeServer) -> None:
+async def test_a_caller_that_leaves_while_it_sends_is_counted_as_cancelled(server: FakeServer) -> None:
     for i in range(3):
         call = half_sent(server)
         await until(lambda: server.in_flight() == 1)
         call.cancel()
         await until(lambda: server.in_flight() == 0)
-        assert handled(server, "Canceled") == i + 1
-    assert handled(server, "InvalidArgument") == 0
+        assert server.handled("Canceled") == i + 1
+    assert server.handled("InvalidArgument") == 0
     assert server.sample("encserve_refused_total", reason="MALFORMED_REQUEST") == 0
 
 
@@ -361,7 +353,7 @@ async def test_only_callers_that_do_not_read_a_reply_are_cut_off(
         rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")  # gRPC reads the reply of a unary call by itself
         calls = [rpc(data) for _ in range(3)]
         await until(lambda: server.held_bytes() >= 3 * 2 * 10_000_000)  # the reply and gRPC's copy
-        assert handled(server, "OK") == 3
+        assert server.handled("OK") == 3
         all_held.set()
         await until(lambda: server.held_bytes() == 4.5 * MIB)  # the place of the stream
         for call in calls:
@@ -381,16 +373,16 @@ async def test_only_callers_that_do_not_read_a_stream_are_cut_off(impatient: Non
             await call.write(stream_request(str(i), [1] * 5))
         assert await call.code() is grpc.StatusCode.UNAVAILABLE
     await all_given_back(server)
-    await until(lambda: handled(server, "DeadlineExceeded", **STREAM) == 1)
+    await until(lambda: server.handled("DeadlineExceeded", "EncodeStream") == 1)
     await server.encode([1])
 
 
-async def test_a_slow_reader_has_a_second_more_for_each_mib() -> None:
+async def test_a_large_reply_may_take_a_second_more_for_each_mib() -> None:
     assert sending.seconds_to_read(0) == 30
     assert sending.seconds_to_read(64 * MIB) == 94
 
 
-async def test_looking_for_a_connection_leaves_no_descriptor_behind() -> None:
+async def test_the_search_for_a_connection_leaves_no_descriptor() -> None:
     before = sorted(sending._FDS.iterdir())
     for _ in range(5):
         sending.close_connections({"ipv4:127.0.0.1:1", "ipv6:%5B::1%5D:1", "unix:/a/socket", "ipv4:none:x", ""})
@@ -429,12 +421,12 @@ async def test_the_errors_of_a_streams_requests_are_counted(server: FakeServer) 
         await call.write(stream_request(str(i), ids))
     await call.write(pb.EncodeStreamRequest(request_id="5", request=pb.EncodeRequest(model="no")).SerializeToString())
     await read_all(call)
-    await until(lambda: handled(server, "OK", **STREAM) == 1)  # the stream
-    assert handled(server, "InvalidArgument", **STREAM) == 2
-    assert handled(server, "NotFound", **STREAM) == 1
-    assert server.sample("grpc_server_started_total", **STREAM) == 1
+    await until(lambda: server.handled("OK", "EncodeStream") == 1)  # the stream
+    assert server.handled("InvalidArgument", "EncodeStream") == 2
+    assert server.handled("NotFound", "EncodeStream") == 1
+    assert server.rpc_sample("started_total", "EncodeStream") == 1
     assert server.sample("encserve_refused_total", reason="INVALID_FIELD") == 2
-    assert server.sample("grpc_server_handling_seconds_count", **STREAM) == 1
+    assert server.rpc_sample("handling_seconds_count", "EncodeStream") == 1
 
 
 async def test_the_errors_of_an_open_inference_stream_are_counted(server: FakeServer) -> None:
@@ -442,8 +434,8 @@ async def test_the_errors_of_an_open_inference_stream_are_counted(server: FakeSe
     await call.write(infer_request(text=text_tensor("hello")).SerializeToString())
     await call.write(infer_request().SerializeToString())
     await read_all(call)
-    await until(lambda: handled(server, "OK", **INFER_STREAM) == 1)
-    assert handled(server, "InvalidArgument", **INFER_STREAM) == 1
+    await until(lambda: server.handled("OK", "ModelStreamInfer") == 1)
+    assert server.handled("InvalidArgument", "ModelStreamInfer") == 1
 
 
 async def test_a_huge_request_id_is_refused_and_cut(server: FakeServer) -> None:
@@ -478,7 +470,7 @@ async def test_an_idle_stream_keeps_no_message(server: FakeServer) -> None:
 
 
 def kept_messages() -> list[str]:
-    """The variables of waiting coroutines of the server that hold bytes."""
+    """The local variables with bytes in the server's waiting coroutines."""
     return [
         f"{it.__qualname__}: {name}"
         for it in gc.get_objects()
@@ -533,7 +525,7 @@ async def test_unwritten_replies_of_a_cancelled_stream_are_released(cancels: int
 
 @pytest.fixture
 def copied(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the functions that copied contents of a request."""
+    """The names of the functions that copy contents of a request, one for each call of a function."""
     seen: list[str] = []
 
     def counting(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -578,7 +570,7 @@ TOO_MUCH: dict[str, tuple[pb.EncodeRequest, str]] = {
 
 @pytest.mark.parametrize("name", TOO_MUCH)
 @pytest.mark.parametrize("in_stream", [False, True])
-async def test_a_request_that_counts_refuse_is_not_copied(
+async def test_a_request_refused_by_its_counts_is_not_copied(
     shared: FakeServer, copied: list[str], name: str, in_stream: bool
 ) -> None:
     request, reason = TOO_MUCH[name]
@@ -606,7 +598,7 @@ def ids_tensor(shape: tuple[int, int]) -> Any:
 
 
 @pytest.mark.parametrize("what", ["inputs", "texts", "outputs", "ids", "dimensions"])
-async def test_an_open_inference_request_that_counts_refuse_is_not_copied(
+async def test_an_open_inference_request_refused_by_its_counts_is_not_copied(
     shared: FakeServer, copied: list[str], what: str
 ) -> None:
     request = infer_pb.ModelInferRequest(model_name="tiny")
@@ -630,7 +622,7 @@ async def test_an_open_inference_request_that_counts_refuse_is_not_copied(
 
 
 async def stop_in_the_middle(server: FakeServer, calls: list[Any]) -> bool:
-    """Stops a server that has running calls, and lets the calls end."""
+    """Stop a server that has running calls, and let the calls end."""
     stopping = asyncio.create_task(server.app.stop())
     await until(server.app._calls.draining.is_set)
     assert not stopping.done()
@@ -696,7 +688,7 @@ async def test_every_exception_becomes_an_internal_error(
     def fail(*_: Any, **__: Any) -> Any:
         raise raised
 
-    before = handled(shared, "Internal")
+    before = shared.handled("Internal")
     with monkeypatch.context() as broken:
         broken.setattr(codec, "decode_call" if where == "decode" else "encode_reply", fail)
         failed = await refusal(shared.encode([1]))
@@ -707,7 +699,7 @@ async def test_every_exception_becomes_an_internal_error(
     await call.write(stream_request("b", [1]))
     assert not pb.EncodeStreamResponse.FromString(await call.read()).HasField("error")
     call.cancel()
-    assert handled(shared, "Internal") == before + 1
+    assert shared.handled("Internal") == before + 1
     await all_given_back(shared)
 
 
@@ -721,7 +713,7 @@ async def test_a_panic_outside_the_requests_of_a_stream_ends_it(
     call = stream_of(server)
     await call.write(stream_request("a", [1]))
     assert (await refusal(call.read())).reason == "INTERNAL"
-    assert handled(server, "Internal", **STREAM) == 1
+    assert server.handled("Internal", "EncodeStream") == 1
     await all_given_back(server)
 
 
@@ -731,7 +723,7 @@ async def test_a_reply_counts_as_in_flight_until_it_has_left(start_server: Start
     async with grpc.aio.insecure_channel(f"127.0.0.1:{server.app.grpc_port}", options=OWN) as channel:
         rpc: Any = channel.unary_stream(f"/{SERVICE}/Encode")
         call = rpc(data)
-        await until(lambda: handled(server, "OK") == 1)
+        await until(lambda: server.handled("OK") == 1)
         await asyncio.sleep(0.1)
         assert server.in_flight() == 1
         assert server.held_bytes() == pytest.approx(20_000_000, rel=0.01)

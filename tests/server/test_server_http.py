@@ -79,7 +79,7 @@ async def test_tokenize_counts_in_bytes(shared: FakeServer) -> None:
         assert (await post(shared, "/tokenize", body)).status_code == code
 
 
-async def test_long_texts_are_cut_unless_the_caller_forbids_it(shared: FakeServer) -> None:
+async def test_long_texts_are_cut_unless_the_request_forbids_it(shared: FakeServer) -> None:
     cut = await post(shared, OPENAI, {"input": [LONG, "hello", LONG]})
     np.testing.assert_array_equal(openai_vectors(cut), await over_grpc(shared, LONG, "hello", LONG))
     assert cut.headers["encserve-truncated-inputs"] == "2"
@@ -275,8 +275,8 @@ async def test_input_type_changes_nothing_for_a_model_without_tasks(shared: Fake
     for input_type in ("query", "search_document", "passage", "classification", ""):
         got = openai_vectors(await post(shared, OPENAI, {"input": "hello", "input_type": input_type}))
         np.testing.assert_array_equal(got, plain)
-    for input_type in ("search_query", "classification", None):
-        of_cohere = await post(shared, "/v2/embed", {"texts": ["hello"], "input_type": input_type})
+    for of_sdk in ("search_query", "classification", None):
+        of_cohere = await post(shared, "/v2/embed", {"texts": ["hello"], "input_type": of_sdk})
         np.testing.assert_array_equal(np.array(of_cohere.json()["embeddings"]["float"], np.float32), plain)
 
 

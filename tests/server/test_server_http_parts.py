@@ -138,14 +138,14 @@ async def test_a_small_request_does_not_wait_for_a_large_one(start_server: Start
     assert (await large).status_code == 200
 
 
-@pytest.mark.parametrize("ending", ["the caller goes", "the engine fails"])
+@pytest.mark.parametrize("ending", ["the caller leaves", "the engine fails"])
 async def test_a_request_that_ends_in_the_middle_gives_everything_back(start_server: StartServer, ending: str) -> None:
     server = await start_server(**SMALL_QUEUE)
     large = await server.start_held(post(server, TEI, LARGE))
     for _ in range(5):
         server.engine.let_one_go()
         await asyncio.to_thread(server.engine.started.acquire)
-    if ending == "the caller goes":
+    if ending == "the caller leaves":
         large.cancel()
         await until(lambda: server.in_flight() == 0)
         server.engine.let_go()
@@ -156,7 +156,7 @@ async def test_a_request_that_ends_in_the_middle_gives_everything_back(start_ser
     await until(lambda: server.queued() == 0)
     assert server.held_bytes() == 0
     assert sum(map(sum, server.engine.batches)) < MANY * 32 / 4
-    if ending == "the caller goes":
+    if ending == "the caller leaves":
         assert (await post(server, TEI, {"inputs": "hello"})).status_code == 200
 
 

@@ -1,4 +1,4 @@
-"""HTTP under overload, with callers that go, faults, stops, and bytes that are not HTTP."""
+"""HTTP under overload, with callers that leave, faults, stops, and bytes that are not HTTP."""
 
 import asyncio
 import contextlib
@@ -72,7 +72,7 @@ async def test_a_cancelled_request_leaves_the_queue(server: FakeServer, path: st
     assert (await running).status_code == 200
 
 
-async def test_a_caller_that_goes_while_it_sends(server: FakeServer) -> None:
+async def test_a_caller_that_leaves_while_it_sends(server: FakeServer) -> None:
     async with raw(server) as (_, writer):
         writer.write(b'POST /embed HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"inputs"')
         await writer.drain()
