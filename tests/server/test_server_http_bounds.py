@@ -110,6 +110,8 @@ async def test_many_pipelined_requests_are_answered_in_order(shared: FakeServer)
             assert (await reader.readuntil(b"\r\n")).startswith(b"HTTP/1.1 200")
             await reader.readuntil(b"\r\n\r\n[[0.5,0.5,0.5,0.5]]")
         await sending
+        writer.write(b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200")
 
 
 async def send(writer: asyncio.StreamWriter, data: bytes) -> None:
