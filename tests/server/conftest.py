@@ -8,35 +8,42 @@ import pytest
 import pytest_asyncio
 from fake_server import FakeServer, StartServer, start_fake_server
 from tiny_bundle import write_bundle
-from tiny_heads import Serve, loader, words
+from tiny_heads import SERVE_TINY, Serve, loader, words
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Runs tests with a fixture `shared…`, a server of the whole file, in the event loop of that server."""
+    """Run tests with a fixture `shared…` in the event loop of that fixture's server."""
     if any(name.startswith("shared") for name in getattr(item, "fixturenames", ())):
         item.add_marker(pytest.mark.asyncio(loop_scope="module"), append=False)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _stop_at_once() -> Iterator[None]:
-    """A server refuses new calls for some seconds before it stops; most tests do not need this."""
+def _short_waits() -> Iterator[None]:
+    """Servers notice a broken engine soon, and stop without refusing new calls for some seconds before."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("encserve_server.app._REFUSING_SECONDS", 0.0)
+        patch.setattr("encserve_server.app._FAREWELL_SECONDS", 0.1)
+        patch.setattr("encserve_server.rpc.health._POLL_SECONDS", 0.05)
         yield
+
+
+def settings_of(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """The settings of the servers of a file."""
+    settings: dict[str, Any] = getattr(request.module, "SHARED_SETTINGS", {})
+    return settings
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[FakeServer]:
-    """One server for the tests of a file that do not change it. `SHARED_SETTINGS` of the file are its settings."""
-    settings = getattr(request.module, "SHARED_SETTINGS", {})
-    server = await start_fake_server(tmp_path_factory.mktemp("shared"), **settings)
+    """One server for the tests of a file that do not change it, with the `SHARED_SETTINGS` of the file."""
+    server = await start_fake_server(tmp_path_factory.mktemp("shared"), **settings_of(request))
     yield server
     await server.stop()
 
 
 @pytest.fixture
 async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
-    """Starts servers; keyword arguments are settings. All are stopped at the end."""
+    """A function that starts a server with these settings. All servers stop at the end of the test."""
     servers: list[FakeServer] = []
 
     async def start(*args: Any, **settings: Any) -> FakeServer:
@@ -49,21 +56,19 @@ async def start_server(tmp_path: Path) -> AsyncIterator[StartServer]:
 
 
 @pytest.fixture
-async def server(start_server: StartServer) -> FakeServer:
-    """One server with the default settings."""
-    return await start_server()
+async def server(request: pytest.FixtureRequest, start_server: StartServer) -> FakeServer:
+    """One server for one test, with the `SHARED_SETTINGS` of the file."""
+    return await start_server(**settings_of(request))
 
 
 @pytest.fixture
 def serve(start_server: StartServer, tmp_path: Path) -> Serve:
-    """Serves a tiny bundle; takes its files, the parts of its manifest, and the settings of the server."""
+    """A function that serves a tiny bundle: its files, the settings of the server, and parts of its manifest."""
 
     async def start(
         files: Mapping[str, bytes], settings: Mapping[str, Any] | None = None, engine: Any = "onnxruntime", **parts: Any
     ) -> FakeServer:
         bundle = write_bundle(tmp_path / "bundles", tokenizer=words(), files=files, **parts)
-
-        chosen: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False, **(settings or {})}
-        return await start_server(load=loader(bundle, engine), **chosen)
+        return await start_server(load=loader(bundle, engine), **{**SERVE_TINY, **(settings or {})})
 
     return start

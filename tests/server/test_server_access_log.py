@@ -124,10 +124,10 @@ def test_lines_beyond_the_buffer_are_dropped_and_counted(
     assert vars(line)["count"] == 2
 
 
-def test_a_closed_log_is_reported_now_and_then(
+def test_a_closed_log_is_reported_at_intervals(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """At once, then once a minute, and at the end, each time with the number of lost lines."""
+    """The log reports lost lines at once, then once a minute, and at the end, each time with their number."""
     monkeypatch.setattr(call_log, "_FLUSH_SECONDS", 0.001)
     file = io.StringIO()
     file.close()

@@ -83,7 +83,7 @@ def admitted(lengths: np.ndarray, limit: int, batch: int) -> np.ndarray:
     return taken
 
 
-def test_a_long_text_has_nearly_the_chance_of_a_short_one() -> None:
+def test_a_long_text_has_nearly_the_chance_of_a_short_text() -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(3.3, 0.9, 60_000), 4, 256).astype(int)  # roughly as in real texts
     taken = admitted(lengths, limit=8192, batch=256)

@@ -73,7 +73,7 @@ def taken_from(queue: PendingQueue, policy: BatchPolicy) -> tuple[list[TokenSequ
 
 @given(QUEUES, POLICIES)
 def test_a_batch_holds_the_oldest_live_sequence_and_keeps_its_limits(calls: list[Call], policy: BatchPolicy) -> None:
-    """So a sequence with k live ones before it runs in the (k + 1)-th batch at the latest."""
+    """A sequence with k live sequences before it runs in the (k + 1)-th batch at the latest."""
     queue, sequences = queued(calls)
     batch, taken = taken_from(queue, policy)
     assert batch[:1] == [it for it in sequences if is_live(it)][:1]
@@ -92,7 +92,7 @@ def test_a_batch_holds_the_oldest_live_sequence_and_keeps_its_limits(calls: list
 
 @given(QUEUES, POLICIES)
 def test_every_sequence_is_in_one_place(calls: list[Call], policy: BatchPolicy) -> None:
-    """None is lost or run twice. The rest keeps the order of arrival, and so do sequences of one length."""
+    """No sequence is lost or runs twice. Waiting sequences and sequences of one length keep the order of arrival."""
     queue, sequences = queued(calls)
     batch, taken = taken_from(queue, policy)
     left = queue.take_all()
@@ -122,7 +122,7 @@ def test_only_live_sequences_run(calls: list[Call], policy: BatchPolicy) -> None
 
 @given(QUEUES, POLICIES)
 @settings(max_examples=5)
-def test_a_queue_keeps_nothing_of_the_sequences_that_left(calls: list[Call], policy: BatchPolicy) -> None:
+def test_a_queue_frees_the_inputs_of_sequences_that_left(calls: list[Call], policy: BatchPolicy) -> None:
     queue, sequences = queued(calls)
     inputs = [weakref.ref(it.input) for it in sequences]
     while len(queue):
@@ -133,7 +133,7 @@ def test_a_queue_keeps_nothing_of_the_sequences_that_left(calls: list[Call], pol
 
 
 def test_outputs_that_cost_much_close_a_batch() -> None:
-    """Each costs 30 tokens more than its own 10, so a batch of 100 tokens has three, not ten."""
+    """A sequence of 10 tokens costs 40 here, so a batch of 100 tokens has three sequences, not ten."""
     policy = BatchPolicy(100, 64, 1.0)
     queue, _ = queued([Call(10, extra_cost=30)] * 5)
     batch, taken = taken_from(queue, policy)
@@ -144,7 +144,7 @@ def test_outputs_that_cost_much_close_a_batch() -> None:
     assert [taken_from(queue, policy)[0] for _ in range(2)] == [sequences[:1], sequences[1:]]
 
 
-def test_expired_sequences_leave_their_places_in_a_batch_to_others() -> None:
+def test_expired_sequences_take_no_place_in_a_batch() -> None:
     queue, sequences = queued([Call(10), *[Call(10, deadline=99.0)] * 3, *[Call(11)] * 3])
     batch, taken = taken_from(queue, BatchPolicy(1000, 3, 1.0))
     assert batch == [sequences[0], *sequences[4:6]]
@@ -173,7 +173,7 @@ def exceeded_bound(batch: list[int], policy: BatchPolicy) -> ClosedBy | None:
 
 
 def reference_plan(lengths: Sequence[int], policy: BatchPolicy) -> Plan:
-    """The decision as the module's docstring says it, over the lengths in the order of arrival."""
+    """The plan that the module's docstring describes, for lengths in the order of arrival."""
     batch, left = [lengths[0]], sorted(lengths[1:])
     while left:
         longest, count = max(batch), len(batch)
@@ -198,7 +198,7 @@ def reference_plan(lengths: Sequence[int], policy: BatchPolicy) -> Plan:
 @example([38, 38, 40, 30], BatchPolicy(115, 64, 1.0))  # 40 does not fit, 30 does
 @example([10] * 4, BatchPolicy(512, 2, 1.0))
 @example([10] * 4, BatchPolicy(30, 64, 1.0))  # a batch may fill its budget exactly
-def test_the_decision_is_that_of_the_reference(lengths: list[int], policy: BatchPolicy) -> None:
+def test_the_plan_equals_the_reference(lengths: list[int], policy: BatchPolicy) -> None:
     waiting = Counter(lengths)
     plan = plan_batch(lengths[0], sorted(waiting), waiting, policy)
     assert plan == reference_plan(lengths, policy)

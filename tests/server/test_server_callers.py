@@ -1,5 +1,7 @@
 """Keys, the callers file, permissions and rates, over gRPC and HTTP."""
 
+# ruff: noqa: ASYNC240 - a small local file does not block the event loop
+
 import asyncio
 import hashlib
 import threading
@@ -13,7 +15,7 @@ import httpx
 import pytest
 import pytest_asyncio
 from fake_clock import FakeClock
-from fake_server import SERVICE, Failed, FakeServer, StartServer, make_input, refusal, start_fake_server
+from fake_server import INFER_SERVICE, SERVICE, Failed, FakeServer, StartServer, make_input, refusal, start_fake_server
 from grpc_health.v1 import health_pb2
 from http_calls import connect, raw
 from open_inference import infer_request, text_tensor
@@ -27,7 +29,6 @@ from encserve_server.http import bodies
 from encserve_server.models import parts
 from encserve_server.models.tokenizing import TextTokenizer
 from encserve_server.rpc.guard import _Peer
-from encserve_server.rpc.open_inference.service import SERVICE_NAME as INFER_SERVICE
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as infer_pb
 from encserve_server.types.callers import Caller, Priority
 
@@ -51,31 +52,18 @@ SEARCH = entry("search", RIGHT)
 BOTH = SEARCH + entry("other", OTHER)
 
 
-class CallersFile:
-    """A file of callers, which a test may change."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    def write(self, text: str) -> None:
-        self.path.write_text(text)
-
-    def remove(self) -> None:
-        self.path.unlink()
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "callers.toml"
 
 
 @pytest.fixture
-def file(tmp_path: Path) -> CallersFile:
-    return CallersFile(tmp_path / "callers.toml")
-
-
-@pytest.fixture
-def serve(start_server: StartServer, file: CallersFile) -> Serve:
+def serve(start_server: StartServer, file: Path) -> Serve:
     """Starts a server with HTTP and a callers file of this text."""
 
     async def start(text: str = SEARCH, **settings: Any) -> FakeServer:
-        file.write(text)
-        return await start_server(**{"callers": file.path, "http_port": 0, **settings})
+        file.write_text(text)
+        return await start_server(**{"callers": file, "http_port": 0, **settings})
 
     return start
 
@@ -109,10 +97,10 @@ def by_caller(server: FakeServer, caller: str, outcome: str) -> float:
     return server.app.registry.get_sample_value("encserve_caller_calls_total", labels) or 0
 
 
-async def change(server: FakeServer, file: CallersFile, text: str, outcome: str = "loaded") -> None:
+async def change(server: FakeServer, file: Path, text: str, outcome: str = "loaded") -> None:
     """Writes the callers file and waits until the server has read it."""
     before = server.sample("encserve_callers_reads_total", outcome=outcome)
-    file.write(text)
+    file.write_text(text)
     await until(lambda: server.sample("encserve_callers_reads_total", outcome=outcome) == before + 1)
 
 
@@ -128,7 +116,7 @@ async def change(server: FakeServer, file: CallersFile, text: str, outcome: str 
         (("api-key", RIGHT),),
         (("x-api-key", RIGHT),),
         (("authorization", "Basic abc"), ("x-api-key", RIGHT)),
-        (("authorization", f"Bearer {WRONG}"), ("api-key", RIGHT)),  # OpenAI's client cannot leave its own out
+        (("authorization", f"Bearer {WRONG}"), ("api-key", RIGHT)),  # OpenAI's client always sends a key of its own
     ],
 )
 async def test_a_right_key_is_accepted(shared_callers: FakeServer, metadata: Any) -> None:
@@ -197,7 +185,7 @@ async def test_a_large_body_without_a_key_is_not_read(shared_callers: FakeServer
     async with connect(shared_callers) as client:
         answer = await client.post("/v1/embeddings", content=b"x" * 2**20)
     assert answer.status_code == 401
-    assert shared_callers.sample("encserve_in_flight_bytes") == 0
+    assert shared_callers.held_bytes() == 0
     async with raw(shared_callers) as (reader, writer), asyncio.timeout(5):
         writer.write(b"POST /embed HTTP/1.1\r\nhost: a\r\ncontent-length: 30000000\r\nexpect: 100-continue\r\n\r\n")
         assert (await reader.readline()).startswith(b"HTTP/1.1 401 ")
@@ -228,9 +216,9 @@ async def test_a_single_key(start_server: StartServer) -> None:
 
 
 @pytest.mark.usefixtures("_poll_fast")
-async def test_a_file_of_keys_is_read_again(start_server: StartServer, file: CallersFile) -> None:
-    file.write(f"{RIGHT}\n{OTHER}\n")
-    server = await start_server(api_key_file=file.path)
+async def test_a_file_of_keys_is_read_again(start_server: StartServer, file: Path) -> None:
+    file.write_text(f"{RIGHT}\n{OTHER}\n")
+    server = await start_server(api_key_file=file)
     for key in (RIGHT, OTHER):
         await server.encode("hello", metadata=bearer(key))
     await change(server, file, f"{OTHER}\n")
@@ -240,36 +228,34 @@ async def test_a_file_of_keys_is_read_again(start_server: StartServer, file: Cal
 
 @pytest.mark.usefixtures("_poll_fast")
 async def test_a_wrong_file_changes_nothing_and_is_counted_once(
-    serve: Serve, file: CallersFile, caplog: pytest.LogCaptureFixture
+    serve: Serve, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = await serve()
     await change(server, file, entry("search", OTHER) + "[[caller]\n", "refused")
     await asyncio.sleep(0.05)  # several more looks at the same file
-    file.remove()
+    file.unlink()
     await until(lambda: server.sample("encserve_callers_reads_total", outcome="refused") == 2)
     await server.encode("hello", metadata=bearer(RIGHT))
     assert server.sample("encserve_callers_file_refused") == 1
-    file.write(SEARCH)
+    file.write_text(SEARCH)
     await until(lambda: server.sample("encserve_callers_file_refused") == 0)
     assert len([it for it in caplog.records if "callers refused" in it.getMessage()]) == 2
 
 
 @pytest.mark.usefixtures("_poll_fast")
-async def test_a_half_written_file_is_not_read(
-    serve: Serve, file: CallersFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_a_half_written_file_is_not_loaded(serve: Serve, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a file can be a valid file with fewer callers. Here the second half comes while the server waits."""
     server = await serve(BOTH)
-    monkeypatch.setattr(registry, "time", SimpleNamespace(sleep=lambda _: file.write(BOTH + "# changed")))
+    monkeypatch.setattr(registry, "time", SimpleNamespace(sleep=lambda _: file.write_text(BOTH + "# changed")))
+    loads = server.sample("encserve_callers_reads_total", outcome="loaded")
     await change(server, file, SEARCH)
     await server.encode("hello", metadata=bearer(OTHER))
-    assert server.app._calls.callers is not None
-    assert server.app._calls.callers.generation == 2
+    assert server.sample("encserve_callers_reads_total", outcome="loaded") == loads + 1
 
 
 @pytest.mark.usefixtures("_poll_fast")
 async def test_an_unexpected_error_of_one_read_does_not_stop_the_next(
-    serve: Serve, file: CallersFile, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    serve: Serve, file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(_: bytes, where: str) -> Any:
         raise RuntimeError(f"{where}: {WRONG}")
@@ -291,9 +277,7 @@ async def test_an_unexpected_error_of_one_read_does_not_stop_the_next(
 
 @pytest.mark.usefixtures("_poll_fast")
 @pytest.mark.parametrize("protocol", ["ours", "open inference", "reflection"])
-async def test_a_revoked_key_ends_an_open_stream_at_its_next_message(
-    serve: Serve, file: CallersFile, protocol: str
-) -> None:
+async def test_a_revoked_key_ends_an_open_stream_at_its_next_message(serve: Serve, file: Path, protocol: str) -> None:
     server = await serve(BOTH)
     path, request = {
         "ours": (f"/{SERVICE}/EncodeStream", pb.EncodeStreamRequest(request_id="1").SerializeToString()),
@@ -326,7 +310,7 @@ async def test_a_stream_without_a_key_is_refused_counted_and_logged(
     await until(lambda: any("ServerReflectionInfo" in str(vars(it)) for it in caplog.records))
     rpc: Any = server.channel.stream_stream(f"/{SERVICE}/EncodeStream")
     assert (await refusal(rpc(metadata=bearer(WRONG)).read())).code is grpc.StatusCode.UNAUTHENTICATED
-    assert server.app._calls.in_flight == 0
+    assert server.in_flight() == 0
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -406,23 +390,14 @@ async def test_health_needs_no_key_and_names_no_model(serve: Serve) -> None:
         assert (answer.status_code, answer.json()) == (503, {"error": "the model is not ready"})
 
 
-async def half_of_a_body(server: FakeServer, path: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A connection that has sent all but the last byte of a body."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", server.app.http_port)
-    size = 2**20
-    writer.write(f"GET {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {size}\r\n\r\n".encode() + b"x" * (size - 1))
-    return reader, writer
-
-
 async def test_requests_without_a_key_are_small(serve: Serve) -> None:
     server = await serve(public_listing=True)
     for path in ("/health", "/v2/models/tiny/ready", "/v1/models"):
-        reader, writer = await half_of_a_body(server, path)
-        async with asyncio.timeout(5):
-            head = await reader.readuntil(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 413 "), path
-        assert server.sample("encserve_in_flight_bytes") == 0
-        writer.close()
+        async with raw(server) as (reader, writer), asyncio.timeout(5):
+            head = f"GET {path} HTTP/1.1\r\nhost: a\r\ncontent-length: {2**20}\r\n\r\n"
+            writer.write(head.encode() + b"x" * (2**20 - 1))  # all but the last byte
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413 "), path
+            assert server.held_bytes() == 0
     async with connect(server) as client:
         assert (await client.request("GET", "/health", content=b"x" * 4097)).status_code == 413
         assert (await client.request("GET", "/health", content=b"x" * 4096)).status_code == 200
@@ -436,7 +411,8 @@ async def test_requests_without_a_key_are_small(serve: Serve) -> None:
         assert (error.reason, "4099" in error.text) == ("REQUEST_TOO_LARGE", True)
 
 
-async def test_slow_calls_without_a_key_leave_room_for_others(serve: Serve) -> None:
+async def test_slow_calls_without_a_key_leave_room_for_others(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encserve_server.rpc.receiving._LOOK_SECONDS", 0.02)
     server = await serve()
     rpc: Any = server.channel.stream_unary("/grpc.health.v1.Health/Check")
     slow = [rpc() for _ in range(100)]
@@ -450,7 +426,7 @@ async def test_slow_calls_without_a_key_leave_room_for_others(serve: Serve) -> N
     for it in slow:
         it.cancel()
     await asyncio.wait(codes)
-    await until(lambda: server.sample("encserve_in_flight_bytes") == 0)
+    await until(lambda: server.held_bytes() == 0)
 
 
 async def test_idle_reflection_without_a_key_makes_room(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -497,7 +473,7 @@ async def test_a_caller_may_use_its_models_only(serve: Serve) -> None:
 
 @pytest.mark.parametrize("accept_any_model", [False, True])
 async def test_errors_hide_models_that_a_caller_may_not_use(serve: Serve, accept_any_model: bool) -> None:
-    """They show no version, no id and no real name, also of a model with a guessed name."""
+    """Errors show no version, no id and no real name of a model, even if the caller guesses a name."""
     settings = {"served_model_name": ("alias=tiny", "old=tiny@7"), "accept_any_model_name": accept_any_model}
     server = await serve(entry("other", OTHER, models='["else"]'), model=("tiny@2",), **settings)
     metadata = bearer(OTHER)
@@ -685,26 +661,22 @@ def named(key: str, name: str) -> Any:
     return (*bearer(key), ("x-gateway-inference-fairness-id", name))
 
 
-@pytest.mark.parametrize("is_trusted", [False, True])
+@pytest.mark.parametrize(
+    ("is_proxy", "is_trusted", "name"),
+    [("true", True, "tenant-1"), ("true", False, "gateway"), ("false", True, "gateway")],
+)
 async def test_a_trusted_proxy_names_the_caller(
-    serve: Serve, is_trusted: bool, caplog: pytest.LogCaptureFixture
+    serve: Serve, is_proxy: str, is_trusted: bool, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    server = await serve(entry("proxy", RIGHT, proxy="true") + entry("jobs", OTHER), trust_fairness_id=is_trusted)
+    """The server warns if the file and the setting disagree about proxies."""
+    callers = entry("gateway", RIGHT, proxy=is_proxy) + entry("jobs", OTHER)
+    server = await serve(callers, trust_fairness_id=is_trusted)
     await server.encode("hello", metadata=named(RIGHT, "tenant-1"))
     await server.encode("hello", metadata=named(OTHER, "tenant-2"))
-    assert by_caller(server, "tenant-1" if is_trusted else "proxy", "OK") == 1
+    assert by_caller(server, name, "OK") == 1
     assert by_caller(server, "jobs", "OK") == 1
     assert (await refused(server, metadata=named(WRONG, "jobs"))).reason == "UNAUTHENTICATED"
-    assert ("proxy = true" in caplog.text) is not is_trusted
-
-
-async def test_a_trusted_header_without_a_proxy_in_the_file_warns(
-    serve: Serve, caplog: pytest.LogCaptureFixture
-) -> None:
-    server = await serve(trust_fairness_id=True)
-    await server.encode("hello", metadata=named(RIGHT, "tenant-1"))
-    assert by_caller(server, "search", "OK") == 1
-    assert "proxy = true" in caplog.text
+    assert ("proxy = true" in caplog.text) is (name == "gateway")
 
 
 @pytest.mark.parametrize(
@@ -715,15 +687,13 @@ async def test_a_trusted_header_without_a_proxy_in_the_file_warns(
         ("bulk", "interactive", Priority.BULK),
     ],
 )
-def test_a_named_caller_is_not_more_urgent_than_its_proxy(
-    file: CallersFile, proxy: str, own: str, expected: Priority
-) -> None:
-    file.write(
+def test_a_named_caller_is_not_more_urgent_than_its_proxy(file: Path, proxy: str, own: str, expected: Priority) -> None:
+    file.write_text(
         entry("proxy", RIGHT, proxy="true", priority=f'"{proxy}"')
         + entry("jobs", OTHER, priority=f'"{own}"', weight=3)
         + entry("gateway", WRONG, proxy="true")
     )
-    callers = registry.Callers(registry.open_source(None, None, file.path), FakeClock(), trusts_proxy=True)
+    callers = registry.Callers(registry.open_source(None, None, file), FakeClock(), trusts_proxy=True)
     for key in (WRONG, RIGHT, WRONG, RIGHT):  # in any order
         metadata = named(key, "jobs")
         caller = callers.caller(callers.known(callers.identify(metadata, tuple)), metadata)
@@ -735,7 +705,7 @@ def test_a_named_caller_is_not_more_urgent_than_its_proxy(
 
 
 @pytest.mark.usefixtures("_poll_fast")
-async def test_names_of_proxies_stay_bounded_when_the_file_changes(serve: Serve, file: CallersFile) -> None:
+async def test_names_of_proxies_stay_bounded_when_the_file_changes(serve: Serve, file: Path) -> None:
     proxy = entry("proxy", RIGHT, proxy="true")
     server = await serve(proxy, trust_fairness_id=True)
     for i in range(3):
@@ -746,7 +716,7 @@ async def test_names_of_proxies_stay_bounded_when_the_file_changes(serve: Serve,
 
 
 @pytest.mark.usefixtures("_poll_fast")
-async def test_a_removed_caller_gets_no_label_from_its_last_call(serve: Serve, file: CallersFile) -> None:
+async def test_a_removed_caller_gets_no_label_from_its_last_call(serve: Serve, file: Path) -> None:
     server = await serve(BOTH)
     running = await server.start_held(server.encode("hello", metadata=bearer(OTHER)))
     await change(server, file, SEARCH)
@@ -756,7 +726,7 @@ async def test_a_removed_caller_gets_no_label_from_its_last_call(serve: Serve, f
 
 
 async def test_rates_and_permissions_are_those_of_the_proxy(serve: Serve) -> None:
-    """Errors name the proxy, because its entry in the file is to be changed."""
+    """Errors name the proxy, because the file has an entry for the proxy only."""
     rules = {"tokens_per_second": 2, "models": '["else", "tiny"]', "inspect": "false"}
     narrow = entry("narrow", OTHER, proxy="true", models='["else"]')
     server = await serve(entry("gateway", RIGHT, proxy="true", **rules) + narrow, trust_fairness_id=True)
@@ -789,9 +759,9 @@ CERTIFICATE_ENTRY = '[[caller]]\nname = "search"\ncertificate_names = ["search.e
 
 
 @pytest.mark.parametrize("names", [["other.example", "search.example"], ["spiffe://example/search"]])
-def test_a_certificate_names_the_caller(file: CallersFile, names: Sequence[str]) -> None:
-    file.write(CERTIFICATE_ENTRY + entry("other", OTHER))
-    callers = registry.Callers(registry.open_source(None, None, file.path), FakeClock())
+def test_a_certificate_names_the_caller(file: Path, names: Sequence[str]) -> None:
+    file.write_text(CERTIFICATE_ENTRY + entry("other", OTHER))
+    callers = registry.Callers(registry.open_source(None, None, file), FakeClock())
 
     def who(metadata: Any) -> str:
         return callers.caller(callers.known(callers.identify(metadata, lambda: names)), metadata).name
@@ -803,9 +773,7 @@ def test_a_certificate_names_the_caller(file: CallersFile, names: Sequence[str])
 
 
 @pytest.mark.usefixtures("_poll_fast")
-async def test_names_of_certificates_need_certificates(
-    serve: Serve, file: CallersFile, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_certificate_names_need_a_client_ca(serve: Serve, file: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without --tls-client-ca-file the start fails; a later file gives a warning."""
     with pytest.raises(CallersError, match="search .*--tls-client-ca-file"):
         await serve(entry("other", OTHER) + CERTIFICATE_ENTRY)

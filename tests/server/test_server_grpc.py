@@ -16,7 +16,6 @@ from waiting import PATIENCE_SECONDS, until
 
 from encserve_proto.v1 import encoder_pb2 as pb
 
-ENCODE = {"grpc_type": "unary", "grpc_service": SERVICE, "grpc_method": "Encode"}
 REFLECTION = "reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 
 
@@ -76,14 +75,12 @@ async def test_compressed_requests_are_refused(server: FakeServer, compression: 
         rpc: Any = channel.unary_unary(f"/{SERVICE}/Encode")
         assert (await refusal(rpc(data))).code is grpc.StatusCode.UNIMPLEMENTED
     # The call begins before its message arrives, and ends without it.
-    await until(lambda: server.sample("encserve_in_flight_requests") == 0)
-    assert server.sample("grpc_server_handled_total", **ENCODE, grpc_code="Canceled") == server.sample(
-        "grpc_server_started_total", **ENCODE
-    )
+    await until(lambda: server.in_flight() == 0)
+    assert server.handled("Canceled") == server.rpc_sample("started_total")
     assert server.sample("encserve_refused_total", reason="MALFORMED_REQUEST") == 0
 
 
-async def test_a_caller_that_goes_during_its_reply_is_not_logged(
+async def test_a_caller_that_leaves_during_its_reply_is_not_logged(
     start_server: StartServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     server = await start_server(FakeEngine(500_000))  # replies of 20 MB, larger than any buffer
@@ -91,7 +88,7 @@ async def test_a_caller_that_goes_during_its_reply_is_not_logged(
     rpc: Any = server.channel.unary_stream(f"/{SERVICE}/Encode")  # gRPC reads the reply of a unary call by itself
     for answered in range(1, 4):
         call = rpc(data)
-        await until(lambda: server.sample("grpc_server_handled_total", **ENCODE, grpc_code="OK") == answered)  # noqa: B023
+        await until(lambda: server.handled("OK") == answered)  # noqa: B023
         call.cancel()
     await server.encode([1])
     assert not [record for record in caplog.records if record.levelname != "INFO"]
@@ -164,7 +161,7 @@ async def statuses(watch: Any, until_status: int | None = None) -> list[int]:
 async def test_the_last_caller_of_a_stop_is_refused_and_not_cancelled(
     start_server: StartServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A caller calls again at once after the last reply before the stop."""
+    """A caller may call again at once after the last reply before the stop."""
     monkeypatch.setattr("encserve_server.app._REFUSING_SECONDS", 0.1)
     server = await start_server()
     server.engine.hold()

@@ -141,7 +141,7 @@ async def test_a_query_has_a_prompt_and_unattended_tokens(serve: Serve) -> None:
 
 
 async def test_some_tokens_of_a_document_have_no_vector(serve: Serve) -> None:
-    """A call without a task is a document's, with the default prompt and without its limit. Ids are treated alike."""
+    """A call without a task encodes documents, with the default prompt and without the task's limit."""
     server = await serve(LATE, **TASKS, default_prompt_name="other")
     inputs: list[Any] = [text(5, DOT), text(DOT), [5, DOT, 6]]
     reply = await server.encode(*inputs, options=options(MULTI, task=DOCUMENT, prompt_name=""))
@@ -224,8 +224,8 @@ async def test_a_query_longer_than_an_inspection_may_be_is_refused(serve: Serve,
 # OpenVINO
 
 
-async def test_openvino_gives_the_same_vectors_and_weights(serve: Serve) -> None:
-    """Of a query with unattended tokens, in a batch with a longer query without them."""
+async def test_openvino_gives_the_same_vectors(serve: Serve) -> None:
+    """The batch has a query with unattended tokens and a longer query without them."""
     expansion = manifest_pb2.Expansion(min_tokens=8, token_id=MASK, attended=False)
     query = manifest_pb2.TaskSettings(expansion=expansion)
     server = await serve(LATE, engine="openvino", multi_vector=multi_vector(), query=query)
@@ -233,14 +233,6 @@ async def test_openvino_gives_the_same_vectors_and_weights(serve: Serve) -> None
     short, long = ([BEGIN, 5, END, *[MASK] * 5], 3), ([BEGIN, *range(10, 20), END], 12)
     for (ids, attended), (vectors, _) in zip((short, long), sets(reply.outputs[0]), strict=True):
         np.testing.assert_allclose(vectors, expected_vectors(rows_of(ids, attended)), atol=1e-5)
-
-
-async def test_openvino_gives_the_same_sparse_weights(serve: Serve) -> None:
-    files = {"sparse.onnx": tiny_heads.sparse_file("sum")}
-    server = await serve(files, engine="openvino", sparse=sparse(pooling=sparse_pooling("sum")))
-    reply = await server.encode([5, 6, 7], [8], options=options(SPARSE))
-    for ids, found in zip(([5, 6, 7], [8]), sets(reply.outputs[0]), strict=True):
-        assert_weights(found, expected_weights(expected_rows(ids), "sum"))
 
 
 # The Open Inference Protocol
@@ -293,14 +285,18 @@ async def test_open_inference_pads_weights(serve: Serve) -> None:
 # Sparse weights
 
 
-@pytest.mark.parametrize(("pooling", "width", "max_vocabulary_mib"), [("max", VOCAB_SIZE, 512), ("sum", 50_000, 1)])
+@pytest.mark.parametrize(
+    ("engine", "pooling", "width", "max_vocabulary_mib"),
+    [("onnxruntime", "max", VOCAB_SIZE, 512), ("onnxruntime", "sum", 50_000, 1), ("openvino", "sum", VOCAB_SIZE, 512)],
+)
 async def test_sparse_weights_are_those_above_zero(
-    serve: Serve, pooling: str, width: int, max_vocabulary_mib: int
+    serve: Serve, engine: str, pooling: str, width: int, max_vocabulary_mib: int
 ) -> None:
-    """With little memory the batch and long texts are split."""
+    """With 1 MiB the server splits the batch and long texts."""
     server = await serve(
         {"sparse.onnx": tiny_heads.sparse_file(pooling, width)},
         {"max_vocabulary_mib": max_vocabulary_mib, "parallel_batches": 1},
+        engine,
         sparse=sparse(pooling=sparse_pooling(pooling), width=width),
     )
     inputs = [[5, 6, 7], [8], [4, 5] * 16, [9]]

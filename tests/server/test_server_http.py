@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from fake_server import FakeServer, StartServer
+from fake_server import D_MODEL, FakeServer, StartServer
 from http_calls import connect, get, post
 from http_calls import vectors_over_grpc as over_grpc
 
@@ -19,11 +19,6 @@ TEXTS = ["hello brave new world", "new world", "hello"]
 IDS = [[1, 4, 5, 6, 2], [1, 7, 2]]  # with the special tokens that the tokenizer adds to a text
 LONG = "hello " * 100
 OPENAI, TEI = "/v1/embeddings", "/embed"
-
-
-@pytest.fixture
-async def server(start_server: StartServer) -> FakeServer:
-    return await start_server(http_port=0)
 
 
 def openai_vectors(response: httpx.Response) -> Any:
@@ -73,18 +68,6 @@ def test_numbers_in_json_keep_every_bit(shape: tuple[int, int]) -> None:
     np.testing.assert_array_equal(got.view(np.uint32), rows.view(np.uint32))
 
 
-async def test_models_and_versions(shared: FakeServer) -> None:
-    """The default version has the model's name, the others NAME@VERSION."""
-    models = (await get(shared, "/v1/models")).json()["data"]
-    assert [it["id"] for it in models] == ["tiny", "tiny@1"]
-    assert {it["object"] for it in models} == {"model"}
-    for path, inputs in ((OPENAI, "input"), (TEI, "inputs")):
-        assert (await post(shared, path, {inputs: "hello", "model": "tiny@1"})).status_code == 200
-        response = await post(shared, path, {inputs: "hello", "model": "tiny@9"})
-        assert response.status_code == 404
-        assert "'9'" in response.text
-
-
 async def test_tokenize_counts_in_bytes(shared: FakeServer) -> None:
     (tokens,) = (await post(shared, "/tokenize", {"inputs": "hëllo world"})).json()
     assert [it["text"] for it in tokens] == ["[CLS]", "hëllo", "world", "[SEP]"]
@@ -96,7 +79,7 @@ async def test_tokenize_counts_in_bytes(shared: FakeServer) -> None:
         assert (await post(shared, "/tokenize", body)).status_code == code
 
 
-async def test_long_texts_are_cut_unless_the_caller_forbids_it(shared: FakeServer) -> None:
+async def test_long_texts_are_cut_unless_the_request_forbids_it(shared: FakeServer) -> None:
     cut = await post(shared, OPENAI, {"input": [LONG, "hello", LONG]})
     np.testing.assert_array_equal(openai_vectors(cut), await over_grpc(shared, LONG, "hello", LONG))
     assert cut.headers["encserve-truncated-inputs"] == "2"
@@ -113,7 +96,7 @@ async def test_long_texts_are_cut_unless_the_caller_forbids_it(shared: FakeServe
 
 
 async def test_cut_ids_keep_their_last_special_token(shared: FakeServer) -> None:
-    """So do cut texts. Ids with `add_special_tokens` false are cut as they are."""
+    """Cut texts keep it too. Ids with `add_special_tokens` false lose it."""
     text, ids, raw = "hello " * 40, [1, *[4] * 40, 2], {"pooling": "mean", "normalize": False}
     for more in ({}, {"truncate_prompt_tokens": 5}, {"truncate_prompt_tokens": 1}):
         want = openai_vectors(await post(shared, OPENAI, {"input": text, **raw, **more}))
@@ -154,7 +137,13 @@ async def test_a_model_without_a_tokenizer_or_pooling(start_server: StartServer)
         assert refused.status_code == code
         assert "pooling" in refused.text
         assert (await post(server, path, {inputs: [[1, 2]], "pooling": "mean"})).status_code == 200
+    for path, body, shape in (
+        ("/pooling", {"input": [[1, 2]]}, [2, D_MODEL]),
+        ("/pooling", {"input": [[1, 2]], "pooling": "mean"}, [D_MODEL]),
+    ):
+        assert (await post(server, path, body)).json()["data"][0]["shape"] == shape
     assert (await post(server, "/embed_all", {"inputs": [[1, 2]]})).status_code == 200
+    assert "POST /embed_all" in (await post(server, "/embed_sparse", {"inputs": [[1, 2]]})).json()["error"]
     assert (await get(server, "/info")).json()["model_type"] == {"embedding": {"pooling": "none"}}
 
 
@@ -221,6 +210,7 @@ BAD: list[tuple[Any, str, str]] = [  # a body, the field that the error names, a
     ({"INPUTS": "hello", "task": "Query", "input_type": "passage"}, "input_type", "'passage'"),
     ({"INPUTS": "hello", "prompt_name": "other"}, "prompt_name", "'other'"),
     ({"INPUTS": "x" * 300_000}, "INPUTS[0]", "300000"),
+    ({"INPUTS": ["hello"] * 2049}, "INPUTS", "2048 sequences (max_http_inputs); was 2049"),
 ]
 
 
@@ -238,7 +228,7 @@ async def test_bad_input_is_named(shared: FakeServer, body: Any, field: str, pro
     assert refused.json()["error"]["type"] == "invalid_request_error"
     assert problem in refused.json()["error"]["message"]
     refused = await post(shared, TEI, spelled(body, "inputs"))
-    assert refused.status_code in (400, 422)
+    assert refused.status_code in (400, 413, 422)
     assert set(refused.json()) == {"error", "error_type"}
     assert refused.json()["error"].startswith(field.replace("INPUTS", "inputs"))
     assert refused.json()["error_type"] == ("Empty" if body == {"INPUTS": []} else "Validation")
@@ -285,6 +275,9 @@ async def test_input_type_changes_nothing_for_a_model_without_tasks(shared: Fake
     for input_type in ("query", "search_document", "passage", "classification", ""):
         got = openai_vectors(await post(shared, OPENAI, {"input": "hello", "input_type": input_type}))
         np.testing.assert_array_equal(got, plain)
+    for of_sdk in ("search_query", "classification", None):
+        of_cohere = await post(shared, "/v2/embed", {"texts": ["hello"], "input_type": of_sdk})
+        np.testing.assert_array_equal(np.array(of_cohere.json()["embeddings"]["float"], np.float32), plain)
 
 
 async def test_ids_of_another_tokenizer_are_refused(shared: FakeServer) -> None:
@@ -308,17 +301,21 @@ async def test_other_names_of_a_model(start_server: StartServer, caplog: pytest.
     server = await start_server(http_port=0, served_model_name=names)
     warnings = [it.getMessage() for it in caplog.records if "--served-model-name" in it.getMessage()]
     assert len(warnings) == 2  # gone has no model, and tiny is a model's name
-    listed = {it["id"]: it["root"] for it in (await get(server, "/v1/models")).json()["data"]}
+    models = (await get(server, "/v1/models")).json()["data"]
+    assert {it["object"] for it in models} == {"model"}
+    listed = {it["id"]: it["root"] for it in models}
     assert listed == {"tiny": "tiny", "text-embedding-3-small": "tiny", "tiny@1": "tiny", "org/old": "tiny"}
     for name in listed:
         response = await post(server, OPENAI, {"input": "hello", "model": name})
         assert (response.status_code, response.json()["model"]) == (200, name)
+        assert (await post(server, TEI, {"inputs": "hello", "model": name})).status_code == 200
         for path in (name, name.replace("/", "%2F"), name.replace("@", "%40")):
             model = await get(server, f"/v1/models/{path}")
             assert (model.status_code, model.json()["id"]) == (200, name)
     for name in ("other", "gone", "org/old@9", "tiny@9"):
         refused = await post(server, OPENAI, {"input": "hello", "model": name})
         assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found"), name
+        assert (await post(server, TEI, {"inputs": "hello", "model": name})).status_code == 404
         assert (await get(server, f"/v1/models/{name}")).status_code == 404
     assert "tiny, text-embedding-3-small, org/old" in (await get(server, "/v1/models/other")).text
     # All names, also unknown ones, share one route label.
@@ -365,13 +362,6 @@ async def test_an_allowed_origin(start_server: StartServer, allowed: str) -> Non
         other = await client.post(OPENAI, json={"input": "hello"}, headers={"origin": "https://evil.example"})
         assert (other.status_code, other.headers["vary"]) == (200, "origin")
         assert ("access-control-allow-origin" in other.headers) == (allowed == "*")
-
-
-async def test_too_many_inputs(shared: FakeServer) -> None:
-    assert (await post(shared, OPENAI, {"input": ["hello"] * 2049})).status_code == 400
-    refused = await post(shared, TEI, {"inputs": ["hello"] * 2049})
-    assert refused.status_code == 413
-    assert "2048 sequences (max_http_inputs); was 2049" in refused.text
 
 
 @pytest.mark.parametrize("declared", [True, False])

@@ -88,21 +88,11 @@ async def test_several_texts_of_one_input_are_its_lines(shared: FakeServer) -> N
     assert reply["texts"] == [text.replace(" ", "\n") for text in TEXTS]
 
 
-INPUT_TYPES = ("search_query", "search_document", "classification", "clustering")
-
-
 async def test_input_types_are_tasks(serve: Serve) -> None:
     query = manifest_pb2.TaskSettings(prompt_name="q")
     server = await serve({}, {"http_port": 0}, prompts={"q": "w7 w7 "}, query=query)
-    for name, tokens in zip(INPUT_TYPES, (5, 3, 3, 3), strict=True):
+    for name, tokens in (("search_query", 5), ("search_document", 3), ("classification", 3), ("clustering", 3)):
         assert (await embed(server, texts=["w5"], input_type=name))["meta"]["tokens"] == {"input_tokens": tokens}
-
-
-async def test_input_types_change_nothing_for_a_model_without_tasks(shared: FakeServer) -> None:
-    want = await over_grpc(shared, "hello")
-    for name in (*INPUT_TYPES, None):
-        got = (await embed(shared, texts=["hello"], input_type=name))["embeddings"]["float"]
-        np.testing.assert_array_equal(np.array(got, np.float32), want)
 
 
 async def test_truncation(shared: FakeServer) -> None:

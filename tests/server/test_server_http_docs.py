@@ -10,7 +10,7 @@ import pytest_asyncio
 from fake_server import FakeServer, start_fake_server
 from http_calls import connect, get, post
 from tiny_bundle import write_bundle
-from tiny_heads import every_kind, loader, words
+from tiny_heads import SERVE_TINY, every_kind, loader, words
 
 from encserve_server.http.app import Route
 from encserve_server.http.openapi import descriptions_of
@@ -23,7 +23,7 @@ async def shared_docs(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
     """A server with HTTP and a model with every kind of output."""
     directory = tmp_path_factory.mktemp("docs")
     bundle = write_bundle(directory / "bundles", tokenizer=words(), **every_kind())
-    server = await start_fake_server(directory, http_port=0, model=("tiny@1",), tune_batches=False, load=loader(bundle))
+    server = await start_fake_server(directory, http_port=0, load=loader(bundle), **SERVE_TINY)
     yield server
     await server.stop()
 

@@ -13,7 +13,7 @@ from http_calls import connect
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny_bundle import D_MODEL, write_bundle
-from tiny_heads import every_kind, loader
+from tiny_heads import SERVE_TINY, every_kind, loader
 from tiny_heads import words as tokenizer_of_words
 
 ROUTES = {
@@ -130,8 +130,7 @@ def test_any_body_gets_a_reply_or_a_client_error(tmp_path: Path) -> None:
     seen: Counter[int] = Counter()
     with asyncio.Runner() as runner:
         bundle = write_bundle(tmp_path / "bundles", tokenizer=tokenizer_of_words(), prompts=PROMPTS, **every_kind())
-        served: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False, "load": loader(bundle)}
-        server = runner.run(start_fake_server(tmp_path, http_port=0, **served))
+        server = runner.run(start_fake_server(tmp_path, http_port=0, load=loader(bundle), **SERVE_TINY))
         client = connect(server)
 
         @settings(max_examples=N_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
@@ -145,7 +144,7 @@ def test_any_body_gets_a_reply_or_a_client_error(tmp_path: Path) -> None:
 
         fuzz()
         runner.run(check_paths(client))
-        assert server.sample("encserve_in_flight_requests") == 0
+        assert server.in_flight() == 0
         assert server.sample("encserve_queue_tokens", model="tiny", version="1") == 0
         assert runner.run(ask(client, "/embed", b'{"inputs": "hello"}'))[0] == 200
         runner.run(client.aclose())

@@ -7,7 +7,7 @@ import httpx
 import numpy as np
 import pytest
 import tiny_heads
-from fake_server import FakeServer, StartServer
+from fake_server import FakeServer
 from http_calls import get, post
 from tiny_heads import BEGIN, END, Serve, multi_vector, sets, sparse, text
 
@@ -95,24 +95,6 @@ async def test_a_model_of_every_kind_has_a_route_for_each(serve: Serve) -> None:
     assert (response["model"], response["usage"]) == ("tiny@1", {"prompt_tokens": 15, "total_tokens": 15})
 
 
-async def test_similarity_is_the_cosine(serve: Serve) -> None:
-    server = await serve({}, HTTP)
-    rows = await by_grpc(server, *TEXTS, kind=pb.OUTPUT_KIND_MODEL_POOLING)
-    first, *others = (vector[0].astype(np.float64) for vector, _ in rows)
-    want = [first @ it / np.linalg.norm(first) / np.linalg.norm(it) for it in others]
-    inputs = {"source_sentence": TEXTS[0], "sentences": TEXTS[1:]}
-    for path in ("/similarity", "/"):
-        response = await post(server, path, {"inputs": inputs, "parameters": {}})
-        np.testing.assert_allclose(response.json(), want, rtol=1e-6)
-    own = await post(server, "/similarity", {"inputs": {"source_sentence": "w5", "sentences": ["w5"]}})
-    assert own.json() == [1.0]
-    maximum = await by_grpc(server, *TEXTS[:2], kind=pb.OUTPUT_KIND_MAX, dimensions=4)
-    (one,), (other,) = (vector.astype(np.float64) for vector, _ in maximum)
-    body = {"inputs": inputs | {"sentences": TEXTS[1:2]}, "pooling": "max", "dimensions": 4}
-    (got,) = (await post(server, "/similarity", body)).json()
-    assert got == pytest.approx(one @ other / np.linalg.norm(one) / np.linalg.norm(other), rel=1e-6)
-
-
 async def test_refusals_of_a_sparse_model_name_its_route(serve: Serve) -> None:
     server = await serve(SPLADE, HTTP, sparse=sparse(), **NO_POOLING)
     (model,) = (await get(server, "/v1/models")).json()["data"]
@@ -166,8 +148,7 @@ async def test_refusals_of_a_late_interaction_model_name_its_route(serve: Serve)
 
 
 async def test_a_dense_model_has_token_rows(shared: FakeServer) -> None:
-    server = shared
-    (model, _) = (await get(server, "/v1/models")).json()["data"]
+    (model, _) = (await get(shared, "/v1/models")).json()["data"]
     assert model["outputs"] == {"embedding": ["/v1/embeddings", "/embed"], "tokens": ["/embed_all", "/pooling"]}
     texts = ["hello brave new world", "new"]
     body: dict[str, Any] = {"input": texts, "task": "token_embed"}
@@ -177,10 +158,10 @@ async def test_a_dense_model_has_token_rows(shared: FakeServer) -> None:
         ({"use_activation": False}, {"l2_normalize": False}),
         ({"normalize": False, "dimensions": 3}, {"l2_normalize": False, "dimensions": 3}),
     ):
-        want = await by_grpc(server, *texts, kind=pb.OUTPUT_KIND_TOKENS, **spec)
-        for got, (rows, _) in zip(pooled(await post(server, "/pooling", body | changes)), want, strict=True):
+        want = await by_grpc(shared, *texts, kind=pb.OUTPUT_KIND_TOKENS, **spec)
+        for got, (rows, _) in zip(pooled(await post(shared, "/pooling", body | changes)), want, strict=True):
             np.testing.assert_array_equal(got, rows)
-    refused = await post(server, "/embed_sparse", {"inputs": texts})
+    refused = await post(shared, "/embed_sparse", {"inputs": texts})
     assert refused.status_code == 422
     assert "POST /v1/embeddings or POST /embed" in refused.json()["error"]
 
@@ -188,13 +169,9 @@ async def test_a_dense_model_has_token_rows(shared: FakeServer) -> None:
 BAD = [  # a body, the field that the error names, and its problem
     ({}, "input", "null"),
     ({"input": "hello", "task": "classify"}, "task", "'classify'"),
-    ({"input": "hello", "encoding_format": "bytes"}, "encoding_format", "'bytes'"),
-    ({"input": "hello", "embed_dtype": "float16"}, "embed_dtype", "'float16'"),
-    ({"input": "hello", "endianness": "big"}, "endianness", "'big'"),
     ({"input": "hello", "dimensions": 0, "task": "token_embed"}, "dimensions", "at least 1"),
     ({"input": "hello", "dimensions": 5, "task": "token_embed"}, "dimensions", "at most 4"),
     ({"input": "hello", "pooling": "cls", "task": "token_embed"}, "pooling", "token_"),
-    ({"input": "hello", "normalize": True, "use_activation": False}, "use_activation", "normalize"),
     ({"input": [4, 5]}, "input[0]", '"add_special_tokens": false'),
     ({"input": ["hello", "hello " * 40], "truncation_side": "left"}, "input[1]", "at most 32 tokens"),
     ({"input": "hello " * 9, "truncation_side": "left", "truncate_prompt_tokens": 5}, "input[0]", "at most 5 tokens"),
@@ -211,19 +188,10 @@ async def test_bad_input_is_named(shared: FakeServer, body: Any, field: str, pro
     assert problem in error["message"]
 
 
-async def test_inputs_that_need_no_cut(shared: FakeServer) -> None:
+async def test_inputs_that_need_no_truncation(shared: FakeServer) -> None:
     short = {"input": "hello", "truncation_side": "left", "truncate_prompt_tokens": 5}
     for body in (short, {"input": [4, 5], "add_special_tokens": False}):
         assert (await post(shared, "/pooling", body)).status_code == 200
-
-
-async def test_a_model_without_pooling(start_server: StartServer) -> None:
-    server = await start_server(http_port=0, with_tokenizer=False)
-    (rows,) = pooled(await post(server, "/pooling", {"input": [[1, 2]]}))
-    assert rows.shape == (2, 4)
-    (vector,) = pooled(await post(server, "/pooling", {"input": [[1, 2]], "pooling": "mean"}))
-    assert vector.shape == (4,)
-    assert "POST /embed_all" in (await post(server, "/embed_sparse", {"inputs": [[1, 2]]})).json()["error"]
 
 
 async def test_replies_are_bounded(serve: Serve) -> None:

@@ -58,7 +58,7 @@ async def test_one_request_takes_at_most_a_quarter_of_the_queue(start_server: St
     assert 0 < most <= 2048
 
 
-@pytest.mark.parametrize("at", [0, 256, 1099])
+@pytest.mark.parametrize("at", [256, 1099])  # the first input of the second part, the last of the last part
 async def test_one_bad_input_is_named_by_its_place(start_server: StartServer, at: int) -> None:
     server = await start_server(FakeEngine(D_MODEL, poison=666, nan_id=777), **SMALL_QUEUE)
     bad: list[tuple[Any, str, str]] = [
@@ -81,7 +81,7 @@ async def test_one_bad_input_is_named_by_its_place(start_server: StartServer, at
                 message = (await client.post(OPENAI, json=sent)).json()["error"]["message"]
                 assert f"input{place}: " in message
                 assert problem in message
-    assert server.queued() == server.app._calls.held_bytes == server.sample("encserve_in_flight_requests") == 0
+    assert server.queued() == server.held_bytes() == server.in_flight() == 0
 
 
 @pytest.mark.parametrize("texts", [1, 256])
@@ -108,14 +108,14 @@ async def test_a_reply_that_is_too_large_is_refused(start_server: StartServer) -
     refused = await post(server, "/embed_all", {"inputs": [[7] * 32] * MANY})
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "RESPONSE_TOO_LARGE")
     assert f"of {MANY} inputs" in refused.text
-    assert server.app._calls.held_bytes == 0
+    assert server.held_bytes() == 0
     server.engine.batches.clear()
     refused = await post(server, TEI, {"inputs": [[7]] * 14_000})
     assert (refused.status_code, refused.headers["encserve-error-reason"]) == (413, "RESPONSE_TOO_LARGE")
     assert "first 13094 of 14000" in refused.text
     assert server.engine.batches == []  # the size of vectors is known before they are computed
     call = await server.start_held(post(server, TEI, {"inputs": [[7]] * 13_000}))
-    held = server.app._calls.held_bytes
+    held = server.held_bytes()
     server.engine.let_go()
     assert (await call).status_code == 200
     assert held > 13_000 * (4 * D_MODEL + 64) * 6
@@ -128,7 +128,7 @@ async def test_a_small_request_does_not_wait_for_a_large_one(start_server: Start
     server = await start_server(**SMALL_QUEUE, parallel_batches=1)
     large = await server.start_held(post(server, TEI, LARGE))
     small = asyncio.create_task(post(server, TEI, {"inputs": "hello"}))
-    await until(lambda: server.sample("encserve_in_flight_requests") == 2)
+    await until(lambda: server.in_flight() == 2)
     while not small.done():
         server.engine.let_one_go()
         await asyncio.sleep(0.001)
@@ -138,25 +138,25 @@ async def test_a_small_request_does_not_wait_for_a_large_one(start_server: Start
     assert (await large).status_code == 200
 
 
-@pytest.mark.parametrize("ending", ["the caller goes", "the engine fails"])
+@pytest.mark.parametrize("ending", ["the caller leaves", "the engine fails"])
 async def test_a_request_that_ends_in_the_middle_gives_everything_back(start_server: StartServer, ending: str) -> None:
     server = await start_server(**SMALL_QUEUE)
     large = await server.start_held(post(server, TEI, LARGE))
     for _ in range(5):
         server.engine.let_one_go()
         await asyncio.to_thread(server.engine.started.acquire)
-    if ending == "the caller goes":
+    if ending == "the caller leaves":
         large.cancel()
-        await until(lambda: server.sample("encserve_in_flight_requests") == 0)
+        await until(lambda: server.in_flight() == 0)
         server.engine.let_go()
     else:
         server.engine.broken = True
         server.engine.let_go()
         assert (await large).status_code in (424, 503)
     await until(lambda: server.queued() == 0)
-    assert server.app._calls.held_bytes == 0
+    assert server.held_bytes() == 0
     assert sum(map(sum, server.engine.batches)) < MANY * 32 / 4
-    if ending == "the caller goes":
+    if ending == "the caller leaves":
         assert (await post(server, TEI, {"inputs": "hello"})).status_code == 200
 
 
@@ -210,7 +210,7 @@ async def test_a_later_part_waits_for_room() -> None:
 
 @pytest.mark.parametrize("model", [Crowded(full_runs={0}), Crowded(full_texts={0}), Crowded(full_runs=range(1, 99))])
 async def test_a_refused_first_part_ends_the_call(model: Crowded) -> None:
-    """So does a later part that finds no room for 30 seconds."""
+    """A later part that finds no room for 30 seconds ends the call too."""
     clock = FakeClock()
     with pytest.raises(QueueFull):
         await run_crowded(model, clock, 300)
@@ -234,7 +234,7 @@ async def test_a_replaced_model_finishes_the_requests_it_began(start_server: Sta
 
 @pytest.mark.parametrize("grace_seconds", [60.0, 0.2])
 async def test_a_request_in_parts_when_the_server_stops(start_server: StartServer, grace_seconds: float) -> None:
-    """It is finished in the grace period, or refused at its end."""
+    """The server finishes the request in the grace period, or refuses it at the end of the period."""
     server = await start_server(**SMALL_QUEUE, grace_seconds=grace_seconds)
     large = await server.start_held(post(server, TEI, LARGE))
     stopping = asyncio.create_task(server.app.stop())

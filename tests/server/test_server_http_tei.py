@@ -11,7 +11,7 @@ import pytest
 from fake_server import FakeServer, StartServer
 from http_calls import connect, get, post
 from tiny_bundle import write_bundle
-from tiny_heads import Serve, loader, words
+from tiny_heads import SERVE_TINY, Serve, loader, words
 
 from encserve_server import __version__
 
@@ -39,12 +39,16 @@ async def test_similarity_at_both_paths(serve: Serve) -> None:
         prompted = (await post(server, path, compared("w5", ["w9"], prompt_name="before"))).json()
         written = (await post(server, path, compared("w7 w8 w5", ["w7 w8 w9"]))).json()
         assert prompted == written != (await post(server, path, compared("w5", ["w9"]))).json()
+    fields = {"pooling": "max", "dimensions": 4, "normalize": True}
+    first, *others = np.array((await post(server, "/embed", {"inputs": texts, **fields})).json(), np.float64)
+    response = await post(server, "/similarity", compared(texts[0], texts[1:]) | fields)
+    np.testing.assert_allclose(response.json(), others @ first, rtol=1e-6)
 
 
 async def test_the_similarity_of_an_empty_text_is_0(start_server: StartServer, tmp_path: Path) -> None:
     """Its vector is zero."""
     bundle = write_bundle(tmp_path / "bundles", tokenizer=words(special=False), text__takes_empty=True)
-    server = await start_server(load=loader(bundle), model=("tiny@1",), tune_batches=False, http_port=0)
+    server = await start_server(load=loader(bundle), http_port=0, **SERVE_TINY)
     assert (await post(server, "/similarity", compared("w5", ["", "w5"]))).json() == [0.0, 1.0]
     assert (await post(server, "/similarity", compared("", ["", "w5"]))).json() == [0.0, 0.0]
 

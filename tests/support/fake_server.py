@@ -30,6 +30,7 @@ D_MODEL, VOCAB_SIZE, LONGEST = 4, 1000, 32
 N_LAYERS, N_HEADS = 3, 2
 WORDS = ["[PAD]", "[CLS]", "[SEP]", "[UNK]", "hello", "brave", "new", "world"]
 SERVICE = "encserve.v1.EncoderService"
+INFER_SERVICE = "inference.GRPCInferenceService"
 page._STOP_SECONDS = 0.01  # tests stop hundreds of servers
 
 
@@ -130,6 +131,24 @@ class FakeServer:
     def queued(self, unit: str = "tokens") -> float:
         """The tokens, sequences, requests or text_bytes that wait for tiny@2."""
         return self.sample(f"encserve_queue_{unit}", model="tiny", version="2")
+
+    def rpc_sample(self, name: str, method: str = "Encode", **labels: str) -> float:
+        """The value of grpc_server_NAME for a method of encserve's service or of the Open Inference Protocol."""
+        kind = "bidi_stream" if "Stream" in method else "unary"
+        service = INFER_SERVICE if method.startswith("Model") else SERVICE
+        return self.sample(f"grpc_server_{name}", grpc_type=kind, grpc_service=service, grpc_method=method, **labels)
+
+    def handled(self, code: str, method: str = "Encode") -> float:
+        """The number of calls of a method that ended with a status code."""
+        return self.rpc_sample("handled_total", method, grpc_code=code)
+
+    def in_flight(self) -> float:
+        """The number of calls that the server works on, of all protocols."""
+        return self.sample("encserve_in_flight_requests")
+
+    def held_bytes(self) -> float:
+        """The bytes of requests and replies that calls hold, of all protocols."""
+        return self.sample("encserve_in_flight_bytes")
 
     async def stop(self) -> None:
         """Lets all work end, then stops the server."""

@@ -8,9 +8,8 @@ import httpx
 import numpy as np
 import numpy.typing as npt
 from fake_engine import fake_rows
-from fake_server import D_MODEL, FakeServer
+from fake_server import D_MODEL, INFER_SERVICE, FakeServer
 
-from encserve_server.rpc.open_inference.service import SERVICE_NAME
 from encserve_server.rpc.open_inference.triton import grpc_service_pb2 as pb
 
 LENGTH = "Inference-Header-Content-Length"
@@ -90,7 +89,7 @@ def arrays_of_rest(response: httpx.Response) -> dict[str, npt.NDArray[Any]]:
 
 async def ask(server: FakeServer, method: str, request: Any, response_type: Any) -> Any:
     """A call of the service; raises Failed."""
-    return response_type.FromString(await server.call(method, request, SERVICE_NAME))
+    return response_type.FromString(await server.call(method, request, INFER_SERVICE))
 
 
 async def infer(server: FakeServer, **request: Any) -> dict[str, npt.NDArray[Any]]:

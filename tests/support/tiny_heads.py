@@ -1,4 +1,4 @@
-"""Hand-made heads of a tiny bundle, their parts of the manifest, and the expected outputs in NumPy."""
+"""Heads of a tiny bundle: their ONNX files, their parts of the manifest, and the expected outputs in NumPy."""
 
 import io
 from collections.abc import Awaitable, Callable
@@ -26,7 +26,8 @@ Array = npt.NDArray[Any]
 WIDTH = 3  # of a vector of MaxSim
 FLOAT = TensorProto.FLOAT
 BEGIN, END = 1, 2  # ids around a text; a word "w7" has the id 7
-Serve = Callable[..., Awaitable[FakeServer]]  # see the fixture `serve`
+SERVE_TINY: dict[str, Any] = {"model": ("tiny@1",), "tune_batches": False}  # settings of a server of a tiny bundle
+Serve = Callable[..., Awaitable[FakeServer]]  # the fixture `serve`
 
 
 def npy(array: Array) -> bytes:
@@ -180,7 +181,7 @@ def every_kind() -> dict[str, Any]:
 
 
 def loader(bundle: Path, engine: Any = "onnxruntime") -> Loader:
-    """A loader that always loads this bundle."""
+    """A loader that loads this bundle for every directory."""
 
     def load(_: Path, settings: Settings, pool: TurnPool, served: str) -> LoadedModel:
         return load_model(bundle, replace(settings, engine=engine), pool)
