@@ -530,7 +530,7 @@ async def test_a_missing_model_makes_the_repository_overdue(
     repository.stop_waiting()
 
     def is_overdue() -> bool:
-        return server.sample("encserve_repository_overdue_seconds") >= 0.3
+        return server.sample("encserve_repository_overdue_seconds") >= 0.1
 
     await until(lambda: not is_overdue())
     repository.remove("1")

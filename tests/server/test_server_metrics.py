@@ -169,12 +169,12 @@ async def test_a_failed_page_is_one_error_in_the_log(server: FakeServer, caplog:
     assert isinstance(error.exc_info[1], ZeroDivisionError)
 
 
-async def test_callers_cannot_add_labels(server: FakeServer) -> None:
+async def test_callers_cannot_add_labels(shared: FakeServer) -> None:
     """Unknown models, versions and methods do not appear on the page."""
-    await server.encode([1])
+    await shared.encode([1])
 
     def series() -> set[str]:
-        return {line.rpartition(" ")[0] for line in page(server).splitlines() if line.startswith(("encserve", "grpc"))}
+        return {line.rpartition(" ")[0] for line in page(shared).splitlines() if line.startswith(("encserve", "grpc"))}
 
     before = await asyncio.to_thread(series)
     for method, request in (
@@ -183,7 +183,7 @@ async def test_callers_cannot_add_labels(server: FakeServer) -> None:
         ("GetModel", b"\x0a\x04evil"),
         ("Encode", b"\xff"),
     ):
-        await refusal(server.call(method, request))
+        await refusal(shared.call(method, request))
     assert await asyncio.to_thread(series) == before
 
 

@@ -14,4 +14,4 @@ async def until(condition: Callable[[], object]) -> None:
     ends = time.monotonic() + PATIENCE_SECONDS
     while not (await result if inspect.isawaitable(result := condition()) else result):
         assert time.monotonic() < ends, f"the condition did not hold within {PATIENCE_SECONDS:g} s"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.002)
