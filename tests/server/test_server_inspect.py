@@ -98,8 +98,8 @@ async def test_the_default_is_all_attention_weights_and_hidden_states(server: Fa
     assert info.input_kind == pb.INPUT_KIND_TOKEN_IDS
 
 
-async def test_kinds_and_layers_can_be_chosen(server: FakeServer) -> None:
-    parts = await server.inspect(request([5, 6], spec(POSITIONS), spec(STATES, 0, 3), data_type=pb.DATA_TYPE_FLOAT16))
+async def test_kinds_and_layers_can_be_chosen(shared: FakeServer) -> None:
+    parts = await shared.inspect(request([5, 6], spec(POSITIONS), spec(STATES, 0, 3), data_type=pb.DATA_TYPE_FLOAT16))
     positions, states = tensors_of(parts)
     kinds = [(tensor.kind, list(tensor.layers)) for tensor in parts[0].header.tensors]
     assert kinds == [(POSITIONS, []), (STATES, [0, 3])]

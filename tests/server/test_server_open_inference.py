@@ -331,8 +331,8 @@ async def test_readiness_and_the_index_of_models(server: FakeServer) -> None:
     assert await index(ready=True) == both[:1]
 
 
-async def test_health_knows_the_service(server: FakeServer) -> None:
-    health = await server.call("Check", health_pb2.HealthCheckRequest(service=SERVICE_NAME), "grpc.health.v1.Health")
+async def test_health_knows_the_service(shared: FakeServer) -> None:
+    health = await shared.call("Check", health_pb2.HealthCheckRequest(service=SERVICE_NAME), "grpc.health.v1.Health")
     assert health_pb2.HealthCheckResponse.FromString(health).status == health_pb2.HealthCheckResponse.SERVING
 
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from fake_clock import FakeClock
 from fake_engine import FakeEngine, fake_rows
+from waiting import until
 
 from encserve_server.engine.base import BatchResult
 from encserve_server.errors import (
@@ -171,16 +172,24 @@ class Bench:
 
         return check
 
-    def raise_for(self, monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[Sequence[ModelInput]], bool]) -> None:
-        """Makes the engine's thread crash for these batches."""
+    def before_run(self, monkeypatch: pytest.MonkeyPatch, function: Callable[[Sequence[ModelInput]], object]) -> None:
+        """Calls a function with the inputs of each batch, in the engine's thread before the run."""
         run = self.engine.run
 
-        def crash(sequences: Sequence[ModelInput], *, attended: Sequence[int], alone: bool) -> BatchResult:
-            if is_bad(sequences):
-                raise SystemExit("a bug")
+        def call_and_run(sequences: Sequence[ModelInput], *, attended: Sequence[int], alone: bool) -> BatchResult:
+            function(sequences)
             return run(sequences, attended=attended, alone=alone)
 
-        monkeypatch.setattr(self.engine, "run", crash)
+        monkeypatch.setattr(self.engine, "run", call_and_run)
+
+    def raise_for(self, monkeypatch: pytest.MonkeyPatch, is_bad: Callable[[Sequence[ModelInput]], bool]) -> None:
+        """Makes the engine's thread crash for these batches."""
+
+        def crash(sequences: Sequence[ModelInput]) -> None:
+            if is_bad(sequences):
+                raise SystemExit("a bug")
+
+        self.before_run(monkeypatch, crash)
 
 
 def ids(*values: int) -> TokenIds:
@@ -194,12 +203,6 @@ def tokens(count: int, value: int = 1) -> TokenIds:
 def right(results: Sequence[TokenSequence]) -> bool:
     """Whether each sequence has its own rows."""
     return all(np.array_equal(result.outputs[0], fake_rows(result.input, 4)) for result in results)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Yields to the loop until a condition holds; the test's own timeout bounds it."""
-    while not condition():
-        await asyncio.sleep(0)
 
 
 async def settle() -> None:
@@ -297,7 +300,7 @@ async def test_idle_lanes_keep_no_results(bench: Bench) -> None:
     results = await bench.encode(ids(1, 2), ids(3))
     rows = weakref.ref(results[0].outputs[0])
     del results
-    await asyncio.wait_for(until(lambda: rows() is None), 60)
+    await until(lambda: rows() is None)
 
 
 @pytest.mark.parametrize("how", ["poison", "expired", "broken", "closed"])
@@ -322,7 +325,7 @@ async def test_a_failed_call_needs_no_cycle_collector(bench: Bench, how: str) ->
         del call, first, task
         if closing is not None:
             await closing
-        await asyncio.wait_for(until(lambda: not any(it() is not None for it in references)), 10)
+        await until(lambda: not any(it() is not None for it in references))
     finally:
         gc.enable()
 
@@ -726,29 +729,19 @@ async def test_several_batches_run_side_by_side(two_lanes: Bench) -> None:
     assert right(await call)
 
 
-async def test_a_device_that_does_not_widen_starts_its_next_batch_at_once(two_narrow_lanes: Bench) -> None:
-    """So a GPU gets its next batch while one runs."""
-    first = await two_narrow_lanes.busy()
-    second = two_narrow_lanes.send(ids(2))
-    await two_narrow_lanes.engine_started()
-    two_narrow_lanes.engine.let_go()
-    assert right(await first + await second)
-
-
 async def test_a_probe_runs_in_an_idle_lane(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine recovers although a run of the other lane may never end."""
     bench = Bench(2, stall_seconds=math.inf)
     bench.engine.widens = False
     bench.scheduler.start()
-    run, began, ends = bench.engine.run, threading.Event(), threading.Event()
+    began, ends = threading.Event(), threading.Event()
 
-    def run_or_hang(sequences: Sequence[TokenIds], *, attended: Sequence[int], alone: bool) -> BatchResult:
+    def hang(sequences: Sequence[ModelInput]) -> None:
         if STUCK in sequences[0]:
             began.set()
             assert ends.wait(60)
-        return run(sequences, attended=attended, alone=alone)
 
-    monkeypatch.setattr(bench.engine, "run", run_or_hang)
+    bench.before_run(monkeypatch, hang)
     stuck = bench.send(ids(STUCK))
     await asyncio.to_thread(began.wait, 60)
     bench.engine.broken = True
@@ -766,14 +759,8 @@ async def test_a_probe_runs_in_an_idle_lane(monkeypatch: pytest.MonkeyPatch) -> 
 
 async def test_the_lane_that_ran_last_runs_next(two_lanes: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its CPU still has the data in its caches. A lane that is not idle yet is passed over, so most runs must agree."""
-    run = two_lanes.engine.run
     threads: list[str] = []
-
-    def note_thread(sequences: Sequence[TokenIds], *, attended: Sequence[int], alone: bool) -> BatchResult:
-        threads.append(threading.current_thread().name)
-        return run(sequences, attended=attended, alone=alone)
-
-    monkeypatch.setattr(two_lanes.engine, "run", note_thread)
+    two_lanes.before_run(monkeypatch, lambda _: threads.append(threading.current_thread().name))
     two_lanes.engine.hold()
     call = two_lanes.send(*[tokens(10, i) for i in (1, 2, 3)])
     await until(lambda: len(threads) == 2)
@@ -788,7 +775,10 @@ async def test_the_lane_that_ran_last_runs_next(two_lanes: Bench, monkeypatch: p
 
 
 async def test_parallel_runs_count_as_busy_once(two_narrow_lanes: Bench) -> None:
-    """Two runs begin at 2 and 4 s and end at 6 and 12 s; idle time before and after does not count."""
+    """Two runs begin at 2 and 4 s and end at 6 and 12 s; idle time before and after does not count.
+
+    The second run begins while the first one runs, because this device does not widen.
+    """
     bench = two_narrow_lanes
     bench.engine.hold()
     bench.clock.advance(2)

@@ -125,10 +125,10 @@ def test_a_range_of_tokens_selects_the_same_tokens_after_truncation(
     assert seen[first:behind] == [place for place in seen if start <= place < end]
 
 
-async def test_each_range_is_a_row(server: FakeServer) -> None:
+async def test_each_range_is_a_row(shared: FakeServer) -> None:
     """Ranges of characters and of tokens in one call. An input without ranges has no row."""
     response = await encode(
-        server,
+        shared,
         with_spans("hello brave world", [(0, 5), (6, 17), (5, 6), (3, 7), (4, 4)]),
         with_spans([5, 6, 7], [(0, 3), (1, 2)]),
         with_spans("hello brave", [(0, 1), (0, 4)], TOKENS),
@@ -150,12 +150,12 @@ async def test_each_range_is_a_row(server: FakeServer) -> None:
     assert [list(it.span_token_counts) for it in response.sequences] == [[1, 2, 0, 2, 0], [3, 1], [1, 4], []]
 
 
-async def test_a_truncated_range_has_zeros(server: FakeServer) -> None:
+async def test_a_truncated_range_has_zeros(shared: FakeServer) -> None:
     """Positions are those before truncation, so the last special token keeps its position."""
     text = "hello " * 50
     ranges = [(0, 1), (30, 33), (40, 51), (51, 52)]
     response = await encode(
-        server,
+        shared,
         with_spans(text, ranges, TOKENS),
         with_spans(text, [(174, 179), (180, 185)]),
         with_spans(list(range(40)), [(31, 40), (32, 40)]),
@@ -169,19 +169,15 @@ async def test_a_truncated_range_has_zeros(server: FakeServer) -> None:
     assert not rows[1][1].any()
 
 
-async def test_every_pooling_of_ranges(server: FakeServer) -> None:
-    """With dimensions, normalised, and as bits, as other outputs."""
-    for pooling in SPAN_POOLINGS:
-        await check_pooling(server, pooling)
-
-
-async def check_pooling(server: FakeServer, pooling: OutputKind) -> None:
+@pytest.mark.parametrize("pooling", SPAN_POOLINGS)
+async def test_every_pooling_of_ranges(shared: FakeServer, pooling: OutputKind) -> None:
+    """With dimensions, normalised, and as bits."""
     names: Any = pooling.value
     plain, unit = (
         pb.OutputSpec(kind=pb.OUTPUT_KIND_SPANS, span_pooling=names, l2_normalize=normalize, dimensions=dimensions)
         for normalize, dimensions in ((False, 0), (True, 2))
     )
-    response = await encode(server, with_spans([5, 6, 9], [(1, 3)]), outputs=[plain, unit, pb.OutputSpec()])
+    response = await encode(shared, with_spans([5, 6, 9], [(1, 3)]), outputs=[plain, unit, pb.OutputSpec()])
     rows = fake_rows(np.array([5, 6, 9]), D_MODEL)
     expected = POOL[pooling](rows[1:3].astype(np.float64))
     np.testing.assert_allclose(rows_of(response.outputs[0])[0][0], expected, rtol=1e-6)
@@ -190,7 +186,7 @@ async def check_pooling(server: FakeServer, pooling: OutputKind) -> None:
     )
     assert response.outputs[1].l2_normalized
     options: dict[str, Any] = {"outputs": [plain], "data_type": pb.DATA_TYPE_BINARY}
-    binary = (await encode(server, with_spans([5, 6, 9], [(1, 3), (0, 0)]), **options)).outputs[0]
+    binary = (await encode(shared, with_spans([5, 6, 9], [(1, 3), (0, 0)]), **options)).outputs[0]
     assert (binary.data, list(binary.lengths)) == (b"\xf0\x00", [2])
 
 
@@ -233,17 +229,20 @@ BAD: list[tuple[list[pb.Input], list[pb.OutputSpec], str]] = [
 ]
 
 
-async def test_a_bad_range_is_refused_by_field_and_number(server: FakeServer) -> None:
-    for inputs, outputs, problem in BAD:
-        with pytest.raises(Failed, match=problem) as caught:
-            await encode(server, *inputs, outputs=outputs)
-        assert caught.value.code.name == "INVALID_ARGUMENT"
-    assert not server.engine.batches
+@pytest.mark.parametrize(("inputs", "outputs", "problem"), BAD)
+async def test_a_bad_range_is_refused_by_field_and_number(
+    shared: FakeServer, inputs: list[pb.Input], outputs: list[pb.OutputSpec], problem: str
+) -> None:
+    batches = list(shared.engine.batches)
+    with pytest.raises(Failed, match=problem) as caught:
+        await encode(shared, *inputs, outputs=outputs)
+    assert caught.value.code.name == "INVALID_ARGUMENT"
+    assert shared.engine.batches == batches
 
 
-async def test_an_inspection_refuses_ranges(server: FakeServer) -> None:
+async def test_an_inspection_refuses_ranges(shared: FakeServer) -> None:
     with pytest.raises(Failed, match="input.spans: is only for Encode"):
-        await server.inspect(pb.InspectRequest(input=with_spans("hello", [(0, 1)])))
+        await shared.inspect(pb.InspectRequest(input=with_spans("hello", [(0, 1)])))
 
 
 async def test_the_memory_of_ranges_is_bounded(start_server: StartServer) -> None:

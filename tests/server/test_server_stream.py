@@ -1,7 +1,6 @@
 """EncodeStream: many requests over one stream, each answered as soon as it is ready."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -36,21 +35,26 @@ class Stream:
         while await self.call.read() is not grpc.aio.EOF:
             pass
 
-    async def everything(self) -> AsyncIterator[pb.EncodeStreamResponse]:
+    async def replies(self) -> dict[str, pb.EncodeStreamResponse]:
+        """Sends no more requests; returns all replies by request id."""
         await self.call.done_writing()
+        replies = {}
         while (data := await self.call.read()) is not grpc.aio.EOF:
-            yield pb.EncodeStreamResponse.FromString(data)
+            reply = pb.EncodeStreamResponse.FromString(data)
+            assert reply.request_id not in replies, "two replies to one request"
+            replies[reply.request_id] = reply
+        return replies
 
 
 def right(response: pb.EncodeStreamResponse, *ids: int) -> bool:
     return response.response.outputs[0].data == fake_rows(np.array(ids), D_MODEL).tobytes()
 
 
-async def test_answers_are_matched_by_the_callers_id(server: FakeServer) -> None:
-    stream = Stream(server)
+async def test_answers_are_matched_by_the_callers_id(shared: FakeServer) -> None:
+    stream = Stream(shared)
     for i in range(200):
         await stream.send(f"r{i}", i, i + 1)
-    answers = {answer.request_id: answer async for answer in stream.everything()}
+    answers = await stream.replies()
     assert len(answers) == 200
     assert all(right(answers[f"r{i}"], i, i + 1) for i in range(200))
 
@@ -73,7 +77,7 @@ async def test_an_error_ends_one_request_only(start_server: StartServer) -> None
     await stream.send("poison", 666)
     await stream.send("", 1)
     await stream.send("good too", 2)
-    answers = {answer.request_id: answer async for answer in stream.everything()}
+    answers = await stream.replies()
     assert right(answers["good"], 1)
     assert right(answers["good too"], 2)
     bad = answers["bad"].error
@@ -106,10 +110,9 @@ async def test_only_so_many_are_read_ahead(start_server: StartServer) -> None:
     await asyncio.to_thread(server.engine.started.acquire)
     for _ in range(20):
         await asyncio.sleep(0.01)
-        queued = server.sample("encserve_queue_sequences", model="tiny", version="2")
-        assert queued <= 4
+        assert server.queued("sequences") <= 4
     server.engine.let_go()
-    assert len([answer async for answer in stream.everything()]) == 50
+    assert len(await stream.replies()) == 50
 
 
 async def test_a_caller_that_goes_away_leaves_nothing_behind(server: FakeServer) -> None:
@@ -119,12 +122,10 @@ async def test_a_caller_that_goes_away_leaves_nothing_behind(server: FakeServer)
     await asyncio.to_thread(server.engine.started.acquire)  # before the next request, which would join its batch
     for i in range(9):
         await stream.send(str(i), 1)
-    while server.sample("encserve_queue_sequences", model="tiny", version="2") < 9:
-        await asyncio.sleep(0.01)
+    await until(lambda: server.queued("sequences") == 9)
     stream.call.cancel()
-    while server.sample("encserve_in_flight_requests") > 0:
-        await asyncio.sleep(0.01)
-    assert server.sample("encserve_queue_sequences", model="tiny", version="2") == 0
+    await until(lambda: server.sample("encserve_in_flight_requests") == 0)
+    assert server.queued("sequences") == 0
     server.engine.let_go()
     await server.encode([1])
 
@@ -135,7 +136,7 @@ async def test_draining_answers_what_was_read_and_then_ends_the_stream(server: F
     await stream.send("read", 1)
     await asyncio.to_thread(server.engine.started.acquire)
     stopping = asyncio.create_task(server.app.stop())
-    await asyncio.sleep(0.1)
+    await until(server.app._calls.draining.is_set)
     server.engine.let_go()
     assert right(await stream.receive(), 1)
     with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -175,6 +176,6 @@ async def test_an_answer_that_cannot_be_built_is_that_requests_error(
     stream = Stream(server)
     await stream.send("bad", 1, 2, 3)
     await stream.send("good", 4)
-    answers = {answer.request_id: answer async for answer in stream.everything()}
+    answers = await stream.replies()
     assert answers["bad"].error.reason == "INTERNAL"
     assert right(answers["good"], 4)

@@ -1,4 +1,4 @@
-"""A clock for tests: its time passes when a test says so."""
+"""A clock for tests, which only a test moves."""
 
 import asyncio
 import heapq
@@ -24,13 +24,13 @@ class FakeClock:
         return self._now
 
     async def sleep(self, seconds: float) -> None:
-        """Returns once `advance` has passed the moment `seconds` from now."""
+        """Returns when the clock has moved forward by this number of seconds."""
         woken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         heapq.heappush(self._sleepers, (self._now + seconds, next(self._order), woken))
         await woken
 
     def advance(self, seconds: float) -> None:
-        """Moves time forward and wakes the sleepers that are due."""
+        """Moves time forward, and wakes the coroutines whose sleep has ended."""
         self._now += seconds
         while self._sleepers and self._sleepers[0][0] <= self._now:
             _, _, woken = heapq.heappop(self._sleepers)

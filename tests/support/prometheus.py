@@ -19,7 +19,7 @@ import yaml
 
 
 def need(program: str) -> str:
-    """The path of a program. Without it the test is skipped, or fails if ENCSERVE_REQUIRE_PROMETHEUS is 1."""
+    """The path of a program. If it is missing, the test is skipped; with ENCSERVE_REQUIRE_PROMETHEUS=1 it fails."""
     path = shutil.which(program)
     if path is None:
         if os.environ.get("ENCSERVE_REQUIRE_PROMETHEUS") == "1":

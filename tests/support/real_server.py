@@ -23,13 +23,13 @@ class RealServer:
 
     Attributes:
         target: Its gRPC address.
-        url: Where it answers HTTP, if it does.
-        tls: What to ask its metrics page with, of a server with TLS.
+        url: The URL of its HTTP port; useless without one.
+        tls: The TLS context for its metrics page; None for a page without TLS.
         log: The parsed log lines so far; a line that is not JSON fails the test.
     """
 
     def __init__(self, process: "subprocess.Popen[str]", start_seconds: float = 120) -> None:
-        """Waits until it serves."""
+        """Waits until the server serves."""
         self.process = process
         self.tls: ssl.SSLContext | None = None
         self.log: list[dict[str, Any]] = []
@@ -58,7 +58,7 @@ class RealServer:
         self.process.send_signal(signal.SIGTERM)
 
     def wait(self) -> int:
-        """The exit status, once it has ended."""
+        """Waits for the end of the process; returns the exit status."""
         status = self.process.wait(timeout=60)
         self._reader.join(timeout=10)
         return status
@@ -76,7 +76,7 @@ class RealServer:
         )
 
     def resident_bytes(self) -> int:
-        """The memory it holds."""
+        """The resident memory of the process, in bytes."""
         return int(self.metric("process_resident_memory_bytes"))
 
 
@@ -93,12 +93,12 @@ def real_server(
     start_seconds: float = 120,
     variables: Mapping[str, str] | None = None,
 ) -> Iterator[RealServer]:
-    """Runs a server and ends it, if the test has not.
+    """Runs a server, and ends the process if it still runs.
 
-    It does not measure its batch budget unless a flag says so: that would take seconds for every model.
+    The server measures no batch budget unless a flag says so, because that takes seconds for each model.
     """
-    kept = "ENCSERVE_CACHE_DIR"  # of all tests
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_") or key == kept}
+    cache = "ENCSERVE_CACHE_DIR"  # all tests share one cache
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("ENCSERVE_") or key == cache}
     environment |= variables or {}
     command: list[str | Path] = [program, "--model-repository", model_repository, "--no-tune-batches"]
     command += ["--grpc-port", "0", "--metrics-port", "0", *flags]

@@ -1,6 +1,7 @@
 """Waits for conditions."""
 
 import asyncio
+import inspect
 import time
 from collections.abc import Callable
 
@@ -9,8 +10,8 @@ PATIENCE_SECONDS = 60.0
 
 
 async def until(condition: Callable[[], object]) -> None:
-    """Wait until a condition holds; fail after PATIENCE_SECONDS."""
+    """Wait until a function, or a coroutine function, returns a true value; fail after PATIENCE_SECONDS."""
     ends = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
+    while not (await result if inspect.isawaitable(result := condition()) else result):
         assert time.monotonic() < ends, f"the condition did not hold within {PATIENCE_SECONDS:g} s"
-        await asyncio.sleep(0.01)
+        await asyncio.sleep(0.002)
