@@ -121,7 +121,8 @@ def test_other_precisions_are_smaller(data2vec: Path, models: Path, precision: P
 def test_layers_that_share_weights_are_stored_once(tmp_path: Path) -> None:
     sizes = []
     for n_layers in (1, 8):
-        albert = Architecture(f"{n_layers} layers", "albert", NAMED["ALBERT"].settings | {"num_hidden_layers": n_layers})
+        settings = NAMED["ALBERT"].settings | {"num_hidden_layers": n_layers}
+        albert = Architecture(f"{n_layers} layers", "albert", settings)
         exported = export(save(albert, tmp_path), tmp_path / "models" / str(n_layers))
         sizes.append((exported.path / "model.onnx.data").stat().st_size)
     assert sizes[1] <= 1.01 * sizes[0]

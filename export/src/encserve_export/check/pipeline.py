@@ -26,7 +26,8 @@ from encserve_export.core.precision import (
     bounds_of,
     tolerance_for,
 )
-from encserve_export.kinds.directory import quiet, transformer_of
+from encserve_export.core.quiet import quiet
+from encserve_export.kinds.directory import transformer_of
 from encserve_export.kinds.spec import NO_BOUND, TASKS, ModelSpec
 from encserve_export.models import pretrained
 from encserve_export.models.own.state_dict import DEFAULT_LONGEST
@@ -187,7 +188,7 @@ def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
         whole.sparse.max_active_dims = 0
     whole.fingerprint = fingerprint(whole)
     (folder / "manifest.json").write_text(json.dumps(to_fields(whole)), encoding="utf-8")
-    with tempfile.TemporaryDirectory() as repository, quiet("encserve_server"):
+    with tempfile.TemporaryDirectory() as repository, quiet():
         bundle = Path(repository) / manifest.name / manifest.version  # the server compares both names
         bundle.parent.mkdir()
         bundle.symlink_to(folder.absolute(), target_is_directory=True)
@@ -441,7 +442,7 @@ def _prompt_task_pairs(spec: ModelSpec) -> list[Way]:
 
 def _ids(transformer: Any, texts: Sequence[str], way: Way) -> list[list[int]]:
     try:
-        with quiet("sentence_transformers"):
+        with quiet():
             made = transformer.preprocess(texts, prompt=way.prompt or None, **({"task": way.task} if way.task else {}))
     except Exception as error:  # a tokenizer raises any class
         raise ParityError(

@@ -4,7 +4,6 @@ The exporter itself would hold them up to five times: folded, as protobuf, as by
 graph alone, in which weights are inputs, and they are added to it here.
 """
 
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -16,6 +15,7 @@ from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 from encserve_export.core import names
+from encserve_export.core.quiet import quiet
 from encserve_export.onnx_graph.external import LEAST_DATA_BYTES, place
 from encserve_export.onnx_graph.nodes import all_nodes, constants, walk
 
@@ -39,10 +39,9 @@ def trace(
         outputs: The names of the results in the graph.
         dynamic_axes: Axes without a fixed size.
     """
-    with warnings.catch_warnings():
+    with quiet():
         # The exporter is deprecated, and tracing warns about transformers' code. The comparison with PyTorch decides.
         # Its successor's graph is no faster and takes six times as long to write, and torch is pinned.
-        warnings.simplefilter("ignore")
         torch.onnx.export(
             module,
             arguments,
@@ -161,9 +160,7 @@ def fold_weights(model: onnx.ModelProto, module: nn.Module) -> dict[str, Tensor]
     return weights
 
 
-def _fold(
-    node: onnx.NodeProto, weight: Tensor, indices: Mapping[str, onnx.TensorProto]
-) -> tuple[str, Tensor] | None:
+def _fold(node: onnx.NodeProto, weight: Tensor, indices: Mapping[str, onnx.TensorProto]) -> tuple[str, Tensor] | None:
     """The name of a node's operation and its value for this weight; None if the graph has to compute the value."""
     if node.op_type == "Transpose" and list(node.attribute[0].ints) == [1, 0]:
         return "transpose", weight.T
