@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from encserve_export.check.agreement import least_cosine, relative_error
+from encserve_export.check.agreement import compare, relative_error
 from encserve_export.core.arrays import Rows
 from encserve_export.core.errors import ParityError, UnsupportedModelError, first_line
 from encserve_export.core.precision import (
@@ -124,12 +124,12 @@ class Answers:
     advice: str = _ADVICE
 
 
-Comparison = Callable[[Path, manifest_pb2.Manifest], Compared | None]
+PipelineCheck = Callable[[Path, manifest_pb2.Manifest], Compared | None]
 
 
 def prepare_comparison(
     spec: ModelSpec, *, takes_text: bool, asked: int | None, progress: Callable[[str], None]
-) -> Comparison:
+) -> PipelineCheck:
     """Return a function that compares a bundle, given its folder and its manifest.
 
     sentence-transformers answers at once, so that its model can be freed before the graph is written. transformers
@@ -162,16 +162,16 @@ def _compare(
 ) -> Compared | None:
     answers = ask(manifest)
     progress(f"comparing texts' ids and vectors with {answers.library}")
-    judge = _Judge(manifest, answers)
+    comparison = Comparison(manifest, answers)
     with _open(folder, manifest) as embedder:
         for way, texts, ids in answers.ids:
             got = embedder.tokenize(texts, truncate=True, **way.options)
             for text, ours, theirs in zip(texts, got, ids, strict=True):
-                judge.ids(text, way, ours if isinstance(ours, str) else ours.tolist(), theirs)
+                comparison.ids(text, way, ours if isinstance(ours, str) else ours.tolist(), theirs)
         for way, output, texts, want in answers.outputs:
-            judge.output(way, output, texts, _embed(embedder, way, output, texts), want)
-    judge.scores()
-    return judge.compared if answers.outputs else None
+            comparison.output(way, output, texts, _embed(embedder, way, output, texts), want)
+    comparison.scores()
+    return comparison.compared if answers.outputs else None
 
 
 @contextlib.contextmanager
@@ -221,16 +221,18 @@ def _embed(embedder: Embedder, way: Way, output: str, texts: Sequence[Any]) -> l
     return list(dense[:, None])
 
 
-class _Judge:
+class Comparison:
     """Compares the bundle's ids and vectors with the library's, and keeps the largest differences."""
 
     def __init__(self, manifest: manifest_pb2.Manifest, answers: Answers) -> None:
-        self._precision, self._library = manifest.graph.precision, answers.library
-        self._exact_advice = answers.advice
+        self._library = answers.library
+        self._advice = answers.advice
         self._vocab_size = manifest.encoder.vocab_size
         # If float32 itself is far from float64, both the library's vectors and the bundle's are.
         self._tolerance = tolerance_for(PIPELINE_TOLERANCE, 2 * manifest.parity.float32_error)
-        self._bounds = bounds_of(self._precision)
+        self._bounds = bounds_of(manifest.graph.precision)
+        exact = self._bounds.cosine is None
+        self._allowed = Bounds(error=self._tolerance) if exact else Bounds(cosine=self._bounds.cosine)
         self._texts, self._max_error, self._min_cosine = 0, 0.0, 1.0
         self._max_maxsim_error: float | None = None
         self._vectors: dict[str, tuple[Sequence[Rows], Sequence[Rows]]] = {}  # of MaxSim, by task
@@ -254,7 +256,8 @@ class _Judge:
 
     def output(self, way: Way, output: str, texts: Sequence[Any], got: Sequence[Rows], want: Sequence[Rows]) -> None:
         """Refuse other rows or weights."""
-        compare = self._compare_weights if output == "sparse" and self._bounds.cosine is None else self._compare_rows
+        exact_weights = output == "sparse" and self._bounds.cosine is None
+        refuse_other = self._refuse_other_weights if exact_weights else self._refuse_other_rows
         for text, ours, theirs in zip(texts, got, want, strict=True):
             where = f"for the text {_short(text)} with {way.label}"
             if ours.shape != theirs.shape:
@@ -264,7 +267,7 @@ class _Judge:
             if output == "sparse" and self._bounds.cosine is not None and text == "":
                 continue  # rounding moves the few weights of an empty text most
             if theirs.size:
-                compare(ours, theirs, where)
+                refuse_other(ours, theirs, where)
             self._texts += 1
         if output == "multi_vector":
             self._vectors[way.task] = got, want
@@ -282,22 +285,23 @@ class _Judge:
         best = np.abs(theirs).max(axis=1, keepdims=True)  # (texts, 1)
         self._max_maxsim_error = error = float((np.abs(ours - theirs) / np.maximum(best, 1e-12)).max())
         if not error <= self._bounds.maxsim_error:
+            advice = "float32 is exact" if self._bounds.cosine is not None else self._advice
             raise ParityError(
                 f"a MaxSim score differs from {self._library} by {error:.1e} of the best score of its query, at most "
-                f"{self._bounds.maxsim_error:.1e} is allowed; {self._advice}"
+                f"{self._bounds.maxsim_error:.1e} is allowed; {advice}"
             )
 
-    def _compare_rows(self, got: Rows, want: Rows, where: str) -> None:
-        error, cosine, least = relative_error(got, want), least_cosine(got, want), self._bounds.cosine
-        self._max_error, self._min_cosine = max(self._max_error, error), min(self._min_cosine, cosine)
-        if error <= self._tolerance or (least is not None and cosine >= least):
-            return
-        figures = f"relative error {error:.1e}, tolerance {self._tolerance:.1e}"
-        if least is not None:
-            figures = f"cosine similarity {cosine:.4f}, at least {least} is required"
-        raise ParityError(f"the bundle gives another vector than {self._library} {where}: {figures}; {self._advice}")
+    def _refuse_other_rows(self, got: Rows, want: Rows, where: str) -> None:
+        difference = compare(got, want, self._allowed)
+        self._max_error = max(self._max_error, difference.error)
+        self._min_cosine = min(self._min_cosine, difference.cosine)
+        if difference.excess:
+            advice = f"; {self._advice}" if self._bounds.cosine is None else ""
+            raise ParityError(
+                f"the bundle gives another vector than {self._library} {where}: {difference.excess}{advice}"
+            )
 
-    def _compare_weights(self, got: Rows, want: Rows, where: str) -> None:
+    def _refuse_other_weights(self, got: Rows, want: Rows, where: str) -> None:
         self._max_error = max(self._max_error, relative_error(got, want))
         excess = float((np.abs(got - want) - self._tolerance * np.abs(want)).max())
         if not excess <= PIPELINE_WEIGHT_TOLERANCE:
@@ -305,14 +309,6 @@ class _Judge:
                 f"the bundle gives other weights than {self._library} {where}: one differs by {excess:.1e} more than "
                 f"{self._tolerance:.0e} of the weight, at most {PIPELINE_WEIGHT_TOLERANCE:.0e} is allowed; {_ADVICE}"
             )
-
-    @property
-    def _advice(self) -> str:
-        return (
-            self._exact_advice
-            if self._bounds.cosine is None
-            else f"{self._precision} rounds too much here, float32 is exact"
-        )
 
 
 def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress: Callable[[str], None]) -> Answers:
