@@ -169,7 +169,7 @@ def case_lengths(longest: int) -> list[tuple[int, ...]]:
 
 
 def random_sequences(longest: int, *, vocab_size: int = 0, width: int = 0) -> Sequences:
-    """The sequences of the batches of `case_lengths`, random but always the same.
+    """The sequences of the batches of `case_lengths`, from a fixed seed.
 
     Args:
         longest: The longest sequence, in tokens.
@@ -215,14 +215,14 @@ def check_rows(
     precision: str = "float32",
     advice: str = "",
 ) -> Parity:
-    """Runs every batch, and every sequence alone, and refuses the first batch that is out of bounds.
+    """Runs every batch and every sequence alone, and raises for the first batch that is out of bounds.
 
     Args:
         run: Inputs and mask -> rows, float32 (batch, seq, d_model).
         sequences: See `random_sequences`.
         pad_token_id: The id that fills a short sequence.
         want: The expected rows of the same sequences; None to check padding alone.
-        precision: The precision of the rows, which chooses the bounds.
+        precision: The precision of the bundle, which sets the bounds.
         advice: An explanation for a model that changes when padded.
 
     Raises:
@@ -262,7 +262,7 @@ def check_rows(
 
 
 def check_padding(reference: Reference, longest: int, advice: str) -> None:
-    """Refuses a model if its rows change in a padded batch in PyTorch already: no graph could do better.
+    """Raises if padding changes the rows in PyTorch already. No graph could do better.
 
     Args:
         reference: The model.

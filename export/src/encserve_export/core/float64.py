@@ -1,4 +1,4 @@
-"""A module of PyTorch's in float64: the numbers that float32 is an approximation of."""
+"""Runs a PyTorch module in float64, as the reference for float32."""
 
 import contextlib
 from collections.abc import Iterator
@@ -8,10 +8,10 @@ from torch import nn
 
 @contextlib.contextmanager
 def in_float64(module: nn.Module) -> Iterator[None]:
-    """Puts a module's floating-point parameters and buffers into float64, and back into their types afterwards.
+    """Converts a module's floating-point parameters and buffers to float64 within the block, and back afterwards.
 
-    It takes twice the memory of float32 meanwhile, not three times: tensors are converted one after another, in place.
-    Casts to float32 in the module's code stay. Afterwards all numbers have their earlier bits.
+    The module takes twice the memory of float32, not three times: tensors are converted one by one, in place. Casts to
+    float32 in the module's code stay. Afterwards all tensors have their earlier bits.
     """
     tensors = [it for it in (*module.parameters(), *module.buffers()) if it.is_floating_point()]
     dtypes = [it.dtype for it in tensors]

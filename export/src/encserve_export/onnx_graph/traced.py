@@ -1,7 +1,7 @@
-"""Has PyTorch's tracing exporter write a module, with its weights in memory no more often than needed.
+"""Exports a module with PyTorch's tracing exporter, without extra copies of the weights in memory.
 
-The exporter itself would hold them up to five times: folded, as protobuf, as bytes, parsed again. So it writes the
-graph alone, in which weights are inputs, and they are added to it here.
+The exporter itself would hold the weights up to five times: folded, as protobuf, as bytes, parsed again. Here it writes
+a graph that takes the weights as inputs. `take_weights` then adds the weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ def trace(
     Args:
         module: In evaluation mode.
         arguments: The arguments of the call.
-        path: A file to write to for a while.
+        path: A temporary file, removed afterwards.
         inputs: The names of the arguments in the graph.
         outputs: The names of the results in the graph.
         dynamic_axes: Axes without a fixed size.
@@ -84,7 +84,7 @@ def cut(model: onnx.ModelProto, output: str) -> onnx.ModelProto:
 
 
 def lift_constants(model: onnx.ModelProto) -> None:
-    """Turns large Constant nodes into initializers: the exporter writes tables that way that have no gradient."""
+    """Turns large Constant nodes into initializers. The exporter writes tables without a gradient as Constant nodes."""
     for node in list(model.graph.node):
         for name, tensor in constants(node).items():
             if len(tensor.raw_data) >= LEAST_DATA_BYTES:
@@ -94,10 +94,10 @@ def lift_constants(model: onnx.ModelProto) -> None:
 
 
 def take_weights(model: onnx.ModelProto, weights: Mapping[str, Tensor], data: BinaryIO | None = None) -> None:
-    """Makes the inputs that are weights initializers.
+    """Turns the inputs that are weights into initializers.
 
     Args:
-        model: From `trace`.
+        model: From `trace`; changed in place.
         weights: The weights by the names of the inputs.
         data: The file for weights of 1,024 bytes and more; without a file they go into the model.
     """
