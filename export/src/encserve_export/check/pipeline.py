@@ -38,7 +38,7 @@ from encserve_proto.fingerprint import fingerprint, to_fields
 from encserve_server.errors import EncserveError
 from encserve_server.offline import Embedder
 
-LONGEST_BY_DEFAULT = 8192  # the longest text if no file and no caller states one; longer ones take hours to check
+LONGEST_BY_DEFAULT = 8192  # the default without a stated limit; the checks of longer texts take hours
 
 _SENTENCE = "The cat sleeps on the warm windowsill while it rains. "
 # For these texts vectors are compared; for many more only ids.
@@ -100,7 +100,7 @@ class Way:
 
     @property
     def task(self) -> str:
-        """The task, or nothing."""
+        """The task, or an empty text."""
         return str(self.options.get("task", ""))
 
 
@@ -178,7 +178,7 @@ def _compare(
 def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
     """Load the bundle in a draft folder, with a manifest that keeps all vectors and all weights.
 
-    Token pooling and a limit of weights turn rounding into other vectors, so they would hide how far apart these are.
+    Token pooling and a limit on the weights turn rounding into large differences.
     """
     whole = manifest_pb2.Manifest()
     whole.CopyFrom(manifest)
@@ -207,7 +207,7 @@ def _open(folder: Path, manifest: manifest_pb2.Manifest) -> Iterator[Embedder]:
 
 
 def _embed(embedder: Embedder, way: Way, output: str, texts: Sequence[Any]) -> list[Rows]:
-    """For each text its (rows, width) array; weights over the vocabulary as (1, width)."""
+    """The (rows, width) array of each text; (1, width) for weights over the vocabulary."""
     made: Any = embedder.run(texts, truncate=True, output=output, **way.options)  # type: ignore[arg-type]
     if made.refused:
         place, reason = next(iter(made.refused.items()))
@@ -222,7 +222,7 @@ def _embed(embedder: Embedder, way: Way, output: str, texts: Sequence[Any]) -> l
 
 
 class Comparison:
-    """Compares the bundle's ids and vectors with the library's, and keeps the largest differences."""
+    """Compares the bundle's ids and vectors with the library's, and stores the largest differences."""
 
     def __init__(self, manifest: manifest_pb2.Manifest, answers: Answers) -> None:
         self._library = answers.library
@@ -239,7 +239,7 @@ class Comparison:
 
     @property
     def compared(self) -> Compared:
-        """The result so far."""
+        """The differences so far."""
         return Compared(
             self._library, self._texts, self._max_error, self._min_cosine, self._max_maxsim_error, self._bounds
         )
@@ -312,7 +312,7 @@ class Comparison:
 
 
 def _ask_transformers(spec: ModelSpec, manifest: manifest_pb2.Manifest, progress: Callable[[str], None]) -> Answers:
-    """Ask transformers for the ids of texts and the rows of its model; without a tokenizer for the rows of some ids."""
+    """Ask transformers for ids and rows of texts; without a tokenizer, for rows of fixed ids."""
     longest, way = manifest.encoder.max_sequence_tokens, _NO_PROMPT
     ids: list[Any] = []
     texts: Sequence[Any]
@@ -382,8 +382,8 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> Answers:
         if way.task and spec.tasks[way.task].HasField("static_sparse"):
             continue  # another tokenizer
         ids.append((way, probes, _ids(transformer, probes[:-1], way) + _ids(transformer, probes[-1:], way)))
-        made = zip(texts, _ids(transformer, texts, way), strict=True)
-        usable[way.label] = [text for text, its in made if 0 <= max(its, default=-1) < vocab_size]
+        pairs = zip(texts, _ids(transformer, texts, way), strict=True)
+        usable[way.label] = [text for text, text_ids in pairs if 0 <= max(text_ids, default=-1) < vocab_size]
         if not usable[way.label]:
             raise ParityError(
                 f"no text with {way.label} has token ids below {vocab_size}, the rows of the model's table"
@@ -393,7 +393,7 @@ def _ask_sentence_transformers(spec: ModelSpec, asked: int | None) -> Answers:
 
 
 def _set_lengths(transformer: Any, spec: ModelSpec, asked: int | None) -> int:
-    """Have sentence-transformers cut texts as the bundle must; return the longest text without a task, in tokens.
+    """Set sentence-transformers' text lengths to the bundle's. Return the longest text without a task, in tokens.
 
     sentence-transformers knows neither the user's length nor, for some models, the number of positions.
     """
@@ -421,7 +421,7 @@ def _check_prompts(tokenizer: Any, prompts: Iterable[str], longest: int) -> None
 
 
 def _prompt_task_pairs(spec: ModelSpec) -> list[Way]:
-    """The ways to send texts that differ for a model."""
+    """The prompts and tasks that change the vectors of a model."""
     tasks = [
         Way({"task": task}, f"the task {task}", spec.prompts.get(settings.prompt_name, ""))
         for task, settings in spec.tasks.items()
